@@ -53,7 +53,8 @@ def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
     yield cases.many_rows(rounds, (2048, size, size), {"with quantize": (0.80,)})
     targets = {
         "with quantize": (0.88,),
-        "with quantize, weight kept": (0.94, 0.96),
+        # Arithmetic allows .93: 1395 us of product, 2 x 47 us to quantize and dequantize x, 7 us of small launches.
+        "with quantize, weight kept": (0.90, 0.925),
         "fold, with quantize, weight kept": (1.45, 1.65),
     }
     yield cases.many_rows(rounds, (8192, size, size), targets)

@@ -45,6 +45,9 @@ def main() -> None:
     import gpu_cases
     import torch
 
+    if arguments.case == "fused" and torch.cuda.get_device_capability() != (9, 0):
+        print("skipped: gemm_fused needs compute capability 9.0")
+        return
     with torch.inference_mode():
         launch(gpu_cases, arguments.case, arguments.size)
         torch.cuda.synchronize()

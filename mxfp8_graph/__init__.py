@@ -9,6 +9,8 @@ from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mxfp8_graph.checking.verify import verify as verify
+    from mxfp8_graph.models import load as load
+    from mxfp8_graph.models import save as save
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
@@ -19,15 +21,13 @@ if TYPE_CHECKING:
     from mxfp8_graph.policy.recipe import Recipe as Recipe
     from mxfp8_graph.policy.recipe import Rule as Rule
     from mxfp8_graph.policy.recipe import load_recipe as load_recipe
-    from mxfp8_graph.program_files import load as load
-    from mxfp8_graph.program_files import save as save
     from mxfp8_graph.report.data import RewriteReport as RewriteReport
     from mxfp8_graph.rewriting import rewrite as rewrite
     from mxfp8_graph.tools.analyze.run import analyze as analyze
     from mxfp8_graph.tools.compare.run import compare as compare
     from mxfp8_graph.tools.dialects.convert import convert as convert
     from mxfp8_graph.tools.from_hf import from_hf as from_hf
-    from mxfp8_graph.tools.hosts import package as package
+    from mxfp8_graph.tools.hosts.write import package as package
     from mxfp8_graph.tools.tune.run import tune as tune
 
 # The names a second time: the block above is for type checkers, this table for the import on first use.
@@ -46,12 +46,12 @@ _HOMES = {
     "Rule": "policy.recipe",
     "load_recipe": "policy.recipe",
     "RewriteReport": "report.data",
-    "load": "program_files",
-    "save": "program_files",
+    "load": "models",
+    "save": "models",
     "verify": "checking.verify",
     "analyze": "tools.analyze.run",
     "compare": "tools.compare.run",
-    "package": "tools.hosts",
+    "package": "tools.hosts.write",
     "tune": "tools.tune.run",
 }
 __all__ = [*_HOMES]  # noqa: PLE0604

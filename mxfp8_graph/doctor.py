@@ -1,4 +1,7 @@
-"""diagnose(): the installed packages, the kernels that run, and a test of a session with the custom ops."""
+"""diagnose(): the installed packages, the kernels that run, and a test of a session with the custom ops.
+
+diagnose_file(): what a file is, by its nodes and what it records, and what tools have done to it since.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -19,9 +23,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__, installed
+from mxfp8_graph.models import kind_of, load
 from mxfp8_graph.naming import printable
-from mxfp8_graph.onnx_model import child
+from mxfp8_graph.onnx_model import child, cpu_provider
+from mxfp8_graph.onnx_model.dialect_ops import foreign
+from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
 from mxfp8_graph.report.text import STYLES
 from mxfp8_ops import contract, cpu, hardware, numerics
 from mxfp8_ops.cuda import build, planner, system
@@ -93,7 +102,7 @@ def _cuda_checks() -> list[Check]:
     for index, gpu in enumerate(gpus):
         checks.append(_attempt(f"gpu {index}", partial(_gpu, gpu), otherwise="broken"))
     checks.append(_attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), otherwise="missing"))
-    count, size = system.cache_contents()
+    count, size = build.cache_contents()
     checks.append(_ok("cubin cache", f"{build.cache_folder()}: {count} kernels, {size} bytes"))
     checks.append(_cuda_provider())
     # One line for each kind of GPU, however many there are of it.
@@ -283,3 +292,63 @@ def _model(elements: numerics.Codes, scales: numerics.Codes) -> onnx.ModelProto:
     )
     imports = [helper.make_opsetid("", contract.MIN_OPSET), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
+
+
+_MODEL: Final = "model"
+
+
+def diagnose_file(path: str | Path) -> Check:
+    """Returns the check of one file. Never raises: a file that cannot be read is a check that says so."""
+    try:
+        if kind_of(path).is_program:
+            return _program(path)
+        model = open_model(Path(path)).proto
+    except Mxfp8Error as error:
+        return Check(name=_MODEL, state="broken", detail=error.problem, advice=error.advice)
+    recorded = {entry.key: entry.value for entry in model.metadata_props}
+    written = recorded.get(provenance.DIALECT_KEY, "mxfp8" if provenance.CONTRACT_KEY in recorded else None)
+    by = f"written by mxfp8-graph {recorded.get(provenance.VERSION_KEY, '')} as {written}" if written else ""
+    if by and provenance.LOST_KEY in recorded:
+        by += f"; lost in conversion: {recorded[provenance.LOST_KEY]}"
+    used = {node.op_type for node in iter_nodes(model.graph.node) if node.domain == contract.DOMAIN}
+    if used:
+        return _rewritten(path, model, used, by)
+    if written == "mxfp8":
+        detail = f"{path}: {by}, and has no node of domain {contract.DOMAIN!r} any more: a tool has inlined them"
+        advice = "our kernels do not run it, and weights may be float32 again: take the file from before that tool"
+        return Check(name=_MODEL, state="broken", detail=detail, advice=advice)
+    if found := foreign(model):
+        advice = f"for our kernels: mxfp8-graph convert {path} --to mxfp8"
+        what = f"MXFP8 as {found[0]}" if written in {None, found[0]} else f"MXFP8 in standard ops (as {found[0]})"
+        return Check(name=_MODEL, state="ok", detail="; ".join(filter(None, (f"{path}: {what}", by))), advice=advice)
+    return _loadable(model, (by and f"{path}: {by}") or f"{path}: no MXFP8 in it", "")
+
+
+def _rewritten(path: str | Path, model: onnx.ModelProto, used: set[str], by: str) -> Check:
+    there = {name for domain, name, _ in map(function_key, model.functions) if domain == contract.DOMAIN}
+    detail = "; ".join(filter(None, (f"{path}: {', '.join(sorted(used))}", by)))
+    if lost := sorted(used - there):
+        detail += f"; without the function bodies of {', '.join(lost)}, so it runs with our library only"
+        advice = f"a tool has dropped them; put them back: mxfp8-graph convert {path} --to mxfp8"
+        return Check(name=_MODEL, state="broken", detail=detail, advice=advice)
+    return _loadable(model, f"{detail}; with function bodies", ": runs everywhere in ONNX Runtime")
+
+
+def _loadable(model: onnx.ModelProto, detail: str, otherwise: str) -> Check:
+    """Returns the check of a whole file: whether a CPU runs it; `otherwise` is what there is to say then."""
+    notes = [note.partition("; ") for note in cpu_provider.note(model)]
+    said = "".join(f"; {what}" for what, _, _ in notes) or otherwise
+    return Check(name=_MODEL, state="ok", detail=f"{detail}{said}", advice="".join(advice for _, _, advice in notes))
+
+
+def _program(path: str | Path) -> Check:
+    """Returns the check of a .pt2 file, which is loaded."""
+    program = load(path)  # says what to install, if torch is not here
+    from mxfp8_graph.torch_program import record
+
+    made = record.find(program)
+    if made is None:
+        return Check(name=_MODEL, state="ok", detail=f"{path}: a program that loads; no MXFP8 in it")
+    weights = "packed weights" if made.packed else "weights to train in MXFP8"
+    detail = f"{path}: a program that loads, with {weights}, by recipe {provenance.recipe_name(made.recipe)}"
+    return Check(name=_MODEL, state="ok", detail=detail)

@@ -1,7 +1,9 @@
-"""Only regular files are read, and one that changes on the way is an error: a result is made of one state of its input.
+"""Opens the files that a user or a model names: regular files, which must not change while they are read.
 
-Whatever opens a file that a user or a model names does it here. Opening or reading a FIFO, a device or a socket
-could block, never end, or have an effect.
+Opening or reading a FIFO, a device or a socket could block, never end, or have an effect. The files that a model names
+(its external data, the shards of a checkpoint's index) lie in its folder, by the rules of onnx (`checker.cc`,
+resolve_external_data_location): below the folder, no symbolic link, no second hard link. A model from a stranger can
+name any file, and through a link it could read one that is not its own.
 """
 
 from __future__ import annotations
@@ -11,8 +13,8 @@ import errno
 import os
 import stat
 from collections.abc import Iterable
-from pathlib import Path
-from typing import BinaryIO, Final, NamedTuple
+from pathlib import Path, PurePath
+from typing import BinaryIO, Final
 
 from mxfp8_ops.errors import ContractError
 
@@ -25,31 +27,15 @@ _KINDS: Final = {
     stat.S_IFLNK: "a symbolic link",
 }
 
-
 NO_NAME: Final = "not a name that a file can have"
 """What is said of a NUL, and of what the encoding of the file system lacks."""
-
-
-class State(NamedTuple):
-    """What tells a file from another one, or from itself after a change."""
-
-    device: int
-    inode: int
-    size: int
-    modified: int
-    """In ns."""
-
-    @classmethod
-    def of(cls, found: os.stat_result) -> State:
-        """Returns the state that a stat result shows."""
-        return cls(found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
 
 
 class Pins:
     """The files one result is made of, each as it was when it was first opened."""
 
     def __init__(self) -> None:
-        self._states: dict[Path, State] = {}
+        self._states: dict[Path, tuple[int, ...]] = {}
 
     def open(self, path: Path) -> BinaryIO:
         """Returns an open file, the same one as before if it was opened before.
@@ -59,7 +45,7 @@ class Pins:
             ContractError: the file changed since it was first opened.
         """
         file = open_regular(path)
-        found = State.of(os.fstat(file.fileno()))
+        found = _state(os.fstat(file.fileno()))
         if self._states.setdefault(path, found) != found:
             file.close()
             raise _changed(path)
@@ -72,18 +58,82 @@ class Pins:
 
     def check_open(self, file: BinaryIO) -> None:
         """Raises ContractError if a file that `open` returned is no longer what it was."""
-        if State.of(os.fstat(file.fileno())) != self._states[Path(file.name)]:
+        if _state(os.fstat(file.fileno())) != self._states[Path(file.name)]:
             raise _changed(Path(file.name))
 
     def check(self, *paths: Path) -> None:
         """Raises ContractError if a file that was opened, by default any, is no longer what it was, or not there."""
         for path in paths or self._states:
             try:
-                found = State.of(path.stat())
+                same = _state(path.stat()) == self._states[path]
             except OSError:
-                raise _changed(path) from None
-            if found != self._states[path]:
+                same = False
+            if not same:
                 raise _changed(path)
+
+
+class ModelFolder:
+    """The folder that a model, or the index of a checkpoint, lies in."""
+
+    def __init__(self, model: Path) -> None:
+        self.path = model.parent
+        self._model = model
+        self.files = Pins()
+        """The model and the external files, as they were when they were first opened."""
+        # In the cache of the Hugging Face hub, model and data are links into one other folder: that counts as inside.
+        self._linked = Path(os.path.realpath(model)).parent if model.is_symlink() else None
+        self._allowed: dict[str, Path] = {}
+
+    def open(self, name: str, where: str) -> BinaryIO:
+        """Opens the file that a model calls `name`; `where` is the part of the model that names it, for errors.
+
+        Raises:
+            OSError: there is no such file, or it cannot be read, or is not a regular file.
+            ContractError: the model must not name this file, or it changed since it was first opened.
+        """
+        return self.files.open(self.locate(name, where))
+
+    def open_model(self) -> BinaryIO:
+        """Opens the model's own file; errors as `open`."""
+        return self.files.open(self._model)
+
+    def check(self, file: BinaryIO) -> None:
+        """Raises ContractError if a file that `open` returned, or the model that refers to it, changed."""
+        self.files.check_open(file)
+        self.files.check(self._model)
+
+    def locate(self, name: str, where: str) -> Path:
+        """Returns the path, without links, of the file that a model calls `name`; errors as `open`."""
+        if name not in self._allowed:
+            self._allowed[name] = self._allow(name, where)
+        path = self._allowed[name]
+        # Asked on each access, not once: a link can be added between two reads.
+        if (links := path.stat().st_nlink) > 1 and path.is_file():
+            what = f"external file {name!r} has {links} hard links"
+            raise ContractError(where, what, expected="a file with one name, as onnx does", advice="put a copy there")
+        return path
+
+    def _allow(self, name: str, where: str) -> Path:
+        plain = PurePath(name)
+        nameless = not name or any(c == "\0" or "\ud800" <= c <= "\udfff" for c in name)  # JSON has half surrogates
+        # Decided by the name first: realpath of such a name would ask the system about files that are none of the
+        # model's.
+        outside = nameless or plain.is_absolute() or ".." in plain.parts
+        expected = Path(os.path.realpath(self.path)) / plain
+        real_path = expected if outside else Path(os.path.realpath(expected))
+        cached = self._linked is not None and real_path.is_relative_to(self._linked)
+        if outside or not (cached or real_path.is_relative_to(os.path.realpath(self.path))):
+            advice = "move the data next to the model"
+            raise ContractError(where, f"external file {name!r}", expected=f"a file inside {self.path}", advice=advice)
+        if real_path != expected and not cached:
+            what = f"external file {name!r} is a symbolic link"
+            raise ContractError(where, what, expected="a file, as onnx does", advice="put the file itself there")
+        return real_path
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    """Returns what tells a file from another one, or from itself after a change."""
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def is_folder(path: Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.files import data_path_of
 from mxfp8_ops.errors import ContractError, Option
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class CheckpointWeights:
 
     def keep(self, output: Path) -> None:
         """Raises ContractError if a result would replace one of the files, itself or by its external data."""
-        for path in (output, output.with_name(f"{output.name}.data")):
+        for path in (output, data_path_of(output)):
             if is_any_of(path, self.files):
                 another = ("pass another ", Option("output"))
                 raise ContractError(path, "is a file of the checkpoint", expected="another file", advice=another)

@@ -131,7 +131,9 @@ def run(step: Step, seconds: float, out: Path, *, dry: bool) -> Result:
     """Runs a step, at most so many seconds; nothing that it started is left."""
     words = {"python": sys.executable, "out": str(out)}
     command = [re.sub(r"\{(python|out)\}", lambda found: words[found[1]], word) for word in _of(step, dry)]
-    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    environment = {**os.environ}
+    if step.name == "compile":
+        environment["LD_LIBRARY_PATH"] = without_nvrtc(os.environ.get("LD_LIBRARY_PATH", ""))
     paths = [str(ROOT), str(ROOT / "custom_ops"), str(ROOT / "build" / "gpu"), os.environ.get("PYTHONPATH", "")]
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     start, path, why = time.monotonic(), out / "output.part", ""
@@ -148,6 +150,15 @@ def run(step: Step, seconds: float, out: Path, *, dry: bool) -> Result:
     output = path.read_text(encoding="utf-8", errors="replace")
     path.unlink()
     return Result(step, why, time.monotonic() - start, output)
+
+
+def without_nvrtc(paths: str) -> str:
+    """Returns LD_LIBRARY_PATH without the folders of a toolkit: the step `compile` is about the NVRTC of pip.
+
+    The other folders stay: in containers the driver's libcuda.so.1 is often in one of them, and nowhere else.
+    """
+    folders = filter(None, paths.split(os.pathsep))
+    return os.pathsep.join(folder for folder in folders if not any(Path(folder).glob("libnvrtc.so*")))
 
 
 def _of(step: Step, dry: bool) -> tuple[str, ...]:

@@ -35,8 +35,9 @@ def test_kills_at_random_moments(trials, cases):
     assert trials.wrong == []
 
 
-def test_kills_at_every_step_of_replacing_a_model_and_its_data(trials, cases):
-    steps = faults.kills_at_every_step(trials, cases["a pair over a pair"], signal.SIGKILL)
+@pytest.mark.parametrize("name", ["model and data", "a pair over a pair"])
+def test_kills_at_every_step_of_writing_a_model_and_its_data(trials, cases, name):
+    steps = faults.kills_at_every_step(trials, cases[name], signal.SIGKILL)
     assert trials.wrong == []
     assert steps > 20
     assert all(trials.counts[f"SIGKILL: {left}"] for left in ("old", "new, not all in place", "new"))

@@ -118,3 +118,11 @@ def test_a_step_that_hangs_is_ended_with_all_that_it_started(first, tmp_path):
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2
     assert until(lambda: not any(map(alive, pids)))
+
+
+def test_the_driver_s_folder_stays_and_a_toolkit_s_goes(tmp_path):
+    for folder, name in (("driver", "libcuda.so.1"), ("toolkit", "libnvrtc.so.13")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / name).touch()
+    paths = f"{tmp_path / 'toolkit'}:{tmp_path / 'driver'}:"
+    assert gpu_first.without_nvrtc(paths) == str(tmp_path / "driver")

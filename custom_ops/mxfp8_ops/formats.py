@@ -61,17 +61,24 @@ class ValueDtype(Dtype):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ElementFormat(Dtype):
-    """An 8-bit floating-point element: one sign bit, `exponent_bits`, `mantissa_bits`.
+class Minifloat:
+    """An element: one sign bit, `exponent_bits`, `mantissa_bits`. With one exponent bit it is a fixed-point number.
 
     Codes above `max_code` are NaN, but if there are several the first is infinity.
     """
 
-    bytes: int = 1
+    name: str
     exponent_bits: int
+    mantissa_bits: int
+    """Bits after the leading one."""
     bias: int
     max_code: int
     """Code of the largest finite magnitude; quantization saturates to it."""
+
+    @property
+    def bits(self) -> int:
+        """Bits per value, the sign among them."""
+        return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def emax(self) -> int:
@@ -89,9 +96,21 @@ class ElementFormat(Dtype):
         return (1 + self.max_mantissa * 2.0**-23) * 2.0**self.emax
 
     @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal number; values below have the same steps as those of that exponent."""
+        return 1 - self.bias
+
+    @property
     def min_subnormal(self) -> float:
         """Smallest positive magnitude."""
-        return 2.0 ** (1 - self.bias - self.mantissa_bits)
+        return 2.0 ** (self.min_exponent - self.mantissa_bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ElementFormat(Dtype, Minifloat):
+    """An 8-bit floating-point element that kernels read and write."""
+
+    bytes: int = 1
 
 
 FLOAT32: Final = ValueDtype(
@@ -132,7 +151,7 @@ even   floor after amax is rounded half up to the element's mantissa: torchao's 
 """
 
 
-def scale_increment(fmt: ElementFormat, scale_rounding: str) -> int:
+def scale_increment(fmt: Minifloat, scale_rounding: str) -> int:
     """Returns what to add to the bits of a float32 amax so that its exponent field, less emax, is the scale code.
 
     All three roundings are this one integer addition: it carries into the exponent exactly where the rounding

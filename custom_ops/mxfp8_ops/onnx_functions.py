@@ -113,12 +113,10 @@ def _quantize(g: Body) -> None:
     """X -> elements, scales."""
     axis, block = g.attribute("axis"), g.vector("block_size")
     x = g("Cast", "X", to=TensorProto.FLOAT)
-    view = _view(g, x, axis, block)
-    blocks = _split(g, view, x)
+    blocks = Blocks.of(g, x, axis, block)
+    values = blocks.split(g, x)
 
-    # ReduceMax drops a NaN that does not come first, so NaN counts as Inf: both poison the block.
-    magnitudes = g("Where", g("IsNaN", blocks), g.constant(np.float32(np.inf)), g("Abs", blocks))
-    amax = _largest(g, magnitudes)
+    amax = _largest(g, magnitudes(g, values))
     bad = g("IsInf", amax, out="bad")
 
     format_index = g.index_of("output_dtype", [fmt.onnx_dtype for fmt in ELEMENT_FORMATS.values()])
@@ -126,19 +124,24 @@ def _quantize(g: Body) -> None:
     increments = np.array(
         [[scale_increment(fmt, name) for name in SCALE_ROUNDINGS] for fmt in ELEMENT_FORMATS.values()], np.int32
     )
-    exponent = _exponent(g, amax, increments, (format_index, rounding_index))
+    exponent = biased_exponent(g, amax, increments, (format_index, rounding_index))
     emax = g("Gather", g.constant([fmt.emax for fmt in ELEMENT_FORMATS.values()]), format_index)
     scale = g("Max", g("Sub", exponent, emax), g.constant(0), out="scale")
 
     # 2^(127 - s) is the power of two with code 254 - s; s = 254 makes it the subnormal 2^-127.
     inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), scale), out="inverse")
-    scaled = g("Mul", blocks, inverse, out="scaled")
+    scaled = g("Mul", values, inverse, out="scaled")
     # The NaN stands second on purpose: ONNX Runtime's Where turns -0 in its second operand into +0.
     scaled = g("Where", bad, g.constant(np.float32(np.nan)), scaled)
-    g("Cast", _join(g, view, scaled), to=g.attribute("output_dtype"), out="elements")
+    g("Cast", blocks.join(g, scaled), to=g.attribute("output_dtype"), out="elements")
 
     codes = g("Cast", g("Where", bad, g.constant(SCALE_NAN), scale), to=TensorProto.UINT8)
-    g("Reshape", codes, g("Concat", view.lead, view.count, view.trail, axis=0), allowzero=1, out="scales")
+    g("Reshape", codes, g("Concat", blocks.lead, blocks.count, blocks.trail, axis=0), allowzero=1, out="scales")
+
+
+def magnitudes(g: Body, values: str) -> str:
+    """Returns |values|, a NaN as infinity: ReduceMax drops a NaN that does not come first."""
+    return g("Where", g("IsNaN", values), g.constant(np.float32(np.inf)), g("Abs", values))
 
 
 def _largest(g: Body, magnitudes: str) -> str:
@@ -209,7 +212,7 @@ BODIES: Final[Mapping[str, Callable[[Body], None]]] = MappingProxyType(
 
 
 @dataclass(frozen=True)
-class _View:
+class Blocks:
     """How a tensor [..., K, ...] maps to blocks [P, ceil(K / 32), 32, Q]. Every field names a 1-D int64 tensor."""
 
     shape: str
@@ -222,46 +225,44 @@ class _View:
     k: str
     q: str
     block: str
-    """[32]"""
+    """[32], or the size of other blocks."""
     count: str
     """[ceil(K / 32)]"""
     padded: str
     """[ceil(K / 32) * 32]"""
 
+    @classmethod
+    def of(cls, g: Body, x: str, axis: int | Attribute, block: str) -> Blocks:
+        """Returns the blocks of `x` along `axis`."""
+        lead = g("Shape", x, end=axis, out="lead")
+        rest = g("Shape", x, start=axis)
+        k = g("Slice", rest, g.constant([0]), g.constant([1]), out="k")
+        trail = g("Slice", rest, g.constant([1]), g.constant([_END]), out="trail")
+        one = g.constant([1])
+        # A reduction over [1, ...] rather than a -1 in Reshape: with an empty dimension the -1 would be ambiguous.
+        p = g("ReduceProd", g("Concat", one, lead, axis=0), out="p")
+        q = g("ReduceProd", g("Concat", one, trail, axis=0), out="q")
+        count = g("Div", g("Add", k, g("Sub", block, one)), block, out="count")
+        padded = g("Mul", count, block, out="padded")
+        return cls(g("Shape", x, out="shape"), lead, trail, p, k, q, block, count, padded)
 
-def _view(g: Body, x: str, axis: int | Attribute, block: str) -> _View:
-    """Returns the block view of `x` along `axis`."""
-    lead = g("Shape", x, end=axis, out="lead")
-    rest = g("Shape", x, start=axis)
-    k = g("Slice", rest, g.constant([0]), g.constant([1]), out="k")
-    trail = g("Slice", rest, g.constant([1]), g.constant([_END]), out="trail")
-    one = g.constant([1])
-    # A reduction over [1, ...] rather than a -1 in Reshape: with an empty dimension the -1 would be ambiguous.
-    p = g("ReduceProd", g("Concat", one, lead, axis=0), out="p")
-    q = g("ReduceProd", g("Concat", one, trail, axis=0), out="q")
-    count = g("Div", g("Add", k, g("Sub", block, one)), block, out="count")
-    padded = g("Mul", count, block, out="padded")
-    return _View(g("Shape", x, out="shape"), lead, trail, p, k, q, block, count, padded)
+    def split(self, g: Body, x: str) -> str:
+        """Returns `x` as [P, ceil(K / 32), 32, Q], the last block zero-padded."""
+        flat = g("Reshape", x, g("Concat", self.p, self.k, self.q, axis=0), allowzero=1)
+        pads = g("Concat", g.constant([0, 0, 0, 0]), g("Sub", self.padded, self.k), g.constant([0]), axis=0)
+        shape = g("Concat", self.p, self.count, self.block, self.q, axis=0)
+        return g("Reshape", g("Pad", flat, pads), shape, allowzero=1, out="blocks")
 
-
-def _split(g: Body, view: _View, x: str) -> str:
-    """Returns `x` as [P, ceil(K / 32), 32, Q], the last block zero-padded."""
-    flat = g("Reshape", x, g("Concat", view.p, view.k, view.q, axis=0), allowzero=1)
-    pads = g("Concat", g.constant([0, 0, 0, 0]), g("Sub", view.padded, view.k), g.constant([0]), axis=0)
-    shape = g("Concat", view.p, view.count, view.block, view.q, axis=0)
-    return g("Reshape", g("Pad", flat, pads), shape, allowzero=1, out="blocks")
-
-
-def _join(g: Body, view: _View, blocks: str) -> str:
-    """Returns [P, ceil(K / 32), 32, Q] in the shape that `_split` took apart; the padding is dropped."""
-    flat = g("Reshape", blocks, g("Concat", view.p, view.padded, view.q, axis=0), allowzero=1)
-    return g("Reshape", g("Slice", flat, g.constant([0]), view.k, g.constant([1])), view.shape, allowzero=1)
+    def join(self, g: Body, blocks: str) -> str:
+        """Returns [P, ceil(K / 32), 32, Q] in the shape that `split` took apart; the padding is dropped."""
+        flat = g("Reshape", blocks, g("Concat", self.p, self.padded, self.q, axis=0), allowzero=1)
+        return g("Reshape", g("Slice", flat, g.constant([0]), self.k, g.constant([1])), self.shape, allowzero=1)
 
 
 # --- Scales and values -------------------------------------------------------------------------------------------
 
 
-def _exponent(g: Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[str, str]) -> str:
+def biased_exponent(g: Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[str, str]) -> str:
     """Returns (bits(amax) + increment) >> 23 as int64: the biased exponent of amax, rounded as the increment says.
 
     Args:
@@ -294,11 +295,11 @@ def _exponent(g: Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[
 def _values(g: Body, elements: str, scales: str, axis: int | Attribute, block: str) -> str:
     """Returns the float32 values of (elements, scales) in the shape of the elements."""
     x = g("Cast", elements, to=TensorProto.FLOAT)
-    view = _view(g, x, axis, block)
-    codes = g.shaped(scales, g("Concat", view.lead, view.count, view.trail, axis=0))
+    blocks = Blocks.of(g, x, axis, block)
+    codes = g.shaped(scales, g("Concat", blocks.lead, blocks.count, blocks.trail, axis=0))
     codes = g("Cast", codes, to=TensorProto.INT64)
-    codes = g("Reshape", codes, g("Concat", view.p, view.count, g.constant([1]), view.q, axis=0), allowzero=1)
-    return _join(g, view, g("Mul", _split(g, view, x), g("Gather", g.powers(), codes)))
+    codes = g("Reshape", codes, g("Concat", blocks.p, blocks.count, g.constant([1]), blocks.q, axis=0), allowzero=1)
+    return blocks.join(g, g("Mul", blocks.split(g, x), g("Gather", g.powers(), codes)))
 
 
 def _matmul(g: Body, a: str) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import sqnr_db as sqnr
 
 __all__ = ["Difference", "difference", "sameness", "softmax_kl", "sqnr", "top1_agreement"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class Difference(Data):
     """`result` against `reference`, over the positions where both are finite.
 
     Where there is no such position the three errors are NaN: nothing was measured, which is no success. Two results
@@ -34,10 +35,6 @@ class Difference:
     """Positions where both are finite."""
     count: int
     """All positions."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers with JSON types only: what is not finite is None."""
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
 
 
 def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Difference:

@@ -132,8 +132,9 @@ def synthesise(
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
     left = MOST_BYTES
+    shapes_of = {spec.name: sizes.shape(spec.name) for spec in specs}
     for spec in specs:
-        shape = sizes.shape(spec.name)
+        shape = shapes_of[spec.name]
         # Checked before anything is allocated, and over all inputs: each alone may be small enough.
         left -= math.prod(shape) * spec.dtype.itemsize
         if left < 0:
@@ -142,6 +143,8 @@ def synthesise(
             smaller = ("pass smaller sizes, ", sizes.option(spec.name), ", or ") if _is_free(spec) else ()
             advice = (*smaller, "pass your own, ", Option("inputs", "FILE.npz"))
             raise ShapeError(where, what, expected=expected, advice=advice)
+    for spec in specs:
+        shape = shapes_of[spec.name]
         try:
             inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
         except (MemoryError, ValueError):  # NumPy's ValueError is about sizes that no array can have

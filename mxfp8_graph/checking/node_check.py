@@ -11,35 +11,53 @@ apart by as much as the quantization error itself. Node by node there is no drif
 - The normalizations: the normalized values likewise, by `fused.norm_error_bound`. The elements and scales of the kernel
   are those of its own normalized values, and the sum of both is the same: there is no difference at all.
 - The gemm that quantizes: its values as those of the gemms, its elements and scales as those of the normalizations.
+- The attention: its values by `attention.attention_error_bound`; keys and values with the past before them are equal.
 
-The model is instrumented: each node gets a twin in another domain that only has the function body, and a few standard
-ops that reduce the two results to one number. Nothing large leaves the session. A few nodes at a time: the time that
-ONNX Runtime takes to put function bodies into a model grows with the square of their number.
+The model is instrumented: each node gets a twin in another domain that only has the function body, and what both read
+and wrote are outputs of the model. A few nodes at a time: their tensors are in memory together, and the time that ONNX
+Runtime takes to put function bodies into a model grows with the square of their number.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Final
 
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
+import numpy as np
+from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
 
-from mxfp8_graph.checking.node_comparison import BODY_DOMAIN, USED_BY_CHECKS, Comparison, is_inexact
+from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.checking.profile import by_node, gemms_of, isas_of
 from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.file_reading import ModelFolder
+from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes
-from mxfp8_ops import contract, cpu, onnx_functions
+from mxfp8_graph.report.base import Data
+from mxfp8_ops import attention, contract, cpu, formats, fused, numerics, onnx_functions
+from mxfp8_ops.checks import attention_sizes, check_experts
+from mxfp8_ops.contract import ATTENTION, QUANTIZE, Op
+
+BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
+"""Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
 
 _AT_ONCE: Final = 16
 """Nodes that are checked in one session: of MiniLM's 68, 8 at a time take 6 s in all, 16 take 5 s, all at once 14 s."""
 
+_WEIGHT_VALUES: Final = 1 << 20
+"""Values of a weight whose bound is computed at once, about 28 bytes of memory for each."""
+
+_FORMATS: Final = {row.numpy_name: name for name, row in formats.ELEMENT_FORMATS.items()}
+"""Name of each element format by that of its dtype in NumPy."""
+
 
 @dataclass(frozen=True)
-class NodeCheck:
+class NodeCheck(Data):
     """The comparison of one node's kernel with its function body."""
+
+    KEYS = ("name", "op", "kernel", "excess", "passed")
 
     name: str
     op: str
@@ -52,17 +70,12 @@ class NodeCheck:
     def has_bound(self) -> bool:
         """Whether the node sums values, so that the order of the sum shows in its last bits."""
         op = contract.OPS[self.op]
-        return is_inexact(op)
+        return op.is_gemm or _quantizes_results(op) or op is ATTENTION
 
     @property
     def passed(self) -> bool:
         """Whether kernel and body agree: no value differs, or no difference is beyond the bound."""
         return self.excess <= (1 if self.has_bound else 0)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the check with JSON types only: infinity is None."""
-        excess = self.excess if math.isfinite(self.excess) else None
-        return {"name": self.name, "op": self.op, "kernel": self.kernel, "excess": excess, "passed": self.passed}
 
     def __str__(self) -> str:
         """Returns the failure in words."""
@@ -71,7 +84,9 @@ class NodeCheck:
         return f"{self.op} {self.name!r}: kernel and function body differ in {self.excess:.0f} values; expected none"
 
 
-def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | None, where: str) -> list[NodeCheck]:
+def check_nodes(
+    model: ModelProto, inputs: Mapping[str, Any], folder: ModelFolder | None, where: str
+) -> list[NodeCheck]:
     """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not reached.
 
     The model, whose external data is in `folder`, is not modified. Errors call it `where`.
@@ -79,31 +94,11 @@ def check_nodes(model: ModelProto, inputs: Mapping[str, Any], folder: Path | Non
     Raises:
         BackendError: the model cannot be instrumented or run.
     """
-    nodes = [node for node in model.graph.node if node.domain == contract.DOMAIN]
-    if not nodes:
-        return []
+    count = sum(node.domain == contract.DOMAIN for node in model.graph.node)
     return [
         check
-        for start in range(0, len(nodes), _AT_ONCE)
-        for check in _checks(model, range(start, min(start + _AT_ONCE, len(nodes))), inputs, folder, where)
-    ]
-
-
-def _checks(
-    model: ModelProto, chosen: range, inputs: Mapping[str, Any], folder: Path | None, where: str
-) -> list[NodeCheck]:
-    """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
-    instrumented, nodes = _instrumented(model, chosen)
-    # Unoptimized, so that every node runs as the file has it.
-    session = Session(instrumented, kernels=True, where=where, folder=folder, optimize=False)
-    with cpu.profiled() as written:
-        values = session.run(inputs)
-        kernels = {
-            name: f"{isas_of(calls)} {gemms_of(calls)}".strip() for name, calls in by_node(written.calls()).items()
-        }
-    return [
-        NodeCheck(node.name or node.output[0], node.op_type, float(values[_result(i)]), kernels.get(node.name, ""))
-        for i, node in zip(chosen, nodes, strict=True)
+        for start in range(0, count, _AT_ONCE)
+        for check in _checks(model, slice(start, start + _AT_ONCE), inputs, folder, where)
     ]
 
 
@@ -113,32 +108,77 @@ def nodes_in_subgraphs(model: ModelProto) -> int:
     return sum(node.domain == contract.DOMAIN for graph in inner for node in graph.node)
 
 
-def _result(index: int) -> str:
-    return f"mxfp8.check/{index}"
+def _checks(
+    model: ModelProto, chosen: slice, inputs: Mapping[str, Any], folder: ModelFolder | None, where: str
+) -> list[NodeCheck]:
+    """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
+    stored = {tensor.name: tensor for tensor in model.graph.initializer}
+    instrumented, pairs = _instrumented(model, chosen, {*inputs, *stored})
+    # Unoptimized, so that every node runs as the file has it.
+    path = folder.path if folder else None
+    session = Session(instrumented, kernels=True, where=where, folder=path, optimize=False)
+    with cpu.profiled() as written:
+        values = {**session.run(inputs), **inputs}
+        calls = by_node(written.calls())
+    kernels = {name: f"{isas_of(own)} {gemms_of(own)}".strip() for name, own in calls.items()}
+
+    def read(name: str) -> Array:
+        # A weight is read for its own node only: those of a whole batch of nodes may be large.
+        return values[name] if name in values else tensor_data.read(stored[name], folder, where)
+
+    return [
+        NodeCheck(
+            node.name or node.output[0],
+            node.op_type,
+            _Comparison(node, twin, read).excess(),
+            kernels.get(node.name, ""),
+        )
+        for node, twin in pairs
+    ]
 
 
-def _instrumented(model: ModelProto, chosen: range) -> tuple[ModelProto, list[NodeProto]]:
-    """Returns (the model with checks as its only outputs, the nodes that are checked, in order)."""
+def _instrumented(
+    model: ModelProto, chosen: slice, known: set[str]
+) -> tuple[ModelProto, list[tuple[NodeProto, NodeProto]]]:
+    """Returns (the model with what nodes and their twins read and write as its only outputs, these nodes and twins).
+
+    What is `known` is no output.
+    """
     copy = ModelProto()
     copy.CopyFrom(model)
     opset = next(entry.version for entry in copy.opset_import if entry.domain in STANDARD)
-    nodes = [node for node in copy.graph.node if node.domain == contract.DOMAIN][chosen.start : chosen.stop]
-    needed = sorted({node.op_type for node in nodes} | {*USED_BY_CHECKS})
-    # The model's own bodies are what other runtimes execute; ours fill in the helpers that a comparison needs and the
-    # model lacks.
+    nodes = [node for node in copy.graph.node if node.domain == contract.DOMAIN][chosen]
+    # The model's own bodies are what other runtimes execute; ours stand in for those that it lacks.
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
-    for reference in onnx_functions.functions(opset, needed):
+    for reference in onnx_functions.functions(opset, sorted({node.op_type for node in nodes})):
         copy.functions.append(_twin_of(carried.get(reference.name, reference)))
     copy.opset_import.append(helper.make_opsetid(BODY_DOMAIN, contract.VERSION))
-    # The checks are scalars: no activation has to leave the session.
+    pairs = [(node, _add_twin(copy, node, f"{BODY_DOMAIN}/{index}")) for index, node in enumerate(nodes)]
+    names = dict.fromkeys(n for node, twin in pairs for n in (*node.input, *node.output, *twin.output) if n)
+    # Without a type: ONNX Runtime infers it.
+    outputs = [ValueInfoProto(name=name) for name in names if name not in known]
     del copy.graph.output[:]
-    for index, node in zip(chosen, nodes, strict=True):
-        check = Comparison(node, _result(index))
-        check.build()
-        copy.graph.node.extend(check.nodes)
-        copy.graph.initializer.extend(check.constants)
-        copy.graph.output.append(helper.make_tensor_value_info(_result(index), TensorProto.FLOAT, []))
-    return copy, nodes
+    copy.graph.output.extend(outputs)
+    return copy, pairs
+
+
+def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
+    """Adds the twin of a node to the model, and names outputs of the node that the graph omits; returns the twin."""
+    for index, output in enumerate(node.output):
+        node.output[index] = output or f"{prefix}/output/{index}"
+    twin = NodeProto()
+    twin.CopyFrom(node)
+    twin.domain, twin.name = BODY_DOMAIN, f"{prefix}/twin"
+    twin.output[:] = [f"{prefix}/twin/{index}" for index in range(len(node.output))]
+    for index, port in enumerate(contract.OPS[node.op_type].inputs[: len(twin.input)]):
+        if port.dtypes == contract.VALUES:
+            # ONNX Runtime drops the rounding to float16 between an op it has in float32 only and a Cast, and the bodies
+            # start with one. Behind an Identity they get what the graph says.
+            name = f"{prefix}/input/{index}"
+            model.graph.node.append(helper.make_node("Identity", [node.input[index]], [name], name=name))
+            twin.input[index] = name
+    model.graph.node.append(twin)
+    return twin
 
 
 def _twin_of(function: FunctionProto) -> FunctionProto:
@@ -153,3 +193,132 @@ def _twin_of(function: FunctionProto) -> FunctionProto:
         if entry.domain == contract.DOMAIN:
             entry.domain = BODY_DOMAIN
     return twin
+
+
+def _quantizes_results(op: Op) -> bool:
+    """Whether a node quantizes the result of a computation (its third output), and not its input."""
+    return op.quantizes and op is not QUANTIZE
+
+
+class _Comparison:
+    """What one node read, what its kernel wrote, and what its function body made of the same."""
+
+    def __init__(self, node: NodeProto, twin: NodeProto, read: Callable[[str], Array]) -> None:
+        self._op = contract.OPS[node.op_type]
+        self._names = {port.name: name for port, name in zip(self._op.inputs, node.input, strict=False) if name}
+        self._read = read
+        attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+        texts = {name: value.decode() for name, value in attributes.items() if isinstance(value, bytes)}
+        self._attributes: dict[str, Any] = {**self._op.attributes, **attributes, **texts}
+        self._ours, self._body = ([read(name) for name in one.output] for one in (node, twin))
+
+    def excess(self) -> float:
+        """Returns what `NodeCheck.excess` is."""
+        exact = [*zip(self._ours, self._body, strict=True)]
+        with np.errstate(all="ignore"):  # NaN and Inf are compared, too
+            if _quantizes_results(self._op):
+                # The codes of the kernel have to be those of its own values, to the bit; the sum before a norm has to
+                # be that of the body.
+                row = formats.ELEMENT_FORMATS[_FORMATS[self._ours[0].dtype.name]]
+                rounding = self._attributes["scale_rounding"]
+                codes = numerics.quantize(self._ours[2], element_format=row.name, scale_rounding=rounding)
+                values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True), *exact[3:]]
+                bound = self._gemm_bound("float32") if self._op.is_gemm else self._norm_bound()
+            elif self._op.is_gemm:
+                values, exact = exact[0], []
+                bound = self._gemm_bound(contract.VALUE_NAMES[self._attributes["output_dtype"]])
+            elif self._op is ATTENTION:
+                values, *exact = exact
+                bound = self._attention_bound()
+            else:
+                return float(sum(map(_differing, *zip(*exact, strict=True))))
+            return math.inf if any(_differing(*pair) for pair in exact) else _largest_ratio(*values, 2 * bound)
+
+    def _input(self, port: str) -> Array | None:
+        return self._read(self._names[port]) if port in self._names else None
+
+    def _value(self, port: str) -> Array:
+        return self._read(self._names[port])
+
+    def _gemm_bound(self, dtype: str) -> Array:
+        """Returns the bound of each value of a gemm whose result has that dtype."""
+        b, scales = self._value("B"), self._value("B_scales")
+        if self._op.weight_only:
+            rounds = self._attributes["activation_dtype"] == contract.BFLOAT16
+            x = self._value("X").astype(numerics.VALUE_DTYPES["bfloat16" if rounds else "float32"])
+        else:
+            x = _dequantized(self._value("A"), self._value("A_scales"))
+        if (experts := self._input("experts")) is not None:
+            return _grouped_bound(x, b, scales, experts, dtype)
+        bound: Callable[..., Array] = numerics.gemm_error_bound
+        if "epilogue" in self._attributes:
+            bound = partial(fused.gemm_error_bound, epilogue=self._attributes["epilogue"])
+        bias, factor = self._input("bias"), self._input("factor")
+        rows, parts = max(_WEIGHT_VALUES // max(b.shape[-1], 1), 1), []
+        for start in range(0, max(b.shape[-2], 1), rows):
+            part = slice(start, start + rows)
+            factors = {} if factor is None else {"factor": factor[..., part]}
+            weight = _dequantized(b[..., part, :], scales[..., part, :])
+            parts.append(bound(x, weight, dtype, None if bias is None else bias[part], **factors))
+        return np.concatenate(parts, -1)
+
+    def _norm_bound(self) -> Array:
+        total = self._ours[3] if len(self._ours) > 3 else self._value("X")
+        settings = {name: self._attributes[name] for name in ("norm", "epsilon")}
+        return fused.norm_error_bound(total, self._value("scale"), self._input("bias"), **settings)
+
+    def _attention_bound(self) -> Array:
+        """Returns the bound of each value of Y, a head of the keys at a time: it needs all scores in float64."""
+        q, k, v, mask, *pasts = (self._value(port.name) for port in ATTENTION.inputs)
+        heads = self._attributes["q_num_heads"], self._attributes["kv_num_heads"]
+        shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
+        sizes = attention_sizes(ATTENTION.name, *shapes, heads)
+        each = sizes.q_heads // sizes.kv_heads
+        settings = {name: self._attributes[name] for name in ("is_causal", "scale")}
+        rounds = self._attributes["activation_dtype"] == contract.BFLOAT16
+        settings |= {"q_num_heads": each, "kv_num_heads": 1, "activation_dtype": "bfloat16" if rounds else None}
+        mask = np.broadcast_to(mask, sizes.scores)
+        bound = np.empty(sizes.y)
+        for batch, head in np.ndindex(sizes.batch, sizes.kv_heads):
+            one, rows = slice(batch, batch + 1), slice(head * each, (head + 1) * each)
+            own = q[one, :, rows.start * sizes.d : rows.stop * sizes.d]
+            keys = k[one, :, head * sizes.d : (head + 1) * sizes.d]
+            values = v[one, :, head * sizes.dv : (head + 1) * sizes.dv]
+            past = (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None
+            part = attention.attention_error_bound(own, keys, values, mask[one, rows], past, **settings)
+            bound[one, :, rows.start * sizes.dv : rows.stop * sizes.dv] = part
+        return bound
+
+
+def _grouped_bound(x: Array, b: Array, scales: Array, experts: Array, dtype: str) -> Array:
+    """Returns the bound of each value of a grouped gemm; 0 where rows have no expert, whose result is 0."""
+    lead = np.broadcast_shapes(x.shape[:-2], experts.shape)
+    picked = np.broadcast_to(check_experts("grouped_gemm", experts, len(b)), lead)
+    x = np.broadcast_to(x, (*lead, *x.shape[-2:]))
+    bound = np.zeros((*lead, x.shape[-2], b.shape[-2]))
+    # An expert at a time: its matrix would otherwise be repeated for each row that picks it.
+    for expert in set(picked.flat) - {len(b)}:
+        weight = _dequantized(b[expert], scales[expert])
+        bound[picked == expert] = numerics.gemm_error_bound(x[picked == expert], weight, dtype)
+    return bound
+
+
+def _dequantized(elements: Array, scales: Array) -> Array:
+    return numerics.dequantize(elements.view(np.uint8), scales, element_format=_FORMATS[elements.dtype.name])
+
+
+def _differing(a: Array, b: Array) -> int:
+    """Returns how many values differ: codes by their bytes, numbers by their value, NaN equal to NaN."""
+    if a.dtype.itemsize == 1:
+        return int(np.count_nonzero(a.view(np.uint8) != b.view(np.uint8)))
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    return int(np.count_nonzero((a != b) & ~(np.isnan(a) & np.isnan(b))))
+
+
+def _largest_ratio(ours: Array, body: Array, bound: Array) -> float:
+    """Returns the largest |ours - body| / bound; infinite where only one is finite."""
+    a, b = ours.astype(np.float64), body.astype(np.float64)
+    ratio = np.abs(a - b) / bound
+    # Equal first: 0 / 0 where the bound is 0, and Inf - Inf, are NaN and no difference.
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    return float(np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio)).max(initial=0.0))

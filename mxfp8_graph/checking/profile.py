@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 from onnx import ModelProto
 
 from mxfp8_graph.onnx_model.walk import iter_nodes
+from mxfp8_graph.report.base import Data
 from mxfp8_ops import contract, cpu, formats
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeProfile:
+class NodeProfile(Data):
     """One node, over several runs of its model."""
 
     name: str
@@ -31,10 +32,6 @@ class NodeProfile:
     """The instruction set these ran on; empty for what the framework runs itself."""
     seconds: float
     """Mean of a run."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns it with JSON types only."""
-        return asdict(self)
 
 
 Event = Mapping[str, Any]

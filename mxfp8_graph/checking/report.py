@@ -8,19 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
-from mxfp8_graph.report import html
-from mxfp8_graph.report.data import Report, filled, shape_text
-from mxfp8_graph.report.json_text import finite
+from mxfp8_graph.report import html, text
+from mxfp8_graph.report.base import Data, Report
 
 PLAUSIBLE: Final = 0.5
 """Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right
 rewrites of real models, decoders of 24 layers among them, have .15 at most; a weight in a wrong order gives about 1."""
 
 
+SPARE: Final = ("worst sample", "dtype", "kernel vs body: max error", "max error", "shape")
+"""Columns to leave out of a narrow table, in this order."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class OutputCheck:
+class OutputCheck(Data):
     """The error of one output: for several samples, that of the worst one, with the means of all."""
 
     name: str
@@ -40,19 +46,19 @@ class OutputCheck:
     limit: float | None = None
     """Limit of `rewritten.relative_l2`; None if the output is not judged."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the check with JSON types only."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         return {
             "name": self.name,
             "dtype": self.dtype,
-            "shape": list(self.shape),
+            "shape": self.shape,
             "worst_sample": self.sample or None,
-            "mean_relative_l2": finite(self.mean_relative_l2),
-            "mean_cosine": finite(self.mean_cosine),
-            "limit": finite(self.limit),
-            "rewritten_vs_original": self.rewritten.to_dict(),
-            "body_vs_original": self.body.to_dict() if self.body else None,
-            "kernel_vs_body": self.kernel.to_dict() if self.kernel else None,
+            "mean_relative_l2": self.mean_relative_l2,
+            "mean_cosine": self.mean_cosine,
+            "limit": self.limit,
+            "rewritten_vs_original": self.rewritten,
+            "body_vs_original": self.body,
+            "kernel_vs_body": self.kernel,
         }
 
 
@@ -74,6 +80,11 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(Report):
     """The result of a verification. It passed if `failures` is empty."""
+
+    KEYS = (
+        *("original", "rewritten", "inputs", "isa", "passed", "kernels_agree", "outputs_close"),
+        *("failures", "notes", "outputs", "nodes"),
+    )
 
     original: str
     rewritten: str
@@ -140,9 +151,20 @@ class VerifyReport(Report):
             of_all = (html.number(o.mean_relative_l2), html.number(o.mean_cosine, ".6f"), o.sample) if means else ()
             numbers = (html.number(error.relative_l2), html.number(error.max_abs), html.number(error.cosine, ".6f"))
             bodies = (html.number(kernel.relative_l2), html.number(kernel.max_abs)) if kernel else ("", "")
-            rows.append((o.name, o.dtype, shape_text(o.shape), *of_all, *numbers, *bodies))
+            rows.append((o.name, o.dtype, html.shape_text(o.shape), *of_all, *numbers, *bodies))
         errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
-        return filled(("output", "dtype", "shape", *means, *errors), rows)
+        return html.filled(("output", "dtype", "shape", *means, *errors), rows)
+
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns the outputs, what the nodes did, notes, failures and the verdict."""
+        pairs = [
+            *self.facts(),
+            *(("nodes", _node_line(op, nodes)) for op, nodes in self.nodes_by_op.items()),
+            *(("failed", failure) for failure in self.failures),
+            ("verdict", self.verdict()),
+        ]
+        table: list[RenderableType] = [text.Fitted(*self.table(), SPARE), Text()] if self.outputs else []
+        return Group(*table, text.lines(pairs))
 
     def to_html(self) -> str:
         """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
@@ -154,24 +176,20 @@ class VerifyReport(Report):
         parts = [
             html.facts(self.facts()),
             outputs.without("dtype", "shape", "worst sample", "mean cosine", "kernel vs body: max error").html(),
-            html.Table("Kernels against function bodies", *filled(header, nodes)).html(),
+            html.Table("Kernels against function bodies", *html.filled(header, nodes)).html(),
         ]
         lead = [f"Verification {self.verdict()}.", *self.failures]
         files = (self.original, self.rewritten)
         return html.page(f"Verification of {self.rewritten}", parts, lead=lead, files=files)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        return {
-            "original": self.original,
-            "rewritten": self.rewritten,
-            "inputs": self.inputs,
-            "isa": self.isa,
-            "passed": self.passed,
-            "kernels_agree": self.kernels_agree,
-            "outputs_close": self.outputs_close,
-            "failures": list(self.failures),
-            "notes": list(self.notes),
-            "outputs": [output.to_dict() for output in self.outputs],
-            "nodes": [node.to_dict() for node in self.nodes],
-        }
+
+def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
+    """Returns what the kernels of one op did against their function bodies, in words."""
+    worst = max(node.excess for node in nodes)
+    kernels = ", ".join(dict.fromkeys(node.kernel for node in nodes if node.kernel))
+    named = f"{len(nodes)} {op} ({kernels})" if kernels else f"{len(nodes)} {op}"
+    if nodes[0].has_bound:
+        bound = f"at most {worst:.2g} of the fp32 accumulation bound"
+        return f"{named}: kernel and function body differ by {bound}"
+    differing = f"{worst:.0f} values differ" if worst else "the same bytes"
+    return f"{named}: kernel against function body, {differing}"

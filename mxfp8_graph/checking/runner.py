@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rich.console import Group, RenderableType
 
 from mxfp8_graph.checking.inputs import Signature, describe
 from mxfp8_graph.checking.profile import NodeProfile
@@ -12,8 +15,8 @@ from mxfp8_graph.checking.samples import SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.report import html
-from mxfp8_graph.report.data import Report, filled, shape_text
+from mxfp8_graph.report import html, text
+from mxfp8_graph.report.base import Report
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -47,7 +50,12 @@ class RunReport(Report):
     def table(self) -> html.Columns:
         """Returns (header, a row per output)."""
         outputs = self.timing.outputs.items()
-        return ("output", "dtype", "shape"), [(name, a.dtype.name, shape_text(a.shape)) for name, a in outputs]
+        return ("output", "dtype", "shape"), [(name, a.dtype.name, html.shape_text(a.shape)) for name, a in outputs]
+
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns the outputs, how long the runs took, and where the time goes."""
+        parts = [text.grid(*self.table()), text.lines(self.facts())]
+        return Group(*parts, _profile(self.nodes)) if self.nodes else Group(*parts)
 
     def to_html(self) -> str:
         """Returns one self-contained page: latency, outputs, and where the time goes."""
@@ -56,20 +64,20 @@ class RunReport(Report):
             cells = [(f"{node.isa} {node.kernel}".strip(), html.number(node.seconds * 1e3, ".3f")) for node in slowest]
             rows = [(node.name, node.op, node.operands, *last) for node, last in zip(slowest, cells, strict=True)]
             header = ("node", "op", "multiplies", "kernel", "ms")
-            parts.append(html.Table("Nodes", *filled(header, rows)).html())
+            parts.append(html.Table("Nodes", *html.filled(header, rows)).html())
         return html.page(f"Run of {self.model}", parts, files=[self.model])
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only; of the outputs dtypes and shapes."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         outputs = self.timing.outputs.items()
         return {
             "model": self.model,
             "inputs": self.inputs,
             "isa": self.isa,
             "median_seconds": self.timing.median,
-            "seconds": list(self.timing.seconds),
-            "outputs": [{"name": name, "dtype": a.dtype.name, "shape": list(a.shape)} for name, a in outputs],
-            "nodes": [node.to_dict() for node in self.nodes],
+            "seconds": self.timing.seconds,
+            "outputs": [{"name": name, "dtype": a.dtype.name, "shape": a.shape} for name, a in outputs],
+            "nodes": self.nodes,
             "note": self.note or None,
         }
 
@@ -132,3 +140,22 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
     signature = Signature.of(open_model(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     return signature, Session(model, kernels=True, where=signature.name, float32=original)
+
+
+def _profile(nodes: Sequence[NodeProfile]) -> RenderableType:
+    """Returns a line for each node that multiplies, the slowest first, and one for the others of each op."""
+    total = sum(node.seconds for node in nodes) or 1.0
+    others: dict[tuple[str, str], list[NodeProfile]] = defaultdict(list)
+    rows: list[tuple[float, tuple[str, ...]]] = []
+    for node in nodes:
+        # Nodes that multiply are few and take the time; the others are one line for each op.
+        if node.operands:
+            rows.append((node.seconds, (node.name, node.op, node.operands, node.kernel, node.isa)))
+        else:
+            others[node.op, node.isa].append(node)
+    for (op, isa), some in others.items():
+        name = some[0].name if len(some) == 1 else f"{len(some)} nodes"
+        rows.append((sum(node.seconds for node in some), (name, op, "", "", isa)))
+    rows.sort(key=lambda row: -row[0])
+    header = ("node", "op", "multiplies", "kernel", "ISA", "ms", "share")
+    return text.grid(header, [(*cells, f"{s * 1e3:.3f}", f"{s / total:.1%}") for s, cells in rows])

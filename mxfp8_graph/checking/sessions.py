@@ -25,11 +25,11 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
-from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import open_target, wants_external
-from mxfp8_ops import cpu, ort
+from mxfp8_ops import cpu, formats, ort
 from mxfp8_ops.errors import BackendError
 
 _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
@@ -38,6 +38,12 @@ _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
     ValueError,
 )
 """Exceptions of ONNX Runtime; its classes have no common base."""
+
+_UNNAMED: Final = {
+    f"tensor({row.onnx_name.lower()})": np.dtype(row.numpy_name)
+    for row in (formats.BFLOAT16, *formats.ELEMENT_FORMATS.values())
+}
+"""Dtypes without a name in NumPy, by what ONNX Runtime calls them."""
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 21)
@@ -79,7 +85,7 @@ class Runnable(ABC):
     """Note on a model that runs as a changed copy."""
 
     def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name; bfloat16 as ml_dtypes has it, float8 of ONNX Runtime as uint8.
+        """Returns the outputs by name; bfloat16 and float8 as ml_dtypes has them.
 
         Raises:
             BackendError: the model fails on these inputs.
@@ -252,9 +258,10 @@ def _ort_value(array: Array) -> Any:
 
 
 def _array(value: Any) -> Array:
-    if value.data_type() != "tensor(bfloat16)":
+    dtype = _UNNAMED.get(value.data_type())
+    if dtype is None:
         return np.asarray(value.numpy())
-    # ONNX Runtime does not give bfloat16 to NumPy, so its bytes are copied.
+    # ONNX Runtime gives no values of these to NumPy, so their bytes are copied.
     shape = tuple(value.shape())
-    size = int(np.prod(shape, dtype=np.int64)) * BFLOAT16.itemsize
-    return np.frombuffer(ctypes.string_at(value.data_ptr(), size), BFLOAT16).reshape(shape)
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    return np.frombuffer(ctypes.string_at(value.data_ptr(), size), dtype).reshape(shape)

@@ -80,9 +80,7 @@ def verify(
         for name, array in expected.items():
             checks.add(sample, name, array, results[name], bodies[name])
     # After the runs, so that what fails on these inputs is first said of the original.
-    nodes = check_nodes(
-        _with_data(rewritten), samples.feeds[0], after.folder.path if after.folder else None, after.name
-    )
+    nodes = check_nodes(_with_data(rewritten), samples.feeds[0], after.folder, after.name)
     outputs = checks.outputs()
     return VerifyReport(
         original=before.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +26,7 @@ from mxfp8_graph.cli.arguments import (
 from mxfp8_graph.cli.guard import FAILED, refuse
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, say, show
+from mxfp8_graph.terminal import progress_bar, say
 
 
 def compare(
@@ -68,7 +67,6 @@ def compare(
     Recipes are rewritten and run; formats of other tools are emulated, and marked so. Needs room for the rewritten
     models in the temporary folder (TMPDIR).
     """
-    from mxfp8_graph.tools.compare import text as comparison_text
     from mxfp8_graph.tools.compare.run import METRICS
     from mxfp8_graph.tools.compare.run import compare as run_comparison
 
@@ -86,8 +84,7 @@ def compare(
             trust_pickle=trust_pickle,
             progress=progress,
         )
-    table = comparison_text.comparison
-    tell(result, lambda: show(table(result), fold=False), json=json, reports=report, overwrite=overwrite)
+    tell(result, json=json, reports=report, overwrite=overwrite)
 
 
 def analyze(
@@ -125,7 +122,6 @@ def analyze(
     matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
-    from mxfp8_graph.tools.analyze import text as analysis_text
     from mxfp8_graph.tools.analyze.run import analyze as run_analysis
 
     check_reports(report, [model], overwrite=overwrite)
@@ -142,8 +138,7 @@ def analyze(
             trust_pickle=trust_pickle,
             progress=progress,
         )
-    table = partial(analysis_text.analysis, every=verbose)
-    tell(result, lambda: show(table(result), fold=False), json=json, reports=report, overwrite=overwrite)
+    tell(result, every=verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def tune(
@@ -192,13 +187,11 @@ def tune(
     temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
-    from mxfp8_graph.tools.tune import text
     from mxfp8_graph.tools.tune.result import BudgetNotMetError
     from mxfp8_graph.tools.tune.run import tune as run_search
     from mxfp8_graph.tools.tune.tuner import Interrupted
 
     check_reports(report, [model], overwrite=overwrite)
-    table = partial(text.tuning, every=verbose)
     try:
         with progress_bar(steps=True) as progress:
             result = run_search(
@@ -222,7 +215,7 @@ def tune(
     except Interrupted as stopped:
         # An interrupted search shows its best plan so far, but writes no report: it is not the result.
         if (best := stopped.best) is not None:
-            tell(best, lambda: show(table(best), fold=False), json=json, reports=None, overwrite=overwrite)
-        say(text.stopped(stopped))
+            tell(best, every=verbose, json=json, reports=None, overwrite=overwrite)
+        say(stopped.advice())
         raise (stopped.__cause__ or stopped) from None
-    tell(result, lambda: show(table(result), fold=False), json=json, reports=report, overwrite=overwrite)
+    tell(result, every=verbose, json=json, reports=report, overwrite=overwrite)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Final, ParamSpec
 import typer
 import typer.core
 
-from mxfp8_graph import reproduction
+from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import printable
 from mxfp8_graph.terminal import say, show
@@ -46,12 +46,12 @@ class _Commands(typer.core.TyperGroup):
             return super().make_context(info_name, args, *rest, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        command = reproduction.COMMAND.set(self._arguments)
+        command = provenance.COMMAND.set(self._arguments)
         try:
             with _printable_usage():
                 return super().invoke(ctx)
         finally:
-            reproduction.COMMAND.reset(command)
+            provenance.COMMAND.reset(command)
 
 
 @contextlib.contextmanager
@@ -128,9 +128,9 @@ def refuse(error: Mxfp8Error) -> int:
     if not isinstance(error, NothingEligibleError):
         return BAD_INPUT
     if error.decisions:
-        from mxfp8_graph.report import text
+        from mxfp8_graph.report.data import reasons
 
-        show(text.reasons(error.decisions), fold=False, stderr=True)
+        show(reasons(error.decisions), fold=False, stderr=True)
     return NOTHING_ELIGIBLE
 
 
@@ -139,7 +139,7 @@ def _admit(error: Exception, files: Sequence[Path]) -> None:
         f"internal error: {type(error).__name__}: {error}\nThis is a defect of mxfp8-graph, not of your model. "
         "Please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`."
     )
-    for label, value in reproduction.facts(files):
+    for label, value in provenance.facts(files):
         say(printable(f"{label}: {value}"))
 
 

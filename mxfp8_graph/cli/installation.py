@@ -23,9 +23,8 @@ def doctor(
 
     Exit code 2 if models cannot run, or MODEL is damaged.
     """
-    from mxfp8_graph.doctor import diagnose, healthy, table
-    from mxfp8_graph.file_diagnosis import diagnose_file
-    from mxfp8_graph.report.json_text import json_text
+    from mxfp8_graph.doctor import diagnose, diagnose_file, healthy, table
+    from mxfp8_graph.report.base import json_text
 
     checks = diagnose()
     file = diagnose_file(model) if model else None

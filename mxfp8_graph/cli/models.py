@@ -26,10 +26,10 @@ from mxfp8_graph.cli.arguments import (
 from mxfp8_graph.cli.guard import FAILED
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, show
+from mxfp8_graph.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from mxfp8_graph.report.data import RewriteReport
+    pass
 
 
 def rewrite(
@@ -115,21 +115,8 @@ def rewrite(
             weight_names=weight_names,
             progress=progress,
         )
-    plan = dry_run or verbose
-    tell(done, lambda: show_report(done, plan=plan, verbose=verbose), json=json, reports=report, overwrite=overwrite)
-
-
-def show_report(done: RewriteReport, *, plan: bool, verbose: bool) -> None:
-    """Prints the report of a rewrite; with `plan` also every matmul, with `verbose` also every tensor."""
-    from mxfp8_graph.report import text
-
-    if plan and done.sites:
-        show(text.plan(done, weights=verbose), fold=False)
-        show("")
-    if verbose and done.account.tensors:
-        show(text.tensors(done), fold=False)
-        show("")
-    show(text.closing(done))
+    lists = done.lists(plan=dry_run or verbose, verbose=verbose)
+    tell(done, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def verify(
@@ -161,7 +148,6 @@ def verify(
     Exit code 1 if a kernel disagrees with its function body, if an error is above --max-rel-l2, if a NaN or Inf is in
     only one of the outputs, or if an output has no finite value to compare.
     """
-    from mxfp8_graph.checking import text
     from mxfp8_graph.checking.verify import verify as run_verify
 
     check_reports(report, [original, rewritten], overwrite=overwrite)
@@ -174,7 +160,7 @@ def verify(
         max_rel_l2=max_rel_l2,
         trust_pickle=trust_pickle,
     )
-    tell(result, lambda: show(text.verification(result)), json=json, reports=report, overwrite=overwrite)
+    tell(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
     if not result.passed:
         raise typer.Exit(FAILED)
@@ -196,7 +182,6 @@ def run(
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Runs a model with the native kernels, on the first sample, and times it."""
-    from mxfp8_graph.checking import text
     from mxfp8_graph.checking.runner import run_model
 
     check_reports(report, [model], overwrite=overwrite)
@@ -209,4 +194,4 @@ def run(
         profile=profile,
         trust_pickle=trust_pickle,
     )
-    tell(result, lambda: show(text.run(result)), json=json, reports=report, overwrite=overwrite)
+    tell(result, json=json, reports=report, overwrite=overwrite)

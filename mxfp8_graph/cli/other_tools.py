@@ -18,11 +18,14 @@ from mxfp8_graph.cli.arguments import (
     completed,
     recipe_option,
 )
-from mxfp8_graph.cli.models import show_report
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.naming import printable
+from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, show
+from mxfp8_graph.terminal import progress_bar
+from mxfp8_graph.tools.hosts import HOSTS
+
+_DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 
 
 def from_hf(
@@ -78,7 +81,8 @@ def from_hf(
             allow_nonfinite=allow_nonfinite,
             progress=progress,
         )
-    tell(done, lambda: show_report(done, plan=verbose, verbose=verbose), json=json, reports=report, overwrite=overwrite)
+    lists = done.lists(plan=verbose, verbose=verbose)
+    tell(done, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def convert(
@@ -89,9 +93,8 @@ def convert(
         typer.Option(
             "--to",
             metavar="DIALECT",
-            autocompletion=completed(("mxfp8", "qdq", "trt", "ort-cuda", "standard")),
-            help="mxfp8 (of rewrite), qdq (standard Q/DQ), trt (TensorRT), ort-cuda (ONNX Runtime's CUDA op) or "
-            "standard (only standard ops).",
+            autocompletion=completed(WRITTEN),
+            help=f"{', '.join(_DIALECTS[:-1])} or {_DIALECTS[-1]}.",
             show_default=False,
         ),
     ],
@@ -119,14 +122,13 @@ def convert(
     Reads the nodes of rewrite, TensorRT (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark.
     Prints the quantized values it reads and the losses in the other dialect.
     """
-    from mxfp8_graph.report import text
     from mxfp8_graph.tools.dialects import convert as run_conversion
 
     check_reports(report, [model, output], overwrite=overwrite)
     _, done = run_conversion(
         model, to, output=output, allow=allow or (), external_data=external_data.value, overwrite=overwrite
     )
-    tell(done, lambda: show(text.lines(done.facts())), json=json, reports=report, overwrite=overwrite)
+    tell(done, json=json, reports=report, overwrite=overwrite)
 
 
 def package(
@@ -137,8 +139,8 @@ def package(
         typer.Option(
             "--for",
             metavar="HOST",
-            autocompletion=completed(("genai", "optimum", "sentence-transformers", "triton")),
-            help="genai, optimum, sentence-transformers or triton.",
+            autocompletion=completed(HOSTS),
+            help=f"One of {', '.join(HOSTS)}.",
         ),
     ],
     output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
@@ -154,6 +156,6 @@ def package(
     ] = None,
 ) -> None:
     """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
-    from mxfp8_graph.tools import hosts
+    from mxfp8_graph.tools.hosts.write import package as write_folder
 
-    typer.echo(printable(str(hosts.package(model, host, output, config=config, root=root))))
+    typer.echo(printable(str(write_folder(model, host, output, config=config, root=root))))

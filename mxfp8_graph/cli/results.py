@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
+from mxfp8_graph.terminal import show
+
 if TYPE_CHECKING:
-    from mxfp8_graph.report.data import Report
+    from rich.console import RenderableType
+
+    from mxfp8_graph.report.base import Report
 
 
 def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None], *, overwrite: bool) -> None:
     """Raises Mxfp8Error if a report cannot be written. Commands call it before the work, which may take minutes."""
-    from mxfp8_graph.report.data import check_report_path
+    from mxfp8_graph.report.base import check_report_path
 
     files = [model for model in models if model]
     for report in reports or ():
@@ -22,13 +26,22 @@ def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None],
 
 
 def tell(
-    result: Report, print_text: Callable[[], None], *, json: bool, reports: Sequence[Path] | None, overwrite: bool
+    result: Report,
+    *,
+    json: bool,
+    reports: Sequence[Path] | None,
+    overwrite: bool,
+    every: bool = False,
+    lists: Iterable[RenderableType] = (),
 ) -> None:
-    """Prints a result, as JSON or by `print_text`, and writes the reports."""
+    """Prints a result, as JSON or as text with `lists` before it, and writes the reports; see `Report.to_text`."""
     if json:
         typer.echo(result.to_json(), nl=False)
     else:
-        print_text()
+        for text in lists:
+            show(text, fold=False)
+            show("")
+        show(result.to_text(every=every), fold=result.FOLDS)
     # A path that is named twice is written once; the second write would fail without --overwrite.
     for report in dict.fromkeys(reports or ()):
         result.write(report, overwrite=overwrite)

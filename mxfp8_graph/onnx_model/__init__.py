@@ -1,6 +1,7 @@
 """An ONNX model as a thing to open, walk, convert up and write. Knows nothing of rewriting.
 
 open.py          opens a model without reading its weights
+graph.py         the opened model as an onnx_ir.Model, and back
 walk.py          its graphs, subgraphs and stored tensors
 tensor_data.py   reads tensors, from the model or from external files
 upgrade.py       inlines local functions, has old opsets converted

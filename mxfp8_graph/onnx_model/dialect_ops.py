@@ -2,32 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
 
+from mxfp8_graph.onnx_model.dialects import OPS, TRT
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, iter_graphs, stored_in
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE
 
-TRT: Final = "trt"
-"""The domain of TensorRT's ops."""
-
-TRT_QUANTIZE: Final = "TRT_MXFP8DynamicQuantize"
-TRT_STATIC_QUANTIZE: Final = "TRT_MXFP8QuantizeLinear"
-TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
-
-_OPS: Final = {
-    (TRT, TRT_QUANTIZE): "trt",
-    (TRT, TRT_STATIC_QUANTIZE): "trt",
-    (TRT, TRT_DEQUANTIZE): "trt",
-    (MICROSOFT, "MatMulBlockQuantizedFp8Weight"): "ort-cuda",
-    ("com.amd.quark", "MXQuantizeDequantize"): "quark",
-    ("com.vai.quantize", "MXFixNeuron"): "quark",
-}
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 _QUANTIZED: Final = {
     "": {
@@ -55,9 +43,12 @@ def _is_blocked(node: onnx.NodeProto) -> bool:
     return any(a.name == "block_size" and a.i == BLOCK_SIZE for a in node.attribute)
 
 
-def dialect_of(node: onnx.NodeProto) -> str | None:
-    """Returns the dialect that a node's op belongs to: "mxfp8", "trt", "ort-cuda" or "quark"; None for standard ops."""
-    return "mxfp8" if node.domain == contract.DOMAIN else _OPS.get((node.domain, node.op_type))
+def dialect_of(node: onnx.NodeProto | ir.Node) -> str | None:
+    """Returns the dialect that a node's op belongs to; None for standard ops, whose operands decide."""
+    if node.domain == contract.DOMAIN:
+        return "mxfp8"
+    row = None if node.domain in STANDARD else OPS.get((node.domain, node.op_type))
+    return None if row is None else row.name
 
 
 def is_quantized(node: onnx.NodeProto) -> bool:

@@ -6,7 +6,7 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -49,15 +49,20 @@ class LargeTensor(ir.serde.TensorProtoTensor):
         return read(self.source, self._opened.folder, self._opened.name)
 
 
-def to_ir(opened: OpenedModel) -> ir.Model:
+def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Model:
     """Returns the skeleton of a model. `shape_of` and `dtype_of` have what onnx can infer.
 
     Adds a note to the model if onnx cannot infer shapes.
 
+    Args:
+        opened: the model.
+        inferred: a model with the same graphs and the types of their values, as far as they are known. Default: what
+            onnx infers. It infers nothing behind nodes of ours without their function bodies.
+
     Raises:
         ContractError: onnx cannot read the model at all, or an op cannot take its inputs.
     """
-    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
+    inferred = inferred or onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
     try:
         model = ir.from_proto(opened.proto)
     except Exception as error:  # what it raises has no common base
@@ -104,6 +109,9 @@ def put_graph(opened: OpenedModel, model: ir.Model) -> None:
     opened.proto.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
         proto.sparse_initializer.extend(graph.meta.get(_SPARSE, ()))
+        for node, node_proto in zip(graph, proto.node, strict=True):
+            # onnx_ir leaves out absent outputs at the end, which nodes of ours must have.
+            node_proto.output.extend([""] * (len(node.outputs) - len(node_proto.output)))
     for name in opened.tensors.keys() - model.graph.initializers.keys():
         del opened.tensors[name]
 
@@ -229,3 +237,33 @@ def remove(node: ir.Node) -> list[ir.Value]:
             node.replace_input_with(index, None)
         graph.remove(node)
     return read
+
+
+def label(node: ir.Node) -> str:
+    """Returns what to call a node in messages: its name, or else its first output or its op."""
+    return node.name or next((output.name for output in node.outputs if output.name), node.op_type)
+
+
+def made_by(value: ir.Value | None, *ops: str) -> ir.Node | None:
+    """Returns the node that computes a value, if its op is one of `ops` of the standard domain."""
+    node = None if value is None else value.producer()
+    return node if is_op(node, *ops) else None
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """Returns the value of a constant that is one number, of whatever rank; None if it has no such value."""
+    array = None if value is None else constant(value)
+    return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
+
+
+def only_used_by(value: ir.Value, nodes: Container[ir.Node]) -> bool:
+    """Whether only `nodes` use a value, so that it may go away with them."""
+    return not value.is_graph_output() and all(use.node in nodes for use in value.uses())
+
+
+def with_inner(node: ir.Node) -> Iterator[ir.Node]:
+    """Yields a node and those of its subgraphs."""
+    yield node
+    for inner in subgraphs_of(node):
+        for below in inner:
+            yield from with_inner(below)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]

@@ -13,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.file_drafts import Drafts, write_early
-from mxfp8_graph.file_leftovers import clean_up
 from mxfp8_graph.file_reading import is_any_of, is_folder
+from mxfp8_graph.files import Drafts, clean_up, data_path_of, write_early
 from mxfp8_graph.onnx_model import wire
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import (
@@ -109,17 +108,13 @@ class Target:
             data_path.unlink()  # it belongs to the old model
 
     def _finish_pair(self, path: Path, data: BinaryIO) -> None:
-        bridge = self._written(path, "bridge") if self._overwrite else None
-        data_path = data_path_of(path)
+        bridge = self._written(path, "bridge")
         for tensor in filter(is_external, iter_tensors(self._opened.proto)):
-            set_location(tensor, data_path.name)
+            set_location(tensor, data_path_of(path).name)
         file = self._written(path, "new")
         self.byte_size = data.tell() + file.tell()
         self._check_input()
-        if bridge is None:
-            self._drafts.put_new_pair(data, data_path, file, path)
-        else:
-            self._drafts.replace_pair(data, data_path, (bridge, file), path)
+        self._drafts.put_pair(data, bridge, file, path, overwrite=self._overwrite)
 
     def _written(self, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
         """Returns the draft that the model was written to."""
@@ -240,11 +235,6 @@ def wants_external(
 def _too_large(path: Path) -> ContractError:
     what = "the model does not fit into one protobuf file (2 GB)"
     return ContractError(path, what, expected="external data", advice=("pass ", Option("external_data", "always")))
-
-
-def data_path_of(path: Path) -> Path:
-    """Returns where the external data of a model written to `path` lies."""
-    return path.parent / f"{path.name}.data"
 
 
 def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: bool) -> None:

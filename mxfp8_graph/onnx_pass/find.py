@@ -29,6 +29,7 @@ from mxfp8_graph.onnx_model.graph import (
     graphs_of,
     is_op,
     is_overridable,
+    label,
     shape_of,
     subgraphs_of,
 )
@@ -106,13 +107,8 @@ def _paths(graph: ir.Graph, path: str, taken: set[str]) -> Iterator[tuple[ir.Gra
             several = entry.type == ir.AttributeType.GRAPHS
             inner = entry.as_graphs() if several else [entry.value] if entry.type == ir.AttributeType.GRAPH else []
             for index, below in enumerate(inner):
-                steps = (path, label_of(node), f"{name}[{index}]" if several else name)
+                steps = (path, label(node), f"{name}[{index}]" if several else name)
                 yield from _paths(below, take_name("/".join(filter(None, steps)), taken, "#"), taken)
-
-
-def label_of(node: ir.Node) -> str:
-    """Returns what to call a node in paths: its name, or else its first output or its op."""
-    return node.name or (node.outputs[0].name if node.outputs else "") or node.op_type
 
 
 class _View:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_model.validate import schema_of
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import einsum, forms, views
@@ -123,6 +123,9 @@ VIEW_OPS: Final = tuple(name for (_, name), op in OPS.items() if op.view is not 
 """The ops a weight may stand behind."""
 
 GATHERS: Final = names(lambda op: op.gathers)
+
+READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
+"""What may stand between a weight and the product that used it; and what computes the sizes of views."""
 
 DEQUANTIZES: Final = frozenset({"DequantizeLinear", TRT_DEQUANTIZE})
 """The ops that give back values which something else has quantized: ONNX's, with any scale, and TensorRT's."""

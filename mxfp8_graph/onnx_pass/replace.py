@@ -24,13 +24,13 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model.graph import LargeTensor, dtype_of, graphs_of, proto_of, put_graph, remove, remove_unused
+from mxfp8_graph.onnx_model.graph import LargeTensor, dtype_of, graphs_of, proto_of, remove, remove_unused
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import Step
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
-from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, VIEW_OPS
+from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.onnx_pass.views import Static, apply, layout_of, open_rows
 from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.pass_steps import PackedNames, replaced
@@ -47,9 +47,6 @@ _GEMMS: Final = {
     (True, True): contract.GROUPED_WEIGHT_GEMM,
 }
 """The node for a product by whether it is weight-only, and whether its weights are picked from a stack."""
-
-_REMOVABLE: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
-"""What may stand between a weight and the product that used it; and what computes the sizes of views."""
 
 
 def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
@@ -86,7 +83,7 @@ class Editor:
 
         Args:
             opened: the model.
-            model: its graph; edited in place, and put back by `finish`.
+            model: its graph; edited in place.
             target: where tensors go.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
             sizes_only: pack nothing: new weights get names, dims and dtypes, as a dry run needs them.
@@ -131,9 +128,8 @@ class Editor:
         return replaced(decision, names, packed)
 
     def finish(self) -> None:
-        """Removes what nothing uses any more, and puts the graph into the opened model."""
-        remove_unused(self._model, self._suspects, lambda node: node.op_type in _REMOVABLE)
-        put_graph(self._opened, self._model)
+        """Removes what nothing uses any more."""
+        remove_unused(self._model, self._suspects, lambda node: node.op_type in READERS)
 
     def fresh(self, wanted: str) -> str:
         """Returns `wanted`, or `wanted` with a number, that no tensor or node of the model is called."""

@@ -11,7 +11,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import attention_op, cpu_provider, dialect_ops, record, training_mode
-from mxfp8_graph.onnx_model.graph import to_ir
+from mxfp8_graph.onnx_model.graph import put_graph, to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import node_label
@@ -19,7 +19,6 @@ from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.account import Uses, account, inventory, key_of
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.fuse.graph_view import types_of
 from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.options import Options
@@ -93,12 +92,12 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
         editor = Editor(opened, model, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
-        graphs = dict.fromkeys(site.node.graph for site in sites if isinstance(site.node.graph, ir.Graph))
         progress = None if options.dry_run else options.progress
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
         editor.finish()
         if recipe.fuse:
-            reporter.fusions = fuse(opened, types_of(graphs), editor.fresh, recipe)
+            reporter.fusions = fuse(model, recipe)
+        put_graph(opened, model)
         sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
         result = accounted(inventory(opened), sources)
         record.complete(opened.proto, opened.opset, recipe.to_record())

@@ -18,7 +18,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model.graph import attribute, proto_of, shape_of
 from mxfp8_graph.onnx_model.tensor_data import Array, byte_length, fetching, read
 from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS

@@ -1,18 +1,15 @@
 """Access to packed weights, wherever they are: by name, as elements and scales, or dequantized.
 
-weight.py        a packed weight, and a model's other tensors
-parts.py         parts of a packed weight that have whole blocks
+weight.py        a packed weight, its parts of whole blocks, and a model's other tensors
 from_onnx.py     finds them in ONNX models, ours and TensorRT's
 from_torch.py    finds them in exported programs
-contents.py      chooses between the two: unpack
 conventions.py   names of tensors in safetensors checkpoints
 safetensors.py   the file format
 checkpoint.py    opens a checkpoint: a file, an index or a folder
-interchange.py   to and from safetensors
+interchange.py   unpack: chooses between the two; to and from safetensors
 """
 
-from mxfp8_graph.packed.contents import unpack
-from mxfp8_graph.packed.interchange import export_safetensors, import_safetensors
+from mxfp8_graph.packed.interchange import export_safetensors, import_safetensors, unpack
 from mxfp8_graph.packed.weight import PackedWeight
 
 __all__ = ["PackedWeight", "export_safetensors", "import_safetensors", "unpack"]

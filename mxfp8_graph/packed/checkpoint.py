@@ -14,8 +14,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder, Pins, is_folder
 from mxfp8_graph.packed import comfy, safetensors
 from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight

@@ -17,7 +17,8 @@ import onnx
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, blocked_axis, without_padding
+from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, without_padding
+from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import raw, read
 from mxfp8_graph.onnx_model.walk import module_path, node_label, stored_in, subgraphs

@@ -1,4 +1,4 @@
-"""Packed weights to and from safetensors checkpoints, bit for bit.
+"""Packed weights of models by name, and to and from safetensors checkpoints, bit for bit.
 
 `conventions.py` has the names of tensors in checkpoints.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -14,15 +15,56 @@ from typing import Any
 
 from mxfp8_graph import provenance
 from mxfp8_graph.file_reading import is_any_of
+from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import open_checkpoint
-from mxfp8_graph.packed.contents import contents
 from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, quantization_config
-from mxfp8_graph.packed.weight import PackedWeight, Tensor
+from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
+
+
+def unpack(model: Any, *, trust_pickle: bool = False) -> Mapping[str, PackedWeight]:
+    """Returns the packed weights of a model, by the names they had before.
+
+    Only the structure is read. Each weight reads its elements and scales from the file on access,
+    so a model larger than memory can be gone through weight by weight. The files have to stay where they are meanwhile.
+
+    Args:
+        model: the path of an ONNX file or a .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
+            `torch.export.ExportedProgram`. Weights in TensorRT's own MXFP8 nodes (domain `trt`) are found too. A
+            model that was not rewritten has none.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+
+    Raises:
+        ContractError: the model is none of these, or cannot be read.
+    """
+    return MappingProxyType(contents(model, trust_pickle=trust_pickle).weights)
+
+
+def contents(model: Any, *, trust_pickle: bool = False) -> Contents:
+    """Returns everything a model stores; see `unpack`."""
+    kind = kind_of(model)
+    if kind is Kind.UNKNOWN:
+        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram"
+        raise ContractError("unpack", f"a {type(model).__name__}", expected=expected, advice="load the model first")
+    if kind.is_program:
+        from mxfp8_graph.torch_program import load  # says what to install where torch is missing
+
+        # isort: split
+        from mxfp8_graph.packed import from_torch
+
+        if not kind.is_file:
+            return from_torch.contents(model, "program")
+        program = load(model, trust_pickle=trust_pickle)
+        return replace(from_torch.contents(program, str(model)), files=frozenset({Path(model)}))
+    from mxfp8_graph.onnx_model import graphsurgeon
+    from mxfp8_graph.onnx_model.open import open_model
+    from mxfp8_graph.packed import from_onnx
+
+    return from_onnx.contents(open_model(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))
 
 
 def export_safetensors(

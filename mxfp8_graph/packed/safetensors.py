@@ -1,26 +1,25 @@
 """The safetensors file format: an 8-byte little-endian length, that many bytes of JSON, then the data without gaps.
 
-Written and read here rather than with the safetensors package: its NumPy interface wants every tensor in memory at
-once and has no float8 before version 0.6. Format: https://github.com/huggingface/safetensors
+The safetensors package checks headers. Data are read and written here, one tensor at a time: the package writes only
+what is in memory as a whole, gives NumPy no float8, and does not tell offsets, which external data of ONNX needs.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final, TypeGuard
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
-from mxfp8_graph.file_drafts import write_early
 from mxfp8_graph.file_reading import Pins
-from mxfp8_graph.file_writing import is_taken, replacing
+from mxfp8_graph.files import is_taken, replacing, write_early
 from mxfp8_graph.packed.weight import Array, Codes
 from mxfp8_ops.errors import ContractError, Option
 
@@ -154,68 +153,30 @@ def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
     """
     try:
         with files.open(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            content = file.read(length) if 2 <= length <= min(size - 8, LONGEST_HEADER) else None
+            # Checks the header: its size, every field of every tensor, and that the data have no gap and no overlap,
+            # which could hide other data. It does not map the file, since a mapped file that is cut ends the process.
+            safe_open(path, "np", backend="pread")
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(start - 8, LONGEST_HEADER)), object_pairs_hook=_unique)
+        files.check(path)  # what was checked is what was read
     except OSError as error:
         raise _unreadable(path, error) from None
-    # A length that the file cannot have: the bytes are not allocated.
-    if content is None:
-        raise _damaged(path, f"its header of {length} bytes does not fit into {size}")
-    header = _parsed(path, content)
-    metadata = header.pop(_METADATA, {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(path, "its metadata is not a mapping of names to text")
-    # All entries are checked, also those of dtypes that are left out: their bytes are in the file.
-    entries = {name: _entry(path, name, entry) for name, entry in header.items()}
-    end = 0
-    for name, (_, _, (start, stop)) in sorted(entries.items(), key=lambda item: item[1][2]):
-        # The format forbids gaps and overlaps, which could hide other data in the file.
-        if start != end or 8 + length + stop > size:
-            expected = f"from {end} on, and {size - 8 - length} at most"
-            raise _damaged(path, f"tensor {name!r} claims bytes {start} to {stop}; expected them {expected}")
-        end = stop
+    except (SafetensorError, ValueError) as error:
+        raise _damaged(path, f"is refused: {error}") from None
+    metadata = header.pop(_METADATA, None) or {}
     tensors = {
-        n: Stored(d, s, path, files, 8 + length + start) for n, (d, s, (start, _)) in entries.items() if d in DTYPES
+        name: Stored(entry["dtype"], tuple(entry["shape"]), path, files, start + entry["data_offsets"][0])
+        for name, entry in header.items()
+        if entry["dtype"] in DTYPES
     }
     return tensors, metadata
 
 
-def _parsed(path: Path, content: bytes) -> dict[str, Any]:
-    """Returns the header as a dict; a name that occurs twice is an error."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = dict(pairs)
-        if len(names) < len(pairs):
-            raise ValueError("a name occurs twice")
-        return names
-
-    try:
-        header = json.loads(content.decode("utf-8"), object_pairs_hook=unique)
-    except RecursionError:
-        raise _damaged(path, "its header is nested too deeply") from None
-    except ValueError as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from None
-    if not isinstance(header, dict):
-        raise _damaged(path, "its header is not a JSON object")
-    return header
-
-
-def _entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], tuple[int, int]]:
-    """Returns (dtype, shape, (first byte, last byte + 1)) of a tensor, as the header describes it."""
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    if not (isinstance(dtype, str) and _are_sizes(shape) and _are_sizes(offsets)) or len(offsets) != 2:
-        text = repr(entry) if len(repr(entry)) <= 200 else f"{repr(entry)[:200]}..."
-        raise _damaged(path, f"tensor {name!r} is not described as the format says ({text})")
-    start, stop = offsets
-    if start > stop or (dtype in DTYPES and stop - start != _byte_size(dtype, shape)):
-        raise _damaged(path, f"tensor {name!r} of {dtype} {shape} claims bytes {start} to {stop}")
-    return dtype, tuple(shape), (start, stop)
-
-
-def _are_sizes(values: Any) -> TypeGuard[list[int]]:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        raise ValueError("a name occurs twice")
+    return names
 
 
 def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:

@@ -25,6 +25,7 @@ from rich.filesize import decimal as size
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.tied_tables import SETTINGS
 from mxfp8_graph.report import html
+from mxfp8_graph.report.base import Data
 
 Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
 
@@ -90,8 +91,10 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredTensor:
+class StoredTensor(Data):
     """One tensor that the model stores, with its bytes in the result."""
+
+    KEYS = ("name", "also_called", "dtype", "shape", "bytes_before", "bytes_kept", "bytes_after", "outcome", "reason")
 
     name: str
     also_called: tuple[str, ...] = ()
@@ -132,21 +135,11 @@ class StoredTensor:
         sizes = html.byte_size(self.bytes_before), html.byte_size(self.bytes_after)
         return (self.name, self.dtype, *sizes, self.outcome, counted(self.uses), self.reason)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the tensor with JSON types only."""
-        return {
-            "name": self.name,
-            "also_called": list(self.also_called),
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "bytes_before": self.bytes_before,
-            "bytes_kept": self.bytes_kept,
-            "bytes_after": self.bytes_after,
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "used_by": dict(Counter(use.op for use in self.uses)),
-            "sites": list(dict.fromkeys(use.decision.site.name for use in self.uses if use.decision)),
-        }
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        used_by = dict(Counter(use.op for use in self.uses))
+        sites = list(dict.fromkeys(use.decision.site.name for use in self.uses if use.decision))
+        return {**super().content(), "used_by": used_by, "sites": sites}
 
     @cached_property
     def _verdict(self) -> tuple[Outcome, str, tuple[Use, ...]]:
@@ -185,7 +178,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Group:
+class Group(Data):
     """The tensors with the same outcome and the same reason."""
 
     outcome: str
@@ -216,8 +209,8 @@ class Group:
         sizes = html.byte_size(self.bytes_before), html.byte_size(self.bytes_after)
         return (self.outcome, *sizes, used_by, self.reason)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the group with JSON types only."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         return {
             "outcome": self.outcome,
             "reason": self.reason,
@@ -229,8 +222,10 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Account:
+class Account(Data):
     """All stored tensors of a model and of its rewritten result; in a dry run, the predicted ones."""
+
+    KEYS = ("bytes_before", "bytes_after", "groups", "tensors")
 
     make: Callable[[], Iterable[StoredTensor]] = tuple
     """Returns the tensors. It is called on first access, so that writing a model does not wait for its report."""
@@ -321,15 +316,6 @@ class Account:
         rows = [tensor.row[:6] for tensor in self.tensors]
         notes = [tensor.reason for tensor in self.tensors]
         return html.Table("Stored tensors", TENSOR_HEADER[:6], rows, notes=notes).html()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        return {
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "groups": [group.to_dict() for group in self.groups],
-            "tensors": [tensor.to_dict() for tensor in self.tensors],
-        }
 
 
 def counted(uses: Iterable[Use]) -> str:

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import math
 import shlex
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import Group, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
+from rich.text import Text
 
-from mxfp8_graph.file_reading import is_any_of, is_folder
-from mxfp8_graph.file_writing import is_taken, write_text
+from mxfp8_graph.naming import printable
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_graph.report import html
+from mxfp8_graph.report import account, html, text
 from mxfp8_graph.report.account import Account
-from mxfp8_graph.report.json_text import finite, json_text
-from mxfp8_ops.errors import Mxfp8Error, Option
+from mxfp8_graph.report.base import Data, Report
 
 SCHEMA: Final = 2
-"""Version of the layout of `RewriteReport.to_dict`; it grows when a key changes its meaning or goes away."""
-
-SUFFIXES: Final = (".json", ".html")
-"""Suffixes of the files that `Report.write` can write."""
+"""Version of the layout of a report's JSON; it grows when a key changes its meaning or goes away."""
 
 _SITE: Final = ("name", "op", "module", "subgraph", "role", "m", "n", "k", "dtype", "weight", "shared_with", "has_bias")
 _DECISION: Final = ("quantize", "rule", "reason", "activations", "weight_format", "scale_rounding")
-"""Fields of a site and of its decision that `SiteReport.to_dict` has, in this order."""
+"""Fields of a site and of its decision that the JSON of a `SiteReport` begins with."""
+
+_REWRITE: Final = (
+    *("source", "output", "recipe", "dry_run", "already_rewritten"),
+    *("seconds", "bytes_before", "bytes_after"),
+)
+"""Fields that the JSON of a `RewriteReport` begins with."""
 
 SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
 """Header of `SiteReport.row`."""
@@ -43,6 +45,9 @@ FUSION_HEADER: Final[tuple[str, ...]] = ("kind", "node", "stands also for")
 REASON_HEADER: Final[tuple[str, ...]] = ("decision", "sites", "reason")
 """Header of `reason_rows`."""
 
+MOST_REASONS: Final = 20
+"""Reasons that the end of a rewrite names; the others are one more row."""
+
 
 def sqnr_db(relative_l2: float) -> float:
     """Returns the signal-to-quantization-noise ratio in dB of a relative L2 error; infinite for an error of 0."""
@@ -50,8 +55,10 @@ def sqnr_db(relative_l2: float) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteReport:
+class SiteReport(Data):
     """The decision on one site, its new nodes, its bytes and its error."""
+
+    KEYS = ("nodes", "packed", "bytes_before", "bytes_after", "relative_l2", "sqnr_db")
 
     decision: Decision
     nodes: tuple[str, ...] = ()
@@ -91,22 +98,15 @@ class SiteReport:
         errors = html.number(self.relative_l2, ".4f"), html.number(self.sqnr_db, ".1f")
         return (before, html.byte_size(self.bytes_after), *errors)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the site, its decision and its result as one flat dict with JSON types only."""
-        return {
-            **{key: getattr(self.decision.site, key) for key in _SITE},
-            **{key: getattr(self.decision, key) for key in _DECISION},
-            "nodes": list(self.nodes),
-            "packed": self.packed,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-            "relative_l2": finite(self.relative_l2),
-            "sqnr_db": finite(self.sqnr_db),
-        }
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        decision = self.decision
+        known = {key: getattr(decision.site, key) for key in _SITE} | {key: getattr(decision, key) for key in _DECISION}
+        return {**known, **super().content()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusionReport:
+class FusionReport(Data):
     """One fused node."""
 
     kind: str
@@ -116,13 +116,9 @@ class FusionReport:
     replaced: tuple[str, ...]
     """Names of the other nodes that it replaces."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the fusion with JSON types only."""
-        return {"kind": self.kind, "node": self.node, "replaced": list(self.replaced)}
-
 
 @dataclass(frozen=True, kw_only=True)
-class WeightError:
+class WeightError(Data):
     """Errors of the packed weights, each weight counted once however many sites share it."""
 
     mean: float
@@ -131,41 +127,15 @@ class WeightError:
     worst_site: str
     """Name of the (first) site whose weight has the worst error."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the errors with JSON types only."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         return {
-            "mean_relative_l2": finite(self.mean),
-            "mean_sqnr_db": finite(sqnr_db(self.mean)),
-            "worst_relative_l2": finite(self.worst),
-            "worst_sqnr_db": finite(sqnr_db(self.worst)),
+            "mean_relative_l2": self.mean,
+            "mean_sqnr_db": sqnr_db(self.mean),
+            "worst_relative_l2": self.worst,
+            "worst_sqnr_db": sqnr_db(self.worst),
             "worst_site": self.worst_site,
         }
-
-
-class Report(ABC):
-    """The result of a command, as data, JSON or an HTML page."""
-
-    @abstractmethod
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
-
-    @abstractmethod
-    def to_html(self) -> str:
-        """Returns one self-contained page: nothing is fetched, and all is there without its script."""
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a row of each list per line."""
-        return json_text(self.to_dict())
-
-    def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
-        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
-
-        Raises:
-            Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
-        """
-        path = check_report_path(path, overwrite=overwrite)
-        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json(), overwrite=overwrite)
-        return path
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,28 +193,93 @@ class RewriteReport(Report):
         worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
         return WeightError(mean=sum(errors.values()) / len(errors), worst=errors[worst], worst_site=worst)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
-        error = self.weight_error
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         return {
             "schema": SCHEMA,
-            "source": self.source,
-            "output": self.output,
-            "recipe": _plain(self.recipe),
-            "dry_run": self.dry_run,
-            "already_rewritten": self.already_rewritten,
-            "seconds": self.seconds,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
+            **{key: getattr(self, key) for key in _REWRITE},
             "notes": [*self.notes, *self.account.large_tables()],
             "rewritten": len(self.rewritten),
             "kept": len(self.kept),
             "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
-            "weight_error": error.to_dict() if error else None,
-            "account": self.account.to_dict(),
-            "sites": [site.to_dict() for site in self.sites],
-            "fusions": [fusion.to_dict() for fusion in self.fusions],
+            "weight_error": self.weight_error,
+            "account": self.account,
+            "sites": self.sites,
+            "fusions": self.fusions,
         }
+
+    def headline(self) -> str:
+        """Returns the outcome in one line."""
+        recipe = self.recipe.get("name", "custom")
+        if self.already_rewritten:
+            return f"already rewritten with recipe {recipe}; {'copied' if self.output else 'nothing to do'}"
+        verb = "would be rewritten" if self.dry_run else "rewritten"
+        return f"{self._counts()} {verb} to MXFP8 with recipe {recipe}"
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns (label, value) pairs: size, weight error, time, notes, and the path of the result."""
+        lines = [("size", size(self.bytes_before))]
+        if self.bytes_after is not None:
+            ratio = f" ({self.bytes_before / self.bytes_after:.2f}x smaller)" if self.bytes_after else ""
+            lines = [("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}{ratio}")]
+        if error := self.weight_error:
+            mean, worst = (f"{value:.4f} ({sqnr_db(value):.1f} dB)" for value in (error.mean, error.worst))
+            lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
+        if self.fusions:
+            kinds = Counter(fusion.kind for fusion in self.fusions)
+            lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
+        lines.append(("time", f"{self.seconds:.1f} s"))
+        lines += [("note", note) for note in (*self.notes, *self.account.large_tables())]
+        if self.dry_run:
+            lines.append(("result", "nothing written (dry run)"))
+        elif self.output:
+            lines.append(("result", self.output))
+        elif self.already_rewritten:
+            lines.append(("result", f"nothing written; {self.source} is the result"))
+        return lines
+
+    def reason_rows(self) -> list[tuple[str, tuple[str, float], str]]:
+        """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
+        return [
+            (decision, (str(len(sites)), len(sites)), reason)
+            for decision, groups in (("rewritten", self.rewritten_by_reason), ("kept", self.kept_by_reason))
+            for reason, sites in groups.items()
+        ]
+
+    def _counts(self) -> str:
+        """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
+        counts = {"matmuls": [0, 0], "embeddings": [0, 0]}
+        for site in self.sites:
+            of_kind = counts["embeddings" if site.decision.site.role == "embedding" else "matmuls"]
+            of_kind[0] += site.decision.quantize
+            of_kind[1] += 1
+        parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
+        return " and ".join(parts)
+
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
+        if self.already_rewritten:
+            return text.lines(
+                (("", self.headline()), *(fact for fact in self.facts() if fact[0] in {"note", "result"}))
+            )
+        reasons_found = self.reason_rows()
+        # Patterns that match single sites make a reason for each; a terminal has no room for hundreds.
+        if more := reasons_found[MOST_REASONS:]:
+            count = int(sum(count for _, (_, count), _ in more))
+            reasons_found = [*reasons_found[:MOST_REASONS], ("...", (str(count), count), f"{len(more)} more reasons")]
+        parts = [text.grid(REASON_HEADER, reasons_found)]
+        if rows := self.account.rows():
+            parts.append(text.grid(account.HEADER, rows))
+        return Group(Text(printable(self.headline())), *parts, text.lines(self.facts()))
+
+    def lists(self, *, plan: bool, verbose: bool) -> Iterator[Text]:
+        """Yields with `plan` one line per site, with `verbose` also bytes, errors and one line per stored tensor."""
+        if plan and self.sites:
+            header = (*SITE_HEADER[:5], *(WEIGHT_HEADER if verbose else ()), *SITE_HEADER[5:])
+            rows = [(*site.row[:5], *(site.weight_row if verbose else ()), *site.row[5:]) for site in self.sites]
+            yield text.columns(*html.filled(header, rows))
+        if verbose and self.account.tensors:
+            yield text.columns(account.TENSOR_HEADER, [tensor.row for tensor in self.account.tensors])
 
     def to_html(self) -> str:
         """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables.
@@ -252,115 +287,29 @@ class RewriteReport(Report):
         Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
         """
         # Size and notes are in the lead.
-        parts = [html.facts(fact for fact in facts(self)[1:] if fact[0] != "note")]
+        parts = [html.facts(fact for fact in self.facts()[1:] if fact[0] != "note")]
         if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
             verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
             parts.append(html.text("To measure the error at the outputs", verify))
         if self.account.tensors:
             parts.append(self.account.overview())
-        parts.append(html.Table("Why", REASON_HEADER, reason_rows(self)).html())
+        parts.append(html.Table("Why", REASON_HEADER, self.reason_rows()).html())
         header = ("site", *SITE_HEADER[2:5], *WEIGHT_HEADER[:3])
         rows = [(site.row[0], *site.row[2:5], *site.weight_row[:3]) for site in self.sites]
         notes = [_note(site.decision) for site in self.sites]
-        parts.append(html.Table("Sites", *filled(header, rows), paler="kept", notes=notes).html())
+        parts.append(html.Table("Sites", *html.filled(header, rows), paler="kept", notes=notes).html())
         if self.fusions:
             fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
             parts.append(html.Table("Fused nodes", FUSION_HEADER, fused).html())
         if self.account.tensors:
             parts.append(self.account.details())
-        lead = [f"{headline(self)}: {facts(self)[0][1]}", *(said for label, said in facts(self) if label == "note")]
+        lead = [f"{self.headline()}: {self.facts()[0][1]}", *(said for label, said in self.facts() if label == "note")]
         return html.page(f"Rewrite of {self.source}", parts, lead=lead, files=filter(None, (self.source, self.output)))
-
-
-def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
-    """Returns `path` if a report can be written there. Ask before the work, not after it.
-
-    Raises:
-        Mxfp8Error: another suffix than one of `SUFFIXES`, no such folder, one of `models`, or a file that exists while
-            `overwrite` is false.
-    """
-    path = Path(path)
-    # A report must not replace the model that it is about.
-    if is_any_of(path, models):
-        raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
-    if path.suffix.lower() not in SUFFIXES:
-        what = f"report with suffix {path.suffix!r}"
-        raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
-    if is_folder(path) or not is_folder(path.parent):
-        what = "a folder" if is_folder(path) else f"folder {path.parent} does not exist"
-        raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
-    if not overwrite and is_taken(path):
-        advice = ("pass ", Option("overwrite", True), " or another path")
-        raise Mxfp8Error(path, "exists already", expected="a new file", advice=advice)
-    return path
-
-
-def headline(report: RewriteReport) -> str:
-    """Returns the outcome in one line."""
-    recipe = report.recipe.get("name", "custom")
-    if report.already_rewritten:
-        return f"already rewritten with recipe {recipe}; {'copied' if report.output else 'nothing to do'}"
-    verb = "would be rewritten" if report.dry_run else "rewritten"
-    return f"{_counts(report)} {verb} to MXFP8 with recipe {recipe}"
-
-
-def facts(report: RewriteReport) -> list[tuple[str, str]]:
-    """Returns (label, value) pairs: size, weight error, time, notes, and the path of the result."""
-    lines = [("size", size(report.bytes_before))]
-    if report.bytes_after is not None:
-        ratio = f" ({report.bytes_before / report.bytes_after:.2f}x smaller)" if report.bytes_after else ""
-        lines = [("size", f"{size(report.bytes_before)} -> {size(report.bytes_after)}{ratio}")]
-    if error := report.weight_error:
-        mean, worst = (f"{value:.4f} ({sqnr_db(value):.1f} dB)" for value in (error.mean, error.worst))
-        lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
-    if report.fusions:
-        kinds = Counter(fusion.kind for fusion in report.fusions)
-        lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
-    lines.append(("time", f"{report.seconds:.1f} s"))
-    lines += [("note", note) for note in (*report.notes, *report.account.large_tables())]
-    if report.dry_run:
-        lines.append(("result", "nothing written (dry run)"))
-    elif report.output:
-        lines.append(("result", report.output))
-    elif report.already_rewritten:
-        lines.append(("result", f"nothing written; {report.source} is the result"))
-    return lines
-
-
-def reason_rows(report: RewriteReport) -> list[tuple[str, tuple[str, float], str]]:
-    """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
-    return [
-        (decision, (str(len(sites)), len(sites)), reason)
-        for decision, groups in (("rewritten", report.rewritten_by_reason), ("kept", report.kept_by_reason))
-        for reason, sites in groups.items()
-    ]
 
 
 def sizes(site: MatMulSite) -> str:
     """Returns M x N x K, "?" for a size that only a run of the model shows."""
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
-
-
-def shape_text(shape: Sequence[int]) -> str:
-    """Returns the shape of an array in words: 2 x 16."""
-    return " x ".join(map(str, shape)) or "scalar"
-
-
-def filled(header: Sequence[str], rows: Sequence[Sequence[html.Cell]]) -> html.Columns:
-    """Returns a table without its columns that have only empty cells."""
-    used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
-    return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
-
-
-def _counts(report: RewriteReport) -> str:
-    """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
-    counts = {"matmuls": [0, 0], "embeddings": [0, 0]}
-    for site in report.sites:
-        of_kind = counts["embeddings" if site.decision.site.role == "embedding" else "matmuls"]
-        of_kind[0] += site.decision.quantize
-        of_kind[1] += 1
-    parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
-    return " and ".join(parts)
 
 
 def _note(decision: Decision) -> str:
@@ -375,12 +324,7 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
-def _plain(value: Any) -> Any:
-    """Returns `value` with JSON types only: tuples as lists, keys as strings, anything unknown as its text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    return finite(value) if isinstance(value, float) else str(value)
+def reasons(decisions: Iterable[Decision]) -> Text:
+    """Returns one line per site, with the reason why it is not eligible."""
+    rows = [(d.site.name, d.site.module, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
+    return text.columns(*html.filled((*SITE_HEADER[:4], "rule", "reason"), rows))

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from rich.filesize import decimal as size
 
-from mxfp8_graph import reproduction
+from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
 
 _SCRIPT: Final = """
@@ -334,7 +334,7 @@ def page(title: str, parts: Iterable[str], *, lead: Sequence[str] = (), files: I
 <body>
 <h1>{_text(title)}</h1>"""
     said = [f'<div class="lead">{"".join(f"<p>{_text(line)}</p>" for line in lead)}</div>'] if lead else []
-    footer = f"<footer>{facts(reproduction.facts(files))}</footer>"
+    footer = f"<footer>{facts(provenance.facts(files))}</footer>"
     return "\n".join([head, *said, *parts, footer, f"<script>{_SCRIPT}</script>", "</body>", "</html>", ""])
 
 
@@ -351,6 +351,17 @@ def byte_size(count: int | None) -> Cell:
 def said(cell: Cell) -> str:
     """Returns the text of a cell."""
     return cell if isinstance(cell, str) else cell[0]
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Returns the shape of an array in words: 2 x 16."""
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def filled(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Columns:
+    """Returns a table without its columns that have only empty cells."""
+    used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
+    return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:

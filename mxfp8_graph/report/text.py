@@ -1,4 +1,4 @@
-"""Reports on a terminal, as Rich tables and lists of the data in `data` and `account`."""
+"""Reports on a terminal: tables and lists, as Rich prints them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Final
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
-from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.report import account, data, html
-from mxfp8_graph.report.data import SITE_HEADER, RewriteReport
+from mxfp8_graph.report import html
 
 STYLES: Final = {
     "rewritten": "green",
@@ -31,44 +29,6 @@ STYLES: Final = {
 
 PIPE_WIDTH: Final = 120
 """Width of a `Fitted` table in a pipe or a file."""
-
-MOST_REASONS: Final = 20
-"""Reasons that the end of a rewrite names; the others are one more row."""
-
-
-def closing(report: RewriteReport) -> RenderableType:
-    """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
-    if report.already_rewritten:
-        return lines(
-            (("", data.headline(report)), *(fact for fact in data.facts(report) if fact[0] in {"note", "result"}))
-        )
-    reasons_found = data.reason_rows(report)
-    # Patterns that match single sites make a reason for each; a terminal has no room for hundreds.
-    if more := reasons_found[MOST_REASONS:]:
-        count = int(sum(count for _, (_, count), _ in more))
-        reasons_found = [*reasons_found[:MOST_REASONS], ("...", (str(count), count), f"{len(more)} more reasons")]
-    parts = [grid(data.REASON_HEADER, reasons_found)]
-    if rows := report.account.rows():
-        parts.append(grid(account.HEADER, rows))
-    return Group(Text(printable(data.headline(report))), *parts, lines(data.facts(report)))
-
-
-def tensors(report: RewriteReport) -> Text:
-    """Returns one line per tensor that the model or the result stores."""
-    return columns(account.TENSOR_HEADER, [tensor.row for tensor in report.account.tensors])
-
-
-def plan(report: RewriteReport, *, weights: bool = False) -> Text:
-    """Returns one line per site; with `weights` also bytes and errors."""
-    header = (*SITE_HEADER[:5], *(data.WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])
-    rows = [(*site.row[:5], *(site.weight_row if weights else ()), *site.row[5:]) for site in report.sites]
-    return columns(*data.filled(header, rows))
-
-
-def reasons(decisions: Iterable[Decision]) -> Text:
-    """Returns one line per site, with the reason why it is not eligible."""
-    rows = [(d.site.name, d.site.module, d.site.op, data.sizes(d.site), d.rule, d.reason) for d in decisions]
-    return columns(*data.filled((*SITE_HEADER[:4], "rule", "reason"), rows))
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Table:

@@ -16,7 +16,7 @@ import numpy as np
 from mxfp8_graph.checking.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
 from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.checking.user_code import failed, is_reference, load_function
-from mxfp8_graph.report.json_text import finite
+from mxfp8_graph.report.base import Data
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Outputs = Mapping[str, Array]
@@ -53,7 +53,7 @@ class Metric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class Score(Data):
     """What a metric says of several samples."""
 
     metric: Metric
@@ -75,9 +75,9 @@ class Score:
         """Which sample is the worst, from 0."""
         return self.metric.worst(self.values)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers with JSON types only: what is not finite is None."""
-        numbers = {"mean": finite(self.mean), "worst": finite(self.worst), "worst_sample": self.worst_sample}
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        numbers = {"mean": self.mean, "worst": self.worst, "worst_sample": self.worst_sample}
         return {"metric": self.metric.name, **numbers, "samples": len(self.values)}
 
 

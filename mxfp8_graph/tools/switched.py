@@ -13,7 +13,7 @@ import numpy as np
 from mxfp8_graph.checking.inputs import Array, Inputs, Signature
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_pass.switches import SwitchedModel, write_switched
 from mxfp8_graph.options import Progress

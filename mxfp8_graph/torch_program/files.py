@@ -12,9 +12,9 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_locks import uninterrupted
 from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.file_writing import is_taken, replacing
+from mxfp8_graph.files import is_taken, replacing, uninterrupted
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.archive import Archive
 from mxfp8_graph.torch_program.checked_program import check_values, checked
@@ -61,7 +61,7 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     except OSError as error:
         raise ContractError.unwritable(path, error, "free some space or choose another") from None
     except Exception as error:
-        what = f"torch cannot serialize the program: {_first_line(error)}"
+        what = f"torch cannot serialize the program: {first_line(error)}"
         expected = "containers that pytree knows and registered ops"
         raise ContractError(path, what, expected=expected, advice="see the cause above") from error
     return path
@@ -117,7 +117,7 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
         raise
     except Exception as error:
         advice = f"import {', '.join(unknown)} first" if unknown else "see the cause above"
-        what = f"torch {torch.__version__} cannot read the program: {_first_line(error)}"
+        what = f"torch {torch.__version__} cannot read the program: {first_line(error)}"
         expected = "ops and containers that are registered, and a file of this torch or an older one"
         raise ContractError(path, what, expected=expected, advice=advice) from error
     # After the read: a file that was replaced meanwhile may have given parts of two versions.
@@ -181,7 +181,3 @@ def _import(modules: list[str], archive: Archive) -> list[str]:
     if serialized.PROGRAM in archive.names:
         containers.register_named(archive.read(serialized.PROGRAM))
     return [module for module in modules if module.partition(".")[0] not in _KNOWN_PACKAGES]
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

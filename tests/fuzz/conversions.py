@@ -20,7 +20,8 @@ from google.protobuf.message import DecodeError
 from onnx import TensorProto, helper
 
 import mxfp8_graph
-from mxfp8_graph.tools.dialects.convert import DIALECTS, LOSSES
+from mxfp8_graph.onnx_model.dialects import WRITTEN
+from mxfp8_graph.tools.dialects.convert import LOSSES
 from mxfp8_ops.errors import Mxfp8Error
 
 from . import onnx_models
@@ -53,7 +54,7 @@ def check(data: bytes, folder: Path) -> None:
     path = folder / "model.onnx"
     path.write_bytes(data)
     (folder / DATA).write_bytes(bytes(range(64)) * (DATA_BYTES // 64))
-    to = DIALECTS[zlib.crc32(data) % len(DIALECTS)]
+    to = WRITTEN[zlib.crc32(data) % len(WRITTEN)]
     try:
         for name in (to, "mxfp8"):
             result, report = mxfp8_graph.convert(path, name, output=folder / f"{name}.out.onnx", allow=LOSSES)

@@ -22,7 +22,7 @@ import mxfp8_graph
 from mxfp8_graph.checking.inputs import Signature, make_inputs
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external
-from mxfp8_graph.packed.contents import contents
+from mxfp8_graph.packed.interchange import contents
 from mxfp8_ops.errors import Mxfp8Error
 
 F32 = np.float32

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import random
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -35,7 +35,7 @@ def _state(objective: Literal["size", "latency"]) -> bytes:
         folder, found = Path(name), [b""]
 
         def look(*_: object) -> None:
-            path = folder / "out.part/state.json"
+            path = folder / "out.part/measurements.jsonl"
             found[0] = path.read_bytes() if path.exists() else found[0]
 
         _tune(folder, objective, look)
@@ -53,27 +53,28 @@ def _tune(folder: Path, objective: Literal["size", "latency"], progress: Any = N
 
 
 def mutate(data: bytes, random: random.Random) -> bytes:
-    """Returns a state with values exchanged, and most often the digest that fits them; or with bytes changed."""
+    """Returns a state with values exchanged, and most often the checksums that fit them; or with bytes changed."""
     if random.random() < 0.9:
         try:
-            state = json.loads(data)
+            lines = [json.loads(line) for line in data.splitlines()]
             for _ in range(random.choice((1, 1, 2, 3))):
-                state = _changed(state, random)
+                at = random.randrange(len(lines))
+                lines[at] = _changed(lines[at], random)
             if random.random() < 0.9:
-                measured = json.dumps(state["measured"], sort_keys=True)
-                state["digest"] = hashlib.sha256(measured.encode()).hexdigest()
-            return json.dumps(state).encode()
+                for line in lines[1:]:
+                    line["crc32"] = zlib.crc32(json.dumps([line["name"], line["value"]]).encode())
+            return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
         except (ValueError, TypeError, KeyError, RecursionError):  # too broken to be changed as what it is
             pass
     at = random.randrange(len(data) + 1)
-    pieces = (b"", bytes([random.randrange(256)]), b"[" * 3000, b"9" * 5000, b'"\\ud800":1,', b"}")
+    pieces = (b"", bytes([random.randrange(256)]), b"[" * 3000, b"9" * 5000, b'"\\ud800":1,', b"}", b"\n")
     return data[:at] + random.choice(pieces) + data[at + random.randrange(4) :]
 
 
 def _changed(value: Any, random: random.Random) -> Any:
     """Returns JSON with one value in it exchanged, removed or doubled."""
     if isinstance(value, dict) and value and random.random() < 0.95:
-        key = random.choice([*value, *["measured"] * 9 * ("measured" in value)])
+        key = random.choice([*value, *["value"] * 9 * ("value" in value)])
         if random.random() < 0.07:
             return {name: item for name, item in value.items() if name != key}
         return {**value, key: _changed(value[key], random)}
@@ -86,7 +87,7 @@ def _changed(value: Any, random: random.Random) -> Any:
 def check(data: bytes, folder: Path) -> None:
     """Goes on with a search; raises only where that fails with no error of ours."""
     (folder / "out.part").mkdir(exist_ok=True)
-    (folder / "out.part/state.json").write_bytes(data)
+    (folder / "out.part/measurements.jsonl").write_bytes(data)
     try:
         _tune(folder, _OBJECTIVES[b'"objective": "latency"' in data])
     except Mxfp8Error as error:

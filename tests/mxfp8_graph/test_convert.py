@@ -20,7 +20,7 @@ from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
 
 import mxfp8_graph
-from mxfp8_graph.file_diagnosis import diagnose_file
+from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError

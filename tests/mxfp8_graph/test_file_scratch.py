@@ -14,11 +14,11 @@ import builders as b
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.file_scratch import lock_folder, scratch
+from mxfp8_graph.files import scratch
 
 HOLD = """
 import sys
-from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.files import scratch
 with scratch("tune") as folder:
     (folder / "model.onnx.data").write_bytes(bytes(1000))
     print(folder, flush=True)
@@ -46,20 +46,20 @@ def holder() -> Iterator[subprocess.Popen[str]]:
 def test_it_is_gone_at_the_end(around: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), scratch("tune") as folder:
         (folder / "below").mkdir()
-        assert folder.parent == around
+        assert folder.parent.parent == around
         raise KeyboardInterrupt
     assert list(around.iterdir()) == []
 
 
 def test_what_a_killed_process_left_goes_and_what_another_uses_stays(around: Path, holder) -> None:
-    left = Path(holder.stdout.readline().strip())
+    files = Path(holder.stdout.readline().strip())
     with scratch("analyze"):
-        assert (left / "model.onnx.data").exists()
+        assert (files / "model.onnx.data").exists()
     holder.kill()
     holder.wait()
-    assert list(around.iterdir()) == [left]
+    assert list(around.iterdir()) == [files.parent]
     with scratch("analyze") as folder:
-        assert list(around.iterdir()) == [folder]
+        assert list(around.iterdir()) == [folder.parent]
 
 
 def test_what_is_not_ours_stays(around: Path) -> None:
@@ -83,8 +83,7 @@ def test_where_there_are_no_locks_nothing_is_removed(around: Path, monkeypatch: 
     left = around / "mxfp8-graph.tune.left"
     left.mkdir()
     monkeypatch.setattr("fcntl.flock", refuse)
-    with scratch("tune") as folder:
-        assert lock_folder(folder) is None
+    with scratch("tune"):
         assert left.exists()
 
 

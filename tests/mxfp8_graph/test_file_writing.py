@@ -14,8 +14,7 @@ import builders
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.file_locks import LOCK, uninterrupted
-from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.files import uninterrupted, write_text
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 TOKEN = "0123456789abcdef"
@@ -155,7 +154,7 @@ class TestTheInputIsKept:
 
 class TestLeftovers:
     def test_drafts_of_a_dead_process_go_with_the_next_run(self, tmp_path, model):
-        for name in (f".o.onnx.{TOKEN}.mxfp8-new", f".other.pt2.{TOKEN[::-1]}.mxfp8-new", LOCK):
+        for name in (f".o.onnx.{TOKEN}.mxfp8-new", f".other.pt2.{TOKEN[::-1]}.mxfp8-new"):
             (tmp_path / name).write_text("half a file")
         mxfp8_graph.rewrite(model, output=tmp_path / "o.onnx")
         assert files(tmp_path) == ["m.onnx", "o.onnx"]
@@ -203,14 +202,6 @@ class TestLeftovers:
         assert files(tmp_path) == ["m.onnx", "new", "o.onnx", "o.onnx.data", "report.json"]
         assert ((tmp_path / "o.onnx").read_bytes(), (tmp_path / "o.onnx.data").read_bytes()) == new
 
-    def test_new_data_whose_model_never_came_is_removed(self, tmp_path, model):
-        draft = tmp_path / f".o.onnx.data.{TOKEN}.mxfp8-data"
-        draft.write_bytes(b"data")
-        os.link(draft, tmp_path / "o.onnx.data")
-        (tmp_path / f".o.onnx.{TOKEN}.mxfp8-new").write_bytes(b"model")
-        mxfp8_graph.rewrite(model, output=tmp_path / "o.onnx", external_data="always")
-        assert files(tmp_path) == ["m.onnx", "o.onnx", "o.onnx.data"]
-
 
 def test_without_hard_links_results_are_the_same(tmp_path, model, monkeypatch):
     def none(*_: Any) -> None:
@@ -244,16 +235,18 @@ def test_a_step_that_fails_between_the_renames_leaves_a_whole_result(tmp_path, m
     assert {weight.weight_only for weight in mxfp8_graph.unpack(out).values()} == {False}
 
 
-def test_somebody_who_holds_the_lock_for_long_is_named(tmp_path, model, monkeypatch):
+def test_a_process_that_holds_the_lock_for_long_is_an_error(tmp_path, model, monkeypatch):
     import fcntl
 
-    from mxfp8_graph import file_locks
-
-    monkeypatch.setattr(file_locks, "_PATIENCE", 0.05)
-    with (tmp_path / LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    monkeypatch.setattr("mxfp8_graph.files._PATIENCE", 0.05)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
         found = message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx")
-    assert found.startswith(f"{tmp_path / 'o.onnx'}: cannot be written: another process holds {LOCK} there; ")
+    finally:
+        os.close(folder)
+    what = "cannot be written: another process holds the lock of the folder; "
+    assert found.startswith(f"{tmp_path / 'o.onnx'}: {what}")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

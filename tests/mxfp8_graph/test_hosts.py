@@ -14,6 +14,7 @@ from commands import refused, run, save
 
 import mxfp8_graph
 from mxfp8_graph.tools.hosts import HOSTS
+from mxfp8_graph.tools.hosts.layout import Layout, Request
 from mxfp8_ops import cpu, ort
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -259,7 +260,19 @@ def test_a_description_in_the_cache_of_the_hugging_face_hub() -> None:
 
 def test_the_help_names_every_host() -> None:
     words = " ".join(run("package", "--help").stdout.split())
-    assert [host for host in HOSTS if host not in words] == []
+    assert f"One of {', '.join(HOSTS)}." in words
+
+
+def toy(request: Request) -> Layout:
+    return Layout("m.onnx", request.library, {"toy.txt": request.name.encode()})
+
+
+def test_a_new_host_is_a_row_and_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(HOSTS, "toy", f"{__name__}:toy")
+    path = rewritten()
+    mxfp8_graph.package(path, "toy", "folder")
+    assert files_of("folder") == {"m.onnx", LIBRARY, "toy.txt"}
+    assert Path("folder/toy.txt").read_text() == str(path)
 
 
 # --- What is refused -------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ import pytest
 from grids import looped, pairwise
 
 from mxfp8_graph.tools.compare.fake_quantize import FakeQuantize
-from mxfp8_graph.tools.compare.number_formats import E2M1, E2M3, E3M2, E4M3, PEERS, Element, Quantizer, ScaleRule
+from mxfp8_graph.tools.compare.number_formats import E2M1, E2M3, E3M2, PEERS, Quantizer, ScaleRule
 from mxfp8_ops import numerics
+from mxfp8_ops.formats import E4M3, Minifloat
 
 SIZES = [pytest.param(100_000, id="1e5"), pytest.param(1_000_000, id="1e6", marks=pytest.mark.slow)]
 K = 384
@@ -50,14 +51,14 @@ def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int,
     "element, block, rounding",
     pairwise(element=[E4M3, E3M2, E2M3, E2M1], block=[16, 32, 64], rounding=["floor", "even", "ceil"]),
 )
-def test_mx_formats_are_torchaos(element: Element, block: int, rounding: ScaleRule, count: int) -> None:
+def test_mx_formats_are_torchaos(element: Minifloat, block: int, rounding: ScaleRule, count: int) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     torch = pytest.importorskip("torch")
     names = {
-        "E4M3": torch.float8_e4m3fn,
-        "E3M2": mx.DTYPE_FP6_E3M2,
-        "E2M3": mx.DTYPE_FP6_E2M3,
-        "E2M1": torch.float4_e2m1fn_x2,
+        "e4m3": torch.float8_e4m3fn,
+        "e3m2": mx.DTYPE_FP6_E3M2,
+        "e2m3": mx.DTYPE_FP6_E2M3,
+        "e2m1": torch.float4_e2m1fn_x2,
     }
     modes = {"floor": "FLOOR", "even": "EVEN", "ceil": "RCEIL"}
     x = values(count)
@@ -69,7 +70,7 @@ def test_mx_formats_are_torchaos(element: Element, block: int, rounding: ScaleRu
     assert_same_bits(FakeQuantize(Quantizer(element=element, columns=block, scale=rounding))(x), expected.numpy(), x)
 
 
-def without_torchaos_defect(x: np.ndarray, block: int, element: Element) -> np.ndarray:
+def without_torchaos_defect(x: np.ndarray, block: int, element: Minifloat) -> np.ndarray:
     """Returns `x` with ones in the few blocks whose scale torchao 0.18 rounds down where ceil rounds up.
 
     It takes a logarithm in float32, of a quotient in float32: off by one where amax is just above max * 2^k.
@@ -105,7 +106,7 @@ def test_nvfp4_is_torchaos(count: int) -> None:
         (E2M1, ml_dtypes.float4_e2m1fn),
     ],
 )
-def test_elements_are_those_of_ml_dtypes(element: Element, dtype: Any, count: int) -> None:
+def test_elements_are_those_of_ml_dtypes(element: Minifloat, dtype: Any, count: int) -> None:
     assert float(ml_dtypes.finfo(dtype).max) == element.max
     x = np.clip(values(count), -element.max, element.max)
     x[:, ::32] = element.max  # so that every block has the scale 1

@@ -11,6 +11,7 @@ import pytest
 from builders import model, node, save, steps, value, weight
 from grids import looped
 from oracle import Expected, computes, expect, initializers, kinds, normal, refusal, rewrite, run
+from test_verify_fused import tamper
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -200,4 +201,13 @@ def test_experts_are_unpacked_and_verified_and_record_their_recipe(tmp_path: Pat
     report = mxfp8_graph.verify(path, rewritten, shapes={"s": 9})
     assert report.failures == ()
     assert [check.op for check in report.nodes] == ["MXFP8Quantize", "MXFP8GroupedGemm"]
+    assert 0 < report.nodes[1].excess < 0.1
     assert mxfp8_graph.rewrite(rewritten)[1].already_rewritten
+
+
+def test_a_grouped_gemm_that_disagrees_with_its_body(tmp_path: Path) -> None:
+    original = BATCHED["transposed after the gather"]
+    rewritten, _ = mxfp8_graph.rewrite(original)
+    tamper(rewritten, "MXFP8GroupedGemm", "Y", 1.001)
+    report = mxfp8_graph.verify(original, rewritten, shapes={"s": 9})
+    assert [check.op for check in report.nodes if not check.passed] == ["MXFP8GroupedGemm"]

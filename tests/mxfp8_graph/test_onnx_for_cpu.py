@@ -18,7 +18,7 @@ import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.checking.runner import run_model
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.file_diagnosis import diagnose_file
+from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError
 

@@ -14,7 +14,6 @@ from rich.console import Console
 import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.policy.recipe import recorded
-from mxfp8_graph.report import data, text
 
 F32 = np.float32
 
@@ -43,7 +42,7 @@ def test_a_model_that_is_rewritten_already_is_told_what_differs() -> None:
     assert report.notes == ("it was rewritten without fusion; rewrite the original to change that",)
     terminal = Console(width=120)
     with terminal.capture() as shown:
-        terminal.print(text.closing(report))
+        terminal.print(report.to_text())
     assert "it was rewritten without fusion" in shown.get()
     packed, _ = mxfp8_graph.rewrite(chain_model())
     assert mxfp8_graph.rewrite(packed)[1].notes == ()
@@ -55,7 +54,7 @@ def test_a_report_names_what_is_fused() -> None:
     for dry_run in (True, False):
         _, report = mxfp8_graph.rewrite(chain_model(), dry_run=dry_run)
         assert kinds_fused(report) == ["gemm + relu"] * 2 + ["gemm + relu + quantize"]
-        assert ("fused", "2 gemm + relu, 1 gemm + relu + quantize") in data.facts(report)
+        assert ("fused", "2 gemm + relu, 1 gemm + relu + quantize") in report.facts()
     assert "Fused nodes" in report.to_html()
     assert "layers.0.relu" in report.to_html()
 

@@ -12,7 +12,7 @@ from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph
 from grids import looped, pairwise
 from oracle import kinds
 
-from mxfp8_graph.onnx_pass.fuse.graph_view import attribute
+from mxfp8_ops.standard_ops import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -51,7 +51,7 @@ GELU_TANH = {
 
 def epilogue_of(model: onnx.ModelProto) -> Any:
     (gemm,) = (n for n in model.graph.node if n.name == "linear")
-    return attribute(gemm, "epilogue", None)
+    return settings_of(gemm).get("epilogue")
 
 
 OPS = {

@@ -14,7 +14,7 @@ from oracle import kinds
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.onnx_pass.fuse.graph_view import attribute
+from mxfp8_ops.standard_ops import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -61,7 +61,7 @@ def test_a_norm_is_part_of_the_quantization(form: str) -> None:
     fused, plain, report = both_ways(proto)
     assert kinds(fused) == {"MXFP8NormQuantize": 1, "MXFP8Gemm": 1, "Neg": 1}
     assert kinds_fused(report) == [f"{kind} norm + quantize"]
-    assert attribute(fused_node(fused), "norm", None) == kind
+    assert settings_of(fused_node(fused))["norm"] == kind
     assert list(fused_node(fused).output)[2:] == [""]
     vectors = {"scale", "bias"} & arrays.keys()
     assert {t.name for t in fused.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales", *vectors}
@@ -70,7 +70,7 @@ def test_a_norm_is_part_of_the_quantization(form: str) -> None:
 
 def test_epsilon_is_that_of_the_model() -> None:
     fused, _, _ = both_ways(normalized(node("LayerNormalization", "x scale", "n", epsilon=0.25), scale=SCALE))
-    assert attribute(fused_node(fused), "epsilon", None) == 0.25
+    assert settings_of(fused_node(fused))["epsilon"] == 0.25
 
 
 def test_the_rms_norm_of_onnx_runtime() -> None:
@@ -78,7 +78,7 @@ def test_the_rms_norm_of_onnx_runtime() -> None:
     proto = normalized(node("SimplifiedLayerNormalization", "x scale", "n"), scale=SCALE)
     fused, _ = mxfp8_graph.rewrite(proto)
     plain, _ = mxfp8_graph.rewrite(proto, Recipe(fuse=False))
-    assert attribute(fused_node(fused), "norm", None) == "rms"
+    assert settings_of(fused_node(fused))["norm"] == "rms"
     check_same(proto, fused, plain, limit=2e-3)
 
 

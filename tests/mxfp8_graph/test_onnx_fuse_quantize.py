@@ -15,8 +15,8 @@ from onnx import helper, numpy_helper
 from oracle import kinds, run
 from test_onnx_fuse_gemms import OPS
 
-from mxfp8_graph.onnx_pass.fuse.graph_view import attribute
 from mxfp8_ops import contract, onnx_functions
+from mxfp8_ops.standard_ops import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -41,7 +41,7 @@ def apart(model: onnx.ModelProto) -> onnx.ModelProto:
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     whole = quantizing(copy)
-    given = {name: attribute(whole, name, default) for name, default in contract.GEMM_QUANTIZE.attributes.items()}
+    given = {name: value for name, value in settings_of(whole).items() if name in contract.GEMM_QUANTIZE.attributes}
     at = list(copy.graph.node).index(whole)
     settings = {**contract.QUANTIZE.attributes, **given}
     del settings["epilogue"]
@@ -66,7 +66,7 @@ def test_what_an_activation_gives_is_quantized_by_the_gemm(epilogue: str, recipe
     assert kinds_fused(report) == [f"gemm + {epilogue}", f"gemm + {epilogue} + quantize"]
     node_of, before = quantizing(fused), [n for n in plain.graph.node if n.op_type == "MXFP8Quantize"][-1]
     for name in ("scale_rounding", "output_dtype"):
-        assert attribute(node_of, name, None) == attribute(before, name, None)
+        assert settings_of(node_of).get(name) == settings_of(before).get(name)
     assert node_of.name == "linear"
     feeds = feeds_of(proto)
     for one, other in zip(run(fused, feeds), run(apart(fused), feeds), strict=True):

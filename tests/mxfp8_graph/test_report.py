@@ -16,7 +16,7 @@ from full_disk import files, files_of_at_most
 from grids import looped
 from rich.console import Console
 
-from mxfp8_graph import reproduction
+from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
@@ -168,7 +168,7 @@ def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     assert f"{source}, 3 bytes, SHA-256 {sha256}" in cells
     assert f"mxfp8-graph {__version__}" in cells
     assert "none, Python API" in cells
-    assert reproduction.processor() in cells
+    assert provenance.processor() in cells
     assert datetime.now(timezone.utc).strftime("%Y-") in cells
 
 

@@ -20,7 +20,7 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.file_diagnosis import diagnose_file  # noqa: E402
+from mxfp8_graph.doctor import diagnose_file  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.torch_program import files, internals, serialized  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,9 +85,12 @@ def contents(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes().partition(b"<footer>")[0] for path in Path(folder).iterdir()}
 
 
+STATE = Path("m.tuned.part/measurements.jsonl")
+
+
 def measured() -> int:
-    state = Path("m.tuned.part/state.json")
-    return len(json.loads(state.read_bytes())["measured"]) if state.exists() else 0
+    """Returns how many measurements are written; the first line says of what."""
+    return max(0, STATE.read_bytes().count(b"\n") - 1) if STATE.exists() else 0
 
 
 def killed(source: str, more: int) -> bool:
@@ -149,7 +152,7 @@ def test_an_interrupt_before_anything_keeps_the_budget_says_so(source: str) -> N
     told = "no plan keeps the budget so far; the measurements are in m.tuned.part; the same command goes on from there"
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr.splitlines() == [told, "interrupted"]
-    assert [path.name for path in Path("m.tuned.part").iterdir()] == ["state.json"]
+    assert [path.name for path in Path("m.tuned.part").iterdir()] == [STATE.name]
 
 
 def test_an_interrupted_search_goes_on_with_another_bound(unfinished: str) -> None:
@@ -184,8 +187,8 @@ def test_one_search_at_a_time_in_one_folder(source: str) -> None:
 
 def test_the_state_of_something_else_is_an_error(unfinished: str) -> None:
     source = unfinished
-    where = "error: m.tuned.part/state.json: the state of a search with another "
-    advice = "; expected that of this search; remove the folder m.tuned.part to begin anew, or choose another output"
+    where = f"error: {STATE}: measurements of a search with another "
+    advice = "; expected those of this search; remove the folder m.tuned.part to begin anew, or choose another output"
     assert refused(*command(source), "--recipe", "ocp") == f"{where}recipe{advice}"
     assert refused(*command(source), "--budget", "cosine>=0.9") == f"{where}metric{advice}"
     np.savez("x.npz", x=np.zeros((64, 64), np.float32))
@@ -194,20 +197,65 @@ def test_the_state_of_something_else_is_an_error(unfinished: str) -> None:
     assert refused(*command(source)) == f"{where}model, another samples{advice}"
 
 
-@looped("text", ["", "[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}'])
-def test_a_damaged_state_is_an_error(source: str, text: str) -> None:
-    Path("m.tuned.part").mkdir(exist_ok=True)
-    Path("m.tuned.part/state.json").write_text(text)
+@looped("text", ["[]", '{"schema": 1}', "{" * 100_000, '{"schema": 1, "subject": [], "measured": 3}\n', "\n\n"])
+def test_a_damaged_file_is_an_error(source: str, text: str) -> None:
+    STATE.parent.mkdir(exist_ok=True)
+    STATE.write_text(text)
     message = refused(*command(source))
-    assert message.startswith("error: m.tuned.part/state.json: not the state of a search; expected one that tune wrote")
+    assert message.startswith(f"error: {STATE}: not the measurements of a search; expected a file that tune wrote")
+    assert STATE.read_text() == text
 
 
-def trial(state: dict[str, Any]) -> Any:
-    return next(value for key, value in state["measured"].items() if key.startswith("trial "))
+@looped("what", ["of another version", "of other facts"])
+def test_the_file_of_another_version_is_an_error(unfinished: str, searched: Path, what: str) -> None:
+    first, *rest = (searched / STATE).read_text().splitlines(keepends=True)
+    header = json.loads(first)
+    if what == "of another version":
+        header["schema"] = 2
+    else:
+        header["subject"]["kernel"] = "of another kind"
+    STATE.write_text(json.dumps(header) + "\n" + "".join(rest))
+    assert refused(*command(unfinished)).startswith(f"error: {STATE}: of another version; expected schema 1; ")
 
 
-FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
-    "no name of a measurement": lambda state: state["measured"].update(mine=1),
+@looped("kept", [0, 1, 20])
+def test_what_a_kill_left_of_a_line_is_ignored(unfinished: str, searched: Path, kept: int) -> None:
+    """Of the first line, or of one behind the first `kept` measurements."""
+    lines = (searched / STATE).read_bytes().splitlines(keepends=True)
+    whole = lines[: kept + 1] if kept else []
+    shutil.rmtree("m.tuned", ignore_errors=True)
+    STATE.parent.mkdir(exist_ok=True)
+    STATE.write_bytes(b"".join(whole) + lines[len(whole)][:-9])
+    result = run(*command(unfinished))
+    assert result.exit_code == 0, result.output
+    assert (f"{kept} measurement" in result.stdout) == (kept > 0)
+    found = json.loads(Path("m.tuned/report.json").read_text())
+    assert found["budgets_kept"]
+    assert not STATE.exists()
+
+
+@looped("kind", ["fifo", "link"])
+def test_a_file_that_is_not_regular_is_an_error(source: str, kind: str) -> None:
+    shutil.rmtree(STATE.parent, ignore_errors=True)
+    STATE.parent.mkdir()
+    if kind == "fifo":
+        os.mkfifo(STATE)
+    else:
+        Path("mine").write_text("mine")
+        STATE.symlink_to("../mine")
+    assert "m.tuned.part: cannot be written: " in refused(*command(source))
+    assert kind == "fifo" or Path("mine").read_text() == "mine"
+
+
+Measured = dict[str, Any]
+
+
+def trial(state: Measured) -> Any:
+    return next(value for name, value in state.items() if name.startswith("trial "))
+
+
+FORGED: dict[str, Callable[[Measured], object]] = {
+    "no name of a measurement": lambda state: state.update(mine=1),
     "a trial without packed weights": lambda state: trial(state).pop("packed"),
     "a trial with no packed weight": lambda state: trial(state).update(packed=[]),
     "a weight with three fields": lambda state: trial(state)["packed"][0].pop(),
@@ -216,24 +264,27 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "a score that is text": lambda state: trial(state)["scores"].update(relative_l2=["0.01"]),
     "bytes that are text": lambda state: trial(state).update(bytes="1"),
     "bytes beyond 64 bits": lambda state: trial(state).update(bytes=10**400),
-    "a damage that is text": lambda state: state["measured"].update({"alone e4m3: layers.0.linear": ["0.1"]}),
-    "a latency of nothing": lambda state: state["measured"].update({"latency 0": [0.0, 1.0]}),
+    "a damage that is text": lambda state: state.update({"alone e4m3: layers.0.linear": ["0.1"]}),
+    "a latency of nothing": lambda state: state.update({"latency 0": [0.0, 1.0]}),
 }
 
 
 @looped("what, signed", [("a measurement that was changed", False), *((what, True) for what in FORGED)])
 def test_forged_measurements_are_an_error(unfinished: str, searched: Path, what: str, signed: bool) -> None:
-    """The digest has no secret: whoever changes a measurement can make it right."""
-    state = json.loads((searched / "m.tuned.part/state.json").read_text())
+    """The checksum has no secret: whoever changes a measurement can make it right."""
+    first, *lines = (searched / STATE).read_text().splitlines()
+    entries = [json.loads(line) for line in lines]
+    state = {entry["name"]: entry["value"] for entry in entries}
     if signed:
         FORGED[what](state)
-        measured = json.dumps(state["measured"], sort_keys=True).encode()
-        state["digest"] = hashlib.sha256(measured).hexdigest()
+        sums = {name: zlib.crc32(json.dumps([name, value]).encode()) for name, value in state.items()}
     else:
         trial(state)["bytes"] -= 1
-    Path("m.tuned.part/state.json").write_text(json.dumps(state))
+        sums = {entry["name"]: entry["crc32"] for entry in entries}
+    forged = [json.dumps({"name": name, "value": value, "crc32": sums[name]}) for name, value in state.items()]
+    STATE.write_text("\n".join([first, *forged, ""]))
     message = refused(*command(unfinished))
-    assert message.startswith("error: m.tuned.part/state.json: not the state of a search; "), message
+    assert message.startswith(f"error: {STATE}: not the measurements of a search; "), message
     assert message.endswith("; remove the folder m.tuned.part to begin anew, or choose another output"), message
 
 

@@ -18,7 +18,7 @@ from grids import looped, pairwise
 from onnx import helper, numpy_helper
 
 from mxfp8_graph import weights
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_pass.views import open_rows
 from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes

@@ -6,6 +6,7 @@ import collections
 import re
 import struct
 import sys
+from types import SimpleNamespace
 
 import compiled
 import pytest
@@ -13,6 +14,7 @@ from cuda_emulation import kernels, source_of
 from grids import looped
 
 from mxfp8_ops.cuda import build
+from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
@@ -208,3 +210,29 @@ def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
     monkeypatch.setattr(sys, "path", [])
     with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc"):
         build._nvrtc.__wrapped__()
+
+
+@pytest.mark.parametrize(("driver", "tried"), [((12, 8), ("12",)), ((13, 1), ("13", "12")), (None, ("13", "12"))])
+def test_no_nvrtc_is_newer_than_the_driver(monkeypatch, driver, tried):
+    def version():
+        if driver is None:
+            raise BackendError("no CUDA driver", expected="one", advice="install it")
+        return driver
+
+    monkeypatch.setattr(build.system, "driver_version", version)
+    assert build._versions() == tried
+
+
+def test_a_kernel_that_the_driver_refuses_names_both_versions(monkeypatch):
+    class Module:
+        def load(self, code: bytes) -> None:
+            raise RuntimeError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")
+
+    cupy = SimpleNamespace(cuda=SimpleNamespace(function=SimpleNamespace(Module=Module)))
+    monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
+    monkeypatch.setattr(build, "cubin", lambda *_: b"")
+    monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
+    monkeypatch.setattr(build.system, "driver_version", lambda: (12, 8))
+    device = SimpleNamespace(_functions={}, _target="sm_90a")
+    with pytest.raises(BackendError, match=r"driver \(CUDA 12\.8\) refuses fold, compiled by NVRTC 13\.0: CUDA_ERROR"):
+        cuda_device.CudaDevice.function(device, "fold")

@@ -28,6 +28,8 @@ from mxfp8_ops.cuda import dispatch, folding
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 torch_ops = pytest.importorskip("mxfp8_ops.torch_ops")
 torch_scaled = pytest.importorskip("mxfp8_ops.torch_ops.scaled_mm")
@@ -99,26 +101,47 @@ def scaled_mm(  # noqa: PLR0917 - as torch has it
     use_fast_accum: bool = False,
 ) -> Any:
     """torch.nn.functional.scaled_mm in float64, after torch's own checks of a CUDA call with these arguments."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+    if swizzles and {mat_a.dtype, mat_b.dtype} != {torch.float8_e4m3fn}:
+        raise ValueError("Invalid scaling configuration")  # as check_mxfp8_recipe, which fake tensors do not reach
     real = torch.nn.functional.scaled_mm
     with FakeTensorMode():
-        fake = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda:0")
-            for t in (mat_a, mat_b, scale_a, scale_b)
-        ]
+        fake = on_cuda(mat_a, mat_b, scale_a, scale_b)
         y = real(fake[0], fake[1], fake[2], recipe_a, fake[3], recipe_b, *swizzles, output_dtype=output_dtype,
                  use_fast_accum=use_fast_accum)  # fmt: skip
         assert y.shape == (mat_a.shape[0], mat_b.shape[1])
-    x, w = mat_a.double(), mat_b.t().double()
     if swizzles:
         assert not use_fast_accum
-        for t, scale in ((x, scale_a), (w, scale_b)):
-            codes = unswizzled(scale.view(torch.uint8).numpy(), *t.shape)
-            t.mul_(torch.from_numpy(np.repeat(numerics.decode_scale(codes), 32, 1)[:, : t.shape[1]]))
-    else:
-        x, w = x * scale_a.double(), w * scale_b.double().reshape(-1, 1)
+        return block_scaled(mat_a, mat_b, scale_a, scale_b).to(output_dtype)
+    x, w = mat_a.double() * scale_a.double(), mat_b.t().double() * scale_b.double().reshape(-1, 1)
     return (x @ w.t()).float().to(output_dtype)
+
+
+def older_scaled_mm(mat_a: Any, mat_b: Any, *, scale_a: Any, scale_b: Any, out_dtype: Any) -> Any:
+    """torch._scaled_mm of blocks in float64, after torch's own checks of a CUDA call with these arguments."""
+    if mat_a.dtype == mat_b.dtype == torch.float8_e5m2:
+        raise RuntimeError("Multiplication of two Float8_e5m2 matrices is not supported")
+    with FakeTensorMode():
+        a, b, scales, b_scales = on_cuda(mat_a, mat_b, scale_a, scale_b)
+        y = OLDER(a, b, scale_a=scales, scale_b=b_scales, out_dtype=out_dtype)
+        assert (y.shape, y.dtype) == ((mat_a.shape[0], mat_b.shape[1]), out_dtype)
+    return block_scaled(mat_a, mat_b, scale_a, scale_b).to(out_dtype)
+
+
+OLDER = torch._scaled_mm
+
+
+def on_cuda(*arrays: Any) -> list[Any]:
+    """Returns fake tensors like these on a CUDA device."""
+    return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda:0") for t in arrays]
+
+
+def block_scaled(mat_a: Any, mat_b: Any, scale_a: Any, scale_b: Any) -> Any:
+    """The float32 product of elements with swizzled scales."""
+    x, w = mat_a.double(), mat_b.t().double()
+    for t, scale in ((x, scale_a), (w, scale_b)):
+        codes = unswizzled(scale.view(torch.uint8).numpy(), *t.shape)
+        t.mul_(torch.from_numpy(np.repeat(numerics.decode_scale(codes), 32, 1)[:, : t.shape[1]]))
+    return (x @ w.t()).float()
 
 
 @pytest.fixture
@@ -130,6 +153,7 @@ def emulated(monkeypatch):
     )
     monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue_of_tensors()))
     monkeypatch.setattr(torch_scaled, "_names", lambda: functional)
+    monkeypatch.setattr(torch, "_scaled_mm", older_scaled_mm)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     torch_cuda.forget_kept()
     yield

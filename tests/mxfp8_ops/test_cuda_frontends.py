@@ -71,6 +71,7 @@ def stand_in() -> types.SimpleNamespace:
             runtime=runtime,
             get_current_stream=lambda: types.SimpleNamespace(ptr=0),
             device=types.SimpleNamespace(get_cublas_handle=lambda: 77),
+            set_allocator=lambda allocator: None,
         ),
     )
 

@@ -82,6 +82,13 @@ def test_where_nothing_was_measured_the_plain_variants_run():
         assert planner.kernels()[plan.steps()[0].kernel].startswith("quantize_columns")
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "e4m3"])
+def test_a_multiprocessor_gets_the_two_blocks_that_fit_it(kind):
+    for m, tiles in ((8, 1), (16, 2)):
+        (_, grid), *_ = steps(m, 8192, kind=kind, processors=132)
+        assert grid >= 2 * 128, f"{m} rows, {tiles} tiles: {grid} blocks"
+
+
 def test_a_forced_variant_is_used_for_its_kernel_alone():
     with dispatch.forced_variant("gemm_skinny", "four_ahead"):
         assert steps(16, 8192)[0][0] == "gemm_skinny<BF16, E4M3, 2, 4, 4>"

@@ -16,7 +16,7 @@ from test_ort import model, node
 from mxfp8_ops import contract
 
 K = 4096
-LAYERS = 18
+LAYERS = 8
 PACKED_BYTES = LAYERS * K * K * 33 // 32
 MOST_BYTES_HELD = 1.15
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from mxfp8_ops.cuda import system
 from mxfp8_ops.errors import BackendError
 
 SOURCES: Final = Path(__file__).parents[1] / "src" / "cuda"
@@ -161,6 +162,16 @@ def entry(code: bytes) -> str:
     return names[0]
 
 
+def cache_contents() -> tuple[int, int]:
+    """Returns how many cubins are on disk, and their bytes."""
+    # A file may disappear between glob and stat, and the folder may be unreadable: no reason for doctor to fail.
+    try:
+        sizes = [path.stat().st_size for path in cache_folder().glob("*.cubin")]
+    except OSError:
+        return 0, 0
+    return len(sizes), sum(sizes)
+
+
 def _key(source: str, kernel: str, arch: str) -> str:
     """Returns a name that changes with anything that changes the machine code."""
     # All headers, whether the source includes them or not: a few compilations too many, and never one too few.
@@ -200,8 +211,8 @@ def _nvrtc() -> Any:
         return library
     raise BackendError(
         "cuda",
-        f"no NVRTC (tried {', '.join(tried)})",
-        expected="NVIDIA's run-time compiler",
+        f"no NVRTC that this machine can use (tried {', '.join(tried) or 'none: the driver is too old'})",
+        expected="NVIDIA's run-time compiler, of no newer CUDA than the driver's",
         advice="pip install nvidia-cuda-nvrtc (CUDA 13) or nvidia-cuda-nvrtc-cu12 (CUDA 12)",
     )
 
@@ -216,9 +227,19 @@ def _load_builtins(nvrtc: str) -> None:
             ctypes.CDLL(str(path))
 
 
+def _versions() -> tuple[str, ...]:
+    """Returns the major versions of CUDA whose NVRTC is tried, in this order."""
+    try:
+        newest, _ = system.driver_version()
+    except BackendError:  # a machine that only compiles
+        return _VERSIONS
+    # A driver refuses the cubins of a newer major version, whose ELF format it does not know.
+    return tuple(version for version in _VERSIONS if int(version) <= newest)
+
+
 def _candidates() -> list[str]:
     paths = []
-    for version in _VERSIONS:
+    for version in _versions():
         name = _LIBRARIES.get(sys.platform, "libnvrtc.so.{0}").format(version)
         for entry_ in map(Path, sys.path):
             for folder in (f"nvidia/cu{version}/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cuda_nvrtc/bin"):

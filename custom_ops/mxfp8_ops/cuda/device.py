@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_ops.cuda import build
+from mxfp8_ops.cuda import build, system
 from mxfp8_ops.cuda.execution import Launch, Queue
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import BFLOAT16, VALUE_DTYPES
@@ -128,7 +128,13 @@ class CudaDevice:
         if function is None:
             code = build.cubin(kernel.partition("<")[0], kernel, self._target)
             module = cupy_module().cuda.function.Module()
-            module.load(code)
+            try:
+                module.load(code)
+            except RuntimeError as error:  # CuPy's CUDADriverError is one
+                compiler, driver = (".".join(map(str, v)) for v in (build.nvrtc_version(), system.driver_version()))
+                what = f"the driver (CUDA {driver}) refuses {kernel}, compiled by NVRTC {compiler}: {error}"
+                advice = "update the driver, or install the NVRTC of its CUDA version"
+                raise BackendError("cuda", what, expected="a kernel that loads", advice=advice) from error
             function = module.get_function(build.entry(code))
             if shared > _SHARED_BYTES:
                 driver = cupy_module().cuda.driver
@@ -181,7 +187,9 @@ def current(index: int) -> Iterator[CudaDevice]:
     """
     cupy = cupy_module()
     try:
-        with cupy.cuda.Device(index):
+        # CuPy's wheels bring a CUDA runtime of their own, which does not see the device that torch selects.
+        same = cupy.cuda.runtime.getDevice() == index
+        with contextlib.nullcontext() if same else cupy.cuda.Device(index):
             yield device(index)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise BackendError(

@@ -1,4 +1,4 @@
-"""CUDA on this machine: the driver, its GPUs, the cache of cubins. Needs no CuPy and no torch."""
+"""CUDA on this machine: the driver and its GPUs. Needs no CuPy and no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
-from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
 
 DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
@@ -57,16 +56,6 @@ def gpus() -> list[Gpu]:
     _check(status)
     _check(driver.cuDeviceGetCount(ctypes.byref(count)))
     return [_gpu(driver, index) for index in range(count.value)]
-
-
-def cache_contents() -> tuple[int, int]:
-    """Returns how many cubins are on disk, and their bytes."""
-    # A file may disappear between glob and stat, and the folder may be unreadable: no reason for doctor to fail.
-    try:
-        sizes = [path.stat().st_size for path in build.cache_folder().glob("*.cubin")]
-    except OSError:
-        return 0, 0
-    return len(sizes), sum(sizes)
 
 
 def _gpu(driver: Any, index: int) -> Gpu:

@@ -244,6 +244,5 @@ def _queue(x: Tensor) -> Iterator[Queue]:
         return memory, memory.data_ptr()
 
     # The current device is a property of the thread: a kernel goes to it, whatever device its operands are on.
-    with torch.cuda.device(x.device):
-        stream = torch.cuda.current_stream(x.device).cuda_stream
-        yield Queue(device.device(torch.cuda.current_device()), stream, allocate)
+    with torch.cuda.device(x.device), device.current(torch.cuda.current_device()) as gpu:
+        yield Queue(gpu, torch.cuda.current_stream(x.device).cuda_stream, allocate)

@@ -59,6 +59,12 @@ class Products:
                 self._tensor(at, planner.swizzled_bytes(rows, p.k), scratch).view(torch.float8_e8m0fnu)
                 for at, rows in ((p.x_scales, p.m), (p.b_scales, p.n))
             )
+            if x.dtype != b.dtype:
+                # scaled_mm takes blocks of E4M3 by E4M3 alone (check_mxfp8_recipe in torch's ScaledBlasUtils.cpp). The
+                # older function takes E5M2 for one of the two.
+                dtype = _dtype(p.dtype)
+                self.last = torch._scaled_mm(x, b.t(), scale_a=x_scales, scale_b=b_scales, out_dtype=dtype)
+                return self.last.data_ptr()
         elif p.how == planner.ROW_SCALED:
             recipe = names.ScalingType.RowWise
             x_scales = self._tensor(p.x_scales, 4 * p.m, scratch).view(torch.float32).view(p.m, 1)

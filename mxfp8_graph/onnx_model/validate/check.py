@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import onnx
 
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model.validate.functions import Functions
 from mxfp8_graph.onnx_model.validate.graphs import CheckNode, check_function, check_graph
 from mxfp8_graph.onnx_model.validate.header import check_header, opsets

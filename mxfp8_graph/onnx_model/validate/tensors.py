@@ -7,7 +7,7 @@ from typing import Final
 
 import onnx
 
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model.tensor_data import bit_width, inside, opened
 from mxfp8_graph.onnx_model.validate.limits import MOST_DIMS
 from mxfp8_graph.onnx_model.validate.places import Place

@@ -10,40 +10,44 @@ products that became MXFP8Gemm. What makes the mask stays as it is: layers share
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.walk import iter_graphs, subgraphs
-from mxfp8_graph.onnx_pass.fuse import attention_node, attention_scores
-from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, is_transpose, same, shape_of
-from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention
-from mxfp8_graph.onnx_pass.fuse.graph_view import Dim, GraphView, is_op
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement
+from mxfp8_graph.onnx_model.graph import Dim, constant, is_op, only_used_by, with_inner
+from mxfp8_graph.onnx_pass.fuse import attention_scores
+from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, Source, same, shape_of_rank, transposed
+from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention, Mask
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, fused_node, heir, type_of
 from mxfp8_ops import contract
 
+Fresh = Callable[[str], str]
+"""Makes a name like the one it takes, which nothing in the model has."""
 
-def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: int) -> Replacement | None:
+
+def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Replacement | None:
     """Returns MXFP8Attention in place of the attention around a Softmax or an Attention; None if there is none.
 
     Args:
-        view: the graph.
         node: any node.
+        fresh: makes names.
         activation_dtype: what values are rounded to before they are multiplied, as the contract says.
     """
     for cached in (True, False):
-        found = attention_scores.read(view, node, cached=cached)
-        result = _result(view, found) if found is not None and _fits(view, found) else None
-        if found is not None and result is not None:
-            new = attention_node.build(view, found, result.output, activation_dtype)
-            taken = {name for made in new for name in made.input}
-            presents = set(filter(None, (found.k.present, found.v.present)))
-            # Sorted, so that the report names the nodes in the same order in every process.
-            gone = unneeded(view, (result.replaced, *sorted(presents)), taken)
-            if all(id(inner) in gone for inner in found.inside) and not is_circular(view, presents, taken, gone):
-                nodes = tuple(gone.values())
-                return Replacement(kind="attention", node=new[-1], gone=nodes, before=new[:-1], after=result.after)
+        attention = attention_scores.read(node, cached=cached)
+        result = _result(attention) if attention is not None and _fits(attention) else None
+        if attention is None or result is None:
+            continue
+        presents = [each for each in (attention.k.present, attention.v.present) if each is not None]
+        # Sorted, so that the report names the nodes in the same order in every process.
+        replaced = (result.replaced, *sorted(dict.fromkeys(presents), key=lambda each: str(each.name)))
+        gone = unneeded(replaced, attention.operands)
+        if all(inner in gone for inner in attention.inside) and not is_circular(presents, attention.operands, gone):
+            writer = _Writer(type_of(attention.q.value).dtype, fresh)
+            return writer.replacement(attention, result, tuple(gone), activation_dtype)
     return None
 
 
@@ -51,18 +55,17 @@ def fuse_attention(view: GraphView, node: onnx.NodeProto, *, activation_dtype: i
 class _Result:
     """The result with its heads side by side."""
 
-    output: str
-    """What the node calls them."""
-    replaced: str
-    """The value of the graph that is replaced: the same, or what is made of it."""
-    after: tuple[onnx.NodeProto, ...] = ()
+    replaced: ir.Value
+    """The value of the graph that is replaced."""
+    reshape: ir.Node | None = None
+    """A node that still has to follow, because the graph gives the result another shape; None if there is none."""
 
 
-def _fits(view: GraphView, found: Attention) -> bool:
+def _fits(attention: Attention) -> bool:
     """Whether MXFP8Attention takes Q, K, V, masks and past as they are."""
-    q, k, v = found.q, found.k, found.v
-    dtypes = {view.type_of(source.name).dtype for source in (q, k, v)}
-    added = {view.type_of(mask.fill or mask.name).dtype for mask in found.masks}
+    q, k, v = attention.q, attention.k, attention.v
+    dtypes = {type_of(source.value).dtype for source in (q, k, v)}
+    added = {type_of(mask.fill or mask.value).dtype for mask in attention.masks}
     return (
         len(dtypes) == 1
         and dtypes <= set(contract.VALUES)
@@ -75,7 +78,7 @@ def _fits(view: GraphView, found: Attention) -> bool:
         and q.heads.count % k.heads.count == 0
         and bool(k.past) == bool(v.past)
         and bool(k.present) == bool(v.present)
-        and all(_is_mask(view.type_of(mask.name).shape, q.heads) for mask in found.masks)
+        and all(_is_mask(type_of(mask.value).shape, q.heads) for mask in attention.masks)
     )
 
 
@@ -87,83 +90,159 @@ def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:
     return all(size == 1 or own != 1 for size, own in zip(sizes, (q.batch, q.count, q.length), strict=True))
 
 
-def _result(view: GraphView, found: Attention) -> _Result | None:
+def _result(attention: Attention) -> _Result | None:
     """Returns how the graph puts the heads of the result side by side; None if it does not."""
-    if found.merged:
-        return _Result(found.result, found.result)
-    name, batch, length = found.result, found.q.heads.batch, found.q.heads.length
-    while (reshape := _user(view, name)) is not None and is_op(reshape, "Reshape"):
-        if not _keeps(view, name, reshape.output[0], (batch, found.q.heads.count, length, found.v.heads.size)):
+    value, batch, length = attention.result, attention.q.heads.batch, attention.q.heads.length
+    if attention.merged:
+        return _Result(value)
+    while (reshape := _user(value)) is not None and is_op(reshape, "Reshape"):
+        if not _keeps(value, reshape.outputs[0], (batch, attention.q.heads.count, length, attention.v.heads.size)):
             return None
-        name = reshape.output[0]
-    transpose = _user(view, name)
-    reshape = _user(view, transpose.output[0]) if is_transpose(transpose, HEADS_APART) else None
-    if not is_op(reshape, "Reshape"):
+        value = reshape.outputs[0]
+    transpose = _user(value)
+    is_transpose = transpose is not None and transposed(transpose.outputs[0], HEADS_APART) is not None
+    reshape = _user(transpose.outputs[0]) if transpose is not None and is_transpose else None
+    if reshape is None or not is_op(reshape, "Reshape") or reshape.inputs[1] is None:
         return None
-    merged, target = reshape.output[0], view.constant(reshape.input[1])
-    shape = shape_of(view, merged, 3)
+    merged, target = reshape.outputs[0], constant(reshape.inputs[1])
+    shape = shape_of_rank(merged, 3)
     if shape is not None and same(shape[0], batch) and same(shape[1], length):
-        return _Result(merged, merged)
+        return _Result(merged)
     if target is None or 0 in target[2:]:  # 0 takes a size over from what is reshaped, which has one dimension less
         return None
-    output = view.fresh(f"{merged}_heads")
-    again = onnx.NodeProto()
-    again.CopyFrom(reshape)
-    again.input[0] = output
-    return _Result(output, merged, (again,))
+    return _Result(merged, reshape)
 
 
-def _user(view: GraphView, name: str) -> onnx.NodeProto | None:
+def _user(value: ir.Value) -> ir.Node | None:
     """Returns the one node that uses a value, besides those that ask for its shape."""
-    users = [reader for reader in view.readers(name) if not is_op(reader, "Shape")]
+    users = [use.node for use in value.uses() if use.node.graph is value.graph and not is_op(use.node, "Shape")]
     return users[0] if len(users) == 1 else None
 
 
-def _keeps(view: GraphView, name: str, reshaped: str, sizes: Sequence[Dim]) -> bool:
-    """Whether `reshaped` is `name` of those four sizes as it is: if three are as they were, the fourth is."""
-    after, before = shape_of(view, reshaped, 4), shape_of(view, name, 4)
+def _keeps(value: ir.Value, reshaped: ir.Value, sizes: Sequence[Dim]) -> bool:
+    """Whether `reshaped` is `value` of those four sizes as it is: if three are as they were, the fourth is."""
+    after, before = shape_of_rank(reshaped, 4), shape_of_rank(value, 4)
     if after is None or before is None:
         return False
     ways = zip(after, before, sizes, strict=True)
     return sum(same(size, either) or same(size, other) for size, either, other in ways) >= 3
 
 
-def unneeded(view: GraphView, given: Collection[str], taken: Collection[str]) -> dict[int, onnx.NodeProto]:
-    """Returns, by id and in order, the nodes that nothing needs once `given` is made by a node that takes `taken`."""
-    gone: dict[int, onnx.NodeProto] = {}
-    waiting = [view.maker(name) for name in given]
+def unneeded(values: Collection[ir.Value], operands: Collection[ir.Value]) -> dict[ir.Node, None]:
+    """Returns, in order, the nodes that nothing needs once `values` are computed by a node that takes `operands`."""
+    gone: dict[ir.Node, None] = {}
+    waiting = [value.producer() for value in values]
+    graph = next((node.graph for node in waiting if node is not None), None)
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in gone:
+        if node is None or node in gone or node.graph is not graph:
             continue
-        own = [name for name in node.output if name and name not in given]
-        if all(name not in taken and view.is_between(name, *gone.values()) for name in own):
-            gone[id(node)] = node
-            waiting += [view.maker(name) for name in node.input]
+        own = [output for output in node.outputs if output.name and output not in values]
+        if all(output not in operands and only_used_by(output, gone) for output in own):
+            gone[node] = None
+            waiting += [value.producer() for value in node.inputs if value is not None]
     return gone
 
 
-def is_circular(view: GraphView, presents: Collection[str], taken: Collection[str], gone: Collection[int]) -> bool:
-    """Whether a node that stays makes some of `taken` from some of `presents`: a mask from their length, say."""
-    readers = (node for name in presents for node in (*view.readers(name), *view.read_inside(name)))
-    users = {id(node) for node in readers} - set(gone)
-    waiting = [view.maker(name) for name in taken] if users else []
-    seen: set[int] = set()
+def is_circular(presents: Collection[ir.Value], operands: Collection[ir.Value], gone: Collection[ir.Node]) -> bool:
+    """Whether a node that stays makes some of `operands` from some of `presents`: a mask from their length, say."""
+    users = {user for present in presents for user in present.consumers() if user not in gone}
+    waiting = [value.producer() for value in operands] if users else []
+    seen: set[ir.Node] = set()
     while waiting:
         node = waiting.pop()
-        if node is None or id(node) in seen or id(node) in gone:
+        if node is None or node in seen or node in gone:
             continue
-        if id(node) in users:
-            return True
-        seen.add(id(node))
-        waiting += [view.maker(name) for name in _read_by(node)]
+        seen.add(node)
+        for each in with_inner(node):
+            if each in users:
+                return True
+            waiting += [value.producer() for value in each.inputs if value is not None]
     return False
 
 
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that a node reads, in its subgraphs too."""
-    yield from node.input
-    for _, inner in subgraphs(node):
-        for graph in iter_graphs(inner):
-            yield from (output.name for output in graph.output)
-            yield from (name for below in graph.node for name in below.input)
+class _Writer:
+    """Collects the nodes in front of MXFP8Attention: heads side by side, one mask, constants for what is not there."""
+
+    def __init__(self, dtype: int, fresh: Fresh) -> None:
+        """`dtype`: that of Q, K and V."""
+        self._nodes: list[ir.Node] = []
+        self._fresh = fresh
+        self._dtype = dtype
+
+    def replacement(
+        self, attention: Attention, result: _Result, gone: tuple[ir.Node, ...], activation_dtype: int
+    ) -> Replacement:
+        """Returns MXFP8Attention with the nodes around it."""
+        q, k, v, last = attention.q, attention.k, attention.v, attention.inside[-1]
+        output = heir(result.replaced)
+        after: tuple[ir.Node, ...] = ()
+        if (reshape := result.reshape) is not None:
+            merged, output = output, ir.Value(name=self._fresh(f"{result.replaced.name}_heads"))
+            after = (
+                ir.Node(
+                    reshape.domain,
+                    reshape.op_type,
+                    [output, *reshape.inputs[1:]],
+                    list(reshape.attributes.values()),
+                    outputs=[merged],
+                    name=reshape.name,
+                    doc_string=reshape.doc_string,
+                    metadata_props=dict(reshape.metadata_props),
+                ),
+            )
+        inputs = [
+            *map(self._side_by_side, (q, k, v)),
+            self._mask(attention.masks),
+            *(source.past or self._constant("no_past", self._dtype, []) for source in (k, v)),
+        ]
+        settings = {
+            "q_num_heads": q.heads.count,
+            "kv_num_heads": k.heads.count,
+            "is_causal": int(attention.is_causal),
+            "scale": attention.scale,
+            "activation_dtype": activation_dtype,
+            "nan_guard": int(attention.nan_guard),
+        }
+        fused = fused_node(contract.ATTENTION, inputs, [output, heir(k.present), heir(v.present)], settings, last)
+        fused.name = last.name or self._fresh(f"{output.name}_attention")
+        return Replacement(kind="attention", node=fused, gone=gone, before=tuple(self._nodes), after=after)
+
+    def _add(self, op: str, inputs: Sequence[ir.Value], wanted: str, **attributes: Any) -> ir.Value:
+        """Adds a node of the standard domain and returns its output, called `wanted` or like it."""
+        output = ir.Value(name=self._fresh(wanted))
+        self._nodes.append(ir.node(op, inputs, attributes, outputs=[output], name=output.name))
+        return output
+
+    def _constant(self, wanted: str, dtype: int, values: Sequence[float], *, scalar: bool = False) -> ir.Value:
+        """Returns a vector of numbers, or one number."""
+        tensor = onnx.helper.make_tensor(wanted, dtype, [] if scalar else [len(values)], values)
+        return self._add("Constant", [], wanted, value=ir.from_proto(tensor))
+
+    def _side_by_side(self, source: Source) -> ir.Value:
+        """Returns [B, S, H * D]."""
+        value = source.value
+        if source.layout == "merged":
+            return value
+        if source.layout == "heads":
+            value = self._add("Transpose", [value], f"{value.name}_split", perm=HEADS_APART)
+        width = source.heads.count * source.heads.size
+        shape = self._constant(f"{source.value.name}_width", contract.INT64, [0, 0, width])
+        return self._add("Reshape", [value, shape], f"{source.value.name}_merged")
+
+    def _mask(self, masks: Sequence[Mask]) -> ir.Value:
+        """Returns the sum of all masks."""
+        if not masks:
+            return self._constant("no_mask", self._dtype, [0.0])
+        value, *others = map(self._addend, masks)
+        for other in others:
+            value = self._add("Add", [value, other], f"{value.name}_sum")
+        return value
+
+    def _addend(self, mask: Mask) -> ir.Value:
+        """Returns what is added to scores."""
+        if mask.fill is None:
+            return mask.value
+        zero = self._constant(f"{mask.value.name}_zero", type_of(mask.fill).dtype, [0.0], scalar=True)
+        either = (zero, mask.fill) if mask.counts else (mask.fill, zero)
+        return self._add("Where", [mask.value, *either], f"{mask.value.name}_added")

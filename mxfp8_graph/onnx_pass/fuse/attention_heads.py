@@ -11,11 +11,12 @@ Nothing is followed whose sizes are not known to fit. Names of sizes count: two 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, Literal, TypeGuard
+from typing import Final, Literal
 
-import onnx
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.graph_view import Dim, GraphView, attribute, is_op
+from mxfp8_graph.onnx_model.graph import Dim, attribute, constant, made_by, scalar
+from mxfp8_graph.onnx_pass.fuse.replacement import type_of
 
 HEADS_APART: Final = (0, 2, 1, 3)
 """[B, S, H, D] <-> [B, H, S, D]."""
@@ -28,6 +29,8 @@ _APART_AND_TURNED: Final = (0, 2, 3, 1)
 
 Layout = Literal["merged", "split", "heads"]
 """[B, S, H * D], [B, S, H, D] or [B, H, S, D]."""
+
+_Value = ir.Value | None
 
 
 @dataclass(frozen=True)
@@ -44,77 +47,72 @@ class Heads:
 class Source:
     """A value that holds Q, K or V, and what else the graph says about it on the way."""
 
-    name: str
+    value: ir.Value
     heads: Heads
     layout: Layout
     factor: float = 1.0
     """What it is multiplied by."""
-    past: str = ""
-    """What the graph puts in front of it, [B, H, P, D]; "" for nothing."""
-    present: str = ""
-    """What the graph calls both together."""
+    past: _Value = None
+    """What the graph puts in front of it, [B, H, P, D]; None for nothing."""
+    present: _Value = None
+    """Both together."""
 
 
-def follow(view: GraphView, name: str, *, scaled: bool = True, cached: bool = False) -> Source | None:
-    """Returns what the heads `name` [B, H, S, D] come from, or None if their sizes are unknown.
+def follow(value: _Value, *, scaled: bool = True, cached: bool = False) -> Source | None:
+    """Returns what heads [B, H, S, D] come from, or None if their sizes are unknown.
 
     Args:
-        view: the graph.
-        name: the heads.
+        value: the heads.
         scaled: follow them through multiplications by a number.
         cached: follow them through groups and past, which K and V may have.
     """
-    factor, past, present = 1.0, "", ""
+    factor, past, present = 1.0, None, None
     if scaled:
-        name, factor = unscaled(view, name)
+        value, factor = unscaled(value)
     if cached:
-        name = _ungrouped(view, name) or name
-        if (concat := view.maker(name)) is not None and _puts_past_in_front(view, concat):
-            present, (past, name) = name, concat.input
-    heads = _heads(view, name)
-    if heads is None:
+        value = _ungrouped(value) or value
+        if (concat := made_by(value, "Concat")) is not None and _puts_past_in_front(concat):
+            present, (past, value) = value, concat.inputs
+    heads = _heads(value)
+    if value is None or heads is None:
         return None
-    source = Source(name=name, heads=heads, layout="heads", factor=factor, past=past, present=present)
-    transpose = view.maker(name)
-    if is_transpose(transpose, HEADS_APART):
-        return _follow_split(view, replace(source, name=transpose.input[0], layout="split"), scaled=scaled)
-    return source
+    source = Source(value=value, heads=heads, layout="heads", factor=factor, past=past, present=present)
+    split = transposed(value, HEADS_APART)
+    return source if split is None else _follow_split(replace(source, value=split, layout="split"), scaled=scaled)
 
 
-def follow_turned(view: GraphView, name: str, *, cached: bool) -> Source | None:
-    """Returns what transposed heads `name` [B, H, D, T] come from; None if they are not known to be that."""
-    name, factor = unscaled(view, name)
-    maker = view.maker(name)
+def follow_turned(value: _Value, *, cached: bool) -> Source | None:
+    """Returns what transposed heads [B, H, D, T] come from; None if they are not known to be that."""
+    value, factor = unscaled(value)
     source: Source | None = None
-    if is_transpose(maker, _TURNED):
-        source = follow(view, maker.input[0], cached=cached)
-    elif is_transpose(maker, _APART_AND_TURNED):
-        heads = _split(view, maker.input[0])
-        if heads is not None:
-            apart = Source(name=maker.input[0], heads=heads, layout="split")
-            source = _follow_split(view, apart, scaled=True)
-    elif (heads_name := _turned_in_three_dimensions(view, name)) is not None:
-        source = follow(view, heads_name, cached=cached)
+    if (heads := transposed(value, _TURNED)) is not None:
+        source = follow(heads, cached=cached)
+    elif (split := transposed(value, _APART_AND_TURNED)) is not None:
+        if (sizes := _split(split)) is not None:
+            source = _follow_split(Source(value=split, heads=sizes, layout="split"), scaled=True)
+    elif (heads := _turned_in_three_dimensions(value)) is not None:
+        source = follow(heads, cached=cached)
     return None if source is None else replace(source, factor=source.factor * factor)
 
 
-def unscaled(view: GraphView, name: str) -> tuple[str, float]:
-    """Returns (x, factor) such that the graph makes `name` as x * factor by numbers it stores."""
+def unscaled(value: _Value) -> tuple[_Value, float]:
+    """Returns (x, factor) such that the graph computes `value` as x * factor by numbers it stores."""
     factor = 1.0
-    while is_op(node := view.maker(name), "Mul", "Div"):
-        left, right = (view.scalar(operand) for operand in node.input)
+    while (node := made_by(value, "Mul", "Div")) is not None:
+        left, right = map(scalar, node.inputs)
         if right is not None and (right or node.op_type == "Mul"):
-            name, factor = node.input[0], factor * right if node.op_type == "Mul" else factor / right
+            value, factor = node.inputs[0], factor * right if node.op_type == "Mul" else factor / right
         elif left is not None and node.op_type == "Mul":
-            name, factor = node.input[1], factor * left
+            value, factor = node.inputs[1], factor * left
         else:
             break
-    return name, factor
+    return value, factor
 
 
-def is_transpose(node: onnx.NodeProto | None, perm: tuple[int, ...]) -> TypeGuard[onnx.NodeProto]:
-    """Whether there is a node and it permutes axes just so."""
-    return is_op(node, "Transpose") and tuple(attribute(node, "perm", ())) == perm
+def transposed(value: _Value, perm: tuple[int, ...]) -> _Value:
+    """Returns what a Transpose makes a value of by permuting axes just so; None if none does."""
+    node = made_by(value, "Transpose")
+    return node.inputs[0] if node is not None and tuple(attribute(node, "perm", ())) == perm else None
 
 
 def same(*sizes: Dim) -> bool:
@@ -122,28 +120,27 @@ def same(*sizes: Dim) -> bool:
     return sizes[0] not in (None, "") and all(size == sizes[0] for size in sizes)
 
 
-def shape_of(view: GraphView, name: str, rank: int) -> tuple[Dim, ...] | None:
+def shape_of_rank(value: _Value, rank: int) -> tuple[Dim, ...] | None:
     """Returns the shape of a value of that rank; None if it is another, or unknown."""
-    shape = view.type_of(name).shape
+    shape = type_of(value).shape
     return shape if shape is not None and len(shape) == rank else None
 
 
-def _heads(view: GraphView, name: str) -> Heads | None:
-    """Returns the sizes of `name` [B, H, S, D]; None if they are not known to the count and size of heads."""
-    maker = view.maker(name)
-    if is_transpose(maker, HEADS_APART) and (split := _split(view, maker.input[0])) is not None:
-        return split
-    shape = shape_of(view, name, 4)
-    return None if shape is None else _known(shape[0], shape[1], shape[2], shape[3])
+def _heads(value: _Value) -> Heads | None:
+    """Returns the sizes of a value [B, H, S, D]; None if they are not known to the count and size of heads."""
+    if (heads := _split(transposed(value, HEADS_APART))) is not None:
+        return heads
+    shape = shape_of_rank(value, 4)
+    return None if shape is None else _known(*shape)
 
 
-def _split(view: GraphView, name: str) -> Heads | None:
-    """Returns the sizes of `name` [B, S, H, D]. Of an H that a Reshape works out only the product H * D is known."""
-    shape = shape_of(view, name, 4)
+def _split(value: _Value) -> Heads | None:
+    """Returns the sizes of a value [B, S, H, D]. Of an H that a Reshape works out only the product H * D is known."""
+    shape = shape_of_rank(value, 4)
     if shape is None:
         return None
     batch, length, count, size = shape
-    width = _width(view, name, batch, length)
+    _, width = _merged(value, batch, length)
     if width and not isinstance(count, int) and isinstance(size, int) and size > 0 and width % size == 0:
         count = width // size
     return _known(batch, count, length, size)
@@ -155,36 +152,36 @@ def _known(batch: Dim, count: Dim, length: Dim, size: Dim) -> Heads | None:
     return Heads(batch, count, length, size)
 
 
-def _width(view: GraphView, name: str, batch: Dim, length: Dim) -> int | None:
-    """Returns the N of x [B, S, N] if a Reshape makes `name` of x and leaves B and S as they are."""
-    reshape = view.maker(name)
-    merged = shape_of(view, reshape.input[0], 3) if is_op(reshape, "Reshape") else None
-    if merged is None or not same(merged[0], batch) or not same(merged[1], length) or not isinstance(merged[2], int):
-        return None
-    return merged[2]
+def _merged(value: _Value, batch: Dim, length: Dim) -> tuple[_Value, int]:
+    """Returns (x [B, S, N], N) if a Reshape makes a value of x and leaves B and S as they are; else (None, 0)."""
+    reshape = made_by(value, "Reshape")
+    shape = None if reshape is None else shape_of_rank(reshape.inputs[0], 3)
+    if reshape is None or shape is None or not same(shape[0], batch) or not same(shape[1], length):
+        return None, 0
+    return (reshape.inputs[0], shape[2]) if isinstance(shape[2], int) else (None, 0)
 
 
-def _follow_split(view: GraphView, source: Source, *, scaled: bool) -> Source:
+def _follow_split(source: Source, *, scaled: bool) -> Source:
     """Returns what heads come from that stand apart behind the tokens, [B, S, H, D]."""
-    heads, reshape = source.heads, view.maker(source.name)
-    if reshape is None or _width(view, source.name, heads.batch, heads.length) != heads.count * heads.size:
+    heads, factor = source.heads, 1.0
+    value, width = _merged(source.value, heads.batch, heads.length)
+    if width != heads.count * heads.size:
         return source
-    name, factor = reshape.input[0], 1.0
     if scaled:
-        name, factor = unscaled(view, name)
-    return replace(source, name=name, layout="merged", factor=source.factor * factor)
+        value, factor = unscaled(value)
+    return source if value is None else replace(source, value=value, layout="merged", factor=source.factor * factor)
 
 
-def _ungrouped(view: GraphView, name: str) -> str | None:
-    """Returns the heads [B, H, T, D] that the graph repeats to `name` [B, H * n, T, D], each n times in a row."""
-    reshape = view.maker(name)
-    expand = view.maker(reshape.input[0]) if is_op(reshape, "Reshape") else None
-    unsqueeze = view.maker(expand.input[0]) if is_op(expand, "Expand") else None
-    if expand is None or not is_op(unsqueeze, "Unsqueeze"):
+def _ungrouped(value: _Value) -> _Value:
+    """Returns the heads [B, H, T, D] that the graph repeats to a value [B, H * n, T, D], each n times in a row."""
+    reshape = made_by(value, "Reshape")
+    expand = None if reshape is None else made_by(reshape.inputs[0], "Expand")
+    unsqueeze = None if expand is None else made_by(expand.inputs[0], "Unsqueeze")
+    if expand is None or unsqueeze is None or unsqueeze.inputs[1] is None:
         return None
-    axes = view.constant(unsqueeze.input[1])
+    axes = constant(unsqueeze.inputs[1])
     before, repeated, after = (
-        shape_of(view, value, rank) for value, rank in ((unsqueeze.input[0], 4), (expand.output[0], 5), (name, 4))
+        shape_of_rank(each, rank) for each, rank in ((unsqueeze.inputs[0], 4), (expand.outputs[0], 5), (value, 4))
     )
     if axes is None or axes.tolist() not in ([2], [-3]) or before is None or repeated is None or after is None:
         return None
@@ -193,28 +190,27 @@ def _ungrouped(view: GraphView, name: str) -> str | None:
         return None
     same_sizes = (same(before[axis], repeated[axis if axis < 2 else axis + 1]) for axis in range(4))
     kept = (same(before[axis], after[axis]) for axis in (0, 2, 3))
-    return unsqueeze.input[0] if all(same_sizes) and all(kept) else None
+    return unsqueeze.inputs[0] if all(same_sizes) and all(kept) else None
 
 
-def _puts_past_in_front(view: GraphView, node: onnx.NodeProto) -> bool:
-    """Whether `node` joins two values along the tokens of their heads."""
-    along = attribute(node, "axis", None) in (2, -2)
-    return is_op(node, "Concat") and along and len(node.input) == 2 and shape_of(view, node.input[0], 4) is not None
+def _puts_past_in_front(concat: ir.Node) -> bool:
+    """Whether a Concat joins two values along the tokens of their heads."""
+    along = attribute(concat, "axis", None) in (2, -2)
+    return along and len(concat.inputs) == 2 and shape_of_rank(concat.inputs[0], 4) is not None
 
 
-def _turned_in_three_dimensions(view: GraphView, name: str) -> str | None:
+def _turned_in_three_dimensions(value: _Value) -> _Value:
     """Returns the heads [B, H, T, D] behind Reshape -> Transpose of the last two axes -> Reshape [B, H, D, T]."""
-    last = view.maker(name)
-    transpose = view.maker(last.input[0]) if is_op(last, "Reshape") else None
-    first = view.maker(transpose.input[0]) if is_transpose(transpose, (0, 2, 1)) else None
-    if not is_op(first, "Reshape"):
+    last = made_by(value, "Reshape")
+    first = None if last is None else made_by(transposed(last.inputs[0], (0, 2, 1)), "Reshape")
+    if first is None:
         return None
     before, merged, after = (
-        shape_of(view, value, rank) for value, rank in ((first.input[0], 4), (first.output[0], 3), (name, 4))
+        shape_of_rank(each, rank) for each, rank in ((first.inputs[0], 4), (first.outputs[0], 3), (value, 4))
     )
     if before is None or merged is None or after is None:
         return None
     batch, count, length, size = before
     fits = same(merged[1], length) and same(merged[2], size)
     fits = fits and all(map(same, after, (batch, count, size, length)))
-    return first.input[0] if fits else None
+    return first.inputs[0] if fits else None

@@ -15,34 +15,37 @@ from typing import Final
 
 import ml_dtypes
 import numpy as np
-import onnx
+import onnx_ir as ir
 
+from mxfp8_graph.onnx_model.graph import attribute, constant, is_op, made_by, scalar
 from mxfp8_graph.onnx_model.walk import MICROSOFT
 from mxfp8_graph.onnx_pass.fuse.attention_heads import (
     Heads,
     Source,
     follow,
     follow_turned,
-    shape_of,
+    shape_of_rank,
     unscaled,
 )
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, attribute, is_op
+from mxfp8_graph.onnx_pass.fuse.replacement import type_of
 from mxfp8_ops import contract
 
 _MOST_MASKS: Final = 3
 """More of them, one on top of the other, are not read."""
+
+_Value = ir.Value | None
 
 
 @dataclass(frozen=True)
 class Mask:
     """What is added to scores."""
 
-    name: str
+    value: ir.Value
     """The addend; or which scores count, if there is a `fill`."""
-    fill: str = ""
+    fill: _Value = None
     """What stands in place of a score that does not count."""
     counts: bool = True
-    """Scores count where `name` is true, not where it is false."""
+    """Scores count where `value` is true, not where it is false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +55,9 @@ class Attention:
     q: Source
     k: Source
     v: Source
-    result: str
+    result: ir.Value
     """[B, H, S, D]; or [B, S, H * D], if `merged`."""
-    inside: tuple[onnx.NodeProto, ...]
+    inside: tuple[ir.Node, ...]
     """Nodes that nothing else may need, in order; the last makes the result."""
     masks: tuple[Mask, ...] = ()
     scale: float
@@ -63,43 +66,50 @@ class Attention:
     is_causal: bool = False
     merged: bool = False
 
+    @property
+    def operands(self) -> set[ir.Value]:
+        """The values that MXFP8Attention is computed from."""
+        masks = (each for mask in self.masks for each in (mask.value, mask.fill))
+        sources = (each for source in (self.q, self.k, self.v) for each in (source.value, source.past))
+        return {each for each in (*masks, *sources) if each is not None}
+
 
 @dataclass(frozen=True)
 class _Scores:
     """What a softmax takes: masks, inner first, over factor * product."""
 
-    product: onnx.NodeProto
+    product: ir.Node
     factor: float
     turned: bool
     """The product takes k^T, not k."""
     masks: tuple[Mask, ...] = ()
 
 
-def read(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attention | None:
+def read(node: ir.Node, *, cached: bool) -> Attention | None:
     """Returns the attention that `node`, a Softmax or an Attention, is the middle of; None if there is none.
 
     Args:
-        view: the graph.
         node: any node.
         cached: take what the graph puts in front of K and V for their past.
     """
     if is_op(node, "Softmax"):
-        return _decomposed(view, node, cached=cached)
+        return _decomposed(node, cached=cached)
     if is_op(node, "Attention"):
-        return _standard(view, node, cached=cached)
+        return _standard(node, cached=cached)
     return None
 
 
-def _decomposed(view: GraphView, softmax: onnx.NodeProto, *, cached: bool) -> Attention | None:
-    weights, guarded = _weights(view, softmax.output[0])
-    last = next((r for r in view.readers(weights) if is_op(r, "MatMul") and r.input[0] == weights), None)
-    scores = _scores(view, softmax.input[0]) if last is not None else None
+def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | None:
+    weights, guarded = _weights(softmax.outputs[0])
+    users = [user for user in weights.consumers() if user.graph is softmax.graph]
+    last = next((user for user in users if is_op(user, "MatMul") and user.inputs[0] is weights), None)
+    scores = _scores(softmax.inputs[0]) if last is not None else None
     if last is None or scores is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return None
-    q = follow(view, scores.product.input[0])
+    q = follow(scores.product.inputs[0])
     follow_k = follow_turned if scores.turned else follow
-    k = follow_k(view, scores.product.input[1], cached=cached)
-    v = follow(view, last.input[1], scaled=False, cached=cached)
+    k = follow_k(scores.product.inputs[1], cached=cached)
+    v = follow(last.inputs[1], scaled=False, cached=cached)
     if q is None or k is None or v is None:
         return None
     scale = scores.factor * q.factor * k.factor
@@ -107,85 +117,92 @@ def _decomposed(view: GraphView, softmax: onnx.NodeProto, *, cached: bool) -> At
         return None
     inside = (scores.product, softmax, last)
     return Attention(
-        q=q, k=k, v=v, masks=scores.masks, scale=scale, nan_guard=guarded, result=last.output[0], inside=inside
+        q=q, k=k, v=v, masks=scores.masks, scale=scale, nan_guard=guarded, result=last.outputs[0], inside=inside
     )
 
 
-def _weights(view: GraphView, name: str) -> tuple[str, bool]:
-    """Returns what V is multiplied by, and whether NaN is replaced by 0 between the softmax, `name`, and that."""
+def _weights(value: ir.Value) -> tuple[ir.Value, bool]:
+    """Returns what V is multiplied by, and whether NaN is replaced by 0 between the softmax, `value`, and that."""
     guarded = False
     while True:
-        guard = next((reader for reader in view.readers(name) if _is_guard(view, reader, name)), None)
-        cast = next((reader for reader in view.readers(name) if is_op(reader, "Cast")), None)
+        users = [user for user in value.consumers() if user.graph is value.graph]
+        guard = next((user for user in users if _is_guard(user, value)), None)
+        cast = next((user for user in users if is_op(user, "Cast")), None)
         if (step := guard or cast) is None:
-            return name, guarded
-        name, guarded = step.output[0], guarded or guard is not None
+            return value, guarded
+        value, guarded = step.outputs[0], guarded or guard is not None
 
 
-def _is_guard(view: GraphView, node: onnx.NodeProto, name: str) -> bool:
-    """Whether `node` is Where(IsNaN(name), 0, name)."""
-    if not is_op(node, "Where") or node.input[2] != name or view.scalar(node.input[1]) != 0:
+def _is_guard(node: ir.Node, value: ir.Value) -> bool:
+    """Whether `node` is Where(IsNaN(value), 0, value)."""
+    if not is_op(node, "Where") or node.inputs[2] is not value or scalar(node.inputs[1]) != 0:
         return False
-    condition = view.maker(node.input[0])
-    return condition is not None and is_op(condition, "IsNaN") and condition.input[0] == name
+    condition = made_by(node.inputs[0], "IsNaN")
+    return condition is not None and condition.inputs[0] is value
 
 
-def _scores(view: GraphView, name: str, masks: int = 0) -> _Scores | None:
+def _scores(value: _Value, masks: int = 0) -> _Scores | None:
     """Returns how the graph makes what a softmax takes; None if not as attention does."""
-    unmasked, factor = unscaled(view, name)
-    product = view.maker(unmasked)
-    if is_op(product, "MatMul"):
+    unmasked, factor = unscaled(value)
+    product = None if unmasked is None else unmasked.producer()
+    if product is not None and is_op(product, "MatMul"):
         return _Scores(product, factor, turned=True)
     if product is not None and (product.domain, product.op_type) == (MICROSOFT, "FusedMatMul"):
         others = (attribute(product, name, 0) for name in ("transA", "transBatchA", "transBatchB"))
         alpha, turned = attribute(product, "alpha", 1.0), not attribute(product, "transB", 0)
         return None if any(others) else _Scores(product, factor * alpha, turned)
-    node = view.maker(name)
+    node = None if value is None else value.producer()
     if node is None or masks == _MOST_MASKS:
         return None
     if is_op(node, "Cast") and attribute(node, "to", 0) == contract.FLOAT:
-        return _scores(view, node.input[0], masks)
-    ways: list[tuple[str, Mask]] = []
-    if is_op(node, "Add"):
-        ways = [(scores, Mask(mask)) for scores, mask in (node.input, reversed(node.input))]
-    elif is_op(node, "Where"):
-        condition, true, false = node.input
-        ways = [(true, Mask(condition, false))] if _is_lowest(view, false) else []
-        ways += [(false, Mask(condition, true, counts=False))] if _is_lowest(view, true) else []
-    for scores, mask in ways:
-        if (found := _scores(view, scores, masks + 1)) is not None:
-            return replace(found, masks=(*found.masks, mask))
+        return _scores(node.inputs[0], masks)
+    for scores, mask in _ways(node):
+        if (inner := _scores(scores, masks + 1)) is not None:
+            return replace(inner, masks=(*inner.masks, mask))
     return None
 
 
-def _is_lowest(view: GraphView, name: str) -> bool:
+def _ways(node: ir.Node) -> list[tuple[ir.Value, Mask]]:
+    """Returns the ways to read a node as a mask over scores."""
+    inputs = [each for each in node.inputs if each is not None]
+    if is_op(node, "Add"):
+        return [(scores, Mask(mask)) for scores, mask in (inputs, reversed(inputs))]
+    if not is_op(node, "Where"):
+        return []
+    condition, true, false = inputs
+    ways = [(true, Mask(condition, false))] if _is_lowest(false) else []
+    return ways + ([(false, Mask(condition, true, counts=False))] if _is_lowest(true) else [])
+
+
+def _is_lowest(value: ir.Value) -> bool:
     """Whether a value is one number next to which no score counts: -Inf or the lowest of its dtype."""
-    value = view.constant(name)
-    if value is None or value.size != 1 or not np.issubdtype(value.dtype, np.floating):
+    array = constant(value)
+    if array is None or array.size != 1 or not np.issubdtype(array.dtype, np.floating):
         return False
-    lowest = ml_dtypes.finfo(value.dtype).min  # type: ignore[no-untyped-call]
-    return bool(value.reshape(()) <= lowest)
+    lowest = ml_dtypes.finfo(array.dtype).min  # type: ignore[no-untyped-call]
+    return bool(array.reshape(()) <= lowest)
 
 
-def _standard(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attention | None:
+def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
     """Reads ONNX's op. Its result is 0 where no score counts, as that of ONNX Runtime's kernel is."""
-    q_name, k_name, v_name, mask, past_key, past_value, lengths = [*node.input, *[""] * 7][:7]
-    result, present_key, present_value, products = [*node.output, *[""] * 4][:4]
+    q_value, k_value, v_value, mask, past_key, past_value, lengths = [*node.inputs, *[None] * 7][:7]
+    outputs = (output if output.name else None for output in node.outputs[1:])
+    present_key, present_value, products = [*outputs, *[None] * 3][:3]
     precision = attribute(node, "softmax_precision", contract.FLOAT)
     if lengths or products or attribute(node, "softcap", 0.0) or precision != contract.FLOAT:
         return None
-    if mask and (view.type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
+    if mask and (type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
         return None
     is_causal = bool(attribute(node, "is_causal", 0))
-    merged = shape_of(view, q_name, 3) is not None
+    merged = shape_of_rank(q_value, 3) is not None
     if merged:
-        q = _merged(view, q_name, attribute(node, "q_num_heads", 0))
-        k, v = (_merged(view, name, attribute(node, "kv_num_heads", 0)) for name in (k_name, v_name))
+        q = _merged(q_value, attribute(node, "q_num_heads", 0))
+        k, v = (_merged(value, attribute(node, "kv_num_heads", 0)) for value in (k_value, v_value))
     else:
         # With a past, causal means other scores than without.
         cached = cached and not (is_causal or past_key or present_key)
-        q, k = follow(view, q_name), follow(view, k_name, cached=cached)
-        v = follow(view, v_name, scaled=False, cached=cached)
+        q, k = follow(q_value), follow(k_value, cached=cached)
+        v = follow(v_value, scaled=False, cached=cached)
     if q is None or k is None or v is None:
         return None
     if past_key or present_key:
@@ -195,15 +212,15 @@ def _standard(view: GraphView, node: onnx.NodeProto, *, cached: bool) -> Attenti
         scale = factor * (scale or q.heads.size**-0.5)
     masks = (Mask(mask),) if mask else ()
     return Attention(
-        q=q, k=k, v=v, masks=masks, scale=scale, nan_guard=True, is_causal=is_causal, result=result, inside=(node,),
-        merged=merged,
+        q=q, k=k, v=v, masks=masks, scale=scale, nan_guard=True, is_causal=is_causal, result=node.outputs[0],
+        inside=(node,), merged=merged,
     )  # fmt: skip
 
 
-def _merged(view: GraphView, name: str, count: int) -> Source | None:
-    """Returns `name` [B, S, H * D] as H = `count` heads."""
-    shape = shape_of(view, name, 3)
+def _merged(value: _Value, count: int) -> Source | None:
+    """Returns a value [B, S, H * D] as H = `count` heads."""
+    shape = shape_of_rank(value, 3)
     batch, length, width = shape or (None, None, None)
-    if not isinstance(width, int) or count < 1 or width % count:
+    if value is None or not isinstance(width, int) or count < 1 or width % count:
         return None
-    return Source(name=name, heads=Heads(batch, count, length, width // count), layout="merged")
+    return Source(value=value, heads=Heads(batch, count, length, width // count), layout="merged")

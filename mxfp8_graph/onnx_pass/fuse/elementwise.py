@@ -14,10 +14,10 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
+import onnx_ir as ir
 
+from mxfp8_graph.onnx_model.graph import attribute, constant, only_used_by
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, attribute
 from mxfp8_ops import contract, fused
 
 MOST_NODES: Final = 12
@@ -45,14 +45,14 @@ with np.errstate(over="ignore"):
 _TOLERANCE: Final = MappingProxyType({contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3})
 """How far a function may be off, relative to 1 + |x|, by dtype, to which its constants are rounded."""
 
-_Compute = Callable[[onnx.NodeProto, Sequence[Array]], Array]
+_Compute = Callable[[ir.Node, Sequence[Array]], Array]
 
 
-def _standard_gelu(node: onnx.NodeProto, given: Sequence[Array]) -> Array:
+def _standard_gelu(node: ir.Node, given: Sequence[Array]) -> Array:
     return (_gelu_tanh if attribute(node, "approximate", "none") == "tanh" else _gelu)(given[0])
 
 
-def _swish(node: onnx.NodeProto, given: Sequence[Array]) -> Array:
+def _swish(node: ir.Node, given: Sequence[Array]) -> Array:
     return given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0])
 
 
@@ -84,66 +84,65 @@ _OPS: Final = MappingProxyType({MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD,
 """What each elementwise op computes, by domain."""
 
 
-def activation_of(view: GraphView, name: str, dtype: int) -> tuple[str, Sequence[onnx.NodeProto]] | None:
-    """Returns the longest activation of value `name` that a fused gemm has, and its nodes; or None.
+def activation_of(value: ir.Value, dtype: int) -> tuple[str, Sequence[ir.Node]] | None:
+    """Returns the longest activation of a value that a fused gemm has, and its nodes; or None.
 
-    Only these nodes read `name` and the values between them.
+    Only these nodes use the value and those between them.
 
     Args:
-        view: the graph.
-        name: of a value with that dtype.
+        value: of dtype `dtype`.
         dtype: an onnx.TensorProto.DataType.
     """
-    cone = _cone(view, name)
+    cone = _cone(value)
     for count in range(len(cone), 0, -1):
-        nodes = _made_of([node for node, _ in cone[:count]])
-        inner = {name, *(node.output[0] for node in nodes[:-1])}
+        nodes = _ancestors([node for node, _ in cone[:count]])
+        inner = (value, *(node.outputs[0] for node in nodes[:-1]))
         epilogue = _named(cone[count - 1][1], dtype)
-        if epilogue is not None and all(view.is_between(value, *nodes) for value in inner):
-            return epilogue, nodes
+        if epilogue is not None and all(only_used_by(each, nodes) for each in inner):
+            return epilogue, nodes if count == 1 else [node for node in value.graph or () if node in nodes]
     return None
 
 
-def _cone(view: GraphView, name: str) -> list[tuple[onnx.NodeProto, Array]]:
-    """Returns the elementwise nodes that read nothing but `name` and numbers, and what they make of it at `_POINTS`.
+def _cone(value: ir.Value) -> list[tuple[ir.Node, Array]]:
+    """Returns the elementwise nodes that read nothing but `value` and numbers, and what they make of it at `_POINTS`.
 
-    They are in order; none if there are more than `MOST_NODES`, since no activation has that many.
+    Each is behind those it reads; none if there are more than `MOST_NODES`, since no activation has that many.
     """
-    values, waiting = {name: _POINTS}, [name]
-    found: list[onnx.NodeProto] = []
-    while waiting and len(found) <= MOST_NODES:
-        for node in view.readers(waiting.pop()):
+    graph = value.graph
+    values, waiting = {value: _POINTS}, [value]
+    cone: dict[ir.Node, Array] = {}
+    while waiting and len(cone) <= MOST_NODES:
+        for node in waiting.pop().consumers():
             compute = _OPS.get(node.domain, {}).get(node.op_type)
-            if compute is None or len(node.output) != 1 or node.output[0] in values:
+            if compute is None or len(node.outputs) != 1 or node in cone or node.graph is not graph:
                 continue
-            given = [value for name in node.input if (value := _known(view, name, values)) is not None]
-            if len(given) == len(node.input):
+            given = [array for each in node.inputs if (array := _known(each, values)) is not None]
+            if len(given) == len(node.inputs):
                 with np.errstate(all="ignore"):
-                    values[node.output[0]] = compute(node, given)
-                waiting.append(node.output[0])
-                found.append(node)
-    if len(found) > MOST_NODES:
+                    cone[node] = values[node.outputs[0]] = compute(node, given)
+                waiting.append(node.outputs[0])
+    if len(cone) > MOST_NODES:
         return []
-    return [(node, values[node.output[0]]) for node in sorted(found, key=view.place)]
+    return list(cone.items())
 
 
-def _known(view: GraphView, name: str, values: Mapping[str, Array]) -> Array | None:
+def _known(value: ir.Value | None, values: Mapping[ir.Value, Array]) -> Array | None:
     """Returns a value of the cone, or a constant that is one number and adds no dimension to what it meets."""
-    if name in values:
-        return values[name]
-    value = view.constant(name)
-    if value is None or value.size != 1 or value.ndim > 1 or value.dtype == object:
+    if value is None or value in values:
+        return None if value is None else values[value]
+    array = constant(value)
+    if array is None or array.size != 1 or array.ndim > 1:
         return None
-    return np.full(_POINTS.shape, value.astype(np.float64).reshape(()))
+    return np.full(_POINTS.shape, array.astype(np.float64).reshape(()))
 
 
-def _made_of(nodes: Sequence[onnx.NodeProto]) -> list[onnx.NodeProto]:
-    """Returns those of `nodes` that the last one is made of, in order."""
-    wanted, found = {nodes[-1].output[0]}, []
+def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Returns those of `nodes` that the last one depends on, and the last, in order."""
+    wanted, found = {nodes[-1].outputs[0]}, []
     for node in reversed(nodes):
-        if node.output[0] in wanted:
+        if node.outputs[0] in wanted:
             found.append(node)
-            wanted.update(node.input)
+            wanted.update(filter(None, node.inputs))
     return found[::-1]
 
 

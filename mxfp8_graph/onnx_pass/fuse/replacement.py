@@ -1,49 +1,146 @@
-"""What a fusion found: the nodes that go away, and the fused node that takes their place."""
+"""What a fusion returns: the nodes that go away, and the fused node that takes their place."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, NamedTuple
 
-import onnx
-from onnx import helper
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView
+from mxfp8_graph.onnx_model.graph import Dim, attribute, dtype_of, is_op, made_by, shape_of, stored
 from mxfp8_ops import contract
+
+HEIR_OF: Final = "heir of"
+"""Key of `Value.meta`: the value of the graph whose place a new value takes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replacement:
     """One node in place of several.
 
-    Its outputs, and those of `after`, have the names of the values that others read; what `gone` makes besides is read
-    by no other node. Nodes of this graph that only `gone` read, such as constants, go away by themselves.
+    The outputs of the new nodes are heirs of what others use; nothing else uses what `gone` computes. Nodes that only
+    `gone` uses, such as constants, go away by themselves.
     """
 
     kind: str
     """What was fused, for reports: "gemm + gelu"."""
-    node: onnx.NodeProto
-    gone: tuple[onnx.NodeProto, ...]
-    """Nodes of the graph."""
-    before: tuple[onnx.NodeProto, ...] = ()
-    """Further new nodes that make what `node` reads: constants, views."""
-    after: tuple[onnx.NodeProto, ...] = ()
-    """Further new nodes that read what `node` makes."""
+    node: ir.Node
+    gone: tuple[ir.Node, ...]
+    """Nodes of one graph."""
+    before: tuple[ir.Node, ...] = ()
+    """Further new nodes that compute what `node` reads: constants, views."""
+    after: tuple[ir.Node, ...] = ()
+    """Further new nodes that read what `node` computes."""
+
+    @property
+    def new(self) -> tuple[ir.Node, ...]:
+        """The new nodes, in order."""
+        return (*self.before, self.node, *self.after)
 
 
-Fusion = Callable[[GraphView, onnx.NodeProto], Replacement | None]
+Fusion = Callable[[ir.Node], Replacement | None]
 """Returns what takes the place of the pattern that ends, or begins, in a node; None if it is not there."""
 
 
+def heir(value: ir.Value | None) -> ir.Value:
+    """Returns a new value that takes the place of `value`; one without a name, which is no output, for None."""
+    if value is None:
+        return ir.Value(name="")
+    # The type is that of the file, and `meta` has what onnx infers: the saved model declares what it did before.
+    new = ir.Value(name=value.name, shape=value.shape, type=value.type, doc_string=value.doc_string)
+    new.metadata_props.update(value.metadata_props)
+    new.meta.update(value.meta)
+    new.meta[HEIR_OF] = value
+    return new
+
+
+def fused_node(
+    op: contract.Op,
+    inputs: Sequence[ir.Value | None],
+    outputs: Sequence[ir.Value],
+    settings: dict[str, Any],
+    like: ir.Node,
+) -> ir.Node:
+    """Returns a node of type `op` with the name, the metadata and the documentation of `like`.
+
+    Attributes that `settings` does not have are those of the contract; settings that `op` does not have are left out.
+    """
+    attributes = {name: settings.get(name, default) for name, default in sorted(op.attributes.items())}
+    return ir.node(
+        op.name,
+        inputs,
+        attributes,
+        domain=contract.DOMAIN,
+        outputs=outputs,
+        name=like.name,
+        doc_string=like.doc_string,
+        metadata_props=dict(like.metadata_props),
+    )
+
+
 def successor(
-    node: onnx.NodeProto, op: contract.Op, inputs: Sequence[str], outputs: Sequence[str], **changes: Any
-) -> onnx.NodeProto:
-    """Returns a node of type `op` with the name, the metadata and the attributes of `node`, as far as `op` has them."""
-    given = {entry.name: helper.get_attribute_value(entry) for entry in node.attribute}
-    settings = {name: changes.get(name, given.get(name, default)) for name, default in op.attributes.items()}
-    fused = helper.make_node(op.name, inputs, outputs, name=node.name, domain=contract.DOMAIN, **settings)
-    fused.metadata_props.MergeFrom(node.metadata_props)
-    if node.doc_string:  # an empty field is written too
-        fused.doc_string = node.doc_string
-    return fused
+    node: ir.Node,
+    op: contract.Op,
+    inputs: Sequence[ir.Value | None],
+    outputs: Sequence[ir.Value | None],
+    **changes: Any,
+) -> ir.Node:
+    """Returns a node of type `op` with what `node` has: name, metadata, and attributes as far as `op` has them.
+
+    Its outputs are heirs of `outputs`.
+    """
+    settings = {entry.name: entry.value for entry in node.attributes.values()} | changes
+    return fused_node(op, inputs, list(map(heir, outputs)), settings, node)
+
+
+class TensorType(NamedTuple):
+    """Dtype (onnx.TensorProto.DataType, 0 if unknown) and shape (None if unknown) of a value."""
+
+    dtype: int
+    shape: tuple[Dim, ...] | None
+
+
+def type_of(value: ir.Value | None) -> TensorType:
+    """Returns what is known of a value; of those that came with replaced matmuls, what follows from their nodes."""
+    if value is None:
+        return TensorType(0, None)
+    known, node = TensorType(dtype_of(value), shape_of(value)), value.producer()
+    if node is None or (known.dtype and known.shape is not None):
+        return known
+    computed = _computed(node)
+    return TensorType(known.dtype or computed.dtype, computed.shape if known.shape is None else known.shape)
+
+
+def _computed(node: ir.Node) -> TensorType:
+    """Returns the type of what a node computes, of those that replace a matmul; nothing known for any other."""
+    if is_op(node, "Cast"):
+        return TensorType(attribute(node, "to", 0), type_of(node.inputs[0]).shape)
+    tensor = stored(node.outputs[0]) if is_op(node, "Constant") else None
+    if tensor is not None:
+        return TensorType(int(tensor.dtype), tuple(tensor.shape.numpy()))
+    op = contract.OPS.get(node.op_type) if node.domain == contract.DOMAIN else None
+    if op is None or not op.is_gemm or op.quantizes or op.at("experts") is not None:
+        return TensorType(0, None)
+    left, right = (type_of(node.inputs[at or 0]).shape for at in (0, op.at("B")))
+    shape = (*left[:-1], right[-2]) if left and right and len(right) == 2 else None
+    return TensorType(attribute(node, "output_dtype", contract.FLOAT), shape)
+
+
+def is_ours(node: ir.Node | None, *ops: contract.Op) -> bool:
+    """Whether there is a node, and its op is one of `ops` of the contract."""
+    return node is not None and node.domain == contract.DOMAIN and node.op_type in {op.name for op in ops}
+
+
+def is_last(value: ir.Value | None, axis: int) -> bool:
+    """Whether an axis of a value is surely its last."""
+    shape = type_of(value).shape
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+
+
+def stored_shape(value: ir.Value | None) -> tuple[int, ...] | None:
+    """Returns the shape of a stored constant of any size, perhaps cast; None for any other value."""
+    cast = made_by(value, "Cast")
+    origin = value if cast is None else cast.inputs[0]
+    tensor = None if origin is None else stored(origin)
+    return None if tensor is None else tuple(tensor.shape.numpy())

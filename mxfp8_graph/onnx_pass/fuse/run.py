@@ -2,160 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
 
-import onnx
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import node_label, stored_in, subgraphs
-from mxfp8_graph.onnx_pass.fuse.activation import fuse_activation
+from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_model.graph import graphs_of, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
-from mxfp8_graph.onnx_pass.fuse.gated import fuse_gate
-from mxfp8_graph.onnx_pass.fuse.graph_view import GraphView, TensorType
+from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
-from mxfp8_graph.onnx_pass.fuse.quantized import fuse_quantize
-from mxfp8_graph.onnx_pass.fuse.replacement import Fusion, Replacement
-from mxfp8_graph.onnx_pass.prune import prune
+from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Fusion, Replacement
+from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import FusionReport
 from mxfp8_ops import contract
 
-FUSIONS: Final[tuple[Fusion, ...]] = (fuse_activation, fuse_gate, fuse_norm, fuse_quantize)
-"""Every fusion. Each sees the graph as those before it left it."""
+
+def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
+    """Returns what was fused in the model, whose matmuls have been replaced by `recipe`; edits it in place."""
+    # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
+    dtype = contract.FLOAT if recipe.activations == "unchanged" else contract.BFLOAT16
+    fresh = fresh_names(model)
+    attention = partial(fuse_attention, fresh=fresh, activation_dtype=dtype)
+    fusions = (fuse_activation, fuse_gate, partial(fuse_norm, fresh=fresh), fuse_quantize, attention)
+    return apply(model, fusions, lambda node: node.op_type in READERS)
 
 
-def fuse(
-    opened: OpenedModel, types: Mapping[str, TensorType], fresh: Callable[[str], str], recipe: Recipe
-) -> tuple[FusionReport, ...]:
-    """Returns what was fused in the model, whose matmuls have been replaced.
+def fresh_names(model: ir.Model) -> Callable[[str], str]:
+    """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
+    taken: set[str] = set()
+    for graph in graphs_of(model.graph):
+        taken.update(str(value.name) for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs))
+        for node in graph:
+            taken.add(str(node.name))
+            taken.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
+    return lambda wanted: take_name(wanted, taken)
+
+
+def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.Node], bool]) -> tuple[FusionReport, ...]:
+    """Returns what these fusions replaced.
 
     Args:
-        opened: the model; edited in place.
-        types: what is known of values, by name; see `graph_view.types_of`.
-        fresh: makes a name that nothing in the model has.
-        recipe: by which they were replaced.
+        model: edited in place.
+        fusions: each sees the graph as those before it left it.
+        removable: whether a node goes away that only replaced nodes used.
     """
-    # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
-    exact = recipe.activations == "unchanged"
-    attention = partial(fuse_attention, activation_dtype=contract.FLOAT if exact else contract.BFLOAT16)
-    return apply(opened, types, fresh, (*FUSIONS, attention))
+    reports: list[FusionReport] = []
+    loose: list[ir.Value] = []
+    """What nodes that are gone read, and nothing may use any more."""
+    for graph in graphs_of(model.graph):
+        for fusion in fusions:
+            places = {node: place for place, node in enumerate(graph)}
+            if replacements := list(_replacements(fusion, places)):
+                for replacement in replacements:
+                    reports.append(_report(replacement))
+                    loose += _put(graph, replacement, places)
+                graph.sort()  # a fused node may compute what a node before it reads
+    remove_unused(model, loose, removable)
+    return tuple(reports)
 
 
-def apply(
-    opened: OpenedModel,
-    types: Mapping[str, TensorType],
-    fresh: Callable[[str], str],
-    fusions: Sequence[Fusion],
-    *,
-    any_op: bool = False,
-) -> tuple[FusionReport, ...]:
-    """Returns what these fusions found; arguments as of `fuse` and `prune`."""
-    step = _Step(opened, types, fresh, fusions)
-    step.graph(opened.proto.graph, {})
-    prune(opened, step.suspects, any_op=any_op)
-    return tuple(step.reports)
+def _replacements(fusion: Fusion, nodes: Iterable[ir.Node]) -> Iterator[Replacement]:
+    """Yields what `fusion` returns; no node goes away twice."""
+    gone: set[ir.Node] = set()
+    for node in nodes:
+        if (replacement := fusion(node)) is None:
+            continue
+        if gone.isdisjoint(replacement.gone):
+            gone.update(replacement.gone)
+            yield replacement
+        else:
+            for new in replacement.new:  # so that it is no user of what it reads
+                for index in range(len(new.inputs)):
+                    new.replace_input_with(index, None)
 
 
-class _Step:
-    """The fusion step of one model."""
-
-    def __init__(
-        self,
-        opened: OpenedModel,
-        types: Mapping[str, TensorType],
-        fresh: Callable[[str], str],
-        fusions: Sequence[Fusion],
-    ) -> None:
-        self.reports: list[FusionReport] = []
-        self.suspects: set[str] = set()
-        """What nodes that are gone read and made, and nothing may use any more."""
-        self._types = types
-        self._fresh = fresh
-        self._fusions = fusions
-        self._unread = opened.tensors
-        self._overridable = overridable(opened)
-
-    def graph(self, graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
-        """Fuses in `graph`, then in those below it; `outer`: what the graphs around it store."""
-        stored = self._visible(graph, outer)
-        for fusion in self._fusions:
-            view = GraphView(graph, self._types, stored, unread=self._unread, fresh=self._fresh)
-            if found := list(_found(fusion, view)):
-                self._put(graph, view, found)
-                stored = self._visible(graph, outer)
-        for node in graph.node:  # after the edits, which copy what is inside nodes
-            for _, inner in subgraphs(node):
-                self.graph(inner, stored)
-
-    def _visible(self, graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> Mapping[str, onnx.TensorProto]:
-        """Returns the constants that nodes of `graph` can read."""
-        own = {name: tensor for name, tensor in stored_in(graph).items() if name not in self._overridable}
-        return {**outer, **own}
-
-    def _put(self, graph: onnx.GraphProto, view: GraphView, replacements: Sequence[Replacement]) -> None:
-        """Puts each replacement where the last of the nodes was that it stands for."""
-        gone = {id(node) for found in replacements for node in found.gone}
-        at = {max(map(view.place, found.gone)): found for found in replacements}
-        nodes: list[onnx.NodeProto] = []
-        for place, node in enumerate(view.nodes):
-            if found := at.get(place):
-                nodes += [*found.before, found.node, *found.after]
-                self._tell(found)
-            if id(node) not in gone:
-                nodes.append(node)
-        ordered = list(_in_order(nodes))
-        del graph.node[:]
-        graph.node.extend(ordered)
-
-    def _tell(self, found: Replacement) -> None:
-        for node in found.gone:
-            self.suspects.update((*_read_by(node), *node.output))
-        name = node_label(found.node)
-        others = tuple(label for node in found.gone if (label := node_label(node)) != name)
-        self.reports.append(FusionReport(kind=found.kind, node=name, replaced=others))
+def _report(replacement: Replacement) -> FusionReport:
+    name = label(replacement.node)
+    others = tuple(other for node in replacement.gone if (other := label(node)) != name)
+    return FusionReport(kind=replacement.kind, node=name, replaced=others)
 
 
-def _found(fusion: Fusion, view: GraphView) -> Iterator[Replacement]:
-    """Yields what `fusion` finds; no node goes away twice."""
-    gone: set[int] = set()
-    for node in view.nodes:
-        found = fusion(view, node)
-        if found is not None and gone.isdisjoint(map(id, found.gone)):
-            gone.update(map(id, found.gone))
-            yield found
-
-
-def _in_order(nodes: Sequence[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Yields `nodes` as they come, but each behind what it reads: a fused node may make what one before it reads."""
-    makers = {output: place for place, node in enumerate(nodes) for output in node.output if output}
-    done: set[int] = set()
-    for place in range(len(nodes)):
-        waiting = [place]
-        while waiting:
-            if waiting[-1] in done:
-                waiting.pop()
-                continue
-            first = [makers[name] for name in _read_by(nodes[waiting[-1]]) if name in makers]
-            if missing := [place for place in reversed(first) if place not in done]:
-                waiting += missing
-            else:
-                done.add(waiting[-1])
-                yield nodes[waiting.pop()]
-
-
-def overridable(opened: OpenedModel) -> set[str]:
-    """Returns the initializers that are graph inputs too: defaults a caller may replace, so not static."""
-    if opened.weights_are_inputs:
-        return set()
-    return {i.name for i in opened.proto.graph.input} & {t.name for t in opened.proto.graph.initializer}
-
-
-def _read_by(node: onnx.NodeProto) -> Iterator[str]:
-    """Yields the names that a node reads, in its subgraphs too."""
-    yield from node.input
-    for _, inner in subgraphs(node):
-        yield from (output.name for output in inner.output)
-        for below in inner.node:
-            yield from _read_by(below)
+def _put(graph: ir.Graph, replacement: Replacement, places: Mapping[ir.Node, int]) -> list[ir.Value]:
+    """Puts the new nodes where the last of those was that go away; returns what these read."""
+    graph.insert_before(max(replacement.gone, key=places.__getitem__), replacement.new)
+    for value in (output for node in replacement.new for output in node.outputs):
+        if (old := value.meta.pop(HEIR_OF, None)) is not None:
+            old.replace_all_uses_with(value, replace_graph_outputs=True)
+    return [value for node in replacement.gone for value in remove(node)]

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.report.json_text import finite
 from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import Score
 
@@ -16,8 +16,10 @@ Scores = Mapping[str, Score]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiteDamage:
+class SiteDamage(Data):
     """What rewriting one site does."""
+
+    KEYS = ("depth", "alone", "without", "input")
 
     site: SiteReport
     """What a rewrite makes of it, the error of its weight included."""
@@ -35,19 +37,13 @@ class SiteDamage:
         """What to call the site: its module path, or its name."""
         return self.site.decision.site.module or self.site.decision.site.name
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        return {
-            **self.site.to_dict(),
-            "depth": self.depth,
-            "alone": plain(self.alone),
-            "without": plain(self.without),
-            "input": self.input.to_dict() if self.input else None,
-        }
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        return {**self.site.content(), **super().content()}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
+class Layer(Data):
     """Sites whose names begin alike."""
 
     name: str
@@ -57,14 +53,14 @@ class Layer:
     share: float
     """Share of that sum over all sites."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        error = finite(self.relative_l2)
-        return {"name": self.name, "estimated_relative_l2": error, "share": self.share, "sites": list(self.sites)}
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        error = {"estimated_relative_l2": self.relative_l2, "share": self.share}
+        return {"name": self.name, **error, "sites": self.sites}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exclusion:
+class Exclusion(Data):
     """Sites to keep in high precision, and what that gives."""
 
     sites: tuple[str, ...]
@@ -85,17 +81,7 @@ class Exclusion:
         """Their share of the weight bytes."""
         return self.weight_bytes / self.all_weight_bytes if self.all_weight_bytes else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
-        return {
-            "sites": list(self.sites),
-            "exclude": list(self.patterns),
-            "weight_bytes": self.weight_bytes,
-            "all_weight_bytes": self.all_weight_bytes,
-            "scores": plain(self.scores),
-        }
-
-
-def plain(scores: Scores) -> dict[str, Any]:
-    """Returns scores with JSON types only."""
-    return {name: score.to_dict() for name, score in scores.items()}
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        size = {"weight_bytes": self.weight_bytes, "all_weight_bytes": self.all_weight_bytes}
+        return {"sites": self.sites, "exclude": self.patterns, **size, "scores": self.scores}

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mxfp8_graph.checking.compare import sqnr
 from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.report.json_text import finite
+from mxfp8_graph.report.base import Data
 from mxfp8_ops import cpu
 from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.numerics import value_dtype
@@ -22,7 +22,7 @@ OUTLIER: Final = 6.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputStatistics:
+class InputStatistics(Data):
     """One site's input in the original model, over all samples. NaN where it has a NaN or Inf."""
 
     amax: float
@@ -37,18 +37,6 @@ class InputStatistics:
     """Relative L2 error that it has where all sites are rewritten: what those before this one did to it."""
     block_amax: tuple[float, ...]
     """Largest magnitude in each block along K."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the numbers with JSON types only: what is not finite is None."""
-        numbers = {
-            "amax": self.amax,
-            "outlier_blocks": self.outlier_blocks,
-            "lost": self.lost,
-            "sqnr_db": self.sqnr_db,
-            "drift": self.drift,
-        }
-        plain = {name: finite(value) for name, value in numbers.items()}
-        return {**plain, "block_amax": [finite(value) for value in self.block_amax]}
 
 
 class InputObserver:

@@ -7,10 +7,12 @@ import math
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rich.console import Group, RenderableType
+from rich.text import Text
+
 from mxfp8_graph.policy import presets
-from mxfp8_graph.report import html
-from mxfp8_graph.report.data import Report, filled
-from mxfp8_graph.report.json_text import finite
+from mxfp8_graph.report import html, text
+from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.tools.metrics import Metric, Score
 
 _NAN: Final = "NaN or Inf"
@@ -35,8 +37,12 @@ LEGEND: Final = (
 )
 
 
+SPARE: Final = ("matmuls", "bytes per weight", "weight SQNR, dB", "worst", "kind")
+"""Columns to leave out of a narrow table, in this order."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Data):
     """One recipe. What is None does not apply, or could not be found for the reason in `problem`."""
 
     name: str
@@ -77,15 +83,15 @@ class Row:
         error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
         return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the row with JSON types only; what is not finite is None."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         return {
             "recipe": self.name,
             "what": self.what,
             "emulated": self.emulated,
-            "scores": [score.to_dict() for score in self.scores],
+            "scores": self.scores,
             "matmuls": self.sites,
-            "weight_sqnr_db": finite(self.weight_sqnr),
+            "weight_sqnr_db": self.weight_sqnr,
             "bytes": self.byte_size,
             "bytes_per_weight": self.bytes_per_weight,
             "bytes_per_weight_formula": self.formula or None,
@@ -97,6 +103,8 @@ class Row:
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Report):
     """All recipes on one model and the same samples."""
+
+    FOLDS = False
 
     model: str
     inputs: str
@@ -129,7 +137,7 @@ class Comparison(Report):
         scores = [m.shown_title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
         ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls", "what it is")
-        return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
+        return html.filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
         scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
@@ -145,18 +153,25 @@ class Comparison(Report):
             row.explained,
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
         return {
             "model": self.model,
             "inputs": self.inputs,
             "latency_inputs": self.timed,
             "synthesised": self.synthesised,
-            "samples": list(self.sample_names),
+            "samples": self.sample_names,
             "isa": self.isa,
-            "notes": list(self.notes),
-            "recipes": [row.to_dict() for row in self.rows],
+            "notes": self.notes,
+            "recipes": self.rows,
         }
+
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns the table, a line per recipe, what each recipe is, and what there is to know about the table."""
+        header, rows = self.table()
+        shown = [row[:-1] for row in rows]  # that is below
+        recipes = [(row.name, row.what) for row in self.rows if row.what]
+        return Group(text.Fitted(header[:-1], shown, SPARE), Text(), text.lines((*self.facts(), *recipes, *LEGEND)))
 
     def to_html(self) -> str:
         """Returns everything as a page that fetches nothing."""

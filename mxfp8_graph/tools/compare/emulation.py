@@ -26,7 +26,7 @@ from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model import cpu_provider
-from mxfp8_graph.onnx_model.graph import proto_of, to_ir
+from mxfp8_graph.onnx_model.graph import proto_of, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import hold, inside
 from mxfp8_graph.onnx_model.upgrade import upgrade
@@ -111,6 +111,7 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
                 # `finish` removes what nothing uses any more, from the skeleton and from its tensors.
                 stored[done.packed] = _kept(proto_of(site.w.static.tensor))
         editor.finish()
+        put_graph(opened, graph)
     if not weights:
         what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
         raise NothingEligibleError(opened.name, what, advice, decisions)

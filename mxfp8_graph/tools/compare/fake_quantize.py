@@ -18,10 +18,12 @@ import onnx
 from onnx import FunctionProto, TensorProto, helper
 
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.tools.compare.number_formats import E4M3, Element, Quantizer
+from mxfp8_graph.tools.compare.number_formats import Quantizer
+from mxfp8_ops import onnx_functions
 from mxfp8_ops.contract import MIN_OPSET, Op, Port
-from mxfp8_ops.formats import SCALE_BIAS
+from mxfp8_ops.formats import E4M3, SCALE_BIAS, Minifloat, scale_increment
 from mxfp8_ops.function_body import Body
+from mxfp8_ops.onnx_functions import Blocks
 
 DOMAIN: Final = "mxfp8.emulated"
 """Domain of the functions in this module."""
@@ -66,69 +68,38 @@ class FakeQuantize:
 def _write(g: Body, quantizer: Quantizer) -> None:
     """Writes the body: blocks of X, their scales, the elements, and X again."""
     if quantizer.scale == "asymmetric":
-        codes = _outputs(g, "DynamicQuantizeLinear", "X", out=("codes", "scale", "zero"))
-        g("DequantizeLinear", *codes, out="Y")
-        return
-    if quantizer.columns is not None:
-        blocks, shapes = _split(g, quantizer.rows or 1, quantizer.columns)
-        axes = [2] if quantizer.rows == 1 else [2, 4]
-        y = _rounded(g, blocks, _amax(g, blocks, axes), quantizer)
-        _join(g, y, *shapes, tiled=quantizer.rows != 1)
-        return
-    amax = _amax(g, "X", [-1] if quantizer.rows == 1 else None, out="amax")
-    g("Identity", _rounded(g, "X", "amax_before" if quantizer.scale == "delayed" else amax, quantizer), out="Y")
+        g("DequantizeLinear", *g.several("DynamicQuantizeLinear", "X", out=("codes", "scale", "zero")), out="Y")
+    elif quantizer.columns is None:
+        magnitudes = onnx_functions.magnitudes(g, "X")
+        if quantizer.rows == 1:
+            amax = g("ReduceMax", magnitudes, g.constant([-1]), keepdims=1)
+        else:
+            amax = g("ReduceMax", g("Reshape", magnitudes, g.constant([-1])), keepdims=0, out="amax")
+        g("Identity", _rounded(g, "X", "amax_before" if quantizer.scale == "delayed" else amax, quantizer), out="Y")
+    else:
+        blocks = Blocks.of(g, "X", -1, g.constant([quantizer.columns]))
+        values = blocks.split(g, "X")
+        amax = g("ReduceMax", onnx_functions.magnitudes(g, values), g.constant([2]), keepdims=1)
+        if quantizer.rows != 1:
+            amax = _of_tiles(g, amax, blocks, quantizer.rows or 1)
+        g("Identity", blocks.join(g, _rounded(g, values, amax, quantizer)), out="Y")
 
 
-def _outputs(g: Body, op: str, *inputs: str, out: tuple[str, ...]) -> tuple[str, ...]:
-    """Appends a node with several outputs and returns their names."""
-    g.nodes.append(helper.make_node(op, inputs, out))
-    return out
-
-
-def _split(g: Body, rows: int, columns: int) -> tuple[str, tuple[str, str, str]]:
-    """Returns (X as blocks, zero-padded, and what `_join` needs to undo that).
-
-    Blocks of one row are [P, ceil(K / columns), columns], others [P, ceil(N / rows), rows, ceil(K / columns), columns],
-    P being the product of the dimensions before.
-    """
-    tiled = rows > 1
-    shape = g("Shape", "X")
-    last = g("Shape", "X", start=-2 if tiled else -1)
-    lead = g("Shape", "X", end=-2 if tiled else -1)
-    p = g("ReduceProd", g("Concat", g.constant([1]), lead, axis=0))
-    tile = g.constant([rows, columns] if tiled else [columns])
-    count = g("Div", g("Add", last, g("Sub", tile, g.constant([1]))), tile)
-    padded = g("Mul", count, tile)
-    no_pads = g.constant([0] * (4 if tiled else 3))  # in front of every axis, and behind the first
-    flat = g("Reshape", "X", g("Concat", p, last, axis=0), allowzero=1)
-    flat = g("Pad", flat, g("Concat", no_pads, g("Sub", padded, last), axis=0))
-    pairs = g("Unsqueeze", count, g.constant([1])), g("Unsqueeze", tile, g.constant([1]))
-    sizes = g("Reshape", g("Concat", *pairs, axis=1), g.constant([-1]))  # count and size of each blocked axis
-    blocks = g("Reshape", flat, g("Concat", p, sizes, axis=0), allowzero=1)
-    return blocks, (shape, last, g("Concat", p, padded, axis=0))
-
-
-def _join(g: Body, blocks: str, shape: str, last: str, padded: str, *, tiled: bool) -> None:
-    """Makes Y, in the shape of X, of blocks; the padding is dropped."""
-    flat = g("Reshape", blocks, padded, allowzero=1)
-    axes = [1, 2] if tiled else [1]
-    flat = g("Slice", flat, g.constant([0] * len(axes)), last, g.constant(axes))
-    g("Reshape", flat, shape, allowzero=1, out="Y")
-
-
-def _amax(g: Body, values: str, axes: list[int] | None, out: str = "") -> str:
-    """Returns the largest magnitude of each block, a NaN as infinity: ReduceMax would drop it."""
-    finite = g("Where", g("IsNaN", values), g.constant(np.float32(np.inf)), g("Abs", values))
-    if axes is None:
-        return g("ReduceMax", g("Reshape", finite, g.constant([-1])), keepdims=0, out=out)
-    return g("ReduceMax", finite, g.constant(axes), keepdims=1, out=out)
+def _of_tiles(g: Body, amax: str, blocks: Blocks, rows: int) -> str:
+    """Returns for each block of a row the largest amax of those in as many rows as share a scale."""
+    by_row = g("Reshape", amax, g("Concat", blocks.lead, blocks.count, axis=0), allowzero=1)
+    tiles = Blocks.of(g, by_row, -2, g.constant([rows]))
+    largest = g("ReduceMax", tiles.split(g, by_row), g.constant([2]), keepdims=1)
+    each = g("Expand", largest, g("Concat", tiles.p, tiles.count, tiles.block, tiles.q, axis=0))
+    return g("Reshape", tiles.join(g, each), g("Shape", amax), allowzero=1)
 
 
 def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
     """Returns the values, rounded with the scales that their `amax` asks for."""
     element, rule = quantizer.element, quantizer.scale
     if rule in {"ceil", "floor", "even"}:
-        code = _e8m0(g, amax, element, rule)
+        code = g("Sub", _exponent(g, amax, scale_increment(element, rule)), g.constant(element.emax))
+        code = g("Clip", code, g.constant(np.int64(0)), g.constant(np.int64(254)))
         inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), code))
         scale = g("Gather", g.powers(), code)
         scale = g("Where", g("IsInf", amax), g.constant(np.float32(np.nan)), scale)  # a bad value poisons its block
@@ -140,7 +111,7 @@ def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
         return _two_level(g, values, amax, element)
     factor = g("Min", g("Div", g.constant(np.float32(element.max)), amax), g.constant(_FLOAT_MAX))
     if rule == "divide_pow2":
-        factor = _power_below(g, factor)
+        factor = g("Gather", g.powers(), _exponent(g, factor, 0))  # its mantissa cleared
     factor = _or_one(g, factor, amax)
     return g("Mul", _elements(g, g("Mul", values, factor), element), g("Reciprocal", factor))
 
@@ -149,7 +120,7 @@ def _or_one(g: Body, scale: str, amax: str) -> str:
     return g("Where", g("Equal", amax, g.constant(np.float32(0))), g.constant(np.float32(1)), scale)
 
 
-def _two_level(g: Body, values: str, amax: str, element: Element) -> str:
+def _two_level(g: Body, values: str, amax: str, element: Minifloat) -> str:
     """NVFP4: as torchao's nvfp4_quantize, with the tensor's own scale."""
     most = g("ReduceMax", g("Reshape", amax, g.constant([-1])), keepdims=0)
     whole = _or_one(g, g("Div", most, g.constant(np.float32(E4M3.max * element.max))), most)
@@ -159,13 +130,13 @@ def _two_level(g: Body, values: str, amax: str, element: Element) -> str:
     return g("Mul", _elements(g, g("Mul", values, factor), element), g("Mul", whole, scale))
 
 
-def _elements(g: Body, scaled: str, element: Element) -> str:
+def _elements(g: Body, scaled: str, element: Minifloat) -> str:
     """Returns the scaled values rounded to elements, to nearest even, saturating."""
     if element is E4M3:
         return _cast(g, scaled)
     clipped = g("Clip", scaled, g.constant(np.float32(-element.max)), g.constant(np.float32(element.max)))
     # The distance of neighbours doubles with every exponent above the smallest; by powers of two all of this is exact.
-    step = g.constant(np.float32(element.min_step))
+    step = g.constant(np.float32(element.min_subnormal))
     for exponent in range(element.min_exponent + 1, element.emax + 1):
         above = g("GreaterOrEqual", g("Abs", clipped), g.constant(np.float32(2.0**exponent)))
         step = g("Where", above, g.constant(np.float32(2.0 ** (exponent - element.mantissa_bits))), step)
@@ -177,36 +148,9 @@ def _cast(g: Body, values: str) -> str:
     return g("Cast", g("Cast", values, to=TensorProto.FLOAT8E4M3FN), to=TensorProto.FLOAT)
 
 
-def _exponent(g: Body, amax: str, mantissa: np.float32) -> str:
-    """Returns the smallest i from 0 on, as int64, with amax <= mantissa * 2^(i - 127), mantissa from 1 to below 2.
-
-    A logarithm may be off by one either way, which exact comparisons repair.
-    """
-    log2 = g("Mul", g("Log", amax), g.constant(np.float32(1 / np.log(2))))
-    guess = g("Add", g("Floor", log2), g.constant(np.float32(SCALE_BIAS - 1)))
-    guess = g("Clip", guess, g.constant(np.float32(0)), g.constant(np.float32(252)))
-    guess = g("Cast", guess, to=TensorProto.INT64)
-    for _ in range(3):
-        limit = g("Mul", g("Gather", g.powers(), guess), g.constant(mantissa))
-        guess = g("Add", guess, g("Cast", g("Greater", amax, limit), to=TensorProto.INT64))
-    return guess
-
-
-def _e8m0(g: Body, amax: str, element: Element, rounding: str) -> str:
-    """Returns the code of the scale, as int64: see `mxfp8_ops.formats.scale_increment`."""
-    largest = element.max / 2.0**element.emax
-    mantissas = {
-        "ceil": largest,  # nothing saturates
-        "floor": 2 - 2.0**-23,  # every amax below the next power of two
-        "even": 2 - 2.0 ** -(element.mantissa_bits + 1) - 2.0**-23,  # half a step below it rounds up
-    }
-    code = g("Sub", _exponent(g, amax, np.float32(mantissas[rounding])), g.constant(element.emax))
-    return g("Clip", code, g.constant(np.int64(0)), g.constant(np.int64(254)))
-
-
-def _power_below(g: Body, values: str) -> str:
-    """Returns the largest powers of two that are not above positive normal values."""
-    return g("Gather", g.powers(), _exponent(g, values, np.float32(2 - 2.0**-23)))
+def _exponent(g: Body, values: str, increment: int) -> str:
+    first = g.constant(0)
+    return onnx_functions.biased_exponent(g, values, np.array([[increment]], np.int32), (first, first))
 
 
 def attach(model: onnx.ModelProto, functions: list[FunctionProto]) -> None:

@@ -12,39 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from mxfp8_ops.formats import E4M3, Minifloat
 
-@dataclass(frozen=True, kw_only=True)
-class Element:
-    """A minifloat or a fixed-point number; NaN and infinity do not matter, since quantization saturates."""
-
-    name: str
-    bits: int
-    """In memory, the sign among them."""
-    mantissa_bits: int
-    """After the leading one; of a fixed-point number, those after its point's place at `min_exponent`."""
-    min_exponent: int
-    """Exponent of the smallest normal number; values below have the same steps as those of that exponent."""
-    max: float
-    """Largest magnitude."""
-
-    @property
-    def emax(self) -> int:
-        """Exponent of the largest magnitude."""
-        return math.frexp(self.max)[1] - 1
-
-    @property
-    def min_step(self) -> float:
-        """Distance of the smallest numbers."""
-        return 2.0 ** (self.min_exponent - self.mantissa_bits)
-
-
-E4M3: Final = Element(name="E4M3", bits=8, mantissa_bits=3, min_exponent=-6, max=448)
-E3M2: Final = Element(name="E3M2", bits=6, mantissa_bits=2, min_exponent=-2, max=28)
-E2M3: Final = Element(name="E2M3", bits=6, mantissa_bits=3, min_exponent=0, max=7.5)
-E2M1: Final = Element(name="E2M1", bits=4, mantissa_bits=1, min_exponent=0, max=6)
-MX_INT8: Final = Element(name="INT8", bits=8, mantissa_bits=6, min_exponent=0, max=127 / 64)
+E3M2: Final = Minifloat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max_code=0x1F)  # 28
+E2M3: Final = Minifloat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max_code=0x1F)  # 7.5
+E2M1: Final = Minifloat(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max_code=0x07)  # 6
+MX_INT8: Final = Minifloat(name="int8", exponent_bits=1, mantissa_bits=6, bias=1, max_code=127)  # 127 / 64
 """OCP MX v1.0, 5.3.4: an integer times 2^-6; -2 is not used."""
-INT8: Final = Element(name="INT8", bits=8, mantissa_bits=6, min_exponent=6, max=127)
+INT8: Final = Minifloat(name="int8", exponent_bits=1, mantissa_bits=6, bias=-5, max_code=127)
 
 ScaleRule = Literal["ceil", "floor", "even", "divide", "divide_pow2", "integer", "two_level", "delayed", "asymmetric"]
 """How the largest magnitude (amax) of the values that share a scale becomes it.
@@ -66,7 +41,7 @@ SCALE_BYTES: Final[Mapping[str, int]] = {"ceil": 1, "floor": 1, "even": 1, "two_
 class Quantizer:
     """How one operand [..., rows, K] is rounded."""
 
-    element: Element
+    element: Minifloat
     rows: int | None = 1
     """Rows that share a scale; None is all of the tensor."""
     columns: int | None
@@ -113,7 +88,7 @@ class Peer:
     activations: Quantizer
 
 
-def _mx(name: str, element: Element, scale: ScaleRule, what: str, block: int = 32) -> Peer:
+def _mx(name: str, element: Minifloat, scale: ScaleRule, what: str, block: int = 32) -> Peer:
     both = Quantizer(element=element, columns=block, scale=scale)
     return Peer(name=name, what=what, weights=both, activations=both)
 

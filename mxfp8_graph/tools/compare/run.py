@@ -19,7 +19,7 @@ from mxfp8_graph.checking.inputs import Inputs, Signature, describe
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
-from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.options import Progress

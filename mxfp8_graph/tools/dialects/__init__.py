@@ -1,12 +1,12 @@
 """MXFP8 in the dialects of others: every one is read to our nodes, and written from them.
 
 convert.py       the public call: read, then write
-graph_edit.py    a model whose nodes are replaced one by one
+edit.py          a model whose nodes are replaced one by one
 trt.py qdq.py ort_cuda.py quark.py   a dialect each: `read` a node as ours, `write` ours as its own
 standard.py      no dialect: standard ops alone, activation quantization too
-apart.py         our gemms and fused nodes as MXFP8Quantize, MXFP8Dequantize and standard ops
+decompose.py     our gemms and fused nodes as MXFP8Quantize, MXFP8Dequantize and standard ops
 gemms.py         the way back: products of dequantized operands as gemms
-restored.py      the way back: what our own conversion took apart, where body_match.py finds it unchanged
+recompose.py     the way back: what our own conversion took apart, where it is unchanged
 trt_rules.py     what TensorRT's parser asks of a model
 report.py        what was found, written and lost
 """

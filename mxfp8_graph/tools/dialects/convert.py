@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final, Literal
 
 import onnx
+import onnx_ir as ir
 
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model import onnx_calls, record
-from mxfp8_graph.onnx_model.dialect_ops import TRT, dialect_of, foreign, is_quantized, may_be_mxfp8
+from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.dialect_ops import dialect_of, foreign, is_quantized, may_be_mxfp8
+from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN, Dialect
+from mxfp8_graph.onnx_model.graph import graphs_of, put_graph
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
-from mxfp8_graph.onnx_model.walk import MICROSOFT, iter_graphs, iter_nodes, node_label
+from mxfp8_graph.onnx_model.walk import iter_graphs, iter_nodes, node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.fuse.graph_view import TensorType
 from mxfp8_graph.policy.recipe import load_recipe
-from mxfp8_graph.tools.dialects import apart, gemms, ort_cuda, qdq, quark, restored, standard, trt, trt_rules
-from mxfp8_graph.tools.dialects.graph_edit import Edit, Nodes, Scope
+from mxfp8_graph.tools.dialects import decompose, gemms, recompose
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.node_check import check_node
 from mxfp8_graph.tools.dialects.report import Conversion, Counts
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
-DIALECTS: Final = ("mxfp8", "qdq", "trt", "ort-cuda", "standard")
-"""What can be written."""
-
 LOSSES: Final = ("activations", "rounding", "half")
 """The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
-
-_READERS: Final = (trt.read, qdq.read, ort_cuda.read, quark.read)
-_WRITERS: Final[dict[str, Callable[[Scope, onnx.NodeProto, frozenset[str]], Nodes | None]]] = {
-    "qdq": qdq.write,
-    "trt": trt.write,
-    "ort-cuda": standard.write,  # what is left when its own op has taken the products
-    "standard": standard.write,
-}
 
 
 def convert(
@@ -71,7 +64,7 @@ def convert(
         ContractError: nothing in the model is MXFP8; something in it is quantized in another way; the dialect cannot
             say what the model does; the model cannot be read, or the output not written.
     """
-    for name, known in ((to, DIALECTS), *((name, LOSSES) for name in allow)):
+    for name, known in ((to, WRITTEN), *((name, LOSSES) for name in allow)):
         if name not in known:
             raise ContractError.unknown("convert", name, known)
     kind = kind_of(model)
@@ -97,19 +90,18 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     kept = [function for function in opened.proto.functions if function.domain != contract.DOMAIN]
     del opened.proto.functions[:]
     opened.proto.functions.extend(kept)
-    least = qdq.OPSET if to == "qdq" else contract.MIN_OPSET
-    upgrade(opened, _in_dialect, least=least)
+    upgrade(opened, _in_dialect, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
     edit = Edit(opened)
-    ours = _ours(edit)
-    restored.restore(edit)
-    for dialect, counted in (("mxfp8", ours), ("standard", _ours(edit) - ours)):
-        edit.counts.update({(dialect, kind): count for kind, count in counted.items()})
-    _infer(edit)
+    counted = _ours(edit)
+    recompose.restore(edit)
+    for dialect, counts in (("mxfp8", counted), ("standard", _ours(edit) - counted)):
+        edit.counts.update({(dialect, kind): count for kind, count in counts.items()})
+    edit.infer()
     edit.each(_read)
     if not edit.counts:
         what, advice = "it has nothing in MXFP8", "quantize it: mxfp8-graph rewrite"
         raise ContractError(opened.name, what, expected="a model in MXFP8 of some dialect", advice=advice)
-    _infer(edit)
+    edit.infer()
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
     made = _to_ours(edit, fused=was_foreign) if to == "mxfp8" else _to_other(edit, to, allow)
@@ -137,72 +129,49 @@ def _refuse_others(opened: OpenedModel) -> None:
         raise ContractError(where, f"quantized, but not in MXFP8 ({what})", expected="MXFP8 alone", advice=advice)
 
 
-def _read(scope: Scope, node: onnx.NodeProto) -> Nodes | None:
-    check_node(scope, node)
-    for reader in _READERS:
-        if (made := reader(scope, node)) is not None:
-            return made
+def _read(edit: Edit, node: ir.Node) -> Nodes | None:
+    check_node(edit, node)
+    for row in DIALECTS.values():
+        read = row.module and getattr(module_of(row), "read", None)
+        if read and (nodes := read(edit, node)) is not None:
+            return nodes  # type: ignore[no-any-return]
     return None
+
+
+def module_of(dialect: Dialect) -> ModuleType:
+    """Returns the file that reads and writes a dialect."""
+    return importlib.import_module(f"mxfp8_graph.tools.dialects.{dialect.module}")
+
+
+def _nodes_of_ours(edit: Edit) -> list[ir.Node]:
+    return [node for graph in graphs_of(edit.model.graph) for node in graph if node.domain == contract.DOMAIN]
 
 
 def _ours(edit: Edit) -> Counter[str]:
     """Returns how many packed "weights" and quantized "activations" the model has in our dialect."""
-    weights: set[tuple[int, str]] = set()
-    counted: Counter[str] = Counter()
-
-    def count(scope: Scope, node: onnx.NodeProto) -> None:
-        op = contract.OPS.get(node.op_type) if node.domain == contract.DOMAIN else None
-        if op is None:
-            return
-        if (at := op.packed_at) is not None and scope.tensor(node.input[at]) is not None:
-            weights.add((id(scope.owner(node.input[at]).graph), node.input[at]))
-        if op.quantizes:
-            counted["activations"] += 1
-
-    edit.each(count)
-    if weights:
-        counted["weights"] = len(weights)
-    return counted
-
-
-def _infer(edit: Edit) -> dict[str, TensorType]:
-    """Finds the dtypes and ranks of values, as far as onnx can, and returns what is known of each."""
-    model = onnx.ModelProto()
-    model.CopyFrom(edit.opened.proto)
-    record.complete(model, edit.opened.opset, None)
-    inferred = onnx_calls.infer_shapes(model, edit.opened.name, [])
-    found: dict[str, TensorType] = {}
-    unsure: set[str] = set()
-    for graph in iter_graphs(inferred.graph):
-        for value in (*graph.input, *graph.value_info, *graph.output):
-            tensor = value.type.tensor_type
-            dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim]
-            known = TensorType(tensor.elem_type, tuple(dims) if tensor.HasField("shape") else None)
-            if found.setdefault(value.name, known) != known:
-                unsure.add(value.name)
-        for stored in graph.initializer:
-            found[stored.name] = TensorType(stored.data_type, tuple(stored.dims))
-    for name in unsure:
-        del found[name]
-    edit.dtypes = {name: known.dtype for name, known in found.items()}
-    edit.ranks = {name: len(known.shape) for name, known in found.items() if known.shape is not None}
-    return found
+    nodes = [(node, op) for node in _nodes_of_ours(edit) if (op := contract.OPS.get(node.op_type)) is not None]
+    packed = (operand(node, op.packed_at) for node, op in nodes if op.packed_at is not None)
+    weights = {value for value in packed if tensor_of(value) is not None}
+    # Without zeros: a dialect that the model does not have is not reported.
+    return +Counter(weights=len(weights), activations=sum(op.quantizes for _, op in nodes))
 
 
 def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     """Puts gemms together, fuses them with their neighbours, and completes the model."""
     opened = edit.opened
     edit.each(gemms.put_together)
-    fusions = restored.restore(edit)
-    restored.forget(opened.proto)
+    fusions = recompose.restore(edit)
+    recompose.forget(edit.model)
     if fused:
+        edit.infer()
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
-        fusions += len(fuse(opened, _infer(edit), edit.fresh, recipe))
+        fusions += len(fuse(edit.model, recipe))
+    put_graph(opened, edit.model)
     record.complete(opened.proto, opened.opset, record.recipe_of(opened.proto))
-    nodes = [node for graph in iter_graphs(opened.proto.graph) for node in graph.node if node.domain == contract.DOMAIN]
+    nodes = _nodes_of_ours(edit)
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]
     return {
-        "kept": tuple(f"{node.input[0]} stays {node.op_type} and a standard op" for node in left),
+        "kept": tuple(f"{operands(node)[0].name} stays {node.op_type} and a standard op" for node in left),
         "gemms": sum(contract.OPS[node.op_type].is_gemm for node in nodes),
         "fusions": fusions,
     }
@@ -211,28 +180,24 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
 def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
     """Writes every node of ours in the dialect `to`."""
     opened = edit.opened
-    while edit.each(apart.unfuse):
+    while edit.each(decompose.unfuse):
         pass
-    _infer(edit)
-    if to == "ort-cuda":
-        edit.each(lambda scope, node: ort_cuda.write(scope, node, allow))
-    edit.each(apart.take_apart)
-    edit.each(lambda scope, node: _WRITERS[to](scope, node, allow))
-    left = [n for graph in iter_graphs(opened.proto.graph) for n in graph.node if n.domain == contract.DOMAIN]
-    if left:  # what reads quantized values, rather than what quantizes them for it
+    edit.infer()
+    row, module = DIALECTS[to], module_of(DIALECTS[to])
+    if write_product := getattr(module, "write_product", None):
+        edit.each(lambda edit, node: write_product(edit, node, allow))
+    edit.each(decompose.take_apart)
+    edit.each(lambda edit, node: module.write(edit, node, allow))
+    if left := _nodes_of_ours(edit):  # what reads quantized values, rather than what quantizes them for it
         node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
         advice = "convert to standard, or leave it out of the rewrite (--exclude)"
         raise edit.refuse(node, f"has no form in {to}", expected="nodes that the dialect has", advice=advice)
-    if to == "qdq":
-        opened.proto.ir_version = max(opened.proto.ir_version, qdq.IR_VERSION)
+    put_graph(opened, edit.model)
+    opened.proto.ir_version = max(opened.proto.ir_version, row.ir_version)
     _record_dialect(opened.proto, to)
-    if to == "trt":
+    if check := getattr(module, "check", None):
         _import_domains(opened.proto)
-        if broken := trt_rules.violations(opened.proto):
-            what = f"breaks rules of TensorRT's parser: {'; '.join(broken[:5])}"
-            raise ContractError(
-                opened.name, what, expected="a model that the parser accepts", advice="convert to qdq or standard"
-            )
+        check(opened)
     return {}
 
 
@@ -254,7 +219,9 @@ def _record_dialect(model: onnx.ModelProto, dialect: str) -> None:
 
 def _import_domains(model: onnx.ModelProto) -> None:
     """Imports the domains of the dialects that the model uses, and no other of them."""
-    domains = {contract.DOMAIN: contract.VERSION, TRT: trt.VERSION, MICROSOFT: 1}
+    domains = {contract.DOMAIN: contract.VERSION}
+    for row in DIALECTS.values():
+        domains |= row.versions
     bodies = [node for function in model.functions for node in function.node]
     used = {node.domain for node in iter_nodes([*model.graph.node, *bodies])}
     for index in reversed(range(len(model.opset_import))):

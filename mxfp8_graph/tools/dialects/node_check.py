@@ -8,72 +8,56 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of, may_be_mxfp8
-from mxfp8_graph.tools.dialects.graph_edit import Advice, Scope
-
-_PORTS: Final = {
-    "TRT_MXFP8DynamicQuantize": (1, 1, 2),
-    "TRT_MXFP8QuantizeLinear": (2, 3, 1),
-    "TRT_MXFP8DequantizeLinear": (2, 3, 1),
-    "MatMulBlockQuantizedFp8Weight": (3, 5, 1),
-    "MXQuantizeDequantize": (1, 1, 1),
-    "MXFixNeuron": (1, 1, 1),
-    "DequantizeLinear": (2, 3, 1),
-    "QuantizeLinear": (2, 3, 1),
-}
-"""How many inputs a node has, at least and at most, and how many outputs."""
-
-_ATTRIBUTES: Final = {
-    "trt": ("axis", "block_size", "output_dtype"),
-    "ort-cuda": ("block_size",),
-    "quark": ("axis", "block_size", "element_dtype", "scale_dtype", "rounding_mode"),
-}
-"""The attributes that nodes of a dialect may have: another may change values in a way that is not known here."""
+from mxfp8_graph.onnx_model.dialects import OPS
+from mxfp8_graph.onnx_model.graph import attribute, is_op
+from mxfp8_graph.tools.dialects.edit import Advice, Edit, dims, operand, rank_of, tensor_of
+from mxfp8_ops.formats import BLOCK_SIZE
 
 _KINDS: Final = {
-    **dict.fromkeys(("axis", "block_size", "output_dtype", "rounding_mode"), onnx.AttributeProto.INT),
-    **dict.fromkeys(("element_dtype", "scale_dtype"), onnx.AttributeProto.STRING),
+    **dict.fromkeys(("axis", "block_size", "output_dtype", "rounding_mode"), ir.AttributeType.INT),
+    **dict.fromkeys(("element_dtype", "scale_dtype"), ir.AttributeType.STRING),
 }
 
 
-def check_node(scope: Scope, node: onnx.NodeProto) -> None:
+def check_node(edit: Edit, node: ir.Node) -> None:
     """Raises ContractError for a node of another dialect that is damaged or unknown; other nodes are left alone."""
-    dialect = dialect_of(node)
-    if dialect in {None, "mxfp8"} and not may_be_mxfp8(node):
+    key = node.domain, node.op_type
+    row = OPS.get(key)
+    if row is None or (is_op(node, "QuantizeLinear") and attribute(node, "block_size", 0) != BLOCK_SIZE):
         return
-    least, most, outputs = _PORTS[node.op_type]
+    least, most, outputs = row.ops[key]
     advice = "export the model again"
     if (
-        not all([*node.input[:least], len(node.input) >= least])
-        or any(node.input[most:])
-        or not all([*node.output, len(node.output) == outputs])
+        not all([*node.inputs[:least], len(node.inputs) >= least])
+        or any(node.inputs[most:])
+        or [bool(output.name) for output in node.outputs] != [True] * outputs
     ):
-        what = f"inputs {[*node.input]}, outputs {[*node.output]}"
+        names = [value.name if value is not None else "" for value in node.inputs]
+        what = f"inputs {names}, outputs {[output.name for output in node.outputs]}"
         expected = f"{least}{'' if most == least else f' to {most}'} inputs and {outputs}"
-        raise scope.edit.refuse(node, what, expected=expected, advice=advice)
-    if dialect == "trt":
-        check_zero_point(scope, node, advice)
-    for attribute in node.attribute:
-        known = _ATTRIBUTES.get(dialect or "", (attribute.name,))
-        if attribute.name not in known:
-            expected = f"{', '.join(known)} alone, which are known to convert"
-            raise scope.edit.refuse(node, f"attribute {attribute.name!r}", expected=expected, advice=advice)
-        kind = _KINDS.get(attribute.name, attribute.type)
-        if attribute.type != kind:
-            expected = onnx.AttributeProto.AttributeType.Name(kind).lower()
-            raise scope.edit.refuse(node, f"{attribute.name} of another type", expected=expected, advice=advice)
-    axis = next((a.i for a in node.attribute if a.name == "axis"), None)
-    stored = scope.tensor(node.input[0])
-    rank = scope.edit.ranks.get(node.input[0]) if stored is None else len(stored.dims)
+        raise edit.refuse(node, what, expected=expected, advice=advice)
+    if row.name == "trt":
+        check_zero_point(edit, node, advice)
+    for entry in node.attributes.values():
+        if row.attributes and entry.name not in row.attributes:
+            expected = f"{', '.join(row.attributes)} alone, which are known to convert"
+            raise edit.refuse(node, f"attribute {entry.name!r}", expected=expected, advice=advice)
+        kind = _KINDS.get(entry.name, entry.type)
+        if entry.type != kind:
+            what = f"{entry.name} of another type"
+            raise edit.refuse(node, what, expected=kind.name.lower(), advice=advice)
+    axis, value = attribute(node, "axis", None), node.inputs[0]
+    stored = tensor_of(value)
+    rank = len(dims(stored)) if stored is not None else None if value is None else rank_of(value)
     if axis is not None and rank is not None and not -rank <= axis < max(rank, 1):
-        raise scope.edit.refuse(node, f"axis {axis}", expected=f"one of {rank} dimensions", advice=advice)
+        raise edit.refuse(node, f"axis {axis}", expected=f"one of {rank} dimensions", advice=advice)
 
 
-def check_zero_point(scope: Scope, node: onnx.NodeProto, advice: Advice) -> None:
+def check_zero_point(edit: Edit, node: ir.Node, advice: Advice) -> None:
     """Raises ContractError unless the zero point of a node, its third input, is absent or stored zeros."""
-    name = node.input[2] if len(node.input) > 2 else ""
-    stored = scope.tensor(name) if name else None
-    if name and (stored is None or np.any(scope.values(stored) != 0)):
-        raise scope.edit.refuse(node, f"zero point {name!r}", expected="none, or stored zeros", advice=advice)
+    value = operand(node, 2)
+    stored = tensor_of(value)
+    if value is not None and (stored is None or np.any(stored.numpy() != 0)):
+        raise edit.refuse(node, f"zero point {value.name!r}", expected="none, or stored zeros", advice=advice)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
+from rich.console import RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.report import html
-from mxfp8_graph.report.data import Report
+from mxfp8_graph.report import html, text
+from mxfp8_graph.report.base import Data, Report
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class Counts(Data):
     """How many tensors of one dialect there are."""
 
     weights: int = 0
@@ -45,9 +45,9 @@ class Conversion(Report):
     fusions: int = field(default=0)
     """To mxfp8: nodes that were fused with their neighbours."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything as JSON values."""
-        return asdict(self)
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns `facts`, a line each."""
+        return text.lines(self.facts())
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) lines for a terminal."""

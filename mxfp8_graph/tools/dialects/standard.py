@@ -7,33 +7,33 @@ DequantizeLinear lacks), experts.
 
 from __future__ import annotations
 
-import onnx
+import onnx_ir as ir
 
-from mxfp8_graph.tools.dialects.graph_edit import Nodes, Scope, attribute
-from mxfp8_graph.tools.dialects.qdq import dequantize_linear, shared, table_of_scales
-from mxfp8_graph.tools.dialects.restored import taken_apart
+from mxfp8_graph.onnx_model.graph import attribute
+from mxfp8_graph.tools.dialects.decompose import taken_apart
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, is_ours, operands, tensor_of
+from mxfp8_graph.tools.dialects.qdq import dequantize_linear, table_of_scales
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
 
 
-def write(scope: Scope, node: onnx.NodeProto, _: frozenset[str]) -> Nodes | None:
+def write(edit: Edit, node: ir.Node, _: frozenset[str]) -> Nodes | None:
     """Returns standard ops for one of our nodes, or None for others."""
     if node.domain != contract.DOMAIN:
         return None
-    if node.op_type == contract.DEQUANTIZE.name:
-        elements, codes = scope.tensor(node.input[0]), scope.tensor(node.input[1])
-        axis = attribute(node, "axis", -1)
-        if elements is not None and codes is not None and elements.dims[axis] % BLOCK_SIZE == 0:
-            scales = shared(scope, ("scales", node.input[1]), lambda _: _scales(scope, node))
-            return dequantize_linear(scope, node, scales)
-    return taken_apart(scope, node)
+    if is_ours(node, contract.DEQUANTIZE):
+        value, scales = operands(node)
+        elements, axis = tensor_of(value), attribute(node, "axis", -1)
+        if elements is not None and tensor_of(scales) is not None and dims(elements)[axis] % BLOCK_SIZE == 0:
+            looked_up = edit.shared(node.graph, "scales", scales, make=lambda: _looked_up(edit, scales))
+            return dequantize_linear(edit, node, looked_up)
+    return taken_apart(edit, node)
 
 
-def _scales(scope: Scope, node: onnx.NodeProto) -> str:
+def _looked_up(edit: Edit, scales: ir.Value) -> ir.Value:
     """Returns the float32 scales of a stored weight."""
-    top = scope
-    while top.outer is not None:
-        top = top.outer
-    table = shared(top, ("table",), lambda _: top.store("mxfp8_scale_values", contract.FLOAT, table_of_scales()))
-    index = scope.make("Cast", node.input[1], wanted=f"{node.input[1]}_index", to=contract.INT32)
-    return scope.make("Gather", table, index, wanted=f"{node.input[1]}_float")
+    top = edit.model.graph
+    make = lambda: edit.store(top, "mxfp8_scale_values", contract.FLOAT, table_of_scales())  # noqa: E731
+    table = edit.shared(top, "table", make=make)
+    index = edit.make("Cast", scales, wanted=f"{scales.name}_index", to=contract.INT32)
+    return edit.make("Gather", table, index, wanted=f"{scales.name}_float")

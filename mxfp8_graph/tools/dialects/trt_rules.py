@@ -6,12 +6,13 @@ The parser was not run here: these are the checks of its source.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import onnx
+from onnx import helper
 
-from mxfp8_graph.onnx_model.dialect_ops import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
+from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_model.walk import iter_graphs, node_label, stored_in
-from mxfp8_graph.tools.dialects.graph_edit import attribute
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
 
@@ -82,3 +83,8 @@ def _of_weight(node: onnx.NodeProto, elements: onnx.TensorProto, scales: onnx.Te
         yield f"{dims[blocked[0]]} elements are no {scales.dims[blocked[0]]} whole blocks"
     elif blocked[0] != axis % len(dims):
         yield f"axis is {axis}, and axis {blocked[0]} has the blocks"
+
+
+def attribute(node: onnx.NodeProto, name: str, default: Any) -> Any:
+    """Returns the value of an attribute, or `default`."""
+    return next((helper.get_attribute_value(each) for each in node.attribute if each.name == name), default)

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import NodeProto, TensorProto, helper
 
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed

@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import onnx
 
-from mxfp8_graph.file_reading import open_regular
-from mxfp8_graph.model_folder import ModelFolder
+from mxfp8_graph.file_reading import ModelFolder, open_regular
 from mxfp8_ops.errors import ContractError, Option
 
 MODEL: Final = "model.onnx"

@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
+import importlib
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from mxfp8_graph.file_reading import open_regular
+from mxfp8_graph.files import new_folder
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
 from mxfp8_graph.onnx_model.walk import iter_tensors
-from mxfp8_graph.tools.hosts import genai, hugging_face, triton
+from mxfp8_graph.tools.hosts import HOSTS
 from mxfp8_graph.tools.hosts.layout import Layout, Request
 from mxfp8_ops import native
 from mxfp8_ops.errors import ContractError, Option
-
-HOSTS: Final[dict[str, Callable[[Request], Layout]]] = {
-    "genai": genai.layout,
-    "optimum": hugging_face.optimum,
-    "sentence-transformers": hugging_face.sentence_transformers,
-    "triton": triton.layout,
-}
-"""Name of a host -> the function that returns the layout of its folder."""
 
 
 def package(
@@ -74,19 +66,21 @@ def package(
     if os.path.lexists(target):
         raise _exists(target)
     library = native.library_path()
-    layout = HOSTS[host](
-        Request(
-            model=opened.proto,
-            name=opened.name,
-            folder_name=target.name,
-            library=library.name,
-            config=None if config is None else Path(config),
-            root=PurePosixPath(root or target),
-        )
+    request = Request(
+        model=opened.proto,
+        name=opened.name,
+        folder_name=target.name,
+        library=library.name,
+        config=None if config is None else Path(config),
+        root=PurePosixPath(root or target),
     )
+    module, function = HOSTS[host].split(":")
+    layout = getattr(importlib.import_module(module), function)(request)
     try:
-        with _new_folder(target) as folder:
+        with new_folder(target) as folder:
             _fill(folder, layout, opened, library)
+    except FileExistsError:  # since it was looked for
+        raise _exists(target) from None
     except OSError as error:
         raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
     return target
@@ -100,28 +94,6 @@ def _rewritten(model: Any) -> OpenedModel:
     if record.find(opened.proto) is None:
         raise ContractError(opened.name, "has no MXFP8 nodes", expected="a rewritten model", advice="rewrite it first")
     return opened
-
-
-@contextlib.contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which is renamed to `target` at the end, or removed after an error."""
-    # Beside the target, so that the rename stays within one file system.
-    folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}.mxfp8-folder")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:  # and is a file
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)) from None
-    folder.mkdir()
-    try:
-        yield folder
-        try:
-            folder.rename(target)
-        except OSError as error:
-            if error.errno in {errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR}:  # since it was looked for
-                raise _exists(target) from None
-            raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _fill(folder: Path, layout: Layout, opened: OpenedModel, library: Path) -> None:

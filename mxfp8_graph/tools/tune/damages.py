@@ -1,4 +1,4 @@
-"""What each weight alone does at the outputs, in each way that it may be packed: a model with switches for each way."""
+"""What packing a weight does: to the outputs, by a model with switches for each way; and to the time of a run."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import METRICS
 from mxfp8_graph.tools.switched import open_switchable
-from mxfp8_graph.tools.tune.notebook import Notebook
-from mxfp8_graph.tools.tune.plans import WAYS, Unit, Way, wins
-from mxfp8_graph.tools.tune.recipes import with_way
-from mxfp8_graph.tools.tune.ticker import Ticker
-from mxfp8_graph.tools.tune.trials import Trial
+from mxfp8_graph.tools.tune.folder import Measurements
+from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Recipes, Unit, Way, wins, with_way
+from mxfp8_graph.tools.tune.trials import Ticker, Trial, Trials
 
 MOST_RANKED: Final = 4
 """Samples on which weights are ranked, spread over all of them; plans are measured on all."""
 _RELATIVE_L2: Final = METRICS["relative_l2"]
+_PER_BYTE: Final = 1e-15
+"""Seconds that a byte counts: of two ways that take as long, the smaller one."""
 
 
 def units_of(decisions: Sequence[Decision], trial: Trial) -> list[Unit]:
@@ -54,13 +54,13 @@ class Damages:
     """Measures the damage of every unit in every way."""
 
     def __init__(
-        self, model: Any, base: Recipe, samples: Samples, notebook: Notebook, ticker: Ticker, **settings: Any
+        self, model: Any, base: Recipe, samples: Samples, measurements: Measurements, ticker: Ticker, **settings: Any
     ) -> None:
         """`settings` are those of `open_switchable`."""
         every = max(1, -(-len(samples) // MOST_RANKED))
         self.feeds = samples.feeds[::every]
         self._model, self._base = model, base
-        self._notebook, self._ticker, self._settings = notebook, ticker, settings
+        self._measurements, self._ticker, self._settings = measurements, ticker, settings
 
     def of(self, units: Sequence[Unit]) -> list[Unit]:
         """Returns the units, which have none, with their damages."""
@@ -75,7 +75,7 @@ class Damages:
     def _alone(self, units: Sequence[Unit], wanted: Sequence[int], way: Way) -> dict[int, float]:
         """Returns the damage of each unit by its index; those that cannot be switched are left out."""
         keys = {index: f"alone {way}: {' '.join(units[index].sites)}" for index in wanted}
-        if not all(self._notebook.knows(key) for key in keys.values()):
+        if not all(key in self._measurements for key in keys.values()):
             with open_switchable(self._model, with_way(self._base, way), progress=None, **self._settings) as model:
                 numbers = {site.decision.site.name: number for number, site in enumerate(model.switched)}
                 off = [False] * len(numbers)
@@ -92,12 +92,12 @@ class Damages:
                     return errors
 
                 for index, key in keys.items():
-                    if self._notebook.knows(key):
+                    if key in self._measurements:
                         self._ticker.tick(str(way), len(self.feeds))
-                    self._notebook.recall(key, partial(measure, units[index]))
+                    self._measurements.recall(key, partial(measure, units[index]))
         else:
             self._ticker.tick(str(way), len(keys) * len(self.feeds))
-        found = {index: self._notebook.found(key) for index, key in keys.items()}
+        found = {index: self._measurements[key] for index, key in keys.items()}
         return {index: sum(e * e for e in errors) / len(errors) for index, errors in found.items() if errors}
 
 
@@ -106,3 +106,36 @@ def _is_worth_it(way: Way, before: Mapping[Way, float]) -> bool:
     first = WAYS[0].activations
     usual, same = Way(first), Way(first, way.scale_rounding)
     return way.activations == first or way.scale_rounding == "ceil" or wins(same, usual, before)
+
+
+def shapes_of(decisions: Sequence[Decision]) -> dict[str, list[str]]:
+    """Returns the names of the eligible sites by shape, dtype and role."""
+    found: dict[str, list[str]] = {}
+    for decision in decisions:
+        if decision.quantize:
+            site = decision.site
+            found.setdefault(f"{site.role} {site.n} x {site.k} {site.dtype}", []).append(site.name)
+    return found
+
+
+def latency_cost(units: Sequence[Unit], decisions: Sequence[Decision], recipes: Recipes, trials: Trials) -> Cost:
+    """Returns the cost in seconds that a unit adds to a run, compared with keeping it: measured, negative if faster."""
+    shapes = shapes_of(decisions)
+    ways = {site: {way.activations for way in unit.damages} for unit in units for site in unit.sites}
+    seconds: dict[tuple[str, str], float] = {}
+    for shape, sites in shapes.items():
+        for activations in ACTIVATIONS:
+            timed = [site for site in sites if activations in ways.get(site, ())]
+            if not timed:
+                continue
+            plan = {site: Way(activations) if site in timed else KEPT for site in ways}
+            recipe = recipes.recipe(plan, "timing")
+            rewritten, original = trials.seconds(recipe, f"latency of {shape}: {Way(activations)}")
+            seconds.update({(site, activations): (rewritten - original) / len(timed) for site in timed})
+    return lambda unit, way: _cost(unit, way, seconds)
+
+
+def _cost(unit: Unit, way: Way, seconds: Mapping[tuple[str, str], float]) -> float:
+    if way == KEPT:
+        return unit.bytes_before * _PER_BYTE
+    return sum(seconds[site, way.activations] for site in unit.sites) + unit.bytes_after * _PER_BYTE

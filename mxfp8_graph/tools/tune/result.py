@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from rich.console import Group, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
+from rich.text import Text
 
-from mxfp8_graph.report import html
-from mxfp8_graph.report.data import Report, filled
-from mxfp8_graph.report.json_text import finite
+from mxfp8_graph.naming import printable
+from mxfp8_graph.report import html, text
+from mxfp8_graph.report.base import Report
 from mxfp8_graph.tools.tune.budget import Budget
 from mxfp8_graph.tools.tune.plans import Unit, Way
 from mxfp8_graph.tools.tune.search import Step
@@ -20,10 +22,18 @@ from mxfp8_ops.errors import Mxfp8Error
 SCHEMA: Final = 1
 """Version of the layout of `Tuning.to_dict`; it grows when a key changes its meaning or goes away."""
 
+SHOWN: Final = 12
+"""Steps that a terminal shows unless all are asked for, the last ones."""
+
+SPARE: Final = ("relative L2, estimated", "step")
+"""Columns to leave out of a narrow table, in this order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Report):
     """What `tune` found."""
+
+    FOLDS = False
 
     source: str
     objective: str
@@ -104,7 +114,7 @@ class Tuning(Report):
         titles = [f"{'worst' if budget.of_worst else 'mean'} {budget.metric.title}" for budget in self.budgets]
         titles += [f"mean {self.chosen.trial.scores[name].metric.title}" for name in others]
         header = ("", "budget", *titles, "relative L2, estimated", "tensors", "weights", "step")
-        return filled(header, [self._row(step, others) for step in self.steps])
+        return html.filled(header, [self._row(step, others) for step in self.steps])
 
     def _row(self, step: Step, others: Sequence[str]) -> tuple[html.Cell, ...]:
         scores = step.trial.scores
@@ -125,41 +135,36 @@ class Tuning(Report):
         ways = list(dict.fromkeys(way for unit in self.units for way in unit.damages))
         header = ("weight", "chosen", "bytes", *(f"alone, {way}: relative L2" for way in ways))
         rows = [self._unit_row(*pair, ways) for pair in zip(self.units, self.chosen.plan, strict=True)]
-        return filled(header, rows)
+        return html.filled(header, rows)
 
     def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[html.Cell, ...]:
         errors = (html.number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
         return (unit.label, str(way), html.byte_size(unit.bytes_before), *errors)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only; what is not finite is None."""
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        latency = self.latency and dict(zip(("chosen", "original"), self.latency, strict=True))
         return {
             "schema": SCHEMA,
             "source": self.source,
             "objective": self.objective,
-            "budgets": [str(budget) for budget in self.budgets],
+            "budgets": self.budgets,
             "budgets_kept": self.chosen.met,
             "finished": self.finished,
             "base_recipe": self.base,
             "recipe": self.recipe.model_dump(mode="json", exclude_defaults=True),
-            "inputs": self.inputs,
-            "samples": self.samples,
-            "synthesised": self.synthesised,
-            "isa": self.isa,
-            "bytes_before": self.bytes_before,
+            **{key: getattr(self, key) for key in ("inputs", "samples", "synthesised", "isa", "bytes_before")},
             "packed_share": self.packed_share,
-            "latency_seconds": None
-            if self.latency is None
-            else dict(zip(("chosen", "original"), self.latency, strict=True)),
-            "notes": list(self.notes),
+            "latency_seconds": latency,
+            "notes": self.notes,
             "chosen": self._step_dict(self.chosen),
             "steps": [self._step_dict(step) for step in self.steps],
             "weights": [
                 {
-                    "sites": list(unit.sites),
-                    "chosen": str(way),
+                    "sites": unit.sites,
+                    "chosen": way,
                     "bytes": unit.bytes_before,
-                    "alone_relative_l2": {str(w): finite(math.sqrt(d)) for w, d in unit.damages.items()},
+                    "alone_relative_l2": {way: math.sqrt(damage) for way, damage in unit.damages.items()},
                 }
                 for unit, way in zip(self.units, self.chosen.plan, strict=True)
             ],
@@ -172,9 +177,22 @@ class Tuning(Report):
             "met": step.met,
             "weights": step.counts,
             "bytes": step.trial.byte_size,
-            "estimated_relative_l2": finite(step.estimate),
-            "scores": {name: score.to_dict() for name, score in step.trial.scores.items()},
+            "estimated_relative_l2": step.estimate,
+            "scores": step.trial.scores,
         }
+
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns the steps, with `every` also the weights, and what there is to know beside them."""
+        header, rows = self.step_table()
+        shown = rows if every else rows[-SHOWN:]
+        more = f"{len(rows) - len(shown)} steps before; --verbose shows them" if len(rows) > len(shown) else ""
+        parts: list[RenderableType] = [Text(printable(self.headline())), Text(more), text.Fitted(header, shown, SPARE)]
+        if every:
+            parts += [Text(), text.Fitted(*self.unit_table())]
+        facts = self.facts()
+        if self.resumed:  # the result is the same: only here is it said
+            facts.append(("resumed", f"{self.resumed} measurements are of a search that did not finish"))
+        return Group(*parts, Text(), text.lines(facts))
 
     def to_html(self) -> str:
         """Returns one self-contained page: the path of the search, error against size, and what was chosen."""

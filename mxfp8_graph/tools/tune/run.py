@@ -12,14 +12,14 @@ from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
 from mxfp8_graph.checking.samples import SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable
-from mxfp8_graph.file_scratch import scratch
+from mxfp8_graph.files import scratch
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.tools.tune.budget import parse
-from mxfp8_graph.tools.tune.place import Place
+from mxfp8_graph.tools.tune.folder import Place
 from mxfp8_graph.tools.tune.result import Tuning
-from mxfp8_graph.tools.tune.ticker import Ticker
+from mxfp8_graph.tools.tune.trials import Ticker
 from mxfp8_graph.tools.tune.tuner import Tuner
 from mxfp8_ops.errors import ContractError
 
@@ -85,8 +85,8 @@ def tune(
     base = load_recipe(recipe)
     in_memory = not isinstance(model, (str, Path))
     place = None if in_memory and output is None else Place(model, output, overwrite=overwrite)
-    held = contextlib.nullcontext() if place is None else place.held()
-    with held, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
+    search = contextlib.nullcontext() if place is None else place.search()
+    with search as file, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
         samples = make_samples(signature, inputs, shapes, seed, count=SYNTHESISED, run=original.run)
         base = base.for_cpu() if original.note else base
         with scratch("tune") as folder:
@@ -100,6 +100,7 @@ def tune(
                 budgets=budgets,
                 objective=objective,
                 place=place,
+                file=file,
                 folder=folder,
                 allow_nonfinite=allow_nonfinite,
                 ticker=Ticker(progress),

@@ -13,8 +13,7 @@ from typing import Final
 
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.tune.budget import Budget, all_met
-from mxfp8_graph.tools.tune.plans import WINS, Cost, Move, Plan, Unit, after, estimate
-from mxfp8_graph.tools.tune.recipes import Recipes
+from mxfp8_graph.tools.tune.plans import WINS, Cost, Move, Plan, Recipes, Unit, after, estimate
 from mxfp8_graph.tools.tune.trials import Trial, Trials
 
 MOST_REFINED: Final = 16

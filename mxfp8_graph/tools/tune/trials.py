@@ -6,26 +6,25 @@ import hashlib
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mxfp8_graph import rewriting
 from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.samples import Samples
 from mxfp8_graph.checking.sessions import Runnable, Session
+from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import Metric, Score, check_measurable
-from mxfp8_graph.tools.tune.notebook import Notebook
-from mxfp8_graph.tools.tune.ticker import Ticker
+from mxfp8_graph.tools.tune.folder import Measurements
 
 ROUNDS: Final = 9
 """How often a model and the original are timed, in turns."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Packed:
+class Packed(NamedTuple):
     """The weight of one rewritten site."""
 
     site: str
@@ -51,6 +50,25 @@ class Trial:
         return sum({one.weight: one.bytes_before for one in self.packed}.values())
 
 
+class Ticker:
+    """Reports to a progress callback how many runs of the model are done, against how many there are at most."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self.total = 1
+        self._progress = progress
+        self._done = 0
+
+    def tick(self, what: str, runs: int = 1) -> None:
+        """Counts runs that were made, now or by a search before this one, or that are not needed."""
+        self._done = min(self._done + runs, self.total)
+        if self._progress is not None:
+            self._progress(what, self._done, self.total)
+
+    def finish(self) -> None:
+        """Counts all runs as done."""
+        self.tick("done", self.total)
+
+
 @dataclass(kw_only=True)
 class Trials:
     """Rewrites one model by one recipe after another, and runs what comes of it."""
@@ -60,7 +78,7 @@ class Trials:
     original: Runnable
     samples: Samples
     metrics: Sequence[Metric]
-    notebook: Notebook
+    measurements: Measurements
     ticker: Ticker
     folder: Path
     """A temporary one."""
@@ -70,35 +88,33 @@ class Trials:
 
     def trial(self, recipe: Recipe, what: str) -> Trial:
         """Returns what a recipe does to the outputs; errors as `rewrite` and `Runnable.run`."""
-        self.ticker.say(what)
-        key = f"trial {_digest(recipe)}"
-        known = self.notebook.knows(key)
-        found = self.notebook.recall(key, lambda: self._tried(recipe, what))
-        if known:
-            self.ticker.tick(what, len(self.samples))
-        return _from_json(found, self.metrics)
+        name = f"trial {_digest(recipe)}"
+        # Counted as done if it was measured before; if not, after each run.
+        self.ticker.tick(what, len(self.samples) if name in self.measurements else 0)
+        found = self.measurements.recall(name, lambda: self._tried(recipe, what))
+        packed = tuple(Packed(*row) for row in found["packed"])
+        return Trial(scores=self._scores(found["scores"]), byte_size=found["bytes"], packed=packed)
 
     def written(self, path: Path, trial: Trial) -> Trial:
         """Returns `trial` with what the model that was written to `path` does, measured."""
-        return _from_json({**_to_json(trial), "scores": self._scores(self._runnable(path), "the result")}, self.metrics)
+        return replace(trial, scores=self._scores(self._values(self._runnable(path), "the result")))
 
     def seconds(self, recipe: Recipe, what: str) -> tuple[float, float]:
         """Returns the median latencies of (the rewritten model, the original) on the largest sample."""
-        self.ticker.say(what)
-        key = f"latency {_digest(recipe)}"
-        known = self.notebook.recall(key, lambda: self._timed(self._rewritten(recipe)[0]))
-        self.ticker.tick(what, 1)
-        rewritten, original = known
+        self.ticker.tick(what, 0)
+        name = f"latency {_digest(recipe)}"
+        rewritten, original = self.measurements.recall(name, lambda: self._timed(self._rewritten(recipe)[0]))
+        self.ticker.tick(what)
         return rewritten, original
 
     def _tried(self, recipe: Recipe, what: str) -> dict[str, Any]:
         model, report = self._rewritten(recipe)
         packed = [
-            [s.decision.site.name, s.packed or s.decision.site.name, s.bytes_before, s.bytes_after]
+            Packed(s.decision.site.name, s.packed or s.decision.site.name, s.bytes_before, s.bytes_after)
             for s in report.rewritten
         ]
-        scores = self._scores(self._runnable(model), what)
-        return {"scores": scores, "bytes": report.account.bytes_after, "packed": packed}
+        values = self._values(self._runnable(model), what)
+        return {"scores": values, "bytes": report.account.bytes_after, "packed": packed}
 
     def _rewritten(self, recipe: Recipe) -> tuple[Any, Any]:
         """Returns (the rewritten model, the report); an ONNX model in a file, which the next one replaces."""
@@ -124,7 +140,11 @@ class Trials:
             check_measurable(name, outputs)  # no plan could keep a budget
         return expected
 
-    def _scores(self, runnable: Runnable, what: str) -> dict[str, list[float]]:
+    def _scores(self, values: Mapping[str, Sequence[float]]) -> dict[str, Score]:
+        return {m.name: Score(metric=m, values=tuple(values[m.name])) for m in self.metrics}
+
+    def _values(self, runnable: Runnable, what: str) -> dict[str, list[float]]:
+        """Returns one number per sample by the name of the metric."""
         found: dict[str, list[float]] = {metric.name: [] for metric in self.metrics}
         for feeds, expected in zip(self.samples.feeds, self._expected, strict=True):
             outputs = runnable.run(feeds)
@@ -148,18 +168,3 @@ class Trials:
 
 def _digest(recipe: Recipe) -> str:
     return hashlib.sha256(recipe.model_dump_json(exclude={"name"}).encode()).hexdigest()
-
-
-def _to_json(trial: Trial) -> dict[str, Any]:
-    packed = [[p.site, p.weight, p.bytes_before, p.bytes_after] for p in trial.packed]
-    scores = {name: list(score.values) for name, score in trial.scores.items()}
-    return {"scores": scores, "bytes": trial.byte_size, "packed": packed}
-
-
-def _from_json(found: Mapping[str, Any], metrics: Sequence[Metric]) -> Trial:
-    names = ("site", "weight", "bytes_before", "bytes_after")
-    return Trial(
-        scores={m.name: Score(metric=m, values=tuple(found["scores"][m.name])) for m in metrics},
-        byte_size=found["bytes"],
-        packed=tuple(Packed(**dict(zip(names, row, strict=True))) for row in found["packed"]),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mxfp8_graph import rewriting
 from mxfp8_graph._version import __version__
@@ -13,22 +13,17 @@ from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.samples import Samples
 from mxfp8_graph.checking.sessions import Runnable
-from mxfp8_graph.file_writing import write_text
+from mxfp8_graph.files import write_text
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
-from mxfp8_graph.tools.tune import identity
 from mxfp8_graph.tools.tune.budget import Budget, all_met, metrics_of
-from mxfp8_graph.tools.tune.damages import Damages, units_of
-from mxfp8_graph.tools.tune.latency import latency_cost, shapes_of
-from mxfp8_graph.tools.tune.notebook import Notebook
-from mxfp8_graph.tools.tune.place import Place
-from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Unit, Way, path, size_cost
-from mxfp8_graph.tools.tune.recipes import Recipes, with_way
+from mxfp8_graph.tools.tune.damages import Damages, latency_cost, shapes_of, units_of
+from mxfp8_graph.tools.tune.folder import Measurements, Place, metric_digest, model_digest, samples_digest
+from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Recipes, Unit, Way, path, size_cost, with_way
 from mxfp8_graph.tools.tune.result import BudgetNotMetError, Tuning
 from mxfp8_graph.tools.tune.search import Search, Step, most_steps
-from mxfp8_graph.tools.tune.ticker import Ticker
-from mxfp8_graph.tools.tune.trials import Trials
+from mxfp8_graph.tools.tune.trials import Ticker, Trials
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -41,6 +36,13 @@ class Interrupted(KeyboardInterrupt):
         self.best = best
         self.part = part
         """Where it goes on from, and the best so far is."""
+
+    def advice(self) -> str:
+        """Returns where the search goes on, and what there is of it."""
+        if self.part is None:
+            return "nothing was written"
+        best = "the best so far is in" if self.best else "no plan keeps the budget so far; the measurements are in"
+        return f"{best} {self.part}; the same command goes on from there"
 
 
 @dataclass(kw_only=True)
@@ -57,6 +59,8 @@ class Tuner:
     budgets: tuple[Budget, ...]
     objective: str
     place: Place | None
+    file: BinaryIO | None
+    """That of the measurements; None keeps them in memory."""
     folder: Path
     """A temporary one."""
     allow_nonfinite: bool
@@ -70,13 +74,13 @@ class Tuner:
         self._bytes_before = dry.account.bytes_before
         metrics = metrics_of(self.budgets)
         scores = {metric.name: len(self.samples) for metric in metrics}
-        self._notebook = Notebook(self.place.part if self.place else None, self._subject(), scores)
+        self._measurements = Measurements(self.file, self._subject(), scores)
         self._trials = Trials(
             model=self.source,
             original=self.original,
             samples=self.samples,
             metrics=metrics,
-            notebook=self._notebook,
+            measurements=self._measurements,
             ticker=self.ticker,
             folder=self.folder,
             name=self.signature.name,
@@ -106,11 +110,11 @@ class Tuner:
         """Returns what measurements are of; the bounds of the budgets do not matter to them."""
         return {
             "version": __version__,
-            "model": identity.of_model(self.model) if self.place else "",
-            "samples": identity.of_samples(self.samples),
+            "model": model_digest(self.model) if self.place else "",
+            "samples": samples_digest(self.samples),
             "recipe": self.base.model_dump_json(),
             "objective": self.objective,
-            "metric": ", ".join(identity.of_metric(metric) for metric in metrics_of(self.budgets)),
+            "metric": ", ".join(metric_digest(metric) for metric in metrics_of(self.budgets)),
             "instruction set": cpu.isa(),
         }
 
@@ -123,13 +127,13 @@ class Tuner:
 
     def _damages(self) -> Damages:
         settings = {"allow_nonfinite": self.allow_nonfinite, "trust_pickle": False}
-        return Damages(self.source, self.base, self.samples, self._notebook, self.ticker, **settings)
+        return Damages(self.source, self.base, self.samples, self._measurements, self.ticker, **settings)
 
     def _try_plans(self, decisions: Sequence[Decision]) -> None:
         """Measures what it takes to choose, and leaves the steps in the search."""
         cheapest = self._trials.trial(with_way(self.base, WAYS[0]), f"everything {WAYS[0]}")
         if not {d.site.name for d in decisions if d.quantize} <= {one.site for one in cheapest.packed}:
-            raise self._notebook.damaged()
+            raise self._measurements.damaged()
         self._units = units_of(decisions, cheapest)
         if self.objective == "size" and any(step.met for step in self._uniform(size_cost)):
             return  # nothing is smaller
@@ -240,7 +244,7 @@ class Tuner:
             latency=latency,
             finished=finished,
             output=None if output is None else str(output),
-            resumed=self._notebook.resumed,
+            resumed=self._measurements.resumed,
             notes=tuple(notes),
         )
 

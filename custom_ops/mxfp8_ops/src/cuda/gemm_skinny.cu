@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
   const int thread = static_cast<int>(threadIdx.x), warp = thread >> 5, lane = thread & 31;
   const int group = lane >> 2, part = lane & 3, deep = warp / WARPS;
   const int across = static_cast<int>((n + ROWS - 1) / ROWS), split = static_cast<int>(blockIdx.x) / across;
-  const i64 blocks = k >> 5, first_row = static_cast<i64>(static_cast<int>(blockIdx.x) % across) * ROWS;
+  const i64 first_row = static_cast<i64>(static_cast<int>(blockIdx.x) % across) * ROWS;
   const i64 row = first_row + (warp % WARPS) * 16 + group;
   if (split >= splits) return;
   // Steps first_step <= step < steps, and what of k they end with.
@@ -100,38 +100,58 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
   if (thread < DEEP) inexact[thread] = 0;
   float sums[TILES][4] = {};
 
-  auto load_weights = [&](Weights<CHUNKS>& w, i64 step) {
+  // The addresses of a lane's rows, once: 64-bit products in the loop cost more instructions than the loads. Rows and k
+  // past the end are the last ones again: those rows are never stored, and x is zero at those k. An element that is not
+  // finite there takes the exact path, which ends at k.
+  const int end_of_k = static_cast<int>(k_end), depth = deep * STEP + 16 * part;
+  const u8 *elements[2], *scales[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+  for (int r = 0; r < 2; ++r) {
+    const i64 first = opaque((row + 8 * r < n ? row + 8 * r : n - 1) * k);
+    elements[r] = b + first, scales[r] = b_scales + (first >> 5);
+  }
+  auto load_weights = [&](Weights<CHUNKS>& w, int step) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-        const i64 at = step * WIDE + deep * STEP + 64 * c + 16 * part;
-        const bool live = at < k_end && row + 8 * r < n;
-        w.elements[r][c] = live ? load_once16(b + (row + 8 * r) * k + at) : make_uint4(0, 0, 0, 0);
-        w.scales[r][c] = live ? b_scales[(row + 8 * r) * blocks + (at >> 5)] : 127u;
+    for (int c = 0; c < CHUNKS; ++c) {
+      const int wanted = step * WIDE + depth + 64 * c, at = wanted < end_of_k ? wanted : end_of_k - 16;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        w.elements[r][c] = load_once16(elements[r] + at);
+        w.scales[r][c] = scales[r][at >> 5];
       }
+    }
   };
 
   // Unit u of a step is VALUES of row u / (WIDE / VALUES) of x.
   uint4 next[MINE][LOADS];
   u32 next_scale[MINE];
-  auto load_x = [&](i64 step) {
+  constexpr int BYTES = 16 * LOADS / VALUES, NEVER = 1 << 30;
+  const u8 *x_row[MINE], *x_row_scales[MINE];
+  int x_depth[MINE];  // where in a step, or NEVER
+#pragma unroll
+  for (int i = 0; i < MINE; ++i) {
+    const int unit = thread + 256 * i, token = unit / (WIDE / VALUES);
+    x_depth[i] = token < m && unit < UNITS ? unit % (WIDE / VALUES) * VALUES : NEVER;
+    const i64 first = opaque(token < m ? token * k : 0);
+    x_row[i] = x + first * BYTES;
+    x_row_scales[i] = X::is_element ? x_scales + (first >> 5) : nullptr;
+  }
+  auto load_x = [&](int step) {
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
-      const int unit = thread + 256 * i, token = unit / (WIDE / VALUES);
-      const i64 at = step * WIDE + unit % (WIDE / VALUES) * VALUES;
-      const bool live = token < m && at < k_end && unit < UNITS;
+      const int at = step * WIDE + x_depth[i];
+      const bool live = at < end_of_k;
 #pragma unroll
       for (int j = 0; j < LOADS; ++j)
-        next[i][j] = live ? load16(x + (token * k + at) * (16 * LOADS / VALUES) + 16 * j) : make_uint4(0, 0, 0, 0);
-      next_scale[i] = X::is_element && live ? x_scales[token * blocks + (at >> 5)] : 127u;
+        next[i][j] = live ? load16(x_row[i] + static_cast<i64>(at) * BYTES + 16 * j) : make_uint4(0, 0, 0, 0);
+      next_scale[i] = X::is_element && live ? x_row_scales[i][at >> 5] : 127u;
     }
   };
   // Neighbouring tokens swap neighbouring 16 bytes, so that eight lanes that read together meet in no bank.
   auto place = [&](int token, int at) {
     return shared + ((at / STEP) * TOKENS + token) * STEP * 2 + (((at % STEP) >> 3) ^ (token & 1)) * 16;
   };
-  auto store_x = [&](i64 step) {
+  auto store_x = [&](int step) {
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const int unit = thread + 256 * i, token = unit / (WIDE / VALUES), at = unit % (WIDE / VALUES) * VALUES;
@@ -157,16 +177,17 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
     }
   };
 
-  auto run = [&](Weights<CHUNKS>& w, i64 step) {
+  auto run = [&](Weights<CHUNKS>& w, int step) {
     __syncthreads();  // everyone is done with the step before
     store_x(step);
     load_x(step + 1);
     __syncthreads();
-    bool fast = inexact[deep] != static_cast<u32>(step) + 1;
+    FastElements<F> seen;  // one test of all elements: a test and a branch for each is 95 instructions
 #pragma unroll
     for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) fast = fast && fast_elements<F>(w.elements[r][c], w.scales[r][c]);
+      for (int c = 0; c < CHUNKS; ++c) seen.see(w.elements[r][c], w.scales[r][c]);
+    const bool fast = seen.all() && inexact[deep] != static_cast<u32>(step) + 1;
     if (__all_sync(0xffffffffu, fast)) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {
@@ -192,7 +213,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
         }
       }
     } else {
-      const i64 first = step * WIDE + deep * STEP, end = first + STEP < k ? first + STEP : k;
+      const i64 first = static_cast<i64>(step) * WIDE + deep * STEP, end = first + STEP < k ? first + STEP : k;
       add_exactly<X, F, TILES>(sums, x, x_scales, b, b_scales, row, m, n, first, end, k, lane);
     }
   };
@@ -202,7 +223,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) load_weights(ahead[i], first_step + i);
 #pragma unroll 1
-  for (i64 step = first_step; step < steps; step += AHEAD)
+  for (int step = first_step; step < steps; step += AHEAD)
 #pragma unroll
     for (int i = 0; i < AHEAD; ++i)
       if (step + i < steps) {

@@ -28,7 +28,7 @@ constexpr int64_t kLeastSteps = 16;   // least steps of 64 values of K in a part
 SkinnyCut cut_skinny(const mxfp8_cuda_place& place, const Shape& s) {
   int tiles_log2 = 0;
   while (s.m * parts_of(s.x) > 8 << tiles_log2) ++tiles_log2;
-  const bool two_blocks = (is_element(s.x) ? 1 : 2) << tiles_log2 <= 2;
+  const bool two_blocks = tiles_log2 <= 1;  // as __launch_bounds__ of the kernel has it, for every dtype of x
   const int64_t wanted = place.processors * (two_blocks ? 2 : 1);
   const Variant chosen = tiles_log2 == 1 ? variant(kSkinnyPlain, sizes_of(place, s), place.variant) : kSkinnyPlain;
   const bool four_ahead = chosen == kSkinnyFourAhead;

@@ -1,0 +1,90 @@
+"""The dialects of MXFP8 in ONNX: a row each, and a file in `mxfp8_graph.tools.dialects` that reads and writes them.
+
+No import here loads onnx, so that the command line can name the dialects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dialect:
+    """One way to say MXFP8 in an ONNX graph."""
+
+    name: str
+    """As the command line and the API call it."""
+    help: str
+    """Whose it is."""
+    module: str = ""
+    """File in `mxfp8_graph.tools.dialects`; "" for ours.
+
+    It has `read(scope, node)`, `write(scope, node, allow)` or both. `write_product`, if there is one, comes first and
+    writes gemms that are still whole; `check(opened)` refuses a result.
+    """
+    ops: Mapping[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
+    """Its ops by (domain, name): how many inputs, at least and at most, and how many outputs."""
+    attributes: tuple[str, ...] = ()
+    """The attributes that its own ops may have: another may change values in a way that is not known here."""
+    versions: Mapping[str, int] = field(default_factory=dict)
+    """Domains that a model in this dialect imports, and their versions."""
+    opset: int = 0
+    ir_version: int = 0
+    """The least that a model in this dialect has."""
+    is_written: bool = True
+
+
+TRT: Final = "trt"
+"""The domain of TensorRT's ops."""
+
+TRT_QUANTIZE: Final = "TRT_MXFP8DynamicQuantize"
+TRT_STATIC_QUANTIZE: Final = "TRT_MXFP8QuantizeLinear"
+TRT_DEQUANTIZE: Final = "TRT_MXFP8DequantizeLinear"
+
+_ROWS: Final = (
+    Dialect(name="mxfp8", help="of rewrite"),
+    Dialect(
+        name="qdq",
+        help="standard Q/DQ",
+        module="qdq",
+        ops={("", "DequantizeLinear"): (2, 3, 1), ("", "QuantizeLinear"): (2, 3, 1)},
+        opset=24,  # the first with FLOAT8E8M0, as its IR version is
+        ir_version=12,
+    ),
+    Dialect(
+        name="trt",
+        help="TensorRT",
+        module="trt",
+        ops={(TRT, TRT_QUANTIZE): (1, 1, 2), (TRT, TRT_STATIC_QUANTIZE): (2, 3, 1), (TRT, TRT_DEQUANTIZE): (2, 3, 1)},
+        attributes=("axis", "block_size", "output_dtype"),
+        versions={TRT: 1},
+    ),
+    Dialect(
+        name="ort-cuda",
+        help="ONNX Runtime's CUDA op",
+        module="ort_cuda",
+        ops={("com.microsoft", "MatMulBlockQuantizedFp8Weight"): (3, 5, 1)},
+        attributes=("block_size",),
+        versions={"com.microsoft": 1},
+    ),
+    Dialect(name="standard", help="only standard ops", module="standard"),
+    Dialect(
+        name="quark",
+        help="Quark",
+        module="quark",
+        ops={("com.amd.quark", "MXQuantizeDequantize"): (1, 1, 1), ("com.vai.quantize", "MXFixNeuron"): (1, 1, 1)},
+        attributes=("axis", "block_size", "element_dtype", "scale_dtype", "rounding_mode"),
+        is_written=False,  # it stores weights as floats
+    ),
+)
+
+DIALECTS: Final[Mapping[str, Dialect]] = {row.name: row for row in _ROWS}
+"""Every dialect, by name."""
+
+WRITTEN: Final = tuple(row.name for row in _ROWS if row.is_written)
+"""Those that `convert` writes."""
+
+OPS: Final = {key: row for row in _ROWS for key in row.ops}
+"""The dialect by (domain, op)."""

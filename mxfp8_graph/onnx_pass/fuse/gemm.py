@@ -1,0 +1,102 @@
+"""What stands behind a gemm becomes part of its node: an activation, the gate of a gated linear unit, a quantization.
+
+    Gelu(MXFP8Gemm(...))                                  -> MXFP8FusedGemm(..., epilogue "gelu" or "gelu_tanh")
+    Relu(MXFP8Gemm(...))                                  -> "relu"
+    y * Sigmoid(y), y = MXFP8Gemm(...)                    -> "silu"
+    y / sqrt(2) -> Erf -> + 1 -> * y -> * 0.5, and so on  -> "gelu": however it is written, see `elementwise.py`
+    MXFP8FusedGemm(..., epilogue) * up                    -> MXFP8GatedGemm(..., up, ...)
+    MXFP8Quantize(MXFP8FusedGemm(..., epilogue))          -> elements, scales = MXFP8GemmQuantize(..., epilogue)
+
+The node applies activation and gate to float32 sums before they are stored. Likewise MXFP8WeightGemm becomes
+MXFP8FusedWeightGemm and MXFP8GatedWeightGemm.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_model.graph import attribute, is_op, only_used_by
+from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, is_last, is_ours, successor, type_of
+from mxfp8_ops import contract
+
+_FUSED: Final = MappingProxyType(
+    {contract.GEMM.name: contract.FUSED_GEMM, contract.WEIGHT_GEMM.name: contract.FUSED_WEIGHT_GEMM}
+)
+_GATED: Final = MappingProxyType(
+    {contract.FUSED_GEMM.name: contract.GATED_GEMM, contract.FUSED_WEIGHT_GEMM.name: contract.GATED_WEIGHT_GEMM}
+)
+
+
+def fuse_activation(node: ir.Node) -> Replacement | None:
+    """Returns the fused gemm for a gemm with an activation behind it."""
+    op = _FUSED.get(node.op_type) if node.domain == contract.DOMAIN else None
+    activation = activation_of(node.outputs[0], attribute(node, "output_dtype", contract.FLOAT)) if op else None
+    if op is None or activation is None:
+        return None
+    epilogue, nodes = activation
+    fused = successor(node, op, node.inputs, nodes[-1].outputs, epilogue=epilogue)
+    return Replacement(kind=f"gemm + {epilogue}", node=fused, gone=(node, *nodes))
+
+
+def fuse_gate(node: ir.Node) -> Replacement | None:
+    """Returns the gated gemm for a Mul of an activated gemm and a value of its shape."""
+    if not is_op(node, "Mul"):
+        return None
+    for gate, factor in (node.inputs, reversed(node.inputs)):
+        gemm = None if gate is None else gate.producer()
+        op = _GATED.get(gemm.op_type) if gemm is not None and gemm.domain == contract.DOMAIN else None
+        if gate is None or gemm is None or op is None or gemm.graph is not node.graph:
+            continue
+        if gate is factor or not only_used_by(gate, (node,)):
+            continue
+        if attribute(gemm, "output_dtype", contract.FLOAT) == contract.FLOAT16 or not _same_shape(gate, factor):
+            # A float16 factor and a float16 result: see `onnx_functions.weight_gemm_dtype`.
+            continue
+        before = op.at("bias") or 0
+        operands = [*gemm.inputs[: before - 1], factor, *gemm.inputs[before - 1 :]]
+        fused = successor(gemm, op, operands, node.outputs)
+        kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + gate"
+        return Replacement(kind=kind, node=fused, gone=(gemm, node))
+    return None
+
+
+def _same_shape(gate: ir.Value, factor: ir.Value | None) -> bool:
+    """Whether two values surely have one shape, so that neither is repeated along an axis."""
+    one, other = type_of(gate).shape, type_of(factor).shape
+    if one is not None and other is not None and None not in one and None not in other:
+        return one == other
+    return _sources(gate) == _sources(factor) is not None
+
+
+def _sources(value: ir.Value | None) -> tuple[ir.Value | None, int] | None:
+    """Returns the activation that a gemm of one weight multiplies, and the size of its result's last axis."""
+    gemm = None if value is None else value.producer()
+    op = contract.OPS.get(gemm.op_type) if gemm is not None and gemm.domain == contract.DOMAIN else None
+    if gemm is None or op is None or not op.is_gemm or op.quantizes or op.at("experts") is not None:
+        return None
+    shape = type_of(gemm.inputs[op.at("B") or 0]).shape
+    return (gemm.inputs[0], shape[0]) if shape is not None and len(shape) == 2 and isinstance(shape[0], int) else None
+
+
+def fuse_quantize(node: ir.Node) -> Replacement | None:
+    """Returns the gemm that quantizes, for a quantization of what a fused gemm computes and nothing else uses.
+
+    So what a feed-forward network has between its two gemms is quantized before it leaves the cache.
+    """
+    value = node.inputs[0] if is_ours(node, contract.QUANTIZE) else None
+    gemm = None if value is None else value.producer()
+    if value is None or gemm is None or not is_ours(gemm, contract.FUSED_GEMM) or gemm.graph is not node.graph:
+        return None
+    if attribute(gemm, "output_dtype", contract.FLOAT) != contract.FLOAT or not only_used_by(value, (node,)):
+        return None
+    if not is_last(value, attribute(node, "axis", -1)):
+        return None
+    defaults = {name: contract.QUANTIZE.attributes[name] for name in ("output_dtype", "scale_rounding")}
+    settings = {name: attribute(node, name, default) for name, default in defaults.items()}
+    fused = successor(gemm, contract.GEMM_QUANTIZE, gemm.inputs, [*node.outputs, None], **settings)
+    kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + quantize"
+    return Replacement(kind=kind, node=fused, gone=(gemm, node))

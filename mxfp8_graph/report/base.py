@@ -1,0 +1,133 @@
+"""What the reports of all commands have in common: JSON by fields, files, and text and a page of the same tables."""
+
+from __future__ import annotations
+
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, Final
+
+from rich.console import RenderableType
+
+from mxfp8_graph.file_reading import is_any_of, is_folder
+from mxfp8_graph.files import is_taken, write_text
+from mxfp8_ops.errors import Mxfp8Error, Option
+
+SUFFIXES: Final = (".json", ".html")
+"""Suffixes of the files that `Report.write` can write."""
+
+_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """A part of a report."""
+
+    KEYS: ClassVar[tuple[str, ...]] = ()
+    """Attributes that the JSON has, in this order; all fields if there are none. See `content` for other contents."""
+
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has, by key, not yet in its types."""
+        names = self.KEYS or tuple(field.name for field in fields(self))
+        return {name: getattr(self, name) for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
+        return {key: plain(value) for key, value in self.content().items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(Data, ABC):
+    """The result of a command, as data, text, JSON or an HTML page."""
+
+    FOLDS: ClassVar[bool] = True
+    """Whether a terminal folds its lines; tables that fit need none of that."""
+
+    @abstractmethod
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
+
+    @abstractmethod
+    def to_html(self) -> str:
+        """Returns one self-contained page: nothing is fetched, and all is there without its script."""
+
+    def to_json(self) -> str:
+        """Returns `to_dict` as JSON, a row of each list per line."""
+        return json_text(self.to_dict())
+
+    def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
+        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
+
+        Raises:
+            Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
+        """
+        path = check_report_path(path, overwrite=overwrite)
+        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json(), overwrite=overwrite)
+        return path
+
+
+def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
+    """Returns `path` if a report can be written there. Ask before the work, not after it.
+
+    Raises:
+        Mxfp8Error: another suffix than one of `SUFFIXES`, no such folder, one of `models`, or a file that exists while
+            `overwrite` is false.
+    """
+    path = Path(path)
+    # A report must not replace the model that it is about.
+    if is_any_of(path, models):
+        raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
+    if path.suffix.lower() not in SUFFIXES:
+        what = f"report with suffix {path.suffix!r}"
+        raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
+    if is_folder(path) or not is_folder(path.parent):
+        what = "a folder" if is_folder(path) else f"folder {path.parent} does not exist"
+        raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
+    if not overwrite and is_taken(path):
+        advice = ("pass ", Option("overwrite", True), " or another path")
+        raise Mxfp8Error(path, "exists already", expected="a new file", advice=advice)
+    return path
+
+
+def plain(value: Any) -> Any:
+    """Returns `value` with JSON types only: sequences as lists, NaN and infinity as None, anything unknown as text."""
+    if isinstance(value, Data):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)
+
+
+def json_text(data: Any) -> str:
+    """Returns `data`, of JSON types only, as JSON that is easy to read, grep and diff: each row of a list on one line.
+
+    Text that is not printable is escaped, other text is unchanged.
+
+    Raises:
+        ValueError: a number is NaN or infinite.
+    """
+    lines = _spread(data, "").split("\n")  # within a text, a line's end is escaped
+    return "\n".join(line if line.isprintable() else _visible(line) for line in lines) + "\n"
+
+
+def _spread(data: Any, indent: str) -> str:
+    """Returns the JSON of `data` with a line per key, and per item of a list of objects."""
+    if isinstance(data, dict) and data:
+        items = [f"{_ENCODER.encode(key)}: {_spread(value, indent + '  ')}" for key, value in data.items()]
+        brackets = "{}"
+    elif isinstance(data, list) and data and isinstance(data[0], dict):
+        items, brackets = [_ENCODER.encode(row) for row in data], "[]"
+    else:
+        return _ENCODER.encode(data)
+    return f"{brackets[0]}\n{indent}  " + f",\n{indent}  ".join(items) + f"\n{indent}{brackets[1]}"
+
+
+def _visible(line: str) -> str:
+    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)

@@ -1,0 +1,251 @@
+"""A model whose nodes are replaced one by one, and what the dialects ask of a node: stored tensors, dtypes, users."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_model import onnx_calls, record
+from mxfp8_graph.onnx_model.graph import (
+    LargeTensor,
+    attribute,
+    dtype_of,
+    graphs_of,
+    is_op,
+    label,
+    put_graph,
+    shape_of,
+    stored,
+    to_ir,
+)
+from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Replacement
+from mxfp8_graph.onnx_pass.fuse.run import apply, fresh_names
+from mxfp8_ops import contract
+from mxfp8_ops.errors import ContractError, Option
+
+Codes = npt.NDArray[np.uint8]
+Nodes = list[ir.Node]
+Advice = str | Sequence[str | Option]
+
+CASTS: Final = ("Identity", "Cast")
+
+
+class Edit:
+    """A model while its nodes are replaced."""
+
+    def __init__(self, opened: OpenedModel) -> None:
+        self.opened = opened
+        self.model = to_ir(opened, opened.proto)
+        self.fresh: Final = fresh_names(self.model)
+        """Makes a name like the one it takes, which nothing in the model has."""
+        self.counts: Counter[tuple[str, str]] = Counter()
+        """How many weights and activations of each dialect were read: (dialect, "weights" or "activations")."""
+        self.losses: Counter[str] = Counter()
+        """What was allowed to be lost, and how often."""
+        self.float_dtypes = _float_dtypes(self.model)
+        """Dtypes of values that the model takes, gives, stores or casts to, before any was replaced."""
+        self._before: Nodes = []
+        """Nodes that go in front of the replacement that is being made."""
+        self._shared: dict[tuple[object, ...], ir.Value] = {}
+
+    def infer(self) -> None:
+        """Finds dtypes and shapes of values, as far as onnx can with the function bodies of our nodes."""
+        put_graph(self.opened, self.model)
+        whole = onnx.ModelProto()
+        whole.CopyFrom(self.opened.proto)
+        record.complete(whole, self.opened.opset, None)
+        self.model = to_ir(self.opened, onnx_calls.infer_shapes(whole, self.opened.name, []))
+
+    def each(self, step: Callable[[Edit, ir.Node], Nodes | None]) -> bool:
+        """Replaces nodes of every graph as `step` says, and drops what nothing uses any more; whether any was.
+
+        `step` returns the nodes that take the place of one, or None if it stays.
+        """
+        self._shared.clear()
+
+        def replacement(node: ir.Node) -> Replacement | None:
+            nodes = step(self, node)
+            before, self._before = self._before, []
+            if nodes is None:
+                return None
+            return Replacement(kind="", node=nodes[-1], gone=(node,), before=(*before, *nodes[:-1]))
+
+        return bool(apply(self.model, [replacement], lambda _: True))
+
+    def make(self, op: str, *inputs: ir.Value, wanted: str, domain: str = "", **attributes: Any) -> ir.Value:
+        """Adds a node in front of the replacement that is being made; returns its result, called `wanted` or alike."""
+        value = ir.Value(name=self.fresh(wanted))
+        self._before.append(ir.node(op, inputs, attributes, domain=domain, outputs=[value], name=value.name))
+        return value
+
+    def shared(self, graph: ir.Graph | None, *key: object, make: Callable[[], ir.Value]) -> ir.Value:
+        """Returns what `make()` returned for this key in this graph, which is called at first use in a step."""
+        whole = (graph, *key)
+        if whole not in self._shared:
+            self._shared[whole] = make()
+        return self._shared[whole]
+
+    def cast(self, node: ir.Node, value: ir.Value, dtype: int, wanted: str) -> ir.Value:
+        """Returns a value in another dtype for a node; one Cast for all of its graph."""
+        make = lambda: self.make("Cast", value, wanted=f"{value.name}_{wanted}", to=dtype)  # noqa: E731
+        return self.shared(node.graph, "cast", value, dtype, make=make)
+
+    def store(self, graph: ir.Graph | None, wanted: str, dtype: int, array: npt.NDArray[Any]) -> ir.Value:
+        """Returns a new initializer of a graph."""
+        graph = graph or self.model.graph
+        name = self.fresh(wanted)
+        whole = onnx.TensorProto(name=name, data_type=dtype, dims=array.shape, raw_data=array.tobytes())
+        tensor = ir.serde.TensorProtoTensor(whole)
+        if graph is self.model.graph:
+            self.opened.tensors[name] = whole
+            tensor = LargeTensor(self.opened, onnx.TensorProto(name=name, data_type=dtype, dims=array.shape))
+        value = ir.Value(name=name, const_value=tensor)
+        graph.register_initializer(value)
+        return value
+
+    def retype(self, value: ir.Value, dtype: int) -> None:
+        """Says that the bytes of an initializer are of another 8-bit dtype."""
+        name, tensor = str(value.name), value.const_value
+        if isinstance(tensor, LargeTensor):
+            if name in self.opened.tensors:
+                self.opened.tensors[name] = _retyped(tensor.source, dtype)
+            value.const_value = LargeTensor(self.opened, _retyped(tensor.raw, dtype))
+        elif isinstance(tensor, ir.serde.TensorProtoTensor):
+            value.const_value = ir.serde.TensorProtoTensor(_retyped(tensor.raw, dtype))
+        if value.is_graph_input():
+            value.type = ir.TensorType(ir.DataType(dtype))
+
+    def codes(self, tensor: ir.TensorProtocol) -> Codes:
+        """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
+        if tensor.dtype.bitwidth != 8:
+            where, advice = f"{self.opened.name}: tensor {tensor.name!r}", "export the model again"
+            what = f"is {tensor.dtype.name.lower()}"
+            raise ContractError(where, what, expected="elements or scales of 8 bits", advice=advice)
+        return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(dims(tensor))
+
+    def refuse(self, node: ir.Node, what: str, *, expected: str, advice: Advice) -> ContractError:
+        """Returns the error for a node that cannot be read or written."""
+        where = f"{self.opened.name}: node {label(node)!r} ({node.op_type})"
+        return ContractError(where, what, expected=expected, advice=advice)
+
+
+def _retyped(tensor: onnx.TensorProto, dtype: int) -> onnx.TensorProto:
+    copy = onnx.TensorProto()
+    copy.CopyFrom(tensor)  # a caller's proto is never modified
+    copy.data_type = dtype
+    return copy
+
+
+def _float_dtypes(model: ir.Model) -> set[int]:
+    dtypes: set[int] = set()
+    for graph in graphs_of(model.graph):
+        values = (*graph.inputs, *graph.outputs, *graph.initializers.values())
+        dtypes.update(dtype_of(value) for value in values)
+        for node in graph:
+            if is_op(node, "Constant") and (tensor := stored(node.outputs[0])) is not None:
+                dtypes.add(int(tensor.dtype))
+            elif node.op_type == "Cast":
+                dtypes.add(attribute(node, "to", 0))
+    return dtypes & {*contract.VALUES}
+
+
+def operands(node: ir.Node, start: int = 0, count: int = 2) -> list[ir.Value]:
+    """Returns inputs that the op of a node requires, two if no count says otherwise."""
+    return [value for value in node.inputs[start : start + count] if value is not None]
+
+
+def operand(node: ir.Node, at: int) -> ir.Value | None:
+    """Returns an input, or None if it is absent."""
+    return node.inputs[at] if at < len(node.inputs) else None
+
+
+def tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Returns what is stored for a value, or None if it is computed, absent or an input."""
+    return None if value is None else stored(value)
+
+
+def dims(tensor: ir.TensorProtocol) -> tuple[int, ...]:
+    """Returns the shape of a stored tensor."""
+    return tuple(tensor.shape.numpy())
+
+
+def rank_of(value: ir.Value) -> int | None:
+    """Returns the number of dimensions of a value; None if it is unknown."""
+    shape = shape_of(value)
+    return None if shape is None else len(shape)
+
+
+def sole_user(value: ir.Value) -> ir.Node | None:
+    """Returns the one node that uses a value, beside nodes that are being made; None for outputs of the graph."""
+    users = [user for user in value.consumers() if user.graph is not None]
+    return users[0] if len(users) == 1 and users[0].graph is value.graph and not value.is_graph_output() else None
+
+
+def source(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Value, Nodes]:
+    """Returns what a value is a view of, and the views by these ops between: the outermost first."""
+    views: Nodes = []
+    while (node := value.producer()) is not None and is_op(node, *ops) and (origin := operand(node, 0)) is not None:
+        views.append(node)
+        value = origin
+    return value, views
+
+
+def heirs(node: ir.Node) -> list[ir.Value]:
+    """Returns new values that take the place of those of a node; of unknown dtype, but for outputs of a graph."""
+    return [_heir(output) for output in node.outputs]
+
+
+def _heir(value: ir.Value) -> ir.Value:
+    new = ir.Value(name=value.name)
+    if value.is_graph_output():
+        new = ir.Value(name=value.name, type=value.type, shape=value.shape, doc_string=value.doc_string)
+        new.metadata_props.update(value.metadata_props)
+    new.meta[HEIR_OF] = value
+    return new
+
+
+def settings_of(node: ir.Node) -> dict[str, Any]:
+    """Returns every attribute of a node of the contract, with defaults for those that it leaves out."""
+    return {**contract.OPS[node.op_type].attributes, **{entry.name: entry.value for entry in node.attributes.values()}}
+
+
+def in_place_of(
+    node: ir.Node,
+    op: str,
+    inputs: Sequence[ir.Value | None],
+    outputs: Sequence[ir.Value],
+    *,
+    domain: str = "",
+    **attributes: Any,
+) -> ir.Node:
+    """Returns a node with the name, the documentation and the metadata of the one whose place it takes."""
+    return ir.node(
+        op,
+        inputs,
+        attributes,
+        domain=domain,
+        outputs=outputs,
+        name=node.name,
+        doc_string=node.doc_string,
+        metadata_props=dict(node.metadata_props),
+    )
+
+
+def ours(
+    node: ir.Node, op: contract.Op, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], **settings: Any
+) -> ir.Node:
+    """Returns a node of the contract in place of `node`, with defaults for attributes that are not passed."""
+    attributes = {name: settings.get(name, default) for name, default in sorted(op.attributes.items())}
+    return in_place_of(node, op.name, inputs, outputs, domain=contract.DOMAIN, **attributes)
+
+
+def is_ours(node: ir.Node | None, *ops: contract.Op) -> bool:
+    """Whether there is a node, and its op is one of `ops` of the contract."""
+    return node is not None and node.domain == contract.DOMAIN and node.op_type in {op.name for op in ops}
