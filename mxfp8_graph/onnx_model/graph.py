@@ -6,7 +6,8 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
+import functools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -142,6 +143,19 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
     """Returns the value of an attribute of a node, or `default` if the node does not have it."""
     entry = node.attributes.get(name)
     return default if entry is None else entry.value
+
+
+def settings_of(attributes: Mapping[str, Any]) -> list[ir.Attr]:
+    """Returns the attributes of a new node, sorted by name: numbers, text, tuples of int, and tensors."""
+    return [
+        _setting(name, value) if isinstance(value, (int, float, str, tuple)) else ir.AttrTensor(name, value)
+        for name, value in sorted(attributes.items())
+    ]
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # nearly all nodes have the same, and onnx_ir takes 80 us to make one
+def _setting(name: str, value: float | str | tuple[int, ...]) -> ir.Attr:
+    return ir.convenience.convert_attribute(name, value)
 
 
 def dtype_of(value: ir.Value) -> int:

@@ -14,7 +14,6 @@ Whatever is not named by a decision stays as it was.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
@@ -24,7 +23,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model.graph import LargeTensor, dtype_of, graphs_of, proto_of, remove, remove_unused
+from mxfp8_graph.onnx_model.graph import LargeTensor, dtype_of, graphs_of, proto_of, remove, remove_unused, settings_of
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target
 from mxfp8_graph.onnx_pass.find import OnnxSite
@@ -274,7 +273,7 @@ class Builder:
         """Returns the outputs of a new node, in front of the site's."""
         now = [None if value is None else self._results.get(value, value) for value in inputs]
         values = [ir.Value(name=output) for output in outputs]
-        node = ir.Node(domain, op, now, _settings(attributes), outputs=values, name=name)
+        node = ir.Node(domain, op, now, settings_of(attributes), outputs=values, name=name)
         self._site.node.prepend(node)
         self.new.append(node)
         return values
@@ -378,19 +377,6 @@ class Builder:
         name = self._fresh(wanted)
         tensor.name = name
         return self.add("Constant", [], [name], name=name, value=tensor)[0]
-
-
-def _settings(attributes: Mapping[str, Any]) -> list[ir.Attr]:
-    """Returns attributes sorted by name."""
-    return [
-        _setting(name, value) if isinstance(value, (int, float, str, tuple)) else ir.AttrTensor(name, value)
-        for name, value in sorted(attributes.items())
-    ]
-
-
-@functools.lru_cache(maxsize=256, typed=True)  # nearly all nodes have the same, and onnx_ir takes 80 us to make one
-def _setting(name: str, value: float | str | tuple[int, ...]) -> ir.Attr:
-    return ir.convenience.convert_attribute(name, value)
 
 
 def _scalar(number: float, dtype: int) -> ir.TensorProtocol:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import Dim, attribute, dtype_of, is_op, made_by, shape_of, stored
+from mxfp8_graph.onnx_model.graph import Dim, attribute, dtype_of, is_op, made_by, settings_of, shape_of, stored
 from mxfp8_ops import contract
 
 HEIR_OF: Final = "heir of"
@@ -66,12 +66,12 @@ def fused_node(
 
     Attributes that `settings` does not have are those of the contract; settings that `op` does not have are left out.
     """
-    attributes = {name: settings.get(name, default) for name, default in sorted(op.attributes.items())}
-    return ir.node(
+    attributes = {name: settings.get(name, default) for name, default in op.attributes.items()}
+    return ir.Node(
+        contract.DOMAIN,
         op.name,
         inputs,
-        attributes,
-        domain=contract.DOMAIN,
+        settings_of(attributes),
         outputs=outputs,
         name=like.name,
         doc_string=like.doc_string,
