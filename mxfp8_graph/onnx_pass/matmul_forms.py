@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import onnx_graphsurgeon as gs
 
-from mxfp8_graph.onnx_model.validate import schema_of
+from mxfp8_graph.onnx_model.check_nodes import schema_of
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import dense_forms, einsum, packed_attention
 from mxfp8_graph.onnx_pass.form import Form, View
@@ -58,7 +58,7 @@ def form_of(node: gs.Node, statics: StaticOperands) -> Form | None:
     form = read(node, statics) if read else None
     if form is None or node.domain != MICROSOFT or form.blocker:
         return form
-    schema = schema_of(node.op, MICROSOFT, 1)
+    schema = schema_of(node.op, MICROSOFT)
     if schema is None or schema.attributes.keys() >= node.attrs.keys():
         return form
     attribute = min(node.attrs.keys() - schema.attributes.keys())

@@ -17,10 +17,10 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
+from mxfp8_graph.onnx_model.check import DTYPES, MOST_DIMS
 from mxfp8_graph.onnx_model.dialect_ops import TRT_DEQUANTIZE
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart
-from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS
 from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.weight_rows import Steps, apply
 
