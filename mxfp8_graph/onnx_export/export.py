@@ -21,8 +21,8 @@ from mxfp8_graph.files import data_path_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_model import cpu_provider, record
+from mxfp8_graph.onnx_model.check import validate_structure
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.validate import validate_structure
 from mxfp8_graph.onnx_model.write import Target, open_target, wants_external
 from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops import contract

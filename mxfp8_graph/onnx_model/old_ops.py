@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from mxfp8_graph.onnx_model.check_nodes import Place
 from mxfp8_graph.onnx_model.tensor_data import is_external
-from mxfp8_graph.onnx_model.validate import Place
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, node_label, stored_in, subgraphs
 from mxfp8_ops.errors import ContractError
 

@@ -17,8 +17,8 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from mxfp8_graph.file_reading import ModelFolder, is_folder, open_regular
+from mxfp8_graph.onnx_model.check import validate
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart, is_external, refer
-from mxfp8_graph.onnx_model.validate import validate
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_tensors
 from mxfp8_graph.onnx_model.wire import without_data
 from mxfp8_ops.errors import ContractError

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import onnx
 
 from mxfp8_graph.onnx_model import conversion, onnx_calls
+from mxfp8_graph.onnx_model.check import validate_structure
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.validate import validate_structure
 from mxfp8_graph.onnx_model.walk import STANDARD, FunctionKey, called_function, function_key, iter_nodes
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError

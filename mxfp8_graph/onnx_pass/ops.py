@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
+from mxfp8_graph.onnx_model.check_nodes import schema_of
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_model.validate import schema_of
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import einsum, forms, views
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
@@ -175,7 +175,7 @@ def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
     form = read(node, resolve)
     if form is None or node.domain != MICROSOFT or form.blocker:
         return form
-    schema = schema_of(node.op_type, MICROSOFT, 1)
+    schema = schema_of(node.op_type, MICROSOFT)
     if schema is None or schema.attributes.keys() >= node.attributes.keys():
         return form
     attribute = min(node.attributes.keys() - schema.attributes.keys())

@@ -19,9 +19,9 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.file_reading import ModelFolder
+from mxfp8_graph.onnx_model.check import DTYPES, MOST_DIMS
 from mxfp8_graph.onnx_model.graph import attribute, proto_of, shape_of
 from mxfp8_graph.onnx_model.tensor_data import Array, byte_length, fetching, read
-from mxfp8_graph.onnx_model.validate import DTYPES, MOST_DIMS
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.contract import VALUE_NAMES

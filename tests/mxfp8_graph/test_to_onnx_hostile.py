@@ -150,7 +150,7 @@ def test_an_opset_that_is_no_number_or_out_of_range(good: Any, tmp_path: Path) -
         ({"input_names": [3]}, "3 is among input_names"),
         ({"input_names": ["\ud800"]}, "'\\ud800' is among input_names"),
         ({"output_names": ["a", "a"]}, "'a' is among output_names"),
-        ({"input_names": ["a"], "output_names": ["a"]}, "output 'a' is defined twice"),
+        ({"input_names": ["a"], "output_names": ["a"]}, "'a' has been used as output names multiple times"),
         ({"input_names": [WEIGHT]}, f"{WEIGHT!r} is the name of a weight"),
         ({"output_names": ["linear.bias"]}, "'linear.bias' is the name of a weight"),
         ({"dynamic_shapes": ({9: "batch"},)}, "cannot export the program: "),
