@@ -15,7 +15,8 @@ from builders import matmul_model
 import mxfp8_graph
 from mxfp8_graph.onnx_model import dialects
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, in_place_of, is_ours, operands, ours
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
