@@ -146,9 +146,11 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
 
 
 def settings_of(attributes: Mapping[str, Any]) -> list[ir.Attr]:
-    """Returns the attributes of a new node, sorted by name: numbers, text, tuples of int, and tensors."""
+    """Returns the attributes of a new node, sorted by name."""
     return [
-        _setting(name, value) if isinstance(value, (int, float, str, tuple)) else ir.AttrTensor(name, value)
+        _setting(name, value)
+        if isinstance(value, (int, float, str, tuple))
+        else ir.convenience.convert_attribute(name, value)
         for name, value in sorted(attributes.items())
     ]
 

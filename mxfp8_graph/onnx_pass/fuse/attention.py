@@ -21,7 +21,7 @@ from mxfp8_graph.onnx_model.graph import Dim, constant, is_op, only_used_by, wit
 from mxfp8_graph.onnx_pass.fuse import attention_scores
 from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, Source, same, shape_of_rank, transposed
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention, Mask
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, fused_node, heir, type_of
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, heir, in_place_of, ours, type_of
 from mxfp8_ops import contract
 
 Fresh = Callable[[str], str]
@@ -179,18 +179,8 @@ class _Writer:
         after: tuple[ir.Node, ...] = ()
         if (reshape := result.reshape) is not None:
             merged, output = output, ir.Value(name=self._fresh(f"{result.replaced.name}_heads"))
-            after = (
-                ir.Node(
-                    reshape.domain,
-                    reshape.op_type,
-                    [output, *reshape.inputs[1:]],
-                    list(reshape.attributes.values()),
-                    outputs=[merged],
-                    name=reshape.name,
-                    doc_string=reshape.doc_string,
-                    metadata_props=dict(reshape.metadata_props),
-                ),
-            )
+            settings = {entry.name: entry.value for entry in reshape.attributes.values()}
+            after = (in_place_of(reshape, reshape.op_type, [output, *reshape.inputs[1:]], [merged], **settings),)
         inputs = [
             *map(self._side_by_side, (q, k, v)),
             self._mask(attention.masks),
@@ -204,7 +194,7 @@ class _Writer:
             "activation_dtype": activation_dtype,
             "nan_guard": int(attention.nan_guard),
         }
-        fused = fused_node(contract.ATTENTION, inputs, [output, heir(k.present), heir(v.present)], settings, last)
+        fused = ours(last, contract.ATTENTION, inputs, [output, heir(k.present), heir(v.present)], **settings)
         fused.name = last.name or self._fresh(f"{output.name}_attention")
         return Replacement(kind="attention", node=fused, gone=gone, before=tuple(self._nodes), after=after)
 

@@ -55,28 +55,37 @@ def heir(value: ir.Value | None) -> ir.Value:
     return new
 
 
-def fused_node(
-    op: contract.Op,
+def in_place_of(
+    node: ir.Node,
+    op: str,
     inputs: Sequence[ir.Value | None],
     outputs: Sequence[ir.Value],
-    settings: dict[str, Any],
-    like: ir.Node,
+    *,
+    domain: str = "",
+    **attributes: Any,
 ) -> ir.Node:
-    """Returns a node of type `op` with the name, the metadata and the documentation of `like`.
-
-    Attributes that `settings` does not have are those of the contract; settings that `op` does not have are left out.
-    """
-    attributes = {name: settings.get(name, default) for name, default in op.attributes.items()}
+    """Returns a node with the name, the documentation and the metadata of the one whose place it takes."""
     return ir.Node(
-        contract.DOMAIN,
-        op.name,
+        domain,
+        op,
         inputs,
         settings_of(attributes),
         outputs=outputs,
-        name=like.name,
-        doc_string=like.doc_string,
-        metadata_props=dict(like.metadata_props),
+        name=node.name,
+        doc_string=node.doc_string,
+        metadata_props=dict(node.metadata_props),
     )
+
+
+def ours(
+    node: ir.Node, op: contract.Op, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], **settings: Any
+) -> ir.Node:
+    """Returns a node of the contract in place of `node`.
+
+    Attributes that are not passed are those of the contract; what is passed and `op` does not have is left out.
+    """
+    attributes = {name: settings.get(name, default) for name, default in sorted(op.attributes.items())}
+    return in_place_of(node, op.name, inputs, outputs, domain=contract.DOMAIN, **attributes)
 
 
 def successor(
@@ -91,7 +100,7 @@ def successor(
     Its outputs are heirs of `outputs`.
     """
     settings = {entry.name: entry.value for entry in node.attributes.values()} | changes
-    return fused_node(op, inputs, list(map(heir, outputs)), settings, node)
+    return ours(node, op, inputs, list(map(heir, outputs)), **settings)
 
 
 class TensorType(NamedTuple):

@@ -16,7 +16,7 @@ from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of, foreign, is_quantized, may_be_mxfp8
-from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN, Dialect
+from mxfp8_graph.onnx_model.dialects import DIALECTS, Dialect
 from mxfp8_graph.onnx_model.graph import graphs_of, put_graph
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
@@ -64,7 +64,8 @@ def convert(
         ContractError: nothing in the model is MXFP8; something in it is quantized in another way; the dialect cannot
             say what the model does; the model cannot be read, or the output not written.
     """
-    for name, known in ((to, WRITTEN), *((name, LOSSES) for name in allow)):
+    written = tuple(name for name, row in DIALECTS.items() if row.is_written)
+    for name, known in ((to, written), *((name, LOSSES) for name in allow)):
         if name not in known:
             raise ContractError.unknown("convert", name, known)
     kind = kind_of(model)

@@ -21,19 +21,8 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
-from mxfp8_graph.tools.dialects.edit import (
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    in_place_of,
-    is_ours,
-    operand,
-    operands,
-    rank_of,
-    settings_of,
-    tensor_of,
-)
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, settings_of, tensor_of
 from mxfp8_ops import contract, standard_ops
 
 _PLAIN: Final = frozenset(

@@ -214,38 +214,3 @@ def _heir(value: ir.Value) -> ir.Value:
 def settings_of(node: ir.Node) -> dict[str, Any]:
     """Returns every attribute of a node of the contract, with defaults for those that it leaves out."""
     return {**contract.OPS[node.op_type].attributes, **{entry.name: entry.value for entry in node.attributes.values()}}
-
-
-def in_place_of(
-    node: ir.Node,
-    op: str,
-    inputs: Sequence[ir.Value | None],
-    outputs: Sequence[ir.Value],
-    *,
-    domain: str = "",
-    **attributes: Any,
-) -> ir.Node:
-    """Returns a node with the name, the documentation and the metadata of the one whose place it takes."""
-    return ir.node(
-        op,
-        inputs,
-        attributes,
-        domain=domain,
-        outputs=outputs,
-        name=node.name,
-        doc_string=node.doc_string,
-        metadata_props=dict(node.metadata_props),
-    )
-
-
-def ours(
-    node: ir.Node, op: contract.Op, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], **settings: Any
-) -> ir.Node:
-    """Returns a node of the contract in place of `node`, with defaults for attributes that are not passed."""
-    attributes = {name: settings.get(name, default) for name, default in sorted(op.attributes.items())}
-    return in_place_of(node, op.name, inputs, outputs, domain=contract.DOMAIN, **attributes)
-
-
-def is_ours(node: ir.Node | None, *ops: contract.Op) -> bool:
-    """Whether there is a node, and its op is one of `ops` of the contract."""
-    return node is not None and node.domain == contract.DOMAIN and node.op_type in {op.name for op in ops}

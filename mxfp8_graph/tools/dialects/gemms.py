@@ -18,6 +18,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
+from mxfp8_graph.onnx_pass.fuse.replacement import is_ours, ours
 from mxfp8_graph.tools.dialects.decompose import is_marked
 from mxfp8_graph.tools.dialects.edit import (
     CASTS,
@@ -25,10 +26,8 @@ from mxfp8_graph.tools.dialects.edit import (
     Nodes,
     dims,
     heirs,
-    is_ours,
     operand,
     operands,
-    ours,
     rank_of,
     sole_user,
     source,

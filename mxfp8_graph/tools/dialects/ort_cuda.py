@@ -13,19 +13,9 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
 from mxfp8_graph.onnx_model.walk import MICROSOFT
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
 from mxfp8_graph.tools.dialects import standard
-from mxfp8_graph.tools.dialects.edit import (
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    in_place_of,
-    is_ours,
-    operand,
-    operands,
-    ours,
-    tensor_of,
-)
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.qdq import dropped_activation, power_codes, stored_codes
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape

@@ -16,20 +16,8 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import (
-    CASTS,
-    Codes,
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    in_place_of,
-    is_ours,
-    operands,
-    ours,
-    source,
-    tensor_of,
-)
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.tools.dialects.edit import CASTS, Codes, Edit, Nodes, dims, heirs, operands, source, tensor_of
 from mxfp8_graph.tools.dialects.node_check import check_zero_point
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape

@@ -14,7 +14,8 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands, ours, tensor_of
+from mxfp8_graph.onnx_pass.fuse.replacement import ours
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands, tensor_of
 from mxfp8_ops import contract, cpu
 from mxfp8_ops.formats import BLOCK_SIZE, element_format
 

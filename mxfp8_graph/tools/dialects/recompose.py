@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import constant, graphs_of, is_op, only_used_by
 from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, fused_node, heir
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, heir, ours
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, is_marked
 from mxfp8_graph.tools.dialects.edit import Edit, settings_of
@@ -108,7 +108,7 @@ def _replacement(
             inputs.append(match.inputs.get(port.name))
     while inputs and inputs[-1] is None:
         inputs.pop()
-    whole = fused_node(op, inputs, list(map(heir, outputs)), mark["attributes"], node)
+    whole = ours(node, op, inputs, list(map(heir, outputs)), **mark["attributes"])
     whole.name = mark["name"]
     del whole.metadata_props[MARK + op.name]
     return Replacement(kind=op.name, node=whole, gone=tuple(gone), before=tuple(before))

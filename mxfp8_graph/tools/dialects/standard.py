@@ -10,8 +10,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute
+from mxfp8_graph.onnx_pass.fuse.replacement import is_ours
 from mxfp8_graph.tools.dialects.decompose import taken_apart
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, is_ours, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, operands, tensor_of
 from mxfp8_graph.tools.dialects.qdq import dequantize_linear, table_of_scales
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE

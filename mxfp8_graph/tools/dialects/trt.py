@@ -21,6 +21,7 @@ from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, dialect_of, without
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
 from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_graph.tools.dialects.edit import (
     Codes,
@@ -28,11 +29,8 @@ from mxfp8_graph.tools.dialects.edit import (
     Nodes,
     dims,
     heirs,
-    in_place_of,
-    is_ours,
     operand,
     operands,
-    ours,
     settings_of,
     source,
     tensor_of,

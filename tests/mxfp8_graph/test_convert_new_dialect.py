@@ -1,0 +1,84 @@
+"""A dialect is one row and one file: a toy of both is read and written."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any, cast
+
+import numpy as np
+import onnx_ir as ir
+import oracle
+import pytest
+from builders import matmul_model
+
+import mxfp8_graph
+from mxfp8_graph.onnx_model import dialects
+from mxfp8_graph.onnx_model.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
+from mxfp8_ops import contract
+from mxfp8_ops.errors import ContractError
+
+ROW = dialects.Dialect(
+    name="toy",
+    help="a toy",
+    module="toy",
+    ops={("toy", "Unpack"): (2, 2, 1)},
+    versions={"toy": 3},
+    attributes=("axis",),
+)
+
+
+def read(edit: Edit, node: ir.Node) -> Nodes | None:
+    if dialect_of(node) != "toy":
+        return None
+    edit.counts["toy", "weights"] += 1
+    return [ours(node, contract.DEQUANTIZE, operands(node), heirs(node), axis=-1)]
+
+
+def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
+    if not is_ours(node, contract.DEQUANTIZE):
+        return None
+    return [in_place_of(node, "Unpack", operands(node), heirs(node), domain="toy")]
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adds the row and the file."""
+    file = ModuleType("mxfp8_graph.tools.dialects.toy")
+    vars(file).update(read=read, write=write)
+    monkeypatch.setitem(sys.modules, file.__name__, file)
+    monkeypatch.setitem(cast("dict[str, Any]", dialects.DIALECTS), "toy", ROW)
+    monkeypatch.setitem(dialects.OPS, ("toy", "Unpack"), ROW)
+
+
+@pytest.mark.usefixtures("toy", "runtime")
+def test_it_is_written_and_read_back() -> None:
+    packed, _ = mxfp8_graph.rewrite(matmul_model(64, 32), "mxfp8-weight-only")
+    there, report = mxfp8_graph.convert(packed, "toy")
+    assert report.to_dict()["found"] == {"mxfp8": {"weights": 1, "activations": 0}}
+    assert oracle.kinds(there)["Unpack"] == 1
+    assert {entry.domain: entry.version for entry in there.opset_import}["toy"] == 3
+    back, report = mxfp8_graph.convert(there, "mxfp8")
+    assert report.to_dict()["found"] == {"toy": {"weights": 1, "activations": 0}}
+    assert oracle.kinds(back) == oracle.kinds(packed)
+    x = {"x": np.linspace(-1, 1, 3 * 64, dtype=np.float32).reshape(1, 3, 64)}
+    assert all(map(np.array_equal, oracle.run(packed, x), oracle.run(back, x)))
+
+
+@pytest.mark.usefixtures("toy")
+def test_its_nodes_are_checked_and_a_rewrite_refuses_them() -> None:
+    packed, _ = mxfp8_graph.rewrite(matmul_model(64, 32), "mxfp8-weight-only")
+    there, _ = mxfp8_graph.convert(packed, "toy")
+    with pytest.raises(ContractError, match="MXFP8 already, as toy"):
+        mxfp8_graph.rewrite(there)
+    (unpack,) = (node for node in there.graph.node if node.op_type == "Unpack")
+    unpack.attribute.add(name="order", type=2, i=1)
+    with pytest.raises(ContractError, match="attribute 'order'; expected axis alone"):
+        mxfp8_graph.convert(there, "mxfp8")
+
+
+def test_without_its_row_it_is_unknown() -> None:
+    with pytest.raises(ContractError, match="'toy'"):
+        mxfp8_graph.convert(matmul_model(64, 32), "toy")
