@@ -77,6 +77,22 @@ def _copied(
     return path, reporter.report((), target.byte_size, already_rewritten=True)
 
 
+@contextlib.contextmanager
+def _collecting_later() -> Iterator[None]:
+    """Pauses Python's garbage collector.
+
+    It would pass over the whole graph each time that has grown by a quarter: a third of the time of a large rewrite.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_collecting_later()
 def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
     """Returns what `rewrite_onnx` does, of a model that is open and was not rewritten before; edits it in place."""
     with _no_collections():
