@@ -2,7 +2,7 @@
 
 Large raw data stays in the file: `wire.py` reads the rest of it, with references in its place.
 
-Everything that looks at the structure (function inlining, opset conversion, shape inference, graphsurgeon) works on the
+Everything that looks at the structure (function inlining, opset conversion, shape inference, onnx_ir) works on the
 skeleton and so costs nothing per byte of weights; `tensor_data.py` reads the data, one tensor at a time.
 """
 

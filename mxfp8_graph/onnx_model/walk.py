@@ -10,8 +10,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
-STANDARD: Final = frozenset({None, "", "ai.onnx"})
-"""How the default operator domain is written; None is graphsurgeon's way."""
+STANDARD: Final = frozenset({"", "ai.onnx"})
+"""How the default operator domain is written."""
 
 MICROSOFT: Final = "com.microsoft"
 """The domain of ONNX Runtime's own ops."""
