@@ -26,9 +26,6 @@ Dim = int | str | None
 _INFERRED: Final = "inferred"
 """Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
 
-_SPARSE: Final = "sparse"
-"""Key of `Graph.meta`: sparse initializers, which onnx_ir does not have."""
-
 _OVERRIDABLE: Final = "overridable"
 """Key of `Value.meta`: whether a caller may replace this initializer."""
 
@@ -63,6 +60,10 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
     Raises:
         ContractError: onnx cannot read the model at all, or an op cannot take its inputs.
     """
+    for proto in iter_graphs(opened.proto.graph):
+        if proto.sparse_initializer:
+            what = f"sparse initializer {proto.sparse_initializer[0].values.name!r}, which onnx_ir cannot represent"
+            raise ContractError(opened.name, what, expected="dense tensors", advice="store it as a dense initializer")
     inferred = inferred or onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
     try:
         model = ir.from_proto(opened.proto)
@@ -75,7 +76,6 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             if (info := types.get(value.name or "")) is not None:
                 value.meta[_INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
-        graph.meta[_SPARSE] = list(proto.sparse_initializer)
         _restore_initializers(opened, graph, proto)
         for node, node_proto in zip(graph, proto.node, strict=True):
             _restore_attributes(opened, node, node_proto)
@@ -109,7 +109,6 @@ def put_graph(opened: OpenedModel, model: ir.Model) -> None:
     """Replaces the graph of an opened model by that of `model`."""
     opened.proto.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
-        proto.sparse_initializer.extend(graph.meta.get(_SPARSE, ()))
         for node, node_proto in zip(graph, proto.node, strict=True):
             # onnx_ir leaves out absent outputs at the end, which nodes of ours must have.
             node_proto.output.extend([""] * (len(node.outputs) - len(node_proto.output)))

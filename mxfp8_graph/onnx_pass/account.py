@@ -136,9 +136,6 @@ class _Inventory:
         """Adds what a graph and those below it store; `elsewhere` has data that the skeleton left out."""
         for tensor in graph.initializer:
             self._add(path, tensor.name, tensor, elsewhere)
-        for sparse in graph.sparse_initializer:
-            self._add(path, sparse.values.name, sparse.values)
-            self._add(path, f"{sparse.values.name}.indices", sparse.indices)
         self.add_nodes(path, graph.node)
 
     def add_nodes(self, path: str, nodes: Iterable[onnx.NodeProto]) -> None:

@@ -382,7 +382,7 @@ def _external() -> onnx.ModelProto:
 
 
 def _odd() -> onnx.ModelProto:
-    """A sequence, an optional, a sparse and a string tensor, a Constant of each kind, an unknown domain."""
+    """A sequence, an optional, a string tensor, a Constant of each kind, an unknown domain."""
     nodes = [
         node("Constant", "", "c0", value_ints=[1, 2]),
         node("Constant", "", "c1", value_float=1.5),
@@ -396,8 +396,6 @@ def _odd() -> onnx.ModelProto:
     del proto.graph.node[:]
     proto.graph.node.extend(nodes)
     proto.graph.initializer.append(numpy_helper.from_array(np.array(["a", "b"], object), "names"))
-    values, indices = numpy_helper.from_array(np.ones(2, F32), "few"), numpy_helper.from_array(np.array([0, 3]), "i")
-    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [2, 2]))
     proto.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     return proto
 

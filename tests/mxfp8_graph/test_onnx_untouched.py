@@ -16,13 +16,13 @@ from oracle import GEMM, check_well_formed, computes, expect, initializers, kind
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import ContractError, RecipeError
 
 F32 = np.float32
 
 
 GRAPH_FIELDS = (
-    "name", "doc_string", "metadata_props", "quantization_annotation", "sparse_initializer", "value_info", "input",
+    "name", "doc_string", "metadata_props", "quantization_annotation", "value_info", "input",
     "output",
 )  # fmt: skip
 
@@ -50,9 +50,6 @@ def documented() -> onnx.ModelProto:
     graph.value_info.append(helper.make_tensor_value_info("act", 1, ["batch_size", "sequence_length", 128]))
     annotation = graph.quantization_annotation.add(tensor_name="x")
     annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "last"))
-    dense = helper.make_tensor("sparse", 1, [2], [1.0, 2.0])
-    sparse = helper.make_sparse_tensor(dense, helper.make_tensor("where", 7, [2], [1, 3]), [5])
-    graph.sparse_initializer.append(sparse)
     proto.opset_import.append(helper.make_opsetid("org.custom", 4))
     graph.node.append(
         helper.make_node("Probe", ["h"], ["probed"], "probe", domain="org.custom", doc_string="unknown op")
@@ -383,3 +380,11 @@ def test_a_chain_of_more_matmuls_than_pythons_stack_is_deep():
 def test_twice_the_matmuls_take_twice_the_steps():
     lines_run(matmul_stack(1))  # imports
     assert lines_run(matmul_stack(200)) <= 2.1 * lines_run(matmul_stack(100))
+
+
+def test_a_sparse_initializer_is_refused_by_name():
+    proto = matmul_stack(1)
+    values, indices = helper.make_tensor("few", 1, [2], [1.0, 2.0]), helper.make_tensor("at", 7, [2], [1, 3])
+    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [5]))
+    with pytest.raises(ContractError, match="sparse initializer 'few', which onnx_ir cannot represent"):
+        mxfp8_graph.rewrite(proto)
