@@ -7,6 +7,7 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart, read
@@ -65,11 +67,7 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
             what = f"sparse initializer {proto.sparse_initializer[0].values.name!r}, which onnx_ir cannot represent"
             raise ContractError(opened.name, what, expected="dense tensors", advice="store it as a dense initializer")
     inferred = inferred or onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
-    try:
-        model = ir.from_proto(opened.proto)
-    except Exception as error:  # what it raises has no common base
-        what = f"onnx_ir cannot read it: {type(error).__name__}: {error}"
-        raise ContractError(opened.name, what, expected="a valid model", advice="see onnx.checker") from None
+    model = _deserialized(opened)
     protos = zip(iter_graphs(opened.proto.graph), iter_graphs(inferred.graph), strict=True)
     for graph, (proto, typed) in zip(graphs_of(model.graph), protos, strict=True):
         types = {info.name: info for info in (*typed.value_info, *typed.input, *typed.output)}
@@ -80,6 +78,22 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
         for node, node_proto in zip(graph, proto.node, strict=True):
             _restore_attributes(opened, node, node_proto)
     return model
+
+
+def _deserialized(opened: OpenedModel) -> ir.Model:
+    # What it warns of, names that nothing defines, is checked where models are opened, and allowed in unused functions.
+    logger = logging.getLogger("onnx_ir.serde")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        return ir.from_proto(opened.proto)
+    except Exception as error:  # what it raises has no common base; the cause is under messages about where
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = f"onnx_ir cannot read it: {first_line(cause)}"
+        raise ContractError(opened.name, what, expected="a model that it can", advice="export it again") from None
+    finally:
+        logger.disabled = disabled
 
 
 def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.GraphProto) -> None:

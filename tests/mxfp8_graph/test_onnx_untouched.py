@@ -382,9 +382,16 @@ def test_twice_the_matmuls_take_twice_the_steps():
     assert lines_run(matmul_stack(200)) <= 2.1 * lines_run(matmul_stack(100))
 
 
-def test_a_sparse_initializer_is_refused_by_name():
-    proto = matmul_stack(1)
-    values, indices = helper.make_tensor("few", 1, [2], [1.0, 2.0]), helper.make_tensor("at", 7, [2], [1, 3])
-    proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [5]))
+FEW = helper.make_sparse_tensor(
+    helper.make_tensor("few", 1, [2], [1, 2]), helper.make_tensor("at", 7, [2], [1, 3]), [5]
+)
+
+
+def test_sparse_tensors_are_refused():
+    stored, constant = matmul_stack(1), matmul_stack(1)
+    stored.graph.sparse_initializer.append(FEW)
+    constant.graph.node.append(node("Constant", "", "z", sparse_value=FEW))
     with pytest.raises(ContractError, match="sparse initializer 'few', which onnx_ir cannot represent"):
-        mxfp8_graph.rewrite(proto)
+        mxfp8_graph.rewrite(stored)
+    with pytest.raises(ContractError, match="onnx_ir cannot read it: Sparse tensors are not supported"):
+        mxfp8_graph.rewrite(constant)

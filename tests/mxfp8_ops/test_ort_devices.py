@@ -169,7 +169,10 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
             driver=types.SimpleNamespace(ctxGetCurrent=lambda: 0xC0),
             function=types.SimpleNamespace(Module=Module),
             runtime=types.SimpleNamespace(
-                getDeviceProperties=lambda i: properties, CUDARuntimeError=RuntimeError, free=lambda address: None
+                getDevice=lambda: 0,
+                getDeviceProperties=lambda i: properties,
+                CUDARuntimeError=RuntimeError,
+                free=lambda address: None,
             ),
         )
     )
