@@ -6,7 +6,9 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -28,6 +30,9 @@ Dim = int | str | None
 _INFERRED: Final = "inferred"
 """Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
 
+_FOREIGN: Final = "foreign"
+"""Key of `Graph.meta`: declared types that onnx_ir does not have, by the name of the value."""
+
 _OVERRIDABLE: Final = "overridable"
 """Key of `Value.meta`: whether a caller may replace this initializer."""
 
@@ -35,14 +40,19 @@ _OVERRIDABLE: Final = "overridable"
 class LargeTensor(ir.serde.TensorProtoTensor):
     """A stored tensor whose values are not in the skeleton of the model; `numpy` reads them from the file."""
 
-    def __init__(self, opened: OpenedModel, stub: onnx.TensorProto) -> None:
-        super().__init__(stub)
+    def __init__(self, opened: OpenedModel, proto: onnx.TensorProto, *, is_stub: bool = True) -> None:
+        """`is_stub`: it is an initializer of the main graph; else `proto` itself says where the values are.
+
+        Tensors of subgraphs and attributes can have the name of an initializer of the main graph.
+        """
+        super().__init__(proto)
         self._opened = opened
+        self.is_stub = is_stub
 
     @property
     def source(self) -> onnx.TensorProto:
         """The tensor with its values, or with the file and offset of its values."""
-        return self._opened.tensors.get(self.raw.name, self.raw)
+        return self._opened.tensors.get(self.raw.name, self.raw) if self.is_stub else self.raw
 
     def numpy(self) -> npt.NDArray[Any]:
         """Returns the values; errors as `tensor_data.read`."""
@@ -70,7 +80,8 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
     model = _deserialized(opened)
     protos = zip(iter_graphs(opened.proto.graph), iter_graphs(inferred.graph), strict=True)
     for graph, (proto, typed) in zip(graphs_of(model.graph), protos, strict=True):
-        types = {info.name: info for info in (*typed.value_info, *typed.input, *typed.output)}
+        types = {info.name: info for info in _declarations(typed) if not _is_foreign(info.type)}
+        graph.meta[_FOREIGN] = {info.name: info.type for info in _declarations(proto) if _is_foreign(info.type)}
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             if (info := types.get(value.name or "")) is not None:
                 value.meta[_INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
@@ -84,6 +95,10 @@ def _deserialized(opened: OpenedModel) -> ir.Model:
     # What it warns of, names that nothing defines, is checked where models are opened, and allowed in unused functions.
     logger = logging.getLogger("onnx_ir.serde")
     disabled, logger.disabled = logger.disabled, True
+    infos = [info for proto in iter_graphs(opened.proto.graph) for info in _declarations(proto)]
+    foreign = [(info, copy.deepcopy(info.type)) for info in infos if _is_foreign(info.type)]
+    for info, _ in foreign:
+        info.ClearField("type")
     try:
         return ir.from_proto(opened.proto)
     except Exception as error:  # what it raises has no common base; the cause is under messages about where
@@ -94,6 +109,20 @@ def _deserialized(opened: OpenedModel) -> ir.Model:
         raise ContractError(opened.name, what, expected="a model that it can", advice="export it again") from None
     finally:
         logger.disabled = disabled
+        for info, declared in foreign:
+            info.type.CopyFrom(declared)
+
+
+def _declarations(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    return itertools.chain(graph.input, graph.output, graph.value_info)
+
+
+def _is_foreign(declared: onnx.TypeProto) -> bool:
+    """Whether onnx_ir has no such type: maps, as classifiers of scikit-learn return, and opaque ones."""
+    which = declared.WhichOneof("value")
+    if which in {"sequence_type", "optional_type"}:
+        return _is_foreign(getattr(declared, which).elem_type)
+    return which in {"map_type", "opaque_type"}
 
 
 def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.GraphProto) -> None:
@@ -104,8 +133,9 @@ def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.Grap
         value.meta[_OVERRIDABLE] = value.is_graph_input() and not opened.weights_are_inputs
         if not (value.is_graph_input() or value.is_graph_output() or tensor.name in declared):
             value.type = value.shape = None  # else the saved model declares the type of each initializer twice
-        if is_apart(tensor) or (proto is opened.proto.graph and tensor.name in opened.tensors):
-            value.const_value = LargeTensor(opened, tensor)
+        is_stub = proto is opened.proto.graph and tensor.name in opened.tensors
+        if is_apart(tensor) or is_stub:
+            value.const_value = LargeTensor(opened, tensor, is_stub=is_stub)
         elif value.const_value is not None:
             value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
 
@@ -114,7 +144,8 @@ def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProt
     """Replaces external tensors in attributes, of which onnx_ir keeps only file, offset and length."""
     for attribute in proto.attribute:
         if attribute.type == onnx.AttributeProto.TENSOR and is_apart(attribute.t):
-            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, LargeTensor(opened, attribute.t))
+            tensor = LargeTensor(opened, attribute.t, is_stub=False)
+            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
         elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.metadata_props:
             node.attributes[attribute.name].as_tensor().metadata_props.clear()  # as of initializers
 
@@ -123,11 +154,25 @@ def put_graph(opened: OpenedModel, model: ir.Model) -> None:
     """Replaces the graph of an opened model by that of `model`."""
     opened.proto.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
+        _declare(proto, graph.meta.get(_FOREIGN, {}))
         for node, node_proto in zip(graph, proto.node, strict=True):
             # onnx_ir leaves out absent outputs at the end, which nodes of ours must have.
             node_proto.output.extend([""] * (len(node.outputs) - len(node_proto.output)))
     for name in opened.tensors.keys() - model.graph.initializers.keys():
         del opened.tensors[name]
+
+
+def _declare(proto: onnx.GraphProto, foreign: Mapping[str, onnx.TypeProto]) -> None:
+    """Declares the types that onnx_ir does not have, and no output a second time: it does so for initializers."""
+    outputs = {info.name for info in proto.output}
+    for index in reversed(range(len(proto.value_info))):
+        if proto.value_info[index].name in outputs:
+            del proto.value_info[index]
+    computed = {name for node in proto.node for name in node.output} - outputs if foreign else set()
+    proto.value_info.extend(onnx.ValueInfoProto(name=name) for name in foreign if name in computed)
+    for info in _declarations(proto):
+        if info.name in foreign:
+            info.type.CopyFrom(foreign[info.name])
 
 
 def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
@@ -175,7 +220,7 @@ def _setting(name: str, value: float | str | tuple[int, ...]) -> ir.Attr:
 
 def dtype_of(value: ir.Value) -> int:
     """Returns the onnx.TensorProto.DataType of a value; 0 if it is unknown or no tensor's."""
-    if value.const_value is not None:
+    if value.const_value is not None and not is_overridable(value):
         return int(value.const_value.dtype)
     inferred = value.meta.get(_INFERRED, value)
     return int(inferred.dtype) if isinstance(inferred.type, ir.TensorType) else 0
@@ -183,7 +228,7 @@ def dtype_of(value: ir.Value) -> int:
 
 def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
     """Returns the shape of a value: a size, a name or None for each axis; None if even the rank is unknown."""
-    if value.const_value is not None:
+    if value.const_value is not None and not is_overridable(value):
         return tuple(value.const_value.shape.numpy())
     shape = value.meta.get(_INFERRED, value).shape
     return None if shape is None else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)

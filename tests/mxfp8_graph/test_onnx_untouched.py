@@ -395,3 +395,40 @@ def test_sparse_tensors_are_refused():
         mxfp8_graph.rewrite(stored)
     with pytest.raises(ContractError, match="onnx_ir cannot read it: Sparse tensors are not supported"):
         mxfp8_graph.rewrite(constant)
+
+
+def test_a_constant_may_have_the_name_of_an_initializer(tmp_path):
+    """Both are large, so that neither is in the skeleton of a model in a file."""
+    stored, constant = weight(64, 64), weight(64, 64)[::-1].copy()
+    nodes = [
+        helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(constant, "w")),
+        *(node("MatMul", "x w", "h"), node("MatMul", "h c", "y")),
+    ]
+    proto = model(nodes, {"x": (F32, ["n", 64])}, {"y": (F32, ["n", 64])}, {"w": stored})
+    onnx.save(proto, tmp_path / "m.onnx")
+    mxfp8_graph.rewrite(tmp_path / "m.onnx", Recipe(output_projections=True))
+    packed = mxfp8_graph.unpack(tmp_path / "m.mxfp8.onnx")
+    for name, values in (("w", stored), ("c", constant)):
+        error = np.abs(packed[name].dequantize() - values.T)
+        assert error.max() < 0.1 * np.abs(values).max(), f"{name}: {error.max()}"
+
+
+def test_maps_and_opaque_types_stay_declared():
+    """Classifiers of skl2onnx end with a ZipMap."""
+    proto = matmul_stack(1)
+    result = proto.graph.node[-1].output[0]
+    proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
+    proto.graph.node.append(
+        helper.make_node("ZipMap", [result], ["chances"], domain="ai.onnx.ml", classlabels_int64s=[*range(64)])
+    )
+    maps = helper.make_map_type_proto(onnx.TensorProto.INT64, helper.make_tensor_type_proto(1, []))
+    proto.graph.output.append(helper.make_value_info("chances", helper.make_sequence_type_proto(maps)))
+    proto.graph.node.append(helper.make_node("Probe", [result], ["handle"], domain="org.custom"))
+    proto.opset_import.append(helper.make_opsetid("org.custom", 1))
+    handle = onnx.ValueInfoProto(name="handle")
+    handle.type.opaque_type.name = "Handle"
+    proto.graph.value_info.append(handle)
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    assert len(report.rewritten) == 1
+    assert rewritten.graph.output[-1] == proto.graph.output[-1]
+    assert [info for info in rewritten.graph.value_info if info.name == "handle"] == [handle]

@@ -114,9 +114,9 @@ class Edit:
         """Says that the bytes of an initializer are of another 8-bit dtype."""
         name, tensor = str(value.name), value.const_value
         if isinstance(tensor, LargeTensor):
-            if name in self.opened.tensors:
+            if tensor.is_stub and name in self.opened.tensors:
                 self.opened.tensors[name] = _retyped(tensor.source, dtype)
-            value.const_value = LargeTensor(self.opened, _retyped(tensor.raw, dtype))
+            value.const_value = LargeTensor(self.opened, _retyped(tensor.raw, dtype), is_stub=tensor.is_stub)
         elif isinstance(tensor, ir.serde.TensorProtoTensor):
             value.const_value = ir.serde.TensorProtoTensor(_retyped(tensor.raw, dtype))
         if value.is_graph_input():
