@@ -13,7 +13,7 @@ import pytest
 from byte_counts import checked, onnx_bytes, program_bytes
 
 from mxfp8_graph import onnx_pass
-from mxfp8_graph.onnx_model import child, onnx_calls
+from mxfp8_graph.onnx_model import check_nodes, child, onnx_calls
 
 IN_CHILDREN = ("hostile", "validate", "wire", "upgrade", "corpus", "bad_input", "names", "repeated", "cli", "doctor")
 """How names of test files end in which onnx's passes run in processes of their own, as they do for users."""
@@ -38,7 +38,9 @@ def every_byte_is_in_the_report(request: pytest.FixtureRequest, monkeypatch: pyt
 def onnx_is_called_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spares sound models the forks in which onnx's passes run: these take the longer, the more a process holds."""
     if not request.path.stem.endswith(IN_CHILDREN):
-        monkeypatch.setattr(onnx_calls, "child", SimpleNamespace(call=call_here, Failure=child.Failure))
+        here = SimpleNamespace(call=call_here, Failure=child.Failure)
+        monkeypatch.setattr(onnx_calls, "child", here)
+        monkeypatch.setattr(check_nodes, "child", here)
 
 
 def call_here(function: Callable[[], bytes], seconds: int) -> bytes | child.Failure:
