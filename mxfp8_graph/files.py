@@ -8,7 +8,8 @@ A file is written beside its target, brought to the disk and renamed:
 
 No single step replaces two files, so the bridge goes first: at every moment the model in place names data that are
 there. A process has a lock (flock) on each of its drafts, which dies with the process. The next process that writes to
-the folder finishes the replacement of a pair, and removes all other drafts without a lock.
+the folder finishes the replacement of a pair, and removes all other drafts without a lock. Processes take turns at
+these steps: each locks the file `.mxfp8-graph.lock` in the folder, and removes it afterwards.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ from mxfp8_ops.errors import Mxfp8Error
 _DRAFT: Final = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.mxfp8-(?P<role>new|data|bridge)", re.DOTALL)
 _SCRATCH: Final = re.compile(r"mxfp8-graph\.[a-z]+\.\w+")
 
+_LOCK: Final = ".mxfp8-graph.lock"
+"""Name of the file whose lock is the lock of its folder. Other programs lock folders, and read permission may lack."""
+
 _PATIENCE: Final = 30.0
 """Seconds to wait for the lock of a folder. A process holds it for a few renames only."""
+
+_NO_LOCK: Final = -1
 
 _WORTH_IT: Final = 1 << 20
 """Bytes from which on the disk is asked to begin."""
@@ -115,7 +121,8 @@ def data_path_of(path: Path) -> Path:
 def clean_up(folder: Path) -> None:
     """Finishes or removes the drafts of dead processes in a folder, if it can be written to."""
     with contextlib.suppress(OSError, ValueError):  # the next step that writes there reports it
-        if drafts := [path for path in folder.iterdir() if _DRAFT.fullmatch(path.name)]:
+        drafts = [path for path in folder.iterdir() if _DRAFT.fullmatch(path.name)]
+        if drafts or os.path.lexists(folder / _LOCK):  # which a killed process left too: `_locked` removes it
             with _locked(folder):
                 for draft in sorted(drafts, key=lambda path: path.name.endswith("-new")):  # which a pair may need
                     with contextlib.suppress(OSError):
@@ -130,9 +137,16 @@ def _clean_draft(draft: Path) -> None:
     with open_regular(draft) as file:
         if not _lock(file.fileno()):
             return
-        path = draft.with_name(name["name"].removesuffix(".data"))
-        if name["role"] == "data" and _names(path, draft.name):
-            _finish_pair(draft, _draft(path, name["token"], "new"), path)
+        role, token = name["role"], name["token"]
+        path = draft.with_name(name["name"].removesuffix(".data") if role == "data" else name["name"])
+        data, model = _draft(data_path_of(path), token, "data"), _draft(path, token, "new")
+        if role == "data" and _names(path, draft.name):
+            if draft != data or not _is_mine(model, stat.S_IFREG):  # an error if it is missing
+                return  # the model in place needs this draft, and no other model is there to replace it
+            _finish_pair(data, model, path)
+        # Without hard links `_finish_pair` may end between its renames.
+        elif role == "new" and data_path_of(path).is_file() and not os.path.lexists(data) and _names(path, data.name):
+            model.replace(path)
         draft.unlink(missing_ok=True)
 
 
@@ -281,9 +295,7 @@ def scratch(what: str) -> Iterator[Path]:
             final = folder.with_name(f"mxfp8-graph.{what}.{folder.name.rpartition('-')[2]}")
             folder.rename(final)
             folder = final
-            inner = folder / "files"  # whose own lock is free for what is written there
-            inner.mkdir()
-            yield inner
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -319,13 +331,37 @@ def _locked(folder: Path) -> Iterator[None]:
     Raises:
         OSError: there is no such folder, or another process holds the lock for long.
     """
-    with _opened(folder) as descriptor:
-        deadline = time.monotonic() + _PATIENCE
-        while _lock(descriptor) is False:
-            if time.monotonic() > deadline:
-                raise OSError(errno.EBUSY, "another process holds the lock of the folder", str(folder))
-            time.sleep(0.005)
+    lock, descriptor = folder / _LOCK, None
+    deadline = time.monotonic() + _PATIENCE
+    try:
+        while descriptor is None:
+            with uninterrupted():
+                descriptor = _try_lock(lock)
+            if descriptor is None:
+                if time.monotonic() > deadline:
+                    raise OSError(errno.EBUSY, "another process holds the lock of the folder", str(folder))
+                time.sleep(0.005)
         yield
+    finally:
+        if descriptor is not None and descriptor != _NO_LOCK:
+            with uninterrupted():
+                with contextlib.suppress(OSError):  # another user's, in a folder with the sticky bit
+                    lock.unlink()
+                os.close(descriptor)
+
+
+def _try_lock(lock: Path) -> int | None:
+    """Returns the descriptor of a locked file, `_NO_LOCK` if it may not be opened, None if it is another process's."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except PermissionError:  # a file of another user, or a folder that the next step cannot write to either
+        return _NO_LOCK
+    with contextlib.suppress(FileNotFoundError):
+        # The process that had the lock may have removed the file: another one may have a new file there.
+        if _lock(descriptor) is not False and os.path.samestat(os.fstat(descriptor), lock.lstat()):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 @contextlib.contextmanager

@@ -158,12 +158,15 @@ def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
             safe_open(path, "np", backend="pread")
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(start - 8, LONGEST_HEADER)), object_pairs_hook=_unique)
+            metadata = header.pop(_METADATA, None) or {}
+            # The library takes the fields of a tensor as a list too.
+            if not all(isinstance(entry, dict) for entry in header.values()):
+                raise ValueError("a tensor is described by something else than an object")
         files.check(path)  # what was checked is what was read
     except OSError as error:
         raise _unreadable(path, error) from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, f"is refused: {error}") from None
-    metadata = header.pop(_METADATA, None) or {}
     tensors = {
         name: Stored(entry["dtype"], tuple(entry["shape"]), path, files, start + entry["data_offsets"][0])
         for name, entry in header.items()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import stat
+import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import builders
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.files import uninterrupted, write_text
+from mxfp8_graph.files import clean_up, uninterrupted, write_text
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 TOKEN = "0123456789abcdef"
@@ -202,6 +204,26 @@ class TestLeftovers:
         assert files(tmp_path) == ["m.onnx", "new", "o.onnx", "o.onnx.data", "report.json"]
         assert ((tmp_path / "o.onnx").read_bytes(), (tmp_path / "o.onnx.data").read_bytes()) == new
 
+    def test_data_stay_if_there_is_no_draft_of_their_model(self, tmp_path):
+        before = {
+            "m.onnx": f"names .m.onnx.data.{TOKEN}.mxfp8-data",
+            "m.onnx.data": "precious",
+            f".m.onnx.data.{TOKEN}.mxfp8-data": "the model in place needs it",
+        }
+        for name, text in before.items():
+            (tmp_path / name).write_text(text)
+        write_text(tmp_path / "report.json", "{}")
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {**before, "report.json": "{}"}
+
+    def test_without_hard_links_a_kill_before_the_last_rename_loses_nothing(self, tmp_path):
+        (tmp_path / "m.onnx").write_text(f"names .m.onnx.data.{TOKEN}.mxfp8-data")
+        (tmp_path / "m.onnx.data").write_text("the new data")
+        (tmp_path / f".m.onnx.{TOKEN}.mxfp8-new").write_text("names m.onnx.data")
+        (tmp_path / f".m.onnx.{TOKEN}.mxfp8-bridge").write_text("not the result")
+        write_text(tmp_path / "report.json", "{}")
+        found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+        assert found == {"m.onnx": "names m.onnx.data", "m.onnx.data": "the new data", "report.json": "{}"}
+
 
 def test_without_hard_links_results_are_the_same(tmp_path, model, monkeypatch):
     def none(*_: Any) -> None:
@@ -236,17 +258,60 @@ def test_a_step_that_fails_between_the_renames_leaves_a_whole_result(tmp_path, m
 
 
 def test_a_process_that_holds_the_lock_for_long_is_an_error(tmp_path, model, monkeypatch):
-    import fcntl
+    monkeypatch.setattr("mxfp8_graph.files._PATIENCE", 0.05)
+    with (tmp_path / ".mxfp8-graph.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx")
+    what = "cannot be written: another process holds the lock of the folder; "
+    assert found.startswith(f"{tmp_path / 'o.onnx'}: {what}")
+    clean_up(tmp_path)  # as after a kill: the file is there, without its lock
+    assert files(tmp_path) == ["m.onnx"]
 
+
+@pytest.mark.parametrize("kind", [fcntl.LOCK_SH, fcntl.LOCK_EX])
+def test_a_lock_of_another_program_on_the_folder_is_in_nobodys_way(tmp_path, monkeypatch, kind):
     monkeypatch.setattr("mxfp8_graph.files._PATIENCE", 0.05)
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        found = message(mxfp8_graph.rewrite, model, output=tmp_path / "o.onnx")
+        fcntl.flock(folder, kind)
+        write_text(tmp_path / "report.json", "{}")
     finally:
         os.close(folder)
-    what = "cannot be written: another process holds the lock of the folder; "
-    assert found.startswith(f"{tmp_path / 'o.onnx'}: {what}")
+    assert files(tmp_path) == ["report.json"]
+
+
+@pytest.fixture
+def user() -> Iterator[int]:
+    """Makes the test's process one of a user other than root, whose id is returned."""
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield os.geteuid()
+    os.seteuid(before)
+
+
+def test_a_folder_that_can_be_written_but_not_read(user):
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o300)
+        write_text(folder / "report.json", "{}")
+        folder.chmod(0o700)
+        assert files(folder) == ["report.json"]
+
+
+def test_a_lock_that_may_not_be_opened_is_left_out(tmp_path, monkeypatch):
+    """Of another user, in a folder for all."""
+    lock, opened = tmp_path / ".mxfp8-graph.lock", os.open
+
+    def refuse(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == lock:
+            raise PermissionError(13, os.strerror(13))
+        return opened(path, *arguments, **options)
+
+    lock.touch()
+    monkeypatch.setattr(os, "open", refuse)
+    write_text(tmp_path / "report.json", "{}")
+    assert files(tmp_path) == [".mxfp8-graph.lock", "report.json"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

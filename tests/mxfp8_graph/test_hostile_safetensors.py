@@ -59,6 +59,7 @@ TWICE = json.dumps(entries()).replace("up.weight_scale", "up.weight").encode()
         (entries(data_offsets=[0, 2**63]), "invalid shape, data type, or offset for tensor"),
         ({"up.weight": entries()["up.weight"]}, "incomplete metadata, file not fully covered"),
         ({"up.weight": None}, "invalid type: null"),
+        ({"a": ["U8", [264], [0, 264]]}, "is refused: a tensor is described by something else than an object"),
         ({"__metadata__": [], **entries()}, "invalid type: sequence, expected a map"),
         ({"__metadata__": {"a": 1}, **entries()}, "integer `1`, expected a string"),
         ([entries()], "invalid JSON in header: invalid type: sequence"),

@@ -17,6 +17,7 @@ import builders as b
 import numpy as np
 import pytest
 from commands import poison, refused, run, save
+from full_disk import files_of_at_most
 from grids import looped
 
 import mxfp8_graph
@@ -204,6 +205,13 @@ def test_a_damaged_file_is_an_error(source: str, text: str) -> None:
     message = refused(*command(source))
     assert message.startswith(f"error: {STATE}: not the measurements of a search; expected a file that tune wrote")
     assert STATE.read_text() == text
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(source: str) -> None:
+    with files_of_at_most(400):
+        result = run(*command(source))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: {STATE}: cannot be written: File too large; "), result.stderr
 
 
 @looped("what", ["of another version", "of other facts"])

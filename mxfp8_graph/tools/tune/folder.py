@@ -102,14 +102,15 @@ class Place:
             raise ContractError(self.part, what, expected="one search at a time", advice=advice) from None
         except OSError as error:
             raise ContractError.unwritable(self.part, error, ("pass another ", Option("output"))) from None
-        with file:
-            try:
-                yield file
-            finally:
-                with contextlib.suppress(OSError):
-                    if self._state.stat().st_size == 0:  # the search did not begin
-                        self._state.unlink()
-                        self.part.rmdir()
+        try:
+            yield file
+        finally:
+            with contextlib.suppress(OSError):
+                if self._state.stat().st_size == 0:  # the search did not begin
+                    self._state.unlink()
+                    self.part.rmdir()
+            with contextlib.suppress(OSError):  # what is buffered for a full disk fails once more
+                file.close()
 
     def check_free(self) -> None:
         """Raises ContractError if something is there that may not be replaced."""
