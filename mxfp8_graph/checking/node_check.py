@@ -49,6 +49,9 @@ _AT_ONCE: Final = 16
 _WEIGHT_VALUES: Final = 1 << 20
 """Values of a weight whose bound is computed at once, about 28 bytes of memory for each."""
 
+_SCORES: Final = 1 << 20
+"""Scores of an attention whose bound is computed at once, about 100 bytes of memory for each."""
+
 _FORMATS: Final = {row.numpy_name: name for name, row in formats.ELEMENT_FORMATS.items()}
 """Name of each element format by that of its dtype in NumPy."""
 
@@ -81,7 +84,8 @@ class NodeCheck(Data):
         """Returns the failure in words."""
         if self.has_bound:
             return f"{self.op} {self.name!r}: kernel and function body differ by {self.excess:.3g} times the bound"
-        return f"{self.op} {self.name!r}: kernel and function body differ in {self.excess:.0f} values; expected none"
+        where = "shape" if math.isinf(self.excess) else f"{self.excess:.0f} values"
+        return f"{self.op} {self.name!r}: kernel and function body differ in {where}; expected none"
 
 
 def check_nodes(
@@ -215,6 +219,8 @@ class _Comparison:
     def excess(self) -> float:
         """Returns what `NodeCheck.excess` is."""
         exact = [*zip(self._ours, self._body, strict=True)]
+        if any(ours.shape != body.shape for ours, body in exact):
+            return math.inf
         with np.errstate(all="ignore"):  # NaN and Inf are compared, too
             if _quantizes_results(self._op):
                 # The codes of the kernel have to be those of its own values, to the bit; the sum before a norm has to
@@ -268,25 +274,44 @@ class _Comparison:
         return fused.norm_error_bound(total, self._value("scale"), self._input("bias"), **settings)
 
     def _attention_bound(self) -> Array:
-        """Returns the bound of each value of Y, a head of the keys at a time: it needs all scores in float64."""
+        """Returns the bound of each value of Y, some rows of some heads at a time: it needs their scores in float64."""
         q, k, v, mask, *pasts = (self._value(port.name) for port in ATTENTION.inputs)
         heads = self._attributes["q_num_heads"], self._attributes["kv_num_heads"]
         shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
         sizes = attention_sizes(ATTENTION.name, *shapes, heads)
-        each = sizes.q_heads // sizes.kv_heads
-        settings = {name: self._attributes[name] for name in ("is_causal", "scale")}
-        rounds = self._attributes["activation_dtype"] == contract.BFLOAT16
-        settings |= {"q_num_heads": each, "kv_num_heads": 1, "activation_dtype": "bfloat16" if rounds else None}
+        each, scale = sizes.q_heads // sizes.kv_heads, self._attributes["scale"]
+        rounds = "bfloat16" if self._attributes["activation_dtype"] == contract.BFLOAT16 else None
         mask = np.broadcast_to(mask, sizes.scores)
         bound = np.empty(sizes.y)
-        for batch, head in np.ndindex(sizes.batch, sizes.kv_heads):
-            one, rows = slice(batch, batch + 1), slice(head * each, (head + 1) * each)
-            own = q[one, :, rows.start * sizes.d : rows.stop * sizes.d]
+        most_rows = min(max(_SCORES // max(sizes.total, 1), 1), max(sizes.rows, 1))
+        most_heads = min(max(_SCORES // max(most_rows * sizes.total, 1), 1), each)
+        blocks = np.ndindex(sizes.batch, sizes.kv_heads, -(-each // most_heads), -(-sizes.rows // most_rows))
+        for batch, head, part, block in blocks:
+            one, start = slice(batch, batch + 1), head * each + part * most_heads
+            own = slice(start, min(start + most_heads, (head + 1) * each))
+            rows = slice(block * most_rows, min((block + 1) * most_rows, sizes.rows))
             keys = k[one, :, head * sizes.d : (head + 1) * sizes.d]
             values = v[one, :, head * sizes.dv : (head + 1) * sizes.dv]
             past = (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None
-            part = attention.attention_error_bound(own, keys, values, mask[one, rows], past, **settings)
-            bound[one, :, rows.start * sizes.dv : rows.stop * sizes.dv] = part
+            # Every row of the block sees the keys up to its first row: to a causal attention, these are its past.
+            is_causal = bool(self._attributes["is_causal"]) and rows.start < sizes.keys
+            if is_causal and rows.start:
+                seen = [x[:, None, : rows.start] for x in (keys, values)]
+                before = past or [x[:, :, :0] for x in seen]
+                past = (np.concatenate([before[0], seen[0]], 2), np.concatenate([before[1], seen[1]], 2))
+                keys, values = keys[:, rows.start :], values[:, rows.start :]
+            bound[one, rows, own.start * sizes.dv : own.stop * sizes.dv] = attention.attention_error_bound(
+                q[one, rows, own.start * sizes.d : own.stop * sizes.d],
+                keys,
+                values,
+                mask[one, own, rows],
+                past,
+                q_num_heads=own.stop - own.start,
+                kv_num_heads=1,
+                is_causal=is_causal,
+                scale=scale,
+                activation_dtype=rounds,
+            )
         return bound
 
 

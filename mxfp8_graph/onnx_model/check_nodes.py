@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -123,8 +124,19 @@ _SPARSE: Final = onnx.helper.make_sparse_tensor(
 )
 _UNKNOWN: Final = f"{contract.DOMAIN}.unknown"
 """Domain of what onnx does not know: it takes every op of a domain that is none of its own."""
-_LARGE_FIELDS: Final = frozenset({"t", "g", "tensors", "graphs", "sparse_tensor", "ref_attr_name"})
-
+_LEFT_OUT: Final = frozenset(
+    {"s", "floats", "ints", "strings", "t", "g", "tensors", "graphs", "sparse_tensor", "ref_attr_name", "doc_string"}
+)
+"""Fields of an attribute that may be large, or that need not be text."""
+_MOST: Final = 128
+"""Bytes of a text, and entries of a list, in the copy of an attribute: onnx asks for their kind only."""
+_REQUIRED: Final = {
+    int(_Attribute.TENSOR): "t",
+    int(_Attribute.GRAPH): "g",
+    int(_Attribute.SPARSE_TENSOR): "sparse_tensor",
+    int(_Attribute.TYPE_PROTO): "tp",
+}
+"""Kinds of attributes without a default value, and where their value is."""
 
 _FIELDS: Final[Mapping[Any, str]] = {
     _Attribute.FLOAT: "f",
@@ -188,8 +200,8 @@ class Copy:
     def _fill(self, graph: onnx.GraphProto, copy: onnx.GraphProto, place: Place, *, sort: bool = False) -> None:
         given = [value.name for value in graph.input]
         stored = [*(t.name for t in graph.initializer), *(s.values.name for s in graph.sparse_initializer)]
-        if len(set(stored)) < len(stored):
-            twice = next(name for name in stored if stored.count(name) > 1)
+        twice, times = next(iter(Counter(stored).most_common(1)), ("", 0))
+        if times > 1:
             raise place.error(f"an initializer called {twice!r} is defined twice", "each name once")
         # Their values are checked already; as inputs, no data is copied.
         names = [*given, *(name for name in stored if name not in set(given))]
@@ -237,7 +249,7 @@ class Copy:
             if known is not None and attribute.name not in known and not attribute.name.startswith("__"):
                 expected = f"one of {', '.join(sorted(known))}" if known else "none"
                 raise place.node_error(node, f"unknown attribute {attribute.name!r}", expected)
-            self._put_attribute(attribute, copy.attribute.add(), node, place)
+            self._put_attribute(attribute, copy.attribute.add(), node, place, unknown=known is None)
         if not copy.domain and node.op_type in _BODIES:
             _check_bodies(node, version, place)
 
@@ -250,10 +262,21 @@ class Copy:
                 raise place.node_error(node, _count(count, kind), f"at most {most}, as its function has")
 
     def _put_attribute(
-        self, attribute: onnx.AttributeProto, copy: onnx.AttributeProto, node: onnx.NodeProto, place: Place
+        self,
+        attribute: onnx.AttributeProto,
+        copy: onnx.AttributeProto,
+        node: onnx.NodeProto,
+        place: Place,
+        *,
+        unknown: bool,
     ) -> None:
-        """Copies an attribute; of a tensor or a reference, something small of the same kind."""
-        copy_fields(copy, attribute, skip=_LARGE_FIELDS)
+        """Copies an attribute; of what may be large, and of a reference, something small of the same kind."""
+        copy_fields(copy, attribute, skip=_LEFT_OUT)
+        if attribute.HasField("s"):
+            copy.s = attribute.s[:_MOST]
+        copy.floats.extend(attribute.floats[:_MOST])
+        copy.ints.extend(attribute.ints[:_MOST])
+        copy.strings.extend(text[:_MOST] for text in attribute.strings[:_MOST])
         if attribute.ref_attr_name and not self._in_function:
             what = f"attribute {attribute.name!r} refers to one of a function"
             raise place.node_error(node, what, "a value, since the node is in no function")
@@ -261,7 +284,11 @@ class Copy:
             present = {field.name for field, _ in attribute.ListFields()}
             for kind in (kind for kind, name in _FIELDS.items() if name in present):
                 copy.type = kind
-        refers = bool(attribute.ref_attr_name)
+        refers, required = bool(attribute.ref_attr_name), _REQUIRED.get(attribute.type)
+        # Of the ops that it knows, onnx says so itself.
+        if required and unknown and not refers and not attribute.HasField(required):
+            what = f"attribute {attribute.name!r} has no value"
+            raise place.node_error(node, what, f"one of kind {_Attribute.AttributeType.Name(attribute.type)}")
         if attribute.HasField("t") or (refers and attribute.type == _Attribute.TENSOR):
             copy.t.CopyFrom(_TENSOR)
         if attribute.HasField("sparse_tensor") or (refers and attribute.type == _Attribute.SPARSE_TENSOR):

@@ -8,6 +8,7 @@ import itertools
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from oracle import run
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
 from mxfp8_graph.onnx_model import child
+from mxfp8_graph.onnx_model.check_nodes import Copy, Place
 from mxfp8_ops.errors import ContractError
 
 F32 = np.float32
@@ -319,6 +321,35 @@ def _valueless() -> NodeProto:
     return result
 
 
+@looped("kind", ["GRAPH", "SPARSE_TENSOR", "TYPE_PROTO"])
+def test_an_attribute_without_a_value_that_has_no_default(kind: str) -> None:
+    unknown = node("Unknown", "h", "z", domain="f")
+    unknown.attribute.add(name="odd", type=onnx.AttributeProto.AttributeType.Value(kind))
+    assert refusal(linear(unknown)) == (
+        f"node 'Unknown_z' (Unknown): attribute 'odd' has no value; expected one of kind {kind}"
+    )
+
+
+def test_large_attributes_are_not_copied_for_the_checker() -> None:
+    values = {"text": bytes(2**20), "numbers": [0.5] * 2**18, "counts": [2**40] * 2**17, "texts": ["a" * 2**10] * 2**10}
+    proto = linear(node("Unknown", "h", "z", domain="f", **values))
+    assert Copy(proto.opset_import, {}, Place("model")).of_graph(proto.graph).ByteSize() < 2**18
+    assert mxfp8_graph.rewrite(proto)[0].graph.node[-1].attribute == proto.graph.node[-1].attribute
+
+
+def test_thousands_of_initializers_with_the_last_name_twice() -> None:
+    proto = linear()
+    proto.graph.initializer.extend(TensorProto(name=f"w{i}", data_type=1, dims=[0]) for i in [*range(30_000), 29_999])
+    start = time.process_time()
+    assert refusal(proto) == "an initializer called 'w29999' is defined twice; expected each name once"
+    assert time.process_time() - start < 5
+
+
+def _undocumented(proto: onnx.ModelProto) -> None:
+    proto.graph.node[1].attribute.add(name="__kept", i=1, type=onnx.AttributeProto.INT, doc_string="ZZZZ")
+    proto.CopyFrom(unreadable(proto))
+
+
 def _add_function(proto: onnx.ModelProto, added: onnx.FunctionProto) -> None:
     proto.functions.append(added)
     proto.opset_import.append(helper.make_opsetid("f", 1))
@@ -362,6 +393,7 @@ TOLERATED: dict[str, Change] = {
         TensorProto(name="four", data_type=TensorProto.INT4, dims=[3], int32_data=[0x21, 0x3])
     ),
     "a sequence": lambda p: p.graph.node.append(node("SequenceConstruct", "h h", "z")),
+    "documentation of an attribute that is not text": _undocumented,
     "an attribute without a value": lambda p: p.graph.node.append(_valueless()),
     "a function that is broken and never called": lambda p: _add_function(
         p, function("F", [node("Relu", "nothing", "b")])

@@ -9,6 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import attention
+from builders import matmul_model
 from fused_models import activated, normalized
 from onnx import helper
 from oracle import normal
@@ -17,8 +18,10 @@ from test_onnx_fuse_norms import FORMS, sum_model
 from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
+from mxfp8_graph.checking import node_check
 from mxfp8_graph.checking.node_check import check_nodes
 from mxfp8_graph.checking.verify import verify
+from mxfp8_ops.attention import attention_error_bound
 
 F32 = np.float32
 NORM = FORMS["LayerNormalization"]
@@ -110,3 +113,66 @@ def test_an_attention_that_disagrees_with_its_body(recipe: str, by: float) -> No
     tamper(rewritten, "MXFP8Attention", "Y", by)
     checked = verify(MODELS["attention"], rewritten)
     assert [check.op for check in checked.nodes if not check.passed] == ["MXFP8Attention"]
+
+
+@pytest.mark.parametrize(("op", "recipe"), [("MXFP8FusedWeightGemm", "mxfp8-weight-only"), ("MXFP8Quantize", "mxfp8")])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_body_that_gives_another_shape_fails(op: str, recipe: str, rows: int) -> None:
+    """One row would pass by broadcasting, where all rows are equal."""
+    rewritten, _ = mxfp8_graph.rewrite(matmul_model(), recipe)
+    function = next(f for f in rewritten.functions if f.name == op)
+    name = function.output[-1]
+    maker = next(n for n in function.node if name in n.output)
+    maker.output[list(maker.output).index(name)] = "whole"
+    bounds = [helper.make_node("Constant", [], [at], value_ints=[x]) for at, x in (("start", 0), ("end", rows))]
+    axes = helper.make_node("Constant", [], ["axes"], value_ints=[0])
+    cut = helper.make_node("Slice", ["whole", "start", "end", "axes"], [name])
+    function.node.extend([*bounds, axes, cut])
+    x = rewritten.graph.input[0]
+    size = x.type.tensor_type.shape.dim[-1].dim_value
+    checks = check_nodes(rewritten, {x.name: np.ones((4, 1, size), F32)}, None, "model")
+    (failed,) = (check for check in checks if not check.passed)
+    assert (failed.op, failed.excess) == (op, np.inf)
+    assert "differ in shape; expected none" in str(failed) or failed.has_bound
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("past", [0, 5])
+@pytest.mark.parametrize(("rows", "keys"), [(7, 7), (7, 3)])
+def test_the_bound_of_an_attention_does_not_depend_on_the_blocks(
+    causal: int, past: int, rows: int, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"Q": (2, rows, 48), "K": (2, keys, 16), "V": (2, keys, 32)}
+    tensors = {name: normal(*size) for name, size in sizes.items()}
+    tensors["mask"] = normal(rows, past + keys)
+    pasts = [(2, 2, past, 8), (2, 2, past, 16)] if past else [(0,), (0,)]
+    tensors |= {name: normal(*size) for name, size in zip(("pk", "pv"), pasts, strict=True)}
+    heads = {"q_num_heads": 6, "kv_num_heads": 2, "is_causal": causal, "scale": 0.5, "activation_dtype": 1}
+    node = helper.make_node("MXFP8Attention", list(tensors), ["y", "a", "b"], **heads)
+    tensors |= {"y": np.zeros((2, rows, 96), F32), "a": np.zeros(1), "b": np.zeros(1)}
+    compared = node_check._Comparison(node, node, tensors.__getitem__)
+    whole = attention_error_bound(
+        *(tensors[name] for name in ("Q", "K", "V", "mask")),
+        (tensors["pk"], tensors["pv"]) if past else None,
+        q_num_heads=6, kv_num_heads=2, is_causal=bool(causal), scale=0.5,
+    )  # fmt: skip
+    for scores in (1, 2 * (past + keys), 2 * rows * (past + keys), 1 << 20):
+        monkeypatch.setattr(node_check, "_SCORES", scores)
+        np.testing.assert_allclose(compared._attention_bound(), whole, rtol=1e-9)
+
+
+def test_a_long_attention_takes_its_scores_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = []
+    bound = attention_error_bound
+
+    def noted(q: Any, k: Any, v: Any, mask: Any, past: Any, **settings: Any) -> Any:
+        largest.append(mask.size)
+        return bound(q, k, v, mask, past, **settings)
+
+    monkeypatch.setattr("mxfp8_ops.attention.attention_error_bound", noted)
+    tensors = {"Q": normal(1, 600, 64), "K": normal(1, 600, 4), "V": normal(1, 600, 4), "mask": np.ones(1, np.bool_)}
+    tensors |= {"pk": np.zeros(0, F32), "pv": np.zeros(0, F32), "y": normal(1, 600, 64), "a": F32(0), "b": F32(0)}
+    node = helper.make_node("MXFP8Attention", [*tensors][:6], ["y", "a", "b"], q_num_heads=16, kv_num_heads=1)
+    node_check._Comparison(node, node, tensors.__getitem__)._attention_bound()
+    assert sum(largest) == 16 * 600 * 600
+    assert max(largest) * 8 <= 64 << 20
