@@ -27,7 +27,7 @@ from mxfp8_ops.errors import ContractError
 Dim = int | str | None
 """A size, the name of a size, or None if nothing is known."""
 
-_INFERRED: Final = "inferred"
+INFERRED: Final = "inferred"
 """Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
 
 _FOREIGN: Final = "foreign"
@@ -84,7 +84,7 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
         graph.meta[_FOREIGN] = {info.name: info.type for info in _declarations(proto) if _is_foreign(info.type)}
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             if (info := types.get(value.name or "")) is not None:
-                value.meta[_INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
+                value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
         _restore_initializers(opened, graph, proto)
         for node, node_proto in zip(graph, proto.node, strict=True):
             _restore_attributes(opened, node, node_proto)
@@ -222,7 +222,7 @@ def dtype_of(value: ir.Value) -> int:
     """Returns the onnx.TensorProto.DataType of a value; 0 if it is unknown or no tensor's."""
     if value.const_value is not None and not is_overridable(value):
         return int(value.const_value.dtype)
-    inferred = value.meta.get(_INFERRED, value)
+    inferred = value.meta.get(INFERRED, value)
     return int(inferred.dtype) if isinstance(inferred.type, ir.TensorType) else 0
 
 
@@ -230,7 +230,7 @@ def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
     """Returns the shape of a value: a size, a name or None for each axis; None if even the rank is unknown."""
     if value.const_value is not None and not is_overridable(value):
         return tuple(value.const_value.shape.numpy())
-    shape = value.meta.get(_INFERRED, value).shape
+    shape = value.meta.get(INFERRED, value).shape
     return None if shape is None else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
 
 

@@ -77,6 +77,28 @@ def test_there_and_back(name: str, recipe: str, to: str) -> None:
     assert relative(oracle.run(back, feeds)[0], oracle.run(before, feeds)[0]) < 1e-2
 
 
+@looped("recipe", ["mxfp8", "mxfp8-weight-only"])
+def test_what_a_model_says_of_its_values_stays(recipe: str) -> None:
+    """Of its output, and of one value in front of that, as long as there is one."""
+    nodes = [b.node("MatMul", "x w", "g"), b.node("Relu", "g", "h")]
+    nodes += [b.node("MatMul", "h w", "i"), b.node("Relu", "i", "y")]
+    values = ({name: (np.float32, ["n", 64])} for name in "xy")
+    original = b.model(nodes, *values, {"w": b.weight(64, 64)})
+    graph = original.graph
+    graph.output[0].doc_string = "about y"
+    graph.output[0].metadata_props.add(key="about", value="y")
+    for name in "y" if recipe == "mxfp8" else "hy":  # there h is only quantized, as an output of the gemm
+        graph.quantization_annotation.add(tensor_name=name).quant_parameter_tensor_names.add(
+            key="SCALE_TENSOR", value="w"
+        )
+    before, _ = mxfp8_graph.rewrite(original, recipe)
+    assert before.graph.node[-1].op_type.startswith("MXFP8Fused")
+    for said in (before, *(mxfp8_graph.convert(before, to)[0] for to in ("trt", "standard"))):
+        assert said.graph.output == graph.output
+        annotated = {entry.tensor_name: entry for entry in said.graph.quantization_annotation}
+        assert annotated == {entry.tensor_name: entry for entry in graph.quantization_annotation}
+
+
 def numpy_dtype(proto: onnx.ModelProto) -> Any:
     return helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type)
 

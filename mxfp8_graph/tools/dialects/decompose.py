@@ -73,7 +73,8 @@ def taken_apart(edit: Edit, node: ir.Node) -> Nodes:
             each.metadata_props[MARK + node.op_type] = json.dumps(mark)
         for value in each.outputs:
             if (heir := outputs.get(str(value.name))) is not None:
-                value.type, value.shape = heir.type, heir.shape
+                value.type, value.shape, value.doc_string = heir.type, heir.shape, heir.doc_string
+                value.metadata_props.update(heir.metadata_props)
                 value.meta.update(heir.meta)
     return nodes
 

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import onnx_calls, record
 from mxfp8_graph.onnx_model.graph import (
+    INFERRED,
     LargeTensor,
     attribute,
     dtype_of,
@@ -207,7 +208,8 @@ def _heir(value: ir.Value) -> ir.Value:
     if value.is_graph_output():
         new = ir.Value(name=value.name, type=value.type, shape=value.shape, doc_string=value.doc_string)
         new.metadata_props.update(value.metadata_props)
-    new.meta[HEIR_OF] = value
+    # onnx_ir keeps annotations of quantization there.
+    new.meta.update({key: kept for key, kept in value.meta.items() if key != INFERRED} | {HEIR_OF: value})
     return new
 
 
