@@ -30,6 +30,18 @@ LONGEST = (
     "test_convert.py",
     "test_convert_runs.py",
     "test_tune.py",
+    "test_documentation.py",
+    "test_streaming.py",
+    "test_tune_resumed.py",
+    "test_ort_devices.py",
+    "test_torch_caches.py",
+    "test_repeated_encoders.py",
+    "test_verify.py",
+    "test_onnx_validate.py",
+    "test_torch_parity.py",
+    "test_torch_subgraphs.py",
+    "test_to_onnx.py",
+    "test_cli_completion.py",
 )
 """Files that take longest. They come first, so that none is left to one process when the others are done."""
 
