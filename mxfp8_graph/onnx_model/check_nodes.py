@@ -193,7 +193,7 @@ class Copy:
         newest = onnx.defs.onnx_opset_version()
         for domain in sorted(self._domains):
             version = self._opsets.get(domain, 1)
-            # Of a version that onnx does not know no op is known either: any other does.
+            # onnx knows no op of a version that it does not know, so any other version does.
             copy.opset_import.add(domain=domain, version=version if domain or 0 < version <= newest else newest)
         return copy
 
@@ -285,7 +285,7 @@ class Copy:
             for kind in (kind for kind, name in _FIELDS.items() if name in present):
                 copy.type = kind
         refers, required = bool(attribute.ref_attr_name), _REQUIRED.get(attribute.type)
-        # Of the ops that it knows, onnx says so itself.
+        # onnx itself refuses this on the ops that it knows.
         if required and unknown and not refers and not attribute.HasField(required):
             what = f"attribute {attribute.name!r} has no value"
             raise place.node_error(node, what, f"one of kind {_Attribute.AttributeType.Name(attribute.type)}")

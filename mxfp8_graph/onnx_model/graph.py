@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.naming import first_line
+from mxfp8_graph.naming import first_line, take_name
 from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart, read
@@ -181,6 +181,17 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
     for node in graph:
         for inner in subgraphs_of(node):
             yield from graphs_of(inner)
+
+
+def fresh_names(model: ir.Model) -> Callable[[str], str]:
+    """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
+    taken: set[str] = set()
+    for graph in graphs_of(model.graph):
+        taken.update(str(value.name) for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs))
+        for node in graph:
+            taken.add(str(node.name))
+            taken.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
+    return lambda wanted: take_name(wanted, taken)
 
 
 def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:

@@ -22,8 +22,15 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model.graph import LargeTensor, dtype_of, graphs_of, proto_of, remove, remove_unused, settings_of
+from mxfp8_graph.onnx_model.graph import (
+    LargeTensor,
+    dtype_of,
+    fresh_names,
+    proto_of,
+    remove,
+    remove_unused,
+    settings_of,
+)
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target
 from mxfp8_graph.onnx_pass.find import OnnxSite
@@ -96,7 +103,8 @@ class Editor:
         self._model = model
         self._target = target
         self._allow_nonfinite = allow_nonfinite
-        self._names = _names(model.graph)
+        self.fresh: Final = fresh_names(model)
+        """Returns a name like the one it takes, which no value or node of the model has yet."""
         self._packed: dict[tuple[object, ...], tuple[PackedNames, list[ir.Value]]] = {}
         self._biases: dict[tuple[object, ...], ir.Value] = {}
         self._shared: Shared = {}
@@ -129,10 +137,6 @@ class Editor:
     def finish(self) -> None:
         """Removes what nothing uses any more."""
         remove_unused(self._model, self._suspects, lambda node: node.op_type in READERS)
-
-    def fresh(self, wanted: str) -> str:
-        """Returns `wanted`, or `wanted` with a number, that no tensor or node of the model is called."""
-        return take_name(wanted, self._names)
 
     def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
         """Puts `result`, which `new` nodes compute, in the place of the site's, and removes the nodes behind that."""
@@ -387,15 +391,3 @@ def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ..
     """Returns what sites that can share one packed weight have in common."""
     layout = layout_of(proto_of(static.tensor), static.steps, site.w.transposed)
     return (static.value, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)
-
-
-def _names(graph: ir.Graph) -> set[str]:
-    """Returns the name of every value and node of a graph and those below it."""
-    names: set[str] = set()
-    for inner in graphs_of(graph):
-        names.update(inner.initializers)
-        names.update(str(value.name) for value in (*inner.inputs, *inner.outputs))
-        for node in inner:
-            names.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
-            names.add(node.name or "")
-    return names

@@ -7,8 +7,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model.graph import graphs_of, label, remove, remove_unused
+from mxfp8_graph.onnx_model.graph import fresh_names, graphs_of, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
@@ -27,17 +26,6 @@ def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
     attention = partial(fuse_attention, fresh=fresh, activation_dtype=dtype)
     fusions = (fuse_activation, fuse_gate, partial(fuse_norm, fresh=fresh), fuse_quantize, attention)
     return apply(model, fusions, lambda node: node.op_type in READERS)
-
-
-def fresh_names(model: ir.Model) -> Callable[[str], str]:
-    """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
-    taken: set[str] = set()
-    for graph in graphs_of(model.graph):
-        taken.update(str(value.name) for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs))
-        for node in graph:
-            taken.add(str(node.name))
-            taken.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
-    return lambda wanted: take_name(wanted, taken)
 
 
 def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.Node], bool]) -> tuple[FusionReport, ...]:

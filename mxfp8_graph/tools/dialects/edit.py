@@ -17,6 +17,7 @@ from mxfp8_graph.onnx_model.graph import (
     LargeTensor,
     attribute,
     dtype_of,
+    fresh_names,
     graphs_of,
     is_op,
     label,
@@ -27,7 +28,7 @@ from mxfp8_graph.onnx_model.graph import (
 )
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Replacement
-from mxfp8_graph.onnx_pass.fuse.run import apply, fresh_names
+from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
