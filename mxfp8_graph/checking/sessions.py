@@ -27,6 +27,7 @@ from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
+from mxfp8_graph.onnx_model.graph import infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_ops import cpu, formats, ort
@@ -188,12 +189,13 @@ class Session(Runnable):
         # ONNX Runtime refuses 16-bit models node by node; a copy in float32 runs, and `note` says so.
         if missing and float32:
             opened = open_model(self._model if isinstance(self._model, onnx.ModelProto) else Path(self._model))
-            self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened)}"
+            graph = infer(opened, to_ir(opened))
+            self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened, graph)}"
             with scratch("session") as folder:  # what is loaded needs the file no more
                 path = folder / "model.onnx"
                 external = wants_external(opened, opened.byte_size, path, "auto")
                 with open_target(opened, path, external=external, overwrite=False) as target:
-                    target.finish()
+                    target.finish(to_proto(opened, graph))
                 return self._load(str(path), options, False)
         what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
         advice = cpu_provider.ADVICE if missing else ""

@@ -22,6 +22,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_model import cpu_provider, record
 from mxfp8_graph.onnx_model.check import validate_structure
+from mxfp8_graph.onnx_model.graph import infer, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target, wants_external
 from mxfp8_graph.policy.recipe import recorded
@@ -89,7 +90,11 @@ def to_onnx(
     oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
     before = recorded(recipe)
-    widened = cpu_provider.widen(opened) if before is not None and before.runs_on else ""
+    widened = ""
+    if before is not None and before.runs_on:
+        graph = infer(opened, to_ir(opened))
+        widened = cpu_provider.widen(opened, graph)
+        put_graph(opened, graph)
     for note in () if widened else cpu_provider.note(opened.proto):
         warnings.warn(note, stacklevel=2)
     external = wants_external(opened, opened.byte_size, path, external_data)
@@ -112,7 +117,7 @@ def _store(opened: OpenedModel, tensors: dict[str, ir.TensorProtocol], target: T
     for tensor in opened.proto.graph.initializer:
         if tensor.name in tensors:
             target.store(tensor, tensors.pop(tensor.name).numpy())
-    target.finish()
+    target.finish(opened.proto)
 
 
 def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:

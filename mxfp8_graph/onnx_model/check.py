@@ -77,12 +77,12 @@ def validate(model: onnx.ModelProto, name: str, folder: ModelFolder | None) -> N
 
 def validate_structure(model: onnx.ModelProto, name: str) -> None:
     """Raises ContractError if names, nodes or local functions of `model` are damaged; tensors may lack their data."""
-    place, typed = Place(name), model.ir_version > 1
+    place = Place(name)
     functions = _functions(model, place)
-    copies = {name: Copy(model.opset_import, functions, place, typed=typed).of_graph(model.graph)}
+    copies = {name: Copy(model.opset_import, functions, place).of_graph(model.graph)}
     for function in _reached(model, functions, place):
         inner = place.within(f"function {function.name!r}")
-        copy = Copy(function.opset_import, functions, inner, in_function=True, typed=typed)
+        copy = Copy(function.opset_import, functions, inner, in_function=True)
         copies[f"{name}: {inner.inside[0]}"] = copy.of_function(function)
     check_copies(copies, name)
 

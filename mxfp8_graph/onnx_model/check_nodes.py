@@ -138,18 +138,6 @@ _REQUIRED: Final = {
 }
 """Kinds of attributes without a default value, and where their value is."""
 
-_FIELDS: Final[Mapping[Any, str]] = {
-    _Attribute.FLOAT: "f",
-    _Attribute.INT: "i",
-    _Attribute.STRING: "s",
-    _Attribute.TENSOR: "t",
-    _Attribute.GRAPH: "g",
-    _Attribute.FLOATS: "floats",
-    _Attribute.INTS: "ints",
-    _Attribute.STRINGS: "strings",
-}
-"""Where attributes keep values."""
-
 
 class Copy:
     """Makes the copy of a graph, or of a local function, that onnx checks, and checks what onnx does not.
@@ -159,7 +147,6 @@ class Copy:
         functions: the local functions of the model.
         place: of the graph.
         in_function: it is the body of a local function, whose attributes a node may refer to.
-        typed: attributes say of which kind they are, as they have to since IR version 2.
     """
 
     def __init__(
@@ -169,9 +156,8 @@ class Copy:
         place: Place,
         *,
         in_function: bool = False,
-        typed: bool = True,
     ) -> None:
-        self._opsets, self._typed = _opsets(imports, place), typed
+        self._opsets = _opsets(imports, place)
         self._functions, self._place, self._in_function = functions, place, in_function
         self._domains = {"", _UNKNOWN}
 
@@ -280,10 +266,6 @@ class Copy:
         if attribute.ref_attr_name and not self._in_function:
             what = f"attribute {attribute.name!r} refers to one of a function"
             raise place.node_error(node, what, "a value, since the node is in no function")
-        if not self._typed and not attribute.type:
-            present = {field.name for field, _ in attribute.ListFields()}
-            for kind in (kind for kind, name in _FIELDS.items() if name in present):
-                copy.type = kind
         refers, required = bool(attribute.ref_attr_name), _REQUIRED.get(attribute.type)
         # onnx itself refuses this on the ops that it knows.
         if required and unknown and not refers and not attribute.HasField(required):

@@ -9,12 +9,15 @@ import re
 from typing import Any, Final
 
 import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_model.float32 import CAST, holds_halves, to_float32
+from mxfp8_graph.onnx_model.float32 import CAST, DTYPES, HALVES, to_float32
+from mxfp8_graph.onnx_model.graph import to_proto
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart
-from mxfp8_graph.onnx_model.walk import copy_fields
+from mxfp8_graph.onnx_model.walk import copy_fields, iter_nodes, iter_tensors
+from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
 ADVICE: Final = "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
@@ -34,7 +37,16 @@ def missing_kernel(model: onnx.ModelProto) -> str:
     Args:
         model: with or without the data of its large initializers, and with the bodies of its functions.
     """
-    return missing_in(_refusal(model)) if holds_halves(model) else ""
+    return missing_in(_refusal(model)) if _holds_halves(model) else ""
+
+
+def _holds_halves(model: onnx.ModelProto) -> bool:
+    """Whether a model takes, gives, stores or makes 16-bit floats; the bodies of our nodes round as the kernels do."""
+    bodies = (node for function in model.functions if function.domain != contract.DOMAIN for node in function.node)
+    ends = (value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output))
+    stored = (tensor.data_type for tensor in iter_tensors(model))
+    made = (a.i for node in iter_nodes((*model.graph.node, *bodies)) for a in node.attribute if a.name in DTYPES)
+    return any(dtype in HALVES for dtypes in (ends, stored, made) for dtype in dtypes)
 
 
 def _refusal(model: onnx.ModelProto) -> str:
@@ -64,16 +76,20 @@ def missing_in(message: str) -> str:
     return f"{found['op']} in 16 bits (node {found['node']!r})" if found else ""
 
 
-def widen(opened: OpenedModel) -> str:
+def widen(opened: OpenedModel, model: ir.Model) -> str:
     """Gives a model float32 values, in place, if the provider lacks a kernel for it; returns what to say of that.
+
+    Args:
+        opened: the model, to which nothing was done since it became `model`.
+        model: its graph, with the dtypes that onnx infers; edited.
 
     Raises:
         ContractError: as `to_float32`, or ONNX Runtime refuses that, too.
     """
     if not (lacking := missing_kernel(opened.proto)):
         return ""
-    to_float32(opened)
-    if still := _refusal(opened.proto):
+    to_float32(model, opened.name)
+    if still := _refusal(to_proto(opened, model)):
         what = f"ONNX Runtime refuses it in float32 too: {first_line(Exception(still))}"
         advice = "leave out runs_on (--for cpu)"
         raise ContractError(opened.name, what, expected="a model that it runs then", advice=advice)

@@ -12,139 +12,154 @@ Values between nodes have more precision than before: nothing rounds them to 16 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Final
 
 import numpy as np
-import onnx
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+import onnx_ir as ir
 
-from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model import onnx_calls
-from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
-from mxfp8_graph.onnx_model.tensor_data import byte_length, read
-from mxfp8_graph.onnx_model.walk import iter_graphs, iter_nodes, iter_tensors, node_label, subgraphs
+from mxfp8_graph.onnx_model.graph import (
+    EDITED,
+    INFERRED,
+    LargeTensor,
+    dtype_of,
+    fresh_names,
+    graphs_of,
+    is_op,
+    label,
+    remove,
+    shape_of,
+    with_inner,
+)
+from mxfp8_graph.onnx_model.open import INLINE_BYTES
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
-HALVES: Final = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+HALVES: Final = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 """The 16-bit floats."""
 
 CAST: Final = "mxfp8_graph.float32."
 """How the names of the casts that are added begin."""
 
-_DTYPES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
+DTYPES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
 """Attributes that say which dtype a node computes in or gives. Not activation_dtype: our kernels round to that."""
 
 
-def holds_halves(model: onnx.ModelProto) -> bool:
-    """Whether a model takes, gives, stores or makes 16-bit floats."""
-    ends = (value.type.tensor_type.elem_type for value in (*model.graph.input, *model.graph.output))
-    stored = (tensor.data_type for tensor in iter_tensors(model))
-    made = (a.i for node in _nodes(model) for a in node.attribute if a.name in _DTYPES)
-    return any(dtype in HALVES for dtypes in (ends, stored, made) for dtype in dtypes)
-
-
-def to_float32(opened: OpenedModel) -> None:
+def to_float32(model: ir.Model, name: str) -> None:
     """Gives a model float32 values in the place of 16-bit ones, in place; data of large initializers is not read.
+
+    Args:
+        model: with the dtypes that onnx infers.
+        name: what to call the model in messages.
 
     Raises:
         ContractError: a node reinterprets the bits of values, which would be others.
     """
-    graph = opened.proto.graph
-    if node := next((node for node in _nodes(opened.proto) if node.op_type == "BitCast"), None):
-        what = f"node {node_label(node)!r} (BitCast) reinterprets the bits of values"
+    functions = [function for function in model.functions.values() if function.domain != contract.DOMAIN]
+    nodes = [node for outer in (model.graph, *functions) for top in outer for node in with_inner(top)]
+    if node := next((node for node in nodes if node.op_type == "BitCast"), None):
+        what = f"node {label(node)!r} (BitCast) reinterprets the bits of values"
         expected = "no such node, to compute in float32"
-        raise ContractError(opened.name, what, expected=expected, advice="leave out runs_on (--for cpu)")
-    inferred = onnx_calls.infer_shapes(opened.proto, opened.name, []).graph
-    values = (*inferred.value_info, *graph.input, *graph.output)
-    types = {value.name: value.type.tensor_type.elem_type for value in values}
-    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
-    made = {name for node in graph.node for name in node.output}
-    kept = {value.name for value in (*graph.input, *graph.output)} - made  # with initializers that are defaults
-    kept |= {t.name for t in graph.initializer if t.name in opened.tensors or byte_length(t) > INLINE_BYTES}
-    for node in _nodes(opened.proto):
-        _retype(node, opened)
-    ends = [value.name for value in graph.output if value.name in made and types[value.name] in HALVES]
-    _cast(graph, types, {name for name in kept if types.get(name) in HALVES}, ends)
-    for inner in iter_graphs(graph):
-        main = inner is graph
-        for value in (*inner.value_info, *(() if main else (*inner.input, *inner.output))):
-            if value.type.tensor_type.elem_type in HALVES:
-                value.type.tensor_type.elem_type = TensorProto.FLOAT
-        for tensor in inner.initializer:
-            if not main or tensor.name not in kept:
-                _store_float32(tensor, opened)
+        raise ContractError(name, what, expected=expected, advice="leave out runs_on (--for cpu)")
+    for node in nodes:
+        _retype(node)
+    for function in functions:
+        function.meta[EDITED] = True
+    kept = _cast(model)
+    for graph in graphs_of(model.graph):
+        made = (output for node in graph for output in node.outputs)
+        for value in {*graph.inputs, *graph.initializers.values(), *made} - kept:
+            if value.const_value is not None and value.const_value.dtype in HALVES:
+                value.const_value = _in_float32(value.const_value)
+            for declared in (value, value.meta.get(INFERRED, value)):
+                if isinstance(declared.type, ir.TensorType) and declared.dtype in HALVES:
+                    declared.type = ir.TensorType(ir.DataType.FLOAT, denotation=declared.type.denotation)
 
 
-def _cast(graph: onnx.GraphProto, types: Mapping[str, int], kept: AbstractSet[str], ends: Sequence[str]) -> None:
-    """Puts casts into a main graph after values that keep their dtype, `kept`, and in front of its results, `ends`."""
-    taken = {name for inner in iter_graphs(graph) for name in _defined(inner)}
-    names = {name: take_name(f"{name}_f32", taken) for name in (*sorted(kept), *ends)}
+def _cast(model: ir.Model) -> set[ir.Value]:
+    """Puts casts behind what keeps its dtype and in front of the model's results; returns the values of 16 bits."""
+    graph, fresh = model.graph, fresh_names(model)
+    idle = [node for node in graph if is_op(node, "Cast") and _is_idle(node)]
+    kept = [value for value in graph.initializers.values() if _is_large(value) or value.is_graph_output()]
+    halves = {value for value in (*graph.inputs, *kept) if dtype_of(value) in HALVES}
+    given = sorted(halves, key=lambda value: str(value.name))
+    results = [value for value in dict.fromkeys(graph.outputs) if value.producer() and dtype_of(value) in HALVES]
+    names = {value: fresh(f"{value.name}_f32") for value in (*given, *results)}
 
-    def cast(value: str, result: str, dtype: int = TensorProto.FLOAT) -> onnx.NodeProto:
-        return helper.make_node("Cast", [value], [result], take_name(f"{CAST}{value}", taken), to=dtype)
+    def cast(value: ir.Value, name: str, dtype: int = ir.DataType.FLOAT) -> ir.Node:
+        to, shape = ir.DataType(dtype), shape_of(value)
+        result = ir.Value(name=name)
+        result.meta[INFERRED] = ir.Value(type=ir.TensorType(to), shape=None if shape is None else ir.Shape(shape))
+        settings = [ir.AttrInt64("to", to)]
+        return ir.Node("", "Cast", [value], settings, outputs=[result], name=fresh(f"{CAST}{value.name}"))
 
-    nodes: list[onnx.NodeProto] = []
-    outputs = {value.name for value in graph.output}
-    for node in graph.node:
-        dtypes = {types.get(name) for name in (*node.input, *node.output)}
-        if node.op_type == "Cast" and dtypes <= {*HALVES, TensorProto.FLOAT} and node.output[0] not in outputs:
-            names[node.output[0]] = names.get(node.input[0], node.input[0])
+    for value in results:
+        name, value.name = str(value.name), names[value]
+        last = cast(value, name, dtype_of(value))
+        _declare_instead(last.outputs[0], value)
+        graph.outputs[:] = [last.outputs[0] if output is value else output for output in graph.outputs]
+        graph.append(last)
+        halves.add(last.outputs[0])
+    first: list[ir.Node] = []
+    for value in given:
+        uses = tuple(value.uses())
+        widened = cast(value, names[value])
+        for node, index in uses:
+            if index == 0 and node.graph is graph and node.op_type == "Gather":
+                rows = node.outputs[0]
+                name, rows.name = str(rows.name), fresh(f"{value.name}_rows")
+                read = tuple(rows.uses())
+                whole = cast(rows, name)
+                _declare_instead(whole.outputs[0], rows)
+                for reader, at in read:
+                    reader.replace_input_with(at, whole.outputs[0])
+                node.append(whole)
+                halves.add(rows)
+            else:
+                node.replace_input_with(index, widened.outputs[0])
+        first.append(widened)
+    for node in idle:
+        (same,) = node.inputs
+        assert same is not None  # the model was validated
+        node.outputs[0].replace_all_uses_with(same)
+        remove(node)
+    for node in reversed(first):
+        if not node.outputs[0].uses():
+            node.replace_input_with(0, None)
+        else:
+            graph.insert_before(graph[0], node)
+    return halves
+
+
+def _is_idle(cast: ir.Node) -> bool:
+    """Whether a Cast has nothing to do in float32, and gives no result of the model."""
+    result = cast.outputs[0]
+    dtypes = {dtype_of(value) for value in (*cast.inputs, result) if value is not None}
+    return dtypes <= {*HALVES, ir.DataType.FLOAT} and not result.is_graph_output()
+
+
+def _is_large(value: ir.Value) -> bool:
+    tensor = value.const_value
+    return isinstance(tensor, LargeTensor) or (tensor is not None and tensor.nbytes > INLINE_BYTES)
+
+
+def _declare_instead(new: ir.Value, old: ir.Value) -> None:
+    """Gives one value what the model declares of another."""
+    new.type, new.shape, new.doc_string = old.type, old.shape, old.doc_string
+    new.metadata_props.update(old.metadata_props)
+    old.type = old.shape = old.doc_string = None
+    old.metadata_props.clear()
+
+
+def _retype(node: ir.Node) -> None:
+    for name, attribute in tuple(node.attributes.items()):
+        if attribute.is_ref():
             continue
-        table = node.input[0] if node.op_type == "Gather" and node.input[0] in kept else ""
-        _rename(node, names)
-        nodes.append(node)
-        if table:
-            rows, result = take_name(f"{table}_rows", taken), node.output[0]
-            node.input[0], node.output[0] = table, rows
-            nodes.append(cast(rows, result))
-    read = {name for node in iter_nodes(nodes) for name in node.input}
-    first = [cast(name, names[name]) for name in sorted(kept) if names[name] in read]
-    last = [cast(names[name], name, types[name]) for name in ends]
-    changed = onnx.GraphProto(node=[*first, *nodes, *last])
-    changed.value_info.extend(value for value in graph.value_info if value.name not in names)
-    for field in ("node", "value_info"):
-        graph.ClearField(field)
-    graph.MergeFrom(changed)
+        if name in DTYPES and attribute.type == ir.AttributeType.INT and attribute.value in HALVES:
+            node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT, doc_string=attribute.doc_string)
+        elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in HALVES:
+            tensor = _in_float32(attribute.as_tensor())
+            node.attributes[name] = ir.AttrTensor(name, tensor, doc_string=attribute.doc_string)
 
 
-def _rename(node: onnx.NodeProto, names: Mapping[str, str]) -> None:
-    """Replaces what a node reads and makes, and what its subgraphs read of the graphs around them."""
-    for values in (node.input, node.output):
-        values[:] = [names.get(name, name) for name in values]
-    for _, inner in subgraphs(node):
-        own = set(_defined(inner))
-        outer = {name: other for name, other in names.items() if name not in own}
-        for below in inner.node:
-            _rename(below, outer)
-
-
-def _defined(graph: onnx.GraphProto) -> Iterator[str]:
-    """Yields the names of the values and nodes that a graph defines."""
-    yield from (value.name for values in (graph.input, graph.initializer) for value in values)
-    for node in graph.node:
-        yield from (node.name, *node.output)
-
-
-def _nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
-    """Yields all nodes but those in the bodies of ours, which round where the kernels do."""
-    yield from iter_nodes(model.graph.node)
-    for function in model.functions:
-        if function.domain != contract.DOMAIN:
-            yield from iter_nodes(function.node)
-
-
-def _retype(node: onnx.NodeProto, opened: OpenedModel) -> None:
-    for attribute in node.attribute:
-        if attribute.name in _DTYPES and attribute.i in HALVES:
-            attribute.i = TensorProto.FLOAT
-        elif attribute.type == AttributeProto.TENSOR:
-            _store_float32(attribute.t, opened)
-
-
-def _store_float32(tensor: TensorProto, opened: OpenedModel) -> None:
-    if tensor.data_type in HALVES:
-        values = read(tensor, opened.folder, opened.name).astype(np.float32)
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+def _in_float32(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)

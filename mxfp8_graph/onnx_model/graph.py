@@ -21,7 +21,7 @@ from mxfp8_graph.naming import first_line, take_name
 from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart, read
-from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs
+from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs
 from mxfp8_ops.errors import ContractError
 
 Dim = int | str | None
@@ -29,6 +29,9 @@ Dim = int | str | None
 
 INFERRED: Final = "inferred"
 """Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
+
+EDITED: Final = "edited"
+"""Key of `Function.meta`: whether the function is no longer that of the file."""
 
 _FOREIGN: Final = "foreign"
 """Key of `Graph.meta`: declared types that onnx_ir does not have, by the name of the value."""
@@ -59,35 +62,46 @@ class LargeTensor(ir.serde.TensorProtoTensor):
         return read(self.source, self._opened.folder, self._opened.name)
 
 
-def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Model:
-    """Returns the skeleton of a model. `shape_of` and `dtype_of` have what onnx can infer.
-
-    Adds a note to the model if onnx cannot infer shapes.
-
-    Args:
-        opened: the model.
-        inferred: a model with the same graphs and the types of their values, as far as they are known. Default: what
-            onnx infers. It infers nothing behind nodes of ours without their function bodies.
+def to_ir(opened: OpenedModel) -> ir.Model:
+    """Returns the skeleton of a model, with the types that it declares.
 
     Raises:
-        ContractError: onnx cannot read the model at all, or an op cannot take its inputs.
+        ContractError: onnx_ir cannot read it.
     """
     for proto in iter_graphs(opened.proto.graph):
         if proto.sparse_initializer:
             what = f"sparse initializer {proto.sparse_initializer[0].values.name!r}, which onnx_ir cannot represent"
             raise ContractError(opened.name, what, expected="dense tensors", advice="store it as a dense initializer")
-    inferred = inferred or onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
     model = _deserialized(opened)
-    protos = zip(iter_graphs(opened.proto.graph), iter_graphs(inferred.graph), strict=True)
-    for graph, (proto, typed) in zip(graphs_of(model.graph), protos, strict=True):
-        types = {info.name: info for info in _declarations(typed) if not _is_foreign(info.type)}
+    for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
         graph.meta[_FOREIGN] = {info.name: info.type for info in _declarations(proto) if _is_foreign(info.type)}
+        _restore_initializers(opened, graph, proto)
+        _restore_attributes(opened, graph, proto.node)
+    for function, body in zip(model.functions.values(), opened.proto.functions, strict=True):
+        _restore_attributes(opened, function, body.node)
+    return model
+
+
+def infer(opened: OpenedModel, model: ir.Model, inferred: onnx.ModelProto | None = None) -> ir.Model:
+    """Returns `model` with all types that onnx can infer, which `shape_of` and `dtype_of` read.
+
+    Adds a note to the model if onnx cannot infer shapes.
+
+    Args:
+        opened: the model, to which nothing was done since it became `model`.
+        model: its graph; edited.
+        inferred: a model with the same graphs and the types of their values. Default: what onnx infers. It infers
+            nothing behind nodes of ours without their function bodies.
+
+    Raises:
+        ContractError: onnx cannot read the model at all, or an op cannot take its inputs.
+    """
+    inferred = inferred or onnx_calls.infer_shapes(opened.proto, opened.name, opened.notes)
+    for graph, typed in zip(graphs_of(model.graph), iter_graphs(inferred.graph), strict=True):
+        types = {info.name: info for info in _declarations(typed) if not _is_foreign(info.type)}
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             if (info := types.get(value.name or "")) is not None:
                 value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
-        _restore_initializers(opened, graph, proto)
-        for node, node_proto in zip(graph, proto.node, strict=True):
-            _restore_attributes(opened, node, node_proto)
     return model
 
 
@@ -140,24 +154,38 @@ def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.Grap
             value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
 
 
-def _restore_attributes(opened: OpenedModel, node: ir.Node, proto: onnx.NodeProto) -> None:
+def _restore_attributes(opened: OpenedModel, nodes: Iterable[ir.Node], protos: Iterable[onnx.NodeProto]) -> None:
     """Replaces external tensors in attributes, of which onnx_ir keeps only file, offset and length."""
-    for attribute in proto.attribute:
-        if attribute.type == onnx.AttributeProto.TENSOR and is_apart(attribute.t):
-            tensor = LargeTensor(opened, attribute.t, is_stub=False)
-            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
-        elif attribute.type == onnx.AttributeProto.TENSOR and attribute.t.metadata_props:
-            node.attributes[attribute.name].as_tensor().metadata_props.clear()  # as of initializers
+    for node, proto in zip(nodes, protos, strict=True):
+        for attribute in proto.attribute or ():  # most have none, and large models many nodes
+            if attribute.type != onnx.AttributeProto.TENSOR or attribute.ref_attr_name:
+                continue
+            if is_apart(attribute.t):
+                tensor = LargeTensor(opened, attribute.t, is_stub=False)
+                node.attributes[attribute.name] = ir.AttrTensor(attribute.name, tensor)
+            elif attribute.t.metadata_props:
+                node.attributes[attribute.name].as_tensor().metadata_props.clear()  # as of initializers
 
 
-def put_graph(opened: OpenedModel, model: ir.Model) -> None:
-    """Replaces the graph of an opened model by that of `model`."""
-    opened.proto.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
-    for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
+def to_proto(opened: OpenedModel, model: ir.Model) -> onnx.ModelProto:
+    """Returns the opened model with the graph of `model`."""
+    whole = onnx.ModelProto()
+    copy_fields(whole, opened.proto, skip={"graph"})
+    whole.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
+    for graph, proto in zip(graphs_of(model.graph), iter_graphs(whole.graph), strict=True):
         _declare(proto, graph.meta.get(_FOREIGN, {}))
         for node, node_proto in zip(graph, proto.node, strict=True):
             # onnx_ir leaves out absent outputs at the end, which nodes of ours must have.
             node_proto.output.extend([""] * (len(node.outputs) - len(node_proto.output)))
+    for function, body in zip(model.functions.values(), whole.functions, strict=True):
+        if function.meta.get(EDITED):
+            body.CopyFrom(ir.serde.serialize_function(function))
+    return whole
+
+
+def put_graph(opened: OpenedModel, model: ir.Model) -> None:
+    """Replaces the graph of an opened model by that of `model`."""
+    opened.proto = to_proto(opened, model)
     for name in opened.tensors.keys() - model.graph.initializers.keys():
         del opened.tensors[name]
 

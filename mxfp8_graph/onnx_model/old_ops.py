@@ -99,16 +99,12 @@ def prepare(model: onnx.ModelProto, opset: int, target: int, name: str) -> None:
     """Drops, in place, the masks of Dropout nodes that nothing reads: the converter leaves them another dtype.
 
     Raises:
-        ContractError: an op is none of `opset`, or is lost on the way to `target`; or a stored tensor is sparse.
+        ContractError: an op is none of `opset`, or is lost on the way to `target`.
     """
     read: set[str] = set()
     for graph in iter_graphs(model.graph):
         read.update(name for node in graph.node for name in node.input)
         read.update(output.name for output in graph.output)
-        if graph.sparse_initializer:
-            what = f"sparse tensor {graph.sparse_initializer[0].values.name!r} at opset {opset}, and onnx's converter"
-            expected = f"opset {target} or above, or no sparse tensors"
-            raise Place(name).error(f"{what} cannot bring it to {target}", expected)
     for node, scope in _Scope(model.graph, Place(name)).nodes():
         if node.domain not in STANDARD or node.op_type in _RUNTIME_OPS:
             continue

@@ -123,6 +123,8 @@ def _described(path: Path, size: int) -> tuple[str, str]:
 
 
 def _open(model: onnx.ModelProto, name: str, folder: ModelFolder | None, size: int) -> OpenedModel:
+    if model.ir_version == 1:
+        model = _typed(model)
     validate(model, name, folder)
     skeleton = onnx.ModelProto()
     copy_fields(skeleton, model, skip={"graph"})
@@ -144,3 +146,31 @@ def _is_small(tensor: onnx.TensorProto) -> bool:
     if tensor.HasField("raw_data") and byte_length(tensor) > INLINE_BYTES:
         return False  # ByteSize would copy it
     return tensor.ByteSize() <= INLINE_BYTES
+
+
+_Attribute = onnx.AttributeProto
+_FIELDS: Final = {
+    "f": _Attribute.FLOAT,
+    "i": _Attribute.INT,
+    "s": _Attribute.STRING,
+    "t": _Attribute.TENSOR,
+    "g": _Attribute.GRAPH,
+    "floats": _Attribute.FLOATS,
+    "ints": _Attribute.INTS,
+    "strings": _Attribute.STRINGS,
+}
+"""The fields in which an attribute keeps its value, and its kind then."""
+
+
+def _typed(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a copy in which attributes say of which kind they are, as they have to since IR version 2."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    graphs = [copy.graph]
+    while graphs:
+        for attribute in (attribute for node in graphs.pop().node for attribute in node.attribute):
+            for descriptor, _ in attribute.ListFields() if not attribute.type else ():
+                if kind := _FIELDS.get(descriptor.name):
+                    attribute.type = kind
+            graphs += [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+    return copy

@@ -1,15 +1,18 @@
-"""Brings a model up: inlines local functions that hold matmuls, has opsets below 21 converted."""
+"""Brings a model to the form that sites are looked for in: opset, local functions, Attention and Dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Final
 
 import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import conversion, onnx_calls
 from mxfp8_graph.onnx_model.check import validate_structure
+from mxfp8_graph.onnx_model.graph import graphs_of, is_op, stored
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import STANDARD, FunctionKey, called_function, function_key, iter_nodes
+from mxfp8_graph.onnx_model.walk import STANDARD, FunctionKey, called_function, function_key, iter_graphs, iter_nodes
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
@@ -36,6 +39,19 @@ def upgrade(opened: OpenedModel, multiplies: Multiplies, *, least: int = MIN_OPS
         # A call without all its inputs leaves nodes without theirs; attributes that an op lost may be left over.
         validate_structure(opened.proto, opened.name)
     opened.proto.ir_version = max(opened.proto.ir_version, 10)  # the first with opset 21 and float8 in functions
+
+
+def switch_off_dropout(model: ir.Model) -> list[str]:
+    """Makes every Dropout that drops pass its input on, in place, but not where the caller chooses; returns a note."""
+    count = 0
+    for graph in graphs_of(model.graph):
+        for node in graph:
+            flag = node.inputs[2] if is_op(node, "Dropout") and len(node.inputs) == 3 else None
+            tensor = None if flag is None else stored(flag)
+            if tensor is not None and tensor.numpy().any():
+                node.resize_inputs(2)
+                count += 1
+    return [f"the model was exported in training mode; in the result Dropout is off ({count})"] if count else []
 
 
 def _import_standard(model: onnx.ModelProto) -> None:
@@ -98,3 +114,43 @@ def _refuse_other_ops(opened: OpenedModel, function: onnx.FunctionProto, opset: 
 def _since(op: str, opset: int) -> int:
     known = 0 < opset <= onnx.defs.onnx_opset_version() and onnx.defs.has(op, opset)
     return int(onnx.defs.get_schema(op, opset).since_version) if known else 0
+
+
+_ATTENTION: Final = "Attention"
+
+
+def take_attention_apart(opened: OpenedModel) -> None:
+    """Replaces every Attention of the model, in place, and notes it; or notes why they stay, if onnx cannot do that.
+
+    What a node becomes has its metadata, and names that begin with its.
+    """
+    whole = {node.output[0]: node for node in iter_nodes(opened.proto.graph.node) if _is_attention(node)}
+    if not whole:
+        return
+    before = {name for node in iter_nodes(opened.proto.graph.node) for name in node.output} - whole.keys()
+    try:
+        opened.proto = onnx_calls.inline_standard(opened.proto, [("", _ATTENTION)], opened.name)
+    except ContractError as error:
+        opened.notes.append(f"the products inside Attention are not quantized: {error}")
+        return
+    for graph in iter_graphs(opened.proto.graph):
+        parts: list[onnx.NodeProto] = []
+        for node in graph.node:
+            if before.isdisjoint(node.output):
+                parts.append(node)
+            if node.output and (origin := whole.get(node.output[0])) is not None:
+                _label(parts, origin)
+                parts = []
+    opened.notes.append(f"took apart {len(whole)} Attention, for the recipe quantizes attention products")
+
+
+def _is_attention(node: onnx.NodeProto) -> bool:
+    return node.op_type == _ATTENTION and node.domain in STANDARD
+
+
+def _label(parts: list[onnx.NodeProto], origin: onnx.NodeProto) -> None:
+    """Says where nodes come from."""
+    for part in parts:
+        part.metadata_props.MergeFrom(origin.metadata_props)
+        if origin.name:
+            part.name = f"{origin.name}_{part.output[0]}"

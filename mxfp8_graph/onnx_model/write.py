@@ -70,59 +70,58 @@ class Target:
             kept = data if data.flags.owndata else data.copy()  # what is mapped may change
             self._late[tensor.name] = wire.Data(data.nbytes, lambda: [_bytes(kept)])
 
-    def finish(self) -> None:
-        """Stores the tensors that are still where they were, writes the model and puts the files in place.
+    def finish(self, model: onnx.ModelProto) -> None:
+        """Stores the tensors of a model that are still where they were, writes the model and puts the files in place.
 
         Raises:
             ContractError: a tensor cannot be read, the input changed meanwhile, or the model is too large for one file.
             OSError: the result cannot be written; FileExistsError if there is one by now that must not be replaced.
         """
-        model = self._opened.proto
-        self._put_now()
+        self._put_now(model)
         for tensor in model.graph.initializer:
             if stored := self._opened.tensors.get(tensor.name):
                 if self.path is not None and self._data is None and is_apart(stored):
                     self._postpone(tensor, stored)
                 else:
                     self._transfer(tensor, stored)
-        self._transfer_others()
+        self._transfer_others(model)
         if self.path is None:
             self.byte_size = model.ByteSize()
         elif self._data is None:
-            self._finish_one(self.path)
+            self._finish_one(model, self.path)
         else:
-            self._finish_pair(self.path, self._data)
+            self._finish_pair(model, self.path, self._data)
 
     def probe(self) -> None:
         """Opens what `finish` would write to: a dry run must tell what cannot be written."""
         if self.path is not None:
             self._drafts.open(self.path)
 
-    def _finish_one(self, path: Path) -> None:
+    def _finish_one(self, model: onnx.ModelProto, path: Path) -> None:
         overwrites, data_path = path.exists(), data_path_of(path)
-        file = self._written(path, "new")
+        file = self._written(model, path, "new")
         self.byte_size = file.tell()
         self._check_input()
         self._drafts.put(file, path, overwrite=self._overwrite)
         if overwrites and (data_path.is_file() or data_path.is_symlink()):
             data_path.unlink()  # it belongs to the old model
 
-    def _finish_pair(self, path: Path, data: BinaryIO) -> None:
-        bridge = self._written(path, "bridge")
-        for tensor in filter(is_external, iter_tensors(self._opened.proto)):
+    def _finish_pair(self, model: onnx.ModelProto, path: Path, data: BinaryIO) -> None:
+        bridge = self._written(model, path, "bridge")
+        for tensor in filter(is_external, iter_tensors(model)):
             set_location(tensor, data_path_of(path).name)
-        file = self._written(path, "new")
+        file = self._written(model, path, "new")
         self.byte_size = data.tell() + file.tell()
         self._check_input()
         self._drafts.put_pair(data, bridge, file, path, overwrite=self._overwrite)
 
-    def _written(self, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
+    def _written(self, model: onnx.ModelProto, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
         """Returns the draft that the model was written to."""
-        model = wire.Serialized(self._opened.proto, self._late)
-        if model.byte_size > wire.MOST_BYTES:
+        content = wire.Serialized(model, self._late)
+        if content.byte_size > wire.MOST_BYTES:
             raise _too_large(path)
         file = self._drafts.open(path, role)
-        for piece in model.pieces():
+        for piece in content.pieces():
             write_early(file, piece)
         return file
 
@@ -130,9 +129,9 @@ class Target:
         if self._opened.folder is not None:
             self._opened.folder.files.check()
 
-    def _put_now(self) -> None:
+    def _put_now(self, model: onnx.ModelProto) -> None:
         """Gives new tensors their data where it cannot be given late: in memory, and in subgraphs of a file."""
-        main, *inner = iter_graphs(self._opened.proto.graph)
+        main, *inner = iter_graphs(model.graph)
         for graph in inner if self.path is not None else (main, *inner):
             for tensor in graph.initializer:
                 if (data := self._late.pop(tensor.name, None)) is not None:
@@ -165,10 +164,10 @@ class Target:
             for chunk in self._chunks(stored):
                 write_early(self._data, chunk)
 
-    def _transfer_others(self) -> None:
+    def _transfer_others(self, model: onnx.ModelProto) -> None:
         """Moves what subgraphs, functions and Constant nodes keep in files."""
         written = Path(self._data.name).name if self._data is not None else None
-        for tensor in filter(is_apart, iter_tensors(self._opened.proto)):
+        for tensor in filter(is_apart, iter_tensors(model)):
             if location(tensor) != written:
                 stored = onnx.TensorProto()
                 stored.CopyFrom(tensor)

@@ -16,15 +16,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
-import onnx
 import onnx_ir as ir
-from onnx import AttributeProto, TensorProto
 
-from mxfp8_graph.naming import take_name, unique_name
-from mxfp8_graph.onnx_model.graph import subgraphs_of
-from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.naming import unique_name
+from mxfp8_graph.onnx_model.graph import label, proto_of, subgraphs_of
 from mxfp8_graph.onnx_model.tensor_data import bit_width
-from mxfp8_graph.onnx_model.walk import STANDARD, node_label, subgraphs
+from mxfp8_graph.onnx_model.walk import STANDARD
 from mxfp8_graph.onnx_pass.find import OnnxSite, paths_of
 from mxfp8_graph.onnx_pass.ops import OP_KINDS, op_of
 from mxfp8_graph.onnx_pass.views import repeat
@@ -66,15 +63,43 @@ def key_of(path: str, name: str) -> Key:
     return f"{path}\0{name}" if path else name
 
 
-def inventory(opened: OpenedModel) -> Inventory:
-    """Returns what the model stores now."""
-    found = _Inventory()
-    found.add_graph("", opened.proto.graph, opened.tensors)
-    for function in opened.proto.functions:
-        if function.domain != contract.DOMAIN:
-            path = take_name(f"{function.domain}::{function.name}", found.paths, "#")
-            found.add_nodes(path, function.node)
-    return found.tensors
+def inventory(model: ir.Model) -> Inventory:
+    """Returns what the model stores now: in the order of its graphs, each before those in its nodes."""
+    found: dict[Key, Stored] = {}
+    for graph, path in paths_of(model).items():
+        for name, stored in _stored_in(graph):
+            found[unique_name(key_of(path, name), found, "#")] = stored  # two nodes may have one label
+    return found
+
+
+def _stored_in(graph: ir.Graph) -> Iterator[tuple[str, Stored]]:
+    """Yields what a graph stores, by name: the tensor of a Constant has that of its output."""
+    for value in graph.initializers.values():
+        if value.const_value is not None:
+            yield str(value.name), _sizes(value.const_value)
+    for node in graph:
+        if not node.attributes or node.domain == contract.DOMAIN:  # most have none, and large models many nodes
+            continue
+        constant = node.op_type == "Constant" and bool(node.outputs)
+        for attribute in node.attributes.values():
+            name = str(node.outputs[0].name) if constant else f"{label(node)}.{attribute.name}"
+            if attribute.is_ref():
+                continue
+            if attribute.type == ir.AttributeType.TENSOR:
+                yield name, _sizes(attribute.as_tensor())
+            elif attribute.type == ir.AttributeType.TENSORS:
+                yield from ((name, _sizes(tensor)) for tensor in attribute.as_tensors())
+            elif constant and attribute.name in _LISTS:
+                dtype, width = _LISTS[attribute.name]
+                shape = (len(attribute.value),) if attribute.name.endswith("s") else ()
+                yield name, (dtype, shape, width * math.prod(shape))
+
+
+def _sizes(tensor: ir.TensorProtocol) -> Stored:
+    shape = tuple(tensor.shape.numpy())
+    if tensor.dtype == ir.DataType.STRING:
+        return "string", shape, sum(map(len, proto_of(tensor).string_data))
+    return _dtype(tensor.dtype), shape, -(-math.prod(shape) * bit_width(tensor.dtype) // 8)
 
 
 def account(
@@ -125,62 +150,9 @@ def _accounted(
             )
 
 
-class _Inventory:
-    """What `inventory` has found so far."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[Key, Stored] = {}
-        self.paths: set[str] = set()
-
-    def add_graph(self, path: str, graph: onnx.GraphProto, elsewhere: Mapping[str, TensorProto]) -> None:
-        """Adds what a graph and those below it store; `elsewhere` has data that the skeleton left out."""
-        for tensor in graph.initializer:
-            self._add(path, tensor.name, tensor, elsewhere)
-        self.add_nodes(path, graph.node)
-
-    def add_nodes(self, path: str, nodes: Iterable[onnx.NodeProto]) -> None:
-        """Adds the tensors in attributes of nodes, a Constant's under the name of its output, and what is in graphs."""
-        for node in nodes:
-            if not node.attribute or node.domain == contract.DOMAIN:  # most have none, and large models many nodes
-                continue
-            constant = node.op_type == "Constant" and bool(node.output)
-            for attribute in node.attribute:
-                name = node.output[0] if constant else f"{node_label(node)}.{attribute.name}"
-                if attribute.type == AttributeProto.TENSOR:
-                    self._add(path, name, attribute.t)
-                elif attribute.type == AttributeProto.TENSORS:
-                    for tensor in attribute.tensors:
-                        self._add(path, name, tensor)
-                elif constant and attribute.name in _LISTS:
-                    self._put(path, name, _list(attribute))
-            for attribute_name, inner in subgraphs(node):
-                below = "/".join(filter(None, (path, node_label(node), attribute_name)))
-                self.add_graph(take_name(below, self.paths, "#"), inner, {})
-
-    def _add(
-        self, path: str, name: str, tensor: TensorProto, elsewhere: Mapping[str, TensorProto] | None = None
-    ) -> None:
-        code, shape = tensor.data_type, tuple(tensor.dims)
-        if code == TensorProto.STRING:
-            size = sum(map(len, (elsewhere or {}).get(name, tensor).string_data))
-        else:
-            size = -(-math.prod(shape) * bit_width(code) // 8)
-        self._put(path, name, (_dtype(code), shape, size))
-
-    def _put(self, path: str, name: str, stored: Stored) -> None:
-        self.tensors[unique_name(key_of(path, name), self.tensors, "#")] = stored  # two nodes may have one label
-
-
-def _list(attribute: AttributeProto) -> Stored:
-    """Returns the tensor that a Constant has as a number or a list of numbers."""
-    dtype, width = _LISTS[attribute.name]
-    shape = (len(attribute.floats) + len(attribute.ints),) if attribute.name.endswith("s") else ()
-    return dtype, shape, width * math.prod(shape)
-
-
 @functools.cache
-def _dtype(code: int) -> str:
-    name = TensorProto.DataType.Name(code).lower()
+def _dtype(dtype: ir.DataType) -> str:
+    name = dtype.name.lower()
     return _NAMES.get(name, name)
 
 

@@ -13,10 +13,10 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model import attention_op, cpu_provider, dialect_ops, record, training_mode
-from mxfp8_graph.onnx_model.graph import put_graph, to_ir
+from mxfp8_graph.onnx_model import cpu_provider, dialect_ops, record
+from mxfp8_graph.onnx_model.graph import infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.onnx_model.upgrade import upgrade
+from mxfp8_graph.onnx_model.upgrade import switch_off_dropout, take_attention_apart, upgrade
 from mxfp8_graph.onnx_model.walk import node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.account import Uses, account, inventory, key_of
@@ -73,7 +73,7 @@ def _copied(
         if options.dry_run:
             target.probe()
             return None, reporter.report(already_rewritten=True)
-        target.finish()
+        target.finish(opened.proto)
     return path, reporter.report((), target.byte_size, already_rewritten=True)
 
 
@@ -97,11 +97,10 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
     """Returns what `rewrite_onnx` does, of a model that is open and was not rewritten before; edits it in place."""
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before, reporter.notes = reporter.bytes_before or opened.byte_size, opened.notes
-    before = inventory(opened)
-    widened = prepare(opened, recipe)
-    # Nothing else was done to it without a note.
-    planned = inventory(opened) if opened.notes or widened else before
     model = to_ir(opened)
+    before = inventory(model)
+    model, widened = prepare(opened, model, recipe)
+    planned = inventory(model) if opened.notes or widened else before  # nothing else was done to it without a note
     sites, decisions = find_and_plan(model, recipe)
     decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
     uses = Uses(model, sites, decisions)
@@ -116,18 +115,18 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         editor.finish()
         if recipe.fuse:
             reporter.fusions = fuse(model, recipe)
-        put_graph(opened, model)
         sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
-        result = accounted(inventory(opened), sources)
-        record.complete(opened.proto, opened.opset, recipe.to_record())
-        reporter.notes += cpu_provider.note(opened.proto, widened)
+        result = accounted(inventory(model), sources)
+        proto = to_proto(opened, model)
+        record.complete(proto, opened.opset, recipe.to_record())
+        reporter.notes += cpu_provider.note(proto, widened)
         if options.dry_run:
             target.probe()
             return None, reporter.dry_run(decisions, result)
         if options.weights is not None:
             options.weights.check()
-        target.finish()
-    return target.path or opened.proto, reporter.report(reports, target.byte_size, account=result)
+        target.finish(proto)
+    return target.path or proto, reporter.report(reports, target.byte_size, account=result)
 
 
 def _refuse_foreign(opened: OpenedModel) -> None:
@@ -140,17 +139,26 @@ def _refuse_foreign(opened: OpenedModel) -> None:
         raise ContractError(where, f"MXFP8 already, as {dialect}", expected="a model to quantize", advice=advice)
 
 
-def prepare(opened: OpenedModel, recipe: Recipe) -> str:
+def prepare(opened: OpenedModel, model: ir.Model, recipe: Recipe) -> tuple[ir.Model, str]:
     """Brings a model to the form that sites are looked for in: its opset, functions, mode, dtypes and attention nodes.
 
-    Returns what to say of its dtypes, if those changed.
+    Args:
+        opened: the model; edited by onnx's own passes, which take protobufs.
+        model: its graph; edited, unless those passes changed it.
+        recipe: which says what is looked for.
+
+    Returns:
+        The graph, and what to say of its dtypes if those changed.
     """
+    known = len(opened.notes)
     upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
-    training_mode.switch_off(opened)
-    widened = cpu_provider.widen(opened) if recipe.runs_on else ""
     if recipe.attention_scores or recipe.attention_values:
-        attention_op.take_apart(opened)
-    return widened
+        take_attention_apart(opened)
+    if len(opened.notes) > known:
+        model = to_ir(opened)
+    opened.notes += switch_off_dropout(model)
+    infer(opened, model)
+    return model, cpu_provider.widen(opened, model) if recipe.runs_on else ""
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:

@@ -18,7 +18,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import put_graph, to_ir
+from mxfp8_graph.onnx_model.graph import to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target
 from mxfp8_graph.onnx_pass.find import OnnxSite
@@ -76,8 +76,7 @@ def write_switched(
     if record.find(opened.proto) is not None:
         advice = "name the model it was made from"
         raise ContractError(opened.name, "is rewritten already", expected="the original model", advice=advice)
-    note = prepare(opened, recipe)
-    model = to_ir(opened)
+    model, note = prepare(opened, to_ir(opened), recipe)
     sites, decisions = find_and_plan(model, recipe)
     require_eligible(decisions, Options(name=opened.name), wanted=WANTED, account=Account)
     with open_target(opened, path, external=True, overwrite=False) as target:
@@ -86,9 +85,9 @@ def write_switched(
         switched = [site for site, decision in zip(sites, decisions, strict=True) if decision.quantize]
         observed, observed_by = editor.observe(switched)
         editor.add_inputs(len(switched), len(observed))
-        put_graph(opened, model)  # both ways stay: nothing is unused
-        record.complete(opened.proto, opened.opset, recipe.to_record())
-        target.finish()
+        proto = to_proto(opened, model)  # both ways stay: nothing is unused
+        record.complete(proto, opened.opset, recipe.to_record())
+        target.finish(proto)
     return SwitchedModel(
         path=path,
         sites=tuple(reports),

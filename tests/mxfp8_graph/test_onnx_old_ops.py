@@ -95,7 +95,7 @@ def test_a_sparse_tensor_is_refused() -> None:
     values, indices = numpy_helper.from_array(np.ones(2, F32), "sparse"), numpy_helper.from_array(np.array([1, 5]))
     proto = old_model([form("Relu", "x")], 11)[0]
     proto.graph.sparse_initializer.append(helper.make_sparse_tensor(values, indices, [3, 4]))
-    said = r"^model: sparse tensor 'sparse' at opset 11, .*expected opset 21 or above"
+    said = r"^model: sparse initializer 'sparse', .*; expected dense tensors; store it as a dense initializer"
     with pytest.raises(ContractError, match=said):
         upgraded(proto)
 

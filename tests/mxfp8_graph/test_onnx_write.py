@@ -20,7 +20,7 @@ from oracle import check_well_formed, expect, normal, relu, run
 
 import mxfp8_graph
 from mxfp8_graph.onnx_model import write
-from mxfp8_graph.onnx_model.graph import to_ir
+from mxfp8_graph.onnx_model.graph import infer, to_ir
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_pass.find import find_sites
 from mxfp8_graph.onnx_pass.replace import bytes_after
@@ -169,7 +169,7 @@ class TestExternalData:
         for excluded in ((), ("^part",), ("^part2",), ("^twice",)):
             recipe = mxfp8_graph.Recipe(name="r", exclude=excluded)
             opened = open_model(proto)
-            sites = find_sites(to_ir(opened))
+            sites = find_sites(infer(opened, to_ir(opened)))
             size = bytes_after(opened, sites, plan([site.matmul for site in sites], recipe))
             rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
             before, after = (sum(len(t.raw_data) for t in m.graph.initializer) for m in (proto, rewritten))

@@ -26,7 +26,7 @@ from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model import cpu_provider
-from mxfp8_graph.onnx_model.graph import proto_of, put_graph, to_ir
+from mxfp8_graph.onnx_model.graph import infer, proto_of, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import hold, inside
 from mxfp8_graph.onnx_model.upgrade import upgrade
@@ -91,8 +91,8 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
     """
     opened = open_model(model)
     upgrade(opened, multiplies)
-    cpu_provider.widen(opened)
-    graph = to_ir(opened)
+    graph = infer(opened, to_ir(opened))
+    cpu_provider.widen(opened, graph)
     sites = find_sites(graph)
     decisions = plan([site.matmul for site in sites], recipe)
     other_bytes = bytes_after(opened, sites, decisions)

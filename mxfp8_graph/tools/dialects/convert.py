@@ -79,7 +79,7 @@ def convert(
     external = wants_external(opened, opened.byte_size, path, external_data)
     with open_target(opened, path, external=external, overwrite=overwrite) as target:
         facts = _convert(opened, to, frozenset(allow))
-        target.finish()
+        target.finish(opened.proto)
     facts |= {"notes": tuple(opened.notes), "output": str(path) if path else None, "bytes_after": target.byte_size}
     return target.path or opened.proto, Conversion(source=opened.name, to=to, bytes_before=opened.byte_size, **facts)
 

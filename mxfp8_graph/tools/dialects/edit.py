@@ -19,6 +19,7 @@ from mxfp8_graph.onnx_model.graph import (
     dtype_of,
     fresh_names,
     graphs_of,
+    infer,
     is_op,
     label,
     put_graph,
@@ -44,7 +45,7 @@ class Edit:
 
     def __init__(self, opened: OpenedModel) -> None:
         self.opened = opened
-        self.model = to_ir(opened, opened.proto)
+        self.model = infer(opened, to_ir(opened), opened.proto)
         self.fresh: Final = fresh_names(self.model)
         """Makes a name like the one it takes, which nothing in the model has."""
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -63,7 +64,8 @@ class Edit:
         whole = onnx.ModelProto()
         whole.CopyFrom(self.opened.proto)
         record.complete(whole, self.opened.opset, None)
-        self.model = to_ir(self.opened, onnx_calls.infer_shapes(whole, self.opened.name, []))
+        inferred = onnx_calls.infer_shapes(whole, self.opened.name, [])
+        self.model = infer(self.opened, to_ir(self.opened), inferred)
 
     def each(self, step: Callable[[Edit, ir.Node], Nodes | None]) -> bool:
         """Replaces nodes of every graph as `step` says, and drops what nothing uses any more; whether any was.
