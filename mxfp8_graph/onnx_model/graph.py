@@ -10,7 +10,7 @@ import copy
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -51,6 +51,11 @@ class LargeTensor(ir.serde.TensorProtoTensor):
         super().__init__(proto)
         self._opened = opened
         self.is_stub = is_stub
+
+    @classmethod
+    def new(cls, opened: OpenedModel, name: str, dtype: int, dims: Sequence[int]) -> LargeTensor:
+        """Returns a new initializer of the main graph."""
+        return cls(opened, onnx.TensorProto(name=name, data_type=dtype, dims=dims))
 
     @property
     def source(self) -> onnx.TensorProto:
@@ -171,7 +176,7 @@ def to_proto(opened: OpenedModel, model: ir.Model) -> onnx.ModelProto:
     """Returns the opened model with the graph of `model`."""
     whole = onnx.ModelProto()
     copy_fields(whole, opened.proto, skip={"graph"})
-    whole.graph.CopyFrom(ir.serde.serialize_graph(model.graph))
+    ir.serde.serialize_graph_into(whole.graph, model.graph)
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(whole.graph), strict=True):
         _declare(proto, graph.meta.get(_FOREIGN, {}))
         for node, node_proto in zip(graph, proto.node, strict=True):

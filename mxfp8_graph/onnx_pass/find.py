@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
@@ -337,4 +336,4 @@ def _is_bias_gelu(node: ir.Node, product: ir.Value) -> bool:
 def _dtype_name(code: int) -> str | None:
     if code in contract.VALUE_NAMES:
         return contract.VALUE_NAMES[code]
-    return onnx.TensorProto.DataType.Name(code).lower() if code else None
+    return ir.DataType(code).name.lower() if code else None

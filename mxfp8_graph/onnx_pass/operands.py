@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
-import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import (
@@ -39,12 +38,10 @@ from mxfp8_graph.policy.eligibility import k_last
 _MOST_VIEWS: Final = 100
 """A stored tensor behind more views than this is not looked for."""
 
-_INTEGERS: Final = frozenset({onnx.TensorProto.INT32, onnx.TensorProto.INT64})
+_INTEGERS: Final = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 """The dtypes in which nodes take shapes and axes."""
 
-_FLOATS: Final = frozenset(
-    {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
-)
+_FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 """What a table of numbers holds; one of integers is a shape, or a table of further indices."""
 
 

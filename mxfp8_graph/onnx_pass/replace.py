@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import (
@@ -195,10 +194,10 @@ class Editor:
             values = []
             for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
                 # The tensor has no data if that goes into the file later: the array is then in memory once.
-                tensor = onnx.TensorProto(name=name, data_type=dtype, dims=data.shape)
+                tensor = LargeTensor.new(self._opened, name, dtype, data.shape)
                 if not self._sizes_only:
-                    self._target.store(tensor, data)
-                values.append(self._initializer(static, name, LargeTensor(self._opened, tensor)))
+                    self._target.store(tensor.raw, data)
+                values.append(self._initializer(static, name, tensor))
             packed = PackedNames(*names, result.byte_size, None if given else result.relative_l2)
             self._packed[key] = packed, values
         return self._packed[key]

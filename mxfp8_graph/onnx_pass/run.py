@@ -1,4 +1,13 @@
-"""rewrite_onnx(): the ONNX pass, step by step."""
+"""rewrite_onnx(): the ONNX pass, step by step.
+
+load            open_model, to_ir      checks the protobuf, makes it an onnx_ir.Model
+upgrade         prepare                opset, local functions, Attention, Dropout, dtypes; infers types
+find, plan      find_and_plan
+replace         Editor.apply
+remove unused   Editor.finish          before `fuse`, which asks who uses a value
+fuse            fuse
+save            to_proto, Target       serializes the graph once, streams the tensors
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import onnx
+import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import record
@@ -152,7 +152,7 @@ class _SwitchEditor(Editor):
         value = ir.Value(name=self.fresh(f"{x.value.name}_observed"))
         value.type = ir.TensorType(ir.DataType(dtype))
         choice = self._if(self._observe, index, value, self._graph.extend)
-        nothing = ir.serde.TensorProtoTensor(onnx.TensorProto(data_type=dtype, dims=[0]))
+        nothing = ir.tensor(np.empty(0, ir.DataType(dtype).numpy()), ir.DataType(dtype))
         for name, op, inputs, settings in (
             ("then_branch", "Identity", [self._results.get(x.value, x.value)], {}),
             ("else_branch", "Constant", [], {"value": nothing}),

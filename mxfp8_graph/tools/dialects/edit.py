@@ -109,7 +109,7 @@ class Edit:
         tensor = ir.serde.TensorProtoTensor(whole)
         if graph is self.model.graph:
             self.opened.tensors[name] = whole
-            tensor = LargeTensor(self.opened, onnx.TensorProto(name=name, data_type=dtype, dims=array.shape))
+            tensor = LargeTensor.new(self.opened, name, dtype, array.shape)
         value = ir.Value(name=name, const_value=tensor)
         graph.register_initializer(value)
         return value
