@@ -52,6 +52,18 @@ def test_opset_21_and_above_stays(opset):
     NEGATED.check(run(rewritten, {"x": X})[0])
 
 
+def test_attributes_of_ir_version_1_need_no_kind():
+    proto = linear(node("Neg", "h", "n"), node("Transpose", "n", "y", perm=[1, 0]), opset=21, y=(96, "m"))
+    proto.ir_version = 1
+    proto.graph.node[2].attribute[0].ClearField("type")
+    before = proto.SerializeToString()
+    rewritten, report = mxfp8_graph.rewrite(proto)
+    assert len(report.rewritten) == 1
+    assert proto.SerializeToString() == before
+    check_well_formed(rewritten)
+    NEGATED.then(np.transpose).check(run(rewritten, {"x": X})[0])
+
+
 def test_ops_that_changed_are_converted():
     nodes = steps(
         "MatMul x w>h; Squeeze h>s|axes=[0]; Unsqueeze s>u|axes=[0,1]; Clip u>c|min=-1.0 max=1.0; Softmax c>p|axis=1; "
