@@ -156,27 +156,27 @@ namespace {
 // Rows of A, packed for the kernel that multiplies them.
 struct Strip {
   int64_t row, rows;
-  const GemmKernel* kernel;
+  const GemmRow* gemm;
   void* packed;
   int exponent;  // exponent of the lowest bit in `packed`
 };
 
-// The first kernel after `last` for these rows; null stands for before the first.
-const GemmKernel* next_kernel(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmKernel* last) {
+// The first row of the table after `last` for these rows; null stands for before the first.
+const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
   const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const bool all_e4m3 = args.a_scales != nullptr && args.a_format == MXFP8_E4M3 && args.b_format == MXFP8_E4M3;
   const Values values = fits_bf16 && kernels.has_bf16 ? Values::kBf16 : Values::kOther;
-  const auto takes = [&](const GemmKernel& kernel) {
-    if (rows < kernel.least_rows || rows > kernel.most_rows) return false;
-    return kernel.values == values || kernel.values == Values::kAny || (kernel.values == Values::kE4M3 && all_e4m3);
+  const auto takes = [&](const GemmRow& row) {
+    if (rows < row.least_rows || rows > row.most_rows) return false;
+    return row.values == values || row.values == Values::kAny || (row.values == Values::kE4M3 && all_e4m3);
   };
-  const GemmKernel* next = last == nullptr ? kernels.gemms : last + 1;
+  const GemmRow* next = last == nullptr ? kernels.gemms : last + 1;
   while (!takes(*next)) ++next;  // ends at the last, which takes anything
   return next;
 }
 
-// Appends strips of up to `most` rows, for kernels after `last`.
-void add_strips(int64_t begin, int64_t end, int64_t most, const GemmKernel* last, std::vector<Strip>* strips) {
+// Appends strips of up to `most` rows, for gemms after `last`.
+void add_strips(int64_t begin, int64_t end, int64_t most, const GemmRow* last, std::vector<Strip>* strips) {
   for (int64_t row = begin; row < end; row += most) {
     strips->push_back({row, std::min(most, end - row), last, nullptr, kNotExact});
   }
@@ -184,8 +184,8 @@ void add_strips(int64_t begin, int64_t end, int64_t most, const GemmKernel* last
 
 // Bytes of the strip's packed rows, whole tiles of them.
 size_t packed_bytes(const Strip& strip, int64_t k_padded) {
-  const int64_t tile_rows = strip.kernel->tile_rows;
-  return size_t(ceil_div(strip.rows, tile_rows) * tile_rows * k_padded * strip.kernel->value_bytes);
+  const int64_t tile_rows = strip.gemm->kernel->tile_rows;
+  return size_t(ceil_div(strip.rows, tile_rows) * tile_rows * k_padded * strip.gemm->kernel->value_bytes);
 }
 
 // Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next, in
@@ -198,7 +198,7 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
   while (!open.empty()) {
     size_t bytes = 0;
     for (Strip& strip : open) {
-      strip.kernel = next_kernel(kernels, args, strip.rows, strip.kernel);
+      strip.gemm = next_gemm(kernels, args, strip.rows, strip.gemm);
       bytes += packed_bytes(strip, k_padded);
     }
     scratch->emplace_back(::operator new(bytes, std::align_val_t{64}));
@@ -211,20 +211,20 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
     std::vector<int> lowest(open.size() * size_t(parts), kAllZero);
     parallel_for(parallel, int64_t(open.size()) * parts, [&](int64_t task) {
       const Strip& strip = open[size_t(task / parts)];
-      const int64_t tiles = ceil_div(strip.rows, strip.kernel->tile_rows);
+      const int64_t tiles = ceil_div(strip.rows, strip.gemm->kernel->tile_rows);
       const int64_t begin = tiles * (task % parts) / parts, end = tiles * (task % parts + 1) / parts;
       if (begin == end) return;
-      lowest[size_t(task)] = strip.kernel->pack(args, strip.row, strip.rows, begin, end, strip.packed);
+      lowest[size_t(task)] = strip.gemm->kernel->pack(args, strip.row, strip.rows, begin, end, strip.packed);
     });
     std::vector<Strip> misfits;
     for (size_t i = 0; i < open.size(); ++i) {
       const auto first = lowest.begin() + int64_t(i) * parts;
       open[i].exponent = *std::min_element(first, first + parts);
       if (open[i].exponent == kNotExact) {
-        add_strips(open[i].row, open[i].row + open[i].rows, kGemmRows, open[i].kernel, &misfits);
+        add_strips(open[i].row, open[i].row + open[i].rows, kGemmRows, open[i].gemm, &misfits);
       } else {
         strips->push_back(open[i]);
-        if (used != nullptr) *used |= uint32_t(1) << (open[i].kernel - kernels.gemms);
+        if (used != nullptr) *used |= uint32_t(1) << (open[i].gemm - kernels.gemms);
       }
     }
     open = misfits;
@@ -293,8 +293,8 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
     parallel_for(parallel, ranges * int64_t(strips.size()), [&](int64_t task) {
       const Strip& strip = strips[size_t(task / ranges)];
       const int64_t column = task % ranges * columns;
-      strip.kernel->multiply(args, strip.row, strip.rows, 0, ceil_div(strip.rows, strip.kernel->tile_rows), column,
-                             std::min(args.n, column + columns), strip.packed, strip.exponent);
+      strip.gemm->kernel->multiply(args, strip.row, strip.rows, 0, ceil_div(strip.rows, strip.gemm->kernel->tile_rows),
+                                   column, std::min(args.n, column + columns), strip.packed, strip.exponent);
     });
   }
 }

@@ -31,7 +31,7 @@ std::string escaped(const char* name) {
 std::string names_of(const Kernels& kernels, uint32_t gemms) {
   std::string names;
   for (int i = 0; gemms >> i != 0; ++i) {
-    if ((gemms >> i & 1) != 0) names += (names.empty() ? "" : ",") + std::string(kernels.gemms[i].name);
+    if ((gemms >> i & 1) != 0) names += (names.empty() ? "" : ",") + std::string(kernels.gemms[i].kernel->name);
   }
   return names;
 }

@@ -1,9 +1,8 @@
 // The tiles of AMX: eight registers of up to 16 rows of 64 bytes, whose shapes are configured for each thread.
 #pragma once
-#include "codec.h"
-
-#if defined(__AMX_BF16__)
 #include <immintrin.h>
+
+#include "codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -44,5 +43,3 @@ class AmxTiles {
 };
 
 }  // namespace mxfp8::MXFP8_ISA
-
-#endif

@@ -3,8 +3,6 @@
 #pragma once
 #include "amx_panel.h"
 
-#if defined(__AMX_BF16__)
-
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kPairColumns = 2 * kPanel;  // columns of two tiles side by side
@@ -148,5 +146,3 @@ struct InParts {
 };
 
 }  // namespace mxfp8::MXFP8_ISA
-
-#endif

@@ -5,8 +5,6 @@
 #include "bf16.h"
 #include "turn.h"
 
-#if defined(__AMX_BF16__)
-
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int kStep = kStepBf16;
@@ -118,5 +116,3 @@ class Panel {
 };
 
 }  // namespace mxfp8::MXFP8_ISA
-
-#endif

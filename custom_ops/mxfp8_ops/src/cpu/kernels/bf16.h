@@ -3,8 +3,6 @@
 #pragma once
 #include "gemm.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512VBMI__)
-
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int kLowestNormal = -126;
@@ -358,5 +356,3 @@ MXFP8_INLINE int lowest_scale(int exponent) {
 }
 
 }  // namespace mxfp8::MXFP8_ISA
-
-#endif

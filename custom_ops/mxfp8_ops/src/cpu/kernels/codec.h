@@ -1,5 +1,5 @@
 // The number formats, as branch-free scalar code that the compiler vectorizes: the C++ twin of encode, decode and the
-// scale rules in numerics.py. Everything here is compiled once per instruction set and lives in that set's namespace.
+// scale rules in numerics.py. Everything here lives in the namespace of the instruction set that it is compiled for.
 #pragma once
 #include <cstdint>
 #include <cstring>

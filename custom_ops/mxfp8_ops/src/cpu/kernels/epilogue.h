@@ -8,9 +8,11 @@
 #include "codec.h"
 #include "kernels.h"
 
-namespace mxfp8::MXFP8_ISA {
-
+namespace mxfp8::MXFP8_BASE {
 void quantize_rows(const QuantizeArgs&, int64_t row_begin, int64_t row_end, Stats*);
+}
+
+namespace mxfp8::MXFP8_ISA {
 
 // a * b + c, rounded once where the processor can.
 MXFP8_INLINE float multiply_add(float a, float b, float c) {
@@ -189,7 +191,7 @@ MXFP8_NOINLINE void store_quantized(const GemmArgs& args, const Finished& part) 
     }
     const QuantizeArgs codes = {MXFP8_FLOAT32, values,           rows,     width, 1, width,
                                 args.y_format, args.y_increment, elements, scales};
-    quantize_rows(codes, 0, rows, nullptr);
+    MXFP8_BASE::quantize_rows(codes, 0, rows, nullptr);
     store_codes(args, {row, rows, part.column, width, nullptr, 0}, elements, scales);
   }
 }

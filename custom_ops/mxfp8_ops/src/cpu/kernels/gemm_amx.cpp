@@ -12,8 +12,6 @@
 // together.
 #include "amx_blocks.h"
 
-#if defined(__AMX_BF16__)
-
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
@@ -280,6 +278,7 @@ void gemm_amx_parts_multiply(const GemmArgs& args, int64_t row, int64_t rows, in
   multiply_strip<InParts>(args, row, rows, tile_begin, tile_end, column_begin, column_end, packed, exponent);
 }
 
-}  // namespace mxfp8::MXFP8_ISA
+MXFP8_GEMM_KERNEL(gemm_amx, int(kAmxRows), sizeof(uint16_t));
+MXFP8_GEMM_KERNEL(gemm_amx_parts, int(kAmxRows), 3 * sizeof(uint16_t));
 
-#endif
+}  // namespace mxfp8::MXFP8_ISA

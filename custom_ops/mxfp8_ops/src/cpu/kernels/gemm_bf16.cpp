@@ -11,8 +11,6 @@
 // Layouts and work split as in gemm_f32.cpp, in panels of four rows of B and deeper chunks.
 #include "bf16.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
@@ -150,6 +148,6 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
   });
 }
 
-}  // namespace mxfp8::MXFP8_ISA
+MXFP8_GEMM_KERNEL(gemm_bf16, kTileRows, sizeof(uint16_t));
 
-#endif
+}  // namespace mxfp8::MXFP8_ISA

@@ -112,4 +112,6 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
   });
 }
 
+MXFP8_GEMM_KERNEL(gemm_f32, kFloatRows, sizeof(float));
+
 }  // namespace mxfp8::MXFP8_ISA

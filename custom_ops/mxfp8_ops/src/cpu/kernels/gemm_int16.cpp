@@ -20,8 +20,6 @@
 #include "columns.h"
 #include "packed_integers.h"
 
-#if defined(MXFP8_DOTS_OF_INTEGERS)
-
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
@@ -370,6 +368,11 @@ void gemm_int16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_
       });
 }
 
-}  // namespace mxfp8::MXFP8_ISA
-
+#if defined(__AVX512F__)
+static_assert(enough_bytes(kFewRowsAvx512 + 1));
+#else
+static_assert(enough_bytes(kFewRowsAvx2 + 1));
 #endif
+MXFP8_GEMM_KERNEL(gemm_int16, kFloatRows, kPackedBytes);
+
+}  // namespace mxfp8::MXFP8_ISA

@@ -10,8 +10,6 @@
 #include "bf16.h"
 #include "turn.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
@@ -165,6 +163,6 @@ void gemm_many_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, in
   });
 }
 
-}  // namespace mxfp8::MXFP8_ISA
+MXFP8_GEMM_KERNEL(gemm_many_bf16, kBf16Rows, sizeof(uint16_t));
 
-#endif
+}  // namespace mxfp8::MXFP8_ISA

@@ -10,8 +10,6 @@
 #include "bf16.h"
 #include "gemm_skinny.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
@@ -228,6 +226,6 @@ void gemm_skinny_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
   });
 }
 
-}  // namespace mxfp8::MXFP8_ISA
+MXFP8_GEMM_KERNEL(gemm_skinny_bf16, int(kSkinnyRows), sizeof(uint16_t));
 
-#endif
+}  // namespace mxfp8::MXFP8_ISA

@@ -194,4 +194,6 @@ void gemm_skinny_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, i
   });
 }
 
+MXFP8_GEMM_KERNEL(gemm_skinny_f32, int(kSkinnyRows), sizeof(float));
+
 }  // namespace mxfp8::MXFP8_ISA

@@ -6,13 +6,11 @@
 #pragma once
 #include "shift_decode.h"
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__) && !defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #define MXFP8_DOTS_OF_INTEGERS "vpdpwssd"
-#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+#else
 #define MXFP8_DOTS_OF_INTEGERS "%{vex%} vpdpwssd"
 #endif
-
-#if defined(MXFP8_DOTS_OF_INTEGERS)
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -170,5 +168,3 @@ MXFP8_INLINE Vec values_of(const uint8_t* codes) {
 }
 
 }  // namespace mxfp8::MXFP8_ISA
-
-#endif

@@ -1,7 +1,7 @@
-// Every instruction set provides one table of kernels over the argument structs below. The files of this folder
-// are compiled once per instruction set, each time into the namespace mxfp8::<isa>; see CMakeLists.txt. Nothing in this
-// header has code, and the kernels call nothing of the C++ library, so no function compiled with one set of flags can
-// be linked into the path of another.
+// Every instruction set has a table of kernels over the argument structs below; tables.cpp has all tables. A file of
+// this folder is compiled for each set that runs it differently, into the namespace mxfp8::<isa>; CMakeLists.txt lists
+// them. Nothing in this header has code, and the kernels call nothing of the C++ library, so no function compiled with
+// one set of flags can be linked into the path of another.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -15,8 +15,10 @@ constexpr int64_t kPackDepth = 8;       // blocks along K in one tile of the tra
 constexpr int64_t kGemmRows = 256;      // rows of A packed at a time: they stay in L2
 constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so fast that decoding B counts more
 constexpr int64_t kSkinnyRows = 16;     // the most rows of A that B is decoded in registers for
-constexpr int64_t kGemmColumns = 64;    // columns of one accumulator strip
-constexpr int64_t kNormValues = 4096;   // that a norm handles at a time, whole rows of them: they stay in L1
+// Up to here gemm_skinny_f32 adds sums across lanes in less time than other kernels turn B, as measured.
+constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
+constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
+constexpr int64_t kNormValues = 4096;  // that a norm handles at a time, whole rows of them: they stay in L1
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.
 struct QuantizeArgs {
@@ -131,7 +133,7 @@ struct NormArgs {
   void* sum;
 };
 
-// The gemm kernels work alike. Up to `most_rows` rows of A are packed, in tiles of `tile_rows`, into scratch memory
+// The gemm kernels work alike. Rows of A are packed, in tiles of `tile_rows`, into scratch memory
 // that all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few
 // at a time. `row` is the first packed row, `rows` their number.
 //
@@ -146,13 +148,23 @@ enum class Values { kBf16, kOther, kAny, kE4M3 };
 
 struct GemmKernel {
   const char* name;
-  Values values;
-  int64_t least_rows, most_rows;  // limits of a strip
   int tile_rows;
   int value_bytes;  // bytes that are packed for each value
   int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);
   void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    int64_t column_begin, int64_t column_end, const void* packed, int exponent);
+};
+
+// Defines the kernel NAME, of NAME_pack and NAME_multiply.
+#define MXFP8_GEMM_KERNEL(NAME, TILE_ROWS, VALUE_BYTES) \
+  extern const GemmKernel NAME;                         \
+  constexpr GemmKernel NAME = {#NAME, TILE_ROWS, VALUE_BYTES, NAME##_pack, NAME##_multiply}
+
+// What a set uses a kernel for: these values, in strips of `least_rows` to `most_rows` rows.
+struct GemmRow {
+  Values values;
+  int64_t least_rows, most_rows;
+  const GemmKernel* kernel;
 };
 
 struct Kernels {
@@ -173,9 +185,9 @@ struct Kernels {
   void (*attention)(const AttentionArgs&, const AttentionTask&, const AttentionTask* next, void* scratch, float* state);
   // Writes the rows of y of tasks that differ in their keys alone, from their states, one behind the other.
   void (*attention_merge)(const AttentionArgs&, const AttentionTask&, float* states, int64_t count);
-  bool has_bf16;            // whether there are gemms for Values::kBf16
-  int64_t strip_rows;       // rows of A packed at a time
-  const GemmKernel* gemms;  // fastest first; the last takes anything
+  bool has_bf16;         // whether there are gemms for Values::kBf16
+  int64_t strip_rows;    // rows of A packed at a time
+  const GemmRow* gemms;  // fastest first; the last takes anything
 };
 
 }  // namespace mxfp8

@@ -4,8 +4,6 @@
 #include "integers.h"
 #include "turn.h"
 
-#if defined(MXFP8_DOTS_OF_INTEGERS)
-
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kDepth = 256;   // depth of a chunk
@@ -179,5 +177,3 @@ MXFP8_INLINE void pack_codes(const GemmArgs& args, int64_t row, int64_t begin, i
 }
 
 }  // namespace mxfp8::MXFP8_ISA
-
-#endif
