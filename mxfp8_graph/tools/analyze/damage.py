@@ -19,7 +19,7 @@ Scores = Mapping[str, Score]
 class SiteDamage(Data):
     """What rewriting one site does."""
 
-    KEYS = ("depth", "alone", "without", "input")
+    KEYS = "depth alone without input"
 
     site: SiteReport
     """What a rewrite makes of it, the error of its weight included."""
@@ -46,6 +46,8 @@ class SiteDamage(Data):
 class Layer(Data):
     """Sites whose names begin alike."""
 
+    KEYS = "name estimated_relative_l2=relative_l2 share sites"
+
     name: str
     sites: tuple[str, ...]
     relative_l2: float
@@ -53,15 +55,12 @@ class Layer(Data):
     share: float
     """Share of that sum over all sites."""
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        error = {"estimated_relative_l2": self.relative_l2, "share": self.share}
-        return {"name": self.name, **error, "sites": self.sites}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Exclusion(Data):
     """Sites to keep in high precision, and what that gives."""
+
+    KEYS = "sites exclude=patterns weight_bytes all_weight_bytes scores"
 
     sites: tuple[str, ...]
     """Their names, the worst first."""
@@ -80,8 +79,3 @@ class Exclusion(Data):
     def share(self) -> float:
         """Their share of the weight bytes."""
         return self.weight_bytes / self.all_weight_bytes if self.all_weight_bytes else 0.0
-
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        size = {"weight_bytes": self.weight_bytes, "all_weight_bytes": self.all_weight_bytes}
-        return {"sites": self.sites, "exclude": self.patterns, **size, "scores": self.scores}
