@@ -68,6 +68,8 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 class VerifyReport(Report):
     """The result of a verification. It passed if `failures` is empty."""
 
+    TITLE = "Verification of {rewritten}"
+    FILES = ("original", "rewritten")
     KEYS = "original rewritten inputs isa passed kernels_agree outputs_close failures notes outputs nodes"
 
     original: str
@@ -138,14 +140,6 @@ class VerifyReport(Report):
             rows.append((o.name, o.dtype, shape_text(o.shape), *of_all, *numbers, *bodies))
         errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
         return filled(("output", "dtype", "shape", *means, *errors), rows)
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Verification of {self.rewritten}"
-
-    def files(self) -> tuple[str, str]:
-        """Returns the paths of the two models."""
-        return (self.original, self.rewritten)
 
     def lead(self) -> list[str]:
         """Returns the verdict and the failures."""

@@ -26,6 +26,8 @@ Model = Any
 class RunReport(Report):
     """One run, repeated."""
 
+    TITLE = "Run of {model}"
+    FILES = ("model",)
     KEYS = "model inputs isa median_seconds=timing.median seconds=timing.seconds outputs nodes note?"
 
     model: str
@@ -46,14 +48,6 @@ class RunReport(Report):
         latency = f"median {self.timing.median * 1e3:.3f} ms ({spread})"
         lines = [("inputs", self.inputs), ("kernels", self.isa), ("latency", latency)]
         return lines + ([("note", self.note)] if self.note else [])
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Run of {self.model}"
-
-    def files(self) -> tuple[str]:
-        """Returns the path of the model."""
-        return (self.model,)
 
     def sections(self) -> Iterator[Section]:
         """Yields the outputs, how long the runs took, and where the time goes."""

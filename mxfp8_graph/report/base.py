@@ -52,20 +52,16 @@ class Data:
 class Report(Data, ABC):
     """The result of a command, as data, text, JSON or an HTML page."""
 
+    TITLE: ClassVar[str]
+    """Heading of the page, with names of fields in braces: "Rewrite of {source}"."""
+    FILES: ClassVar[tuple[str, ...]]
+    """Fields that have the paths of models, which the page identifies; it leaves out None and paths without a file."""
     FOLDS: ClassVar[bool] = True
     """Whether a terminal folds its lines; text to copy must not be folded."""
 
     @abstractmethod
-    def title(self) -> str:
-        """Returns the heading of the page, such as "Rewrite of model.onnx"."""
-
-    @abstractmethod
     def sections(self) -> Iterable[Section]:
         """Yields what a terminal and the page show, in this order."""
-
-    @abstractmethod
-    def files(self) -> Sequence[str | None]:
-        """Returns the paths of the models, which the page identifies; None and paths without a file are left out."""
 
     def headline(self) -> str:
         """Returns the outcome in one line, the first of the text; "" without one."""
@@ -81,7 +77,8 @@ class Report(Data, ABC):
 
     def to_html(self) -> str:
         """Returns one self-contained page: nothing is fetched, and all is there without its script."""
-        return html.page(self.title(), self.lead(), self.sections(), filter(None, self.files()))
+        title, files = self.TITLE.format_map(vars(self)), (getattr(self, name) for name in self.FILES)
+        return html.page(title, self.lead(), self.sections(), filter(None, files))
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON, a row of each list per line."""

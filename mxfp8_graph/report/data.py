@@ -132,6 +132,8 @@ class WeightError(Data):
 class RewriteReport(Report):
     """The report of one rewrite."""
 
+    TITLE = "Rewrite of {source}"
+    FILES = ("source", "output")
     KEYS = "source output recipe dry_run already_rewritten seconds bytes_before bytes_after"
     """What the JSON begins with; see `content`."""
 
@@ -249,14 +251,6 @@ class RewriteReport(Report):
             of_kind[1] += 1
         parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
         return " and ".join(parts)
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Rewrite of {self.source}"
-
-    def files(self) -> tuple[str | None, ...]:
-        """Returns the paths of the two models."""
-        return (self.source, self.output)
 
     def sections(self) -> Iterator[Section]:
         """Yields reasons, bytes and facts, which end a rewrite; then all sites, fusions and tensors."""

@@ -27,6 +27,8 @@ _SQNR_HEADER: Final = ("weight SQNR dB", "input SQNR dB", "amax", "outlier block
 class Analysis(Report):
     """What `analyze` found."""
 
+    TITLE = "Analysis of {source}"
+    FILES = ("source",)
     FOLDS = False
 
     KEYS = (
@@ -63,14 +65,6 @@ class Analysis(Report):
     def by_depth(self) -> tuple[SiteDamage, ...]:
         """The rewritten sites in the order of the graph."""
         return tuple(sorted(self.sites, key=lambda site: site.depth))
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Analysis of {self.source}"
-
-    def files(self) -> tuple[str]:
-        """Returns the path of the model."""
-        return (self.source,)
 
     def sections(self) -> Iterator[Section]:
         """Yields the ranking, the layers, what there is to know beside them, and the lines to paste."""

@@ -91,6 +91,8 @@ class Row(Data):
 class Comparison(Report):
     """All recipes on one model and the same samples."""
 
+    TITLE = "Recipes for {model}"
+    FILES = ("model",)
     FOLDS = False
     KEYS = "model inputs latency_inputs=timed synthesised samples=sample_names isa notes recipes=rows"
 
@@ -139,14 +141,6 @@ class Comparison(Report):
             number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
             number(row.sites, "d"),
         )
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Recipes for {self.model}"
-
-    def files(self) -> tuple[str]:
-        """Returns the path of the model."""
-        return (self.model,)
 
     def lead(self) -> list[str]:
         """Returns which recipe to take, and notes."""

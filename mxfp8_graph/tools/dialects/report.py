@@ -24,6 +24,9 @@ class Counts(Data):
 class Conversion(Report):
     """The report of one conversion."""
 
+    TITLE = "Conversion of {source} to {to}"
+    FILES = ("source", "output")
+
     source: str
     """The path, or "model"."""
     output: str | None
@@ -43,14 +46,6 @@ class Conversion(Report):
     bytes_after: int = 0
     fusions: int = 0
     """To mxfp8: nodes that were fused with their neighbours."""
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Conversion of {self.source} to {self.to}"
-
-    def files(self) -> tuple[str | None, ...]:
-        """Returns the paths of the two models."""
-        return (self.source, self.output)
 
     def sections(self) -> list[Section]:
         """Returns `facts`."""

@@ -30,6 +30,8 @@ SPARE: Final = ("relative L2, estimated", "step")
 class Tuning(Report):
     """What `tune` found."""
 
+    TITLE = "Plan for {source}"
+    FILES = ("source",)
     FOLDS = False
 
     source: str
@@ -177,14 +179,6 @@ class Tuning(Report):
             "estimated_relative_l2": step.estimate,
             "scores": step.trial.scores,
         }
-
-    def title(self) -> str:
-        """Returns the heading of the page."""
-        return f"Plan for {self.source}"
-
-    def files(self) -> tuple[str]:
-        """Returns the path of the model."""
-        return (self.source,)
 
     def sections(self) -> Iterator[Section]:
         """Yields the steps, the weights, what there is to know beside them, and the recipe."""
