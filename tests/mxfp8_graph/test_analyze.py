@@ -27,9 +27,8 @@ from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.tools import exclusion, switched
-from mxfp8_graph.tools.analyze.analysis import Analysis
+from mxfp8_graph.tools.analyze.analysis import Analysis, by_layer
 from mxfp8_graph.tools.analyze.input_statistics import OUTLIER, InputObserver
-from mxfp8_graph.tools.analyze.layers import by_layer
 from mxfp8_graph.tools.analyze.run import analyze
 from mxfp8_ops import cpu, numerics
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError

@@ -1,15 +1,20 @@
-"""The result of an analysis."""
+"""The result of an analysis: what was measured of a site, of a layer, and of a set of sites.
+
+A layer has the sites whose names begin alike, up to a number: "encoder.layer.3.output.dense" is in "encoder.layer.3".
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from mxfp8_graph.report.base import Report
+from mxfp8_graph.policy.plan import MatMulSite
+from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.data import SiteReport, sizes
 from mxfp8_graph.report.section import Cell, Columns, Section, filled, number
-from mxfp8_graph.tools.analyze.damage import Exclusion, Layer, Scores, SiteDamage
+from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import METRICS, Metric, Score
 
 SCHEMA: Final = 1
@@ -21,6 +26,76 @@ SPARE: Final = ("lost", "outlier blocks", "weight SQNR dB", "M x N x K", "amax",
 """Columns to leave out of a narrow table, in this order."""
 _RELATIVE_L2: Final = METRICS["relative_l2"]
 _SQNR_HEADER: Final = ("weight SQNR dB", "input SQNR dB", "amax", "outlier blocks", "lost")
+
+
+Scores = Mapping[str, Score]
+"""By the name of the metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteDamage(Data):
+    """What rewriting one site does."""
+
+    KEYS = "depth alone without input"
+
+    site: SiteReport
+    """What a rewrite makes of it, the error of its weight included."""
+    depth: int
+    """How many sites with a switch come before it in the graph."""
+    alone: Scores
+    """Errors of the outputs, with this site alone rewritten."""
+    without: Scores
+    """Errors of the outputs, with everything but this site rewritten."""
+    input: InputStatistics | None
+    """None for an embedding, and inside of subgraphs."""
+
+    @property
+    def label(self) -> str:
+        """What to call the site: its module path, or its name."""
+        return self.site.decision.site.module or self.site.decision.site.name
+
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        return {**self.site.content(), **super().content()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Data):
+    """Sites whose names begin alike."""
+
+    KEYS = "name estimated_relative_l2=relative_l2 share sites"
+
+    name: str
+    sites: tuple[str, ...]
+    relative_l2: float
+    """Estimated: the root of the sum of the squares of what its sites do alone."""
+    share: float
+    """Share of that sum over all sites."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion(Data):
+    """Sites to keep in high precision, and what that gives."""
+
+    KEYS = "sites exclude=patterns weight_bytes all_weight_bytes scores"
+
+    sites: tuple[str, ...]
+    """Their names, the worst first."""
+    patterns: tuple[str, ...]
+    """For the recipe's `exclude`: each matches one of them, and no other matmul of the model."""
+    yaml: str
+    """The lines to paste into a recipe file, with what the recipe excludes already."""
+    weight_bytes: int
+    """Bytes of their weights, as the model has them."""
+    all_weight_bytes: int
+    """Bytes of the weights of all sites that the recipe rewrites."""
+    scores: Scores
+    """Measured, of the outputs, with everything but them rewritten."""
+
+    @property
+    def share(self) -> float:
+        """Their share of the weight bytes."""
+        return self.weight_bytes / self.all_weight_bytes if self.all_weight_bytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,3 +218,24 @@ def _row(site: SiteDamage, metric: Metric) -> tuple[Cell, ...]:
 
 def _score(score: Score) -> Cell:
     return number(score.metric.shown(score.mean), ".4g")
+
+
+_NUMBERED: Final = (re.compile(r"^(.*?(?:^|[./])\d+)(?=[./])"), re.compile(r"^(.*?\d+)(?=[./])"))
+"""A name up to its first part that is a number; or else that ends in one. Something must follow."""
+
+OTHERS: Final = "(others)"
+"""The layer of sites whose name has no number."""
+
+
+def layer_of(site: MatMulSite) -> str:
+    """Returns the layer that a site's module path, or else its name, puts it in."""
+    found = filter(None, (pattern.match(site.module or site.name) for pattern in _NUMBERED))
+    return next((match[1] for match in found), OTHERS)
+
+
+def by_layer(sites: Sequence[MatMulSite]) -> dict[str, list[int]]:
+    """Returns the indices of the sites in each layer, both in the order of `sites`."""
+    layers: dict[str, list[int]] = {}
+    for index, site in enumerate(sites):
+        layers.setdefault(layer_of(site), []).append(index)
+    return layers
