@@ -34,7 +34,7 @@ def render(headline: str, sections: Iterable[Section], *, every: bool) -> Render
             fitted = section.spare is not None
             parts.append(Fitted(header, shown, section.spare or ()) if fitted else grid(header, shown))
             if (more := len(rows) - abs(most)) > 0:
-                parts.append(Text(f"... and {more} more{' before' * (most < 0)}; --verbose shows them"))
+                parts.append(Text(f"... and {more} more{' before' * (most < 0)}; --verbose and --json have all"))
             parts += [Text()] * fitted
         if section.facts:
             parts.append(lines(section.facts))

@@ -165,7 +165,7 @@ def test_a_terminal_shows_the_largest_groups_and_the_total() -> None:
     start = lines.index(["weights", "before", "after", "used", "by", "why"])
     named = [line[0] for line in lines[start + 2 : start + 3 + MOST_ROWS]]
     assert named == ["rewritten", *["kept"] * (MOST_ROWS - 1), "total"]
-    assert lines[start + 4 + MOST_ROWS] == ["...", "and", "3", "more;", "--verbose", "shows", "them"]
+    assert lines[start + 4 + MOST_ROWS] == ["...", "and", "3", "more;", "--verbose", "and", "--json", "have", "all"]
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -195,7 +195,7 @@ def test_a_section_as_text_and_as_html() -> None:
         with console.capture() as captured:
             console.print(render("", [table, Section(facts=[("a", "b")], detail=True)], every=every))
         lines = [line.split("  ")[0].strip() for line in captured.get().splitlines()]
-        more = [] if every else ["... and 3 more before; --verbose shows them"]
+        more = [] if every else ["... and 3 more before; --verbose and --json have all"]
         assert [line for line in lines if line][2:] == [*shown, *more, *(["a"] if every else [])]
     cell = '<td class="number" data-sort="2.0" style="background: linear-gradient(to right, var(--bar) 50.0%'
     page = html.section_html(table)
