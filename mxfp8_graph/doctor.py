@@ -31,7 +31,7 @@ from mxfp8_graph.onnx_model import child, cpu_provider
 from mxfp8_graph.onnx_model.dialect_ops import foreign
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
-from mxfp8_graph.report.text import STYLES
+from mxfp8_graph.report.section import STYLES
 from mxfp8_ops import contract, cpu, hardware, numerics
 from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error

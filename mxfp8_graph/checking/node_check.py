@@ -60,7 +60,7 @@ _FORMATS: Final = {row.numpy_name: name for name, row in formats.ELEMENT_FORMATS
 class NodeCheck(Data):
     """The comparison of one node's kernel with its function body."""
 
-    KEYS = ("name", "op", "kernel", "excess", "passed")
+    KEYS = "name op kernel excess passed"
 
     name: str
     op: str

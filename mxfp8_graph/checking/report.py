@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from typing import Final
 
 from mxfp8_graph.checking.compare import Difference
 from mxfp8_graph.checking.node_check import NodeCheck
-from mxfp8_graph.report import html, text
 from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.section import Columns, Section, filled, number, shape_text
 
 PLAUSIBLE: Final = 0.5
 """Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right
@@ -28,6 +25,11 @@ SPARE: Final = ("worst sample", "dtype", "kernel vs body: max error", "max error
 @dataclass(frozen=True, kw_only=True)
 class OutputCheck(Data):
     """The error of one output: for several samples, that of the worst one, with the means of all."""
+
+    KEYS = (
+        "name dtype shape worst_sample=sample? mean_relative_l2 mean_cosine limit rewritten_vs_original=rewritten "
+        "body_vs_original=body kernel_vs_body=kernel"
+    )
 
     name: str
     dtype: str
@@ -45,21 +47,6 @@ class OutputCheck(Data):
     mean_cosine: float
     limit: float | None = None
     """Limit of `rewritten.relative_l2`; None if the output is not judged."""
-
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        return {
-            "name": self.name,
-            "dtype": self.dtype,
-            "shape": self.shape,
-            "worst_sample": self.sample or None,
-            "mean_relative_l2": self.mean_relative_l2,
-            "mean_cosine": self.mean_cosine,
-            "limit": self.limit,
-            "rewritten_vs_original": self.rewritten,
-            "body_vs_original": self.body,
-            "kernel_vs_body": self.kernel,
-        }
 
 
 def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
@@ -81,10 +68,9 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 class VerifyReport(Report):
     """The result of a verification. It passed if `failures` is empty."""
 
-    KEYS = (
-        *("original", "rewritten", "inputs", "isa", "passed", "kernels_agree", "outputs_close"),
-        *("failures", "notes", "outputs", "nodes"),
-    )
+    TITLE = "Verification of {rewritten}"
+    FILES = ("original", "rewritten")
+    KEYS = "original rewritten inputs isa passed kernels_agree outputs_close failures notes outputs nodes"
 
     original: str
     rewritten: str
@@ -142,45 +128,32 @@ class VerifyReport(Report):
         """Returns (label, value) pairs: inputs, kernels and notes."""
         return [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
 
-    def table(self) -> html.Columns:
+    def table(self) -> Columns:
         """Returns (header, a row per output), without columns that are empty."""
         means = ("mean rel. L2", "mean cosine", "worst sample") if any(o.sample for o in self.outputs) else ()
         rows = []
         for o in self.outputs:
             error, kernel = o.rewritten, o.kernel
-            of_all = (html.number(o.mean_relative_l2), html.number(o.mean_cosine, ".6f"), o.sample) if means else ()
-            numbers = (html.number(error.relative_l2), html.number(error.max_abs), html.number(error.cosine, ".6f"))
-            bodies = (html.number(kernel.relative_l2), html.number(kernel.max_abs)) if kernel else ("", "")
-            rows.append((o.name, o.dtype, html.shape_text(o.shape), *of_all, *numbers, *bodies))
+            of_all = (number(o.mean_relative_l2), number(o.mean_cosine, ".6f"), o.sample) if means else ()
+            numbers = (number(error.relative_l2), number(error.max_abs), number(error.cosine, ".6f"))
+            bodies = (number(kernel.relative_l2), number(kernel.max_abs)) if kernel else ("", "")
+            rows.append((o.name, o.dtype, shape_text(o.shape), *of_all, *numbers, *bodies))
         errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
-        return html.filled(("output", "dtype", "shape", *means, *errors), rows)
+        return filled(("output", "dtype", "shape", *means, *errors), rows)
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns the outputs, what the nodes did, notes, failures and the verdict."""
-        pairs = [
-            *self.facts(),
-            *(("nodes", _node_line(op, nodes)) for op, nodes in self.nodes_by_op.items()),
-            *(("failed", failure) for failure in self.failures),
-            ("verdict", self.verdict()),
-        ]
-        table: list[RenderableType] = [text.Fitted(*self.table(), SPARE), Text()] if self.outputs else []
-        return Group(*table, text.lines(pairs))
+    def lead(self) -> list[str]:
+        """Returns the verdict and the failures."""
+        return [f"Verification {self.verdict()}.", *self.failures]
 
-    def to_html(self) -> str:
-        """Returns one self-contained page: the verdict, the error of each output, and what each kernel did."""
-        # Columns that a page has no room for are a note below each row.
-        notes = [f"{o.dtype} {list(o.shape)}{'; worst: ' * bool(o.sample)}{o.sample}" for o in self.outputs]
-        outputs = html.Table("Outputs against the original's", *self.table(), notes=notes)
-        nodes = [(n.name, n.op, n.kernel, html.number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
+    def sections(self) -> Iterator[Section]:
+        """Yields the outputs; what the nodes did; notes, failures and the verdict."""
+        yield Section(title="Outputs against the original's", columns=self.table(), spare=SPARE)
+        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
-        parts = [
-            html.facts(self.facts()),
-            outputs.without("dtype", "shape", "worst sample", "mean cosine", "kernel vs body: max error").html(),
-            html.Table("Kernels against function bodies", *html.filled(header, nodes)).html(),
-        ]
-        lead = [f"Verification {self.verdict()}.", *self.failures]
-        files = (self.original, self.rewritten)
-        return html.page(f"Verification of {self.rewritten}", parts, lead=lead, files=files)
+        yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)
+        facts = [("nodes", _node_line(op, nodes)) for op, nodes in self.nodes_by_op.items()]
+        facts += [("failed", failure) for failure in self.failures]
+        yield Section(facts=[*self.facts(), *facts, ("verdict", self.verdict())])
 
 
 def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:

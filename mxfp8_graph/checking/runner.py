@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from rich.console import Group, RenderableType
 
 from mxfp8_graph.checking.inputs import Signature, describe
 from mxfp8_graph.checking.profile import NodeProfile
@@ -15,8 +13,8 @@ from mxfp8_graph.checking.samples import SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.report import html, text
 from mxfp8_graph.report.base import Report
+from mxfp8_graph.report.section import Columns, Section, number, shape_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -27,6 +25,10 @@ Model = Any
 @dataclass(frozen=True, kw_only=True)
 class RunReport(Report):
     """One run, repeated."""
+
+    TITLE = "Run of {model}"
+    FILES = ("model",)
+    KEYS = "model inputs isa median_seconds=timing.median seconds=timing.seconds outputs nodes note?"
 
     model: str
     inputs: str
@@ -47,39 +49,17 @@ class RunReport(Report):
         lines = [("inputs", self.inputs), ("kernels", self.isa), ("latency", latency)]
         return lines + ([("note", self.note)] if self.note else [])
 
-    def table(self) -> html.Columns:
-        """Returns (header, a row per output)."""
-        outputs = self.timing.outputs.items()
-        return ("output", "dtype", "shape"), [(name, a.dtype.name, html.shape_text(a.shape)) for name, a in outputs]
+    def sections(self) -> Iterator[Section]:
+        """Yields the outputs, how long the runs took, and where the time goes."""
+        rows = [(output["name"], output["dtype"], shape_text(output["shape"])) for output in self.outputs]
+        yield Section(title="Outputs", columns=(("output", "dtype", "shape"), rows))
+        yield Section(facts=self.facts())
+        yield Section(title="Nodes", columns=_profile(self.nodes), bar="ms")
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns the outputs, how long the runs took, and where the time goes."""
-        parts = [text.grid(*self.table()), text.lines(self.facts())]
-        return Group(*parts, _profile(self.nodes)) if self.nodes else Group(*parts)
-
-    def to_html(self) -> str:
-        """Returns one self-contained page: latency, outputs, and where the time goes."""
-        parts = [html.facts(self.facts()), html.Table("Outputs", *self.table()).html()]
-        if slowest := sorted(self.nodes, key=lambda node: -node.seconds):
-            cells = [(f"{node.isa} {node.kernel}".strip(), html.number(node.seconds * 1e3, ".3f")) for node in slowest]
-            rows = [(node.name, node.op, node.operands, *last) for node, last in zip(slowest, cells, strict=True)]
-            header = ("node", "op", "multiplies", "kernel", "ms")
-            parts.append(html.Table("Nodes", *html.filled(header, rows)).html())
-        return html.page(f"Run of {self.model}", parts, files=[self.model])
-
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        outputs = self.timing.outputs.items()
-        return {
-            "model": self.model,
-            "inputs": self.inputs,
-            "isa": self.isa,
-            "median_seconds": self.timing.median,
-            "seconds": self.timing.seconds,
-            "outputs": [{"name": name, "dtype": a.dtype.name, "shape": a.shape} for name, a in outputs],
-            "nodes": self.nodes,
-            "note": self.note or None,
-        }
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        """Name, dtype and shape of each output."""
+        return [{"name": name, "dtype": a.dtype.name, "shape": a.shape} for name, a in self.timing.outputs.items()]
 
 
 def run_model(
@@ -142,7 +122,7 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
     return signature, Session(model, kernels=True, where=signature.name, float32=original)
 
 
-def _profile(nodes: Sequence[NodeProfile]) -> RenderableType:
+def _profile(nodes: Sequence[NodeProfile]) -> Columns:
     """Returns a line for each node that multiplies, the slowest first, and one for the others of each op."""
     total = sum(node.seconds for node in nodes) or 1.0
     others: dict[tuple[str, str], list[NodeProfile]] = defaultdict(list)
@@ -158,4 +138,4 @@ def _profile(nodes: Sequence[NodeProfile]) -> RenderableType:
         rows.append((sum(node.seconds for node in some), (name, op, "", "", isa)))
     rows.sort(key=lambda row: -row[0])
     header = ("node", "op", "multiplies", "kernel", "ISA", "ms", "share")
-    return text.grid(header, [(*cells, f"{s * 1e3:.3f}", f"{s / total:.1%}") for s, cells in rows])
+    return header, [(*cells, number(s * 1e3, ".3f"), f"{s / total:.1%}") for s, cells in rows]

@@ -18,27 +18,19 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, Literal, NamedTuple, get_args
+from typing import Final, Literal, NamedTuple
 
 from rich.filesize import decimal as size
 
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.tied_tables import SETTINGS
-from mxfp8_graph.report import html
 from mxfp8_graph.report.base import Data
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size
 
 Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
 
-OUTCOMES: Final[tuple[str, ...]] = get_args(Outcome)
-
-HEADER: Final[tuple[str, ...]] = ("weights", "before", "after", "used by", "why")
-"""Header of `Account.rows`."""
-
-TENSOR_HEADER: Final[tuple[str, ...]] = ("tensor", "dtype", "before", "after", "weights", "used by", "why")
-"""Header of `StoredTensor.row`."""
-
 MOST_ROWS: Final = 7
-"""Groups that a short account names; the others are one more row."""
+"""Groups that a terminal shows."""
 
 MOST_OPS: Final = 4
 """Ops that `counted` names; the others are one more number."""
@@ -94,7 +86,7 @@ class Use(NamedTuple):
 class StoredTensor(Data):
     """One tensor that the model stores, with its bytes in the result."""
 
-    KEYS = ("name", "also_called", "dtype", "shape", "bytes_before", "bytes_kept", "bytes_after", "outcome", "reason")
+    KEYS = "name also_called dtype shape bytes_before bytes_kept bytes_after outcome reason used_by sites"
 
     name: str
     also_called: tuple[str, ...] = ()
@@ -130,16 +122,14 @@ class StoredTensor(Data):
         return self._verdict[2]
 
     @property
-    def row(self) -> tuple[html.Cell, ...]:
-        """The tensor in words, as `TENSOR_HEADER` has it."""
-        sizes = html.byte_size(self.bytes_before), html.byte_size(self.bytes_after)
-        return (self.name, self.dtype, *sizes, self.outcome, counted(self.uses), self.reason)
+    def used_by(self) -> dict[str, int]:
+        """How many times each op uses it."""
+        return dict(Counter(use.op for use in self.uses))
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        used_by = dict(Counter(use.op for use in self.uses))
-        sites = list(dict.fromkeys(use.decision.site.name for use in self.uses if use.decision))
-        return {**super().content(), "used_by": used_by, "sites": sites}
+    @property
+    def sites(self) -> list[str]:
+        """Names of the matmuls that it is an operand of."""
+        return list(dict.fromkeys(use.decision.site.name for use in self.uses if use.decision))
 
     @cached_property
     def _verdict(self) -> tuple[Outcome, str, tuple[Use, ...]]:
@@ -181,51 +171,23 @@ class StoredTensor(Data):
 class Group(Data):
     """The tensors with the same outcome and the same reason."""
 
-    outcome: str
+    outcome: Outcome
     reason: str
-    tensors: tuple[StoredTensor, ...]
-
-    @property
-    def bytes_before(self) -> int:
-        """Bytes in the model."""
-        return sum(tensor.bytes_before for tensor in self.tensors)
-
-    @property
-    def bytes_after(self) -> int:
-        """Bytes in the result."""
-        return sum(tensor.bytes_after for tensor in self.tensors)
-
-    @property
-    def used_by(self) -> str:
-        """Numbers of nodes by op, in words: "24 MatMul, 2 Gemm"."""
-        return counted(use for tensor in self.tensors for use in tensor.holders)
-
-    @property
-    def row(self) -> tuple[html.Cell, ...]:
-        """The group in words, as `HEADER` has it; of a single weight also its name."""
-        used_by = self.used_by
-        if len(self.tensors) == 1 and self.outcome not in {"small", "other", "new"}:
-            used_by = f"{used_by} ({self.tensors[0].name})"
-        sizes = html.byte_size(self.bytes_before), html.byte_size(self.bytes_after)
-        return (self.outcome, *sizes, used_by, self.reason)
-
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        return {
-            "outcome": self.outcome,
-            "reason": self.reason,
-            "tensors": len(self.tensors),
-            "used_by": self.used_by,
-            "bytes_before": self.bytes_before,
-            "bytes_after": self.bytes_after,
-        }
+    tensors: int
+    """How many there are."""
+    used_by: str
+    """Numbers of nodes by op, in words: "24 MatMul, 2 Gemm"."""
+    bytes_before: int
+    """Bytes in the model."""
+    bytes_after: int
+    """Bytes in the result."""
 
 
 @dataclass(frozen=True)
 class Account(Data):
     """All stored tensors of a model and of its rewritten result; in a dry run, the predicted ones."""
 
-    KEYS = ("bytes_before", "bytes_after", "groups", "tensors")
+    KEYS = "bytes_before bytes_after groups tensors"
 
     make: Callable[[], Iterable[StoredTensor]] = tuple
     """Returns the tensors. It is called on first access, so that writing a model does not wait for its report."""
@@ -248,24 +210,43 @@ class Account(Data):
     @cached_property
     def groups(self) -> tuple[Group, ...]:
         """The tensors by outcome and reason: what was rewritten first, then what takes most bytes in the result."""
-        by_verdict: dict[tuple[str, str], list[StoredTensor]] = {}
+        by_verdict: dict[tuple[Outcome, str], list[StoredTensor]] = {}
         for tensor in self.tensors:
             by_verdict.setdefault((tensor.outcome, tensor.reason), []).append(tensor)
-        groups = [Group(outcome=key[0], reason=key[1], tensors=tuple(group)) for key, group in by_verdict.items()]
+        groups = [
+            Group(
+                outcome=outcome,
+                reason=reason,
+                tensors=len(tensors),
+                used_by=counted(use for tensor in tensors for use in tensor.holders),
+                bytes_before=sum(tensor.bytes_before for tensor in tensors),
+                bytes_after=sum(tensor.bytes_after for tensor in tensors),
+            )
+            for (outcome, reason), tensors in by_verdict.items()
+        ]
         return tuple(sorted(groups, key=lambda g: (g.outcome != "rewritten", -g.bytes_after, -g.bytes_before)))
 
-    def rows(self) -> list[tuple[html.Cell, ...]]:
-        """Returns the groups in words, as `HEADER` has them, the smallest in one row; and the total."""
-        if not self.tensors:
-            return []
-        groups = [group for group in self.groups if group.bytes_before or group.bytes_after]
-        # One row less, since "... more reasons" takes one: it never stands for a single group.
-        shown = groups if len(groups) <= MOST_ROWS else groups[: MOST_ROWS - 1]
-        rows = [group.row for group in shown]
-        if rest := groups[len(shown) :]:
-            before, after = (sum(getattr(group, key) for group in rest) for key in ("bytes_before", "bytes_after"))
-            rows.append(("...", html.byte_size(before), html.byte_size(after), "", f"{len(rest)} more reasons"))
-        return [*rows, ("total", html.byte_size(self.bytes_before), html.byte_size(self.bytes_after), "", "")]
+    def section(self) -> Section:
+        """Returns the groups in words, of a single weight also its name; and the total."""
+        names = {(tensor.outcome, tensor.reason): f" ({tensor.name})" for tensor in self.tensors}
+        rows: list[tuple[Cell, ...]] = []
+        for group in self.groups:
+            single = group.tensors == 1 and group.outcome not in {"small", "other", "new"}
+            used_by = group.used_by + (names[group.outcome, group.reason] if single else "")
+            if group.bytes_before or group.bytes_after:
+                rows.append((group.outcome, *_sizes(group), used_by, group.reason))
+        return Section(
+            title="Where the bytes are",
+            columns=(("weights", "before", "after", "used by", "why"), rows),
+            total=("total", *_sizes(self), "", ""),
+            bar="after",
+            most=MOST_ROWS,
+        )
+
+    def table(self) -> Columns:
+        """Returns a row per tensor."""
+        rows = [(t.name, t.dtype, *_sizes(t), t.outcome, counted(t.uses), t.reason) for t in self.tensors]
+        return ("tensor", "dtype", "before", "after", "weights", "used by", "why"), rows
 
     def large_tables(self) -> list[str]:
         """Returns notes on embedding tables that take much of the result, with the options that pack them."""
@@ -298,25 +279,6 @@ class Account(Data):
                 parts.append(f"{group_bytes / total:.0%} of its {size(total)} are in {nodes}, {which}")
         return "; ".join(parts)
 
-    def overview(self) -> str:
-        """Returns the bytes by outcome as bars and by group as a table, in HTML."""
-        before, after = Counter[str](), Counter[str]()
-        for group in self.groups:
-            before[group.outcome] += group.bytes_before
-            after[group.outcome] += group.bytes_after
-        names = sorted(before, key=OUTCOMES.index)
-        totals = ("before", self.bytes_before, before), ("after", self.bytes_after, after)
-        rows = [(label, [counts[name] for name in names], size(total)) for label, total, counts in totals]
-        legend = [f"{name}: {size(before[name])} \u2192 {size(after[name])}" for name in names]
-        groups = [group.row for group in self.groups]
-        return html.bars("Where the bytes are", rows, legend) + html.Table("", HEADER, groups, self.rows()[-1]).html()
-
-    def details(self) -> str:
-        """Returns every tensor as a row of a table, in HTML."""
-        rows = [tensor.row[:6] for tensor in self.tensors]
-        notes = [tensor.reason for tensor in self.tensors]
-        return html.Table("Stored tensors", TENSOR_HEADER[:6], rows, notes=notes).html()
-
 
 def counted(uses: Iterable[Use]) -> str:
     """Returns how many nodes of which ops, most frequent first: "24 MatMul, 2 Gemm"."""
@@ -325,3 +287,7 @@ def counted(uses: Iterable[Use]) -> str:
     shown = ops if len(ops) <= MOST_OPS else ops[: MOST_OPS - 1]
     others = sum(count for _, count in ops[len(shown) :])
     return ", ".join([*(f"{count} {op}" for op, count in shown), *([f"{others} others"] if others else [])])
+
+
+def _sizes(part: StoredTensor | Group | Account) -> tuple[Cell, Cell]:
+    return byte_size(part.bytes_before), byte_size(part.bytes_after)

@@ -1,12 +1,13 @@
-"""What the reports of all commands have in common: JSON by fields, files, and text and a page of the same tables."""
+"""What the reports of all commands have in common: JSON by fields; text and a page of the same sections; files."""
 
 from __future__ import annotations
 
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -14,6 +15,8 @@ from rich.console import RenderableType
 
 from mxfp8_graph.file_reading import is_any_of, is_folder
 from mxfp8_graph.files import is_taken, write_text
+from mxfp8_graph.report import html, text
+from mxfp8_graph.report.section import Section
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 SUFFIXES: Final = (".json", ".html")
@@ -26,13 +29,19 @@ _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 class Data:
     """A part of a report."""
 
-    KEYS: ClassVar[tuple[str, ...]] = ()
-    """Attributes that the JSON has, in this order; all fields if there are none. See `content` for other contents."""
+    KEYS: ClassVar[str] = ""
+    """Keys of the JSON, in order, each "attribute" or "key=attribute.of.attribute"; all fields if there are none.
+    With "?" at the end, an empty text is None."""
 
     def content(self) -> dict[str, Any]:
         """Returns what the JSON has, by key, not yet in its types."""
-        names = self.KEYS or tuple(field.name for field in fields(self))
-        return {name: getattr(self, name) for name in names}
+        keys = self.KEYS.split() or [field.name for field in fields(self)]
+        content = {}
+        for entry in keys:
+            key, _, attribute = entry.rstrip("?").partition("=")
+            value = attrgetter(attribute or key)(self)
+            content[key] = value or None if entry.endswith("?") else value
+        return content
 
     def to_dict(self) -> dict[str, Any]:
         """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
@@ -43,16 +52,33 @@ class Data:
 class Report(Data, ABC):
     """The result of a command, as data, text, JSON or an HTML page."""
 
+    TITLE: ClassVar[str]
+    """Heading of the page, with names of fields in braces: "Rewrite of {source}"."""
+    FILES: ClassVar[tuple[str, ...]]
+    """Fields that have the paths of models, which the page identifies; it leaves out None and paths without a file."""
     FOLDS: ClassVar[bool] = True
-    """Whether a terminal folds its lines; tables that fit need none of that."""
+    """Whether a terminal folds its lines; text to copy must not be folded."""
 
     @abstractmethod
+    def sections(self) -> Iterable[Section]:
+        """Yields what a terminal and the page show, in this order."""
+
+    def headline(self) -> str:
+        """Returns the outcome in one line, the first of the text; "" without one."""
+        return ""
+
+    def lead(self) -> Sequence[str]:
+        """Returns the sentences at the top of the page."""
+        return [f"{self.headline()}."] if self.headline() else []
+
     def to_text(self, *, every: bool = False) -> RenderableType:
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
+        return text.render(self.headline(), self.sections(), every=every)
 
-    @abstractmethod
     def to_html(self) -> str:
         """Returns one self-contained page: nothing is fetched, and all is there without its script."""
+        title, files = self.TITLE.format_map(vars(self)), (getattr(self, name) for name in self.FILES)
+        return html.page(title, self.lead(), self.sections(), filter(None, files))
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON, a row of each list per line."""

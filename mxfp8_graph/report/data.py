@@ -1,4 +1,4 @@
-"""The report of a rewrite: sites, decisions, reasons, bytes and errors, as data, text, JSON or one HTML page."""
+"""The report of a rewrite: sites, decisions, reasons, bytes and errors."""
 
 from __future__ import annotations
 
@@ -10,28 +10,21 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
 from rich.text import Text
 
-from mxfp8_graph.naming import printable
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_graph.report import account, html, text
+from mxfp8_graph.report import text
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
 
 SCHEMA: Final = 2
 """Version of the layout of a report's JSON; it grows when a key changes its meaning or goes away."""
 
-_SITE: Final = ("name", "op", "module", "subgraph", "role", "m", "n", "k", "dtype", "weight", "shared_with", "has_bias")
-_DECISION: Final = ("quantize", "rule", "reason", "activations", "weight_format", "scale_rounding")
+_SITE: Final = "name op module subgraph role m n k dtype weight shared_with has_bias"
+_DECISION: Final = "quantize rule reason activations weight_format scale_rounding"
 """Fields of a site and of its decision that the JSON of a `SiteReport` begins with."""
-
-_REWRITE: Final = (
-    *("source", "output", "recipe", "dry_run", "already_rewritten"),
-    *("seconds", "bytes_before", "bytes_after"),
-)
-"""Fields that the JSON of a `RewriteReport` begins with."""
 
 SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
 """Header of `SiteReport.row`."""
@@ -39,14 +32,11 @@ SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "dec
 WEIGHT_HEADER: Final[tuple[str, ...]] = ("before", "after", "rel. L2", "SQNR dB")
 """Header of `SiteReport.weight_row`."""
 
-FUSION_HEADER: Final[tuple[str, ...]] = ("kind", "node", "stands also for")
-"""Header of the fused nodes."""
-
 REASON_HEADER: Final[tuple[str, ...]] = ("decision", "sites", "reason")
 """Header of `reason_rows`."""
 
 MOST_REASONS: Final = 20
-"""Reasons that the end of a rewrite names; the others are one more row."""
+"""Reasons that a terminal shows: patterns that match single sites make a reason for each, which may be hundreds."""
 
 
 def sqnr_db(relative_l2: float) -> float:
@@ -58,7 +48,11 @@ def sqnr_db(relative_l2: float) -> float:
 class SiteReport(Data):
     """The decision on one site, its new nodes, its bytes and its error."""
 
-    KEYS = ("nodes", "packed", "bytes_before", "bytes_after", "relative_l2", "sqnr_db")
+    KEYS = (
+        " ".join([f"{key}=decision.site.{key}" for key in _SITE.split()])
+        + " ".join(["", *(f"{key}=decision.{key}" for key in _DECISION.split())])
+        + " nodes packed bytes_before bytes_after relative_l2 sqnr_db"
+    )
 
     decision: Decision
     nodes: tuple[str, ...] = ()
@@ -90,19 +84,13 @@ class SiteReport(Data):
         return (name, site.module, site.op, sizes(site), verdict, decision.rule, decision.reason)
 
     @property
-    def weight_row(self) -> tuple[html.Cell, ...]:
+    def weight_row(self) -> tuple[Cell, ...]:
         """Bytes and errors in words, as `WEIGHT_HEADER` has them; empty where the site has no packed weight."""
-        before = html.byte_size(self.bytes_before or None)
+        before = byte_size(self.bytes_before or None)
         if self.relative_l2 is None:
             return (before, "", "", "")
-        errors = html.number(self.relative_l2, ".4f"), html.number(self.sqnr_db, ".1f")
-        return (before, html.byte_size(self.bytes_after), *errors)
-
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        decision = self.decision
-        known = {key: getattr(decision.site, key) for key in _SITE} | {key: getattr(decision, key) for key in _DECISION}
-        return {**known, **super().content()}
+        errors = number(self.relative_l2, ".4f"), number(self.sqnr_db, ".1f")
+        return (before, byte_size(self.bytes_after), *errors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,26 +109,33 @@ class FusionReport(Data):
 class WeightError(Data):
     """Errors of the packed weights, each weight counted once however many sites share it."""
 
+    KEYS = "mean_relative_l2=mean mean_sqnr_db worst_relative_l2=worst worst_sqnr_db worst_site"
+
     mean: float
     """Mean of the relative L2 errors."""
     worst: float
     worst_site: str
     """Name of the (first) site whose weight has the worst error."""
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        return {
-            "mean_relative_l2": self.mean,
-            "mean_sqnr_db": sqnr_db(self.mean),
-            "worst_relative_l2": self.worst,
-            "worst_sqnr_db": sqnr_db(self.worst),
-            "worst_site": self.worst_site,
-        }
+    @property
+    def mean_sqnr_db(self) -> float:
+        """The mean as signal-to-quantization-noise ratio in dB."""
+        return sqnr_db(self.mean)
+
+    @property
+    def worst_sqnr_db(self) -> float:
+        """The worst error as signal-to-quantization-noise ratio in dB."""
+        return sqnr_db(self.worst)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewriteReport(Report):
     """The report of one rewrite."""
+
+    TITLE = "Rewrite of {source}"
+    FILES = ("source", "output")
+    KEYS = "source output recipe dry_run already_rewritten seconds bytes_before bytes_after"
+    """What the JSON begins with; see `content`."""
 
     source: str
     output: str | None
@@ -197,7 +192,7 @@ class RewriteReport(Report):
         """Returns what the JSON has."""
         return {
             "schema": SCHEMA,
-            **{key: getattr(self, key) for key in _REWRITE},
+            **super().content(),
             "notes": [*self.notes, *self.account.large_tables()],
             "rewritten": len(self.rewritten),
             "kept": len(self.kept),
@@ -223,7 +218,8 @@ class RewriteReport(Report):
             ratio = f" ({self.bytes_before / self.bytes_after:.2f}x smaller)" if self.bytes_after else ""
             lines = [("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}{ratio}")]
         if error := self.weight_error:
-            mean, worst = (f"{value:.4f} ({sqnr_db(value):.1f} dB)" for value in (error.mean, error.worst))
+            mean = f"{error.mean:.4f} ({error.mean_sqnr_db:.1f} dB)"
+            worst = f"{error.worst:.4f} ({error.worst_sqnr_db:.1f} dB)"
             lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
         if self.fusions:
             kinds = Counter(fusion.kind for fusion in self.fusions)
@@ -256,65 +252,39 @@ class RewriteReport(Report):
         parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
         return " and ".join(parts)
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns the table that ends a rewrite: sites grouped by reason, then `facts`."""
+    def sections(self) -> Iterator[Section]:
+        """Yields reasons, bytes and facts, which end a rewrite; then all sites, fusions and tensors."""
         if self.already_rewritten:
-            return text.lines(
-                (("", self.headline()), *(fact for fact in self.facts() if fact[0] in {"note", "result"}))
-            )
-        reasons_found = self.reason_rows()
-        # Patterns that match single sites make a reason for each; a terminal has no room for hundreds.
-        if more := reasons_found[MOST_REASONS:]:
-            count = int(sum(count for _, (_, count), _ in more))
-            reasons_found = [*reasons_found[:MOST_REASONS], ("...", (str(count), count), f"{len(more)} more reasons")]
-        parts = [text.grid(REASON_HEADER, reasons_found)]
-        if rows := self.account.rows():
-            parts.append(text.grid(account.HEADER, rows))
-        return Group(Text(printable(self.headline())), *parts, text.lines(self.facts()))
+            yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
+            return
+        yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS)
+        if self.account.tensors:
+            yield self.account.section()
+        yield Section(facts=self.facts())
+        if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
+            verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
+            yield Section(title="To measure the error at the outputs", text=verify, detail=True)
+        yield Section(title="Sites", columns=self._site_table(weights=True), detail=True)
+        fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
+        yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
+        yield Section(title="Stored tensors", columns=self.account.table(), detail=True)
 
     def lists(self, *, plan: bool, verbose: bool) -> Iterator[Text]:
         """Yields with `plan` one line per site, with `verbose` also bytes, errors and one line per stored tensor."""
         if plan and self.sites:
-            header = (*SITE_HEADER[:5], *(WEIGHT_HEADER if verbose else ()), *SITE_HEADER[5:])
-            rows = [(*site.row[:5], *(site.weight_row if verbose else ()), *site.row[5:]) for site in self.sites]
-            yield text.columns(*html.filled(header, rows))
+            yield text.columns(*self._site_table(weights=verbose))
         if verbose and self.account.tensors:
-            yield text.columns(account.TENSOR_HEADER, [tensor.row for tensor in self.account.tensors])
+            yield text.columns(*self.account.table())
 
-    def to_html(self) -> str:
-        """Returns one self-contained page: nothing fetched, and all there without its script, which sorts tables.
-
-        Of tables with more than `html.MOST_ROWS` rows it has the first, and says how many more the JSON has.
-        """
-        # Size and notes are in the lead.
-        parts = [html.facts(fact for fact in self.facts()[1:] if fact[0] != "note")]
-        if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
-            verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
-            parts.append(html.text("To measure the error at the outputs", verify))
-        if self.account.tensors:
-            parts.append(self.account.overview())
-        parts.append(html.Table("Why", REASON_HEADER, self.reason_rows()).html())
-        header = ("site", *SITE_HEADER[2:5], *WEIGHT_HEADER[:3])
-        rows = [(site.row[0], *site.row[2:5], *site.weight_row[:3]) for site in self.sites]
-        notes = [_note(site.decision) for site in self.sites]
-        parts.append(html.Table("Sites", *html.filled(header, rows), paler="kept", notes=notes).html())
-        if self.fusions:
-            fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
-            parts.append(html.Table("Fused nodes", FUSION_HEADER, fused).html())
-        if self.account.tensors:
-            parts.append(self.account.details())
-        lead = [f"{self.headline()}: {self.facts()[0][1]}", *(said for label, said in self.facts() if label == "note")]
-        return html.page(f"Rewrite of {self.source}", parts, lead=lead, files=filter(None, (self.source, self.output)))
+    def _site_table(self, *, weights: bool) -> Columns:
+        header = (*SITE_HEADER[:5], *(WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])
+        rows = [(*site.row[:5], *(site.weight_row if weights else ()), *site.row[5:]) for site in self.sites]
+        return filled(header, rows)
 
 
 def sizes(site: MatMulSite) -> str:
     """Returns M x N x K, "?" for a size that only a run of the model shows."""
     return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
-
-
-def _note(decision: Decision) -> str:
-    """Returns the module of a site and, if it is kept, the reason."""
-    return "; ".join(filter(None, (decision.site.module, "" if decision.quantize else decision.reason)))
 
 
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:
@@ -327,4 +297,4 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
 def reasons(decisions: Iterable[Decision]) -> Text:
     """Returns one line per site, with the reason why it is not eligible."""
     rows = [(d.site.name, d.site.module, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
-    return text.columns(*html.filled((*SITE_HEADER[:4], "rule", "reason"), rows))
+    return text.columns(*filled((*SITE_HEADER[:4], "rule", "reason"), rows))

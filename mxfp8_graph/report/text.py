@@ -10,34 +10,47 @@ from typing import Final
 
 from rich import box
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
-from mxfp8_graph.report import html
-
-STYLES: Final = {
-    "rewritten": "green",
-    "kept": "yellow",
-    "ok": "green",
-    "failed": "bold red",
-    "missing": "yellow",
-    "broken": "red",
-}
-"""Text of a cell -> its style."""
+from mxfp8_graph.report.section import STYLES, Cell, Section, said
 
 PIPE_WIDTH: Final = 120
 """Width of a `Fitted` table in a pipe or a file."""
 
 
-def grid(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Table:
+def render(headline: str, sections: Iterable[Section], *, every: bool) -> RenderableType:
+    """Returns the headline and the sections; with `every` also details, and the rows that are too many otherwise."""
+    parts: list[RenderableType] = [Text(printable(headline))] if headline else []
+    for section in sections:
+        if section.detail and not every:
+            continue
+        header, rows = section.columns
+        most = len(rows) if every or section.most is None else section.most
+        shown = [*rows[min(most, 0) :][: abs(most)], *([section.total] if section.total else [])]
+        if rows:
+            fitted = section.spare is not None
+            parts.append(Fitted(header, shown, section.spare or ()) if fitted else grid(header, shown))
+            if (more := len(rows) - abs(most)) > 0:
+                parts.append(Text(f"... and {more} more{' before' * (most < 0)}; --verbose and --json have all"))
+            parts += [Text()] * fitted
+        if section.facts:
+            parts.append(lines(section.facts))
+        if section.text:
+            shown_text = "\n".join(map(printable, section.text.rstrip("\n").split("\n")))
+            parts += [Text(f"\n{section.title}:\n"), Text(shown_text)]
+    return Group(*parts)
+
+
+def grid(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Table:
     """Returns a plain table. Long cells fold onto further lines: a name is never cut."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for column in header:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in map(html.said, row)))
+        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in map(said, row)))
     return table
 
 
@@ -46,7 +59,7 @@ class Fitted:
     """A table that fits the terminal, or `PIPE_WIDTH`: its header is wrapped, then columns are left out and named."""
 
     header: Sequence[str]
-    rows: Sequence[Sequence[html.Cell]]
+    rows: Sequence[Sequence[Cell]]
     spare: Sequence[str] = ()
     """Titles of the columns to leave out, first to last; after these the ones on the right, but never the first."""
 
@@ -70,15 +83,15 @@ class Fitted:
             yield Text(f"left out for the width, in --json: {'; '.join(left_out)}")
 
 
-def _wrapped(title: str, cells: Sequence[html.Cell]) -> str:
-    width = max((cell_len(html.said(cell)) for cell in cells), default=0)
+def _wrapped(title: str, cells: Sequence[Cell]) -> str:
+    width = max((cell_len(said(cell)) for cell in cells), default=0)
     return "\n".join(wrap(title, max(width, 6), break_long_words=False, break_on_hyphens=False))
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[html.Cell]]) -> Text:
+def columns(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Text:
     """Returns one line per row, in aligned columns and never folded: for lists to read, grep and pipe."""
     top = list(zip_longest(*(title.split("\n") for title in header), fillvalue=""))
-    table = [*top, *(tuple(printable(html.said(cell)) for cell in row) for row in rows)]
+    table = [*top, *(tuple(printable(said(cell)) for cell in row) for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
     text = Text(no_wrap=True, overflow="ignore")
     for number, row in enumerate(table):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
@@ -56,6 +56,8 @@ class Metric:
 class Score(Data):
     """What a metric says of several samples."""
 
+    KEYS = "metric=metric.name mean worst worst_sample samples"
+
     metric: Metric
     values: tuple[float, ...]
     """One number per sample, at least one."""
@@ -75,10 +77,10 @@ class Score(Data):
         """Which sample is the worst, from 0."""
         return self.metric.worst(self.values)
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        numbers = {"mean": self.mean, "worst": self.worst, "worst_sample": self.worst_sample}
-        return {"metric": self.metric.name, **numbers, "samples": len(self.values)}
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return len(self.values)
 
 
 def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Outputs]) -> Score:

@@ -6,10 +6,10 @@ Counted are the storages of parameters, buffers and constants, each once: tied w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -37,8 +37,7 @@ _QUANTIZED_FAMILIES: Final = (f"{contract.DOMAIN}::", "torchao::", "quantized", 
 """Prefixes of the names of further ops with quantized weights."""
 
 
-@dataclass
-class Stored:
+class Stored(NamedTuple):
     """A storage and the tensors in it."""
 
     names: list[str]
@@ -57,26 +56,15 @@ def inventory(state: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -
     for name, tensor in (*state.items(), *constants.items()):
         if not isinstance(tensor, torch.Tensor):
             continue
-        key = _place(tensor)
-        if key in storages:
-            storages[key].names.append(name)
-        # torchao's subclass has no storage of its own: its bytes are those of its two inner tensors.
-        elif torchao_weights.is_mx(tensor):
-            packed: Any = tensor
-            size = packed.qdata.nbytes + packed.scale.nbytes
-            storages[key] = Stored([name], dtype_name(packed.qdata.dtype), tuple(tensor.shape), size)
-        else:
+        packed: Any = tensor if torchao_weights.is_mx(tensor) else None
+        if packed is None:
             # The whole storage: a view may show a part of it, and the file has all.
-            size = tensor.untyped_storage().nbytes()
-            storages[key] = Stored([name], dtype_name(tensor.dtype), tuple(tensor.shape), size)
+            dtype, size = tensor.dtype, tensor.untyped_storage().nbytes()
+        else:  # torchao's subclass has no storage of its own: its bytes are those of its two inner tensors
+            dtype, size = packed.qdata.dtype, packed.qdata.nbytes + packed.scale.nbytes
+        stored = storages.setdefault(_place(tensor), Stored([], dtype_name(dtype), tuple(tensor.shape), size))
+        stored.names.append(name)
     return storages
-
-
-def uses(program: Program, sites: Iterable[Site], decisions: Iterable[Decision]) -> dict[int, list[Use]]:
-    """Returns the nodes that read each storage, through views and constant computations."""
-    finder = _Uses(program, {site.node: (site, d) for site, d in zip(sites, decisions, strict=True)})
-    finder.walk()
-    return finder.by_storage
 
 
 def account(
@@ -93,32 +81,33 @@ def account(
         after: storages of the result.
         made_from: name of each tensor that the rewrite added -> the tensor that it was made from.
     """
-    new_bytes: dict[int, int] = {}
-    parts: set[int] = set()
-    for key, stored in after.items():
-        source = made_from.get(stored.names[0])
-        # The new tensor stands in the place of its source, so both are one row of the account.
-        if source is not None and key not in before and _place(source) in before:
-            new_bytes[_place(source)] = new_bytes.get(_place(source), 0) + stored.byte_size
-            parts.add(key)
-    tensors = []
-    for key in dict.fromkeys((*before, *after)):
-        if key in parts:
-            continue
-        storage = before.get(key) or after[key]
-        tensors.append(
-            StoredTensor(
-                name=storage.names[0],
-                also_called=tuple(storage.names[1:]),
-                dtype=storage.dtype,
-                shape=storage.shape,
-                bytes_before=before[key].byte_size if key in before else 0,
-                bytes_kept=after[key].byte_size if key in after else 0,
-                bytes_new=new_bytes.get(key, 0),
-                uses=tuple(readers.get(key, ())),
-            )
+    places = {name: _place(tensor) for name, tensor in made_from.items()}
+    sources = {key: places.get(stored.names[0]) for key, stored in after.items() if key not in before}
+    # A new tensor stands in the place of its source, so both are one row of the account.
+    parts = {key: source for key, source in sources.items() if source in before}
+    new_bytes = Counter[int | None]()
+    for key, source in parts.items():
+        new_bytes[source] += after[key].byte_size
+    tensors = [
+        StoredTensor(
+            name=storage.names[0],
+            also_called=tuple(storage.names[1:]),
+            dtype=storage.dtype,
+            shape=storage.shape,
+            bytes_before=before[key].byte_size if key in before else 0,
+            bytes_kept=after[key].byte_size if key in after else 0,
+            bytes_new=new_bytes[key],
+            uses=tuple(readers.get(key, ())),
         )
+        for key, storage in {**before, **after, **before}.items()  # in the order of both, as `before` has them
+        if key not in parts
+    ]
     return Account(partial(tuple, tensors))
+
+
+def uses(program: Program, sites: Iterable[Site], decisions: Iterable[Decision]) -> dict[int, list[Use]]:
+    """Returns the nodes that read each storage, through views and constant computations."""
+    return _Uses(program, {site.node: (site, d) for site, d in zip(sites, decisions, strict=True)}).by_storage
 
 
 class _Uses:
@@ -130,22 +119,18 @@ class _Uses:
         self._sites = sites
         self._storages: dict[Node, tuple[int, ...]] = {}
         """Value -> the storages that it depends on, if it depends on nothing else."""
-        self._handed: dict[int, list[Use]] = {}
-        """Calls of higher-order ops that read a storage; they count where no node inside of the graphs reads it."""
-
-    def walk(self) -> None:
-        """Finds the uses in every graph."""
-        nodes = (node for scope in self._program.scopes for node in scope.module.graph.nodes)
+        handed: dict[int, list[Use]] = {}
+        nodes = (node for scope in program.scopes for node in scope.module.graph.nodes)
         for number, node in enumerate(nodes):
             if node.op == "placeholder":
-                name = self._program.stored_name(node)
-                self._storages[node] = () if name is None else (_place(self._program.tensor(name)),)
-            elif node.op in {"call_function", "output"} and not (node not in self._sites and self._passes_on(node)):
+                name = program.stored_name(node)
+                self._storages[node] = () if name is None else (_place(program.tensor(name)),)
+            elif node.op in {"call_function", "output"} and (node in sites or not self._passes_on(node)):
                 for key, use in self._uses(node, number):
-                    kind = self._handed if internals.is_higher_order(node) else self.by_storage
+                    kind = handed if internals.is_higher_order(node) else self.by_storage
                     kind.setdefault(key, []).append(use)
-        for key, calls in self._handed.items():
-            self.by_storage.setdefault(key, calls)
+        # Calls of higher-order ops count where no node inside of their graphs reads the storage.
+        self.by_storage = {**handed, **self.by_storage}
 
     def _passes_on(self, node: Node) -> bool:
         """Whether `node` is a view or computes a constant, so that its readers are readers of the storages."""

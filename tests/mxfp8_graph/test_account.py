@@ -13,6 +13,7 @@ import pytest
 from commands import refused, run, save
 from grids import looped
 from onnx import helper
+from rich.console import Console
 
 import mxfp8_graph
 from mxfp8_graph.report.account import MOST_ROWS, StoredTensor
@@ -153,12 +154,18 @@ def test_a_weight_that_a_local_function_uses_is_held_by_the_op_inside() -> None:
     assert told(report) == ("other op", held.nbytes, held.nbytes, f"Conv: {CONVOLUTION}")
 
 
-def test_the_short_account_folds_the_smallest_groups_and_ends_with_the_total() -> None:
+def test_a_terminal_shows_the_largest_groups_and_the_total() -> None:
     names = [f"layers.{i}.linear" for i in range(10)]
     rules = [{"name": f"^{name}$", "quantize": False, "min_n": i} for i, name in enumerate(names[1:])]
     _, report = mxfp8_graph.rewrite(b.chain_model((64,) * 11), mxfp8_graph.Recipe(rules=rules))
-    rows = report.account.rows()
-    assert (len(rows), rows[0][0], rows[-2][4], rows[-1][0]) == (MOST_ROWS + 1, "rewritten", "4 more reasons", "total")
+    terminal = Console(width=200)
+    with terminal.capture() as shown:
+        terminal.print(report.to_text())
+    lines = [line.split() for line in shown.get().splitlines()]
+    start = lines.index(["weights", "before", "after", "used", "by", "why"])
+    named = [line[0] for line in lines[start + 2 : start + 3 + MOST_ROWS]]
+    assert named == ["rewritten", *["kept"] * (MOST_ROWS - 1), "total"]
+    assert lines[start + 4 + MOST_ROWS] == ["...", "and", "3", "more;", "--verbose", "and", "--json", "have", "all"]
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,9 +27,8 @@ from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.tools import exclusion, switched
-from mxfp8_graph.tools.analyze.analysis import Analysis
+from mxfp8_graph.tools.analyze.analysis import Analysis, by_layer
 from mxfp8_graph.tools.analyze.input_statistics import OUTLIER, InputObserver
-from mxfp8_graph.tools.analyze.layers import by_layer
 from mxfp8_graph.tools.analyze.run import analyze
 from mxfp8_ops import cpu, numerics
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
@@ -271,7 +269,7 @@ def test_the_command_prints_the_ranking_and_the_lines_to_paste() -> None:
     assert lines[-2:] == ["exclude:", r"- ^layers\.3\.linear$"]
     assert "synthesised" in result.stdout
     page = Path("a.html").read_text()
-    for part in ("Mean relative L2 at the outputs, each site alone: all 6", "along the depth of the network", "<pre"):
+    for part in ("Sites, the one that does most damage first", 'style="background: linear-gradient(', "<pre"):
         assert part in page
     assert "http" not in page.replace("http-equiv", "")
     data = json.loads(Path("a.json").read_text())
@@ -279,15 +277,12 @@ def test_the_command_prints_the_ranking_and_the_lines_to_paste() -> None:
     assert data["synthesised"] is True
 
 
-def test_bars_are_in_the_order_of_the_metric_below_the_total() -> None:
+def test_sites_are_in_the_order_of_the_metric() -> None:
     found = analyze(b.chain_model((64, 96, 64, 96, 64)), metric="cosine")
-    bars = re.findall(
-        r'<span>([^<]+)</span><span class="bar">.*?</span>\n<span class="number">([^<]+)<', found.to_html()
-    )
-    assert [label for label, _ in bars] == ["everything rewritten", *(site.label for site in found.sites)]
-    assert bars[0][1] == f"{1 - found.everything['cosine'].mean:.3g}"
-    shown = [float(value) for _, value in bars[1:]]
-    assert shown == sorted(shown, reverse=True)
+    header, rows = found.site_table()
+    assert [row[0] for row in rows] == [site.label for site in found.sites]
+    shown = [cell[1] for row in rows if not isinstance(cell := row[header.index("alone, 1-cosine")], str)]
+    assert shown == [1 - site.alone["cosine"].mean for site in found.sites] == sorted(shown, reverse=True)
 
 
 def test_json_on_stdout_has_every_number() -> None:

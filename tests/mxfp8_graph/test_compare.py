@@ -186,8 +186,6 @@ def test_the_page_says_which_recipe_to_take_and_why(two: Comparison) -> None:
         "Fastest: ocp, with same size, relative L2 0.1 instead of 0.05, 4 ms instead of 5.2.",
     ]
     page = found.to_html()
-    assert [page.count(f">{name}</text>") for name in ("mxfp8", "mxfp8-bf16", "all", "ocp")] == [2] * 4
-    assert page.count('class="front"') == 2 + 2  # all, mxfp8, mxfp8-bf16 by size; ocp, mxfp8, mxfp8-bf16 by time
     assert "Take mxfp8-bf16" in page
 
 

@@ -2,10 +2,8 @@
 
 import base64
 import hashlib
-import itertools
 import json
 import math
-import re
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,7 +20,8 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
-from mxfp8_graph.report.text import Fitted
+from mxfp8_graph.report.section import Section
+from mxfp8_graph.report.text import Fitted, render
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -151,8 +150,8 @@ def test_the_page(tmp_path: Path) -> None:
     text = REPORT.write(tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128"} <= {cell.strip() for cell in page.cells}
-    headline = "rewritten to MXFP8 with recipe mxfp8: 40.0 kB -> 10.0 kB (4.00x smaller)"
-    assert headline in text.replace("&gt;", ">")
+    assert "<p>3 of 5 matmuls rewritten to MXFP8 with recipe mxfp8.</p>" in text
+    assert "40.0 kB -> 10.0 kB (4.00x smaller)" in {cell.strip() for cell in page.cells}
     assert page.tags.isdisjoint({"link", "img", "iframe"})
     assert '<td class="number" data-sort="4000.0">4.0 kB</td>' in text  # numbers sort as numbers
     script = text.split("<script>")[1].split("</script>")[0]
@@ -175,34 +174,34 @@ def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
 def test_long_names_fold_at_their_dots_only() -> None:
     name = "encoder.layer.0.attention.self.query"
     rows = [(name, "set output_projections: true to quantize it")]
-    table = html.Table("", ("name", "reason"), rows).html()
+    table = html.section_html(Section(columns=(("name", "reason"), rows)))
     assert name.replace(".", ".<wbr>") in table
     assert "set output_projections: true to quantize it" in table
 
 
 def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
     rows = [(f"site {number}",) for number in range(html.MOST_ROWS + 3)]
-    page = html.Table("", ("name",), rows).html()
+    page = html.section_html(Section(columns=(("name",), rows)))
     assert page.count("<td") == html.MOST_ROWS
     assert f"<p>The first {html.MOST_ROWS} rows; 3 more are in the report in JSON.</p>" in page
-    assert "<p>" not in html.Table("", ("name",), rows[: html.MOST_ROWS]).html()
+    assert "<p>" not in html.section_html(Section(columns=(("name",), rows[: html.MOST_ROWS])))
 
 
-def test_labels_of_a_chart_do_not_overlap() -> None:
-    """Each is beside its dot or, where others are, above or below it; what finds no room has none."""
-    dots = [html.Point(50, 1 + number % 3, 3, "", f"recipe {number}") for number in range(12)]
-    chart = html.Chart(heading="", points=dots, axis="", legend={}).html()
-    found = re.findall(r'y="([\d.]+)%">(?:<line[^>]*>)?<text [^>]* dy="(-?\d+)" text-anchor="(\w+)">recipe', chart)
-    heights = [(side, 4.16 * float(y) + int(dy)) for y, dy, side in found]
-    assert len(found) == 12
-    for side in ("start", "end"):
-        one_side = sorted(height for of, height in heights if of == side)
-        assert all(below - above >= 14 for above, below in itertools.pairwise(one_side)), heights
-
-
-def test_a_chart_of_equal_values_has_an_axis_around_them() -> None:
-    chart = html.Chart(heading="", points=[html.Point(5, 0.5, 0, ""), html.Point(5, 0.5, 0, "")], axis="", legend={})
-    assert chart.html().count('x="50.00%" y="50.00%"><circle') == 2
+def test_a_section_as_text_and_as_html() -> None:
+    rows = [(f"site {n}", (f"{n} B", float(n))) for n in range(5)]
+    table = Section(columns=(("site", "bytes"), rows), total=("total", "10 B"), bar="bytes", most=-2)
+    console = Console(width=80)
+    for every, shown in ((False, ["site 3", "site 4", "total"]), (True, [*(row[0] for row in rows), "total"])):
+        with console.capture() as captured:
+            console.print(render("", [table, Section(facts=[("a", "b")], detail=True)], every=every))
+        lines = [line.split("  ")[0].strip() for line in captured.get().splitlines()]
+        more = [] if every else ["... and 3 more before; --verbose and --json have all"]
+        assert [line for line in lines if line][2:] == [*shown, *more, *(["a"] if every else [])]
+    cell = '<td class="number" data-sort="2.0" style="background: linear-gradient(to right, var(--bar) 50.0%'
+    page = html.section_html(table)
+    assert cell in page
+    assert '<tfoot><tr><td class="short">total</td><td class="number">10 B</td></tr></tfoot>' in page
+    assert html.section_html(Section(title="nothing")).strip() == ""
 
 
 def test_an_existing_report_is_replaced_or_left_where_it_cannot_be_written(tmp_path: Path) -> None:

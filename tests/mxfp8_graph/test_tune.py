@@ -289,10 +289,11 @@ def test_the_command_prints_and_writes_the_path_of_the_search() -> None:
     assert smaller
     assert not any(step["met"] for step in smaller)
     page = Path("m.tuned/report.html").read_text()
-    circles = re.findall(r'<circle class="c(\d)"', page)
-    assert (len(circles), circles[-1]) == (len(report["steps"]), "0")  # the chosen one is drawn last: it is on top
-    assert "relative_l2&lt;=0.05</text>" in page  # at the line of the budget
-    assert re.search(rf"<p>Search: {len(circles)} plans rewritten and run on 8 samples; \d keep the budget.</p>", page)
+    steps = page.split("<h2>Steps</h2>")[1].split("</table>")[0]
+    assert steps.count("<tr>") == 1 + len(report["steps"])  # the header, and a row per step
+    assert steps.count('<td class="short green">chosen</td>') == 1
+    count = len(report["steps"])
+    assert re.search(rf"<dd>{count} plans rewritten and run on 8 samples; \d keep the budget</dd>", page)
     assert "exclude:" in page
 
 

@@ -1,29 +1,25 @@
-"""What an analysis found, as data, as JSON and as a page."""
+"""The result of an analysis: what was measured of a site, of a layer, and of a set of sites.
+
+A layer has the sites whose names begin alike, up to a number: "encoder.layer.3.output.dense" is in "encoder.layer.3".
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
-from mxfp8_graph.naming import printable
-from mxfp8_graph.report import html, text
-from mxfp8_graph.report.base import Report
+from mxfp8_graph.policy.plan import MatMulSite
+from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.data import SiteReport, sizes
-from mxfp8_graph.tools.analyze.damage import Exclusion, Layer, Scores, SiteDamage
+from mxfp8_graph.report.section import Cell, Columns, Section, filled, number
+from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import METRICS, Metric, Score
 
 SCHEMA: Final = 1
 """Version of the layout of `Analysis.to_dict`; it grows when a key changes its meaning or goes away."""
 
-MOST_BARS: Final = 60
-"""Bars of a ranking; the table has all sites."""
-MOST_NAMED: Final = 5
-"""Sites that have their name in the chart, the worst ones."""
 SHOWN: Final = 20
 """Sites and layers that a terminal shows unless all are asked for."""
 SPARE: Final = ("lost", "outlier blocks", "weight SQNR dB", "M x N x K", "amax", "input SQNR dB")
@@ -32,16 +28,89 @@ _RELATIVE_L2: Final = METRICS["relative_l2"]
 _SQNR_HEADER: Final = ("weight SQNR dB", "input SQNR dB", "amax", "outlier blocks", "lost")
 
 
+Scores = Mapping[str, Score]
+"""By the name of the metric."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteDamage(Data):
+    """What rewriting one site does."""
+
+    KEYS = "depth alone without input"
+
+    site: SiteReport
+    """What a rewrite makes of it, the error of its weight included."""
+    depth: int
+    """How many sites with a switch come before it in the graph."""
+    alone: Scores
+    """Errors of the outputs, with this site alone rewritten."""
+    without: Scores
+    """Errors of the outputs, with everything but this site rewritten."""
+    input: InputStatistics | None
+    """None for an embedding, and inside of subgraphs."""
+
+    @property
+    def label(self) -> str:
+        """What to call the site: its module path, or its name."""
+        return self.site.decision.site.module or self.site.decision.site.name
+
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has."""
+        return {**self.site.content(), **super().content()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Data):
+    """Sites whose names begin alike."""
+
+    KEYS = "name estimated_relative_l2=relative_l2 share sites"
+
+    name: str
+    sites: tuple[str, ...]
+    relative_l2: float
+    """Estimated: the root of the sum of the squares of what its sites do alone."""
+    share: float
+    """Share of that sum over all sites."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exclusion(Data):
+    """Sites to keep in high precision, and what that gives."""
+
+    KEYS = "sites exclude=patterns weight_bytes all_weight_bytes scores"
+
+    sites: tuple[str, ...]
+    """Their names, the worst first."""
+    patterns: tuple[str, ...]
+    """For the recipe's `exclude`: each matches one of them, and no other matmul of the model."""
+    yaml: str
+    """The lines to paste into a recipe file, with what the recipe excludes already."""
+    weight_bytes: int
+    """Bytes of their weights, as the model has them."""
+    all_weight_bytes: int
+    """Bytes of the weights of all sites that the recipe rewrites."""
+    scores: Scores
+    """Measured, of the outputs, with everything but them rewritten."""
+
+    @property
+    def share(self) -> float:
+        """Their share of the weight bytes."""
+        return self.weight_bytes / self.all_weight_bytes if self.all_weight_bytes else 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Analysis(Report):
     """What `analyze` found."""
 
+    TITLE = "Analysis of {source}"
+    FILES = ("source",)
     FOLDS = False
 
     KEYS = (
-        *("source", "recipe", "inputs", "synthesised", "samples", "isa", "metric", "everything", "exclusion"),
-        *("runs", "seconds", "notes", "layers", "sites", "kept"),
+        "schema source recipe inputs synthesised samples isa metric=metric.name everything exclusion "
+        "runs seconds notes layers sites kept"
     )
+    schema: ClassVar[int] = SCHEMA
 
     source: str
     recipe: dict[str, Any]
@@ -72,26 +141,23 @@ class Analysis(Report):
         """The rewritten sites in the order of the graph."""
         return tuple(sorted(self.sites, key=lambda site: site.depth))
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        return {"schema": SCHEMA, **super().content(), "metric": self.metric.name}
-
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns the ranking, the layers, what there is to know beside them, and the lines to paste."""
-        parts: list[RenderableType] = [Text(printable(self.headline())), Text("")]
+    def sections(self) -> Iterator[Section]:
+        """Yields the ranking, the layers, what there is to know beside them, and the lines to paste."""
         header, sites = self.site_table()
         modules = {site.site.decision.site.module for site in self.sites} - {""}
         named = len(modules) == len(sites)  # node names are generated by exporters, so module paths replace them
-        parts += _shown(header[named:], [row[named:] for row in sites], SPARE, every=every)
+        yield Section(
+            title="Sites, the one that does most damage first",
+            columns=(header[named:], [row[named:] for row in sites]),
+            bar=f"alone, {self.metric.shown_title}",
+            spare=SPARE,
+            most=SHOWN,
+        )
         if len(self.layers) > 1:
-            parts += _shown(*self.layer_table(), (), every=every)
-        parts.append(text.lines(self.facts()))
+            yield Section(title="Layers", columns=self.layer_table(), bar="share", spare=(), most=SHOWN)
+        yield Section(facts=self.facts())
         if self.exclusion is not None:
-            parts += [
-                Text("\nto paste into a recipe file:\n"),
-                Text("\n".join(map(printable, self.exclusion.yaml.splitlines()))),
-            ]
-        return Group(*parts)
+            yield Section(title="to paste into a recipe file", text=self.exclusion.yaml)
 
     def headline(self) -> str:
         """Returns the outcome in one line."""
@@ -111,49 +177,17 @@ class Analysis(Report):
             lines.append(("not analyzed", f"{len(self.kept)} matmuls and embeddings that the recipe keeps"))
         return lines + [("note", note) for note in self.notes]
 
-    def to_html(self) -> str:
-        """Returns one self-contained page."""
-        first = {"everything rewritten", "excluded"}
-        lead = [f"{self.headline()}.", *(f"{key.capitalize()}: {said}." for key, said in self.facts() if key in first)]
-        parts = [html.facts(fact for fact in self.facts() if fact[0] not in first)]
-        if self.exclusion:
-            parts.append(html.text("To paste into a recipe", self.exclusion.yaml))
-        return html.page(f"Analysis of {self.source}", [*parts, *self._parts()], lead=lead, files=[self.source])
-
-    def _parts(self) -> Iterator[str]:
-        """Yields the charts and tables of the page."""
-        title, metric = self.metric.shown_title, self.metric
-        errors = [(site, metric.shown(site.alone[metric.name].mean)) for site in self.sites]
-        known = [(site, error) for site, error in errors if math.isfinite(error)]
-        bars = [(site.label, [0, error], f"{error:.3g}") for site, error in known[:MOST_BARS]]
-        if math.isfinite(total := metric.shown(self.everything[metric.name].mean)):
-            bars.insert(0, ("everything rewritten", [total], f"{total:.3g}"))
-        if bars:
-            which = f"the worst {MOST_BARS} of {len(self.sites)}" if len(known) > MOST_BARS else f"all {len(known)}"
-            yield html.bars(f"Mean {title} at the outputs, each site alone: {which}", bars)
-        points = [
-            html.Point(site.depth, error, 3, f"{site.label}: {error:.3g}", site.label if place < MOST_NAMED else "")
-            for place, (site, error) in enumerate(known)
-        ]
-        heading = f"Mean {title}, each site alone, along the depth of the network"
-        yield html.Chart(heading=heading, points=points, axis="place in the graph", legend={}).html()
-        yield html.Table("Layers", *self.layer_table()).html()
-        matmuls = [site.site.decision.site for site in self.sites]
-        notes = [f"{matmul.module} {sizes(matmul)}".strip() for matmul in matmuls]
-        table = html.Table("Sites, the one that does most damage first", *self.site_table(), notes=notes)
-        yield table.without("module", "M x N x K", "weight SQNR dB").html()
-
-    def site_table(self) -> html.Columns:
+    def site_table(self) -> Columns:
         """Returns (header, a row per site)."""
         title = self.metric.shown_title
         relative = () if self.metric is _RELATIVE_L2 else (f"alone, {_RELATIVE_L2.title}",)
         header = ("site", "module", "M x N x K", f"alone, {title}", *relative, f"all but it, {title}", *_SQNR_HEADER)
-        return html.filled(header, [_row(site, self.metric) for site in self.sites])
+        return filled(header, [_row(site, self.metric) for site in self.sites])
 
-    def layer_table(self) -> html.Columns:
+    def layer_table(self) -> Columns:
         """Returns (header, a row per layer)."""
         rows = [
-            (a.name, html.number(len(a.sites), "d"), html.number(a.relative_l2, ".4g"), html.number(a.share, ".1%"))
+            (a.name, number(len(a.sites), "d"), number(a.relative_l2, ".4g"), number(a.share, ".1%"))
             for a in self.layers
         ]
         return ("layer", "sites", "relative L2, estimated", "share"), rows
@@ -166,7 +200,7 @@ def score_text(score: Score) -> str:
     return f"{metric.shown_title} {metric.shown(score.mean):.4g}{worst}"
 
 
-def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
+def _row(site: SiteDamage, metric: Metric) -> tuple[Cell, ...]:
     matmul, seen = site.site.decision.site, site.input
     relative = () if metric is _RELATIVE_L2 else (_score(site.alone[_RELATIVE_L2.name]),)
     inputs = (seen.sqnr_db, seen.amax, seen.outlier_blocks, seen.lost) if seen else (None,) * 4
@@ -177,18 +211,31 @@ def _row(site: SiteDamage, metric: Metric) -> tuple[html.Cell, ...]:
         _score(site.alone[metric.name]),
         *relative,
         _score(site.without[metric.name]),
-        html.number(site.site.sqnr_db, ".1f"),
-        *(html.number(*pair) for pair in zip(inputs, (".1f", ".4g", ".2%", ".2%"), strict=True)),
+        number(site.site.sqnr_db, ".1f"),
+        *(number(*pair) for pair in zip(inputs, (".1f", ".4g", ".2%", ".2%"), strict=True)),
     )
 
 
-def _score(score: Score) -> html.Cell:
-    return html.number(score.metric.shown(score.mean), ".4g")
+def _score(score: Score) -> Cell:
+    return number(score.metric.shown(score.mean), ".4g")
 
 
-def _shown(
-    header: Sequence[str], rows: Sequence[Sequence[html.Cell]], spare: Sequence[str], *, every: bool
-) -> list[RenderableType]:
-    shown = rows if every else rows[:SHOWN]
-    more = len(rows) - len(shown)
-    return [text.Fitted(header, shown, spare), Text(f"... and {more} more; --verbose shows them\n" if more else "")]
+_NUMBERED: Final = (re.compile(r"^(.*?(?:^|[./])\d+)(?=[./])"), re.compile(r"^(.*?\d+)(?=[./])"))
+"""A name up to its first part that is a number; or else that ends in one. Something must follow."""
+
+OTHERS: Final = "(others)"
+"""The layer of sites whose name has no number."""
+
+
+def layer_of(site: MatMulSite) -> str:
+    """Returns the layer that a site's module path, or else its name, puts it in."""
+    found = filter(None, (pattern.match(site.module or site.name) for pattern in _NUMBERED))
+    return next((match[1] for match in found), OTHERS)
+
+
+def by_layer(sites: Sequence[MatMulSite]) -> dict[str, list[int]]:
+    """Returns the indices of the sites in each layer, both in the order of `sites`."""
+    layers: dict[str, list[int]] = {}
+    for index, site in enumerate(sites):
+        layers.setdefault(layer_of(site), []).append(index)
+    return layers

@@ -29,10 +29,8 @@ from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.tools import exclusion
-from mxfp8_graph.tools.analyze.analysis import Analysis
-from mxfp8_graph.tools.analyze.damage import Exclusion, Layer, Scores, SiteDamage
+from mxfp8_graph.tools.analyze.analysis import Analysis, Exclusion, Layer, Scores, SiteDamage, by_layer
 from mxfp8_graph.tools.analyze.input_statistics import InputObserver
-from mxfp8_graph.tools.analyze.layers import by_layer
 from mxfp8_graph.tools.metrics import METRICS, Metric, Outputs, Score, check_measurable, metric_called
 from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_graph.tools.switched import open_switchable

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final
-
-from rich.console import Group, RenderableType
-from rich.text import Text
+from typing import Final
 
 from mxfp8_graph.policy import presets
-from mxfp8_graph.report import html, text
 from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number, said
 from mxfp8_graph.tools.metrics import Metric, Score
 
 _NAN: Final = "NaN or Inf"
@@ -44,6 +42,11 @@ SPARE: Final = ("matmuls", "bytes per weight", "weight SQNR, dB", "worst", "kind
 @dataclass(frozen=True, kw_only=True)
 class Row(Data):
     """One recipe. What is None does not apply, or could not be found for the reason in `problem`."""
+
+    KEYS = (
+        "recipe=name what emulated scores matmuls=sites weight_sqnr_db=weight_sqnr bytes=byte_size bytes_per_weight "
+        "bytes_per_weight_formula=formula? latency_seconds=seconds problem?"
+    )
 
     name: str
     what: str
@@ -83,28 +86,15 @@ class Row(Data):
         error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
         return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        return {
-            "recipe": self.name,
-            "what": self.what,
-            "emulated": self.emulated,
-            "scores": self.scores,
-            "matmuls": self.sites,
-            "weight_sqnr_db": self.weight_sqnr,
-            "bytes": self.byte_size,
-            "bytes_per_weight": self.bytes_per_weight,
-            "bytes_per_weight_formula": self.formula or None,
-            "latency_seconds": self.seconds,
-            "problem": self.problem or None,
-        }
-
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison(Report):
     """All recipes on one model and the same samples."""
 
+    TITLE = "Recipes for {model}"
+    FILES = ("model",)
     FOLDS = False
+    KEYS = "model inputs latency_inputs=timed synthesised samples=sample_names isa notes recipes=rows"
 
     model: str
     inputs: str
@@ -131,59 +121,38 @@ class Comparison(Report):
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
 
-    def table(self) -> html.Columns:
+    def table(self) -> Columns:
         """Returns (header, a row per recipe), without columns that are empty."""
         several = len(self.sample_names) > 1
         scores = [m.shown_title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
-        ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls", "what it is")
-        return html.filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
+        ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls")
+        return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
-    def _cells(self, row: Row, *, several: bool) -> tuple[html.Cell, ...]:
+    def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
         scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
         return (
             row.name,
             row.kind,
             *itertools.chain.from_iterable(scores),
-            html.number(row.weight_sqnr, ".2f"),
-            html.number(row.bytes_per_weight, ".4g"),
-            html.byte_size(row.byte_size),
-            html.number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
-            html.number(row.sites, "d"),
-            row.explained,
+            number(row.weight_sqnr, ".2f"),
+            number(row.bytes_per_weight, ".4g"),
+            byte_size(row.byte_size),
+            number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
+            number(row.sites, "d"),
         )
 
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        return {
-            "model": self.model,
-            "inputs": self.inputs,
-            "latency_inputs": self.timed,
-            "synthesised": self.synthesised,
-            "samples": self.sample_names,
-            "isa": self.isa,
-            "notes": self.notes,
-            "recipes": self.rows,
-        }
+    def lead(self) -> list[str]:
+        """Returns which recipe to take, and notes."""
+        return [*self.advice(), *self.notes]
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns the table, a line per recipe, what each recipe is, and what there is to know about the table."""
-        header, rows = self.table()
-        shown = [row[:-1] for row in rows]  # that is below
-        recipes = [(row.name, row.what) for row in self.rows if row.what]
-        return Group(text.Fitted(header[:-1], shown, SPARE), Text(), text.lines((*self.facts(), *recipes, *LEGEND)))
-
-    def to_html(self) -> str:
-        """Returns everything as a page that fetches nothing."""
-        taken, notes = self.taken(), [f"{row.kind}: {row.explained}" for row in self.rows]
-        table = html.Table("Recipes", *self.table(), marked=taken.name if taken else "", notes=notes)
-        table = table.without("worst", "kind", "weight SQNR, dB", "bytes per weight", "matmuls", "what it is")
-        parts = [self._chart(0, "size, MB"), self._chart(2, "time, ms"), table.html()]
-        if taken:
-            parts.append(html.text(f"The recipe {taken.name}, as a file has it", taken.recipe))
-        parts.append(html.facts(fact for fact in (*self.facts()[1:], *LEGEND[:2]) if fact[0] != "note"))
-        lead = [*self.advice(), *self.notes]
-        return html.page(f"Recipes for {self.model}", parts, lead=lead, files=[self.model])
+    def sections(self) -> Iterator[Section]:
+        """Yields a row per recipe, what each recipe is, and what there is to know about the table."""
+        errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
+        yield Section(title="Recipes", columns=self.table(), spare=SPARE, bar=errors)
+        yield Section(facts=[*self.facts(), *((row.name, row.explained) for row in self.rows if row.what), *LEGEND])
+        if taken := self.taken():
+            yield Section(title=f"The recipe {taken.name}, as a file has it", text=taken.recipe, detail=True)
 
     def taken(self) -> Row | None:
         """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
@@ -234,38 +203,12 @@ class Comparison(Report):
             text.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
         return ", ".join(text)
 
-    def _chart(self, which: int, axis: str) -> str:
-        """Returns the error of each recipe against one of its numbers; the line joins what no real recipe beats."""
-        taken, title, sign = self.taken(), self.metrics[0].shown_title, self._sign
-        colors, points, front = (
-            {5: "emulated", 3: "real", 0: "to take"},
-            list[html.Point](),
-            list[tuple[float, float]](),
-        )
-        for row in self.rows[1:]:
-            x, y = row.numbers[which], row.numbers[1]
-            if math.isfinite(x) and math.isfinite(y):
-                color = 0 if row is taken else 5 if row.emulated else 3
-                text = f"{row.name} ({row.kind}): {title} {y:.4g}, {axis} {x:.4g}"
-                points.append(html.Point(x, y, color, text, row.name))
-        for x, y in sorted((p.x, p.y) for p in points if p.color != 5):
-            front += [(x, y)] if not front or sign * y < sign * front[-1][1] else []
-        own = self.rows[0].numbers[which]
-        return html.Chart(
-            heading=f"Mean {title} at the outputs against {axis}",
-            points=sorted(points, key=lambda point: -point.color),  # what is drawn last is on top
-            axis=axis,
-            legend={color: name for color, name in colors.items() if any(p.color == color for p in points)},
-            front=front,
-            limits=[("x", f"the model as it is: {own:.3g}", own)] if math.isfinite(own) else [],
-        ).html()
 
-
-def _score(score: Score, *, several: bool) -> tuple[html.Cell, ...]:
+def _score(score: Score, *, several: bool) -> tuple[Cell, ...]:
     """Returns the mean over the samples and, of several, the worst one's number and which one that is."""
     numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
-    cells = [_NAN if math.isnan(value) else html.number(value, ".4g") for value in numbers]
+    cells = [_NAN if math.isnan(value) else number(value, ".4g") for value in numbers]
     if several:
-        text, which = html.said(cells[1]), f" ({score.worst_sample + 1})"
+        text, which = said(cells[1]), f" ({score.worst_sample + 1})"
         cells[1] = (text + which, numbers[1]) if math.isfinite(numbers[1]) else text + which
     return tuple(cells)

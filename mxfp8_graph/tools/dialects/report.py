@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rich.console import RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.report import html, text
 from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.section import Section
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +23,9 @@ class Counts(Data):
 @dataclass(frozen=True, kw_only=True)
 class Conversion(Report):
     """The report of one conversion."""
+
+    TITLE = "Conversion of {source} to {to}"
+    FILES = ("source", "output")
 
     source: str
     """The path, or "model"."""
@@ -42,12 +44,12 @@ class Conversion(Report):
     """To mxfp8: gemms in the result."""
     bytes_before: int = 0
     bytes_after: int = 0
-    fusions: int = field(default=0)
+    fusions: int = 0
     """To mxfp8: nodes that were fused with their neighbours."""
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns `facts`, a line each."""
-        return text.lines(self.facts())
+    def sections(self) -> list[Section]:
+        """Returns `facts`."""
+        return [Section(facts=self.facts())]
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) lines for a terminal."""
@@ -63,11 +65,6 @@ class Conversion(Report):
         rows += [("note", note) for note in self.notes]
         rows.append(("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}"))
         return [*rows, ("result", self.output or "in memory")]
-
-    def to_html(self) -> str:
-        """Returns one self-contained page."""
-        files = filter(None, (self.source, self.output))
-        return html.page(f"Conversion of {self.source} to {self.to}", [html.facts(self.facts())], files=files)
 
 
 def _count(number: int, name: str) -> str:

@@ -1,19 +1,16 @@
-"""What a search found, as data, as JSON and as a page."""
+"""The result of a search."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rich.console import Group, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
-from rich.text import Text
 
-from mxfp8_graph.naming import printable
-from mxfp8_graph.report import html, text
 from mxfp8_graph.report.base import Report
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
 from mxfp8_graph.tools.tune.budget import Budget
 from mxfp8_graph.tools.tune.plans import Unit, Way
 from mxfp8_graph.tools.tune.search import Step
@@ -33,6 +30,8 @@ SPARE: Final = ("relative L2, estimated", "step")
 class Tuning(Report):
     """What `tune` found."""
 
+    TITLE = "Plan for {source}"
+    FILES = ("source",)
     FOLDS = False
 
     source: str
@@ -107,39 +106,39 @@ class Tuning(Report):
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
-    def step_table(self) -> html.Columns:
+    def step_table(self) -> Columns:
         """Returns (header, a row per step)."""
         names = [budget.metric.name for budget in self.budgets]
         others = [name for name in self.chosen.trial.scores if name not in names]
         titles = [f"{'worst' if budget.of_worst else 'mean'} {budget.metric.title}" for budget in self.budgets]
         titles += [f"mean {self.chosen.trial.scores[name].metric.title}" for name in others]
         header = ("", "budget", *titles, "relative L2, estimated", "tensors", "weights", "step")
-        return html.filled(header, [self._row(step, others) for step in self.steps])
+        return filled(header, [self._row(step, others) for step in self.steps])
 
-    def _row(self, step: Step, others: Sequence[str]) -> tuple[html.Cell, ...]:
+    def _row(self, step: Step, others: Sequence[str]) -> tuple[Cell, ...]:
         scores = step.trial.scores
         values = [budget.value(scores[budget.metric.name]) for budget in self.budgets]
         values += [scores[name].mean for name in others]
         return (
             "chosen" if step is self.chosen else "",
             "kept" if step.met else "not kept",
-            *(html.number(value, ".6g") for value in values),
-            html.number(step.estimate),
-            html.byte_size(step.trial.byte_size),
+            *(number(value, ".6g") for value in values),
+            number(step.estimate),
+            byte_size(step.trial.byte_size),
             step.counts,
             step.what,
         )
 
-    def unit_table(self) -> html.Columns:
+    def unit_table(self) -> Columns:
         """Returns (header, a row per weight): its treatment, and the error that it alone does in each way."""
         ways = list(dict.fromkeys(way for unit in self.units for way in unit.damages))
         header = ("weight", "chosen", "bytes", *(f"alone, {way}: relative L2" for way in ways))
         rows = [self._unit_row(*pair, ways) for pair in zip(self.units, self.chosen.plan, strict=True)]
-        return html.filled(header, rows)
+        return filled(header, rows)
 
-    def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[html.Cell, ...]:
-        errors = (html.number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
-        return (unit.label, str(way), html.byte_size(unit.bytes_before), *errors)
+    def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[Cell, ...]:
+        errors = (number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
+        return (unit.label, str(way), byte_size(unit.bytes_before), *errors)
 
     def content(self) -> dict[str, Any]:
         """Returns what the JSON has."""
@@ -181,56 +180,14 @@ class Tuning(Report):
             "scores": step.trial.scores,
         }
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns the steps, with `every` also the weights, and what there is to know beside them."""
-        header, rows = self.step_table()
-        shown = rows if every else rows[-SHOWN:]
-        more = f"{len(rows) - len(shown)} steps before; --verbose shows them" if len(rows) > len(shown) else ""
-        parts: list[RenderableType] = [Text(printable(self.headline())), Text(more), text.Fitted(header, shown, SPARE)]
-        if every:
-            parts += [Text(), text.Fitted(*self.unit_table())]
-        facts = self.facts()
-        if self.resumed:  # the result is the same: only here is it said
-            facts.append(("resumed", f"{self.resumed} measurements are of a search that did not finish"))
-        return Group(*parts, Text(), text.lines(facts))
-
-    def to_html(self) -> str:
-        """Returns one self-contained page: the path of the search, error against size, and what was chosen."""
-        notes = [f"{step.what}: {step.counts}" for step in self.steps]
-        steps = html.Table("Steps", *self.step_table(), paler="not kept", marked="chosen", notes=notes)
-        weights = html.Table("Weights", *self.unit_table(), paler="kept")
-        other_scales = [name for name in weights.header if "scales" in name]  # JSON has them
-        tables = [steps.without("weights", "step").html(), weights.without(*other_scales).html()]
-        first = {"size", "chosen", "search"}
-        lead = [f"{key.capitalize()}: {text}." for key, text in self.facts() if key in first]
-        parts = [html.facts(fact for fact in self.facts() if fact[0] not in first), self._chart()]
-        parts += [html.text("The recipe", self.recipe.to_yaml()), *tables]
-        lead = [f"The {self.headline()}.", *lead]
-        return html.page(f"Plan for {self.source}", parts, lead=lead, files=[self.source])
-
-    def _chart(self) -> str:
-        """Returns the error of each plan against its size; where all have one size, along the search."""
-        budget, sizes = self.budgets[0], [step.trial.byte_size for step in self.steps]
-        one_size = max(sizes) <= 1.001 * min(sizes)
-        points = []
-        for number, step in enumerate(self.steps, 1):
-            value = budget.value(step.trial.scores[budget.metric.name])
-            if math.isfinite(value):
-                color = 0 if step is self.chosen else 3 if step.met else 2
-                text = f"{number}. {step.what}: {budget.score_text(step.trial.scores[budget.metric.name])}"
-                x = number if one_size else step.trial.byte_size / 1e6
-                label = "chosen" if step is self.chosen else ""
-                points.append(html.Point(x, value, color, f"{text}, {size(step.trial.byte_size)}", label))
-        if not points:
-            return ""
-        against = "in the order of the search" if one_size else "against the size of the tensors"
-        return html.Chart(
-            heading=f"Each plan: {budget.metric.title} {against}",
-            points=sorted(points, key=lambda point: not point.color),  # the chosen one on top
-            axis=f"step; all plans take {size(self.chosen.trial.byte_size)}" if one_size else "MB",
-            legend={0: "chosen", 3: "keeps the budget", 2: "does not"},
-            limits=[("y", str(budget), budget.bound)],
-        ).html()
+    def sections(self) -> Iterator[Section]:
+        """Yields the steps, the weights, what there is to know beside them, and the recipe."""
+        yield Section(title="Steps", columns=self.step_table(), bar="tensors", spare=SPARE, most=-SHOWN)
+        yield Section(title="Weights", columns=self.unit_table(), spare=(), detail=True)
+        # The result is the same, so the JSON has nothing of it.
+        more = f"{self.resumed} measurements are of a search that did not finish"
+        yield Section(facts=[*self.facts(), *([("resumed", more)] if self.resumed else [])])
+        yield Section(title="The recipe", text=self.recipe.to_yaml(), detail=True)
 
 
 class BudgetNotMetError(Mxfp8Error):
