@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,18 @@ from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import check_factor, check_norm, check_value_dtype
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.numerics import Array, Codes
+from mxfp8_ops.options import (
+    epilogue_options,
+    gemm_options,
+    gemm_quantize_options,
+    norm_quantize_options,
+    weight_gemm_options,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.options import FusedGemmOptions, FusedWeightGemmOptions, GemmQuantizeOptions, NormQuantizeOptions
 
 Float64s = npt.NDArray[np.float64]
 
@@ -31,12 +43,7 @@ def gemm(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    factor: Array | None = None,
-    epilogue: str = "none",
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    **options: Unpack[FusedGemmOptions],
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor, as `numerics.gemm` multiplies.
 
@@ -46,16 +53,14 @@ def gemm(
         b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
-        factor: the shape of the result, float32, float16 or bfloat16; None is ones.
-        epilogue: one of `contract.EPILOGUES`.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+        **options: see `options.FusedGemmOptions`.
 
     Raises:
         ShapeError: shapes do not fit.
         ContractError: unknown format or epilogue.
     """
+    epilogue, factor, rest = epilogue_options(**options)
+    a_format, b_format, dtype = gemm_options(**rest)
     values = numerics.dequantize(a, a_scales, element_format=a_format)
     return weight_gemm(values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype)
 
@@ -66,22 +71,18 @@ def gemm_quantize(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    epilogue: str = "none",
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
+    **options: Unpack[GemmQuantizeOptions],
 ) -> tuple[Codes, Codes, Array]:
     """Returns (elements, scales, y): y = epilogue(A @ B.T + bias) in float32, and its rows quantized.
 
-    All as in `gemm` and, for `element_format` and `scale_rounding`, in `numerics.quantize`.
+    All as in `gemm`; see `options.GemmQuantizeOptions`.
 
     Returns:
         elements: uint8, the shape of `y`.
         scales: uint8 [..., ceil(N / 32)].
         y: float32 [..., M, N] (or [..., N]), the values that were quantized.
     """
+    a_format, b_format, epilogue, element_format, scale_rounding = gemm_quantize_options(**options)
     y = gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
     return *numerics.quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
 
@@ -91,17 +92,14 @@ def weight_gemm(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    factor: Array | None = None,
-    epilogue: str = "none",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
+    **options: Unpack[FusedWeightGemmOptions],
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor, as `numerics.weight_gemm` multiplies.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16, and `activation_dtype` as there.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `options.FusedWeightGemmOptions`.
     """
+    epilogue, factor, rest = epilogue_options(**options)
+    b_format, dtype, activation_dtype = weight_gemm_options(**rest)
     row = _epilogue(epilogue)
     sums = numerics.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
     if factor is not None:
@@ -120,10 +118,7 @@ def norm_quantize(
     bias: Array | None = None,
     *,
     residual: Array | None = None,
-    norm: str = "layer",
-    epsilon: float = 1e-5,
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
+    **options: Unpack[NormQuantizeOptions],
 ) -> tuple[Codes, Codes, Array, Array]:
     """Returns (elements, scales, normalized, sum): rows of x + residual, normalized, and quantized along the last axis.
 
@@ -132,10 +127,7 @@ def norm_quantize(
         scale: float32 [K].
         bias: float32 [K], or None.
         residual: dtype and shape of `x`; None adds nothing.
-        norm: one of `contract.NORMS`: "layer" subtracts the mean of a row, "rms" does not.
-        epsilon: a number that is added to the mean of the squares.
-        element_format: "e4m3" or "e5m2".
-        scale_rounding: as in `numerics.quantize`.
+        **options: see `options.NormQuantizeOptions`.
 
     Returns:
         elements: uint8, the shape of `x`.
@@ -147,6 +139,7 @@ def norm_quantize(
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown norm, format or rounding.
     """
+    norm, epsilon, element_format, scale_rounding = norm_quantize_options(**options)
     check_value_dtype("norm_quantize", x.dtype)
     check_norm("norm_quantize", x, scale, bias, residual)
     total = x

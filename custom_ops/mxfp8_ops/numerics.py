@@ -8,7 +8,7 @@ Elements and scales are `uint8` arrays that hold the codes; see `formats.py` for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes  # noqa: F401 - gives NumPy bfloat16 and float8
 import numpy as np
@@ -30,6 +30,12 @@ from mxfp8_ops.checks import (
 )
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
+from mxfp8_ops.options import gemm_options, weight_gemm_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.options import GemmOptions, WeightGemmOptions
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
@@ -141,10 +147,7 @@ def gemm(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    **options: Unpack[GemmOptions],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias, with the sums in float64.
 
@@ -157,9 +160,7 @@ def gemm(
         b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+        **options: see `options.GemmOptions`.
 
     Returns:
         [..., M, N].
@@ -168,6 +169,7 @@ def gemm(
         ShapeError: shapes do not fit.
         ContractError: unknown format.
     """
+    a_format, b_format, dtype = gemm_options(**options)
     return weight_gemm(
         dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype
     )
@@ -178,17 +180,13 @@ def weight_gemm(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
+    **options: Unpack[WeightGemmOptions],
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16. With `activation_dtype` "bfloat16" its
-    values are rounded to that first: to nearest even, beyond the greatest number to infinity, subnormals kept; with
-    None they are multiplied as they are.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `options.WeightGemmOptions`.
     """
+    b_format, dtype, activation_dtype = weight_gemm_options(**options)
     check_value_dtype("gemm", x.dtype)
     gemm_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)
     if formats.activation_dtype(activation_dtype) is formats.BFLOAT16:
@@ -234,10 +232,7 @@ def grouped_gemm(
     b: Codes,
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
-    *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    **options: Unpack[GemmOptions],
 ) -> Array:
     """Returns a times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
@@ -250,9 +245,7 @@ def grouped_gemm(
         b_scales: uint8 [E, N, ceil(K / 32)].
         experts: int64 [...], which broadcasts with the leading dimensions of `a`; -1 is the last expert, and E is none:
             the result is 0 there, whatever `a` holds.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+        **options: see `options.GemmOptions`.
 
     Returns:
         [..., M, N].
@@ -261,6 +254,7 @@ def grouped_gemm(
         ShapeError: shapes do not fit, or an index is beyond -E..E.
         ContractError: unknown format.
     """
+    a_format, b_format, dtype = gemm_options(**options)
     values = dequantize(a, a_scales, element_format=a_format)
     return grouped_weight_gemm(values, b, b_scales, experts, b_format=b_format, dtype=dtype)
 
@@ -270,14 +264,11 @@ def grouped_weight_gemm(
     b: Codes,
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
-    *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
+    **options: Unpack[WeightGemmOptions],
 ) -> Array:
     """Returns x times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
-    All as in `grouped_gemm`, but with x [..., M, K] and `activation_dtype` as in `weight_gemm`.
+    All as in `grouped_gemm`, but with x [..., M, K] and the options of `weight_gemm`.
     """
     check_value_dtype("grouped_gemm", x.dtype)
     grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
@@ -286,7 +277,7 @@ def grouped_weight_gemm(
     no_expert = picked == b.shape[0]
     # One matrix more, of zeros: NumPy needs some matrix at the index E, which stands for no expert.
     b, b_scales = (np.concatenate([t, np.zeros((1, *t.shape[1:]), np.uint8)])[picked] for t in (b, b_scales))
-    y = weight_gemm(x, b, b_scales, b_format=b_format, dtype=dtype, activation_dtype=activation_dtype)
+    y = weight_gemm(x, b, b_scales, **options)
     y[np.broadcast_to(no_expert, y.shape[:-2])] = 0  # a NaN in x times the zeros would give NaN
     return y
 

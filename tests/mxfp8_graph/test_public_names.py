@@ -39,7 +39,7 @@ def test_the_version_is_that_of_the_distribution() -> None:
 
 
 @pytest.mark.parametrize(
-    "name, arguments",
+    ("name", "arguments"),
     [
         ("rewrite", ()),
         ("to_onnx", ("y.onnx",)),

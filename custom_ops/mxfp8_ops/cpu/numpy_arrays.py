@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from ctypes import byref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,12 @@ from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes
+from mxfp8_ops.options import gemm_options, weight_gemm_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.options import GemmOptions, WeightGemmOptions
 
 
 @dataclass(frozen=True)
@@ -99,12 +106,11 @@ def gemm(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
     threads: int = 0,
+    **options: Unpack[GemmOptions],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`."""
+    a_format, b_format, dtype = gemm_options(**options)
     y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
@@ -123,12 +129,11 @@ def weight_gemm(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
     threads: int = 0,
+    **options: Unpack[WeightGemmOptions],
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
+    b_format, dtype, activation_dtype = weight_gemm_options(**options)
     checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
     y, bias = result((x,), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
@@ -181,12 +186,11 @@ def grouped_gemm(
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
     *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
     threads: int = 0,
+    **options: Unpack[GemmOptions],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K], as in `numerics.grouped_gemm`."""
+    a_format, b_format, dtype = gemm_options(**options)
     rows = _Rows((a, a_scales), (b, b_scales), experts, dtype)
     codes = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
     (a, a_scales), (b, b_scales) = rows.a, rows.b
@@ -205,12 +209,11 @@ def grouped_weight_gemm(
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
     *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
     threads: int = 0,
+    **options: Unpack[WeightGemmOptions],
 ) -> Array:
     """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numerics.grouped_weight_gemm`."""
+    b_format, dtype, activation_dtype = weight_gemm_options(**options)
     checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
     rows = _Rows((x,), (b, b_scales), experts, dtype)
