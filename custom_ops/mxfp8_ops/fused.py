@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, numerics, op_options
 from mxfp8_ops.checks import check_factor, check_norm, check_value_dtype
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.numerics import Array, Codes
-from mxfp8_ops.options import (
-    epilogue_options,
-    gemm_options,
-    gemm_quantize_options,
-    norm_quantize_options,
-    weight_gemm_options,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from mxfp8_ops.options import FusedGemmOptions, FusedWeightGemmOptions, GemmQuantizeOptions, NormQuantizeOptions
 
 Float64s = npt.NDArray[np.float64]
 
@@ -43,7 +34,7 @@ def gemm(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    **options: Unpack[FusedGemmOptions],
+    **options: Unpack[op_options.FusedGemm],
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor, as `numerics.gemm` multiplies.
 
@@ -53,14 +44,14 @@ def gemm(
         b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
-        **options: see `options.FusedGemmOptions`.
+        **options: see `op_options.FusedGemm`.
 
     Raises:
         ShapeError: shapes do not fit.
         ContractError: unknown format or epilogue.
     """
-    epilogue, factor, rest = epilogue_options(**options)
-    a_format, b_format, dtype = gemm_options(**rest)
+    epilogue, factor, rest = op_options.epilogue(**options)
+    a_format, b_format, dtype = op_options.gemm(**rest)
     values = numerics.dequantize(a, a_scales, element_format=a_format)
     return weight_gemm(values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype)
 
@@ -71,35 +62,31 @@ def gemm_quantize(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    **options: Unpack[GemmQuantizeOptions],
+    **options: Unpack[op_options.GemmQuantize],
 ) -> tuple[Codes, Codes, Array]:
     """Returns (elements, scales, y): y = epilogue(A @ B.T + bias) in float32, and its rows quantized.
 
-    All as in `gemm`; see `options.GemmQuantizeOptions`.
+    All as in `gemm`; see `op_options.GemmQuantize`.
 
     Returns:
         elements: uint8, the shape of `y`.
         scales: uint8 [..., ceil(N / 32)].
         y: float32 [..., M, N] (or [..., N]), the values that were quantized.
     """
-    a_format, b_format, epilogue, element_format, scale_rounding = gemm_quantize_options(**options)
+    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
     y = gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
     return *numerics.quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
 
 
 def weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    **options: Unpack[FusedWeightGemmOptions],
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.FusedWeightGemm]
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor, as `numerics.weight_gemm` multiplies.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `options.FusedWeightGemmOptions`.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.FusedWeightGemm`.
     """
-    epilogue, factor, rest = epilogue_options(**options)
-    b_format, dtype, activation_dtype = weight_gemm_options(**rest)
+    epilogue, factor, rest = op_options.epilogue(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
     row = _epilogue(epilogue)
     sums = numerics.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
     if factor is not None:
@@ -118,7 +105,7 @@ def norm_quantize(
     bias: Array | None = None,
     *,
     residual: Array | None = None,
-    **options: Unpack[NormQuantizeOptions],
+    **options: Unpack[op_options.NormQuantize],
 ) -> tuple[Codes, Codes, Array, Array]:
     """Returns (elements, scales, normalized, sum): rows of x + residual, normalized, and quantized along the last axis.
 
@@ -127,7 +114,7 @@ def norm_quantize(
         scale: float32 [K].
         bias: float32 [K], or None.
         residual: dtype and shape of `x`; None adds nothing.
-        **options: see `options.NormQuantizeOptions`.
+        **options: see `op_options.NormQuantize`.
 
     Returns:
         elements: uint8, the shape of `x`.
@@ -139,7 +126,7 @@ def norm_quantize(
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown norm, format or rounding.
     """
-    norm, epsilon, element_format, scale_rounding = norm_quantize_options(**options)
+    norm, epsilon, element_format, scale_rounding = op_options.norm_quantize(**options)
     check_value_dtype("norm_quantize", x.dtype)
     check_norm("norm_quantize", x, scale, bias, residual)
     total = x

@@ -14,7 +14,7 @@ import ml_dtypes  # noqa: F401 - gives NumPy bfloat16 and float8
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import formats
+from mxfp8_ops import formats, op_options
 from mxfp8_ops.checks import (
     check_experts,
     check_indices,
@@ -30,12 +30,9 @@ from mxfp8_ops.checks import (
 )
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
-from mxfp8_ops.options import gemm_options, weight_gemm_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from mxfp8_ops.options import GemmOptions, WeightGemmOptions
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
@@ -142,12 +139,7 @@ def dequantize(
 
 
 def gemm(
-    a: Codes,
-    a_scales: Codes,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    **options: Unpack[GemmOptions],
+    a: Codes, a_scales: Codes, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.Gemm]
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias, with the sums in float64.
 
@@ -160,7 +152,7 @@ def gemm(
         b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
-        **options: see `options.GemmOptions`.
+        **options: see `op_options.Gemm`.
 
     Returns:
         [..., M, N].
@@ -169,24 +161,20 @@ def gemm(
         ShapeError: shapes do not fit.
         ContractError: unknown format.
     """
-    a_format, b_format, dtype = gemm_options(**options)
+    a_format, b_format, dtype = op_options.gemm(**options)
     return weight_gemm(
         dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype
     )
 
 
 def weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    **options: Unpack[WeightGemmOptions],
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.WeightGemm]
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `options.WeightGemmOptions`.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
     """
-    b_format, dtype, activation_dtype = weight_gemm_options(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     check_value_dtype("gemm", x.dtype)
     gemm_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)
     if formats.activation_dtype(activation_dtype) is formats.BFLOAT16:
@@ -232,7 +220,7 @@ def grouped_gemm(
     b: Codes,
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
-    **options: Unpack[GemmOptions],
+    **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns a times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
@@ -245,7 +233,7 @@ def grouped_gemm(
         b_scales: uint8 [E, N, ceil(K / 32)].
         experts: int64 [...], which broadcasts with the leading dimensions of `a`; -1 is the last expert, and E is none:
             the result is 0 there, whatever `a` holds.
-        **options: see `options.GemmOptions`.
+        **options: see `op_options.Gemm`.
 
     Returns:
         [..., M, N].
@@ -254,17 +242,13 @@ def grouped_gemm(
         ShapeError: shapes do not fit, or an index is beyond -E..E.
         ContractError: unknown format.
     """
-    a_format, b_format, dtype = gemm_options(**options)
+    a_format, b_format, dtype = op_options.gemm(**options)
     values = dequantize(a, a_scales, element_format=a_format)
     return grouped_weight_gemm(values, b, b_scales, experts, b_format=b_format, dtype=dtype)
 
 
 def grouped_weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    experts: npt.NDArray[np.int64],
-    **options: Unpack[WeightGemmOptions],
+    x: Array, b: Codes, b_scales: Codes, experts: npt.NDArray[np.int64], **options: Unpack[op_options.WeightGemm]
 ) -> Array:
     """Returns x times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 

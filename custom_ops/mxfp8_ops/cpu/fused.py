@@ -10,24 +10,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mxfp8_ops import checks, contract, formats, native
+from mxfp8_ops import checks, contract, formats, native, op_options
 from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes
-from mxfp8_ops.options import (
-    epilogue_options,
-    gemm_options,
-    gemm_quantize_options,
-    norm_quantize_options,
-    weight_gemm_options,
-)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-    from mxfp8_ops.options import FusedGemmOptions, FusedWeightGemmOptions, GemmQuantizeOptions, NormQuantizeOptions
 
 
 def gemm(
@@ -38,11 +29,11 @@ def gemm(
     bias: Array | None = None,
     *,
     threads: int = 0,
-    **options: Unpack[FusedGemmOptions],
+    **options: Unpack[op_options.FusedGemm],
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `fused.gemm`."""
-    epilogue, factor, rest = epilogue_options(**options)
-    a_format, b_format, dtype = gemm_options(**rest)
+    epilogue, factor, rest = op_options.epilogue(**options)
+    a_format, b_format, dtype = op_options.gemm(**rest)
     codes = _codes(epilogue, factor)
     y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
@@ -65,11 +56,11 @@ def weight_gemm(
     bias: Array | None = None,
     *,
     threads: int = 0,
-    **options: Unpack[FusedWeightGemmOptions],
+    **options: Unpack[op_options.FusedWeightGemm],
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `fused.weight_gemm`."""
-    epilogue, factor, rest = epilogue_options(**options)
-    b_format, dtype, activation_dtype = weight_gemm_options(**rest)
+    epilogue, factor, rest = op_options.epilogue(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
     codes = _codes(epilogue, factor)
     checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
     y, bias = result((x,), (b, b_scales), bias, dtype)
@@ -95,10 +86,10 @@ def gemm_quantize(
     bias: Array | None = None,
     *,
     threads: int = 0,
-    **options: Unpack[GemmQuantizeOptions],
+    **options: Unpack[op_options.GemmQuantize],
 ) -> tuple[Codes, Codes, Array]:
     """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in `fused.gemm_quantize`."""
-    a_format, b_format, epilogue, element_format, scale_rounding = gemm_quantize_options(**options)
+    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
     # The values are an output too, so their dtype is always float32: the codes are made of them, not of rounded ones.
     (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
@@ -128,10 +119,10 @@ def norm_quantize(
     *,
     residual: Array | None = None,
     threads: int = 0,
-    **options: Unpack[NormQuantizeOptions],
+    **options: Unpack[op_options.NormQuantize],
 ) -> tuple[Codes, Codes, Array, Array]:
     """Returns (elements, scales, normalized, sum), as `fused.norm_quantize` does."""
-    norm, epsilon, element_format, scale_rounding = norm_quantize_options(**options)
+    norm, epsilon, element_format, scale_rounding = op_options.norm_quantize(**options)
     where, fmt = "norm_quantize", formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
     if norm not in contract.NORMS:

@@ -16,20 +16,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics
+from mxfp8_ops import checks, formats, numerics, op_options
 from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
-from mxfp8_ops.options import GemmOptions, gemm_options, weight_gemm_options
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from mxfp8_ops.options import WeightGemmOptions
 
-
-class CudaGemmOptions(GemmOptions, total=False):
+class CudaGemmOptions(op_options.Gemm, total=False):
     """The options of `gemm` here."""
 
     fast_accumulate: bool
@@ -132,13 +129,13 @@ def gemm(
         b_scales: its scales.
         bias: float32 [N], or None.
         kept: the weight as `wide_weight` or `folded_weight` keeps it, for the rows that can use it.
-        **options: see `CudaGemmOptions` and `options.GemmOptions`.
+        **options: see `CudaGemmOptions` and `op_options.Gemm`.
 
     Raises:
         BackendError: also for fast_accumulate without nvmath-python.
     """
     fast_accumulate, rest = _fast_accumulate(**options)
-    kinds = gemm_options(**rest)
+    kinds = op_options.gemm(**rest)
     formats.element_format(kinds[0])
     if not fast_accumulate:
         return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
@@ -161,13 +158,13 @@ def weight_gemm(
     bias: Any | None = None,
     *,
     kept: WideWeight | None = None,
-    **options: Unpack[WeightGemmOptions],
+    **options: Unpack[op_options.WeightGemm],
 ) -> Any:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`.
 
     `kept` is the weight as `wide_weight` keeps it, for the row `large`.
     """
-    b_format, dtype, activation_dtype = weight_gemm_options(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("gemm", x.dtype)
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
     return _gemm((x,), (b, b_scales), bias, (x.dtype.name, b_format, dtype), kept, rounding)
