@@ -1,11 +1,11 @@
-"""The options of a rewrite besides the recipe, the same for every front end."""
+"""The options of the functions that write models, each documented at its field here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.files import data_path_of
@@ -17,6 +17,46 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
+
+
+class WriteOptions(TypedDict, total=False):
+    """The options of every function that writes a model."""
+
+    external_data: Literal["auto", "always", "never"]
+    """Whether tensors go to OUTPUT.data: "always", "never", or "auto" (the default: as the source has them, and near
+    protobuf's 2 GB)."""
+    overwrite: bool
+    """Whether an existing output may be replaced. The input never is."""
+
+
+class ExportOptions(WriteOptions, total=False):
+    """The options of a function that reads a model, perhaps a .pt2 file, and writes one."""
+
+    trust_pickle: bool
+    """Let a .pt2 file run code that it brings; see `mxfp8_graph.load`."""
+
+
+class PackOptions(WriteOptions, total=False):
+    """The options of a function that packs weights."""
+
+    allow_nonfinite: bool
+    """Take weights that hold NaN or Inf (their blocks become NaN) instead of refusing them."""
+    progress: Progress | None
+    """Called after each weight."""
+
+
+class RewriteOptions(ExportOptions, PackOptions, total=False):
+    """The options of `rewrite` for any model."""
+
+    dry_run: bool
+    """Plan and report, check that the output could be written, write nothing; the first result is then None."""
+
+
+def check_options(function: str, options: Mapping[str, Any], known: type) -> None:
+    """Raises Python's TypeError for an option that `known`, a TypedDict, does not have."""
+    # The call would fail without this too, but in an inner function, and perhaps after minutes.
+    for name in options.keys() - known.__annotations__.keys():
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 class StoredWeight(Protocol):
@@ -72,7 +112,7 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of `mxfp8_graph.rewrite`, where each one is explained."""
+    """`RewriteOptions` with their defaults, and what `rewrite` makes of its other arguments."""
 
     name: str
     """Name of the model in messages and in the report: its path, "model" or "program"."""

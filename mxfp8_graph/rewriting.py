@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from mxfp8_graph.file_reading import Pins, is_any_of
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.options import CheckpointWeights, Options, Progress
+from mxfp8_graph.options import CheckpointWeights, Options, RewriteOptions, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError, Option
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def rewrite(
@@ -21,15 +24,10 @@ def rewrite(
     recipe: str | Path | Recipe = presets.DEFAULT,
     *,
     output: str | Path | None = None,
-    external_data: Literal["auto", "always", "never"] = "auto",
-    overwrite: bool = False,
-    dry_run: bool = False,
-    allow_nonfinite: bool = False,
     training: bool = False,
-    trust_pickle: bool = False,
     weights: str | Path | None = None,
     weight_names: str | Path | Mapping[str, str] | None = None,
-    progress: Progress | None = None,
+    **options: Unpack[RewriteOptions],
 ) -> tuple[Any, RewriteReport]:
     """Returns (the rewritten model, a report of every decision).
 
@@ -38,15 +36,9 @@ def rewrite(
             `torch.export.ExportedProgram`. It is not modified.
         recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), a .yaml or .toml file, or a `Recipe`.
         output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
-        external_data: whether tensors go to OUTPUT.data: "always", "never", or "auto" (as the source has them, and
-            near protobuf's 2 GB).
-        overwrite: whether an existing output may be replaced. The input never is.
-        dry_run: plan and report, check that the output could be written, write nothing; the first result is then None.
-        allow_nonfinite: pack weights that hold NaN or Inf (their blocks become NaN) instead of refusing them.
         training: keep the weights as parameters and train them in MXFP8; exported programs only. Of a packed program:
             let gradients pass through the packed weights, which stay as they are, and train everything else. Rewrite
             the trained program again, without it, to pack the weights, or to have the packed program back.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
         weights: an MXFP8 checkpoint (.safetensors, .safetensors.index.json or a folder, see `import_safetensors`) of
             the same model. Its weights take the place of the model's, byte for byte, matched by name: the weight's,
             else its module's, all of them perhaps with one prefix more or less. They are [N, K], as linear layers
@@ -54,7 +46,7 @@ def rewrite(
             recipe excludes, and whatever the checkpoint has in high precision, stays as the model has it.
         weight_names: what the checkpoint calls weights, by the name of the weight, node or module in the model, where
             names do not tell: a mapping, or a JSON file of one.
-        progress: called after each weight.
+        **options: see `mxfp8_graph.options.RewriteOptions`.
 
     Returns:
         For a path, the path written; otherwise the same kind of model as `model`. A model that the same recipe has
@@ -69,6 +61,7 @@ def rewrite(
         RecipeError: the recipe is malformed, does not fit the model, or is not the one that rewrote it before.
         NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
     """
+    check_options("rewrite", options, RewriteOptions)
     chosen = load_recipe(recipe)
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
@@ -94,32 +87,27 @@ def rewrite(
         model = Path(model)
         name = str(model)
         output = output or model.parent / f"{model.stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
-    options = Options(
+    whole = Options(
         name=name,
         output=Path(output) if output else None,
         copy_to=copy_to,
-        external_data=external_data,
-        overwrite=overwrite,
-        dry_run=dry_run,
-        allow_nonfinite=allow_nonfinite,
         training=training,
-        trust_pickle=trust_pickle,
         weights=_load_weights(weights, weight_names),
-        progress=progress,
+        **options,
     )
-    if options.weights is not None and options.output is not None:
-        options.weights.keep(options.output)
+    if whole.weights is not None and whole.output is not None:
+        whole.weights.keep(whole.output)
     if kind.is_program:
         # Imported on use, so that a rewrite of an ONNX model does not load torch, and the reverse.
         from mxfp8_graph.torch_pass import rewrite_torch
 
-        return rewrite_torch(model, chosen, options)
+        return rewrite_torch(model, chosen, whole)
     from mxfp8_graph.onnx_model import graphsurgeon
     from mxfp8_graph.onnx_pass import rewrite_onnx
 
     if kind is not Kind.GRAPHSURGEON:
-        return rewrite_onnx(model, chosen, options)
-    rewritten, report = rewrite_onnx(graphsurgeon.to_proto(model), chosen, options)
+        return rewrite_onnx(model, chosen, whole)
+    rewritten, report = rewrite_onnx(graphsurgeon.to_proto(model), chosen, whole)
     if rewritten is None or isinstance(rewritten, Path):
         return rewritten, report
     return model if report.already_rewritten else graphsurgeon.to_graph(rewritten), report

@@ -82,6 +82,8 @@ class Rows:
     """A stack of matrices [..., R, C] that can be read row by row."""
 
     shape: tuple[int, ...]
+    name: str = "weight"
+    """Name in errors."""
     read: Callable[[tuple[int, ...], int, int], Array] | None = None
     """(which matrix, first row, last row + 1) -> those rows; valid until the next call. None where only sizes are
     wanted."""
@@ -108,7 +110,6 @@ def pack(
     factor: float = 1.0,
     element_format: str = "e4m3",
     scale_rounding: str = "ceil",
-    name: str = "weight",
     allow_nonfinite: bool = False,
 ) -> Packed:
     """Returns `factor` times a weight, quantized along K and laid out with K last.
@@ -120,7 +121,6 @@ def pack(
         factor: multiplied in float32 before rounding.
         element_format: "e4m3" or "e5m2".
         scale_rounding: "ceil", "floor" or "even".
-        name: what to call the weight in errors.
         allow_nonfinite: whether to pack a NaN or Inf (its block becomes NaN) instead of refusing it.
 
     Raises:
@@ -149,7 +149,7 @@ def pack(
                 allow = Option("allow_nonfinite", True)
                 what = f"{matrix[row, column]} at index {rows.index((*at, start + row, column))}"
                 advice = ("repair the checkpoint, or pass ", allow, " to let its block become NaN")
-                raise NonFiniteError(f"weight {name!r}", what, expected="finite values", advice=advice)
+                raise NonFiniteError(f"weight {rows.name!r}", what, expected="finite values", advice=advice)
             if transposed:
                 blocks = slice(start // BLOCK_SIZE, scale_count(stop))
                 elements[at][:, start:stop], scales[at][:, blocks] = part.elements, part.scales

@@ -5,7 +5,7 @@ Beside `numerics.py`, and like it written to be read: every score is in memory a
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,9 @@ from mxfp8_ops import formats, numerics
 from mxfp8_ops.checks import AttentionSizes, attention_sizes, check_value_dtype
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.numerics import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Floats = npt.NDArray[np.float64]
 Past = tuple[Array, Array]
@@ -35,19 +38,50 @@ _EXP_UNITS: Final = 8
 """Roundoffs that an exponential may be off by, beside those of its argument."""
 
 
+class _Heads(TypedDict):
+    q_num_heads: int
+    """Hq."""
+    kv_num_heads: int
+    """Hkv, of which Hq is a multiple."""
+
+
+class AttentionOptions(_Heads, total=False):
+    """The options of `attention` in every backend."""
+
+    is_causal: bool
+    """Row i sees key j of the P + T only if j <= P + i."""
+    scale: float
+    """Factor of the scores; 0 (the default) stands for 1 / sqrt(D)."""
+    activation_dtype: str | None
+    """"bfloat16" rounds q, k and v to that first, and allows as much for the weights of the keys; None (the default):
+    all are multiplied as they are."""
+    nan_guard: bool
+    """Rows that see nothing give 0, not NaN."""
+
+
+class AttentionSettings(NamedTuple):
+    """`AttentionOptions` with their defaults."""
+
+    q_num_heads: int
+    kv_num_heads: int
+    is_causal: bool = False
+    scale: float = 0.0
+    activation_dtype: str | None = None
+    nan_guard: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Hq and Hkv."""
+        return self.q_num_heads, self.kv_num_heads
+
+
 def attention(
     q: Array,
     k: Array,
     v: Array,
     mask: Array | None = None,
     past: Past | None = None,
-    *,
-    q_num_heads: int,
-    kv_num_heads: int,
-    is_causal: bool = False,
-    scale: float = 0.0,
-    activation_dtype: str | None = None,
-    nan_guard: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array, Array]:
     """Returns (y, present_key, present_value) of ONNX's Attention, with scores and sums in float64.
 
@@ -63,13 +97,7 @@ def attention(
         mask: bool, True where a row may see a key, or float32, float16 or bfloat16, added to the scores; broadcasts to
             [B, Hq, S, P + T].
         past: keys [B, Hkv, P, D] and values [B, Hkv, P, Dv] before those of k and v, of the dtype of q.
-        q_num_heads: Hq.
-        kv_num_heads: Hkv, of which Hq is a multiple.
-        is_causal: row i sees key j of the P + T only if j <= P + i.
-        scale: of the scores; 0 stands for 1 / sqrt(D).
-        activation_dtype: "bfloat16" rounds q, k and v to that first, and allows as much for the weights of the keys;
-            None: all are multiplied as they are.
-        nan_guard: rows that see nothing give 0, not NaN.
+        **options: see `AttentionOptions`.
 
     Returns:
         y: [B, S, Hq * Dv] of the dtype of q.
@@ -82,12 +110,13 @@ def attention(
 
     Source: ONNX operator Attention, version 23, with 3-D inputs.
     """
-    sizes = check_attention("attention", (q, k, v), mask, past, (q_num_heads, kv_num_heads))
+    settings = AttentionSettings(**options)
+    sizes = check_attention("attention", (q, k, v), mask, past, settings.heads)
     present_key, present_value = _presents(k, v, past, sizes)
-    scored = _scored(q, present_key, mask, sizes, is_causal=is_causal, scale=scale, activation_dtype=activation_dtype)
+    scored = _scored(q, present_key, mask, sizes, settings)
     with np.errstate(invalid="ignore", over="ignore"):
-        weights = _softmax(scored.scores, 0.0 if nan_guard else np.nan)
-        y = weights @ _of_q_heads(_operand(present_value, activation_dtype), sizes)
+        weights = _softmax(scored.scores, 0.0 if settings.nan_guard else np.nan)
+        y = weights @ _of_q_heads(_operand(present_value, settings.activation_dtype), sizes)
         y = y.swapaxes(1, 2).reshape(sizes.y).astype(np.float32).astype(q.dtype)
     return y, present_key, present_value
 
@@ -98,12 +127,7 @@ def attention_error_bound(
     v: Array,
     mask: Array | None = None,
     past: Past | None = None,
-    *,
-    q_num_heads: int,
-    kv_num_heads: int,
-    is_causal: bool = False,
-    scale: float = 0.0,
-    activation_dtype: str | None = None,
+    **options: Unpack[AttentionOptions],
 ) -> Floats:
     """Returns how far a correct float32 attention may be from the exact one, per value of y, where that is finite.
 
@@ -113,20 +137,22 @@ def attention_error_bound(
     may be rounded to bfloat16. To that come the sum over keys, which running sums scale anew now and then; what is
     taken for 0, being below 2^-126; and storing y. No mean of values is further from another than twice the largest.
 
-    Args: as in `attention`. Compare with its result for float32 inputs of the same values: storing y rounds too.
+    Args: as in `attention`; `nan_guard` changes nothing. Compare with its result for float32 inputs of the same
+    values: storing y rounds too.
 
     Returns:
         [B, S, Hq * Dv].
     """
-    sizes = check_attention("attention", (q, k, v), mask, past, (q_num_heads, kv_num_heads))
+    settings = AttentionSettings(**options)
+    sizes = check_attention("attention", (q, k, v), mask, past, settings.heads)
     present_key, present_value = _presents(k, v, past, sizes)
-    scored = _scored(q, present_key, mask, sizes, is_causal=is_causal, scale=scale, activation_dtype=activation_dtype)
-    values = np.abs(_of_q_heads(_operand(present_value, activation_dtype), sizes))
+    scored = _scored(q, present_key, mask, sizes, settings)
+    values = np.abs(_of_q_heads(_operand(present_value, settings.activation_dtype), sizes))
     weights = _softmax(scored.scores, 0.0)
     off = np.expm1(np.where(weights > 0, scored.errors, 0.0))
     of_sum = (weights * off).sum(-1, keepdims=True)
     terms = 2 * sizes.total + 32  # additions, and scalings of running sums
-    growth = (1 + terms * _ROUNDOFF) ** 2 * (1 + (2.0**-8 if activation_dtype else 0))
+    growth = (1 + terms * _ROUNDOFF) ** 2 * (1 + (2.0**-8 if settings.activation_dtype else 0))
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = np.where(of_sum < 1, (1 + off) * growth / (1 - of_sum) - 1, np.inf)
         error = np.where(weights > 0, weights * factor, 0.0) @ values
@@ -189,23 +215,17 @@ def _of_q_heads(x: Floats, sizes: AttentionSizes) -> Floats:
 
 
 def _scored(
-    q: Array,
-    present_key: Array,
-    mask: Array | None,
-    sizes: AttentionSizes,
-    *,
-    is_causal: bool,
-    scale: float,
-    activation_dtype: str | None,
+    q: Array, present_key: Array, mask: Array | None, sizes: AttentionSizes, settings: AttentionSettings
 ) -> _Scored:
-    scale = scale or 1 / max(sizes.d, 1) ** 0.5
+    activation_dtype = settings.activation_dtype
+    scale = settings.scale or 1 / max(sizes.d, 1) ** 0.5
     queries = _operand(q, activation_dtype).reshape(sizes.batch, sizes.rows, sizes.q_heads, sizes.d).swapaxes(1, 2)
     keys = _of_q_heads(_operand(present_key, activation_dtype), sizes).swapaxes(-1, -2)
     with np.errstate(invalid="ignore", over="ignore"):
         scores = scale * (queries @ keys)
         if mask is not None:
             scores = scores + (np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64))
-        if is_causal:
+        if settings.is_causal:
             seen = np.arange(sizes.total) <= sizes.past + np.arange(sizes.rows)[:, None]
             scores = np.where(seen, scores, -np.inf)
         products = np.abs(queries) @ np.abs(keys) * ((sizes.d + 4) * _ROUNDOFF)

@@ -9,15 +9,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, numerics, op_options
 from mxfp8_ops.checks import check_factor, check_norm, check_value_dtype
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.numerics import Array, Codes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Float64s = npt.NDArray[np.float64]
 
@@ -31,12 +34,7 @@ def gemm(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    factor: Array | None = None,
-    epilogue: str = "none",
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    **options: Unpack[op_options.FusedGemm],
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor, as `numerics.gemm` multiplies.
 
@@ -46,16 +44,14 @@ def gemm(
         b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
-        factor: the shape of the result, float32, float16 or bfloat16; None is ones.
-        epilogue: one of `contract.EPILOGUES`.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+        **options: see `op_options.FusedGemm`.
 
     Raises:
         ShapeError: shapes do not fit.
         ContractError: unknown format or epilogue.
     """
+    epilogue, factor, rest = op_options.epilogue(**options)
+    a_format, b_format, dtype = op_options.gemm(**rest)
     values = numerics.dequantize(a, a_scales, element_format=a_format)
     return weight_gemm(values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype)
 
@@ -66,42 +62,31 @@ def gemm_quantize(
     b: Codes,
     b_scales: Codes,
     bias: Array | None = None,
-    *,
-    epilogue: str = "none",
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
+    **options: Unpack[op_options.GemmQuantize],
 ) -> tuple[Codes, Codes, Array]:
     """Returns (elements, scales, y): y = epilogue(A @ B.T + bias) in float32, and its rows quantized.
 
-    All as in `gemm` and, for `element_format` and `scale_rounding`, in `numerics.quantize`.
+    All as in `gemm`; see `op_options.GemmQuantize`.
 
     Returns:
         elements: uint8, the shape of `y`.
         scales: uint8 [..., ceil(N / 32)].
         y: float32 [..., M, N] (or [..., N]), the values that were quantized.
     """
+    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
     y = gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
     return *numerics.quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
 
 
 def weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    *,
-    factor: Array | None = None,
-    epilogue: str = "none",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.FusedWeightGemm]
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor, as `numerics.weight_gemm` multiplies.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16, and `activation_dtype` as there.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.FusedWeightGemm`.
     """
+    epilogue, factor, rest = op_options.epilogue(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
     row = _epilogue(epilogue)
     sums = numerics.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
     if factor is not None:
@@ -120,10 +105,7 @@ def norm_quantize(
     bias: Array | None = None,
     *,
     residual: Array | None = None,
-    norm: str = "layer",
-    epsilon: float = 1e-5,
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
+    **options: Unpack[op_options.NormQuantize],
 ) -> tuple[Codes, Codes, Array, Array]:
     """Returns (elements, scales, normalized, sum): rows of x + residual, normalized, and quantized along the last axis.
 
@@ -132,10 +114,7 @@ def norm_quantize(
         scale: float32 [K].
         bias: float32 [K], or None.
         residual: dtype and shape of `x`; None adds nothing.
-        norm: one of `contract.NORMS`: "layer" subtracts the mean of a row, "rms" does not.
-        epsilon: a number that is added to the mean of the squares.
-        element_format: "e4m3" or "e5m2".
-        scale_rounding: as in `numerics.quantize`.
+        **options: see `op_options.NormQuantize`.
 
     Returns:
         elements: uint8, the shape of `x`.
@@ -147,6 +126,7 @@ def norm_quantize(
         ShapeError: shapes or dtypes do not fit.
         ContractError: unknown norm, format or rounding.
     """
+    norm, epsilon, element_format, scale_rounding = op_options.norm_quantize(**options)
     check_value_dtype("norm_quantize", x.dtype)
     check_norm("norm_quantize", x, scale, bias, residual)
     total = x

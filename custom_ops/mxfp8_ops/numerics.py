@@ -8,13 +8,13 @@ Elements and scales are `uint8` arrays that hold the codes; see `formats.py` for
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes  # noqa: F401 - gives NumPy bfloat16 and float8
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import formats
+from mxfp8_ops import formats, op_options
 from mxfp8_ops.checks import (
     check_experts,
     check_indices,
@@ -30,6 +30,9 @@ from mxfp8_ops.checks import (
 )
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_BIAS, SCALE_NAN, ElementFormat
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
@@ -136,15 +139,7 @@ def dequantize(
 
 
 def gemm(
-    a: Codes,
-    a_scales: Codes,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    a: Codes, a_scales: Codes, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.Gemm]
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias, with the sums in float64.
 
@@ -157,9 +152,7 @@ def gemm(
         b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+        **options: see `op_options.Gemm`.
 
     Returns:
         [..., M, N].
@@ -168,27 +161,20 @@ def gemm(
         ShapeError: shapes do not fit.
         ContractError: unknown format.
     """
+    a_format, b_format, dtype = op_options.gemm(**options)
     return weight_gemm(
         dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype
     )
 
 
 def weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.WeightGemm]
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16. With `activation_dtype` "bfloat16" its
-    values are rounded to that first: to nearest even, beyond the greatest number to infinity, subnormals kept; with
-    None they are multiplied as they are.
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
     """
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     check_value_dtype("gemm", x.dtype)
     gemm_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)
     if formats.activation_dtype(activation_dtype) is formats.BFLOAT16:
@@ -234,10 +220,7 @@ def grouped_gemm(
     b: Codes,
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
-    *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
+    **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns a times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
@@ -250,9 +233,7 @@ def grouped_gemm(
         b_scales: uint8 [E, N, ceil(K / 32)].
         experts: int64 [...], which broadcasts with the leading dimensions of `a`; -1 is the last expert, and E is none:
             the result is 0 there, whatever `a` holds.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result, "float32", "float16" or "bfloat16".
+        **options: see `op_options.Gemm`.
 
     Returns:
         [..., M, N].
@@ -261,23 +242,17 @@ def grouped_gemm(
         ShapeError: shapes do not fit, or an index is beyond -E..E.
         ContractError: unknown format.
     """
+    a_format, b_format, dtype = op_options.gemm(**options)
     values = dequantize(a, a_scales, element_format=a_format)
     return grouped_weight_gemm(values, b, b_scales, experts, b_format=b_format, dtype=dtype)
 
 
 def grouped_weight_gemm(
-    x: Array,
-    b: Codes,
-    b_scales: Codes,
-    experts: npt.NDArray[np.int64],
-    *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
+    x: Array, b: Codes, b_scales: Codes, experts: npt.NDArray[np.int64], **options: Unpack[op_options.WeightGemm]
 ) -> Array:
     """Returns x times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
 
-    All as in `grouped_gemm`, but with x [..., M, K] and `activation_dtype` as in `weight_gemm`.
+    All as in `grouped_gemm`, but with x [..., M, K] and the options of `weight_gemm`.
     """
     check_value_dtype("grouped_gemm", x.dtype)
     grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
@@ -286,7 +261,7 @@ def grouped_weight_gemm(
     no_expert = picked == b.shape[0]
     # One matrix more, of zeros: NumPy needs some matrix at the index E, which stands for no expert.
     b, b_scales = (np.concatenate([t, np.zeros((1, *t.shape[1:]), np.uint8)])[picked] for t in (b, b_scales))
-    y = weight_gemm(x, b, b_scales, b_format=b_format, dtype=dtype, activation_dtype=activation_dtype)
+    y = weight_gemm(x, b, b_scales, **options)
     y[np.broadcast_to(no_expert, y.shape[:-2])] = 0  # a NaN in x times the zeros would give NaN
     return y
 

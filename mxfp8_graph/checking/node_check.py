@@ -31,7 +31,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
 
 from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.checking.profile import by_node, gemms_of, isas_of
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes
@@ -120,7 +120,7 @@ def _checks(
     instrumented, pairs = _instrumented(model, chosen, {*inputs, *stored})
     # Unoptimized, so that every node runs as the file has it.
     path = folder.path if folder else None
-    session = Session(instrumented, kernels=True, where=where, folder=path, optimize=False)
+    session = Session(instrumented, kernels=True, where=where, folder=path, execution=Execution(optimize=False))
     with cpu.profiled() as written:
         values = {**session.run(inputs), **inputs}
         calls = by_node(written.calls())

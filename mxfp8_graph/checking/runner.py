@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mxfp8_graph.checking.inputs import Signature, describe
 from mxfp8_graph.checking.profile import NodeProfile
-from mxfp8_graph.checking.samples import SampleSource, make_samples
+from mxfp8_graph.checking.samples import SampleOptions, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.options import check_options
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.section import Columns, Section, number, shape_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Model = Any
 """A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""
@@ -62,39 +66,28 @@ class RunReport(Report):
         return [{"name": name, "dtype": a.dtype.name, "shape": a.shape} for name, a in self.timing.outputs.items()]
 
 
-def run_model(
-    model: Model,
-    *,
-    inputs: SampleSource = None,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
-    repeat: int = 10,
-    profile: bool = False,
-    trust_pickle: bool = False,
-) -> RunReport:
+def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **samples: Unpack[SampleOptions]) -> RunReport:
     """Returns outputs and latencies of `repeat` runs with our kernels, after one that is not counted.
 
     Args:
         model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
-        inputs: see `samples.py`; the first of several samples is run. Synthesised if None.
-        shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
-        seed: for synthesised inputs.
         repeat: how many runs are counted, at least 1.
         profile: run it as often once more, and say which kernel each node ran and how long.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+        **samples: see `samples.SampleOptions`; the first of several samples is run.
 
     Raises:
         ContractError: the model cannot be read.
         ShapeError: `inputs` does not fit the model.
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
-    signature, runnable = open_runnable(model, trust_pickle=trust_pickle)
-    samples = make_samples(signature, inputs, shapes, seed, run=runnable.run)
-    feeds = samples.feeds[0]
+    check_options("run_model", samples, SampleOptions)
+    signature, runnable = open_runnable(model, trust_pickle=samples.get("trust_pickle", False))
+    chosen = make_samples(signature, samples, run=runnable.run)
+    feeds = chosen.feeds[0]
     # Timed without a profiler, which would slow the runs; the profile is of other runs.
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
-    description = f"{describe(feeds)}, {samples.source}"
+    description = f"{describe(feeds)}, {chosen.source}"
     facts: dict[str, Any] = {"model": signature.name, "inputs": description, "isa": cpu.isa()}
     return RunReport(**facts, timing=timing, nodes=nodes, note=runnable.note)
 

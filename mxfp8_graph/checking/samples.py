@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
@@ -39,6 +39,21 @@ from mxfp8_ops.errors import BackendError, Option, ShapeError
 
 SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
 """The types of `inputs` in the Python API."""
+
+
+class SampleOptions(TypedDict, total=False):
+    """The options of every function that runs a model on samples."""
+
+    inputs: SampleSource
+    """A file, a folder, "module:function", arrays by input name, or an iterable of these: see above. Synthesised by
+    default, and results say so."""
+    shapes: Mapping[str, int] | None
+    """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`."""
+    seed: int
+    """For synthesised inputs: that of the first sample; those that follow have the numbers that follow. Default: 0."""
+    trust_pickle: bool
+    """Let a .pt2 file run code that it brings; see `mxfp8_graph.load`."""
+
 
 MOST_SAMPLES: Final = 100_000
 """A function that yields more is taken for one that never ends."""
@@ -77,9 +92,7 @@ class Samples:
 
 def make_samples(
     signature: Signature,
-    inputs: SampleSource,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
+    options: SampleOptions,
     *,
     count: int = 1,
     run: Callable[[Inputs], object] | None = None,
@@ -91,9 +104,7 @@ def make_samples(
 
     Args:
         signature: what the model takes.
-        inputs: see above.
-        shapes: sizes of free dimensions of synthesised inputs.
-        seed: of the first synthesised sample; those that follow have the numbers that follow.
+        options: the samples that the user chose.
         count: how many to synthesise.
         run: the model, if its samples are to be tried.
 
@@ -103,9 +114,10 @@ def make_samples(
             given.
         ContractError: the user's function cannot be loaded, or raises.
     """
+    inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
     if inputs is None:
-        samples = _synthesised(signature, shapes or {}, seed, count)
-        return samples if run is None else _accepted(run, samples, signature, shapes or {}, seed)
+        samples = _synthesised(signature, shapes, seed, count)
+        return samples if run is None else _accepted(run, samples, signature, shapes, seed)
     # Given arrays have sizes of their own, so a --dim would have no effect.
     if shapes:
         what = f"sizes {', '.join(shapes)} with given inputs"

@@ -121,6 +121,18 @@ class Runnable(ABC):
         """Returns the results of `_call` as arrays, by name."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Execution:
+    """How ONNX Runtime executes a session."""
+
+    optimize: bool = True
+    """Whether it may fuse and fold."""
+    profile: Path | None = None
+    """Where it writes its profile, as it prefixes it; None: nowhere."""
+    takes_turns: bool = False
+    """Whether other sessions run in between: its idle threads then do not spin, which would slow them."""
+
+
 class Session(Runnable):
     """A model in ONNX Runtime.
 
@@ -129,11 +141,9 @@ class Session(Runnable):
         kernels: whether our native kernels are registered; without them ONNX Runtime runs the function bodies.
         where: what to call the model in errors.
         folder: where the external data of a proto is.
-        optimize: whether ONNX Runtime may fuse and fold.
-        profile: where ONNX Runtime writes its profile, as it prefixes it; None: nowhere.
-        takes_turns: whether other sessions run in between: its idle threads then do not spin, which would slow them.
         float32: whether a copy that computes in float32 runs where ONNX Runtime lacks kernels for 16-bit floats; `note`
             then says so.
+        execution: see `Execution`.
 
     Raises:
         BackendError: ONNX Runtime refuses the model, or the native library is missing.
@@ -146,25 +156,23 @@ class Session(Runnable):
         kernels: bool,
         where: str = "model",
         folder: Path | None = None,
-        optimize: bool = True,
-        profile: Path | None = None,
-        takes_turns: bool = False,
         float32: bool = False,
+        execution: Execution = Execution(),
     ) -> None:
         self._model = model
-        settings: dict[str, Any] = {"where": where, "folder": folder, "optimize": optimize, "float32": float32}
         # A profile needs a session of its own: profiling cannot be turned on later.
-        self._again = functools.partial(Session, model, kernels=kernels, **settings)
+        self._again = functools.partial(Session, model, kernels=kernels, where=where, folder=folder, float32=float32)
+        self._execution = execution
         options = onnxruntime.SessionOptions()
-        if takes_turns:
+        if execution.takes_turns:
             options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 4  # errors are raised, so a log would repeat them
-        if not optimize:
+        if not execution.optimize:
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         if folder is not None:
             options.add_session_config_entry(_FOLDER_KEY, str(folder.resolve()))
-        if profile is not None:
-            options.enable_profiling, options.profile_file_prefix = True, str(profile)
+        if execution.profile is not None:
+            options.enable_profiling, options.profile_file_prefix = True, str(execution.profile)
         if kernels:
             ort.register(options)
         self.name = where
@@ -209,7 +217,9 @@ class Session(Runnable):
             else onnx.load(self._model, load_external_data=False)
         )
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
-            session = self._again(profile=Path(folder) / "profile")
+            session = self._again(
+                execution=Execution(optimize=self._execution.optimize, profile=Path(folder) / "profile")
+            )
             # One run before the calls are recorded: the first one prepares the kernels.
             session.run(inputs)
             written.clear()

@@ -8,10 +8,10 @@ several samples the outputs of all are compared, and the nodes on the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import onnx
 
@@ -20,26 +20,23 @@ from mxfp8_graph.checking.inputs import Array, InputSpec, Signature, input_specs
 from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.checking.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
+from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
+from mxfp8_graph.options import check_options
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, ShapeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _ORIGINAL: Final = "the original {} (the rewrite is not to blame)"
 """Name of the original model in errors."""
 
 
 def verify(
-    original: Model,
-    rewritten: Model,
-    *,
-    inputs: SampleSource = None,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
-    max_rel_l2: float | None = None,
-    trust_pickle: bool = False,
+    original: Model, rewritten: Model, *, max_rel_l2: float | None = None, **samples: Unpack[SampleOptions]
 ) -> VerifyReport:
     """Returns how far `rewritten` is from `original`, output by output, and kernel from function body, node by node.
 
@@ -51,48 +48,47 @@ def verify(
         original: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         rewritten: what `rewrite` made of it. One may be ONNX and the other a torch program: inputs and outputs are
             then matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
-        inputs: a file, a folder, "module:function", arrays by input name, or an iterable of these: see `samples.py`;
-            synthesised if None.
-        shapes: sizes of free dimensions for synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`.
-        seed: for synthesised inputs.
         max_rel_l2: limit for each output; None: `PLAUSIBLE` for those of floating-point numbers. Of integers (labels,
             ids) it says little, so they are not judged then. Infinity allows every finite error.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+        **samples: see `samples.SampleOptions`.
 
     Raises:
         ContractError: a model cannot be read, or `original` is rewritten and `rewritten` is not.
         ShapeError: the two models have different inputs or outputs, or `inputs` does not fit them.
         BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
     """
-    feed = partial(make_samples, inputs=inputs, shapes=shapes, seed=seed)
+    check_options("verify", samples, SampleOptions)
+    feed = partial(make_samples, options=samples)
     if is_program(original) or is_program(rewritten):
-        runnable = [open_runnable(model, trust_pickle=trust_pickle) for model in (original, rewritten)]
+        runnable = [
+            open_runnable(model, trust_pickle=samples.get("trust_pickle", False)) for model in (original, rewritten)
+        ]
         return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
     before, after = open_model(original), open_model(rewritten)
     signature = Signature.of(before)
     _check_order(signature, rewritten=record.is_rewritten(after.proto), name=after.name)
     _check_signatures(before, after)
     sessions = _sessions(original, before, rewritten, after)
-    samples = feed(signature, run=sessions[0].run)
-    checks = _OutputChecks(samples, max_rel_l2)
-    for sample in range(len(samples)):
-        expected, results, bodies = (session.run(samples.feeds[sample]) for session in sessions)
+    chosen = feed(signature, run=sessions[0].run)
+    checks = _OutputChecks(chosen, max_rel_l2)
+    for sample in range(len(chosen)):
+        expected, results, bodies = (session.run(chosen.feeds[sample]) for session in sessions)
         for name, array in expected.items():
             checks.add(sample, name, array, results[name], bodies[name])
     # After the runs, so that what fails on these inputs is first said of the original.
-    nodes = check_nodes(_with_data(rewritten), samples.feeds[0], after.folder, after.name)
+    nodes = check_nodes(_with_data(rewritten), chosen.feeds[0], after.folder, after.name)
     outputs = checks.outputs()
     return VerifyReport(
         original=before.name,
         rewritten=after.name,
-        inputs=str(samples),
+        inputs=str(chosen),
         isa=cpu.isa(),
         outputs=outputs,
         nodes=tuple(nodes),
         output_failures=checks.failures(),
         notes=(
             *filter(None, [sessions[0].note.replace(sessions[0].name, before.name)]),
-            *_notes(after, nodes, outputs, samples),
+            *_notes(after, nodes, outputs, chosen),
             *checks.notes,
             *_drift_notes(nodes, outputs),
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -27,9 +27,6 @@ from mxfp8_graph.cli.guard import FAILED
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar
-
-if TYPE_CHECKING:
-    pass
 
 
 def rewrite(

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import onnx
 
@@ -25,6 +25,7 @@ from mxfp8_graph.onnx_model.check import validate_structure
 from mxfp8_graph.onnx_model.graph import infer, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target, wants_external
+from mxfp8_graph.options import ExportOptions, check_options
 from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error
@@ -32,6 +33,7 @@ from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error
 if TYPE_CHECKING:
     import onnx_ir as ir
     from torch.export import ExportedProgram
+    from typing_extensions import Unpack
 
 
 def to_onnx(
@@ -39,12 +41,10 @@ def to_onnx(
     path: str | Path,
     *,
     opset: int = contract.MIN_OPSET,
-    external_data: Literal["auto", "always", "never"] = "auto",
-    overwrite: bool = False,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_shapes: Any = None,
-    trust_pickle: bool = False,
+    **options: Unpack[ExportOptions],
 ) -> Path:
     """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
 
@@ -54,18 +54,17 @@ def to_onnx(
         program: a `torch.export.ExportedProgram` that `rewrite` packed, or the path of one that `save` wrote.
         path: file to write.
         opset: version of the default operator domain, at least 21.
-        external_data: whether tensors go to PATH.data: "always", "never", or "auto" (near protobuf's 2 GB).
-        overwrite: whether an existing file may be replaced.
         input_names: what to call the inputs; by default as the program does.
         output_names: what to call the outputs.
         dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
             are dynamic is the program's; this only names them. By default they have torch's names, such as "s77".
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+        **options: see `mxfp8_graph.options.ExportOptions`.
 
     Raises:
         ContractError: the program is not a packed one, an op has no ONNX form, or the file cannot be written.
         BackendError: torch or onnxscript is missing.
     """
+    check_options("to_onnx", options, ExportOptions)
     path = Path(path)
     newest = onnx.defs.onnx_opset_version()
     if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
@@ -73,7 +72,7 @@ def to_onnx(
         raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
     for kind, wanted in (("input_names", input_names), ("output_names", output_names)):
         _check_names(kind, wanted)
-    exported = _program(program, trust_pickle=trust_pickle)
+    exported = _program(program, trust_pickle=options.get("trust_pickle", False))
     if isinstance(program, (str, Path)) and any(
         is_any_of(file, [Path(program)]) for file in (path, data_path_of(path))
     ):
@@ -97,8 +96,8 @@ def to_onnx(
         put_graph(opened, graph)
     for note in () if widened else cpu_provider.note(opened.proto):
         warnings.warn(note, stacklevel=2)
-    external = wants_external(opened, opened.byte_size, path, external_data)
-    with open_target(opened, path, external=external, overwrite=overwrite) as target:
+    external = wants_external(opened, opened.byte_size, path, options.get("external_data", "auto"))
+    with open_target(opened, path, external=external, overwrite=options.get("overwrite", False)) as target:
         _store(opened, tensors, target)
     return path
 

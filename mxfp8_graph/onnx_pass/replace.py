@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -207,12 +208,11 @@ class Editor:
             return take(given, allow_nonfinite=self._allow_nonfinite)
         with self._rows(static) as (rows, flipped):
             return pack(
-                rows,
+                replace(rows, name=static.name),
                 transposed=site.w.transposed != flipped,
                 factor=site.form.alpha,  # before rounding: alpha need not be a power of two
                 element_format=decision.weight_format,
                 scale_rounding=decision.scale_rounding,
-                name=static.name,
                 allow_nonfinite=self._allow_nonfinite,
             )
 

@@ -12,6 +12,7 @@ embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -124,13 +125,12 @@ class Editor:
             return self._packed[key]
         rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
         result = pack(
-            rows,
+            replace(rows, name=static.name),
             # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
             transposed=transposed != flipped,
             factor=alpha,  # before rounding: alpha need not be a power of two
             element_format=decision.weight_format,
             scale_rounding=decision.scale_rounding,
-            name=static.name,
             allow_nonfinite=self._allow_nonfinite,
         )
         # On the weight's own device, so that a program on a GPU runs without transfers.

@@ -131,6 +131,6 @@ def check(data: bytes, folder: Path) -> None:
     single = path.suffix == ".npy"  # for models of one input, in a folder
     signature = Signature("model", _SPECS[:1] if single else _SPECS, {})
     try:
-        str(make_samples(signature, path.parent if single else path)).encode()
+        str(make_samples(signature, {"inputs": path.parent if single else path})).encode()
     except Mxfp8Error as error:
         str(error).encode()

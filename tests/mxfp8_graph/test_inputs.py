@@ -442,7 +442,7 @@ def test_an_array_that_claims_more_than_its_file_has(tmp_path: Path, name: str) 
             archive.writestr("x.npy", header((2**40, 64)))
     signature = Signature("model", input_specs(model_with(x=(np.float32, [None, 64]))), {})
     with pytest.raises(ShapeError, match=rf"claims {2**48} bytes, and there are 8; expected an {path.suffix} file"):
-        make_samples(signature, path if path.suffix == ".npz" else path.parent)
+        make_samples(signature, {"inputs": path if path.suffix == ".npz" else path.parent})
 
 
 def test_an_archive_that_unpacks_to_far_more_than_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

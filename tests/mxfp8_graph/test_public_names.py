@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,20 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_the_version_is_that_of_the_distribution() -> None:
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [mxfp8_graph.__version__]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("rewrite", ()),
+        ("to_onnx", ("y.onnx",)),
+        ("from_hf", ()),
+        ("verify", ("x.onnx",)),
+        ("compare", ()),
+        ("analyze", ()),
+        ("tune", (["cosine>=0.9"],)),
+    ],
+)
+def test_a_misspelt_option_is_a_type_error_before_anything_is_read(name: str, arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'overwrit'$"):
+        getattr(mxfp8_graph, name)("missing.onnx", *arguments, overwrit=True)

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 import mxfp8_graph
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.samples import make_samples
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.tools.switched import open_switchable
 
@@ -225,10 +225,10 @@ def test_with_a_switch_per_site_both_models_are_in_one(seed: int, ops: int, reci
     graph, chosen = reordered(grown(seed, ops), Random(seed)), load_recipe(recipe).without_fusion()
     rewritten, report = mxfp8_graph.rewrite(graph, chosen)
     with open_switchable(graph, chosen, allow_nonfinite=False, trust_pickle=False, progress=None) as switched:
-        feeds = make_samples(switched.signature, None).feeds[0]
+        feeds = make_samples(switched.signature, {}).feeds[0]
         observed = sorted({number for number in switched.observed_by if number is not None})
         for on, model in ((False, graph), (True, rewritten)):
-            expected = Session(model, kernels=True, optimize=False).run(feeds)
+            expected = Session(model, kernels=True, execution=Execution(optimize=False)).run(feeds)
             found, inputs = switched.run(feeds, [on] * len(report.rewritten), observed)
             assert found.keys() == expected.keys()
             for name, values in expected.items():

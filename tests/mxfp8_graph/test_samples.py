@@ -38,7 +38,7 @@ def module(name: str, code: str) -> str:
 
 def refusal(inputs: Any, signature: Signature = ONE, kind: type[Exception] = ShapeError) -> str:
     with pytest.raises(kind) as caught:
-        make_samples(signature, inputs)
+        make_samples(signature, {"inputs": inputs})
     return str(caught.value)
 
 
@@ -47,7 +47,7 @@ def refusal(inputs: Any, signature: Signature = ONE, kind: type[Exception] = Sha
 
 def test_an_npz_file_is_one_sample() -> None:
     np.savez("data.npz", x=np.ones((3, 2), np.float32))
-    samples = make_samples(ONE, "data.npz")
+    samples = make_samples(ONE, {"inputs": "data.npz"})
     assert (len(samples), str(samples), samples.synthesised) == (1, "x float32 [3, 2], from data.npz", False)
 
 
@@ -56,7 +56,7 @@ def test_a_folder_of_npz_files_is_read_in_the_order_of_names() -> None:
     for name, size in (("b", 1), ("a", 4)):
         np.savez(f"data/{name}.npz", x=np.ones((size, 2), np.float32))
     Path("data/notes.txt").write_text("no sample")
-    samples = make_samples(ONE, Path("data"))
+    samples = make_samples(ONE, {"inputs": Path("data")})
     assert [feeds["x"].shape for feeds in samples.feeds] == [(4, 2), (1, 2)]
     assert samples.names == (str(Path("data/a.npz")), str(Path("data/b.npz")))
     assert str(samples) == "2 samples, from data; the first: x float32 [4, 2]"
@@ -65,12 +65,12 @@ def test_a_folder_of_npz_files_is_read_in_the_order_of_names() -> None:
 def test_npy_files_are_samples_of_a_model_with_one_input() -> None:
     Path("data").mkdir()
     np.save("data/0.npy", np.full((1, 2), 7, np.float32))
-    assert make_samples(ONE, "data").feeds[0]["x"].tolist() == [[7, 7]]
+    assert make_samples(ONE, {"inputs": "data"}).feeds[0]["x"].tolist() == [[7, 7]]
 
 
 def test_lines_of_named_lists() -> None:
     name = lines({"ids": [[1, 2]], "mask": [[True, False]]}, "", {"mask": [[True]], "ids": [[3]]})
-    samples = make_samples(TWO, name)
+    samples = make_samples(TWO, {"inputs": name})
     assert [feeds["ids"].tolist() for feeds in samples.feeds] == [[[1, 2]], [[3]]]
     assert samples.feeds[0]["mask"].dtype == bool
     assert samples.names[1] == "data.jsonl line 3"
@@ -78,28 +78,31 @@ def test_lines_of_named_lists() -> None:
 
 def test_numbers_of_a_line_are_rounded_to_the_dtype_of_a_float_input() -> None:
     signature = Signature("model", [InputSpec("x", np.dtype(ml_dtypes.bfloat16), (2,))], {})
-    assert make_samples(signature, lines({"x": [0.1, 3]})).feeds[0]["x"].tolist() == [ml_dtypes.bfloat16(0.1), 3]
+    assert make_samples(signature, {"inputs": lines({"x": [0.1, 3]})}).feeds[0]["x"].tolist() == [
+        ml_dtypes.bfloat16(0.1),
+        3,
+    ]
 
 
 def test_a_function_of_the_current_folder_yields_samples() -> None:
     code = "import numpy as np\ndef feeds():\n    yield from ({'x': np.full((n, 2), n, np.float32)} for n in (1, 2))\n"
-    samples = make_samples(ONE, module("yields_samples", code) + ":feeds")
+    samples = make_samples(ONE, {"inputs": module("yields_samples", code) + ":feeds"})
     assert [feeds["x"].shape for feeds in samples.feeds] == [(1, 2), (2, 2)]
 
 
 def test_mappings_in_python() -> None:
     x = np.ones((1, 2), np.float32)
-    assert len(make_samples(ONE, {"x": x})) == 1
-    assert len(make_samples(ONE, ({"x": x} for _ in range(3)))) == 3
+    assert len(make_samples(ONE, {"inputs": {"x": x}})) == 1
+    assert len(make_samples(ONE, {"inputs": ({"x": x} for _ in range(3))})) == 3
 
 
 def test_synthesised_samples_differ_and_say_what_they_are() -> None:
-    samples = make_samples(ONE, None, {"batch": 4}, seed=1, count=2)
+    samples = make_samples(ONE, {"shapes": {"batch": 4}, "seed": 1}, count=2)
     assert samples.synthesised
     assert str(samples) == "2 samples, synthesised; the first: x float32 [4, 2]"
     first, second = (feeds["x"] for feeds in samples.feeds)
     assert not np.array_equal(first, second)
-    assert np.array_equal(second, make_samples(ONE, None, {"batch": 4}, seed=2).feeds[0]["x"])
+    assert np.array_equal(second, make_samples(ONE, {"shapes": {"batch": 4}, "seed": 2}).feeds[0]["x"])
 
 
 # --- What is not -----------------------------------------------------------------------------------------------------

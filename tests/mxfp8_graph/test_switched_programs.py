@@ -75,7 +75,7 @@ def test_all_off_is_the_original_and_all_on_the_rewritten_program(function: Any,
     original = original.run_decompositions() if decomposed else original
     rewritten, report = mxfp8_graph.rewrite(original, RECIPE)
     with switchable(original) as switched:
-        feeds = make_samples(switched.signature, None).feeds[0]
+        feeds = make_samples(switched.signature, {}).feeds[0]
         assert len(switched.switched) == len(report.rewritten) > 0
         for on, wanted in ((False, original), (True, rewritten)):
             expected = open_runnable(wanted)[1].run(feeds)
@@ -103,7 +103,7 @@ def test_sites_inside_of_higher_order_ops_say_why_they_are_not_analyzed() -> Non
         kept = [site.decision.reason for site in switched.sites if not site.decision.quantize]
         assert len(kept) == 2
         assert all(reason.startswith("not analyzed: it is inside a higher-order op") for reason in kept)
-        feeds = make_samples(switched.signature, None).feeds[0]
+        feeds = make_samples(switched.signature, {}).feeds[0]
         expected = open_runnable(program(branches))[1].run(feeds)
         found, _ = switched.run(feeds, [False])
         for output, array in expected.items():

@@ -58,7 +58,7 @@ def test_all_off_is_the_original_and_all_on_the_rewritten_model(name: str) -> No
     model = MODELS[name]()
     rewritten, report = mxfp8_graph.rewrite(model, EVERYTHING)
     with switchable(model) as switched:
-        feeds = make_samples(switched.signature, None).feeds[0]
+        feeds = make_samples(switched.signature, {}).feeds[0]
         assert len(switched.switched) == len(report.rewritten) > 0
         # In the original, ONNX Runtime fuses what a branch keeps apart: the last bits may differ.
         for on, wanted, rtol in ((False, model, 1e-5), (True, rewritten, 0)):
@@ -72,7 +72,7 @@ def test_all_off_is_the_original_and_all_on_the_rewritten_model(name: str) -> No
 def test_one_on_is_the_model_with_only_that_one_rewritten() -> None:
     model = b.chain_model((64, 96, 64, 32), opset=21)
     with switchable(model, Recipe(fuse=False)) as switched:
-        feeds = make_samples(switched.signature, None).feeds[0]
+        feeds = make_samples(switched.signature, {}).feeds[0]
         for index, site in enumerate(switched.switched):
             recipe = Recipe(include=(f"^{site.decision.site.name}$",), fuse=False)
             expected = open_runnable(mxfp8_graph.rewrite(model, recipe)[0])[1].run(feeds)
@@ -82,7 +82,7 @@ def test_one_on_is_the_model_with_only_that_one_rewritten() -> None:
 
 def test_what_goes_into_a_site_comes_with_k_last() -> None:
     with switchable(b.matmul_model(left=True)) as switched:
-        feeds = make_samples(switched.signature, None).feeds[0]
+        feeds = make_samples(switched.signature, {}).feeds[0]
         _, (x,) = switched.run(feeds, [False], [0])
         np.testing.assert_array_equal(x, feeds["x"].swapaxes(-1, -2))
 

@@ -209,3 +209,10 @@ def test_arrays_that_do_not_fit_are_refused(change: Any, words: str) -> None:
             FRONT_ENDS[name].quantize(X, out=change(E.copy(), S.copy()))
         assert str(caught.value).startswith(f"quantize: {words}"), name
     assert (X == 1).all()
+
+
+@pytest.mark.parametrize("module", [numerics, cpu, fused, fused_kernels])
+def test_a_misspelt_option_is_a_type_error(module: Any) -> None:
+    for call in (lambda: module.gemm(E, S, E, S, dtyp="float16"), lambda: module.weight_gemm(X, E, S, dtyp="float16")):
+        with pytest.raises(TypeError, match=r"gemm\(\) got an unexpected keyword argument 'dtyp'"):
+            call()

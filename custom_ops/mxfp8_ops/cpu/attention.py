@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from ctypes import byref
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mxfp8_ops import contract, formats, native
-from mxfp8_ops.attention import Past, check_attention
+from mxfp8_ops.attention import AttentionSettings, Past, check_attention
 from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.formats import VALUE_DTYPES
 from mxfp8_ops.numerics import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.attention import AttentionOptions
 
 
 def attention(
@@ -20,31 +26,28 @@ def attention(
     mask: Array | None = None,
     past: Past | None = None,
     *,
-    q_num_heads: int,
-    kv_num_heads: int,
-    is_causal: bool = False,
-    scale: float = 0.0,
-    activation_dtype: str | None = None,
-    nan_guard: bool = False,
     threads: int = 0,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array, Array]:
     """Returns (y, present_key, present_value), as `mxfp8_ops.attention.attention` does."""
+    settings = AttentionSettings(**options)
     # Checked by name before shapes are read: an operand that is not an array has none.
     named = {"q": q, "k": k, "v": v}
     named |= {} if mask is None else {"mask": mask}
     named |= {} if past is None else dict(zip(("past_key", "past_value"), past, strict=True))
     for name, operand in named.items():
         array("attention", name, operand)
-    sizes = check_attention("attention", (q, k, v), mask, past, (q_num_heads, kv_num_heads))
-    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
+    sizes = check_attention("attention", (q, k, v), mask, past, settings.heads)
+    rounding = formats.activation_dtype(settings.activation_dtype).onnx_dtype
     named = {name: contiguous("attention", x) for name, x in named.items()}
     presents = [(sizes.batch, sizes.kv_heads, sizes.total, d) for d in (sizes.d, sizes.dv)]
     results = [empty("attention", shape, q.dtype) for shape in (sizes.y, *presents)]
     arguments = native.AttentionArguments(
-        dtype=VALUE_DTYPES[q.dtype.name].onnx_dtype, activation_dtype=rounding, causal=is_causal, nan_guard=nan_guard,
-        scale=scale, batch=sizes.batch, rows=sizes.rows, keys=sizes.keys, past=sizes.past, q_heads=sizes.q_heads,
-        kv_heads=sizes.kv_heads, d=sizes.d, dv=sizes.dv, y=results[0].ctypes.data, present_key=results[1].ctypes.data,
-        present_value=results[2].ctypes.data, **{name: x.ctypes.data for name, x in named.items()},
+        dtype=VALUE_DTYPES[q.dtype.name].onnx_dtype, activation_dtype=rounding, causal=settings.is_causal,
+        nan_guard=settings.nan_guard, scale=settings.scale, batch=sizes.batch, rows=sizes.rows, keys=sizes.keys,
+        past=sizes.past, q_heads=sizes.q_heads, kv_heads=sizes.kv_heads, d=sizes.d, dv=sizes.dv,
+        y=results[0].ctypes.data, present_key=results[1].ctypes.data, present_value=results[2].ctypes.data,
+        **{name: x.ctypes.data for name, x in named.items()},
     )  # fmt: skip
     # The library broadcasts along sizes of 1; ONNX aligns a mask with fewer dimensions at the last one.
     if mask is not None:

@@ -6,14 +6,19 @@ missing.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from mxfp8_ops import checks, contract, formats, native
+from mxfp8_ops import checks, contract, formats, native, op_options
 from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def gemm(
@@ -23,14 +28,12 @@ def gemm(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    factor: Array | None = None,
-    epilogue: str = "none",
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
     threads: int = 0,
+    **options: Unpack[op_options.FusedGemm],
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `fused.gemm`."""
+    epilogue, factor, rest = op_options.epilogue(**options)
+    a_format, b_format, dtype = op_options.gemm(**rest)
     codes = _codes(epilogue, factor)
     y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
@@ -52,14 +55,12 @@ def weight_gemm(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    factor: Array | None = None,
-    epilogue: str = "none",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
     threads: int = 0,
+    **options: Unpack[op_options.FusedWeightGemm],
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `fused.weight_gemm`."""
+    epilogue, factor, rest = op_options.epilogue(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
     codes = _codes(epilogue, factor)
     checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
     y, bias = result((x,), (b, b_scales), bias, dtype)
@@ -84,14 +85,11 @@ def gemm_quantize(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    epilogue: str = "none",
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
     threads: int = 0,
+    **options: Unpack[op_options.GemmQuantize],
 ) -> tuple[Codes, Codes, Array]:
     """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in `fused.gemm_quantize`."""
+    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
     # The values are an output too, so their dtype is always float32: the codes are made of them, not of rounded ones.
     (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
@@ -120,13 +118,11 @@ def norm_quantize(
     bias: Array | None = None,
     *,
     residual: Array | None = None,
-    norm: str = "layer",
-    epsilon: float = 1e-5,
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
     threads: int = 0,
+    **options: Unpack[op_options.NormQuantize],
 ) -> tuple[Codes, Codes, Array, Array]:
     """Returns (elements, scales, normalized, sum), as `fused.norm_quantize` does."""
+    norm, epsilon, element_format, scale_rounding = op_options.norm_quantize(**options)
     where, fmt = "norm_quantize", formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
     if norm not in contract.NORMS:

@@ -10,16 +10,20 @@ from __future__ import annotations
 import math
 from ctypes import byref
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import checks, contract, formats, native, numerics
+from mxfp8_ops import checks, contract, formats, native, numerics, op_options
 from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.numerics import Array, Codes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,11 @@ def gemm(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
     threads: int = 0,
+    **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`."""
+    a_format, b_format, dtype = op_options.gemm(**options)
     y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
     a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
@@ -123,12 +126,11 @@ def weight_gemm(
     b_scales: Codes,
     bias: Array | None = None,
     *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
     threads: int = 0,
+    **options: Unpack[op_options.WeightGemm],
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
     y, bias = result((x,), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
@@ -181,12 +183,11 @@ def grouped_gemm(
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
     *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
     threads: int = 0,
+    **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K], as in `numerics.grouped_gemm`."""
+    a_format, b_format, dtype = op_options.gemm(**options)
     rows = _Rows((a, a_scales), (b, b_scales), experts, dtype)
     codes = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
     (a, a_scales), (b, b_scales) = rows.a, rows.b
@@ -205,12 +206,11 @@ def grouped_weight_gemm(
     b_scales: Codes,
     experts: npt.NDArray[np.int64],
     *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
     threads: int = 0,
+    **options: Unpack[op_options.WeightGemm],
 ) -> Array:
     """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numerics.grouped_weight_gemm`."""
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
     rows = _Rows((x,), (b, b_scales), experts, dtype)

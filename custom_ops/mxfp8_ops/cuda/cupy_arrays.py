@@ -12,15 +12,28 @@ Not verified on hardware yet: see custom_ops/README.md.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics
+from mxfp8_ops import checks, formats, numerics, op_options
 from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class CudaGemmOptions(op_options.Gemm, total=False):
+    """The options of `gemm` here."""
+
+    fast_accumulate: bool
+    """Let the product take the row `fold` of the dispatch table if it fits: FP8 tensor cores before Blackwell, faster
+    and not exact. Both operands get one scale per row (`folding.fold_error` gives the error of that), and the
+    hardware's short accumulator sums (on Hopper about 2^-13 of the sum of magnitudes: usually the larger error, and
+    not measured)."""
 
 
 def quantize(
@@ -104,11 +117,8 @@ def gemm(
     b_scales: Any,
     bias: Any | None = None,
     *,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    fast_accumulate: bool = False,
     kept: WideWeight | FoldedOperand | None = None,
+    **options: Unpack[CudaGemmOptions],
 ) -> Any:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`.
 
@@ -118,21 +128,17 @@ def gemm(
         b: elements of the second operand.
         b_scales: its scales.
         bias: float32 [N], or None.
-        a_format: element format of `a`.
-        b_format: element format of `b`.
-        dtype: dtype of the result.
-        fast_accumulate: let the product take the row `fold` of the dispatch table if it fits: FP8 tensor cores
-            before Blackwell, faster and not exact. Both operands get one scale per row (`folding.fold_error` gives
-            the error of that), and the hardware's short accumulator sums (on Hopper about 2^-13 of the sum of
-            magnitudes: usually the larger error, and not measured).
         kept: the weight as `wide_weight` or `folded_weight` keeps it, for the rows that can use it.
+        **options: see `CudaGemmOptions` and `op_options.Gemm`.
 
     Raises:
         BackendError: also for fast_accumulate without nvmath-python.
     """
-    formats.element_format(a_format)
+    fast_accumulate, rest = _fast_accumulate(**options)
+    kinds = op_options.gemm(**rest)
+    formats.element_format(kinds[0])
     if not fast_accumulate:
-        return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
+        return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
     if not cublaslt.available():
         raise BackendError(
             "gemm",
@@ -142,7 +148,7 @@ def gemm(
         )
     # Opt-in for this call alone: the row is not exact.
     with dispatch.allowed("fold"):
-        return _gemm((a, a_scales), (b, b_scales), (a_format, b_format), bias, dtype, kept)
+        return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
 
 
 def weight_gemm(
@@ -151,18 +157,17 @@ def weight_gemm(
     b_scales: Any,
     bias: Any | None = None,
     *,
-    b_format: str = "e4m3",
-    dtype: str = "float32",
-    activation_dtype: str | None = None,
     kept: WideWeight | None = None,
+    **options: Unpack[op_options.WeightGemm],
 ) -> Any:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`.
 
     `kept` is the weight as `wide_weight` keeps it, for the row `large`.
     """
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("gemm", x.dtype)
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
-    return _gemm((x,), (b, b_scales), (x.dtype.name, b_format), bias, dtype, kept, rounding)
+    return _gemm((x,), (b, b_scales), bias, (x.dtype.name, b_format, dtype), kept, rounding)
 
 
 def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
@@ -197,16 +202,20 @@ def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
     return execution.fold(_queue(), (b.data.ptr, b_scales.data.ptr), b.shape)
 
 
+def _fast_accumulate(fast_accumulate: bool = False, **rest: Any) -> tuple[bool, dict[str, Any]]:
+    """Returns (fast_accumulate, the options of a gemm in every backend)."""
+    return fast_accumulate, rest
+
+
 def _gemm(  # noqa: PLR0917 - one for both gemms
     a: tuple[Any, ...],
     b: tuple[Any, Any],
-    kinds: tuple[str, str],
     bias: Any | None,
-    dtype: str,
+    kinds: tuple[str, str, str],
     kept: WideWeight | FoldedOperand | None,
     activation_dtype: int = 0,
 ) -> Any:
-    a_kind, b_format = kinds
+    a_kind, b_format, dtype = kinds
     formats.element_format(b_format)
     shape = checks.gemm_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
     for operand in (a, b):

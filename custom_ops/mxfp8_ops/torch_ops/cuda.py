@@ -27,7 +27,7 @@ from mxfp8_ops.cuda.planner import Gemm
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.embedding import check_embedding, picked
-from mxfp8_ops.torch_ops.gemm import CheckedWeightGemm, check_gemm, check_weight_gemm
+from mxfp8_ops.torch_ops.gemm import gemm_options, gemm_shape, weight_gemm_options
 from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
 from mxfp8_ops.torch_ops.products import products
 from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize
@@ -95,12 +95,14 @@ def gemm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
-    return _gemm((a, a_scales), (b, b_scales), bias, (*check_gemm(a, a_scales, b, b_scales, bias, *rest, **named), 0))
+    options = (*gemm_options(*rest, **named), 0)
+    return _gemm((a, a_scales), (b, b_scales), bias, gemm_shape("gemm", a, a_scales, b, b_scales, bias), options)
 
 
 def weight_gemm(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given."""
-    return _gemm((x,), (b, b_scales), bias, check_weight_gemm(x, b, b_scales, bias, *rest, **named))
+    options = weight_gemm_options(x.dtype, *rest, **named)
+    return _gemm((x,), (b, b_scales), bias, gemm_shape("weight_gemm", x, None, b, b_scales, bias), options)
 
 
 def embedding(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", *args: Any) -> Tensor:
@@ -176,9 +178,11 @@ def _find(b: Pair) -> _Kept | None:
     return entry if entry is not None and entry.versions == _versions(b) else None
 
 
-def _gemm(a: Sequence[Tensor], b: Pair, bias: Tensor | None, checked: CheckedWeightGemm) -> Tensor:
-    """Returns y of `shape`, [..., M, N] (or [N])."""
-    shape, dtype, a_code, b_code, activation_code = checked
+def _gemm(
+    a: Sequence[Tensor], b: Pair, bias: Tensor | None, shape: Sequence[int], options: tuple[torch.dtype, int, int, int]
+) -> Tensor:
+    """Returns y of `shape`, [..., M, N] (or [N]); `options` are those that `weight_gemm_options` returns."""
+    dtype, a_code, b_code, activation_code = options
     check_devices("gemm", *a, *b, bias)
     names = "a a_scales b b_scales" if len(a) == 2 else "x b b_scales"
     *a, elements, scales = readable("gemm", names, *a, *b)

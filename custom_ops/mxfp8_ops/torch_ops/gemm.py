@@ -34,43 +34,36 @@ from mxfp8_ops.torch_ops.operands import (
 )
 from mxfp8_ops.torch_ops.products import products
 
-Checked = tuple[tuple[int, ...], torch.dtype, int, int]
-"""Shape and dtype of the result, and the codes of the formats or dtypes of the operands."""
-
-CheckedWeightGemm = tuple[tuple[int, ...], torch.dtype, int, int, int]
-"""The same, and the code of the dtype that x is rounded to."""
-
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
 
-def check_gemm(  # noqa: PLR0917 - the op's schema
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Checked:
-    """Returns the result's shape and dtype and the operands' codes; raises as `gemm` does."""
+def gemm_options(
+    a_format: str = "e4m3", b_format: str = "e4m3", dtype: torch.dtype | None = None
+) -> tuple[torch.dtype, int, int]:
+    """Returns the dtype of the result and the codes of the formats, of `gemm`'s arguments after the bias.
+
+    Raises:
+        ContractError: unknown format.
+        ShapeError: unknown dtype.
+    """
     a_code, b_code, dtype = FORMAT_CODES[a_format], FORMAT_CODES[b_format], dtype or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("gemm", dtype)
-    return gemm_shape("gemm", a, a_scales, b, b_scales, bias), dtype, a_code, b_code
+    return dtype, a_code, b_code
 
 
 def _gemm_fake(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Gradient = None, *rest: Any) -> Tensor:
     check_devices("gemm", a, a_scales, b, b_scales, bias)
-    shape, dtype, *_ = check_gemm(a, a_scales, b, b_scales, bias, *rest)
-    return a.new_empty(shape, dtype=dtype)
+    dtype, *_ = gemm_options(*rest)
+    return a.new_empty(gemm_shape("gemm", a, a_scales, b, b_scales, bias), dtype=dtype)
 
 
 def gemm_cpu(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any
 ) -> Tensor:
     """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
-    shape, dtype, a_code, b_code = check_gemm(a, a_scales, b, b_scales, bias, *rest)
+    dtype, a_code, b_code = gemm_options(*rest)
+    shape = gemm_shape("gemm", a, a_scales, b, b_scales, bias)
     if not plain(1, a, a_scales, b, b_scales):
         a, a_scales, b, b_scales = readable("gemm", "a a_scales b b_scales", a, a_scales, b, b_scales)
     if bias is not None:
@@ -146,17 +139,19 @@ _AS_IT_IS: Final = formats.activation_dtype(None).onnx_dtype
 # --- weight_gemm -----------------------------------------------------------------------------------------------------
 
 
-def check_weight_gemm(  # noqa: PLR0917 - the op's schema
-    x: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
+def weight_gemm_options(
+    x_dtype: torch.dtype,
     b_format: str = "e4m3",
     dtype: torch.dtype | None = None,
     activation_dtype: torch.dtype | None = None,
-) -> CheckedWeightGemm:
-    """Returns the result's shape and dtype and the operands' codes; raises as `weight_gemm` does."""
-    b_code, x_dtype = FORMAT_CODES[b_format], x.dtype
+) -> tuple[torch.dtype, int, int, int]:
+    """Returns the dtype of the result and the codes of x, b and the rounding of x, of `weight_gemm`'s last arguments.
+
+    Raises:
+        ContractError: unknown format or activation_dtype.
+        ShapeError: unknown dtype.
+    """
+    b_code = FORMAT_CODES[b_format]
     dtype = dtype or x_dtype
     if x_dtype not in DTYPE_CODES or dtype not in DTYPE_CODES:
         check_dtype("weight_gemm", x_dtype)
@@ -164,18 +159,19 @@ def check_weight_gemm(  # noqa: PLR0917 - the op's schema
     activation_code = _AS_IT_IS
     if activation_dtype is not None:
         activation_code = formats.activation_dtype(dtype_name(activation_dtype)).onnx_dtype
-    return gemm_shape("weight_gemm", x, None, b, b_scales, bias), dtype, DTYPE_CODES[x_dtype], b_code, activation_code
+    return dtype, DTYPE_CODES[x_dtype], b_code, activation_code
 
 
 def _weight_gemm_fake(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     check_devices("weight_gemm", x, b, b_scales, bias)
-    shape, dtype, *_ = check_weight_gemm(x, b, b_scales, bias, *rest)
-    return x.new_empty(shape, dtype=dtype)
+    dtype, *_ = weight_gemm_options(x.dtype, *rest)
+    return x.new_empty(gemm_shape("weight_gemm", x, None, b, b_scales, bias), dtype=dtype)
 
 
 def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
     """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given; rows of `x` may be strided."""
-    shape, dtype, x_code, b_code, activation_code = check_weight_gemm(x, b, b_scales, bias, *rest)
+    dtype, x_code, b_code, activation_code = weight_gemm_options(x.dtype, *rest)
+    shape = gemm_shape("weight_gemm", x, None, b, b_scales, bias)
     n, k = shape[-1], x.shape[-1]
     stride = k
     if not (plain(x.itemsize, x) and plain(1, b, b_scales)):

@@ -94,16 +94,7 @@ def _autograd(_: torch._C.DispatchKeySet, a: Tensor, *rest: Any) -> Tensor:
     return result
 
 
-def _fake(  # noqa: PLR0917 - the op's schema
-    a: Tensor,
-    a_scales: Tensor | None,
-    b: Tensor,
-    b_scales: Tensor,
-    offs: Tensor,
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+def _fake(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, offs: Tensor, *rest: Any) -> Tensor:
     """Returns an empty result of `mxfp8::grouped_gemm`.
 
     Raises:
@@ -111,6 +102,7 @@ def _fake(  # noqa: PLR0917 - the op's schema
         ContractError: unknown format.
     """
     check_devices("grouped_gemm", a, a_scales, b, b_scales)
+    a_format, b_format, dtype = _options(*rest)
     formats.element_format(b_format)
     if a_scales is None:
         check_dtype("grouped_gemm", a.dtype)
@@ -135,6 +127,13 @@ def _fake(  # noqa: PLR0917 - the op's schema
             advice="pass the running sum of the groups' sizes",
         )
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
+
+
+def _options(
+    a_format: str = "e4m3", b_format: str = "e4m3", dtype: torch.dtype | None = None
+) -> tuple[str, str, torch.dtype | None]:
+    """Returns the op's last arguments with their defaults: torch leaves out those that equal them."""
+    return a_format, b_format, dtype
 
 
 OPS: Final = (

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from mxfp8_graph.checking.compare import sameness
 from mxfp8_graph.checking.inputs import Array, Inputs
 from mxfp8_graph.checking.runner import Model
-from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
-from mxfp8_graph.options import Progress
+from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
+from mxfp8_graph.options import Progress, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
@@ -37,6 +37,9 @@ from mxfp8_graph.tools.switched import open_switchable
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, RecipeError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 RELATIVE_L2: Final = METRICS["relative_l2"]
 """What sites are added up by, whatever they are ranked by."""
 
@@ -48,14 +51,11 @@ def analyze(
     model: Model,
     recipe: str | Recipe = presets.DEFAULT,
     *,
-    inputs: SampleSource = None,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
     metric: str = RELATIVE_L2.name,
     keep: int | None = None,
     allow_nonfinite: bool = False,
-    trust_pickle: bool = False,
     progress: Progress | None = None,
+    **inputs: Unpack[SampleOptions],
 ) -> Analysis:
     """Returns the damage that each rewritten matmul does at the outputs of a model, ranked, and what to exclude.
 
@@ -66,14 +66,11 @@ def analyze(
         model: the path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`. It is not
             modified.
         recipe: whose sites are analyzed.
-        inputs: samples, see `checking.samples`; one is synthesised if None, and the result says so.
-        shapes: sizes of free dimensions of synthesised inputs.
-        seed: of synthesised inputs.
         metric: what sites are ranked by: one of `tools.metrics.METRICS`, or the user's own as module:function.
         keep: how many of the worst sites to exclude; None: the fewest that do half of the squared error.
         allow_nonfinite: pack weights that hold NaN or Inf.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
         progress: called as progress(site, bytes, all bytes) while weights are packed, then with runs for bytes.
+        **inputs: see `checking.samples.SampleOptions`.
 
     Raises:
         ContractError: the model cannot be read or packed, or is rewritten already; there is no such metric.
@@ -82,14 +79,15 @@ def analyze(
         ShapeError: `inputs` does not fit the model, or the metric does not fit the outputs.
         BackendError: the model cannot be run, or the native library is missing.
     """
+    check_options("analyze", inputs, SampleOptions)
     start = time.perf_counter()
     chosen, ranked_by = load_recipe(recipe), metric_called(metric)
     if keep is not None and keep < 0:
         raise ContractError("analyze", f"keep is {keep}", expected="0 or more", advice="correct it")
-    settings = {"allow_nonfinite": allow_nonfinite, "trust_pickle": trust_pickle}
+    settings = {"allow_nonfinite": allow_nonfinite, "trust_pickle": inputs.get("trust_pickle", False)}
     with open_switchable(model, chosen, **settings, progress=progress) as switchable:
         run = partial(switchable.run, on=[False] * len(switchable.switched))
-        samples = make_samples(switchable.signature, inputs, shapes, seed, run=run)
+        samples = make_samples(switchable.signature, inputs, run=run)
         measured = _Measurement(switchable, samples, ranked_by, progress)
         measured.every_site()
         worst = measured.worst(keep)

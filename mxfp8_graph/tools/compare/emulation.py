@@ -24,7 +24,7 @@ from onnx import TensorProto, helper
 
 from mxfp8_graph.checking.compare import difference
 from mxfp8_graph.checking.inputs import Inputs
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_graph.onnx_model.graph import infer, proto_of, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
@@ -144,7 +144,11 @@ class Emulated:
         self.weights = RoundedWeights(emulator, peer.weights)
         folder = opened.folder.path if opened.folder else None
         self._session = Session(
-            proto, kernels=False, where=f"{opened.name} as {peer.name}", folder=folder, takes_turns=True
+            proto,
+            kernels=False,
+            where=f"{opened.name} as {peer.name}",
+            folder=folder,
+            execution=Execution(takes_turns=True),
         )
         outputs = {output.name for output in opened.proto.graph.output}
         self._outputs = [name for name in self._session.output_names if name in outputs]

@@ -11,18 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mxfp8_graph import rewriting
 from mxfp8_graph.checking.compare import sqnr
 from mxfp8_graph.checking.inputs import Inputs, Signature, describe
 from mxfp8_graph.checking.runner import Model, is_program
-from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
-from mxfp8_graph.checking.sessions import Runnable, Session
+from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
+from mxfp8_graph.checking.sessions import Execution, Runnable, Session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.options import Progress
+from mxfp8_graph.options import Progress, check_options
 from mxfp8_graph.policy import presets, transformer_engine
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -33,6 +33,9 @@ from mxfp8_graph.tools.metrics import Metric, Score, metric_called, score
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 from mxfp8_ops.formats import VALUE_DTYPES
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 NAMED: Final = tuple(name for name in presets.PRESETS if name != transformer_engine.MXFP8)
 """The presets, each once: one of them is another by a second name."""
@@ -75,13 +78,10 @@ def compare(
     recipes: Sequence[str | Path | Recipe] = (),
     *,
     settings: Sequence[str] = (),
-    inputs: SampleSource = None,
     metrics: Sequence[str] = METRICS,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
     repeat: int = 7,
-    trust_pickle: bool = False,
     progress: Progress | None = None,
+    **inputs: Unpack[SampleOptions],
 ) -> Comparison:
     """Returns what each recipe does to the outputs of a model, to its weights, its size and its speed.
 
@@ -92,13 +92,10 @@ def compare(
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         recipes: presets, `VARIANTS` and `number_formats.PEERS` by name, files, `Recipe`s; all with a name if empty.
         settings: fields that are set in every recipe of ours: "embeddings=true"; see `Recipe.setting`.
-        inputs: see `checking/samples.py`; synthesised if None.
         metrics: `metrics.METRICS` by name, or "module:function".
-        shapes: sizes of free dimensions of synthesised inputs.
-        seed: for synthesised inputs.
         repeat: how many runs of each real model are timed, at least 1.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
         progress: called as progress(recipe, samples done, samples in all).
+        **inputs: see `checking.samples.SampleOptions`.
 
     Raises:
         ContractError: the model cannot be read, exported or is rewritten already; an unknown metric.
@@ -107,6 +104,7 @@ def compare(
         BackendError: ONNX Runtime cannot run the model, or the native library is missing.
         NothingEligibleError: no recipe rewrites anything.
     """
+    check_options("compare", inputs, SampleOptions)
     chosen_metrics = [metric_called(name) for name in metrics]
     candidates = _candidates(recipes, settings)
     with scratch("compare") as folder:
@@ -114,13 +112,13 @@ def compare(
         name = "model"
         if is_program(model):
             name = str(model) if isinstance(model, (str, Path)) else "program"
-            model = _exported(model, folder / "model.onnx", trust_pickle=trust_pickle)
+            model = _exported(model, folder / "model.onnx", trust_pickle=inputs.get("trust_pickle", False))
             notes.append("the program is compared as the ONNX model that torch.onnx makes of it")
         opened = open_model(model)
         name = opened.name if name == "model" else name
         _refuse_rewritten(opened)
-        session = Session(model, kernels=False, where=opened.name, takes_turns=True, float32=True)
-        samples = make_samples(Signature.of(opened), inputs, shapes, seed, count=SYNTHESISED, run=session.run)
+        session = Session(model, kernels=False, where=opened.name, execution=Execution(takes_turns=True), float32=True)
+        samples = make_samples(Signature.of(opened), inputs, count=SYNTHESISED, run=session.run)
         if samples.synthesised:
             notes.append("synthesised inputs: errors on your own data may differ; pass --inputs")
         trial = _Trial(
@@ -260,7 +258,9 @@ class _Trial:
         assert recipe is not None
         recipe = recipe.for_cpu() if self._sessions[ORIGINAL].note else recipe
         _, report = rewriting.rewrite(self.model, recipe, output=output)
-        session = Session(output, kernels=True, where=f"{self.opened.name} as {row.name}", takes_turns=True)
+        session = Session(
+            output, kernels=True, where=f"{self.opened.name} as {row.name}", execution=Execution(takes_turns=True)
+        )
         scores = self._scores(row.name, session.run)
         self._sessions[row.name] = session
         error, (packed, count) = report.weight_error, _packed(report)

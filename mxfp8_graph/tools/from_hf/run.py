@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import onnx
 
 from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.options import CheckpointWeights, Options, Progress
+from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
 from mxfp8_graph.pass_steps import Reporter
 from mxfp8_graph.policy import presets
@@ -19,6 +19,8 @@ from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from mxfp8_graph.onnx_model.open import OpenedModel
 
 _WEIGHT_ONLY = "mxfp8-weight-only"
@@ -38,10 +40,7 @@ def from_hf(
     settings: Sequence[str] = (),
     dtype: Literal["float32", "float16", "bfloat16"] = "float32",
     opset: int = contract.MIN_OPSET,
-    external_data: Literal["auto", "always", "never"] = "auto",
-    overwrite: bool = False,
-    allow_nonfinite: bool = False,
-    progress: Progress | None = None,
+    **options: Unpack[PackOptions],
 ) -> tuple[Path, RewriteReport]:
     """Returns (the ONNX file, a report): the model in a Hugging Face folder with its MXFP8 weights, byte for byte.
 
@@ -62,10 +61,7 @@ def from_hf(
         settings: fields that are set in the recipe: "fuse=false"; see `Recipe.setting`.
         dtype: the dtype of all other computations; tensors that are stored in another one are cast at run time.
         opset: version of the default operator domain, at least 21.
-        external_data: whether tensors go to OUTPUT.data: "always" and "auto", or "never".
-        overwrite: whether an existing output may be replaced.
-        allow_nonfinite: take weights that hold NaN or Inf instead of refusing them.
-        progress: called after each weight.
+        **options: see `mxfp8_graph.options.PackOptions`; external data is written with "auto" too.
 
     Raises:
         ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
@@ -74,6 +70,7 @@ def from_hf(
         RecipeError: the recipe is malformed, or does not fit the model.
         BackendError: torch, onnxscript or transformers is missing.
     """
+    check_options("from_hf", options, PackOptions)
     folder = Path(folder)
     if not is_folder(folder):
         raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
@@ -103,16 +100,8 @@ def from_hf(
     )
     # Before the export, which takes minutes: the output must not be one of the files that it is made of.
     weights.keep(target)
-    options = Options(
-        name=str(folder),
-        output=target,
-        external_data=external_data,
-        overwrite=overwrite,
-        allow_nonfinite=allow_nonfinite,
-        weights=weights,
-        progress=progress,
-    )
-    reporter = Reporter(recipe=chosen, options=options, bytes_before=checkpoint.byte_size)
+    whole = Options(name=str(folder), output=target, weights=weights, **options)
+    reporter = Reporter(recipe=chosen, options=whole, bytes_before=checkpoint.byte_size)
     opened = _opened(folder, config, checkpoint, dtype, opset)
     from mxfp8_graph.onnx_pass.run import rewrite_opened
 

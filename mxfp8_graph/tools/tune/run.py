@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.samples import SampleSource, make_samples
+from mxfp8_graph.checking.samples import SampleOptions, make_samples
 from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.files import scratch
-from mxfp8_graph.options import Progress
+from mxfp8_graph.options import Progress, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.tools.tune.budget import parse
@@ -23,9 +23,23 @@ from mxfp8_graph.tools.tune.trials import Ticker
 from mxfp8_graph.tools.tune.tuner import Tuner
 from mxfp8_ops.errors import ContractError
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 OBJECTIVES: Final = ("size", "latency")
 SYNTHESISED: Final = 8
 """Samples that are made where none are given."""
+
+
+class TuneOptions(SampleOptions, total=False):
+    """The options of `tune` besides the goal."""
+
+    overwrite: bool
+    """Whether files in a folder that exists may be replaced."""
+    allow_nonfinite: bool
+    """Pack weights that hold NaN or Inf."""
+    progress: Progress | None
+    """Called as progress(what, runs done, runs that it may take at most)."""
 
 
 def tune(
@@ -34,14 +48,8 @@ def tune(
     *,
     objective: Literal["size", "latency"] = "size",
     recipe: str | Path | Recipe = presets.DEFAULT,
-    inputs: SampleSource = None,
     output: str | Path | None = None,
-    overwrite: bool = False,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
-    allow_nonfinite: bool = False,
-    trust_pickle: bool = False,
-    progress: Progress | None = None,
+    **options: Unpack[TuneOptions],
 ) -> Tuning:
     """Returns the smallest or fastest plan that keeps a budget, of those that the search tried, with its recipe.
 
@@ -56,15 +64,9 @@ def tune(
         objective: "size" makes bytes small, and of plans of one size takes the most accurate; where errors differ by
             less than 5 %, the one that is cheaper to multiply. "latency" makes the time of a run here small.
         recipe: which matmuls may be packed, and in which weight format; its activations and scale roundings are tuned.
-        inputs: samples, see `checking.samples`; synthesised if None, and the result says so.
         output: the folder to write: the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned beside
             a path; nothing is written for a model in memory.
-        overwrite: whether files in a folder that exists may be replaced.
-        shapes: sizes of free dimensions of synthesised inputs.
-        seed: of synthesised inputs.
-        allow_nonfinite: pack weights that hold NaN or Inf.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
-        progress: called as progress(what, runs done, runs that it may take at most).
+        **options: see `TuneOptions` and `checking.samples.SampleOptions`.
 
     Raises:
         BudgetNotMetError: no plan keeps the budget; nothing is written.
@@ -77,6 +79,7 @@ def tune(
         ShapeError: the samples do not fit the model.
         BackendError: the model cannot be run, or the native library is missing.
     """
+    check_options("tune", options, TuneOptions)
     budgets = tuple(parse(text) for text in ([budget] if isinstance(budget, str) else budget))
     if not budgets:
         raise ContractError("budget", "none is given", expected="at least one", advice="pass cosine>=0.999")
@@ -84,10 +87,11 @@ def tune(
         raise ContractError.unknown("objective", objective, OBJECTIVES)
     base = load_recipe(recipe)
     in_memory = not isinstance(model, (str, Path))
-    place = None if in_memory and output is None else Place(model, output, overwrite=overwrite)
+    place = None if in_memory and output is None else Place(model, output, overwrite=options.get("overwrite", False))
     search = contextlib.nullcontext() if place is None else place.search()
+    trust_pickle = options.get("trust_pickle", False)
     with search as file, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
-        samples = make_samples(signature, inputs, shapes, seed, count=SYNTHESISED, run=original.run)
+        samples = make_samples(signature, options, count=SYNTHESISED, run=original.run)
         base = base.for_cpu() if original.note else base
         with scratch("tune") as folder:
             tuner = Tuner(
@@ -102,8 +106,8 @@ def tune(
                 place=place,
                 file=file,
                 folder=folder,
-                allow_nonfinite=allow_nonfinite,
-                ticker=Ticker(progress),
+                allow_nonfinite=options.get("allow_nonfinite", False),
+                ticker=Ticker(options.get("progress")),
             )
             return tuner.run()
 

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from mxfp8_graph import rewriting
 from mxfp8_graph.checking.inputs import Inputs
 from mxfp8_graph.checking.samples import Samples
-from mxfp8_graph.checking.sessions import Runnable, Session
+from mxfp8_graph.checking.sessions import Execution, Runnable, Session
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import Metric, Score, check_measurable
@@ -127,7 +127,7 @@ class Trials:
             from mxfp8_graph.checking.programs import TorchProgram
 
             return TorchProgram(model)
-        return Session(model, kernels=True, where=self.name, takes_turns=takes_turns, float32=True)
+        return Session(model, kernels=True, where=self.name, execution=Execution(takes_turns=takes_turns), float32=True)
 
     @property
     def _is_program(self) -> bool:
