@@ -20,8 +20,8 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_program.internals import to_numpy
 from mxfp8_graph.torch_program.training_mode import evaluated
-from mxfp8_graph.torch_program.values import to_numpy
 
 
 def open_program(

@@ -8,8 +8,8 @@ from torch.fx import Node
 
 from mxfp8_graph.torch_pass.static_operands import GATHERS, VIEW_OPS
 from mxfp8_graph.torch_program import higher_order, internals
+from mxfp8_graph.torch_program.internals import storage_of
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.values import storage_of
 
 
 def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> None:

@@ -31,8 +31,8 @@ from mxfp8_graph.torch_pass.prune import prune
 from mxfp8_graph.torch_pass.static_operands import Static, identity
 from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
 from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.internals import storage_of
 from mxfp8_graph.torch_program.program import GraphScope, Program
-from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_graph.weights import Rows, pack, take
 
 _ATEN: Final = torch.ops.aten

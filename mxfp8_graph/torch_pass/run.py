@@ -27,10 +27,9 @@ from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_graph.torch_program import internals, record, training_mode
-from mxfp8_graph.torch_program.checked_program import check_values, checked, untrained
+from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked, untrained
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.stored import CHANGED, check_stored
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 

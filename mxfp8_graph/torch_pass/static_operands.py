@@ -18,8 +18,8 @@ from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.internals import storage_of
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.values import storage_of
 
 VIEW_OPS: Final = internals.op_names(
     "t transpose swapaxes permute numpy_T mT alias detach clone contiguous lift_fresh_copy to _to_copy type_as "

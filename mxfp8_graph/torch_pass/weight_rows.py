@@ -9,7 +9,7 @@ import torch
 
 from mxfp8_graph.torch_pass.static_operands import Static
 from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.values import to_numpy
+from mxfp8_graph.torch_program.internals import to_numpy
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
