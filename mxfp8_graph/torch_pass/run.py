@@ -16,8 +16,7 @@ from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, StoredWeight
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible, take_given
-from mxfp8_graph.policy import tied_tables
-from mxfp8_graph.policy.plan import Decision, plan
+from mxfp8_graph.policy.plan import Decision, plan, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
@@ -163,7 +162,7 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
-    decisions = tied_tables.explained(decisions, [static and identity(program, static) for static in statics])
+    decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
         training.check(recipe, sites, decisions)
     return decisions
