@@ -10,7 +10,6 @@ replace.py           replaces the matmuls for inference and removes what is unus
                      replaces them for training; build.py adds nodes
 packed_training.py   lets gradients pass through packed weights, and reverts that
 torchao_weights.py   weights that torchao packed
-switches.py          each site in both forms in one program, with a switch that chooses at run time
 stored_bytes.py      counts the bytes of every stored tensor and finds the nodes that use it, for the report
 """
 
