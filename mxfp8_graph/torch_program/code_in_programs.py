@@ -216,7 +216,7 @@ def _is_arithmetic(node: ast.AST) -> bool:
         value = node.value
         if isinstance(value, str):
             return _TEXT.fullmatch(value) is not None
-        return isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
+        return value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
     return isinstance(node, _SYNTAX)
 
 
