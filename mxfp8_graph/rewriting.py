@@ -123,7 +123,7 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
             )
         return None
     from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
-    from mxfp8_graph.packed.comfy import MARKER
+    from mxfp8_graph.packed.conventions import COMFY_MARKER
 
     expected = "a mapping of names in the model to names in the checkpoint"
     files = {Path(names)} if isinstance(names, (str, Path)) else set()
@@ -140,6 +140,6 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
         weights=checkpoint.weights,
         names=names or {},
         check=checkpoint.check,
-        others=tuple(name for name in sorted(checkpoint.others) if not name.endswith(MARKER)),
+        others=tuple(name for name in sorted(checkpoint.others) if not name.endswith(COMFY_MARKER)),
         files=checkpoint.files | files,
     )

@@ -23,9 +23,8 @@ from torch.utils import _pytree as pytree  # the call specification of a program
 
 from mxfp8_graph.checking.program_profile import of_program
 from mxfp8_graph.torch_program import record
-from mxfp8_graph.torch_program.internals import written_names
+from mxfp8_graph.torch_program.internals import to_numpy, written_names
 from mxfp8_graph.torch_program.training_mode import evaluated
-from mxfp8_graph.torch_program.values import to_numpy
 
 _MOVES: Final = frozenset(
     {"to", "_to_copy", "view", "reshape", "unsqueeze", "squeeze", "expand", "slice", "clone", "contiguous", "flatten"}

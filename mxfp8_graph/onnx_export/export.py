@@ -224,7 +224,7 @@ def translate(
     import torch
 
     from mxfp8_graph.onnx_export import experts, float8, translation
-    from mxfp8_graph.torch_program.stored import check_stored
+    from mxfp8_graph.torch_program.checked_program import check_stored
 
     try:
         with quiet(), torch.no_grad():  # its decompositions run the ops, and quantize refuses to cut a gradient

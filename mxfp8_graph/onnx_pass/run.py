@@ -42,8 +42,7 @@ from mxfp8_graph.pass_steps import (
     require_eligible,
     take_given,
 )
-from mxfp8_graph.policy import tied_tables
-from mxfp8_graph.policy.plan import Decision, plan
+from mxfp8_graph.policy.plan import Decision, plan, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError
@@ -174,4 +173,4 @@ def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list
     """Returns the sites of a prepared model and the decision on each."""
     sites = find_sites(model)
     stored = [id(site.w.static.value) if site.w.static else None for site in sites]
-    return sites, tied_tables.explained(plan([site.matmul for site in sites], recipe), stored)
+    return sites, tied(plan([site.matmul for site in sites], recipe), stored)

@@ -1,6 +1,6 @@
 """Access to packed weights, wherever they are: by name, as elements and scales, or dequantized.
 
-weight.py        a packed weight, its parts of whole blocks, and a model's other tensors
+weight.py        a packed weight, and a model's other tensors
 from_onnx.py     finds them in ONNX models, ours and TensorRT's
 from_torch.py    finds them in exported programs
 conventions.py   names of tensors in safetensors checkpoints

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any, Final
 
 from mxfp8_graph.file_reading import ModelFolder, Pins, is_folder
-from mxfp8_graph.packed import comfy, safetensors
+from mxfp8_graph.packed import conventions, safetensors
 from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight
 from mxfp8_graph.weights import swizzled_tiles, unswizzled
@@ -81,10 +81,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         stored, metadata, pins = _sharded(file)
     else:
         stored, metadata = safetensors.read(file, pins)
-    said = comfy.layers(stored, metadata, path)
+    said = conventions.comfy_layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
     # Markers are descriptions of layers and no tensors of the model.
-    used = {name for name in stored if name.endswith(comfy.MARKER)}
+    used = {name for name in stored if name.endswith(conventions.COMFY_MARKER)}
     misfits: list[str] = []
     for name, elements, scales, swizzled in _pairs(stored, metadata, said):
         used |= {elements, scales}
@@ -104,7 +104,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         for name, tensor in sorted(stored.items())
         if name not in used and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
     )
-    foreign = (*comfy.others(said, stored, weights), *foreign)
+    foreign = (*conventions.comfy_others(said, stored, weights), *foreign)
     if not weights:
         what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
         expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
@@ -125,7 +125,7 @@ def _unknown(
 ) -> list[str]:
     """Returns the tensors and metadata that describe an unknown quantization of MXFP8 weights or of their inputs."""
     names = sorted(stored)
-    suspects = {name for name in names if name.rpartition(".")[2] == comfy.GLOBAL}
+    suspects = {name for name in names if name.rpartition(".")[2] == conventions.COMFY_GLOBAL}
     for weight in weights:
         # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
         head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
@@ -159,7 +159,7 @@ def _pairs(
     """
     for name, tensor in stored.items():
         if tensor.dtype not in _FORMATS or (
-            said and not comfy.is_mxfp8(said.get(name.removesuffix(".weight")), tensor)
+            said and not conventions.is_comfy_mxfp8(said.get(name.removesuffix(".weight")), tensor)
         ):
             continue
         # By name and by dtype: FP8 with one float32 scale per tensor has the same names.

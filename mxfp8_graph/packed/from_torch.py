@@ -14,8 +14,8 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, original_name, plain_name
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program.internals import to_numpy
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.values import to_numpy
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import cpu, formats
-from mxfp8_ops.checks import scale_count, scale_shape
-from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.checks import scale_shape
+from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
@@ -26,8 +26,7 @@ _SUFFIX: Final = re.compile(r"^(?P<name>.+)_mxfp8(?P<number>_\d+)?$")
 class PackedWeight:
     """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, both read from the file on access.
 
-    `weight[0:64, 32:96]` is a part of it with the scales that belong to it, `weight[3]` one matrix of a stack. A copy
-    reads where the weight does; a deep copy, and a pickled weight, hold the data themselves.
+    A copy reads where the weight does; a deep copy, and a pickled weight, hold the data themselves.
     """
 
     name: str
@@ -45,7 +44,7 @@ class PackedWeight:
 
     @property
     def elements(self) -> Codes:
-        """uint8 [..., N, K]; read anew each time. For a part, index the weight, which gives the scales of the part too.
+        """uint8 [..., N, K]; read anew each time.
 
         Raises:
             ContractError: the file that holds it cannot be read.
@@ -60,50 +59,6 @@ class PackedWeight:
             ContractError: the file that holds it cannot be read.
         """
         return _checked(self.name, "scales", self.read_scales(), scale_shape(self.shape, -1))
-
-    def __getitem__(self, index: Any) -> PackedWeight:
-        """Returns a part of the weight, under its name; the whole is read whenever the part is.
-
-        Args:
-            index: integers, slices and `...`, as NumPy takes them, but along K a slice from one block to another: from
-                and to multiples of 32, or to the end.
-
-        Raises:
-            ShapeError: the index has another type, cuts a block, or is out of range.
-        """
-        where, k = f"weight {self.name!r}", self.shape[-1]
-        indices = index if isinstance(index, tuple) else (index,)
-        what = f"part [{', '.join(map(_text, indices))}] of {list(self.shape)}"
-        if not all(_is_basic(each) for each in indices) or indices.count(...) > 1:
-            expected, advice = "integers, slices and at most one ...", "index elements and scales with NumPy"
-            raise ShapeError(where, what, expected=expected, advice=advice)
-        at = indices.index(...) if ... in indices else len(indices)
-        every = (slice(None),) * (len(self.shape) - len(indices) + (... in indices))
-        *rest, along_k = full = (*indices[:at], *every, *indices[at + 1 :])
-        try:
-            shape = np.broadcast_to(np.uint8(0), self.shape)[full].shape  # checked on an array that takes one byte
-        except (IndexError, TypeError, ValueError) as error:
-            expected, advice = "indices within the shape", "correct the index"
-            raise ShapeError(where, f"{what}: {error}", expected=expected, advice=advice) from None
-        # An index along K is a part of a block, and step 0 is no step of a slice: refused below.
-        first, last, step = along_k.indices(k) if isinstance(along_k, slice) else (along_k, along_k, 0)
-        last = max(first, last)  # an empty slice may end before it begins
-        if step != 1 or first % formats.BLOCK_SIZE or (last % formats.BLOCK_SIZE and last != k):
-            expected = (
-                f"along K a slice from and to multiples of {formats.BLOCK_SIZE}, where blocks begin, or to the end"
-            )
-            raise ShapeError(where, what, expected=expected, advice="cut there, or cut what dequantize() returns")
-        blocks = (*rest, slice(first // formats.BLOCK_SIZE, scale_count(last)))
-        return replace(
-            self,
-            shape=shape,
-            read_elements=lambda: np.ascontiguousarray(self.elements[full]),
-            read_scales=lambda: np.ascontiguousarray(self.scales[blocks]),
-        )
-
-    def __iter__(self) -> Iterator[PackedWeight]:
-        """Yields the parts along the first axis."""
-        return (self[index] for index in range(self.shape[0]))
 
     def __copy__(self) -> PackedWeight:
         return replace(self)
@@ -183,18 +138,6 @@ def plain_name(name: str, taken: Collection[str]) -> str:
     """Returns the name of the original parameter if `name` is that of a float32 copy of a bias, else `name`."""
     plain = name.removesuffix("_f32")
     return name if plain in taken else plain
-
-
-def _is_basic(each: Any) -> bool:
-    return each is ... or (isinstance(each, (slice, int, np.integer)) and not isinstance(each, bool))
-
-
-def _text(each: Any) -> str:
-    """Returns one index as Python code: 3, "32:96", "..."."""
-    if not isinstance(each, slice):
-        return "..." if each is ... else str(each)[:80]
-    ends = (each.start, each.stop, *([] if each.step is None else [each.step]))
-    return ":".join("" if end is None else str(end) for end in ends)
 
 
 def _checked(name: str, what: str, codes: Codes, shape: tuple[int, ...]) -> Codes:

@@ -1,12 +1,12 @@
-"""Sites and decisions: which rule rewrites a matmul, or why it stays as it is. Data and one function, `plan`.
+"""Sites and decisions: which rule rewrites a matmul, or why it stays as it is.
 
 Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulSite` and apply its `Decision`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from mxfp8_graph.policy.patterns import Search
@@ -88,6 +88,10 @@ class Decision:
 
 _SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
 """Settings of a site's quantization, in a recipe and in its rules."""
+
+
+ROLE_SETTINGS: Final = {"embedding": "embeddings", "output_projection": "output_projections", "router": "routers"}
+"""Role -> the recipe's field that makes its sites eligible."""
 
 
 class NothingEligibleError(Mxfp8Error):
@@ -224,3 +228,41 @@ def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> RecipeError:
     shown = ", ".join(names[:5]) + (f", ... ({len(names)} in all)" if len(names) > 5 else "")
     what, advice = f"{what} of the model's matmuls", f"correct or remove it. Matmuls: {shown or 'none'}"
     return RecipeError(f"recipe {recipe.name!r}", what, expected="at least one", advice=advice)
+
+
+def tied(decisions: Sequence[Decision], weights: Sequence[Hashable | None]) -> list[Decision]:
+    """Returns the decisions, with the reason of each rewritten site saying so if its table stays for another site.
+
+    An embedding whose table stays for others anyway is kept, unless a rule asks for it: to pack it alone saves nothing.
+
+    Args:
+        decisions: one per site.
+        weights: what the site's static operand is stored as, equal for sites that share it; None without one.
+    """
+    groups: dict[Hashable, list[Decision]] = {}
+    for decision, weight in zip(decisions, weights, strict=True):
+        if weight is not None:
+            groups.setdefault(weight, []).append(decision)
+    return [_tied(d, groups.get(weight, ())) for d, weight in zip(decisions, weights, strict=True)]
+
+
+def _tied(decision: Decision, sharing: Sequence[Decision]) -> Decision:
+    """Returns a decision, with a reason that names `partner`, the first site that shares the weight and is kept."""
+    partner = next((other for other in sharing if not other.quantize), None)
+    if not decision.quantize or partner is None or all(other.site.role != "embedding" for other in sharing):
+        return decision
+    setting = f"set {ROLE_SETTINGS.get(partner.site.role)}: true"
+    advice = f"{setting} to share one" if setting in partner.reason else "see why"
+    shared = (
+        f"its {_what(decision.site)} is also the {_what(partner.site)} of {partner.site.module or partner.site.name!r}"
+    )
+    packed = any(other.quantize and other.site.role != "embedding" for other in sharing)
+    if decision.site.role == "embedding" and decision.rule == "policy" and not packed:
+        reason = f"embedding: {shared}, which is kept: packed alone it would make the file larger; {advice}"
+        return replace(decision, quantize=False, reason=reason)
+    stored = "both copies are stored, and the file is larger than with neither quantized"
+    return replace(decision, reason=f"{decision.reason}; {shared}, which is kept: {stored}; {advice}")
+
+
+def _what(site: MatMulSite) -> str:
+    return "table" if site.role == "embedding" else "weight"

@@ -33,34 +33,11 @@ class Predicates:
         return True
 
     @classmethod
-    def delayed(cls) -> bool:
-        """Returns False: no scale is from an earlier step."""
+    def _no(cls) -> bool:
+        """Returns False: that is another recipe."""
         return False
 
-    @classmethod
-    def float8_current_scaling(cls) -> bool:
-        """Returns False: no scale is that of a tensor."""
-        return False
-
-    @classmethod
-    def float8_per_tensor_scaling(cls) -> bool:
-        """Returns False: no scale is that of a tensor."""
-        return False
-
-    @classmethod
-    def float8_block_scaling(cls) -> bool:
-        """Returns False: that has float32 scales and blocks of 128."""
-        return False
-
-    @classmethod
-    def nvfp4(cls) -> bool:
-        """Returns False: elements have 8 bits."""
-        return False
-
-    @classmethod
-    def custom(cls) -> bool:
-        """Returns False: no quantizer is the caller's own."""
-        return False
+    delayed = float8_current_scaling = float8_per_tensor_scaling = float8_block_scaling = nvfp4 = custom = _no
 
 
 def refusal(name: object) -> tuple[str, str] | None:

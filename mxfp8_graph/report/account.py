@@ -22,8 +22,7 @@ from typing import Final, Literal, NamedTuple
 
 from rich.filesize import decimal as size
 
-from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.policy.tied_tables import SETTINGS
+from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.section import Cell, Columns, Section, byte_size
 
@@ -253,7 +252,7 @@ class Account(Data):
         notes, total = [], self.bytes_after
         for tensor in (tensor for tensor in self.tensors if tensor.bytes_kept > _LARGE * total):
             decisions = [use.decision for use in tensor.uses if use.decision and not use.decision.quantize]
-            fields = {field: f"set {field}: true" for field in SETTINGS.values()}
+            fields = {field: f"set {field}: true" for field in ROLE_SETTINGS.values()}
             wanted = [next((f for f, advice in fields.items() if advice in d.reason), "") for d in decisions]
             if all(wanted) and any(decision.site.role == "embedding" for decision in decisions):
                 options = " ".join(f"--set {field}=true" for field in dict.fromkeys(wanted))

@@ -2,16 +2,14 @@
 
 run.py               the steps, in order
 find.py              finds the matmuls, and says what each is
-matmul_forms.py      how each op multiplies
-embeddings.py        how ids pick rows of a table
-static_operands.py   which operands are known before the program runs; weight_rows.py reads their values
+matmul_forms.py      how each op multiplies, and how ids pick rows of a table
+static_operands.py   which operands are known before the program runs, and their values
 roles.py             this front end's op table for `policy.roles`
 attention.py         scaled_dot_product_attention as two matmuls
-replace.py           replaces the matmuls for inference; training.py for training; build.py adds nodes
+replace.py           replaces the matmuls for inference and removes what is unused after that; training.py
+                     replaces them for training; build.py adds nodes
 packed_training.py   lets gradients pass through packed weights, and reverts that
-prune.py             removes weights and views that are unused after that
 torchao_weights.py   weights that torchao packed
-switches.py          each site in both forms in one program, with a switch that chooses at run time
 stored_bytes.py      counts the bytes of every stored tensor and finds the nodes that use it, for the report
 """
 

@@ -10,7 +10,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     bmm(x, w [E, K, N][ids])            experts picked at run time: W's packed form is picked from instead
     grouped_mm(x, w [E, K, N], offs)    rows sorted by expert; offs says where each expert's rows end
     matmul(q, k^T), matmul(softmax, v)  both operands computed at run time
-    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `embeddings.py`
+    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `matmul_forms.lookup_of`
     scaled_dot_product_attention        two sites, and one node until a recipe wants either quantized
 """
 
@@ -30,8 +30,16 @@ from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, torchao_weights
-from mxfp8_graph.torch_pass.embeddings import Lookup, lookup_of
-from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Form, Operand, form_of, is_attention, operands_of
+from mxfp8_graph.torch_pass.matmul_forms import (
+    LINEAR_TRAIN,
+    Form,
+    Lookup,
+    Operand,
+    form_of,
+    is_attention,
+    lookup_of,
+    operands_of,
+)
 from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
 from mxfp8_graph.torch_program import internals

@@ -7,12 +7,15 @@ matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
 bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
 grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
 embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
+
+A matmul's node is retargeted in place: its name, its users, its metadata and whatever the program's signature says
+about it stay true. Weights, biases and the views of them that have no user after that are removed, and nothing else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -26,15 +29,13 @@ from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
-from mxfp8_graph.torch_pass.calls import Call, put
 from mxfp8_graph.torch_pass.find import TorchSite
-from mxfp8_graph.torch_pass.prune import prune
-from mxfp8_graph.torch_pass.static_operands import Static, identity
-from mxfp8_graph.torch_pass.weight_rows import layout_of, rows_of
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass.static_operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
+from mxfp8_graph.torch_program import higher_order, internals, record
+from mxfp8_graph.torch_program.internals import storage_of
 from mxfp8_graph.torch_program.program import GraphScope, Program
-from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_graph.weights import Rows, pack, take
+from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
 
@@ -209,3 +210,109 @@ def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
     if dtype != default_dtype:
         settings["dtype"] = dtype
     return Call("gemm", op, arguments, internals.unusual(op, settings))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an op, whose first argument is the result of the call before it."""
+
+    name: str
+    """Ending of the node's name."""
+    op: Any
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = field(default_factory=dict)
+
+
+def put(site: TorchSite, gemm: Call, build: Builder, rewrite_record: RewriteRecord) -> None:
+    """Turns the site's output node into the gemm, or into the last of the calls that must follow it."""
+    output = site.added.output
+    *calls, last = gemm, *_epilogue(site, build)
+    before: tuple[Node, ...] = ()
+    for call in calls:
+        name = f"{site.node.name}_{call.name}"
+        before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
+        if call is gemm:
+            record.mark(before[0], rewrite_record)
+    arguments = (*before, *last.arguments)
+    # A last check, before the edit: every user of the node was traced with this dtype and rank.
+    value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
+    if value.dtype != expected.dtype or value.dim() != expected.dim():
+        what = f"rewritten it gives {value.dtype} {list(value.shape)}"
+        advice = "exclude this node in the recipe and report it as a bug"
+        raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
+    output.target, output.args, output.kwargs = last.op, arguments, last.keywords
+    if last is gemm:
+        record.mark(output, rewrite_record)
+    # The sum became the output, so the matmul itself has no user any more.
+    if output is not site.node:
+        site.node.graph.erase_node(site.node)
+
+
+def _epilogue(site: TorchSite, build: Builder) -> list[Call]:
+    """Returns the calls that must follow the gemm: a transpose, alpha and the addend where it does not absorb them."""
+    calls: list[Call] = []
+    form, addend = site.form, site.added.addend
+    if site.swapped:
+        calls.append(Call("swapped", _ATEN.transpose.int, (-2, -1)))
+        # A matmul's result is contiguous, and the program may view it as such.
+        calls.append(Call("contiguous", _ATEN.clone.default, (), {"memory_format": torch.contiguous_format}))
+    # A static weight has alpha in its packed values already.
+    if form.alpha != 1.0 and site.w.static is None:
+        calls.append(Call("scaled", _ATEN.mul.Tensor, (form.alpha,)))
+    if addend is not None:
+        if form.beta != 1.0:
+            addend = build.add(f"{site.node.name}_addend", _ATEN.mul.Tensor, addend, form.beta)
+        calls.append(Call("added", _ATEN.add.Tensor, (addend,)))
+    return calls
+
+
+def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> None:
+    """Removes the nodes in `suspects` that nothing uses, and in turn what only they used.
+
+    Dead code that was in the program before stays: only `suspects`, what feeds them, and other names of the storages
+    in `sources` are looked at. User inputs stay.
+    """
+    stack = list(suspects)
+    gone: set[Node] = set()
+    while stack:
+        node = stack.pop()
+        # A node is met again when its last user goes, since that pushes its inputs.
+        if node in gone or node.users:
+            continue
+        if node.op == "placeholder":
+            removed, feeding = _placeholder(program, node)
+        elif internals.op_name(node) in VIEW_OPS | GATHERS:
+            removed, feeding = [node], node.all_input_nodes
+            node.graph.erase_node(node)
+        else:
+            continue
+        gone.update(removed)
+        stack += feeding
+    for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused
+        name = None if node.users else program.stored_name(node)
+        if name is not None and storage_of(program.tensor(name)) in sources:
+            program.forget(node)
+
+
+def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:
+    """Removes an unused input that is a weight; returns (the removed nodes, the nodes that they read)."""
+    scope = program.scope_of(node)
+    # In the main graph a placeholder is the tensor itself; in a subgraph it is an operand of the call that runs it.
+    if scope.parent is None or scope.call is None:
+        if program.stored_name(node) is None:
+            return [], []
+        program.forget(node)
+        return [node], []
+    index = scope.placeholders.index(node)
+    # An operand that changes between iterations is no weight, and an unknown op may rely on its number of operands.
+    if higher_order.layout_of(scope.call) is None or index < higher_order.variant_count(scope.call):
+        return [], []
+    twins = [sibling.placeholders[index] for sibling in scope.siblings]
+    # All graphs of a call take the same operands: cond passes each to both branches.
+    if any(twin.users for twin in twins):
+        return [], []
+    operand = higher_order.operands(scope.call)[index]
+    higher_order.remove_operand(scope.call, index)
+    for twin in twins:
+        twin.graph.erase_node(twin)
+    return twins, [operand] if isinstance(operand, Node) else []

@@ -16,8 +16,7 @@ from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, StoredWeight
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible, take_given
-from mxfp8_graph.policy import tied_tables
-from mxfp8_graph.policy.plan import Decision, plan
+from mxfp8_graph.policy.plan import Decision, plan, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
@@ -27,10 +26,9 @@ from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_graph.torch_program import internals, record, training_mode
-from mxfp8_graph.torch_program.checked_program import check_values, checked, untrained
+from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked, untrained
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.stored import CHANGED, check_stored
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
@@ -164,7 +162,7 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
-    decisions = tied_tables.explained(decisions, [static and identity(program, static) for static in statics])
+    decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
         training.check(recipe, sites, decisions)
     return decisions

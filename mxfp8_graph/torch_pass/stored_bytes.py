@@ -20,8 +20,8 @@ from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.static_operands import VIEW_OPS
 from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_program.internals import storage_of
 from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.values import storage_of
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 

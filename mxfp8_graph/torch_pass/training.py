@@ -25,9 +25,9 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_pass.calls import Call, put
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Operand
+from mxfp8_graph.torch_pass.replace import Call, put
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops.errors import RecipeError

@@ -1,9 +1,8 @@
 """Opens, walks, edits and saves exported programs. Does not depend on the pass.
 
-files.py         .pt2 files
+files.py         .pt2 files, which serialized.py reads unless code_in_programs.py refuses them
 program.py       a private copy of a program: graphs, signature, weights
 higher_order.py  operands of higher-order ops (cond, while_loop, ...) and of their graphs
-values.py        tensors as NumPy arrays
 containers.py    the containers (model outputs, caches) in a program's inputs and outputs
 record.py        the record of a rewrite in a program
 internals.py     all private torch APIs, checked against the torch version

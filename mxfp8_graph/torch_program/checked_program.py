@@ -1,4 +1,4 @@
-"""A program that checks whether the modules made from it still have its tensors.
+"""A program that checks whether it, and the modules made from it, still have its tensors.
 
 torch's `ExportedProgram.module` shares tensors with the program. What replaces them in the module (`fully_shard`,
 `setattr`, `load_state_dict(assign=True)`) or copies them (`unflatten`, `deepcopy`) trains others, which the program
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from mxfp8_graph.torch_program import internals, training_mode
@@ -22,6 +23,11 @@ from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
+
+CHANGED: Final = "undo what changed it, such as module.half(), or export the model in that dtype"
+"""Advice for a program that is in memory."""
+
+_STORED: Final = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 # Weak on both sides: the record must keep neither programs nor their weights alive.
 _modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
@@ -84,6 +90,30 @@ def check_values(program: ExportedProgram, where: str | Path) -> None:
         if lost and taken != _checksum(module):
             what = f"{lost[0]!r} of its module() is another tensor now, with values that the program lacks"
             raise ContractError(where, what, expected="the program's own", advice=_ADVICE)
+
+
+def check_stored(program: ExportedProgram, where: object, advice: str = "save it again") -> None:
+    """Checks that a program has all its parameters, buffers and constants, in the shapes and dtypes of its graph.
+
+    Raises:
+        ContractError: one is; called `where`.
+    """
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in _STORED:
+            continue
+        tensor = program.state_dict.get(spec.target, program.constants.get(spec.target))
+        placeholder = placeholders.get(getattr(spec.arg, "name", ""))
+        said = placeholder.meta.get("val") if placeholder is not None else None
+        if not isinstance(tensor, torch.Tensor) or not isinstance(said, torch.Tensor):
+            raise ContractError(
+                where, f"no tensor {spec.target!r}", expected="all tensors that its graph uses", advice=advice
+            )
+        # torch itself does not compare them.
+        if tensor.shape != said.shape or tensor.dtype != said.dtype:
+            what = f"tensor {spec.target!r} is {tensor.dtype} {list(tensor.shape)}"
+            expected = f"{said.dtype} {list(said.shape)}, as its graph says"
+            raise ContractError(where, what, expected=expected, advice=advice)
 
 
 def untrained(program: ExportedProgram) -> str | None:

@@ -5,8 +5,7 @@ Wherever torch turns text of the file into Python, only what torch.export itself
     names of nodes, arguments   stand in generated code as they are: identifiers
     other names and keys        stand between quotes there: no quotes, backslashes, control characters
     ops                         looked up by attribute from `torch` on: registered ops, and a few functions by name
-    expressions of sizes        sympy evaluates them: constructors of arithmetic
-    guards                      compiled when the program is made callable: comparisons of sizes
+    sizes and guards            evaluated by sympy, compiled by torch: arithmetic
     trees of containers         import what makes a default or an enum: no imports
 
 Written against torch 2.10 to 2.15. What a later torch writes and this does not know is refused, never passed.
@@ -16,16 +15,16 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import enum
 import json
+import math
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from mxfp8_graph.torch_program.containers import unknown_classes
+from mxfp8_graph.torch_program.containers import is_harmless
+from mxfp8_graph.torch_program.internals import op_names
 from mxfp8_ops.errors import ContractError, Option
 
 TRUST: Final = (
@@ -41,79 +40,60 @@ _FILE_ARGUMENTS: Final = frozenset({"filename", "file", "path"})
 _FILE_OPS: Final = frozenset({"debugprims"})
 """Namespaces of ops that do so by arguments with other names."""
 
-_RUN_GRAPHS: Final = frozenset(
-    [
-        "associative_scan",
-        "auto_functionalized",
-        "auto_functionalized_v2",
-        "autograd_function_apply",
-        "cond",
-        "dynamo_bypassing_wrapper",
-        "flex_attention",
-        "flex_attention_backward",
-        "foreach_map",
-        "graphsafe_run_with_rng_state",
-        "hints_wrapper",
-        "invoke_quant",
-        "invoke_quant_packed",
-        "invoke_subgraph",
-        "map_impl",
-        "out_dtype",
-        "run_and_save_rng_state",
-        "run_with_rng_state",
-        "scan",
-        "strict_mode",
-        "tag_activation_checkpoint",
-        "while_loop",
-        "while_loop_stack_output",
-        "with_effects",
-        "wrap",
-        "wrap_activation_checkpoint",
-        "wrap_with_autocast",
-        "wrap_with_set_grad_enabled",
-    ]
+_RUN_GRAPHS: Final = op_names(
+    """associative_scan auto_functionalized auto_functionalized_v2 autograd_function_apply cond
+    dynamo_bypassing_wrapper flex_attention flex_attention_backward foreach_map graphsafe_run_with_rng_state
+    hints_wrapper invoke_quant invoke_quant_packed invoke_subgraph map_impl out_dtype run_and_save_rng_state
+    run_with_rng_state scan strict_mode tag_activation_checkpoint while_loop while_loop_stack_output with_effects wrap
+    wrap_activation_checkpoint wrap_with_autocast wrap_with_set_grad_enabled"""
 )
 """Higher-order ops that run graphs and ops of the file; others run Python objects, libraries or format strings."""
 
 _FUNCTIONS: Final = frozenset(
-    [
-        *(
-            f"_operator.{name}"
-            for name in [
-                "getitem",
-                "add",
-                "mul",
-                "sub",
-                "truediv",
-                "ge",
-                "le",
-                "gt",
-                "lt",
-                "eq",
-                "ne",
-                "floordiv",
-                "mod",
-                "and_",
-                "or_",
-            ]
-        ),
-        *(f"_operator.{name}" for name in ["not_", "pow", "neg", "pos", "abs", "lshift", "rshift"]),
-        *(f"math.{name}" for name in ("ceil", "floor", "trunc")),
-        *(f"torch.sym_{name}" for name in ["int", "float", "ite", "max", "min", "not", "sqrt", "sum"]),
-        "torch._C._set_grad_enabled",
-        "torch.autograd.grad_mode.set_grad_enabled",
-        "torch.amp.autocast_mode._enter_autocast",
-        "torch.amp.autocast_mode._exit_autocast",
-        "torch.fx.experimental.symbolic_shapes.cast_symbool_to_symint_guardless",
-        *(f"torch._functorch.predispatch.{name}" for name in ["_add_batch_dim", "_remove_batch_dim", "_make_dual"]),
-        *(f"torch._functorch.predispatch._{name}_nesting" for name in ("vmap_increment", "vmap_decrement")),
-        *(f"torch._functorch.predispatch._{name}_nesting" for name in ("jvp_increment", "jvp_decrement")),
-        *(f"torch._functorch.predispatch.{name}" for name in ["_unpack_dual", "_unwrap_for_grad"]),
-        *(f"torch._functorch.predispatch.{name}" for name in ["_enter_dual_level", "_exit_dual_level"]),
-        "torch._functorch.predispatch.lazy_load_decompositions",
-    ]
+    prefix + name
+    for prefix, names in {
+        "_operator.": """getitem add mul sub truediv ge le gt lt eq ne floordiv mod and_ or_ not_ pow neg pos abs lshift
+            rshift""",
+        "math.": "ceil floor trunc",
+        "torch.": "_C._set_grad_enabled autograd.grad_mode.set_grad_enabled",
+        "torch.sym_": "int float ite max min not sqrt sum",
+        "torch.amp.autocast_mode._": "enter_autocast exit_autocast",
+        "torch.fx.experimental.symbolic_shapes.": "cast_symbool_to_symint_guardless",
+        "torch._functorch.predispatch.": """_add_batch_dim _remove_batch_dim _make_dual _unpack_dual _unwrap_for_grad
+            _vmap_increment_nesting _vmap_decrement_nesting _jvp_increment_nesting _jvp_decrement_nesting
+            _enter_dual_level _exit_dual_level lazy_load_decompositions""",
+    }.items()
+    for name in names.split()
 )
-"""What else a program may call: torch's verifier allows it too."""
+"""What else a program may call: torch's verifier allows it too, but reads it from `torch` on before it checks."""
+
+_POWERS: Final = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift"})
+_NAMES: Final = _POWERS | op_names(
+    """Add Mul Integer Rational Float Symbol Max Min Mod Abs Eq Equality Ne Unequality Ge GreaterThan Gt
+    StrictGreaterThan Le LessThan Lt StrictLessThan And Or Not Piecewise ExprCondPair Tuple floor ceiling IntInfinity
+    NegativeIntInfinity FloorDiv ModularIndexing Where PythonMod CleanDiv CeilToInt FloorToInt CeilDiv RShift
+    FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat
+    Identity L math torch inf max min abs int cast_symbool_to_symint_guardless"""
+)
+"""Constructors of sympy and torch in sizes; the inputs (L), modules and functions of guards."""
+_ATTRIBUTES: Final = op_names(
+    """size stride storage_offset item isnan inf floor ceil trunc sqrt pow log2 fabs
+    sym_int sym_float sym_ite sym_max sym_min sym_not sym_sqrt sym_sum"""
+)
+"""Of tensors, `math` and `torch`, in guards."""
+_SYMBOL: Final = re.compile(r"[a-z]{1,3}\d{1,9}|oo|int_oo|zoo|nan|true|false")
+_TEXT: Final = re.compile(r"[^\W\d]\w*|-?[\d.]{1,40}(e[+-]?\d{1,3})?")
+"""Symbol('s0'), Float('0.5', precision=53). Other text is a key: sympy would evaluate it anywhere else."""
+_SYNTAX: Final = (
+    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop),
+    *(ast.keyword, ast.Load, ast.Tuple, ast.Subscript, ast.IfExp),
+)
+_LONGEST_EXPRESSION: Final = 20_000
+_LARGEST_POWER: Final = 4096
+"""Largest product of all exponents in an expression: sympy computes powers of numbers to the last digit."""
+
+_FACTORIES: Final = frozenset({"list", "dict", "set", "int", "float", "str", "tuple"})
+"""Builtins that make the defaults of a defaultdict."""
 
 
 def refuse_code(program: Any, where: object) -> None:
@@ -125,35 +105,28 @@ def refuse_code(program: Any, where: object) -> None:
     stack: list[Any] = [program]
     while stack:
         value = stack.pop()
-        if dataclasses.is_dataclass(value):
-            stack += _checked_fields(value, where)
-        elif isinstance(value, dict):
+        if isinstance(value, dict):
             stack += [*value, *value.values()]
-        elif isinstance(value, list):
+        elif isinstance(value, (list, tuple)):
             stack += value
         elif isinstance(value, str):
             _check(_check_literal, value, where)
-
-
-def _checked_fields(value: Any, where: object) -> Iterator[Any]:
-    """Checks what is special among the fields of a schema object, and yields the others."""
-    for name in (field.name for field in dataclasses.fields(value)):
-        item = vars(value).get(name)
-        if item is None or name == "metadata" or (name == "arg" and _is_text_argument(value)):
-            continue  # what tools say about nodes, and texts passed to ops: their repr stands in generated code
-        if name == "range_constraints":
-            for symbol in item:
-                _check(_check_counter, symbol, where)
-        if name in _CHECKS:
-            for text in item if isinstance(item, list) and name in _LISTS else (item,):
-                _check(_CHECKS[name], text, where)
-        else:
-            yield item
+        elif dataclasses.is_dataclass(value):
+            for name, item in vars(value).items():
+                if item is None or name == "metadata" or (name == "arg" and _is_text_argument(value)):
+                    continue  # what tools say about nodes, and texts passed to ops: their repr is in generated code
+                if name == "range_constraints":
+                    for symbol in item:
+                        _check(_check_counter, symbol, where)
+                if name in _CHECKS:
+                    for text in item if isinstance(item, list) else [item]:
+                        _check(_CHECKS[name], text, where)
+                else:
+                    stack.append(item)
 
 
 def _is_text_argument(value: Any) -> bool:
-    argument = value.arg
-    return type(value).__name__ == "NamedArgument" and getattr(argument, "type", "") in ("as_string", "as_strings")
+    return type(value).__name__ == "NamedArgument" and getattr(value.arg, "type", "") in ("as_string", "as_strings")
 
 
 def refuse_code_in_keys(inputs: Any, where: object) -> None:
@@ -188,232 +161,129 @@ def _check_name(text: str) -> str | None:
 
 
 def _check_counter(symbol: str) -> str | None:
-    """Torch counts up to the number of an unbacked symbol, one by one."""
     number = re.fullmatch(r"\D*(\d+)", symbol)
-    return (
-        None if number is None or len(number[1]) <= 6 else "has too large a number: torch counts up to it, one by one"
-    )
+    too_large = number is not None and len(number[1]) > 6
+    return "has too large a number: torch counts up to it, one by one" if too_large else None
 
 
 def _check_op(target: str) -> str | None:
-    if target in _FUNCTIONS:
-        return None
     match = _OP.fullmatch(target)
     if match is None:
-        return "is no op"
+        return None if target in _FUNCTIONS else "is no op"
     namespace, name, overload = match.groups()
     if namespace == "higher_order":
         return None if name in _RUN_GRAPHS and overload is None else "is a higher-order op that may run other code"
-    found: Any = getattr(torch.ops, namespace)
+    op: Any = getattr(torch.ops, namespace)
     for part in (name, overload or "default"):
-        found = getattr(found, part, None)
-    if found is None:
+        op = getattr(op, part, None)
+    if op is None:
         return None  # torch says that it is not registered
-    if not isinstance(found, torch._ops.OpOverload):
+    if not isinstance(op, torch._ops.OpOverload):
         return "is no op"
-    arguments = {argument.name for argument in found._schema.arguments if "str" in str(argument.type)}
+    arguments = {argument.name for argument in op._schema.arguments if "str" in str(argument.type)}
     return "reads or writes files" if namespace in _FILE_OPS or arguments & _FILE_ARGUMENTS else None
 
 
-_LONGEST_EXPRESSION: Final = 20_000
-_CONSTRUCTORS: Final = frozenset(
-    [
-        "Add",
-        "Mul",
-        "Pow",
-        "Integer",
-        "Rational",
-        "Float",
-        "Symbol",
-        "Max",
-        "Min",
-        "Mod",
-        "Abs",
-        "Eq",
-        "Equality",
-        "Ne",
-        "Unequality",
-        "Ge",
-        "GreaterThan",
-        "Gt",
-        "StrictGreaterThan",
-        "Le",
-        "LessThan",
-        "Lt",
-        "StrictLessThan",
-        "And",
-        "Or",
-        "Not",
-        "Piecewise",
-        "ExprCondPair",
-        "Tuple",
-        "floor",
-        "ceiling",
-        "IntInfinity",
-        "NegativeIntInfinity",
-        "FloorDiv",
-        "ModularIndexing",
-        "Where",
-        "PythonMod",
-        "CleanDiv",
-        "CeilToInt",
-        "FloorToInt",
-        "CeilDiv",
-        "RShift",
-        "FloatTrueDiv",
-        "IntTrueDiv",
-        "IsNonOverlappingAndDenseIndicator",
-        "TruncToFloat",
-        "TruncToInt",
-        "RoundToInt",
-        "RoundDecimal",
-        "ToFloat",
-        "Identity",
-    ]
-)
-_POWERS: Final = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift"})
-_SYMBOL: Final = re.compile(r"[a-z]{1,3}\d{1,9}|oo|int_oo|zoo|nan|true|false")
-_LARGEST_POWER: Final = 4096
-"""Largest product of all exponents in an expression: sympy computes powers of numbers to the last digit."""
-
-
-def _check_expression(text: str) -> str | None:
+def _check_arithmetic(text: str) -> str | None:
+    """Passes the size of a tensor, or a guard of sizes."""
     try:
         tree = ast.parse(text, mode="eval").body if len(text) <= _LONGEST_EXPRESSION else None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         tree = None
-    if tree is None:
-        return "is not a size of a tensor"
-    power = 1.0
-    for node in ast.walk(tree):
-        if not _is_arithmetic(node):
-            return "is more than arithmetic"
-        exponent = _exponent(node)
-        power *= max(1, exponent if exponent is not None else _LARGEST_POWER + 1)
-    return None if power <= _LARGEST_POWER else "is too expensive to evaluate"
+    # A guard stands between double quotes in generated code, too.
+    if tree is None or not text.isprintable() or set(text) & {'"', "\\"}:
+        return "is neither a size of a tensor nor a guard"
+    nodes = list(ast.walk(tree))
+    keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
+    if not all((id(node) in keys and _is_key(node)) or _is_arithmetic(node) for node in nodes):
+        return "is more than arithmetic"
+    return None if math.prod(map(_exponent, nodes)) <= _LARGEST_POWER else "is too expensive to evaluate"
 
 
-_ARITHMETIC: Final = (ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop)
+def _is_key(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, (str, int))
 
 
 def _is_arithmetic(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
-        known = isinstance(node.func, ast.Name) and node.func.id in _CONSTRUCTORS | _POWERS
+        known = isinstance(node.func, ast.Attribute) or (isinstance(node.func, ast.Name) and node.func.id in _NAMES)
         return known and all(keyword.arg is not None for keyword in node.keywords)
+    if isinstance(node, ast.Attribute):
+        return node.attr in _ATTRIBUTES
     if isinstance(node, ast.Name):
-        return bool(node.id in _CONSTRUCTORS | _POWERS or _SYMBOL.fullmatch(node.id))
+        return node.id in _NAMES or _SYMBOL.fullmatch(node.id) is not None
     if isinstance(node, ast.Constant):
         value = node.value
-        if isinstance(value, str):  # Symbol('s0'), Float('0.5', precision=53)
-            return value.isidentifier() or re.fullmatch(r"-?[\d.]{1,40}(e[+-]?\d{1,3})?", value) is not None
-        return isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
-    return isinstance(node, (*_ARITHMETIC, ast.keyword, ast.Load, ast.Tuple))
+        if isinstance(value, str):
+            return _TEXT.fullmatch(value) is not None
+        return value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
+    return isinstance(node, _SYNTAX)
 
 
-def _exponent(node: ast.AST) -> float | None:
-    """Returns the size of the exponent if `node` is a power, 1 if it is none, None if the exponent is no number."""
+def _exponent(node: ast.AST) -> float:
+    """Returns the largest number in the exponent if `node` is a power, else 1; infinity if that is no number."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.LShift)):
-        return _number(node.right)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
-        return _number(node.args[1]) if len(node.args) == 2 else None
-    return 1
-
-
-def _number(node: ast.AST) -> float | None:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"Integer", "Rational"}:
-        sizes = [_number(argument) for argument in node.args]
-        return max((size for size in sizes if size is not None), default=None) if None not in sizes else None
-    if isinstance(node, ast.UnaryOp):
-        return _number(node.operand)
-    return abs(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) else None
-
-
-_GUARD_FUNCTIONS: Final = frozenset({"IsNonOverlappingAndDenseIndicator", "cast_symbool_to_symint_guardless"})
-_GUARD_METHODS: Final = frozenset({"size", "stride", "storage_offset", "item"})
-_MATH: Final = frozenset(["isnan", "inf", "floor", "ceil", "trunc", "sqrt", "pow", "log2", "fabs"])
-_SYMBOLIC: Final = frozenset(f"sym_{name}" for name in ["int", "float", "ite", "max", "min", "not", "sqrt", "sum"])
-
-
-def _check_guard(text: str) -> str | None:
-    try:
-        tree = ast.parse(text, mode="eval").body if len(text) <= _LONGEST_EXPRESSION else None
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        tree = None
-    if tree is None or '"' in text or "\\" in text or not text.isprintable():
-        return "is no guard"
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    harmless = all(_is_of_guards(node, called=id(node) in called) for node in ast.walk(tree))
-    return None if harmless else "is more than a guard of sizes"
-
-
-def _is_of_guards(node: ast.AST, *, called: bool) -> bool:
-    if isinstance(node, ast.Attribute):
-        if isinstance(node.value, ast.Name) and node.value.id in {"math", "torch"}:
-            return node.attr in (_MATH if node.value.id == "math" else _SYMBOLIC)
-        return called and node.attr in _GUARD_METHODS
-    if isinstance(node, ast.Call):
-        known = isinstance(node.func, ast.Name) and node.func.id in _GUARD_FUNCTIONS | {"max", "min", "abs", "int"}
-        return (known or isinstance(node.func, ast.Attribute)) and not node.keywords
-    if isinstance(node, ast.Name):
-        return node.id in _GUARD_FUNCTIONS | {"L", "math", "torch", "inf", "max", "min", "abs", "int"}
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Pow, ast.LShift)):
-        return (_number(node.right) or _LARGEST_POWER) < 64
-    return isinstance(node, (*_ARITHMETIC, ast.Subscript, ast.Constant, ast.Load, ast.IfExp))
+        exponent: ast.AST = node.right
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _POWERS:
+        if len(node.args) != 2:
+            return math.inf
+        exponent = node.args[1]
+    else:
+        return 1
+    sizes = [1.0]
+    for part in ast.walk(exponent):
+        if isinstance(part, ast.Constant) and isinstance(part.value, (int, float)):
+            sizes.append(abs(part.value))
+        elif not isinstance(part, (ast.Call, ast.Load, ast.UnaryOp, ast.unaryop)) and not (
+            isinstance(part, ast.Name) and part.id in {"Integer", "Rational"}
+        ):
+            return math.inf
+    return max(sizes)
 
 
 def _check_tree(text: str) -> str | None:
+    """Passes a tree of containers, which is JSON."""
     try:
-        _, tree = json.loads(text)
-        keywords = [*_keyword_names(tree)]
-        return next(filter(None, map(_check_name, keywords)), None) or _check_nodes(tree)
+        _, root = json.loads(text)
+        children = root["children_spec"]
+        if len(children) == 2 and children[1]["type"] == "builtins.dict":  # a call's arguments: names of keywords
+            for name in json.loads(children[1]["context"]):
+                if problem := _check_name(name):
+                    return problem
+        nodes = [root]
+        while nodes:
+            node = nodes.pop()
+            if problem := _check_context(node["context"], is_dict=node["type"] == "builtins.dict"):
+                return problem
+            nodes += node["children_spec"]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return "is not a tree of containers"
-
-
-def _keyword_names(tree: Any) -> Iterator[str]:
-    """Yields the names of keyword arguments, if the tree is that of a call's arguments."""
-    children = tree["children_spec"]
-    if len(children) == 2 and children[1]["type"] == "builtins.dict":
-        yield from json.loads(children[1]["context"])
-
-
-def _check_nodes(tree: Any) -> str | None:
-    stack = [tree]
-    while stack:
-        node = stack.pop()
-        context = node["context"]
-        unknown = next(unknown_classes(context), None)
-        if unknown is not None:
-            return f"makes a {unknown}"
-        if isinstance(context, dict):  # a defaultdict, whose factory is looked up by name
-            factory = (context.get("default_factory_module", "builtins"), context.get("default_factory_name", "list"))
-            if factory[0] != "builtins" or factory[1] not in {"list", "dict", "set", "int", "float", "str", "tuple"}:
-                return f"makes defaults with {factory[0]}.{factory[1]}"
-        elif isinstance(context, str) and "__enum__" in context:
-            problem = _check_enums(json.loads(context))
-            if problem is not None:
-                return problem
-        elif isinstance(context, str) and node["type"] == "builtins.dict":
-            problem = next(filter(None, (_check_literal(str(key)) for key in json.loads(context))), None)
-            if problem is not None:
-                return problem
-        stack += node["children_spec"]
     return None
 
 
-def _check_enums(context: Any) -> str | None:
-    """Passes the enums of a context that are defined by now: torch imports the module of an enum."""
+def _check_context(context: Any, *, is_dict: bool) -> str | None:
+    """Passes what a container is made of besides its children: keys, names of classes, plain values."""
+    if isinstance(context, str):
+        try:
+            context = json.loads(context)
+        except ValueError:
+            return None  # the class of a namedtuple; torch evaluates no context that is not JSON
     stack = [context]
     while stack:
         value = stack.pop()
-        if isinstance(value, dict) and "__enum__" in value:
-            module, _, path = str(value["fqn"]).partition(":")
-            found: Any = sys.modules.get(module)
-            for part in path.split("."):
-                found = vars(found).get(part) if found is not None else None
-            if not (isinstance(found, type) and issubclass(found, enum.Enum)):
-                return f"names the enum {value['fqn']}, which is not imported"
-        stack += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        if isinstance(value, dict):
+            if "__enum__" in value:
+                return "imports an enum"
+            if not is_harmless(value):
+                return f"makes a {value['p']}"
+            factory = value.get("default_factory_module", "builtins"), value.get("default_factory_name", "list")
+            if factory[0] != "builtins" or factory[1] not in _FACTORIES:
+                return f"makes defaults with {factory[0]}.{factory[1]}"
+            stack += value.values()
+        elif isinstance(value, list):
+            stack += value
+        elif is_dict and (problem := _check_literal(str(value))):
+            return problem
     return None
 
 
@@ -423,11 +293,9 @@ _CHECKS: Final[dict[str, Callable[[str], str | None]]] = {
     "name": _check_name,
     "as_name": _check_name,
     "forward_arg_names": _check_name,
-    "expr_str": _check_expression,
-    "guards_code": _check_guard,
+    "expr_str": _check_arithmetic,
+    "guards_code": _check_arithmetic,
     "in_spec": _check_tree,
     "out_spec": _check_tree,
 }
-"""How to check the text in a field of torch's schema; every other text by `_check_literal`."""
-_LISTS: Final = frozenset({"forward_arg_names", "guards_code"})
-"""Those of them that hold lists of texts."""
+"""How to check the text, or the list of texts, in a field of torch's schema; every other text by `_check_literal`."""

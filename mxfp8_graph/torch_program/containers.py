@@ -10,9 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from torch.utils import _pytree as pytree  # trees of containers are its
@@ -94,27 +93,16 @@ def _stand_in(name: str) -> type:
     return type(name, (real,), members)
 
 
-def unknown_classes(context: Any) -> Iterator[str]:
-    """Yields the classes that the context of a container names and that are not known to be harmless.
+def is_harmless(context: dict[str, Any]) -> bool:
+    """Whether a part of a container's context names no class, or one that is safe to make.
 
     transformers' exporter writes objects into contexts, {"_t": kind, "p": class, ...}, and makes them by name.
     """
-    if isinstance(context, str):
-        with contextlib.suppress(ValueError):  # torch does not read a context that is not JSON either
-            context = json.loads(context)
-    stack = [context]
-    while stack:
-        value = stack.pop()
-        if isinstance(value, list):
-            stack += value
-        elif isinstance(value, dict):
-            stack += value.values()
-            named = value.get("p") if "_t" in value else None
-            # "map" and "seq" are called with their items, other kinds are made without a call.
-            if named is not None and not _is_harmless(str(named), called=value["_t"] in {"map", "seq"}):
-                yield str(named)
-
-
-def _is_harmless(named: str, *, called: bool) -> bool:
+    if "_t" not in context or context.get("p") is None:
+        return True
+    named = str(context["p"])
+    # "map" and "seq" are called with their items, other kinds are made without a call.
+    if context["_t"] in {"map", "seq"}:
+        return named in _PLAIN_CLASSES
     module, _, name = named.partition(":")
-    return named in _PLAIN_CLASSES if called else module == _CACHES and name in _CACHE_CLASSES
+    return module == _CACHES and name in _CACHE_CLASSES

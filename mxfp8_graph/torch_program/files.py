@@ -16,9 +16,8 @@ from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.files import is_taken, replacing, uninterrupted
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_program import containers, internals, record, serialized
-from mxfp8_graph.torch_program.archive import Archive
-from mxfp8_graph.torch_program.checked_program import check_values, checked
-from mxfp8_graph.torch_program.stored import CHANGED, check_stored
+from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked
+from mxfp8_graph.torch_program.serialized import Archive
 from mxfp8_ops import (
     contract,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import ml_dtypes
+import numpy.typing as npt
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
@@ -202,6 +204,23 @@ def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
 def has_values(tensor: torch.Tensor) -> bool:
     """Whether `tensor` has values: it is neither on the meta device nor fake."""
     return not tensor.is_meta and not isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Returns the values of a tensor, bfloat16 as ml_dtypes has it; they share its memory if that is on the CPU."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:  # NumPy has no such type; ml_dtypes does, and the bits are the same
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array
+
+
+def storage_of(tensor: Any) -> int:
+    """Returns the address where the memory of a tensor begins; 0 for a tensor without memory of its own."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return 0
 
 
 def expose_einsum(program: ExportedProgram) -> ExportedProgram:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_program import higher_order, internals
-from mxfp8_graph.torch_program.values import storage_of
+from mxfp8_graph.torch_program.internals import storage_of
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 

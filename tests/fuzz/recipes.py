@@ -29,7 +29,7 @@ def seeds() -> list[bytes]:
     return [
         b"0name: mine\nmin_dim: 16\nexclude: ['layers\\.0\\.']\n",
         b"0rules:\n  - {name: up, activations: unchanged}\n  - {op: Gemm, min_n: 8, quantize: false}\n",
-        b"0a: &a [up, down]\ninclude: *a\n",
+        b"0include: [up, down]\n",
         b"0fp8_format: HYBRID\nscale_rounding: floor\noutput_projections: true\n",
         b'1name = "mine"\nexclude = ["up"]\n[[rules]]\nname = "layers"\nweight_format = "e5m2"\n',
         b"1min_dim = 64\nrouters = true\nfp8_dpa = true\n",

@@ -225,7 +225,7 @@ def test_a_recipe_that_contradicts_itself(complaint, text: str, expected: str) -
             "mine.yaml:2: expected the node content, but found '<stream end>'; expected valid YAML; fix that line",
         ),
         ("min_dim: 1\nmin_dim: 2\n", "mine.yaml:2: 'min_dim' is given twice; expected valid YAML; fix that line"),
-        ("a: &a [*a]\n", "mine.yaml: nested without end; expected a recipe; remove the alias to itself"),
+        ("a: &a [*a]\n", "mine.yaml:1: an alias, *a; expected valid YAML; fix that line"),
     ],
 )
 def test_a_file_that_is_not_yaml(complaint, text: str, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""Packed weights cut into parts, copied and pickled: whole blocks with their scales, or an error."""
+"""Packed weights copied and pickled, and the weights of fused gemms."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import builders
 import numpy as np
 import onnx
 import pytest
-from grids import looped
 from onnx import TensorProto, helper
 
 import mxfp8_graph
 from mxfp8_graph.packed import PackedWeight
 from mxfp8_ops import contract, numerics, onnx_functions
-from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.errors import ContractError
 
 
 def weight(shape: tuple[int, ...], read: Callable[[np.ndarray], np.ndarray] = np.copy) -> PackedWeight:
@@ -38,96 +37,6 @@ def weight(shape: tuple[int, ...], read: Callable[[np.ndarray], np.ndarray] = np
         read_elements=lambda: read(elements),
         read_scales=lambda: read(scales),
     )
-
-
-# --- Parts -----------------------------------------------------------------------------------------------------------
-
-
-PARTS = {
-    (8, 96): [
-        np.s_[2:5], np.s_[:, 32:64], np.s_[::-2, -32:], np.s_[..., 64:], np.s_[3], np.s_[np.int64(-1), :32],
-        np.s_[:, 32:32], np.s_[:, 64:32], np.s_[...], (),
-    ],
-    (8, 70): [np.s_[1:3, 64:70], np.s_[:, 32:], np.s_[:, :1000]],
-    (3, 8, 96): [np.s_[1], np.s_[2, 1:3, 32:96], np.s_[..., 5, 0:32], np.s_[0, ..., :]],
-    (96,): [np.s_[32:]],
-}  # fmt: skip
-
-
-@looped("shape, index", [(shape, index) for shape, indices in PARTS.items() for index in indices])
-def test_a_part_is_that_part_of_the_values(shape: tuple[int, ...], index: Any) -> None:
-    whole = weight(shape)
-    cut = whole[index]
-    expected = whole.dequantize()[index]
-    assert cut.shape == cut.elements.shape == expected.shape
-    assert (cut.name, cut.module, cut.element_format, cut.weight_only) == ("w", "layer", "e4m3", False)
-    np.testing.assert_array_equal(cut.dequantize(), expected)
-
-
-def test_parts_of_parts_and_the_matrices_of_a_stack() -> None:
-    whole = weight((3, 8, 96))
-    np.testing.assert_array_equal(whole[1][2:, 32:][:, 32:].dequantize(), whole.dequantize()[1, 2:, 64:])
-    assert [each.shape for each in whole] == [(8, 96)] * 3
-    np.testing.assert_array_equal([each.dequantize() for each in whole], whole.dequantize())
-
-
-GRID = "expected along K a slice from and to multiples of 32, where blocks begin, or to the end; cut there, or cut what"
-BASIC = "expected integers, slices and at most one ...; index elements and scales with NumPy"
-
-
-@looped(
-    "index, text, expected",
-    [
-        (np.s_[:, 16:48], ":, 16:48", GRID),
-        (np.s_[:, :48], ":, :48", GRID),
-        (np.s_[..., 1:], "..., 1:", GRID),
-        (np.s_[:, -16:], ":, -16:", GRID),
-        (np.s_[:, 32:69], ":, 32:69", GRID),
-        (np.s_[:, ::2], ":, ::2", GRID),
-        (np.s_[:, ::-1], ":, ::-1", GRID),
-        (np.s_[0, 32], "0, 32", GRID),
-        ([0, 1], "[0, 1]", BASIC),
-        (np.array([0, 1]), "[0 1]", BASIC),
-        (None, "None", BASIC),
-        (True, "True", BASIC),
-        (np.s_[..., ...], "..., ...", BASIC),
-        ("w", "w", BASIC),
-    ],
-)
-def test_what_is_no_part_is_refused(index: Any, text: str, expected: str) -> None:
-    with pytest.raises(ShapeError) as caught:
-        weight((8, 70))[index]
-    assert str(caught.value).startswith(f"weight 'w': part [{text}] of [8, 70]; {expected}")
-
-
-@looped("index", [np.s_[8], np.s_[-9], np.s_[0, :, 0], np.s_[0, ..., 0, 0], np.s_[::0], np.s_["a":]])
-def test_what_is_not_there_is_refused(index: Any) -> None:
-    with pytest.raises(
-        ShapeError, match=r"^weight 'w': part \[.*\] of \[8, 70\]: .*; expected indices within the shape"
-    ):
-        weight((8, 70))[index]
-
-
-def test_a_raw_pair_that_cuts_blocks_goes_unnoticed_which_is_why_weights_are_cut() -> None:
-    whole = weight((8, 96))
-    wrong = numerics.dequantize(whole.elements[:, 16:48], whole.scales[:, :1])
-    assert np.abs(wrong - whole.dequantize()[:, 16:48]).max() > 1
-
-
-def test_a_part_is_read_when_it_is_asked_for() -> None:
-    read: list[tuple[int, ...]] = []
-
-    def counted(codes: np.ndarray) -> np.ndarray:
-        read.append(codes.shape)
-        return codes
-
-    cut = weight((8, 96), counted)[:4, 32:]
-    assert read == []
-    assert cut.scales.shape == (4, 2)
-    assert read == [(8, 3)]
-
-
-# --- Copies ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +65,6 @@ def test_a_copy_of_a_models_weight_is_the_weight(model: onnx.ModelProto, saved: 
     for weights in (saved, mxfp8_graph.unpack(model)):
         for make, weight in itertools.product((copy.copy, copy.deepcopy, pickled), weights.values()):
             check_same(make(weight), weight)
-            check_same(make(weight[1:3, 32:]), weight[1:3, 32:])
             check_same(make(make(weight)), weight)
 
 
