@@ -97,7 +97,7 @@ def run_model(
     Args:
         model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         inputs: see `samples.py`; the first of several samples is run. Synthesised if None.
-        shapes: sizes of free dimensions for synthesised inputs; see `input_sizes.Sizes`.
+        shapes: sizes of free dimensions for synthesised inputs; see `inputs.Sizes`.
         seed: for synthesised inputs.
         repeat: how many runs are counted, at least 1.
         profile: run it as often once more, and say which kernel each node ran and how long.
