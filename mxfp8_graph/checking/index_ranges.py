@@ -14,7 +14,16 @@ from typing import Final
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import onnx_calls
-from mxfp8_graph.onnx_model.graph import attribute, constant, dtype_of, is_op, shape_of, subgraphs_of, to_ir
+from mxfp8_graph.onnx_model.graph import (
+    attribute,
+    constant,
+    dtype_of,
+    is_op,
+    shape_of,
+    subgraphs_of,
+    to_ir,
+    without_sparse,
+)
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_pass.ops import names
 from mxfp8_ops import contract
@@ -57,7 +66,7 @@ def index_ranges(opened: OpenedModel) -> dict[str, range]:
         ContractError: onnx cannot read the model.
     """
     # Lengths of tables come from inferred shapes, since a table may be computed from an initializer.
-    graph = to_ir(_inlined(opened)).graph
+    graph = to_ir(_inlined(without_sparse(opened))).graph
     walk = _Walk()
     walk.origins = {value: {(str(value.name), 0)} for value in graph.inputs if _is_integer(value)}
     walk.graph(graph)

@@ -24,7 +24,7 @@ import onnx_ir as ir
 from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import Dim, to_ir
+from mxfp8_graph.onnx_model.graph import Dim, declared
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -101,7 +101,7 @@ class Signature:
     def of(cls, opened: OpenedModel) -> Signature:
         """Returns the inputs of an opened model."""
         # Without inference, which says less of an input that cannot be fed.
-        specs = input_specs(to_ir(opened, opened.proto).graph, opened.name)
+        specs = input_specs(declared(opened).graph, opened.name)
         return cls(opened.name, specs, index_ranges(opened), record.is_rewritten(opened.proto))
 
 

@@ -27,7 +27,7 @@ from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
-from mxfp8_graph.onnx_model.graph import to_ir
+from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_ops import cpu, formats, ort
@@ -202,8 +202,7 @@ class Session(Runnable):
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
-        opened = open_model(self._model)
-        model = to_ir(opened, opened.proto)
+        model = declared(open_model(self._model))
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
             session = self._again(profile=Path(folder) / "profile")
             # One run before the calls are recorded: the first one prepares the kernels.

@@ -23,7 +23,7 @@ from mxfp8_graph.checking.runner import Model, is_program, open_runnable
 from mxfp8_graph.checking.samples import Samples, SampleSource, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import to_ir
+from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, ShapeError
@@ -72,7 +72,7 @@ def verify(
     before, after = open_model(original), open_model(rewritten)
     signature = Signature.of(before)
     _check_order(signature, rewritten=record.is_rewritten(after.proto), name=after.name)
-    graphs = [to_ir(opened, opened.proto).graph for opened in (before, after)]
+    graphs = [declared(opened).graph for opened in (before, after)]
     _check_signatures(graphs, (before.name, after.name))
     sessions = _sessions(original, before, rewritten, after)
     samples = feed(signature, run=sessions[0].run)

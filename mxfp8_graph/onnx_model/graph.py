@@ -7,6 +7,7 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
@@ -89,6 +90,23 @@ def to_ir(opened: OpenedModel, inferred: onnx.ModelProto | None = None) -> ir.Mo
         for node, node_proto in zip(graph, proto.node, strict=True):
             _restore_attributes(opened, node, node_proto)
     return model
+
+
+def declared(opened: OpenedModel) -> ir.Model:
+    """Returns the graph of a model to read: with the types that it declares, as `without_sparse`."""
+    opened = without_sparse(opened)
+    return to_ir(opened, opened.proto)
+
+
+def without_sparse(opened: OpenedModel) -> OpenedModel:
+    """Returns a model without its sparse initializers, which ONNX Runtime runs and onnx_ir does not have."""
+    if not any(graph.sparse_initializer for graph in iter_graphs(opened.proto.graph)):
+        return opened
+    proto = onnx.ModelProto()
+    proto.CopyFrom(opened.proto)
+    for graph in iter_graphs(proto.graph):
+        graph.ClearField("sparse_initializer")
+    return dataclasses.replace(opened, proto=proto)
 
 
 def _deserialized(opened: OpenedModel) -> ir.Model:

@@ -19,7 +19,7 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, without_padding
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, graphs_of, label, stored, to_ir
+from mxfp8_graph.onnx_model.graph import attribute, declared, graphs_of, label, stored
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import NAME_SCOPES, module_of
 from mxfp8_graph.onnx_model.write import input_files
@@ -50,7 +50,7 @@ class _Use(NamedTuple):
 
 def contents(opened: OpenedModel) -> Contents:
     """Returns the packed weights and the other parameters of an ONNX model."""
-    graph = to_ir(opened, opened.proto).graph
+    graph = declared(opened).graph
     weights: dict[ir.Value, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[ir.TensorProtocol] = set()

@@ -292,6 +292,13 @@ def test_indices_are_followed_into_local_functions() -> None:
     assert index_ranges(model) == {"ids": range(50)}
 
 
+def test_a_model_with_a_sparse_initializer_has_inputs() -> None:
+    model = indexing([b.node("Identity", "ids", "i")])
+    values, at = (onnx.helper.make_tensor(name, dtype, [1], [1]) for name, dtype in (("few", 1), ("at", 7)))
+    model.graph.sparse_initializer.append(onnx.SparseTensorProto(values=values, indices=at, dims=[9]))
+    assert index_ranges(model) == {"ids": range(50)}
+
+
 def test_what_is_gathered_from_is_not_an_index() -> None:
     nodes = [b.node("Gather", "ids first", "y")]
     model = b.model(nodes, {"ids": (np.int64, [3, 4])}, {"y": (np.int64, [None, None])}, {"first": np.array([0])})
