@@ -17,8 +17,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx import TensorProto, helper
+import onnx_ir as ir
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +31,7 @@ from mxfp8_graph.onnx_model.dialect_ops import foreign
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
 from mxfp8_graph.report.section import STYLES
-from mxfp8_ops import contract, cpu, hardware, numerics
+from mxfp8_ops import contract, cpu, formats, hardware, numerics
 from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
@@ -40,7 +39,7 @@ Array = npt.NDArray[Any]
 State = Literal["ok", "missing", "broken", "failed"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One line of the diagnosis."""
 
@@ -59,6 +58,9 @@ _ONNXRUNTIMES: Final = ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml"
 _CUPYS: Final = ("cupy-cuda13x", "cupy-cuda12x", "cupy")
 _GET_CUPY: Final = "cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)"
 
+_PORTS: Final = {"x": (2, 40), "y": (2, 3)}
+"""Shapes of the input and output of the model that `_session` runs."""
+
 _LOAD_SECONDS: Final = 10
 """Processor time to load the native library."""
 
@@ -73,14 +75,13 @@ _PACKAGES: Final = (
 
 def diagnose() -> list[Check]:
     """Returns all checks, in the order of a report. Never raises: an exception becomes a failed check."""
-    machine = f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical processors"
     return [
-        _ok("python", f"{platform.python_version()} ({sys.executable})"),
-        _ok("platform", machine),
-        _ok("mxfp8-graph", __version__),
-        _ok("node contract", f"domain {contract.DOMAIN!r}, version {contract.VERSION}"),
+        Check("python", "ok", f"{platform.python_version()} ({sys.executable})"),
+        Check("platform", "ok", f"{platform.system()} {platform.machine()}, {os.cpu_count()} logical processors"),
+        Check("mxfp8-graph", "ok", __version__),
+        Check("node contract", "ok", f"domain {contract.DOMAIN!r}, version {contract.VERSION}"),
         *(_package(*row) for row in _PACKAGES),
-        _attempt("native library", _library),
+        _attempt("native library", lambda: str(cpu.library_path())),
         _attempt("kernels", _kernels),
         _attempt("native mxfp8", _native_mxfp8),
         _attempt("session", _session),
@@ -91,26 +92,26 @@ def diagnose() -> list[Check]:
 def _cuda_checks() -> list[Check]:
     """Returns the checks that concern CUDA kernels only."""
     try:
-        major, minor = system.driver_version()
+        checks = [Check("cuda driver", "ok", "supports CUDA {}.{}".format(*system.driver_version()))]
         gpus = system.gpus()
-        checks = [_ok("cuda driver", f"supports CUDA {major}.{minor}")]
         if not gpus:
-            checks.append(Check(name="gpu", state="missing", detail=f"none; {_CUDA_ONLY}", advice="see nvidia-smi -L"))
+            checks.append(Check("gpu", "missing", f"none; {_CUDA_ONLY}", "see nvidia-smi -L"))
     except BackendError as error:
-        gpus, detail = [], f"{error.problem}; {_CUDA_ONLY}"
-        checks = [Check(name="cuda driver", state="missing", detail=detail, advice=error.advice)]
-    for index, gpu in enumerate(gpus):
-        checks.append(_attempt(f"gpu {index}", partial(_gpu, gpu), otherwise="broken"))
-    checks.append(_attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), otherwise="missing"))
+        gpus, checks = [], [Check("cuda driver", "missing", f"{error.problem}; {_CUDA_ONLY}", error.advice)]
     count, size = build.cache_contents()
-    checks.append(_ok("cubin cache", f"{build.cache_folder()}: {count} kernels, {size} bytes"))
-    checks.append(_cuda_provider())
-    # One line for each kind of GPU, however many there are of it.
-    for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0)):
-        checks.append(_attempt("gemm routes", partial(_routes, capability), otherwise="missing"))
-    if gpus:
-        checks.append(_attempt("gpu session", _gpu_session, otherwise="broken"))
-    return checks
+    return [
+        *checks,
+        *(_attempt(f"gpu {index}", partial(_gpu, gpu), "broken") for index, gpu in enumerate(gpus)),
+        _attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), "missing"),
+        Check("cubin cache", "ok", f"{build.cache_folder()}: {count} kernels, {size} bytes"),
+        _cuda_provider(),
+        # One line for each kind of GPU, however many there are of it.
+        *(
+            _attempt("gemm routes", partial(_routes, capability), "missing")
+            for capability in dict.fromkeys(gpu.capability for gpu in gpus if gpu.capability >= (8, 0))
+        ),
+        *([_attempt("gpu session", _gpu_session, "broken")] if gpus else []),
+    ]
 
 
 def table(checks: Iterable[Check]) -> RenderableType:
@@ -138,38 +139,29 @@ def _version(distributions: Sequence[str]) -> str | None:
     return None
 
 
-def _ok(name: str, detail: str) -> Check:
-    return Check(name=name, state="ok", detail=detail)
-
-
 def _package(name: str, distributions: Sequence[str], purpose: str, wanted: str) -> Check:
     version = _version(distributions)
-    if version is not None:
-        try:
-            # Metadata alone says little: a package may be installed and not importable, for a missing system library.
-            importlib.import_module(name.replace("-", "_"))
-        except Exception as error:  # a package that is half there may raise anything
-            detail = f"{version}, but it cannot be imported: {error}"
-            state: State = "broken" if purpose else "failed"
-            return Check(name=name, state=state, detail=detail, advice=f"pip install --force-reinstall {wanted}")
-        return _ok(name, version)
-    detail = f"not installed; {purpose}" if purpose else "not installed"
-    return Check(name=name, state="missing" if purpose else "failed", detail=detail, advice=f"pip install {wanted}")
+    if version is None:
+        detail = f"not installed; {purpose}" if purpose else "not installed"
+        return Check(name, "missing" if purpose else "failed", detail, f"pip install {wanted}")
+    try:
+        # Metadata alone says little: a package may be installed and not importable, for a missing system library.
+        importlib.import_module(name.replace("-", "_"))
+    except Exception as error:  # a package that is half there may raise anything
+        detail = f"{version}, but it cannot be imported: {error}"
+        return Check(name, "broken" if purpose else "failed", detail, f"pip install --force-reinstall {wanted}")
+    return Check(name, "ok", version)
 
 
 def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") -> Check:
     try:
-        return _ok(name, step())
+        return Check(name, "ok", step())
     except Mxfp8Error as error:
         detail = f"{error.problem}; expected {error.expected}" if error.expected else error.problem
-        return Check(name=name, state=otherwise, detail=detail, advice=error.advice)
+        return Check(name, otherwise, detail, error.advice)
     except Exception as error:  # ONNX Runtime's and the loader's have no common base
         advice = "reinstall mxfp8-graph with pip" if otherwise == "failed" else "report this, with the output of doctor"
-        return Check(name=name, state=otherwise, detail=str(error), advice=advice)
-
-
-def _library() -> str:
-    return str(cpu.library_path())
+        return Check(name, otherwise, str(error), advice)
 
 
 def _require_loadable() -> None:
@@ -213,18 +205,43 @@ def _session() -> str:
     return f"ONNX Runtime {onnxruntime.__version__} runs the kernels, and they give what the reference gives"
 
 
-def _compare(where: str, run: Callable[[onnx.ModelProto, Array], Array]) -> None:
-    """Raises BackendError if the result of `run` is not within the bound of the reference's."""
+def _gpu_session() -> str:
+    """Does on the GPU what `_session` does on the processor."""
+    from mxfp8_ops import ort
+
+    device = "cuda" if _cuda_provider().state == "ok" else "cuda-copies"
+    _compare(
+        "gpu session", lambda model, x: ort.session(model.SerializeToString(), device=device).run(None, {"x": x})[0]
+    )
+    return f"device {device!r} runs the kernels, and they give what the reference gives"
+
+
+def _compare(where: str, run: Callable[[Any, Array], Any]) -> None:
+    """Raises BackendError if the y of `run`, of an `onnx.ModelProto` and x, is not within the reference's bound."""
     # K = 40 is no multiple of 32, so the last block is partial: the case that a wrong kernel gets wrong.
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 40), np.float32), rng.standard_normal((3, 40), np.float32)
     elements, scales = numerics.quantize(weight)
-    got = run(_model(elements, scales), x)
+    got = np.asarray(run(_model(elements, scales), x))
     expected = numerics.gemm(*numerics.quantize(x), elements, scales)
     bound = numerics.gemm_error_bound(numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(elements, scales))
     if not (np.abs(got - expected) <= bound).all():
         what, right = f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}", str(expected.ravel().tolist())
         raise BackendError(where, what, expected=right, advice="report this, with the output of doctor")
+
+
+def _model(elements: numerics.Codes, scales: numerics.Codes) -> Any:
+    """Returns y = gemm(quantize(x), weight) as a model that needs the native kernels."""
+    x, y = (ir.Value(name=name, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(s)) for name, s in _PORTS.items())
+    stored = [ir.Value(name=name) for name in ("elements", "scales")]
+    for value, codes, dtype in zip(stored, (elements, scales), (formats.E4M3.numpy_name, "uint8"), strict=True):
+        value.const_value = ir.tensor(codes.view(dtype), name=value.name)
+    node = partial(ir.node, domain=contract.DOMAIN)
+    quantize = node(contract.QUANTIZE.name, [x], dict(contract.QUANTIZE.attributes), num_outputs=2)
+    gemm = node(contract.GEMM.name, [*quantize.outputs, *stored], dict(contract.GEMM.attributes), outputs=[y])
+    versions = {"": contract.MIN_OPSET, contract.DOMAIN: contract.VERSION}
+    graph = ir.Graph([x], [y], nodes=[quantize, gemm], initializers=stored, opset_imports=versions, name="doctor")
+    return ir.to_proto(ir.Model(graph, ir_version=10))
 
 
 def _gpu(gpu: system.Gpu) -> str:
@@ -241,7 +258,7 @@ def _cuda_provider() -> Check:
         available = False
     detail = "ONNX Runtime has it" if available else "not in this build of ONNX Runtime; needed for device 'cuda' only"
     advice = "" if available else "pip uninstall onnxruntime && pip install onnxruntime-gpu"
-    return Check(name="cuda provider", state="ok" if available else "missing", detail=detail, advice=advice)
+    return Check("cuda provider", "ok" if available else "missing", detail, advice)
 
 
 def _routes(capability: tuple[int, int]) -> str:
@@ -259,41 +276,6 @@ def _routes(capability: tuple[int, int]) -> str:
     return f"{build.target(capability)}: the first that fits of {'; '.join(rows)}"
 
 
-def _gpu_session() -> str:
-    """Does on the GPU what `_session` does on the processor."""
-    from mxfp8_ops import ort
-
-    device = "cuda" if _cuda_provider().state == "ok" else "cuda-copies"
-
-    def run(model: onnx.ModelProto, x: Array) -> Array:
-        return np.asarray(ort.session(model.SerializeToString(), device=device).run(None, {"x": x})[0])
-
-    _compare("gpu session", run)
-    return f"device {device!r} runs the kernels, and they give what the reference gives"
-
-
-def _model(elements: numerics.Codes, scales: numerics.Codes) -> onnx.ModelProto:
-    """Returns y = gemm(quantize(x), weight) as a model that needs the native kernels."""
-
-    def node(op: contract.Op, inputs: list[str], outputs: list[str]) -> onnx.NodeProto:
-        attributes: dict[str, Any] = dict(op.attributes)
-        return helper.make_node(op.name, inputs, outputs, domain=contract.DOMAIN, **attributes)
-
-    nodes = [node(contract.QUANTIZE, ["x"], ["xe", "xs"]), node(contract.GEMM, ["xe", "xs", "we", "ws"], ["y"])]
-    graph = helper.make_graph(
-        nodes,
-        "doctor",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 40])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 3])],
-        [
-            helper.make_tensor("we", contract.FLOAT8E4M3FN, elements.shape, elements.tobytes(), raw=True),
-            helper.make_tensor("ws", contract.UINT8, scales.shape, scales.tobytes(), raw=True),
-        ],
-    )
-    imports = [helper.make_opsetid("", contract.MIN_OPSET), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=10)
-
-
 _MODEL: Final = "model"
 
 
@@ -304,7 +286,7 @@ def diagnose_file(path: str | Path) -> Check:
             return _program(path)
         model = open_model(Path(path)).proto
     except Mxfp8Error as error:
-        return Check(name=_MODEL, state="broken", detail=error.problem, advice=error.advice)
+        return Check(_MODEL, "broken", error.problem, error.advice)
     recorded = {entry.key: entry.value for entry in model.metadata_props}
     written = recorded.get(provenance.DIALECT_KEY, "mxfp8" if provenance.CONTRACT_KEY in recorded else None)
     by = f"written by mxfp8-graph {recorded.get(provenance.VERSION_KEY, '')} as {written}" if written else ""
@@ -316,29 +298,29 @@ def diagnose_file(path: str | Path) -> Check:
     if written == "mxfp8":
         detail = f"{path}: {by}, and has no node of domain {contract.DOMAIN!r} any more: a tool has inlined them"
         advice = "our kernels do not run it, and weights may be float32 again: take the file from before that tool"
-        return Check(name=_MODEL, state="broken", detail=detail, advice=advice)
+        return Check(_MODEL, "broken", detail, advice)
     if found := foreign(model):
         advice = f"for our kernels: mxfp8-graph convert {path} --to mxfp8"
         what = f"MXFP8 as {found[0]}" if written in {None, found[0]} else f"MXFP8 in standard ops (as {found[0]})"
-        return Check(name=_MODEL, state="ok", detail="; ".join(filter(None, (f"{path}: {what}", by))), advice=advice)
+        return Check(_MODEL, "ok", "; ".join(filter(None, (f"{path}: {what}", by))), advice)
     return _loadable(model, (by and f"{path}: {by}") or f"{path}: no MXFP8 in it", "")
 
 
-def _rewritten(path: str | Path, model: onnx.ModelProto, used: set[str], by: str) -> Check:
+def _rewritten(path: str | Path, model: Any, used: set[str], by: str) -> Check:
     there = {name for domain, name, _ in map(function_key, model.functions) if domain == contract.DOMAIN}
     detail = "; ".join(filter(None, (f"{path}: {', '.join(sorted(used))}", by)))
     if lost := sorted(used - there):
         detail += f"; without the function bodies of {', '.join(lost)}, so it runs with our library only"
         advice = f"a tool has dropped them; put them back: mxfp8-graph convert {path} --to mxfp8"
-        return Check(name=_MODEL, state="broken", detail=detail, advice=advice)
+        return Check(_MODEL, "broken", detail, advice)
     return _loadable(model, f"{detail}; with function bodies", ": runs everywhere in ONNX Runtime")
 
 
-def _loadable(model: onnx.ModelProto, detail: str, otherwise: str) -> Check:
+def _loadable(model: Any, detail: str, otherwise: str) -> Check:
     """Returns the check of a whole file: whether a CPU runs it; `otherwise` is what there is to say then."""
     notes = [note.partition("; ") for note in cpu_provider.note(model)]
     said = "".join(f"; {what}" for what, _, _ in notes) or otherwise
-    return Check(name=_MODEL, state="ok", detail=f"{detail}{said}", advice="".join(advice for _, _, advice in notes))
+    return Check(_MODEL, "ok", f"{detail}{said}", "".join(advice for _, _, advice in notes))
 
 
 def _program(path: str | Path) -> Check:
@@ -348,7 +330,7 @@ def _program(path: str | Path) -> Check:
 
     made = record.find(program)
     if made is None:
-        return Check(name=_MODEL, state="ok", detail=f"{path}: a program that loads; no MXFP8 in it")
+        return Check(_MODEL, "ok", f"{path}: a program that loads; no MXFP8 in it")
     weights = "packed weights" if made.packed else "weights to train in MXFP8"
     detail = f"{path}: a program that loads, with {weights}, by recipe {provenance.recipe_name(made.recipe)}"
-    return Check(name=_MODEL, state="ok", detail=detail)
+    return Check(_MODEL, "ok", detail)

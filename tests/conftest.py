@@ -35,7 +35,6 @@ LONGEST = (
     "test_tune_resumed.py",
     "test_ort_devices.py",
     "test_torch_caches.py",
-    "test_repeated_encoders.py",
     "test_verify.py",
     "test_onnx_validate.py",
     "test_torch_parity.py",

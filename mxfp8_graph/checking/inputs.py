@@ -7,9 +7,11 @@ are noise.
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -17,12 +19,12 @@ from typing import IO, Any, Final
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.checking.input_sizes import Sizes
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.graph import Dim, declared
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -49,44 +51,38 @@ class InputSpec:
 
     name: str
     dtype: np.dtype[Any]
-    dims: tuple[int | str | None, ...]
+    dims: tuple[Dim, ...]
 
     def __str__(self) -> str:
         """Returns it as a user writes it: input_ids int64 [batch, seq]."""
         return f"{self.name} {self.dtype.name} [{', '.join('?' if d is None else str(d) for d in self.dims)}]"
 
 
-def input_specs(model: onnx.ModelProto, where: str = "model") -> list[InputSpec]:
+def input_specs(graph: ir.Graph, where: str) -> list[InputSpec]:
     """Returns the inputs a caller must feed (initializers that are listed as inputs are not among them).
 
     Raises:
         ShapeError: an input is not a tensor of numbers, or has no shape.
     """
-    initializers = {tensor.name for tensor in model.graph.initializer}
     specs = []
-    for value in model.graph.input:
+    for value in graph.inputs:
         # Before IR version 4 every initializer is also an input, with a default value.
-        if value.name in initializers:
+        if value.is_initializer():
             continue
-        tensor = value.type.tensor_type
-        if not value.type.HasField("tensor_type") or tensor.elem_type == onnx.TensorProto.STRING:
-            kind = value.type.WhichOneof("value") or "untyped"
-            what = "strings" if kind == "tensor_type" else kind.removesuffix("_type").replace("_", " ")
+        if not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING:
+            kind = type(value.type).__name__.removesuffix("Type").lower() if value.type else "untyped"
+            what = "strings" if kind == "tensor" else kind
             advice = "run this model from Python, with mxfp8_ops.ort.session"
             raise ShapeError(where, f"input {value.name!r} is {what}", expected="a tensor of numbers", advice=advice)
-        for what, missing in (("shape", not tensor.HasField("shape")), ("dtype", not tensor.elem_type)):
+        for what, missing in (("shape", value.shape is None), ("dtype", not value.dtype)):
             if missing:
                 advice = "export the model with shapes"
                 raise ShapeError(where, f"input {value.name!r} has no {what}", expected="one", advice=advice)
-        dims = tuple(_dim(d) for d in tensor.shape.dim)
-        specs.append(InputSpec(value.name, onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), dims))
+        dims = tuple(dim if isinstance(dim, int) else dim.value or None for dim in value.shape or ())
+        # Some exporters write -1 for a size they do not know.
+        known = tuple(None if isinstance(dim, int) and dim < 0 else dim for dim in dims)
+        specs.append(InputSpec(str(value.name), value.type.dtype.numpy(), known))
     return specs
-
-
-def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str | None:
-    if dim.HasField("dim_value"):
-        return dim.dim_value if dim.dim_value >= 0 else None  # some exporters write -1 for a size they do not know
-    return dim.dim_param or None
 
 
 @dataclass(frozen=True)
@@ -104,30 +100,20 @@ class Signature:
     @classmethod
     def of(cls, opened: OpenedModel) -> Signature:
         """Returns the inputs of an opened model."""
-        proto, name = opened.proto, opened.name
-        return cls(name, input_specs(proto, name), index_ranges(proto, name), record.is_rewritten(proto))
+        # Without inference, which says less of an input that cannot be fed.
+        specs = input_specs(declared(opened).graph, opened.name)
+        return cls(opened.name, specs, index_ranges(opened), record.is_rewritten(opened.proto))
 
 
 def make_inputs(signature: Signature, shapes: Mapping[str, int] | None = None, seed: int = 0) -> Inputs:
-    """Returns synthesised inputs of a model; arguments and errors as `synthesise`."""
-    return synthesise(signature.specs, signature.ranges, shapes=shapes, seed=seed, where=signature.name)
-
-
-def synthesise(
-    specs: list[InputSpec],
-    ranges: Mapping[str, range],
-    *,
-    shapes: Mapping[str, int] | None = None,
-    seed: int = 0,
-    where: str = "model",
-) -> Inputs:
-    """Returns one array per spec, the same for the same arguments.
+    """Returns one synthesised array per input of a model, the same for the same arguments.
 
     `shapes` are sizes by dim_param ("batch") or by input and axis ("input_ids.1"), over the defaults of `Sizes`.
 
     Raises:
         ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
     """
+    specs, where = signature.specs, signature.name
     sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
@@ -146,7 +132,7 @@ def synthesise(
     for spec in specs:
         shape = shapes_of[spec.name]
         try:
-            inputs[spec.name] = _fill(spec, shape, ranges.get(spec.name), sizes.past, rng)
+            inputs[spec.name] = _fill(spec, shape, signature.ranges.get(spec.name), sizes.past, rng)
         except (MemoryError, ValueError):  # NumPy's ValueError is about sizes that no array can have
             what = f"input {spec} would be {shape}"
             advice = ("pass smaller sizes, ", sizes.option(spec.name))
@@ -287,3 +273,167 @@ def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[
 def describe(inputs: Mapping[str, Array]) -> str:
     """Returns the inputs as a user writes them: input_ids int64 [2, 16], ..."""
     return ", ".join(str(InputSpec(name, array.dtype, array.shape)) for name, array in inputs.items()) or "no inputs"
+
+
+BATCH: Final = 2
+SEQUENCE: Final = 16
+PAST: Final = 8
+# The input size of most image models.
+IMAGE: Final = 224
+CHANNELS: Final = 3
+
+_BY_NAME: Final = (
+    (re.compile(r"past|cache", re.IGNORECASE), PAST),
+    (re.compile(r"batch|^(b|n|bs)$", re.IGNORECASE), BATCH),
+    (re.compile(r"height|width|image", re.IGNORECASE), IMAGE),
+    (re.compile(r"channel", re.IGNORECASE), CHANNELS),
+    (re.compile(r"seq|len|token|time|frame", re.IGNORECASE), SEQUENCE),
+)
+
+
+class Sizes:
+    """Sizes of all inputs, one size per dim_param throughout.
+
+    The first rule that applies decides:
+    1. A fixed dimension has its size.
+    2. `overrides`, by input and axis ("input_ids.1") or by dim_param ("batch").
+    3. A dim_param that is a sum or product of others ("past_sequence_length + sequence_length") has their value.
+    4. The total length ("total" in its name, or an attention mask's last dimension in a model with a KV cache) is
+       past + sequence.
+    5. By its name: past or cache 8, batch 2, height, width or image 224, channels 3, sequence, length, tokens, time or
+       frames 16.
+    6. The first axis 2, axis 2 of a past key or value 8, any other 16.
+
+    Raises:
+        ShapeError: an override names a dimension that no input has, or is negative.
+    """
+
+    def __init__(self, inputs: Mapping[str, tuple[Dim, ...]], overrides: Mapping[str, int], where: str) -> None:
+        self._inputs = inputs
+        self._overrides = overrides
+        self._memo: dict[str, int] = {}
+        self._refuse_unknown(where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of input `name`."""
+        return tuple(self._size(name, axis, dim) for axis, dim in enumerate(self._inputs[name]))
+
+    @property
+    def past(self) -> int:
+        """Length of the KV cache, 0 for a model without one."""
+        for name, dims in self._inputs.items():
+            if "past" in name.lower() and len(dims) == 4:
+                return self._size(name, 2, dims[2])
+        return 0
+
+    @property
+    def sequence(self) -> int:
+        """Length of the sequence fed in one call."""
+        for name, dims in self._inputs.items():
+            if ("input_ids" in name or "inputs_embeds" in name) and len(dims) > 1:
+                return self._size(name, 1, dims[1])
+        return SEQUENCE
+
+    def batches(self) -> list[str]:
+        """Returns the dimensions to which rule 5 or 6 gives the size of a batch, by dim_param or as INPUT.AXIS."""
+        dimensions = set()
+        for name, dims in self._inputs.items():
+            for axis, dim in enumerate(dims):
+                plain = not isinstance(dim, int) and _expression(dim or "") is None
+                if plain and self._default(name, axis, str(dim or "")) == BATCH:
+                    dimensions.add(str(dim or f"{name}.{axis}"))
+        return sorted(dimensions - self._overrides.keys())
+
+    def option(self, name: str) -> Option:
+        """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""
+        free = [(axis, dim) for axis, dim in enumerate(self._inputs[name]) if not isinstance(dim, int)]
+        symbols = self._symbols()
+        sizes = {dim if dim in symbols else f"{name}.{axis}": self._size(name, axis, dim) for axis, dim in free}
+        return Option("shapes", sizes)
+
+    def _size(self, name: str, axis: int, dim: Dim) -> int:
+        if isinstance(dim, int):
+            return dim
+        for key in (f"{name}.{axis}", dim):
+            if key is not None and key in self._overrides:
+                return self._overrides[key]
+        if dim is None:
+            return self._default(name, axis, "")
+        if dim not in self._memo:
+            self._memo[dim] = SEQUENCE  # ends the recursion of a size that is defined through itself
+            self._memo[dim] = self._evaluate(name, axis, dim)
+        return self._memo[dim]
+
+    def _evaluate(self, name: str, axis: int, dim: str) -> int:
+        terms = _expression(dim)
+        if terms is None:
+            return self._default(name, axis, dim)
+        return max(0, _value(terms, lambda symbol: self._size(name, axis, symbol)))
+
+    def _default(self, name: str, axis: int, dim: str) -> int:
+        # Decoders take a mask over cache and tokens; exporters give its length a name of its own, which says nothing.
+        mask = "attention_mask" in name and axis == len(self._inputs[name]) - 1 and self._has_past()
+        # A name that another input has too is the sequence's, and both must have one size.
+        shared = any(dim and dim in dims for other, dims in self._inputs.items() if other != name)
+        if "total" in dim.lower() or (mask and not shared):
+            return self.past + self.sequence
+        for pattern, size in _BY_NAME:
+            if pattern.search(dim):
+                return size
+        if "past" in name.lower() and axis == 2:
+            return PAST
+        return BATCH if axis == 0 else SEQUENCE
+
+    def _has_past(self) -> bool:
+        return any("past" in name.lower() for name in self._inputs)
+
+    def _symbols(self) -> set[str]:
+        symbols: set[str] = set()
+        for dims in self._inputs.values():
+            for dim in dims:
+                if isinstance(dim, str):
+                    terms = _expression(dim)
+                    names = [n.id for n in ast.walk(terms) if isinstance(n, ast.Name)] if terms else []
+                    symbols.update([dim, *names])
+        return symbols
+
+    def _refuse_unknown(self, where: str) -> None:
+        free = {f"{n}.{a}" for n, dims in self._inputs.items() for a, d in enumerate(dims) if not isinstance(d, int)}
+        for key, size in self._overrides.items():
+            if key not in self._symbols() and key not in free:
+                choices = ", ".join(sorted(self._symbols()) or sorted(free))
+                what = f"no dimension {key!r}" if choices else f"no dimension {key!r}: every dimension is fixed"
+                expected = f"one of {choices} (or INPUT.AXIS)" if choices else "no sizes"
+                advice: tuple[str | Option, ...] = ("correct the name",) if choices else ("drop ", Option("shapes"))
+                raise ShapeError(where, what, expected=expected, advice=advice)
+            if size < 0:
+                raise ShapeError(where, f"dimension {key} = {size}", expected="0 or more", advice="correct it")
+
+
+def _expression(dim: str) -> ast.expr | None:
+    """Returns the syntax tree of a dim_param such as "past + sequence"; None if it is a plain name."""
+    try:
+        tree = ast.parse(dim, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError):
+        return None
+    # A dim_param is text of a file that anyone may have made: it is parsed and never evaluated by Python.
+    allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
+    legal = all(
+        isinstance(node, allowed) and (not isinstance(node, ast.Constant) or isinstance(node.value, int))
+        for node in ast.walk(tree)
+    )
+    return tree if legal and isinstance(tree, ast.BinOp) else None
+
+
+def _value(tree: ast.expr, size: Callable[[str], int]) -> int:
+    if isinstance(tree, ast.Name):
+        return size(tree.id)
+    if isinstance(tree, ast.BinOp):
+        left, right = _value(tree.left, size), _value(tree.right, size)
+        if isinstance(tree.op, ast.Add):
+            return left + right
+        if isinstance(tree.op, ast.Sub):
+            return left - right
+        # A division by 0 becomes one by 1: a size has to come out, and the model itself says whether it fits.
+        return left * right if isinstance(tree.op, ast.Mult) else left // max(right, 1)
+    return int(tree.value) if isinstance(tree, ast.Constant) and isinstance(tree.value, int) else 0

@@ -24,9 +24,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import onnx
+import onnx_ir as ir
 from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
 
 from mxfp8_graph.checking.inputs import Array
@@ -34,7 +37,8 @@ from mxfp8_graph.checking.profile import by_node, gemms_of, isas_of
 from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
-from mxfp8_graph.onnx_model.walk import STANDARD, iter_graphs, iter_nodes
+from mxfp8_graph.onnx_model.graph import graphs_of
+from mxfp8_graph.onnx_model.walk import STANDARD, iter_nodes
 from mxfp8_graph.report.base import Data
 from mxfp8_ops import attention, contract, cpu, formats, fused, numerics, onnx_functions
 from mxfp8_ops.checks import attention_sizes, check_experts
@@ -88,16 +92,16 @@ class NodeCheck(Data):
         return f"{self.op} {self.name!r}: kernel and function body differ in {where}; expected none"
 
 
-def check_nodes(
-    model: ModelProto, inputs: Mapping[str, Any], folder: ModelFolder | None, where: str
-) -> list[NodeCheck]:
+def check_nodes(source: Any, inputs: Mapping[str, Any], folder: ModelFolder | None, where: str) -> list[NodeCheck]:
     """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not reached.
 
-    The model, whose external data is in `folder`, is not modified. Errors call it `where`.
+    `source` is a path or an `onnx.ModelProto`, which is not modified; its external data is in `folder`. Errors call it
+    `where`.
 
     Raises:
         BackendError: the model cannot be instrumented or run.
     """
+    model = onnx.load(source, load_external_data=False) if isinstance(source, (str, Path)) else source
     count = sum(node.domain == contract.DOMAIN for node in model.graph.node)
     return [
         check
@@ -106,10 +110,10 @@ def check_nodes(
     ]
 
 
-def nodes_in_subgraphs(model: ModelProto) -> int:
+def nodes_in_subgraphs(graph: ir.Graph) -> int:
     """Returns how many MXFP8 nodes are inside If, Loop and Scan bodies."""
-    _, *inner = iter_graphs(model.graph)
-    return sum(node.domain == contract.DOMAIN for graph in inner for node in graph.node)
+    _, *inner = graphs_of(graph)
+    return sum(node.domain == contract.DOMAIN for below in inner for node in below)
 
 
 def _checks(

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from onnx import ModelProto
+import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.walk import iter_nodes
+from mxfp8_graph.onnx_model.graph import attribute, graphs_of
+from mxfp8_graph.onnx_pass.ops import ROLE_OPS
 from mxfp8_graph.report.base import Data
 from mxfp8_ops import contract, cpu, formats
 
@@ -40,18 +41,14 @@ Event = Mapping[str, Any]
 CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
 """Ops whose time is that of the nodes in their bodies, which have entries too."""
 
-MULTIPLIES: Final = frozenset(
-    {"MatMul", "Gemm", "FusedMatMul", "FusedGemm", "Einsum", "Conv", "FusedConv", "ConvTranspose", "LSTM", "GRU", "RNN"}
-    | {"Attention", "MultiHeadAttention", "GroupQueryAttention", "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat"}
-    | {"DynamicQuantizeMatMul", "QLinearMatMul", "QAttention", contract.ATTENTION.name}
-)
+_MULTIPLIES: Final = ROLE_OPS.compute | {contract.ATTENTION.name}
 """Ops of ONNX Runtime, and MXFP8Attention, whose first two inputs are multiplied."""
 
 _DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2"}
 """ONNX Runtime's names of dtypes -> ours, where they differ."""
 
 
-def of_session(model: ModelProto, events: Sequence[Event], calls: Iterable[cpu.Call], runs: int) -> list[NodeProfile]:
+def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Call], runs: int) -> list[NodeProfile]:
     """Returns the nodes of the last `runs` runs, in the order in which they ran first.
 
     Args:
@@ -105,14 +102,11 @@ def isas_of(calls: Iterable[cpu.Call]) -> str:
     return ", ".join(dict.fromkeys(call.isa or "cuda" for call in calls))
 
 
-def _rounded(model: ModelProto) -> dict[str, str]:
+def _rounded(model: ir.Model) -> dict[str, str]:
     """Returns the dtype that MXFP8 nodes round their activations to, by node name."""
-    return {
-        node.name: formats.BFLOAT16.name
-        for node in iter_nodes(model.graph.node)
-        for attribute in node.attribute
-        if attribute.name == "activation_dtype" and attribute.i == contract.BFLOAT16
-    }
+    nodes = (node for graph in graphs_of(model.graph) for node in graph)
+    rounding = (node for node in nodes if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
+    return {str(node.name): formats.BFLOAT16.name for node in rounding}
 
 
 def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
@@ -120,7 +114,7 @@ def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
     ours = contract.OPS.get(op)
     if ours is not None and ours.is_gemm:
         places = [ours.at("X" if ours.weight_only else "A"), ours.at("B")]
-    elif op in MULTIPLIES:
+    elif op in _MULTIPLIES:
         places = [0, 1]
     else:
         return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -10,20 +12,22 @@ from typing import Any, Final
 import numpy as np
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
-from mxfp8_graph.checking.profile import NodeProfile
+from mxfp8_graph.checking.profile import NodeProfile, gemms_of, isas_of
 from mxfp8_graph.checking.sessions import Runnable, Timing
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
+from mxfp8_ops import contract, cpu, formats
+from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import BackendError, Option
 
 # isort: split
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind, TensorArgument
+from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
-from mxfp8_graph.checking.program_profile import of_program
-from mxfp8_graph.torch_program import record
-from mxfp8_graph.torch_program.internals import to_numpy, written_names
+from mxfp8_graph.torch_program import internals, record
+from mxfp8_graph.torch_program.internals import to_numpy
 from mxfp8_graph.torch_program.training_mode import evaluated
 
 _MOVES: Final = frozenset(
@@ -31,6 +35,13 @@ _MOVES: Final = frozenset(
     | {"alias", "detach", "transpose", "permute", "select"}
 )
 """aten ops whose result holds the values of their first argument."""
+
+
+_MULTIPLIES: Final = internals.op_names(
+    "linear matmul mm addmm bmm baddbmm addbmm einsum scaled_dot_product_attention _grouped_mm _scaled_mm "
+    "conv1d conv2d conv3d convolution lstm.input gru.input"
+)
+"""Ops of torch whose first two tensors are multiplied, or have the dtype of the product."""
 
 
 class TorchProgram(Runnable):
@@ -92,7 +103,7 @@ class TorchProgram(Runnable):
         leaves = pytree.tree_leaves(self._feeds(inputs))
         try:
             with torch.inference_mode(), self._written_back():
-                return of_program(self._module, leaves, repeat)
+                return _profile(self._module, leaves, repeat)
         except Exception as error:  # whatever the ops of the program raise
             raise unrunnable(self.name, error, PASS_OTHERS) from None
 
@@ -140,7 +151,7 @@ def _written(program: ExportedProgram) -> list[torch.Tensor]:
     """Returns the parameters, buffers and constants that a run of a program may write to."""
     signature = program.graph_signature
     stored = signature.inputs_to_parameters | signature.inputs_to_buffers | signature.inputs_to_lifted_tensor_constants
-    names = written_names(program.graph, lambda node: stored.get(node.name))
+    names = internals.written_names(program.graph, lambda node: stored.get(node.name))
     names.update(signature.buffers_to_mutate.values(), signature.parameters_to_mutate.values())
     return [program.state_dict[name] if name in program.state_dict else program.constants[name] for name in names]
 
@@ -175,3 +186,70 @@ def _tensor(array: Array) -> torch.Tensor:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
+
+
+def _profile(module: GraphModule, inputs: Sequence[Any], runs: int) -> list[NodeProfile]:
+    """Returns the calls of `runs` runs after one that is not counted, in order; those that no run reached are left out.
+
+    Args:
+        module: of a program.
+        inputs: one for each of its placeholders, in order.
+        runs: at least 1.
+    """
+    profiler = _Profiler(module)
+    with cpu.profiled() as profiler.written:
+        # The first run is not counted: first calls of kernels are slower.
+        for _ in range(runs + 1):
+            profiler.run(*inputs, enable_io_processing=False)
+    return [
+        NodeProfile(
+            name=node.name,
+            op=internals.op_name(node),
+            operands=profiler.operands[node],
+            kernel=gemms_of(profiler.calls[node]),
+            isa=isas_of(profiler.calls[node]),
+            seconds=sum(seconds[1:]) / runs,
+        )
+        for node, seconds in profiler.seconds.items()
+    ]
+
+
+class _Profiler(Interpreter):
+    """Runs a program node by node, and records the time and the kernels of each."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.written: cpu.Profile
+        self.seconds: dict[Node, list[float]] = defaultdict(list)
+        self.calls: dict[Node, list[cpu.Call]] = {}
+        self.operands: dict[Node, str] = {}
+
+    def run_node(self, n: Node) -> Any:
+        """Runs one node."""
+        if n.op != "call_function":
+            return super().run_node(n)
+        tensors = [value for node in n.all_input_nodes if isinstance(value := self.env[node], torch.Tensor)]
+        self.operands[n] = _operands(n, [dtype_name(tensor.dtype) for tensor in tensors])
+        self.written.clear()
+        start = time.perf_counter()
+        result = super().run_node(n)
+        self.seconds[n].append(time.perf_counter() - start)
+        self.calls[n] = self.written.calls()
+        return result
+
+
+def _operands(node: Node, dtypes: Sequence[str]) -> str:
+    """Returns the dtypes of a node's product, "e4m3 x e4m3", or "". `dtypes` are those of its tensors."""
+    name = internals.op_name(node)
+    op = contract.TORCH_OPS.get(name)
+    if op is None:
+        return " x ".join(dtypes[:2]) if name in _MULTIPLIES else ""
+    if not op.multiplies:
+        return ""
+    a, b = (internals.argument(node, f"{side}_format", formats.E4M3.name) for side in "ab")
+    if name == "mxfp8::weight_gemm":
+        rounded = internals.argument(node, "activation_dtype")
+        a = dtypes[0] if rounded is None else dtype_name(rounded)
+    elif name == "mxfp8::grouped_gemm" and internals.argument(node, "a_scales") is None:
+        a = dtypes[0]
+    return f"{a} x {b}"

@@ -13,7 +13,10 @@ All samples are in memory.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
+import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,21 +24,20 @@ from typing import Any, Final, TypedDict
 
 import numpy as np
 
-from mxfp8_graph.checking.input_sizes import Sizes
 from mxfp8_graph.checking.inputs import (
     Array,
     Inputs,
     InputSpec,
     Signature,
+    Sizes,
     check_inputs,
     describe,
     load_arrays,
     load_inputs,
     make_inputs,
 )
-from mxfp8_graph.checking.user_code import failed, is_reference, load_function
 from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_ops.errors import BackendError, Option, ShapeError
+from mxfp8_ops.errors import BackendError, ContractError, Option, ShapeError
 
 SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
 """The types of `inputs` in the Python API."""
@@ -57,6 +59,9 @@ class SampleOptions(TypedDict, total=False):
 
 MOST_SAMPLES: Final = 100_000
 """A function that yields more is taken for one that never ends."""
+
+REFERENCE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+"""Name of a function: my_data:feeds, or package.module:function."""
 
 _Named = Iterator[tuple[str, Mapping[str, Any]]]
 """Pairs of (name of a sample, its arrays)."""
@@ -274,3 +279,39 @@ def _array(values: Any, spec: InputSpec | None, where: str) -> Array:
         what = f"{spec.name!r} has a value that {spec.dtype.name} cannot hold"
         raise ShapeError(where, what, expected=str(spec), advice="correct the values")
     return result
+
+
+def is_reference(text: object) -> bool:
+    """Whether `text` names a function as module:function."""
+    return isinstance(text, str) and REFERENCE.fullmatch(text) is not None
+
+
+def load_function(reference: str) -> Callable[..., Any]:
+    """Returns the function that module:function names; the module may be in the current folder.
+
+    Importing the module runs it.
+
+    Raises:
+        ContractError: there is no such module or function, or the module fails.
+    """
+    module, _, name = reference.partition(":")
+    here = str(Path.cwd())
+    # As `python -m` does: an installed command has no current folder in its path.
+    sys.path.insert(0, here)
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except Exception as error:  # whatever the user's module raises
+        raise failed(reference, error) from error
+    finally:
+        sys.path.remove(here)
+    if not callable(function):
+        what = f"{module} has no function called {name!r}"
+        raise ContractError(reference, what, expected="module:function", advice="correct the name")
+    return function  # type: ignore[no-any-return]  # of whatever type the user's function is
+
+
+def failed(reference: str, error: Exception) -> ContractError:
+    """Returns the error for an exception of a user's function."""
+    reason = next(iter(str(error).splitlines()), "")
+    what = f"raised {type(error).__name__}{f': {reason}' if reason else ''}"
+    return ContractError(reference, what, expected="a function that runs", advice="correct it; --debug shows where")

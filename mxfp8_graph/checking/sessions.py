@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import onnx
+import onnx_ir as ir
 import onnxruntime
 from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
@@ -27,7 +27,7 @@ from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
-from mxfp8_graph.onnx_model.graph import infer, to_ir, to_proto
+from mxfp8_graph.onnx_model.graph import declared, infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_ops import cpu, formats, ort
@@ -51,10 +51,10 @@ _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) 
 """Whether ONNX Runtime looks there while it optimizes, too; later releases refuse absolute paths."""
 
 
-def _serialized(model: onnx.ModelProto, folder: Path | None) -> bytes:
+def _serialized(model: Any, folder: Path | None) -> bytes:
     """Returns a model's bytes, with absolute paths of external data for an ONNX Runtime that takes no folder."""
     if folder is not None and not _KNOWS_FOLDERS:
-        whole = onnx.ModelProto()
+        whole = type(model)()
         whole.CopyFrom(model)
         for tensor in filter(tensor_data.is_external, walk.iter_tensors(whole)):
             tensor_data.set_location(tensor, str(folder.resolve() / tensor_data.location(tensor)))
@@ -137,7 +137,7 @@ class Session(Runnable):
     """A model in ONNX Runtime.
 
     Args:
-        model: a path or a proto.
+        model: a path or an `onnx.ModelProto`.
         kernels: whether our native kernels are registered; without them ONNX Runtime runs the function bodies.
         where: what to call the model in errors.
         folder: where the external data of a proto is.
@@ -151,7 +151,7 @@ class Session(Runnable):
 
     def __init__(
         self,
-        model: str | Path | onnx.ModelProto,
+        model: Any,
         *,
         kernels: bool,
         where: str = "model",
@@ -177,7 +177,7 @@ class Session(Runnable):
             ort.register(options)
         self.name = where
         try:
-            content = _serialized(model, folder) if isinstance(model, onnx.ModelProto) else str(model)
+            content = str(model) if isinstance(model, (str, Path)) else _serialized(model, folder)
         except (EncodeError, ValueError):
             advice = "save it with external data, pass the path"
             raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None
@@ -196,7 +196,7 @@ class Session(Runnable):
             reason, missing = _in_one_line(error), cpu_provider.missing_in(str(error))
         # ONNX Runtime refuses 16-bit models node by node; a copy in float32 runs, and `note` says so.
         if missing and float32:
-            opened = open_model(self._model if isinstance(self._model, onnx.ModelProto) else Path(self._model))
+            opened = open_model(self._model)
             graph = infer(opened, to_ir(opened))
             self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened, graph)}"
             with scratch("session") as folder:  # what is loaded needs the file no more
@@ -211,11 +211,7 @@ class Session(Runnable):
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
-        proto = (
-            self._model
-            if isinstance(self._model, onnx.ModelProto)
-            else onnx.load(self._model, load_external_data=False)
-        )
+        model = declared(open_model(self._model))
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
             session = self._again(
                 execution=Execution(optimize=self._execution.optimize, profile=Path(folder) / "profile")
@@ -225,7 +221,7 @@ class Session(Runnable):
             written.clear()
             session.time(inputs, repeat - 1)
             events = session._events()
-            return of_session(proto, events, written.calls(), repeat)
+            return of_session(model, events, written.calls(), repeat)
 
     def _events(self) -> Any:
         """Returns the events of a profiled session, and ends its profiling."""
@@ -264,7 +260,7 @@ def _ort_value(array: Array) -> Any:
     raw = np.ascontiguousarray(array).reshape(array.shape)  # ascontiguousarray makes a scalar 1-D
     if array.dtype.kind != "V" and array.dtype != BFLOAT16:
         return onnxruntime.OrtValue.ortvalue_from_numpy(raw)
-    kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+    kind = int(ir.DataType.from_numpy(array.dtype))
     raw = raw.view(np.dtype(f"u{array.dtype.itemsize}"))
     return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(raw, kind)
 

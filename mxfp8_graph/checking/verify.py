@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.checking.compare import difference, sameness
 from mxfp8_graph.checking.inputs import Array, InputSpec, Signature, input_specs
@@ -23,6 +23,7 @@ from mxfp8_graph.checking.runner import Model, is_program, open_runnable
 from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.options import check_options
 from mxfp8_ops import cpu
@@ -67,7 +68,8 @@ def verify(
     before, after = open_model(original), open_model(rewritten)
     signature = Signature.of(before)
     _check_order(signature, rewritten=record.is_rewritten(after.proto), name=after.name)
-    _check_signatures(before, after)
+    graphs = [declared(opened).graph for opened in (before, after)]
+    _check_signatures(graphs, (before.name, after.name))
     sessions = _sessions(original, before, rewritten, after)
     chosen = feed(signature, run=sessions[0].run)
     checks = _OutputChecks(chosen, max_rel_l2)
@@ -76,7 +78,7 @@ def verify(
         for name, array in expected.items():
             checks.add(sample, name, array, results[name], bodies[name])
     # After the runs, so that what fails on these inputs is first said of the original.
-    nodes = check_nodes(_with_data(rewritten), chosen.feeds[0], after.folder, after.name)
+    nodes = check_nodes(rewritten, chosen.feeds[0], after.folder, after.name)
     outputs = checks.outputs()
     return VerifyReport(
         original=before.name,
@@ -88,7 +90,7 @@ def verify(
         output_failures=checks.failures(),
         notes=(
             *filter(None, [sessions[0].note.replace(sessions[0].name, before.name)]),
-            *_notes(after, nodes, outputs, chosen),
+            *_notes(graphs[1], after.name, nodes, outputs, chosen),
             *checks.notes,
             *_drift_notes(nodes, outputs),
         ),
@@ -182,15 +184,15 @@ def _check_order(original: Signature, *, rewritten: bool, name: str) -> None:
         raise ContractError(original.name, f"is rewritten, and {name} is not", expected=expected, advice=advice)
 
 
-def _check_signatures(before: OpenedModel, after: OpenedModel) -> None:
-    old_inputs, new_inputs = input_specs(before.proto, before.name), input_specs(after.proto, after.name)
-    old_outputs, new_outputs = ([o.name for o in opened.proto.graph.output] for opened in (before, after))
+def _check_signatures(graphs: Sequence[ir.Graph], names: tuple[str, str]) -> None:
+    old_inputs, new_inputs = (input_specs(graph, name) for graph, name in zip(graphs, names, strict=True))
+    old_outputs, new_outputs = ([str(output.name) for output in graph.outputs] for graph in graphs)
     for what, same, old, new in (
         ("inputs", _signature(old_inputs) == _signature(new_inputs), old_inputs, new_inputs),
         ("outputs", sorted(old_outputs) == sorted(new_outputs), old_outputs, new_outputs),
     ):
         if not same:
-            raise _other_signature(what, old, new, (before.name, after.name))
+            raise _other_signature(what, old, new, names)
 
 
 def _other_signature(what: str, old: Sequence[object], new: Sequence[object], models: tuple[str, str]) -> ShapeError:
@@ -216,10 +218,6 @@ def _sessions(original: Model, before: OpenedModel, rewritten: Model, after: Ope
         Session(rewritten, kernels=True, where=after.name),
         Session(rewritten, kernels=False, where=after.name),
     )
-
-
-def _with_data(model: Model) -> onnx.ModelProto:
-    return model if isinstance(model, onnx.ModelProto) else onnx.load(model, load_external_data=False)
 
 
 def _shape_failures(expected: Array, result: Array, body: Array | None) -> list[str]:
@@ -267,16 +265,18 @@ def _output_failures(output: OutputCheck) -> list[str]:
     return failures
 
 
-def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...], samples: Samples) -> list[str]:
+def _notes(
+    graph: ir.Graph, name: str, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...], samples: Samples
+) -> list[str]:
     notes = []
     if nodes and len(samples) > 1:
         notes.append("kernels are compared with function bodies, node by node, on the first sample")
     # Their inputs exist inside of the subgraph only, where no twin is built.
-    hidden = nodes_in_subgraphs(after.proto)
+    hidden = nodes_in_subgraphs(graph)
     if hidden:
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
     if not nodes and not hidden:
-        notes.append(f"{after.name} has no MXFP8 node: this compares a model with another, not with its rewrite")
+        notes.append(f"{name} has no MXFP8 node: this compares a model with another, not with its rewrite")
     for output in outputs:
         if output.limit is None or not output.rewritten.count:
             why = f"{output.dtype}, and no limit is set" if output.rewritten.count else "it has no values"
@@ -284,7 +284,9 @@ def _notes(after: OpenedModel, nodes: list[NodeCheck], outputs: tuple[OutputChec
         if output.rewritten.compared < output.rewritten.count:
             finite = f"{output.rewritten.compared} of {output.rewritten.count}"
             notes.append(f"output {output.name!r}: only {finite} positions are finite in both models and compared")
-    skipped = [o.name for o in after.proto.graph.output if not _is_numeric(o)]
+    skipped = [
+        str(o.name) for o in graph.outputs if o.dtype == ir.DataType.STRING or not isinstance(o.type, ir.TensorType)
+    ]
     if skipped:
         notes.append(f"outputs that are not tensors of numbers are not compared: {', '.join(skipped)}")
     return notes
@@ -313,7 +315,3 @@ def _drift_notes(nodes: Sequence[NodeCheck], outputs: Sequence[OutputCheck]) -> 
         f"kernel vs body at {', '.join(drifting)} is no error of the kernels, each of which is within its bound: sums "
         "that differ in the last bit round elements of later layers to another step, in all up to the rewrite's error"
     ]
-
-
-def _is_numeric(output: onnx.ValueInfoProto) -> bool:
-    return output.type.HasField("tensor_type") and output.type.tensor_type.elem_type != onnx.TensorProto.STRING

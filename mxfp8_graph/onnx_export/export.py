@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+def check_opset(opset: object, where: str) -> None:
+    """Raises ContractError unless `opset` is a version that function bodies can have and onnx knows."""
+    newest = onnx.defs.onnx_opset_version()
+    if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
+        expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
+        raise ContractError(where, f"opset {opset}", expected=expected, advice="pass another opset")
+
+
 def to_onnx(
     program: Any,
     path: str | Path,
@@ -66,10 +74,7 @@ def to_onnx(
     """
     check_options("to_onnx", options, ExportOptions)
     path = Path(path)
-    newest = onnx.defs.onnx_opset_version()
-    if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
-        expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
-        raise ContractError("to_onnx", f"opset {opset}", expected=expected, advice="pass another opset")
+    check_opset(opset, "to_onnx")
     for kind, wanted in (("input_names", input_names), ("output_names", output_names)):
         _check_names(kind, wanted)
     exported = _program(program, trust_pickle=options.get("trust_pickle", False))

@@ -7,6 +7,7 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import logging
@@ -108,6 +109,22 @@ def infer(opened: OpenedModel, model: ir.Model, inferred: onnx.ModelProto | None
             if (info := types.get(value.name or "")) is not None:
                 value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
     return model
+
+
+def declared(opened: OpenedModel) -> ir.Model:
+    """Returns the graph of a model to read: with the types that it declares, as `without_sparse`."""
+    return to_ir(without_sparse(opened))
+
+
+def without_sparse(opened: OpenedModel) -> OpenedModel:
+    """Returns a model without its sparse initializers, which ONNX Runtime runs and onnx_ir does not have."""
+    if not any(graph.sparse_initializer for graph in iter_graphs(opened.proto.graph)):
+        return opened
+    proto = onnx.ModelProto()
+    proto.CopyFrom(opened.proto)
+    for graph in iter_graphs(proto.graph):
+        graph.ClearField("sparse_initializer")
+    return dataclasses.replace(opened, proto=proto)
 
 
 def _deserialized(opened: OpenedModel) -> ir.Model:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mxfp8_graph.checking.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
 from mxfp8_graph.checking.inputs import Array
-from mxfp8_graph.checking.user_code import failed, is_reference, load_function
+from mxfp8_graph.checking.samples import failed, is_reference, load_function
 from mxfp8_graph.report.base import Data
 from mxfp8_ops.errors import ContractError, ShapeError
 

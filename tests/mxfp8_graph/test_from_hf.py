@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import json
 import socket
 import subprocess
@@ -17,6 +15,7 @@ import checkpoints as ck
 import commands
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -28,8 +27,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.onnx_model.open import open_model  # noqa: E402
 from mxfp8_graph.onnx_model.tensor_data import raw  # noqa: E402
-from mxfp8_graph.tools.from_hf import whole  # noqa: E402
-from mxfp8_graph.tools.from_hf.architecture import repeated  # noqa: E402
+from mxfp8_graph.tools.from_hf import graph  # noqa: E402
 from mxfp8_ops import ort  # noqa: E402
 from mxfp8_ops.errors import ContractError  # noqa: E402
 
@@ -37,8 +35,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "
 KEPT = ("embed", "norm", "Norm", "lm_head", "pooler")
 
 
-EXPORT = whole.export
-GRAPHS: dict[Any, tuple[onnx.ModelProto, list[str]]] = {}
+EXPORT = graph.export
+GRAPHS: dict[Any, onnx.ModelProto] = {}
 
 
 def arguments(dynamic: bool) -> dict[str, Any]:
@@ -108,14 +106,14 @@ def check_stored(made: Folder, path: Path) -> None:
         assert raw(found, opened.folder, opened.name) == expected.view(torch.uint8).numpy().tobytes(), name
 
 
-def exported(model: Any, config: Any, folder: Path, opset: int) -> tuple[onnx.ModelProto, list[str]]:
+def exported(call: Any, opset: int, where: str) -> ir.Model:
     """Returns what torch makes of a model: seconds that the tests need to wait for once only."""
+    model = call.module.model
     parameters = tuple((name, value.shape, value.dtype) for name, value in model.named_parameters())
     key = type(model).__name__, parameters, opset
     if key not in GRAPHS:
-        GRAPHS[key] = EXPORT(model, config, folder, opset)
-    proto, inputs = GRAPHS[key]
-    return onnx.ModelProto.FromString(proto.SerializeToString()), inputs
+        GRAPHS[key] = ir.to_proto(EXPORT(call, opset, where))
+    return ir.from_proto(onnx.ModelProto.FromString(GRAPHS[key].SerializeToString()))
 
 
 def close(actual: np.ndarray, expected: Any) -> None:
@@ -129,13 +127,13 @@ def close(actual: np.ndarray, expected: Any) -> None:
 @pytest.fixture(autouse=True, scope="module")
 def each_model_is_exported_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(whole, "export", exported)
+        patch.setattr(graph, "export", exported)
         yield
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Five layers, so that layers are repeated, stored in bfloat16."""
+    """Five layers, stored in bfloat16."""
     config = transformers.LlamaConfig(**SMALL, num_hidden_layers=5, num_key_value_heads=1, max_position_embeddings=64)
     return folder(tmp_path_factory.mktemp("a") / "llama", config, "LlamaForCausalLM", dtype=torch.bfloat16)
 
@@ -147,7 +145,7 @@ def decoder(llama: Folder) -> Path:
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Folder:
-    """Two layers, which are exported as they are, and names without the prefix that a model with a head has."""
+    """Two layers, and names without the prefix that a model with a head has."""
     config = transformers.BertConfig(**SMALL, num_hidden_layers=2, max_position_embeddings=32)
     made = tmp_path_factory.mktemp("a") / "bert"
     return folder(made, config, "BertModel", dtype=torch.float32, activations=False)
@@ -258,65 +256,6 @@ def test_an_encoder_computes_what_torch_does(bert: Folder, encoder: tuple[Path, 
     hidden, pooled = session.run(None, feeds)
     close(hidden, expected.last_hidden_state)
     close(pooled, expected.pooler_output)
-
-
-# --- Layers ----------------------------------------------------------------------------------------------------------
-
-
-def test_layers_that_differ_are_not_taken_for_alike() -> None:
-    def model(*sizes: int) -> Any:
-        layers = [torch.nn.Sequential(torch.nn.Linear(8, size), torch.nn.Linear(size, 8)) for size in sizes]
-        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
-
-    found = repeated(model(4, 4, 4, 4))
-    assert found is not None
-    assert (found[0], len(found[1])) == ("layers", 4)
-    assert repeated(model(4, 4, 4, 5)) is None
-
-
-BESIDES_MODULES = {
-    "number": (16, 17),
-    "list": ([0, 1], [0, 2]),
-    "nested": ({"rope": {"theta": 1e4}}, {"rope": {"theta": 1e6}}),
-    "set": (frozenset({"a"}), frozenset({"b"})),
-    "tensor": (torch.ones(3), torch.zeros(3)),
-    "large tensor": (torch.ones(2**17, dtype=torch.bfloat16), torch.zeros(2**17, dtype=torch.bfloat16)),
-    "partial": (functools.partial(torch.add, alpha=2), functools.partial(torch.add, alpha=3)),
-    "function": (torch.nn.functional.gelu, torch.nn.functional.relu),
-    "dtype": (torch.float32, torch.float16),
-}
-
-
-@pytest.mark.parametrize("buffer", [False, True])
-def test_what_layers_have_besides_modules_is_compared(buffer: bool) -> None:
-    def model(values: list[Any]) -> Any:
-        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8)) for _ in values]
-        for number, (layer, value) in enumerate(zip(layers, values, strict=True)):
-            layer[0].layer_idx = number
-            if buffer:
-                layer[0].register_buffer("setting", value)
-            else:
-                layer[0].setting = value
-        return torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
-
-    for name, (alike, other) in BESIDES_MODULES.items():
-        if not buffer or isinstance(alike, torch.Tensor):
-            assert repeated(model([copy.deepcopy(alike) for _ in range(4)])) is not None, name
-            assert repeated(model([alike, alike, other, alike])) is None, name
-
-
-@pytest.mark.slow
-def test_every_byte_of_a_repeated_encoder_arrives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = transformers.BertConfig(**SMALL, num_hidden_layers=4, max_position_embeddings=32)
-    made = folder(tmp_path / "bert", config, "BertModel", dtype=torch.float32, activations=False)
-    outcomes: list[bool] = []
-    repeat = whole.repeat
-    monkeypatch.setattr(whole, "repeat", lambda *given: outcomes.append(repeat(*given)) or outcomes[-1])
-    path, report = mxfp8_graph.from_hf(made.path, recipe="mxfp8-weight-only")
-    assert len(report.rewritten) == 24
-    assert outcomes == [True]
-    assert len(made.weights) == 24
-    check_stored(made, path)
 
 
 # --- What does not fit -----------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import io
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,27 @@ import onnx
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.checking import inputs as model_inputs
-from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.checking.inputs import Inputs, Signature, check_inputs, input_specs, load_inputs
+from mxfp8_graph.checking.inputs import Inputs, InputSpec, Signature, check_inputs, load_inputs, make_inputs
 from mxfp8_graph.checking.samples import make_samples
+from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_ops.errors import ShapeError
 
 
 def synthesise(model: onnx.ModelProto, *, where: str = "model", **settings: Any) -> Inputs:
     """Returns inputs for a model."""
-    return model_inputs.synthesise(input_specs(model, where), index_ranges(model), where=where, **settings)
+    return make_inputs(signature(model, where), **settings)
+
+
+def signature(model: onnx.ModelProto, where: str = "model") -> Signature:
+    return Signature.of(replace(open_model(model), name=where))
+
+
+def input_specs(model: onnx.ModelProto) -> list[InputSpec]:
+    return signature(model).specs
+
+
+def index_ranges(model: onnx.ModelProto) -> Mapping[str, range]:
+    return signature(model).ranges
 
 
 def model_with(**inputs: tuple[Any, b.Shape]) -> onnx.ModelProto:
@@ -280,6 +292,13 @@ def test_indices_are_followed_into_local_functions() -> None:
     assert index_ranges(model) == {"ids": range(50)}
 
 
+def test_a_model_with_a_sparse_initializer_has_inputs() -> None:
+    model = indexing([b.node("Identity", "ids", "i")])
+    values, at = (onnx.helper.make_tensor(name, dtype, [1], [1]) for name, dtype in (("few", 1), ("at", 7)))
+    model.graph.sparse_initializer.append(onnx.SparseTensorProto(values=values, indices=at, dims=[9]))
+    assert index_ranges(model) == {"ids": range(50)}
+
+
 def test_what_is_gathered_from_is_not_an_index() -> None:
     nodes = [b.node("Gather", "ids first", "y")]
     model = b.model(nodes, {"ids": (np.int64, [3, 4])}, {"y": (np.int64, [None, None])}, {"first": np.array([0])})
@@ -440,13 +459,13 @@ def test_an_array_that_claims_more_than_its_file_has(tmp_path: Path, name: str) 
     if path.suffix == ".npz":
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("x.npy", header((2**40, 64)))
-    signature = Signature("model", input_specs(model_with(x=(np.float32, [None, 64]))), {})
+    taken = Signature("model", input_specs(model_with(x=(np.float32, [None, 64]))), {})
     with pytest.raises(ShapeError, match=rf"claims {2**48} bytes, and there are 8; expected an {path.suffix} file"):
-        make_samples(signature, {"inputs": path if path.suffix == ".npz" else path.parent})
+        make_samples(taken, {"inputs": path if path.suffix == ".npz" else path.parent})
 
 
 def test_an_archive_that_unpacks_to_far_more_than_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_inputs, "MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
+    monkeypatch.setattr("mxfp8_graph.checking.inputs.MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
     path = tmp_path / "data.npz"
     np.savez_compressed(path, x=np.zeros(2**18, np.float32))
     with pytest.raises(ShapeError, match=r"bytes that unpack to 1048704; the limit is 1048576; expected "):

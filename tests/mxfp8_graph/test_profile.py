@@ -6,6 +6,7 @@ from pathlib import Path
 
 import builders as b
 import numpy as np
+import onnx_ir as ir
 import pytest
 from commands import run
 
@@ -69,7 +70,7 @@ def test_times_are_the_mean_of_the_counted_runs():
     durations = (9, 2, 4)
     events = [event("model_run", 100 * run, 50, "Session") for run in range(3)]
     events += [event("x_kernel_time", 100 * run + 1, dur, op_name="Relu") for run, dur in enumerate(durations)]
-    (node,) = of_session(b.chain_model(), events, [], runs=2)
+    (node,) = of_session(ir.from_proto(b.chain_model()), events, [], runs=2)
     assert (node.name, node.op, node.operands, node.kernel, node.isa) == ("x", "Relu", "", "", "")
     assert node.seconds == pytest.approx(3e-6)
 

@@ -14,7 +14,7 @@ from releases import release
 
 import mxfp8_graph
 from mxfp8_graph.onnx_model import tensor_data as external
-from mxfp8_graph.packed import PackedWeight, from_onnx
+from mxfp8_graph.packed import PackedWeight
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.errors import ContractError, ShapeError
@@ -111,15 +111,15 @@ def test_nothing_is_read_before_it_is_asked_for(
 ) -> None:
     path, read = builders.save(proto, tmp_path / "a.onnx", external=True), []
 
-    def recorded(tensor: onnx.TensorProto, *where: Any) -> bytes:
+    def recorded(tensor: onnx.TensorProto, *where: Any) -> Any:
         read.append(tensor.name)
-        return external.raw(tensor, *where)
+        return external.read(tensor, *where)
 
-    monkeypatch.setattr(from_onnx, "raw", recorded)
+    monkeypatch.setattr("mxfp8_graph.onnx_model.graph.read", recorded)
     weights = mxfp8_graph.unpack(path)
     assert read == []
-    assert weights["layers.1.weight"].scales.size
-    assert read == ["layers.1.weight_mxfp8_scales"]
+    assert weights["layers.1.weight"].elements.size
+    assert read == ["layers.1.weight_mxfp8"]
     (tmp_path / "a.onnx.data").unlink()
     # onnx before 1.20 also puts the table in a node's function body there.
     tensor = "tensor 'layers.0.weight_mxfp8'" if release("onnx") >= (1, 20) else "a tensor without a name"

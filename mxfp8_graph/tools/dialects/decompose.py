@@ -14,7 +14,7 @@ attributes and name. `recompose.py` reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 import onnx
@@ -89,15 +89,18 @@ def _body(edit: Edit, node: ir.Node, inputs: Sequence[ir.Value | None]) -> Nodes
     plain = ir.to_proto(node)
     plain.input[:] = ["" if value is None else str(value.name) for value in inputs]
     ports = {str(value.name): value for value in inputs if value is not None}
-    proto = onnx.GraphProto(
-        node=standard_ops.in_place_of(plain, edit.fresh), input=[onnx.ValueInfoProto(name=name) for name in ports]
-    )
-    graph = ir.from_proto(proto)
+    graph = graph_of(standard_ops.in_place_of(plain, edit.fresh), ports)
     for port in graph.inputs:
         port.replace_all_uses_with(ports[str(port.name)])
     nodes = list(graph)
     graph.remove(nodes)
     return nodes
+
+
+def graph_of(body: Sequence[onnx.NodeProto], inputs: Iterable[str], outputs: Iterable[str] = ()) -> ir.Graph:
+    """Returns the graph of some nodes, whose inputs and outputs have these names."""
+    ports, ends = ([onnx.ValueInfoProto(name=name) for name in names] for names in (inputs, outputs))
+    return ir.from_proto(onnx.GraphProto(node=body, input=ports, output=ends))
 
 
 def _is_absent(port: str, stored: ir.TensorProtocol) -> bool:

@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
@@ -24,7 +23,7 @@ from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN
 
-E8M0: Final = int(onnx.TensorProto.FLOAT8E8M0)
+E8M0: Final = int(ir.DataType.FLOAT8E8M0)
 
 _OTHER: Final = "convert reads MXFP8 only; start from the model that is not quantized"
 

@@ -11,15 +11,15 @@ import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import constant, graphs_of, is_op, only_used_by
 from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, heir, ours
 from mxfp8_graph.onnx_pass.fuse.run import apply
-from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, is_marked
+from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, graph_of, is_marked
 from mxfp8_graph.tools.dialects.edit import Edit, settings_of
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
@@ -118,18 +118,16 @@ def _constant(port: str, absent: tuple[str, int], fresh: Callable[[str], str]) -
     """Returns the node that makes the vector that stands for an input that is not there; `absent`: name and dtype."""
     name, dtype = fresh(absent[0]), absent[1]
     values = [dtype == contract.BOOL] * len(ABSENT[port])
-    tensor = onnx.helper.make_tensor(name, dtype, [len(values)], values)
-    return ir.node("Constant", [], {"value": ir.from_proto(tensor)}, outputs=[ir.Value(name=name)], name=name)
+    tensor = ir.tensor(np.array(values, ir.DataType(dtype).numpy()), name=name)
+    return ir.node("Constant", [], {"value": tensor}, outputs=[ir.Value(name=name)], name=name)
 
 
 class _BodyMatch:
     """The body of one node, compared with a graph."""
 
-    def __init__(self, op: contract.Op, body: Sequence[onnx.NodeProto]) -> None:
-        """`body`: named as the ports of `op` are."""
-        ports = [onnx.ValueInfoProto(name=port.name) for port in op.inputs]
-        ends = [onnx.ValueInfoProto(name=port.name) for port in op.outputs]
-        graph = ir.from_proto(onnx.GraphProto(node=body, input=ports, output=ends))
+    def __init__(self, op: contract.Op, body: Sequence[Any]) -> None:
+        """`body`: node protobufs, whose values are named as the ports of `op`."""
+        graph = graph_of(body, (port.name for port in op.inputs), (port.name for port in op.outputs))
         self._inputs, self._outputs = graph.inputs, graph.outputs
         self._bound: dict[ir.Value, ir.Value] = {}
         """Values of the graph by those of the body."""

@@ -14,12 +14,11 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, dialect_of, without_padding
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
+from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op, to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
 from mxfp8_graph.tools.dialects import trt_rules
@@ -128,7 +127,7 @@ def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, 
     shape, tensor = dims(stored), tensor_of(scales)
     if stored.dtype not in {contract.UINT8, contract.FLOAT8E4M3FN}:
         raise _unpacked(edit, node, stored)
-    if tensor is None or tensor.dtype not in {contract.UINT8, onnx.TensorProto.FLOAT8E8M0}:
+    if tensor is None or tensor.dtype not in {contract.UINT8, ir.DataType.FLOAT8E8M0}:
         raise _unpacked(edit, node, tensor or stored)
     axis = blocked_axis(shape, dims(tensor), attribute(node, "axis", None))
     if axis is None:
@@ -220,7 +219,7 @@ def _check_weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, settings
 
 def check(opened: OpenedModel) -> None:
     """Raises ContractError if TensorRT's parser would refuse a converted model."""
-    if broken := trt_rules.violations(opened.proto):
+    if broken := trt_rules.violations(to_ir(opened)):
         what = f"breaks rules of TensorRT's parser: {'; '.join(broken[:5])}"
         expected, advice = "a model that the parser accepts", "convert to qdq or standard"
         raise ContractError(opened.name, what, expected=expected, advice=advice)

@@ -8,9 +8,7 @@ in its constructor (frequencies of rotary embeddings, position ids) are real.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +159,8 @@ def _encoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Ca
 
 
 def _decoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Call:
-    layers = config.num_hidden_layers if (stack := repeated(model)) is None else len(stack[1])
     text = config.get_text_config()
+    layers = text.num_hidden_layers
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     # The sample cache is real memory, and its size is in numbers of the config.
@@ -239,52 +237,6 @@ class _Decoder(nn.Module):
         return (result.logits, *grown)
 
 
-def repeated(model: nn.Module) -> tuple[str, nn.ModuleList] | None:
-    """Returns (path, list) of the layers of a model, if it has one such list and they differ in their values only."""
-    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    # Lists inside of layers, such as experts, belong to the layers.
-    outer = [(p, m) for p, m in lists if not any(p.startswith(f"{other}.") for other, _ in lists)]
-    if len(outer) != 1 or len(outer[0][1]) < 1:
-        return None
-    path, layers = outer[0]
-    first = _fingerprint(layers[0])
-    return (path, layers) if all(_fingerprint(layer) == first for layer in layers) else None
-
-
-_NUMBERS: Final = frozenset({"layer_idx", "layer_id"})
-"""Names of attributes with the number of a layer."""
-
-_OF_EVERY_MODULE: Final = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every torch module: parameters, buffers and modules, which are compared separately, and hooks."""
-
-
-def _fingerprint(layer: nn.Module) -> list[object]:
-    """Returns a key of a layer: equal for layers that differ only in the values of parameters and in their number."""
-    entries: list[object] = []
-    for path, module in layer.named_modules():
-        own = {k: _plain(v) for k, v in vars(module).items() if k not in _NUMBERS | _OF_EVERY_MODULE}
-        parameters = {name: (tuple(t.shape), t.dtype) for name, t in module.named_parameters(recurse=False)}
-        buffers = {name: _plain(t) for name, t in module.named_buffers(recurse=False)}
-        entries.append((path, type(module), own, parameters, buffers))
-    return entries
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value to compare attributes by: contents of tensors and containers, other objects as they are."""
-    if isinstance(value, Tensor):
-        content = value.is_meta or value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        return (tuple(value.shape), value.dtype, content)
-    if isinstance(value, Mapping):
-        return (type(value), [(key, _plain(each)) for key, each in value.items()])
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return (type(value), [_plain(each) for each in value])
-    if isinstance(value, functools.partial):
-        return (functools.partial, _plain((value.func, value.args, value.keywords)))
-    if isinstance(value, types.MethodType):
-        return value.__func__
-    return value
-
-
 class _Unfilled(TorchFunctionMode):
     """Allocates parameters (torch.empty) as meta tensors, and checks their number and size."""
 
@@ -315,15 +267,3 @@ def _untouched(model: nn.Module) -> None:
                     key, nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
                 )
                 module._parameters[name] = parameters[key]
-
-
-@contextlib.contextmanager
-def shortened(layers: nn.ModuleList, count: int) -> Iterator[None]:
-    """Removes all layers but the first `count` inside of the block."""
-    all_layers = dict(layers._modules)
-    for name in list(all_layers)[count:]:
-        del layers._modules[name]
-    try:
-        yield
-    finally:
-        layers._modules.update(all_layers)

@@ -6,25 +6,22 @@ As initializers they would need values: constants are folded, and equal initiali
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
-import onnx
+import onnx_ir as ir
 import torch
 
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_export.export import quiet, translate
+from mxfp8_graph.onnx_model.walk import NAME_SCOPES
 from mxfp8_graph.tools.from_hf.architecture import Call
 from mxfp8_ops.errors import ContractError
 
-if TYPE_CHECKING:
-    import onnx_ir as ir
-
-_SCOPES: Final = "pkg.torch.onnx.name_scopes"
 _OURS: Final = "model."
 """Prefix of the model's names in the wrapper of `Call`."""
 
 
-def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
+def export(call: Call, opset: int, where: str) -> ir.Model:
     """Returns the graph of a model, with its parameters among the inputs by the names that the model gives them.
 
     Raises:
@@ -51,33 +48,27 @@ def export(call: Call, opset: int, where: str) -> onnx.ModelProto:
             model.graph.inputs.append(value)
 
     names = {"input_names": call.input_names, "output_names": call.output_names()}
-    import onnx_ir as ir
-
-    proto = ir.to_proto(translate(program, opset, names, before_optimizing=lift))
-    _name_axes(proto, call)
-    for node in proto.graph.node:
-        for entry in node.metadata_props:
-            if entry.key == _SCOPES:
-                entry.value = entry.value.replace(f"'{_OURS}", "'")
-    return proto
+    model: ir.Model = translate(program, opset, names, before_optimizing=lift)
+    _name_axes(model.graph, call)
+    for node in model.graph:
+        if NAME_SCOPES in node.metadata_props:
+            node.metadata_props[NAME_SCOPES] = node.metadata_props[NAME_SCOPES].replace(f"'{_OURS}", "'")
+    return model
 
 
-def _name_axes(proto: onnx.ModelProto, call: Call) -> None:
+def _name_axes(graph: ir.Graph, call: Call) -> None:
     """Renames the dynamic axes to the names in `call`."""
     names: dict[str, str] = {}
-    for value in proto.graph.input:
-        for axis, dim in enumerate(value.type.tensor_type.shape.dim):
-            wanted = call.axis_names.get(value.name, ())[axis : axis + 1]
-            if dim.dim_param and wanted and wanted[0]:
-                names.setdefault(dim.dim_param, wanted[0])
-    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param:
-                dim.dim_param = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), dim.dim_param)
+    for value in graph.inputs:
+        for dim, wanted in zip(value.shape or (), call.axis_names.get(str(value.name), ()), strict=False):
+            if isinstance(dim, ir.SymbolicDim) and dim.value and wanted:
+                names.setdefault(dim.value, wanted)
+    for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        if value.shape is not None:
+            value.shape = ir.Shape([_renamed(dim, names) for dim in value.shape])
 
 
-def layer_of(node: onnx.NodeProto, path: str) -> int | None:
-    """Returns which layer of the list at `path` a node belongs to, or None."""
-    scopes: Any = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
-    match = re.search(rf"'{re.escape(path)}\.(\d+)[.']", scopes)
-    return int(match[1]) if match else None
+def _renamed(dim: int | ir.SymbolicDim, names: dict[str, str]) -> int | str | None:
+    if isinstance(dim, int) or dim.value is None:
+        return dim if isinstance(dim, int) else None
+    return re.sub(r"\w+", lambda match: names.get(match[0], match[0]), dim.value)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import onnx
-
 from mxfp8_graph.file_reading import Pins, is_folder
+from mxfp8_graph.onnx_export.export import check_opset
 from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
 from mxfp8_graph.pass_steps import Reporter
@@ -83,10 +82,7 @@ def from_hf(
     )
     if dtype not in contract.VALUE_NAMES.values():
         raise ContractError.unknown("dtype", dtype, contract.VALUE_NAMES.values())
-    newest = onnx.defs.onnx_opset_version()
-    if not contract.MIN_OPSET <= opset <= newest:
-        expected = f"{contract.MIN_OPSET} to {newest}"
-        raise ContractError("opset", str(opset), expected=expected, advice="choose one of them")
+    check_opset(opset, "from_hf")
     checkpoint = open_checkpoint(folder)
     checkpoint.require_mxfp8()
     chosen = load_recipe(_recipe_for(config, checkpoint, folder) if recipe is None else recipe).setting(settings)
@@ -119,7 +115,7 @@ def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype
     except ImportError as error:
         expected, advice = "torch, onnxscript and transformers", "pip install torch onnxscript transformers"
         raise BackendError("from_hf", str(error), expected=expected, advice=advice) from error
-    from mxfp8_graph.tools.from_hf import architecture, stored, whole
+    from mxfp8_graph.tools.from_hf import architecture, graph, stored
     from mxfp8_graph.tools.from_hf.limits import Limits
 
     limits = Limits(checkpoint, folder / "config.json")
@@ -138,8 +134,9 @@ def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype
         names = stored.Names(checkpoint, getattr(blank, "base_model_prefix", ""), tied)
         stored.check({name: tuple(tensor.shape) for name, tensor in blank.state_dict().items()}, checkpoint, names)
         model = architecture.build(config, folder, dtype, limits, "cpu")
-        proto, inputs = whole.export(model, config, folder, opset)
-    opened = stored.opened(proto, checkpoint, inputs, names)
+        call = architecture.call_of(model, config)
+        exported = graph.export(call, opset, str(folder))
+    opened = stored.opened(exported, checkpoint, call.input_names, names)
     unused = sorted(checkpoint.others.keys() - names.used)
     if unused:
         opened.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")

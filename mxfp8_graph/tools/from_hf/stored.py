@@ -10,13 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-import numpy as np
-import onnx
-from onnx import NodeProto, TensorProto, helper
+import onnx_ir as ir
 
 from mxfp8_graph.file_reading import ModelFolder
+from mxfp8_graph.onnx_model.graph import attribute, is_op
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import iter_graphs
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed
 from mxfp8_graph.packed.safetensors import DTYPES, Stored
 from mxfp8_ops.errors import ContractError
@@ -25,11 +23,11 @@ _FLOATS: Final = ("F32", "F16", "BF16", "F64")
 """Dtypes of parameters, in the words of safetensors."""
 
 
-def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> OpenedModel:
+def opened(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> OpenedModel:
     """Returns the model with its parameters from a checkpoint, as the pass takes it.
 
     Args:
-        proto: the graph, whose inputs are `inputs` and parameters.
+        model: its inputs are `inputs` and parameters; edited in place.
         checkpoint: where values are.
         inputs: the names of the inputs of a run.
         names: finds the checkpoint's name of a parameter; see `check`.
@@ -37,40 +35,30 @@ def opened(proto: onnx.ModelProto, checkpoint: Checkpoint, inputs: Sequence[str]
     Raises:
         ContractError: the files of the checkpoint are in several folders.
     """
-    graph = proto.graph
-    parameters = [value for value in graph.input if value.name not in inputs]
-    model_inputs = [value for value in graph.input if value.name in inputs]
-    shards = _CheckpointFolder(checkpoint)
-    tensors: dict[str, TensorProto] = {}
-    casts: dict[str, int] = {}
-    size = 0
-    renamed: dict[str, str] = {}
-    for value in parameters:
-        shape = tuple(dim.dim_value for dim in value.type.tensor_type.shape.dim)
-        dtype = value.type.tensor_type.elem_type
-        name = names.of(value.name)
-        assert name is not None  # `check` found it
-        renamed[value.name] = name
-        stored = checkpoint.others.get(name)
-        stub = graph.initializer.add(name=name, dims=shape, data_type=dtype)
-        if stored is not None:
-            stub.data_type = helper.np_dtype_to_tensor_dtype(DTYPES[stored.dtype])
-            # The bytes of the file stay as they are, so nodes that compute in another dtype need a cast.
-            if stub.data_type != dtype:
-                casts[name] = dtype
-            tensors[name] = shards.tensor(name, stub.data_type, stored)
-        size += math.prod(shape) * int(helper.tensor_dtype_to_np_dtype(stub.data_type).itemsize)
+    graph = model.graph
     # Parameters were inputs for the export only; from here on they are initializers.
-    del graph.input[:]
-    graph.input.extend(model_inputs)
-    _rename(graph, renamed)
-    if casts:
-        _cast(graph, casts)
-    opened = OpenedModel(
-        str(checkpoint.path), proto, tensors, shards.folder, 0, uses_external_data=True, weights_are_inputs=False
-    )
-    opened.byte_size = size + proto.ByteSize()
-    return opened
+    parameters = [value for value in graph.inputs if value.name not in inputs]
+    graph.inputs[:] = [value for value in graph.inputs if value.name in inputs]
+    sources: dict[str, Stored] = {}
+    for value in parameters:
+        value.name = name = names.of(str(value.name))
+        assert name is not None  # `check` found it
+        if name in checkpoint.others:
+            sources[name] = checkpoint.others[name]
+            # The bytes of the file stay as they are, so nodes that compute in another dtype need a cast.
+            dtype = ir.DataType.from_numpy(DTYPES[sources[name].dtype])
+            if dtype != value.dtype:
+                _cast(graph, value, dtype)
+    proto = ir.to_proto(model)
+    for value in parameters:
+        assert value.shape is not None  # the exporter gives it
+        assert value.dtype is not None
+        proto.graph.initializer.add(name=value.name, dims=value.shape.numpy(), data_type=value.dtype)
+    folder = _folder(checkpoint, sources)
+    tensors = {name: ir.serde.serialize_tensor(_external(name, stored)) for name, stored in sources.items()}
+    size = sum(math.prod(tensor.dims) * ir.DataType(tensor.data_type).itemsize for tensor in proto.graph.initializer)
+    where, size = str(checkpoint.path), int(size) + proto.ByteSize()
+    return OpenedModel(where, proto, tensors, folder, size, uses_external_data=True, weights_are_inputs=False)
 
 
 def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, names: Names) -> None:
@@ -111,66 +99,49 @@ class Names:
         return None
 
 
-class _CheckpointFolder:
-    """The folder of the files of a checkpoint."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.folder: ModelFolder | None = None
-        self._checkpoint = checkpoint
-
-    def tensor(self, name: str, dtype: int, stored: Stored) -> TensorProto:
-        """Returns a tensor whose external data is in a file of the checkpoint."""
-        if self.folder is None:
-            self.folder = ModelFolder(stored.path)
-            self.folder.files = stored.files
-        if stored.path.parent != self.folder.path:
+def _folder(checkpoint: Checkpoint, sources: Mapping[str, Stored]) -> ModelFolder | None:
+    """Returns the folder of the files that tensors are in, which must be one; None without tensors."""
+    folder: ModelFolder | None = None
+    for stored in sources.values():
+        if folder is None:
+            folder = ModelFolder(stored.path)
+            folder.files = stored.files
+        if stored.path.parent != folder.path:
             what = f"{stored.path} and others are in several folders"
-            raise ContractError(self._checkpoint.path, what, expected="shards in one folder", advice="move them there")
-        tensor = TensorProto(name=name, data_type=dtype, dims=stored.shape, data_location=TensorProto.EXTERNAL)
-        entries = {"location": stored.path.name, "offset": stored.offset, "length": stored.byte_size}
-        for key, value in entries.items():
-            tensor.external_data.add(key=key, value=str(value))
-        return tensor
+            raise ContractError(checkpoint.path, what, expected="shards in one folder", advice="move them there")
+    return folder
 
 
-def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
-    """Renames the parameters in the nodes' inputs to their names in the checkpoint."""
-    for inner in iter_graphs(graph):
-        for node in inner.node:
-            node.input[:] = [names.get(name, name) for name in node.input]
+def _external(name: str, stored: Stored) -> ir.ExternalTensor:
+    """Returns a tensor whose data is in a file of the checkpoint."""
+    dtype = ir.DataType.from_numpy(DTYPES[stored.dtype])
+    place = stored.path.name, stored.offset, stored.byte_size
+    return ir.ExternalTensor(*place, dtype, shape=ir.Shape(stored.shape), name=name)
 
 
-def _cast(graph: onnx.GraphProto, casts: Mapping[str, int]) -> None:
-    """Adds casts of tensors that are stored in another dtype than the graph computes in.
+def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> None:
+    """Makes `dtype` the one of a parameter, and casts it to the dtype that the graph computes in.
 
     Rows of a table are cast after the Gather: a cast of the table would convert all of it in every run.
     """
-    nodes: list[NodeProto] = []
-    names: dict[str, str] = {}
-    for name, dtype in casts.items():
-        names[name] = f"{name}_{np.dtype(helper.tensor_dtype_to_np_dtype(dtype)).name}"
-        nodes.append(helper.make_node("Cast", [name], [names[name]], name=f"{names[name]}_cast", to=dtype))
-    for node in graph.node:
-        picks = node.op_type == "Gather" and not node.domain and node.input[0] in casts
-        axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-        if picks and axis == 0:
-            result, dtype = node.output[0], casts[node.input[0]]
-            node.output[0] = f"{result}_stored"
-            nodes += [node, helper.make_node("Cast", [node.output[0]], [result], name=f"{result}_cast", to=dtype)]
+    computed, value.dtype = value.dtype, dtype
+    assert computed is not None  # the exporter gives it
+    others = []
+    for use in value.uses():
+        if use.idx or not is_op(use.node, "Gather") or attribute(use.node, "axis", 0) != 0:
+            others.append(use)
             continue
-        nodes.append(node)
-        for graph_node in _with_inner(node):
-            graph_node.input[:] = [names.get(name, name) for name in graph_node.input]
-    read = {name for node in nodes for inner in _with_inner(node) for name in inner.input}
-    nodes = [
-        node for node in nodes if not (node.op_type == "Cast" and node.input[0] in casts and node.output[0] not in read)
-    ]
-    copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(copies)
-
-
-def _with_inner(node: NodeProto) -> list[NodeProto]:
-    """Returns a node and those of its subgraphs."""
-    inner = [g for a in node.attribute if a.type == onnx.AttributeProto.GRAPH for g in iter_graphs(a.g)]
-    return [node, *(each for graph in inner for each in graph.node)]
+        rows, owner = use.node.outputs[0], use.node.graph
+        assert owner is not None  # it is a node of the model
+        result = ir.Value(name=rows.name, type=rows.type, shape=rows.shape)
+        rows.replace_all_uses_with(result, replace_graph_outputs=True)
+        rows.name, rows.type = f"{result.name}_stored", ir.TensorType(dtype)
+        cast = ir.node("Cast", [rows], {"to": computed}, outputs=[result], name=f"{result.name}_cast")
+        owner.insert_after(use.node, cast)
+    if others:
+        result = ir.Value(name=f"{value.name}_{computed.numpy().name}")
+        graph.insert_before(
+            graph[0], ir.node("Cast", [value], {"to": computed}, outputs=[result], name=f"{result.name}_cast")
+        )
+        for use in others:
+            use.node.replace_input_with(use.idx, result)

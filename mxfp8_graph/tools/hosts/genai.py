@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, Final
 
-import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.tools.hosts.layout import MODEL, Description, Layout, Request
 from mxfp8_ops.errors import ContractError
@@ -85,8 +85,8 @@ def _decoder(request: Request, settings: dict[str, Any], where: str) -> dict[str
     )
     cached_heads = _number({"num_key_value_heads": heads, **settings}, "num_key_value_heads", where)
     head_size = _number({"head_dim": hidden // heads, **settings}, "head_dim", where)
-    graph = request.model.graph
-    inputs, outputs = {value.name: value for value in graph.input}, [value.name for value in graph.output]
+    graph = request.graph
+    inputs, outputs = {str(value.name): value for value in graph.inputs}, [str(value.name) for value in graph.outputs]
     ports: dict[str, dict[str, str]] = {
         "inputs": {name: name for name in _INPUTS if name in inputs},
         "outputs": {"logits": "logits" if "logits" in outputs else outputs[0]},
@@ -139,11 +139,10 @@ def _pattern(names: Iterable[str], kind: str, layers: int, request: Request) -> 
     raise ContractError(request.name, what, expected=expected, advice="export the model with its cache")
 
 
-def _check_cache(value: onnx.ValueInfoProto, heads: int, size: int, where: str) -> None:
+def _check_cache(value: ir.Value, heads: int, size: int, where: str) -> None:
     """Raises ContractError if a fixed size of a cache input [batch, heads, past, size] is another one."""
-    dims = [dim.dim_value or dim.dim_param or "?" for dim in value.type.tensor_type.shape.dim]
-    has_size = [dim.HasField("dim_value") for dim in value.type.tensor_type.shape.dim]
-    if len(dims) != 4 or (has_size[1] and dims[1] != heads) or (has_size[3] and dims[3] != size):
+    dims = [dim if isinstance(dim, int) else dim.value or "?" for dim in value.shape or ()]
+    if len(dims) != 4 or any(isinstance(dim, int) and dim != n for dim, n in ((dims[1], heads), (dims[3], size))):
         what = f"input {value.name!r} of the model has the shape {dims}"
         expected = f"[batch, {heads}, past, {size}], by num_key_value_heads and head_dim"
         raise ContractError(where, what, expected=expected, advice="pass the configuration of this model")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.file_reading import ModelFolder, open_regular
 from mxfp8_ops.errors import ContractError, Option
@@ -25,8 +25,8 @@ _WEIGHTS: Final = (".safetensors.index.json", ".bin.index.json")
 class Request:
     """The inputs of a folder."""
 
-    model: onnx.ModelProto
-    """The rewritten model, its weights left out."""
+    graph: ir.Graph
+    """The graph of the rewritten model."""
     name: str
     """Name of the model in messages: its path."""
     folder_name: str

@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import Final
 
-import onnx
+import onnx_ir as ir
 
+from mxfp8_graph.onnx_model.graph import dtype_of
 from mxfp8_graph.tools.hosts.layout import MODEL, Layout, Request
 from mxfp8_ops.errors import ContractError
 
@@ -18,19 +19,19 @@ MAX_BATCH: Final = 32
 """Largest batch that the server forms of requests, if the model has a batch dimension; config.pbtxt can change it."""
 
 _TYPES: Final[dict[int, str]] = {
-    onnx.TensorProto.BOOL: "TYPE_BOOL",
-    onnx.TensorProto.UINT8: "TYPE_UINT8",
-    onnx.TensorProto.UINT16: "TYPE_UINT16",
-    onnx.TensorProto.UINT32: "TYPE_UINT32",
-    onnx.TensorProto.UINT64: "TYPE_UINT64",
-    onnx.TensorProto.INT8: "TYPE_INT8",
-    onnx.TensorProto.INT16: "TYPE_INT16",
-    onnx.TensorProto.INT32: "TYPE_INT32",
-    onnx.TensorProto.INT64: "TYPE_INT64",
-    onnx.TensorProto.FLOAT16: "TYPE_FP16",
-    onnx.TensorProto.FLOAT: "TYPE_FP32",
-    onnx.TensorProto.DOUBLE: "TYPE_FP64",
-    onnx.TensorProto.STRING: "TYPE_STRING",
+    ir.DataType.BOOL: "TYPE_BOOL",
+    ir.DataType.UINT8: "TYPE_UINT8",
+    ir.DataType.UINT16: "TYPE_UINT16",
+    ir.DataType.UINT32: "TYPE_UINT32",
+    ir.DataType.UINT64: "TYPE_UINT64",
+    ir.DataType.INT8: "TYPE_INT8",
+    ir.DataType.INT16: "TYPE_INT16",
+    ir.DataType.INT32: "TYPE_INT32",
+    ir.DataType.INT64: "TYPE_INT64",
+    ir.DataType.FLOAT16: "TYPE_FP16",
+    ir.DataType.FLOAT: "TYPE_FP32",
+    ir.DataType.DOUBLE: "TYPE_FP64",
+    ir.DataType.STRING: "TYPE_STRING",
 }
 
 
@@ -40,9 +41,8 @@ def layout(request: Request) -> Layout:
     Raises:
         ContractError: an input or output has no shape, or a dtype that Triton does not have.
     """
-    graph = request.model.graph
-    weights = {tensor.name for tensor in graph.initializer}
-    inputs, outputs = [value for value in graph.input if value.name not in weights], list(graph.output)
+    inputs = [value for value in request.graph.inputs if not value.is_initializer()]
+    outputs = list(request.graph.outputs)
     batched = _share_a_batch([*inputs, *outputs])
     library = str(request.root / request.library)
     lines = [
@@ -58,23 +58,24 @@ def layout(request: Request) -> Layout:
     return Layout(f"1/{MODEL}", request.library, {"config.pbtxt": text.encode()})
 
 
-def _share_a_batch(values: list[onnx.ValueInfoProto]) -> bool:
+def _share_a_batch(values: list[ir.Value]) -> bool:
     """Whether the first dimension of all is one free dimension, named for what it is: batch, batch_size.
 
     Another name may be that of a sequence, whose values a server must not take from several requests.
     """
-    firsts = [v.type.tensor_type.shape.dim[0].dim_param if v.type.tensor_type.shape.dim else "" for v in values]
-    return len(set(firsts)) == 1 and "batch" in firsts[0].lower()
+    firsts = {value.shape[0] if value.shape else None for value in values}
+    names = {dim.value or "" if isinstance(dim, ir.SymbolicDim) else "" for dim in firsts}
+    return len(names) == 1 and "batch" in names.pop().lower()
 
 
-def _port(value: onnx.ValueInfoProto, batched: bool, request: Request) -> str:
-    tensor = value.type.tensor_type
-    if tensor.elem_type not in _TYPES or not tensor.HasField("shape"):
-        kind = onnx.TensorProto.DataType.Name(tensor.elem_type).lower()
-        what = f"{value.name!r} has the dtype {kind}" if tensor.HasField("shape") else f"{value.name!r} has no shape"
+def _port(value: ir.Value, batched: bool, request: Request) -> str:
+    dtype = dtype_of(value)
+    if dtype not in _TYPES or value.shape is None:
+        kind = ir.DataType(dtype).name.lower()
+        what = f"{value.name!r} has no shape" if value.shape is None else f"{value.name!r} has the dtype {kind}"
         advice = "export the model with another, or with shapes"
         raise ContractError(request.name, what, expected="a shape, and a dtype that Triton has", advice=advice)
-    sizes = [d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else -1 for d in tensor.shape.dim[batched:]]
+    sizes = [dim if isinstance(dim, int) and dim >= 0 else -1 for dim in list(value.shape)[batched:]]
     # Triton has no tensors without dimensions, so a scalar is one value that is reshaped.
     dims = f"dims: [ {', '.join(map(str, sizes))} ]" if sizes else "dims: [ 1 ] reshape { shape: [ ] }"
-    return f"name: {json.dumps(value.name)} data_type: {_TYPES[tensor.elem_type]} {dims}"
+    return f"name: {json.dumps(value.name)} data_type: {_TYPES[dtype]} {dims}"

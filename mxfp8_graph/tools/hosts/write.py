@@ -15,6 +15,7 @@ from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.files import new_folder
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
 from mxfp8_graph.onnx_model.walk import iter_tensors
@@ -67,7 +68,7 @@ def package(
         raise _exists(target)
     library = native.library_path()
     request = Request(
-        model=opened.proto,
+        graph=declared(opened).graph,
         name=opened.name,
         folder_name=target.name,
         library=library.name,
