@@ -251,5 +251,6 @@ class Tuner:
 
 def _write_reports(found: Tuning, folder: Path) -> None:
     write_text(folder / "recipe.yaml", found.recipe.to_yaml())
+    found = replace(found, resumed=0)  # an interrupted search gives the same files
     found.write(folder / "report.json")
     found.write(folder / "report.html")
