@@ -7,7 +7,6 @@ find.py      finds the matmuls
 replace.py   replaces them
 fuse/        puts what stands beside a replaced matmul into its node
 account.py   the bytes of every stored tensor, for the report
-switches.py  both ways of each site in one model, to be chosen while it runs
 """
 
 from mxfp8_graph.onnx_pass.run import rewrite_onnx

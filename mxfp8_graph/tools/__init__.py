@@ -10,6 +10,6 @@ hosts      folders for programs that serve models
 compare, analyze and tune share:
 metrics.py           the distance of outputs from the original's, one number per sample
 switchable.py        a model whose rewritten sites can be switched on and off; switched.py opens one
-switched_program.py  an exported program with switches, run node by node
+switched_model.py    an ONNX model with switches; switched_program.py: an exported program, run node by node
 exclusion.py         patterns that match some sites and no other
 """

@@ -3,59 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
-from mxfp8_graph.checking.inputs import Array, Inputs, Signature
+from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.onnx_pass.switches import SwitchedModel, write_switched
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.switchable import Switchable
+from mxfp8_graph.tools.switched_model import SwitchedSession, write_switched
 from mxfp8_ops.errors import ContractError
 
 _ROOM: Final = 1.3
 """Bytes that a model with its packed weights takes, in units of the model's; an MXFP8 weight has 8.25 bits of 32."""
-
-
-class _SwitchedSession(Switchable):
-    """An ONNX model, in one session of ONNX Runtime."""
-
-    def __init__(self, signature: Signature, model: SwitchedModel) -> None:
-        self.signature = signature
-        self.sites = model.sites
-        self.observed_by = model.observed_by
-        self.note = model.note
-        self._model = model
-        self._session = Session(model.path, kernels=True, where=signature.name)
-        extra = {observed.output for observed in model.observed}
-        self._outputs = [name for name in self._session.output_names if name not in extra]
-
-    def run(
-        self, feeds: Mapping[str, Array], on: Sequence[bool], observe: Sequence[int] = ()
-    ) -> tuple[Inputs, list[Array]]:
-        observed = [self._model.observed[index] for index in observe]
-        seen = np.isin(np.arange(len(self._model.observed)), observe)
-        self._session.output_names = [*self._outputs, *(one.output for one in observed)]
-        found = self._session.run({**feeds, self._model.switches: np.array(on, bool), self._model.observe: seen})
-        activations = []
-        for one in observed:
-            x = found.pop(one.output)
-            x = x if one.perm is None else x.transpose(one.perm)
-            activations.append(x if one.merged is None else _reshaped(x, one.merged))
-        return found, activations
-
-
-def _reshaped(x: Array, shape: Sequence[int]) -> Array:
-    """Returns `x` reshaped as ONNX's Reshape does: a 0 is the size that is there."""
-    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
 
 
 @contextmanager
@@ -85,7 +49,7 @@ def open_switchable(
     with scratch("analyze") as folder:
         _check_room(folder, round(opened.byte_size * _ROOM), opened.name)
         path = folder / "model.onnx"
-        yield _SwitchedSession(
+        yield SwitchedSession(
             signature, write_switched(opened, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
         )
 

@@ -10,13 +10,15 @@ with the very nodes and packed weights that a rewrite without fusion writes. Wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 
+from mxfp8_graph.checking.inputs import Array, Inputs, Signature
+from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel
@@ -31,6 +33,7 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_ops.errors import ContractError
 
 
@@ -184,3 +187,37 @@ class _SwitchEditor(Editor):
         choice = ir.node("If", gather.outputs, outputs=[result], name=self.fresh(f"{result.name}_if"))
         put([constant, gather, choice])
         return choice
+
+
+class SwitchedSession(Switchable):
+    """An ONNX model, in one session of ONNX Runtime."""
+
+    def __init__(self, signature: Signature, model: SwitchedModel) -> None:
+        self.signature = signature
+        self.sites = model.sites
+        self.observed_by = model.observed_by
+        self.note = model.note
+        self._model = model
+        self._session = Session(model.path, kernels=True, where=signature.name)
+        extra = {observed.output for observed in model.observed}
+        self._outputs = [name for name in self._session.output_names if name not in extra]
+
+    def run(
+        self, feeds: Mapping[str, Array], on: Sequence[bool], observe: Sequence[int] = ()
+    ) -> tuple[Inputs, list[Array]]:
+        """See `Switchable.run`."""
+        observed = [self._model.observed[index] for index in observe]
+        seen = np.isin(np.arange(len(self._model.observed)), observe)
+        self._session.output_names = [*self._outputs, *(one.output for one in observed)]
+        found = self._session.run({**feeds, self._model.switches: np.array(on, bool), self._model.observe: seen})
+        activations = []
+        for one in observed:
+            x = found.pop(one.output)
+            x = x if one.perm is None else x.transpose(one.perm)
+            activations.append(x if one.merged is None else _reshaped(x, one.merged))
+        return found, activations
+
+
+def _reshaped(x: Array, shape: Sequence[int]) -> Array:
+    """Returns `x` reshaped as ONNX's Reshape does: a 0 is the size that is there."""
+    return x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(shape)])
