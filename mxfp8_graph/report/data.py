@@ -252,6 +252,10 @@ class RewriteReport(Report):
         parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
         return " and ".join(parts)
 
+    def lead(self) -> list[str]:
+        """Returns the outcome, and notes: some name options, and tables above the facts may have hundreds of rows."""
+        return [*super().lead(), *(note for label, note in self.facts() if label == "note")]
+
     def sections(self) -> Iterator[Section]:
         """Yields reasons, bytes and facts, which end a rewrite; then all sites, fusions and tensors."""
         if self.already_rewritten:

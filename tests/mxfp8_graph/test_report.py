@@ -159,6 +159,11 @@ def test_the_page(tmp_path: Path) -> None:
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
 
 
+def test_the_page_begins_with_the_notes_however_long_its_tables_are() -> None:
+    text = make_report(notes=("pack <head>",)).to_html()
+    assert "<p>pack &lt;head&gt;</p></div>" in text.split("<h2>")[0]
+
+
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     source = tmp_path / "m.onnx"
     source.write_bytes(b"abc")

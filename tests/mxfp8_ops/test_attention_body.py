@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
+import onnx.reference
 import pytest
 from attention_cases import CASES, Case, run_stock, widened
 from compare import assert_within

@@ -211,6 +211,15 @@ def test_arrays_that_do_not_fit_are_refused(change: Any, words: str) -> None:
     assert (X == 1).all()
 
 
+@pytest.mark.parametrize("module", [attention, cpu])
+def test_options_of_attention_that_are_misspelt_or_missing_are_type_errors_of_attention(module: Any) -> None:
+    x = floats(1, 2, 8)
+    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'scal'"):
+        module.attention(x, x, x, q_num_heads=1, kv_num_heads=1, scal=1.0)
+    with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required .*argument: 'kv_num_heads'"):
+        module.attention(x, x, x, q_num_heads=1)
+
+
 @pytest.mark.parametrize("module", [numerics, cpu, fused, fused_kernels])
 def test_a_misspelt_option_is_a_type_error(module: Any) -> None:
     for call in (lambda: module.gemm(E, S, E, S, dtyp="float16"), lambda: module.weight_gemm(X, E, S, dtyp="float16")):

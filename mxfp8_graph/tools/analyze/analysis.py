@@ -157,7 +157,7 @@ class Analysis(Report):
             yield Section(title="Layers", columns=self.layer_table(), bar="share", spare=(), most=SHOWN)
         yield Section(facts=self.facts())
         if self.exclusion is not None:
-            yield Section(title="to paste into a recipe file", text=self.exclusion.yaml)
+            yield Section(title="To paste into a recipe file", text=self.exclusion.yaml)
 
     def headline(self) -> str:
         """Returns the outcome in one line."""
