@@ -70,7 +70,7 @@ _FUNCTIONS: Final = frozenset(
 _POWERS: Final = frozenset({"Pow", "PowByNatural", "FloatPow", "LShift"})
 _NAMES: Final = _POWERS | op_names(
     """Add Mul Integer Rational Float Symbol Max Min Mod Abs Eq Equality Ne Unequality Ge GreaterThan Gt
-    StrictGreaterThan Le LessThan Lt StrictLessThan And Or Not Piecewise ExprCondPair Tuple floor ceiling IntInfinity
+    StrictGreaterThan Le LessThan Lt StrictLessThan And Or Not Piecewise ExprCondPair floor ceiling IntInfinity
     NegativeIntInfinity FloorDiv ModularIndexing Where PythonMod CleanDiv CeilToInt FloorToInt CeilDiv RShift
     FloatTrueDiv IntTrueDiv IsNonOverlappingAndDenseIndicator TruncToFloat TruncToInt RoundToInt RoundDecimal ToFloat
     Identity L math torch inf max min abs int cast_symbool_to_symint_guardless"""
@@ -84,9 +84,10 @@ _ATTRIBUTES: Final = op_names(
 _SYMBOL: Final = re.compile(r"[a-z]{1,3}\d{1,9}|oo|int_oo|zoo|nan|true|false")
 _TEXT: Final = re.compile(r"[^\W\d]\w*|-?[\d.]{1,40}(e[+-]?\d{1,3})?")
 """Symbol('s0'), Float('0.5', precision=53). Other text is a key: sympy would evaluate it anywhere else."""
+_OF_TEXT: Final = frozenset({"Symbol", "Float"})
 _SYNTAX: Final = (
     *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.operator, ast.unaryop, ast.cmpop, ast.boolop),
-    *(ast.keyword, ast.Load, ast.Tuple, ast.Subscript, ast.IfExp),
+    *(ast.Load, ast.Subscript, ast.IfExp),
 )
 _LONGEST_EXPRESSION: Final = 20_000
 _LARGEST_POWER: Final = 4096
@@ -173,13 +174,14 @@ def _check_op(target: str) -> str | None:
     namespace, name, overload = match.groups()
     if namespace == "higher_order":
         return None if name in _RUN_GRAPHS and overload is None else "is a higher-order op that may run other code"
-    op: Any = getattr(torch.ops, namespace)
-    for part in (name, overload or "default"):
+    op: Any = torch.ops
+    kinds = torch._ops._OpNamespace, torch._ops.OpOverloadPacket, torch._ops.OpOverload
+    for part, kind in zip((namespace, name, overload or "default"), kinds, strict=True):
         op = getattr(op, part, None)
-    if op is None:
-        return None  # torch says that it is not registered
-    if not isinstance(op, torch._ops.OpOverload):
-        return "is no op"
+        if op is None:
+            return None  # torch says that it is not registered
+        if not isinstance(op, kind):
+            return "is no op"  # but a method of torch.ops, such as load_library
     arguments = {argument.name for argument in op._schema.arguments if "str" in str(argument.type)}
     return "reads or writes files" if namespace in _FILE_OPS or arguments & _FILE_ARGUMENTS else None
 
@@ -194,28 +196,38 @@ def _check_arithmetic(text: str) -> str | None:
     if tree is None or not text.isprintable() or set(text) & {'"', "\\"}:
         return "is neither a size of a tensor nor a guard"
     nodes = list(ast.walk(tree))
-    keys = {id(node.slice) for node in nodes if isinstance(node, ast.Subscript)}
-    if not all((id(node) in keys and _is_key(node)) or _is_arithmetic(node) for node in nodes):
+    places = {id(node.slice): "[]" for node in nodes if isinstance(node, ast.Subscript)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            places |= {id(argument): node.func.id for argument in node.args}
+    if not all(_is_arithmetic(node, places.get(id(node), "")) for node in nodes):
         return "is more than arithmetic"
     return None if math.prod(map(_exponent, nodes)) <= _LARGEST_POWER else "is too expensive to evaluate"
 
 
-def _is_key(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, (str, int))
-
-
-def _is_arithmetic(node: ast.AST) -> bool:
+def _is_arithmetic(node: ast.AST, place: str) -> bool:
+    """Whether torch computes with a node as it stands; `place` names the function of an argument, or is "[]"."""
     if isinstance(node, ast.Call):
-        known = isinstance(node.func, ast.Attribute) or (isinstance(node.func, ast.Name) and node.func.id in _NAMES)
-        return known and all(keyword.arg is not None for keyword in node.keywords)
+        if isinstance(node.func, ast.Name) and node.func.id == "ExprCondPair":
+            return place == "Piecewise"
+        if isinstance(node.func, ast.Name) and node.func.id == "Float" and len(node.args) != 1:
+            return False  # a precision that is no keyword
+        return isinstance(node.func, ast.Attribute) or (isinstance(node.func, ast.Name) and node.func.id in _NAMES)
+    if isinstance(node, ast.Tuple):
+        return place == "Piecewise"  # anywhere else it could be multiplied, which repeats it
+    if isinstance(node, ast.keyword):  # positive=True, precision=53
+        value = getattr(node.value, "value", None)
+        return node.arg is not None and isinstance(value, int) and value <= _LARGEST_POWER
     if isinstance(node, ast.Attribute):
         return node.attr in _ATTRIBUTES
     if isinstance(node, ast.Name):
         return node.id in _NAMES or _SYMBOL.fullmatch(node.id) is not None
     if isinstance(node, ast.Constant):
         value = node.value
+        if isinstance(value, str) and place == "[]":
+            return _check_literal(value) is None  # torch writes it into messages, in quotes of its choice
         if isinstance(value, str):
-            return _TEXT.fullmatch(value) is not None
+            return place in _OF_TEXT and _TEXT.fullmatch(value) is not None
         return value is None or isinstance(value, (bool, float)) or (isinstance(value, int) and abs(value) < 2**64)
     return isinstance(node, _SYNTAX)
 
@@ -234,6 +246,7 @@ def _exponent(node: ast.AST) -> float:
     for part in ast.walk(exponent):
         if isinstance(part, ast.Constant) and isinstance(part.value, (int, float)):
             sizes.append(abs(part.value))
+            sizes.append(1 / abs(part.value) if part.value else 0)  # Rational(1, 1e-9)
         elif not isinstance(part, (ast.Call, ast.Load, ast.UnaryOp, ast.unaryop)) and not (
             isinstance(part, ast.Name) and part.id in {"Integer", "Rational"}
         ):

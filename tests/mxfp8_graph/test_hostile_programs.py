@@ -104,6 +104,12 @@ IN_PROGRAM: dict[str, Callable[[Any, str], object]] = {
     "guards": lambda program, code: program.update(guards_code=[f"{code} is None"]),
     "a target": in_target,
     "an operator": in_operator,
+    "a method in place of an op": lambda program, code: linear(program)["inputs"].append(
+        {"name": "op", "arg": {"as_operator": "torch.ops.__class__.load_library"}, "kind": 2}
+    ),
+    "a key in guards": lambda program, code: program.update(guards_code=[f"True or L[''' + {code} + ''']"]),
+    "text in guards": lambda program, code: program.update(guards_code=[f"True or int(''' + {code} + ''')"]),
+    "text that sympy evaluates": lambda program, code: in_expression(program, "Max('abs' + '.' + '__self__', 1)"),
     "a keyword": lambda program, code: in_tree(
         program, "in_spec", lambda tree: tree["children_spec"][1].update(context=json.dumps([f"scale=({code})"]))
     ),
@@ -224,7 +230,12 @@ def test_records_of_the_same_name(source: Path, tmp_path: Path) -> None:
         mxfp8_graph.load(tmp_path / "bad.pt2")
 
 
-LONG = ["Pow(9, Pow(9, 9))", "9**9**9", "LShift(1, 10**9)", "factorial(10**9)", "Max('9**9**9', 1)", "a counter"]
+LONG = [
+    *("Pow(9, Pow(9, 9))", "9**9**9", "LShift(1, 10**9)", "factorial(10**9)", "Max('9**9**9', 1)", "a counter"),
+    *("Integer(2) ** Rational(1, 1e-9)", "Max('ZZ', 1)", "Tuple('ZZ')[0].pow(10, 10000000000)"),
+    *("(1,) * 3000000000", "ExprCondPair(1, True) * 3000000000", "'a' * 9000000000"),
+    *("Float('0.1', precision=3000000000)", "Float('0.1', 3000000000)"),
+]
 
 
 @looped("expression", LONG)
