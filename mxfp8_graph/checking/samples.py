@@ -50,7 +50,7 @@ class SampleOptions(TypedDict, total=False):
     """A file, a folder, "module:function", arrays by input name, or an iterable of these: see above. Synthesised by
     default, and results say so."""
     shapes: Mapping[str, int] | None
-    """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `input_sizes.Sizes`."""
+    """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`."""
     seed: int
     """For synthesised inputs: that of the first sample; those that follow have the numbers that follow. Default: 0."""
     trust_pickle: bool
