@@ -58,7 +58,7 @@ class InputSpec:
         return f"{self.name} {self.dtype.name} [{', '.join('?' if d is None else str(d) for d in self.dims)}]"
 
 
-_KINDS: Final = {
+_KINDS: Final[dict[Any, str]] = {
     ir.TensorType: "strings",
     ir.SparseTensorType: "sparse tensor",
     ir.SequenceType: "sequence",
