@@ -15,15 +15,15 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.graph import (
+    LargeTensor,
     attribute,
-    constant,
+    declared,
+    default,
     dtype_of,
     infer,
     is_op,
     shape_of,
     subgraphs_of,
-    to_ir,
-    without_sparse,
 )
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_pass.ops import names
@@ -67,10 +67,11 @@ def index_ranges(opened: OpenedModel) -> dict[str, range]:
         ContractError: onnx cannot read the model.
     """
     # Lengths of tables come from inferred shapes, since a table may be computed from an initializer.
-    inlined = _inlined(without_sparse(opened))
-    graph = infer(inlined, to_ir(inlined)).graph
+    inlined = _inlined(opened)
+    inferred = onnx_calls.infer_shapes(inlined.proto, opened.name, [])
+    graph = infer(inlined, declared(inlined), inferred).graph
     walk = _Walk()
-    walk.origins = {value: {(str(value.name), 0)} for value in graph.inputs if _is_integer(value)}
+    walk.origins = {value: {(str(value.name), 0)} for value in graph.inputs if _is_integer(dtype_of(value))}
     walk.graph(graph)
     return walk.ranges
 
@@ -133,7 +134,11 @@ class _Walk:
 def _length(node: ir.Node, table: int, axis_name: str | None) -> int:
     """Returns how many entries the table has; 1 if that is unknown, since index 0 is always inside."""
     value = node.inputs[table]
-    shape = (shape_of(value) if value is not None else None) or ()
+    if value is None:
+        return 1
+    # What a caller does not replace is the default, whose shape can say more than the declared one.
+    tensor = default(value)
+    shape = tuple(tensor.shape.numpy()) if tensor is not None else shape_of(value) or ()
     axis = attribute(node, axis_name, 0) if axis_name else 0
     size = shape[axis] if -len(shape) <= axis < len(shape) else None
     return size if isinstance(size, int) else 1
@@ -153,12 +158,13 @@ def _inlined(opened: OpenedModel) -> OpenedModel:
     return replace(opened, proto=proto, notes=[])
 
 
-def _is_integer(value: ir.Value) -> bool:
-    dtype = dtype_of(value)
+def _is_integer(dtype: int) -> bool:
     return bool(dtype) and ir.DataType(dtype).is_integer() and dtype != ir.DataType.UINT64
 
 
 def _integer(value: ir.Value | None) -> int | None:
     """Returns the value of an integer constant that has one value."""
-    array = constant(value) if value is not None and _is_integer(value) else None
-    return None if array is None or array.size != 1 else int(array.item())
+    tensor = None if value is None else default(value)
+    if tensor is None or isinstance(tensor, LargeTensor) or not _is_integer(tensor.dtype) or tensor.size != 1:
+        return None
+    return int(tensor.numpy().item())

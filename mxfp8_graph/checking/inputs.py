@@ -24,7 +24,7 @@ import onnx_ir as ir
 from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import Dim, declared
+from mxfp8_graph.onnx_model.graph import FOREIGN, Dim, declared
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -58,6 +58,15 @@ class InputSpec:
         return f"{self.name} {self.dtype.name} [{', '.join('?' if d is None else str(d) for d in self.dims)}]"
 
 
+_KINDS: Final[dict[Any, str]] = {
+    ir.TensorType: "strings",
+    ir.SparseTensorType: "sparse tensor",
+    ir.SequenceType: "sequence",
+    ir.OptionalType: "optional",
+}
+"""What an input is, in words, if it is no tensor of numbers."""
+
+
 def input_specs(graph: ir.Graph, where: str) -> list[InputSpec]:
     """Returns the inputs a caller must feed (initializers that are listed as inputs are not among them).
 
@@ -70,10 +79,11 @@ def input_specs(graph: ir.Graph, where: str) -> list[InputSpec]:
         if value.is_initializer():
             continue
         if not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING:
-            kind = type(value.type).__name__.removesuffix("Type").lower() if value.type else "untyped"
-            what = "strings" if kind == "tensor" else kind
+            kind = _KINDS.get(type(value.type), "untyped")
+            if foreign := graph.meta.get(FOREIGN, {}).get(value.name):  # onnx_ir has no type for maps
+                kind = foreign.WhichOneof("value").removesuffix("_type")
             advice = "run this model from Python, with mxfp8_ops.ort.session"
-            raise ShapeError(where, f"input {value.name!r} is {what}", expected="a tensor of numbers", advice=advice)
+            raise ShapeError(where, f"input {value.name!r} is {kind}", expected="a tensor of numbers", advice=advice)
         for what, missing in (("shape", value.shape is None), ("dtype", not value.dtype)):
             if missing:
                 advice = "export the model with shapes"

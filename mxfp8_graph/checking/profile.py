@@ -42,7 +42,10 @@ CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
 """Ops whose time is that of the nodes in their bodies, which have entries too."""
 
 _MULTIPLIES: Final = ROLE_OPS.compute | {contract.ATTENTION.name}
-"""Ops of ONNX Runtime, and MXFP8Attention, whose first two inputs are multiplied."""
+"""Ops of ONNX Runtime, and MXFP8Attention, that multiply inputs."""
+
+_PLACES: Final = {"MoE": [0, 2], "QMoE": [0, 2], "QLinearMatMul": [0, 3]}
+"""Which inputs such an op multiplies, if not the first two."""
 
 _DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2"}
 """ONNX Runtime's names of dtypes -> ours, where they differ."""
@@ -115,7 +118,7 @@ def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
     if ours is not None and ours.is_gemm:
         places = [ours.at("X" if ours.weight_only else "A"), ours.at("B")]
     elif op in _MULTIPLIES:
-        places = [0, 1]
+        places = _PLACES.get(op, [0, 1])
     else:
         return ""
     names = [_DTYPES.get(types[at], types[at]) for at in places if at is not None and at < len(types)]

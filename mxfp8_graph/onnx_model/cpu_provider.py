@@ -16,7 +16,7 @@ from mxfp8_graph.onnx_model.float32 import CAST, DTYPES, HALVES, to_float32
 from mxfp8_graph.onnx_model.graph import to_proto
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart
-from mxfp8_graph.onnx_model.walk import copy_fields, iter_nodes, iter_tensors
+from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs, iter_nodes, iter_tensors
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -105,7 +105,10 @@ def note(model: onnx.ModelProto, widened: str = "") -> list[str]:
 
 
 def _without_weights(model: onnx.ModelProto) -> bytes:
-    """Returns a model whose large initializers are inputs: its data is not needed to find kernels."""
+    """Returns a model whose large tensors are inputs: its data is not needed to find kernels.
+
+    Subgraphs read inputs of the main graph by name.
+    """
     copy = onnx.ModelProto()
     copy_fields(copy, model, skip={"graph"})
     copy_fields(copy.graph, model.graph, skip={"initializer"})
@@ -115,5 +118,21 @@ def _without_weights(model: onnx.ModelProto) -> bytes:
         if small and any(descriptor.name.endswith("_data") for descriptor, _ in tensor.ListFields()):
             copy.graph.initializer.append(tensor)
         elif tensor.name not in inputs:
-            copy.graph.input.append(onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+            _add_input(copy, tensor.name, tensor)
+    for graph in iter_graphs(copy.graph):
+        outputs = {value.name for value in graph.output}
+        for index, tensor in reversed([*enumerate(graph.initializer)]):
+            if is_apart(tensor) and tensor.name not in outputs:
+                _add_input(copy, tensor.name, tensor)
+                del graph.initializer[index]
+        for index, node in reversed([*enumerate(graph.node)]):
+            value = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+            constant = node.op_type == "Constant" and node.domain in STANDARD and node.output[0] not in outputs
+            if constant and value is not None and is_apart(value):
+                _add_input(copy, node.output[0], value)
+                del graph.node[index]
     return bytes(copy.SerializeToString())
+
+
+def _add_input(model: onnx.ModelProto, name: str, tensor: onnx.TensorProto) -> None:
+    model.graph.input.append(onnx.helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))

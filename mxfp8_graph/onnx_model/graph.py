@@ -22,7 +22,7 @@ from mxfp8_graph.naming import first_line, take_name
 from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart, read
-from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs
+from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs, iter_nodes
 from mxfp8_ops.errors import ContractError
 
 Dim = int | str | None
@@ -34,8 +34,11 @@ INFERRED: Final = "inferred"
 EDITED: Final = "edited"
 """Key of `Function.meta`: whether the function is no longer that of the file."""
 
-_FOREIGN: Final = "foreign"
+FOREIGN: Final = "foreign"
 """Key of `Graph.meta`: declared types that onnx_ir does not have, by the name of the value."""
+
+_SPARSE: Final = frozenset({onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS})
+"""Types of attributes that onnx_ir does not have."""
 
 _OVERRIDABLE: Final = "overridable"
 """Key of `Value.meta`: whether a caller may replace this initializer."""
@@ -80,7 +83,7 @@ def to_ir(opened: OpenedModel) -> ir.Model:
             raise ContractError(opened.name, what, expected="dense tensors", advice="store it as a dense initializer")
     model = _deserialized(opened)
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
-        graph.meta[_FOREIGN] = {info.name: info.type for info in _declarations(proto) if _is_foreign(info.type)}
+        graph.meta[FOREIGN] = {info.name: info.type for info in _declarations(proto) if _is_foreign(info.type)}
         _restore_initializers(opened, graph, proto)
         _restore_attributes(opened, graph, proto.node)
     for function, body in zip(model.functions.values(), opened.proto.functions, strict=True):
@@ -112,19 +115,30 @@ def infer(opened: OpenedModel, model: ir.Model, inferred: onnx.ModelProto | None
 
 
 def declared(opened: OpenedModel) -> ir.Model:
-    """Returns the graph of a model to read: with the types that it declares, as `without_sparse`."""
-    return to_ir(without_sparse(opened))
+    """Returns the graph of a model to read: with the types that it declares, without its sparse tensors."""
+    return to_ir(_without_sparse(opened))
 
 
-def without_sparse(opened: OpenedModel) -> OpenedModel:
-    """Returns a model without its sparse initializers, which ONNX Runtime runs and onnx_ir does not have."""
-    if not any(graph.sparse_initializer for graph in iter_graphs(opened.proto.graph)):
+def _without_sparse(opened: OpenedModel) -> OpenedModel:
+    """Returns a model without its sparse tensors, which ONNX Runtime runs and onnx_ir does not have."""
+    if not any(graph.sparse_initializer for graph in iter_graphs(opened.proto.graph)) and not any(
+        attribute.type in _SPARSE for node in _all_nodes(opened.proto) for attribute in node.attribute
+    ):
         return opened
     proto = onnx.ModelProto()
     proto.CopyFrom(opened.proto)
     for graph in iter_graphs(proto.graph):
         graph.ClearField("sparse_initializer")
+    for node in _all_nodes(proto):
+        dense = [attribute for attribute in node.attribute if attribute.type not in _SPARSE]
+        if len(dense) < len(node.attribute):
+            del node.attribute[:]
+            node.attribute.extend(dense)
     return dataclasses.replace(opened, proto=proto)
+
+
+def _all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
+    return itertools.chain(iter_nodes(model.graph.node), *(iter_nodes(each.node) for each in model.functions))
 
 
 def _deserialized(opened: OpenedModel) -> ir.Model:
@@ -195,7 +209,7 @@ def to_proto(opened: OpenedModel, model: ir.Model) -> onnx.ModelProto:
     copy_fields(whole, opened.proto, skip={"graph"})
     ir.serde.serialize_graph_into(whole.graph, model.graph)
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(whole.graph), strict=True):
-        _declare(proto, graph.meta.get(_FOREIGN, {}))
+        _declare(proto, graph.meta.get(FOREIGN, {}))
         for node, node_proto in zip(graph, proto.node, strict=True):
             # onnx_ir leaves out absent outputs at the end, which nodes of ours must have.
             node_proto.output.extend([""] * (len(node.outputs) - len(node_proto.output)))
@@ -315,6 +329,11 @@ def stored(value: ir.Value) -> ir.TensorProtocol | None:
         node = value.producer()
         tensor = _tensor_of(node) if node is not None and is_op(node, "Constant") else None
     return None if tensor is None or tensor.dtype == ir.DataType.STRING else tensor
+
+
+def default(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns the tensor of a value as `stored` does, and of an initializer that a caller may replace its default."""
+    return stored(value) if value.const_value is None else value.const_value
 
 
 def _tensor_of(constant: ir.Node) -> ir.TensorProtocol | None:

@@ -19,7 +19,7 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, without_padding
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, declared, graphs_of, label, stored
+from mxfp8_graph.onnx_model.graph import attribute, declared, default, label, with_inner
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import NAME_SCOPES, module_of
 from mxfp8_graph.onnx_model.write import input_files
@@ -78,15 +78,14 @@ def contents(opened: OpenedModel) -> Contents:
 
 
 def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
-    """Yields the nodes of a graph and its subgraphs whose elements and scales are both stored."""
-    for graph in graphs_of(main):
-        for node in graph:
-            at = _elements_at(node)
-            values = () if at is None else node.inputs[at : at + 2]
-            # Packed initializers that a caller may replace count too.
-            tensors = [value and (value.const_value or stored(value)) for value in values]
-            if len(tensors) == 2 and tensors[0] and tensors[1] and tensors[0].dtype in _FORMATS and values[0]:
-                yield _Use(node, values[0], tensors[0], tensors[1], _axis(node, tensors[0], tensors[1], where))
+    """Yields the nodes of a graph and its subgraphs whose elements and scales are both stored, as they run."""
+    for node in (node for top in main for node in with_inner(top)):
+        at = _elements_at(node)
+        values = () if at is None else node.inputs[at : at + 2]
+        # Packed initializers that a caller may replace count too.
+        tensors = [value and default(value) for value in values]
+        if len(tensors) == 2 and tensors[0] and tensors[1] and tensors[0].dtype in _FORMATS and values[0]:
+            yield _Use(node, values[0], tensors[0], tensors[1], _axis(node, tensors[0], tensors[1], where))
 
 
 def _axis(node: ir.Node, elements: ir.TensorProtocol, scales: ir.TensorProtocol, where: str) -> int:

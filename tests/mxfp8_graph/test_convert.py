@@ -22,6 +22,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph.doctor import diagnose_file
+from mxfp8_graph.onnx_model.graph import to_ir
+from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_ops import numerics
 from mxfp8_ops.errors import ContractError
@@ -537,6 +539,13 @@ def test_a_broken_rule_is_named(rule: str) -> None:
     model = d.modelopt()
     BROKEN[rule](model)
     assert any(rule in line for line in violations(model)), violations(model)
+
+
+def test_rules_are_for_weights_that_a_caller_may_replace_too() -> None:
+    model = with_attribute(d.modelopt(), 3, "axis", 0)
+    stored = model.graph.initializer[:2]
+    model.graph.input.extend(helper.make_tensor_value_info(t.name, t.data_type, t.dims) for t in stored)
+    assert any("axis 1 has the blocks" in line for line in trt_rules.violations(to_ir(open_model(model))))
 
 
 # --- The command line, and what files say of themselves ------------------------------------------------------------

@@ -299,6 +299,22 @@ def test_a_model_with_a_sparse_initializer_has_inputs() -> None:
     assert index_ranges(model) == {"ids": range(50)}
 
 
+def test_a_model_with_a_sparse_constant_has_inputs() -> None:
+    values, at = (onnx.helper.make_tensor(name, dtype, [1], [1]) for name, dtype in (("few", 1), ("at", 7)))
+    few = onnx.SparseTensorProto(values=values, indices=at, dims=[9])
+    model = indexing([b.node("Identity", "ids", "i"), b.node("Constant", "", "z", sparse_value=few)])
+    assert index_ranges(model) == {"ids": range(50)}
+    assert list(map(str, input_specs(model))) == ["ids int64 [n, 3]"]
+
+
+@pytest.mark.parametrize("ir_version", [3, b.IR_VERSION])
+def test_initializers_that_a_caller_may_replace_count_as_they_are(ir_version: int) -> None:
+    model = indexing([b.node("Add", "ids c", "i")], c=np.array(2))
+    model.ir_version = ir_version
+    model.graph.input.extend([b.value("c", np.int64, []), b.value("table", np.float32, ["n", 4])])
+    assert index_ranges(model) == {"ids": range(48)}
+
+
 def test_what_is_gathered_from_is_not_an_index() -> None:
     nodes = [b.node("Gather", "ids first", "y")]
     model = b.model(nodes, {"ids": (np.int64, [3, 4])}, {"y": (np.int64, [None, None])}, {"first": np.array([0])})
@@ -338,11 +354,20 @@ def test_an_initializer_that_is_listed_as_input_is_none() -> None:
             "run this model from Python, with mxfp8_ops.ort.session",
         ),
         (
+            onnx.helper.make_value_info("x", onnx.helper.make_sparse_tensor_type_proto(onnx.TensorProto.FLOAT, [1])),
+            "m: input 'x' is sparse tensor; expected a tensor of numbers; "
+            "run this model from Python, with mxfp8_ops.ort.session",
+        ),
+        (
+            onnx.helper.make_value_info("x", onnx.TypeProto(map_type=onnx.TypeProto.Map(key_type=7))),
+            "m: input 'x' is map; expected a tensor of numbers; run this model from Python, with mxfp8_ops.ort.session",
+        ),
+        (
             onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, None),
             "m: input 'x' has no shape; expected one; export the model with shapes",
         ),
     ],
-    ids=["strings", "sequence", "no shape"],
+    ids=["strings", "sequence", "sparse", "map", "no shape"],
 )
 def test_an_input_that_cannot_be_made(value: onnx.ValueInfoProto, message: str) -> None:
     model = b.matmul_model()

@@ -249,6 +249,27 @@ class TestOriginals:
         half = b.save(b.chain_model(dtype=np.float16), tmp_path / "half.onnx")
         assert run_model(half, repeat=1).note == "", "float16 runs as it is"
 
+    def test_large_tensors_outside_of_the_main_graph_do_not_hide_what_is_missing(self, tmp_path: Path) -> None:
+        weights = [b.weight(256, 256, seed=seed).astype(BF16) for seed in range(3)]
+        inner, constant, _ = (numpy_helper.from_array(w, name) for w, name in zip(weights, "uvw", strict=True))
+        ends = {"x": (BF16, ["m", 256])}, {"y": (BF16, ["m", 256])}
+        y = b.value("y0", BF16, ["m", 256])
+        nodes = [
+            b.node("Constant", "", "k", value=constant),
+            b.node("MatMul", "x u", "h0"),
+            b.node("MatMul", "h0 k", "y0"),
+        ]
+        body = helper.make_graph(nodes, "then", [], [y], [inner])
+        other = helper.make_graph([b.node("Identity", "x", "y0")], "else", [], [y])
+        nodes = [b.node("If", "c", "h", then_branch=body, else_branch=other), b.node("MatMul", "h w", "y")]
+        model = b.model(nodes, *ends, {"w": weights[2], "c": np.array(True)})
+        path = b.save(model, tmp_path / "m.onnx", external=True)
+        rewritten, report = mxfp8_graph.rewrite(
+            path, Recipe(runs_on="cpu", output_projections=True), output=tmp_path / "cpu.onnx"
+        )
+        assert any("computes in float32 instead of 16 bits" in note for note in report.notes), report.notes
+        assert mxfp8_graph.verify(path, rewritten).passed
+
     def test_compare_with_recipes_of_ours_and_of_others(self, original: Path) -> None:
         found = mxfp8_graph.compare(original, ["mxfp8", "mxint8"], repeat=1)
         assert [row.problem for row in found.rows] == [""] * 3

@@ -35,6 +35,25 @@ def test_what_a_node_multiplied(recipe, operands):
     assert profile(rewritten)["layers.0.linear"].operands == operands
 
 
+@pytest.mark.parametrize(
+    ("op", "dtypes", "operands"),
+    [
+        ("MatMul", ["float", "float"], "float32 x float32"),
+        ("QMoE", ["float16", "float", "uint8", "float16"], "float16 x uint8"),
+        ("QLinearMatMul", ["uint8", "float", "uint8", "int8", "float", "int8"], "uint8 x int8"),
+        ("Add", ["float", "float"], ""),
+    ],
+)
+def test_what_an_op_of_onnx_runtime_multiplied(op, dtypes, operands):
+    args = {"op_name": op, "input_type_shape": [{dtype: [2, 2]} for dtype in dtypes]}
+    events = [
+        {"name": "model_run", "cat": "Session", "ts": 0, "dur": 5},
+        {"name": "n_kernel_time", "cat": "Node", "ts": 1, "dur": 1, "args": args},
+    ]
+    (node,) = of_session(ir.from_proto(b.chain_model()), events, [], runs=1)
+    assert node.operands == operands
+
+
 def test_which_kernel_ran_depends_on_the_rows():
     rewritten, _ = rewrite(b.matmul_model())
     with native.forced_isa("portable"):

@@ -170,6 +170,19 @@ def test_weights_inside_control_flow(tmp_path: Path) -> None:
             check(weights[f"{name}.weight"], module.get_submodule(name).weight.detach().numpy())
 
 
+def test_weights_inside_control_flow_are_listed_where_they_run() -> None:
+    inner, outer = builders.weight(64, 64), builders.weight(64, 64, seed=1)
+    y = builders.value("y0", np.float32, ["m", 64])
+    tensors = [onnx.numpy_helper.from_array(inner, "w")]
+    body = helper.make_graph([builders.node("MatMul", "x w", "y0")], "then", [], [y], tensors)
+    other = helper.make_graph([builders.node("Identity", "x", "y0")], "else", [], [y])
+    nodes = [builders.node("If", "c", "h", then_branch=body, else_branch=other), builders.node("MatMul", "h v", "y")]
+    ends = {"x": (np.float32, ["m", 64])}, {"y": (np.float32, ["m", 64])}
+    model = builders.model(nodes, *ends, {"v": outer, "c": np.array(True)})
+    packed, _ = mxfp8_graph.rewrite(model, Recipe(output_projections=True))
+    assert list(mxfp8_graph.unpack(packed)) == ["w", "v"]
+
+
 VALUES = builders.weight(64, 96)  # [K, N]
 
 

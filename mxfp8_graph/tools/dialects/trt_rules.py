@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, graphs_of, label, stored
+from mxfp8_graph.onnx_model.graph import attribute, default, dtype_of, graphs_of, label
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
 
@@ -49,7 +49,7 @@ def _of_node(node: ir.Node) -> Iterator[str]:
     elif node.op_type == TRT_DEQUANTIZE:
         if attribute(node, "output_dtype", contract.FLOAT) not in contract.VALUES:
             yield "output_dtype is not float32, float16 or bfloat16"
-        elements, scales = (None if value is None else stored(value) for value in node.inputs[:2])
+        elements, scales = (None if value is None else default(value) for value in node.inputs[:2])
         if elements is not None:
             yield from _of_weight(node, elements, scales)
     elif node.op_type != TRT_STATIC_QUANTIZE:
