@@ -116,7 +116,7 @@ def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
     op, types = args["op_name"], [next(iter(entry)) for entry in args.get("input_type_shape", ())]
     ours = contract.OPS.get(op)
     if ours is not None and ours.is_gemm:
-        places: list[int | None] = [ours.at("X" if ours.weight_only else "A"), ours.at("B")]
+        places: Sequence[int | None] = [ours.at("X" if ours.weight_only else "A"), ours.at("B")]
     elif op in _MULTIPLIES:
         places = _PLACES.get(op, [0, 1])
     else:
