@@ -19,7 +19,7 @@ from harness import THREADS, noise_notes, options, publish, take_turns
 from onnx import helper
 
 from mxfp8_ops import contract, ort
-from mxfp8_ops.attention import NO_MASK, NO_PAST
+from mxfp8_ops.nodes.attention import NO_MASK, NO_PAST
 
 PEER = "ONNX Runtime"
 

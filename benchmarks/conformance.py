@@ -27,7 +27,7 @@ from harness import publish
 from onnx import helper
 from peers import Peer
 
-from mxfp8_ops import conformance, contract, cpu, numerics, ort
+from mxfp8_ops import conformance, contract, cpu, numerics, numpy_nodes, ort
 from mxfp8_ops.conformance.rules import RULES
 from mxfp8_ops.formats import E4M3, ELEMENT_NAN, SCALE_ROUNDINGS
 from mxfp8_ops.onnx_functions import functions
@@ -74,8 +74,8 @@ class Blocks:
         chosen = [case for case in conformance.cases("quantize") if case.group == group]
         (k,) = {case.inputs[0].shape[1] for case in chosen}
         x = np.pad(chosen[0].inputs[0], ((0, 0), (0, 32 - k)))
-        codes = {rounding: numerics.quantize(x, scale_rounding=rounding) for rounding in SCALE_ROUNDINGS}
-        return cls(x, {name: (*pair, numerics.dequantize(*pair)) for name, pair in codes.items()})
+        codes = {rounding: numpy_nodes.quantize(x, scale_rounding=rounding) for rounding in SCALE_ROUNDINGS}
+        return cls(x, {name: (*pair, numpy_nodes.dequantize(*pair)) for name, pair in codes.items()})
 
     @property
     def finite(self) -> np.ndarray:
@@ -94,7 +94,7 @@ class Compared:
 def compared(blocks: Blocks, rounding: str, answer: Answer) -> Compared:
     """Returns where an answer is not the reference's."""
     elements, scales, values = blocks.reference[rounding]
-    actual = answer[0] if len(answer) == 1 else numerics.dequantize(*answer)
+    actual = answer[0] if len(answer) == 1 else numpy_nodes.dequantize(*answer)
     differ = ~((actual == values) | (np.isnan(actual) & np.isnan(values))).all(1)
     if len(answer) == 1:
         return Compared(None, differ)
@@ -167,7 +167,7 @@ def _examples(groups: list[Blocks], answers: list[Answer], results: list[Compare
 
 def ours() -> Iterator[tuple[str, Quantize]]:
     """Yields every way to quantize here: name and function."""
-    yield "ours: NumPy reference", lambda x, rounding: numerics.quantize(x, scale_rounding=rounding)
+    yield "ours: NumPy reference", lambda x, rounding: numpy_nodes.quantize(x, scale_rounding=rounding)
 
     def native(isa: str) -> Quantize:
         def quantize(x: np.ndarray, rounding: str) -> Answer:

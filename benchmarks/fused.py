@@ -23,7 +23,7 @@ from floors import copy_bandwidth
 from harness import THREADS, Timing, noise_notes, options, publish, take_turns
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
-from mxfp8_ops import contract, cpu, numerics, ort
+from mxfp8_ops import contract, cpu, numpy_nodes, ort
 
 TOKENS, WIDTH, INNER = 1024, 384, 1536
 MANY_TOKENS = 4096
@@ -86,7 +86,7 @@ def gemms(activation: list[NodeProto] | str | None, *, tokens: int = TOKENS) -> 
     nodes = [node("MXFP8Quantize", "x", "a a_s")]
     rng, constants = np.random.default_rng(0), {"bias": np.zeros(INNER, np.float32)}
     for i in range(GEMMS):
-        elements, scales = numerics.quantize(rng.standard_normal((INNER, WIDTH), np.float32) / 20)
+        elements, scales = numpy_nodes.quantize(rng.standard_normal((INNER, WIDTH), np.float32) / 20)
         constants |= {f"w{i}": elements, f"w{i}_s": scales}
         operands = f"a a_s w{i} w{i}_s bias"
         if isinstance(activation, str):
@@ -108,7 +108,7 @@ def feed_forward(tokens: int, *, fused: bool) -> Call:
     nodes = [node("MXFP8Quantize", "x", "a a_s")]
     rng, constants = np.random.default_rng(0), {"bias": np.zeros(INNER, np.float32)}
     for i in range(GEMMS):
-        elements, scales = numerics.quantize(rng.standard_normal((INNER, WIDTH), np.float32) / 20)
+        elements, scales = numpy_nodes.quantize(rng.standard_normal((INNER, WIDTH), np.float32) / 20)
         constants |= {f"w{i}": elements, f"w{i}_s": scales}
         operands = f"a a_s w{i} w{i}_s bias"
         if fused:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_ops import formats, numerics
+from mxfp8_ops import formats, numerics, numpy_nodes
 from mxfp8_ops.formats import BLOCK_SIZE, ElementFormat
 
 PATH = Path(__file__).parent / "mxfp8_ops/conformance/vectors.npz"
@@ -34,7 +34,7 @@ def vectors() -> Vectors:
         for element_format in formats.ELEMENT_FORMATS:
             for rounding in formats.SCALE_ROUNDINGS:
                 axis = 0 if group == "columnwise" else -1
-                codes = numerics.quantize(x, axis=axis, element_format=element_format, scale_rounding=rounding)
+                codes = numpy_nodes.quantize(x, axis=axis, element_format=element_format, scale_rounding=rounding)
                 at = f"quantize/{group}/{element_format}-{rounding}"
                 arrays[f"{at}/elements"], arrays[f"{at}/scales"] = codes
     for fmt in formats.ELEMENT_FORMATS.values():
@@ -131,14 +131,14 @@ def dequantized(fmt: ElementFormat) -> Vectors:
     scales = np.array([*range(14), *range(120, 136), *range(236, 256)], np.uint8)
     elements = np.tile(np.arange(256, dtype=np.uint8), (scales.size, 1))
     blocks = np.repeat(scales[:, None], 256 // BLOCK_SIZE, axis=1)
-    values = numerics.dequantize(elements, blocks, element_format=fmt.name)
+    values = numpy_nodes.dequantize(elements, blocks, element_format=fmt.name)
     at = f"dequantize/codes/{fmt.name}"
     part = elements[:, :45], blocks[:, :2]
     return {
         **{f"{at}/elements": elements, f"{at}/scales": blocks, f"{at}/values": values},
         f"dequantize/partial/{fmt.name}/elements": part[0],
         f"dequantize/partial/{fmt.name}/scales": part[1],
-        f"dequantize/partial/{fmt.name}/values": numerics.dequantize(*part, element_format=fmt.name),
+        f"dequantize/partial/{fmt.name}/values": numpy_nodes.dequantize(*part, element_format=fmt.name),
     }
 
 
@@ -150,7 +150,10 @@ def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]
         return (rng.integers(-4, 5, shape) * 2.0 ** rng.integers(0, 4, shape)).astype(np.float32)
 
     def quantized(a: Floats, b: Floats) -> Vectors:
-        a_codes, b_codes = numerics.quantize(a, element_format=a_format), numerics.quantize(b, element_format=b_format)
+        a_codes, b_codes = (
+            numpy_nodes.quantize(a, element_format=a_format),
+            numpy_nodes.quantize(b, element_format=b_format),
+        )
         return dict(zip(("a", "a_scales", "b", "b_scales"), (*a_codes, *b_codes), strict=True))
 
     yield "exact", quantized(whole(5, 96), whole(7, 96))
@@ -171,12 +174,12 @@ def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]
 def product(at: str, operands: Vectors, a_format: str, b_format: str) -> Vectors:
     """Returns a gemm's operands with y, the sums in float64, and how far float32 accumulation may be from each."""
     a, a_scales, b, b_scales = (operands[name] for name in ("a", "a_scales", "b", "b_scales"))
-    x = numerics.dequantize(a, a_scales, element_format=a_format).astype(np.float64)
-    w = numerics.dequantize(b, b_scales, element_format=b_format).astype(np.float64)
+    x = numpy_nodes.dequantize(a, a_scales, element_format=a_format).astype(np.float64)
+    w = numpy_nodes.dequantize(b, b_scales, element_format=b_format).astype(np.float64)
     bias = operands.get("bias", np.zeros(len(w), np.float32)).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         y = x @ w.T + bias
-        bound = numerics.gemm_error_bound(x, w, "float32", bias)
+        bound = numpy_nodes.gemm_error_bound(x, w, "float32", bias)
     exact = at.split("/")[1] != "long"
     arrays = {**operands, "y": y, "bound": np.zeros_like(bound) if exact else bound}
     return {f"{at}/{name}": array for name, array in arrays.items()}

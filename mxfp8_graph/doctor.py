@@ -31,7 +31,7 @@ from mxfp8_graph.onnx_model.dialect_ops import foreign
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
 from mxfp8_graph.report.section import STYLES
-from mxfp8_ops import contract, cpu, formats, hardware, numerics
+from mxfp8_ops import contract, cpu, formats, hardware, numerics, numpy_nodes
 from mxfp8_ops.cuda import build, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
@@ -221,10 +221,12 @@ def _compare(where: str, run: Callable[[Any, Array], Any]) -> None:
     # K = 40 is no multiple of 32, so the last block is partial: the case that a wrong kernel gets wrong.
     rng = np.random.default_rng(0)
     x, weight = rng.standard_normal((2, 40), np.float32), rng.standard_normal((3, 40), np.float32)
-    elements, scales = numerics.quantize(weight)
+    elements, scales = numpy_nodes.quantize(weight)
     got = np.asarray(run(_model(elements, scales), x))
-    expected = numerics.gemm(*numerics.quantize(x), elements, scales)
-    bound = numerics.gemm_error_bound(numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(elements, scales))
+    expected = numpy_nodes.gemm(*numpy_nodes.quantize(x), elements, scales)
+    bound = numpy_nodes.gemm_error_bound(
+        numpy_nodes.dequantize(*numpy_nodes.quantize(x)), numpy_nodes.dequantize(elements, scales)
+    )
     if not (np.abs(got - expected) <= bound).all():
         what, right = f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}", str(expected.ravel().tolist())
         raise BackendError(where, what, expected=right, advice="report this, with the output of doctor")

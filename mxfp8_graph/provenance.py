@@ -22,7 +22,7 @@ from typing import Final
 
 from mxfp8_graph._version import __version__, installed
 from mxfp8_graph.file_reading import open_regular
-from mxfp8_ops import contract
+from mxfp8_ops import node
 
 RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
@@ -49,7 +49,7 @@ class RewriteRecord:
 
 def entries(recipe: str | None, dialect: str | None = None) -> dict[str, str]:
     """Returns the record as key -> text: the recipe (JSON) and dialect, if known, and versions of tool and nodes."""
-    values = {VERSION_KEY: __version__, CONTRACT_KEY: str(contract.VERSION)}
+    values = {VERSION_KEY: __version__, CONTRACT_KEY: str(node.VERSION)}
     if dialect is not None:
         values[DIALECT_KEY] = dialect
     return values if recipe is None else {RECIPE_KEY: recipe, **values}

@@ -15,7 +15,7 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.report.data import RewriteReport
-from mxfp8_ops import numerics, ort
+from mxfp8_ops import numerics, numpy_nodes, ort
 
 
 @dataclass
@@ -84,13 +84,13 @@ def expect(
     if bias is not None:
         bias = np.broadcast_to(bias.astype(np.float64).reshape(-1), (w.shape[-2],))
         y = y + bias
-    return Expected(y, numerics.gemm_error_bound(x_values, w_values, dtype, bias))
+    return Expected(y, numpy_nodes.gemm_error_bound(x_values, w_values, dtype, bias))
 
 
 def quantized(x: np.ndarray, element_format: str = "e4m3", scale_rounding: str = "ceil") -> np.ndarray:
     """Returns the values that `x` becomes when it is quantized along its last axis."""
-    codes = numerics.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
-    return numerics.dequantize(*codes, element_format=element_format).astype(np.float64)
+    codes = numpy_nodes.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+    return numpy_nodes.dequantize(*codes, element_format=element_format).astype(np.float64)
 
 
 def run(model: onnx.ModelProto | str, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:

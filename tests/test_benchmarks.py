@@ -203,7 +203,7 @@ def test_training_says_which_targets_it_misses(benchmarks):
 def test_a_quantizer_is_compared_under_the_nearest_rule_and_its_first_difference_is_shown(benchmarks):
     import conformance as table
 
-    from mxfp8_ops import formats, numerics
+    from mxfp8_ops import formats, numpy_nodes
     from mxfp8_ops.conformance.rules import RULES
 
     blocks = table.Blocks.of("boundaries")
@@ -213,9 +213,9 @@ def test_a_quantizer_is_compared_under_the_nearest_rule_and_its_first_difference
         return row[2], row[3], row[-1]
 
     for rounding in formats.SCALE_ROUNDINGS:
-        exact = numerics.quantize(blocks.x, scale_rounding=rounding)
+        exact = numpy_nodes.quantize(blocks.x, scale_rounding=rounding)
         assert cells(*exact) == (rounding, "0", "")
-        assert cells(numerics.dequantize(*exact)) == (rounding, "-", "")
+        assert cells(numpy_nodes.dequantize(*exact)) == (rounding, "-", "")
     (rule,) = (rule for rule in RULES if rule.name == "TransformerEngine")
     # One bit above 448 * 2^-127, which its product with 1 / 448 loses.
     expected = ("ceil", "1", "2.63310753e-36: 0 7e, not 1 76")
@@ -225,11 +225,11 @@ def test_a_quantizer_is_compared_under_the_nearest_rule_and_its_first_difference
 def test_every_way_to_quantize_gives_the_bytes_of_the_reference(benchmarks):
     import conformance as table
 
-    from mxfp8_ops import numerics
+    from mxfp8_ops import numpy_nodes
 
     x = table.Blocks.of("boundaries").x[::37]
     for name, quantize in table.ours():
-        for given, expected in zip(quantize(x, "even"), numerics.quantize(x, scale_rounding="even"), strict=True):
+        for given, expected in zip(quantize(x, "even"), numpy_nodes.quantize(x, scale_rounding="even"), strict=True):
             np.testing.assert_array_equal(given, expected, err_msg=name)
 
 

@@ -1,5 +1,9 @@
 """How the function body of a node is written: a `Body` collects its nodes and names their values.
 
+Every body works on a tensor [..., K, ...] reshaped to blocks [P, ceil(K / 32), 32, Q]: P is the product of the
+dimensions before the blocked axis, Q of those after it (1 when the axis is the last). No transpose is needed, and no
+op touches float8 except Cast: ONNX Runtime has no float8 Slice, Concat, Gather or Pad.
+
 A body is that of a function, which refers to the function's attributes; or that of one node, whose attributes are known
 (`given`) and whose absent inputs are: standard ops to put in the node's place, for programs that do not know functions.
 """
@@ -12,10 +16,16 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from onnx import AttributeProto, NodeProto, helper, numpy_helper
+from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
 
-from mxfp8_ops import contract, numerics
-from mxfp8_ops.contract import Op
+from mxfp8_ops import numerics
+from mxfp8_ops.formats import BLOCK_SIZE
+from mxfp8_ops.node import DOMAIN, FLOAT, INT64, Op
+
+Value = tuple[str, int, Sequence[int | None] | None]
+"""Name, dtype and shape of an input or output of a subgraph."""
+
+_END: Final = np.iinfo(np.int64).max
 
 _KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: AttributeProto.STRING}
 
@@ -63,7 +73,7 @@ class Body:
     def call(self, op: Op, *inputs: str, out: Sequence[str], **attributes: Any) -> list[str]:
         """Appends a node of the contract, with defaults for attributes that are not given; returns its outputs."""
         outputs = [self.unique(name) for name in out]
-        self._add(op.name, inputs, outputs, contract.DOMAIN, {**op.attributes, **attributes})
+        self._add(op.name, inputs, outputs, DOMAIN, {**op.attributes, **attributes})
         self.called.append(op)
         return outputs
 
@@ -132,6 +142,36 @@ class Body:
         same = self("Equal", sizes, shape)
         return self("Reshape", x, self("Where", same, shape, self.constant(-2)), allowzero=1)  # no size can be -2
 
+    def graph(self, name: str, inputs: Sequence[Value], outputs: Sequence[Value]) -> GraphProto:
+        """Returns the nodes as the body of a Loop or a branch of an If."""
+        ports, results = ([helper.make_tensor_value_info(*value) for value in side] for side in (inputs, outputs))
+        return helper.make_graph(self.nodes, name, ports, results)
+
+    def blocks(self, x: str, axis: int | Attribute, block: str) -> Blocks:
+        """Returns the blocks of `x` along `axis`; `block` is their size, as a 1-D tensor."""
+        lead = self("Shape", x, end=axis, out="lead")
+        rest = self("Shape", x, start=axis)
+        k = self("Slice", rest, self.constant([0]), self.constant([1]), out="k")
+        trail = self("Slice", rest, self.constant([1]), self.constant([_END]), out="trail")
+        one = self.constant([1])
+        # A reduction over [1, ...] rather than a -1 in Reshape: with an empty dimension the -1 would be ambiguous.
+        p = self("ReduceProd", self("Concat", one, lead, axis=0), out="p")
+        q = self("ReduceProd", self("Concat", one, trail, axis=0), out="q")
+        count = self("Div", self("Add", k, self("Sub", block, one)), block, out="count")
+        padded = self("Mul", count, block, out="padded")
+        return Blocks(self, self("Shape", x, out="shape"), lead, trail, p, k, q, block, count, padded)
+
+    def values(self, elements: str, scales: str, axis: int | Attribute = -1, block: str = "") -> str:
+        """Returns the float32 values of (elements, scales) in the shape of the elements; blocks of 32 by default."""
+        block = block or self.constant([BLOCK_SIZE])
+        x = self("Cast", elements, to=FLOAT)
+        blocks = self.blocks(x, axis, block)
+        codes = self.shaped(scales, self("Concat", blocks.lead, blocks.count, blocks.trail, axis=0))
+        codes = self("Cast", codes, to=INT64)
+        one = self.constant([1])
+        codes = self("Reshape", codes, self("Concat", blocks.p, blocks.count, one, blocks.q, axis=0), allowzero=1)
+        return blocks.join(self("Mul", blocks.split(x), self("Gather", self.powers(), codes)))
+
     def powers(self) -> str:
         """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN."""
         return self.constant(numerics.decode_scale(np.arange(256, dtype=np.uint8)))
@@ -173,3 +213,39 @@ class Body:
         count = self._names.get(name, int(taken))
         self._names[name] = count + 1
         return name if count == 0 else f"{name}_{count}"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How a tensor [..., K, ...] maps to blocks [P, ceil(K / 32), 32, Q]. Fields name 1-D int64 tensors."""
+
+    body: Body
+    shape: str
+    """[..., K, ...]"""
+    lead: str
+    """The dimensions before K; P is their product."""
+    trail: str
+    """The dimensions after K; Q is their product."""
+    p: str
+    k: str
+    q: str
+    block: str
+    """[32], or the size of other blocks."""
+    count: str
+    """[ceil(K / 32)]"""
+    padded: str
+    """[ceil(K / 32) * 32]"""
+
+    def split(self, x: str) -> str:
+        """Returns `x` as [P, ceil(K / 32), 32, Q], the last block zero-padded."""
+        g = self.body
+        flat = g("Reshape", x, g("Concat", self.p, self.k, self.q, axis=0), allowzero=1)
+        pads = g("Concat", g.constant([0, 0, 0, 0]), g("Sub", self.padded, self.k), g.constant([0]), axis=0)
+        shape = g("Concat", self.p, self.count, self.block, self.q, axis=0)
+        return g("Reshape", g("Pad", flat, pads), shape, allowzero=1, out="blocks")
+
+    def join(self, blocks: str) -> str:
+        """Returns [P, ceil(K / 32), 32, Q] in the shape that `split` took apart; the padding is dropped."""
+        g = self.body
+        flat = g("Reshape", blocks, g("Concat", self.p, self.padded, self.q, axis=0), allowzero=1)
+        return g("Reshape", g("Slice", flat, g.constant([0]), self.k, g.constant([1])), self.shape, allowzero=1)

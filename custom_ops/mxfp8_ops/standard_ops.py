@@ -13,7 +13,6 @@ from onnx import NodeProto, helper
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.function_body import Body
-from mxfp8_ops.onnx_functions import BODIES
 
 
 def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]:
@@ -58,7 +57,7 @@ def body_of(op: contract.Op, settings: Mapping[str, Any], absent: Iterable[str] 
         ValueError: an attribute has a value that the contract does not know.
     """
     body = Body(op, contract.MIN_OPSET, given=settings, absent=frozenset(absent))
-    BODIES[op.name](body)
+    op.body(body)
     return body.nodes
 
 

@@ -6,10 +6,9 @@ apart by as much as the quantization error itself. Node by node there is no drif
 
 - MXFP8Quantize, MXFP8Dequantize, MXFP8Embedding: no difference at all.
 - The gemms: both sums are float32 sums of the same exact products, in any order. Each is within
-  `numerics.gemm_error_bound` of the exact result, or `fused.gemm_error_bound`, so they are within twice that of each
-  other.
-- The normalizations: the normalized values likewise, by `fused.norm_error_bound`. The elements and scales of the kernel
-  are those of its own normalized values, and the sum of both is the same: there is no difference at all.
+  `gemm_error_bound` of the exact result, or `fused_gemm_error_bound`, so they are within twice that of each other.
+- The normalizations: the normalized values likewise, by `norm_error_bound`. The elements and scales of the kernel are
+  those of its own normalized values, and the sum of both is the same: there is no difference at all.
 - The gemm that quantizes: its values as those of the gemms, its elements and scales as those of the normalizations.
 - The attention: its values by `attention.attention_error_bound`; keys and values with the past before them are equal.
 
@@ -40,9 +39,10 @@ from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.graph import graphs_of
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_nodes
 from mxfp8_graph.report.base import Data
-from mxfp8_ops import attention, contract, cpu, formats, fused, numerics, onnx_functions
-from mxfp8_ops.checks import attention_sizes, check_experts
+from mxfp8_ops import attention, contract, cpu, formats, numerics, numpy_nodes, onnx_functions
 from mxfp8_ops.contract import ATTENTION, QUANTIZE, Op
+from mxfp8_ops.nodes.attention import attention_sizes
+from mxfp8_ops.nodes.grouped import check_experts
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
 """Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
@@ -231,7 +231,7 @@ class _Comparison:
                 # be that of the body.
                 row = formats.ELEMENT_FORMATS[_FORMATS[self._ours[0].dtype.name]]
                 rounding = self._attributes["scale_rounding"]
-                codes = numerics.quantize(self._ours[2], element_format=row.name, scale_rounding=rounding)
+                codes = numpy_nodes.quantize(self._ours[2], element_format=row.name, scale_rounding=rounding)
                 values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True), *exact[3:]]
                 bound = self._gemm_bound("float32") if self._op.is_gemm else self._norm_bound()
             elif self._op.is_gemm:
@@ -260,9 +260,9 @@ class _Comparison:
             x = _dequantized(self._value("A"), self._value("A_scales"))
         if (experts := self._input("experts")) is not None:
             return _grouped_bound(x, b, scales, experts, dtype)
-        bound: Callable[..., Array] = numerics.gemm_error_bound
+        bound: Callable[..., Array] = numpy_nodes.gemm_error_bound
         if "epilogue" in self._attributes:
-            bound = partial(fused.gemm_error_bound, epilogue=self._attributes["epilogue"])
+            bound = partial(numpy_nodes.fused_gemm_error_bound, epilogue=self._attributes["epilogue"])
         bias, factor = self._input("bias"), self._input("factor")
         rows, parts = max(_WEIGHT_VALUES // max(b.shape[-1], 1), 1), []
         for start in range(0, max(b.shape[-2], 1), rows):
@@ -275,7 +275,7 @@ class _Comparison:
     def _norm_bound(self) -> Array:
         total = self._ours[3] if len(self._ours) > 3 else self._value("X")
         settings = {name: self._attributes[name] for name in ("norm", "epsilon")}
-        return fused.norm_error_bound(total, self._value("scale"), self._input("bias"), **settings)
+        return numpy_nodes.norm_error_bound(total, self._value("scale"), self._input("bias"), **settings)
 
     def _attention_bound(self) -> Array:
         """Returns the bound of each value of Y, some rows of some heads at a time: it needs their scores in float64."""
@@ -328,12 +328,12 @@ def _grouped_bound(x: Array, b: Array, scales: Array, experts: Array, dtype: str
     # An expert at a time: its matrix would otherwise be repeated for each row that picks it.
     for expert in set(picked.flat) - {len(b)}:
         weight = _dequantized(b[expert], scales[expert])
-        bound[picked == expert] = numerics.gemm_error_bound(x[picked == expert], weight, dtype)
+        bound[picked == expert] = numpy_nodes.gemm_error_bound(x[picked == expert], weight, dtype)
     return bound
 
 
 def _dequantized(elements: Array, scales: Array) -> Array:
-    return numerics.dequantize(elements.view(np.uint8), scales, element_format=_FORMATS[elements.dtype.name])
+    return numpy_nodes.dequantize(elements.view(np.uint8), scales, element_format=_FORMATS[elements.dtype.name])
 
 
 def _differing(a: Array, b: Array) -> int:

@@ -19,6 +19,7 @@ import torch
 from onnxscript import opset18, values
 
 from mxfp8_ops import contract, formats, onnx_functions, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
 _OPS: Final[Any] = opset18
 """The standard ops. `Any`, since their stubs are typed for tensors of one dtype."""
@@ -71,7 +72,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         wanted = _value_dtype(dtype, x.dtype)
         # float32 stands for float16 in the node, see `weight_gemm_dtype`; the Cast below gives the dtype that was asked
         # for.
-        node_dtype = onnx_functions.weight_gemm_dtype(wanted)
+        node_dtype = weight_gemm_dtype(wanted)
         settings = {"output_dtype": node_dtype, "activation_dtype": _value_dtype(activation_dtype), FORMATS: b_format}
         result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
         return result if node_dtype == wanted else _OPS.Cast(result, to=wanted)
@@ -93,7 +94,7 @@ def table() -> dict[Any, Callable[..., Any]]:
         weights = (b, b_scales, _experts(a, offs))
         if a_scales is None:
             wanted = _value_dtype(dtype, a.dtype)
-            settings = {"output_dtype": onnx_functions.weight_gemm_dtype(wanted), FORMATS: b_format}
+            settings = {"output_dtype": weight_gemm_dtype(wanted), FORMATS: b_format}
             y = node(contract.GROUPED_WEIGHT_GEMM, _matrix_per_row(a), *weights, **settings)
         else:
             wanted = _value_dtype(dtype)

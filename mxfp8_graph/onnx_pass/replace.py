@@ -44,7 +44,8 @@ from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.weights import Packed, Rows, pack, packed_bytes, take
-from mxfp8_ops import contract, formats, onnx_functions
+from mxfp8_ops import contract, formats
+from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
 _GEMMS: Final = {
     (False, False): contract.GEMM,
@@ -157,7 +158,7 @@ class Editor:
         """Returns the result of a new gemm, and of nodes for what it cannot do: dtype, swap, alpha, C, activations."""
         op = contract.EMBEDDING if site.form.picks_rows else _GEMMS[decision.weight_only, site.w.picked is not None]
         takes_values = decision.weight_only and not site.form.picks_rows
-        dtype = onnx_functions.weight_gemm_dtype(site.dtype) if takes_values else site.dtype
+        dtype = weight_gemm_dtype(site.dtype) if takes_values else site.dtype
         if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
             # node it shows a single index as a tensor of unknown rank.

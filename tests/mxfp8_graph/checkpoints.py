@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mxfp8_graph.packed.weight import PackedWeight
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 
 Codes = tuple[np.ndarray, np.ndarray]
 
@@ -26,7 +26,7 @@ def codes(n: int, k: int, seed: int = 0) -> Codes:
 
 def values(weight: Codes) -> np.ndarray:
     """Returns what the codes stand for, float32 [n, k]."""
-    return numerics.dequantize(*weight)
+    return numpy_nodes.dequantize(*weight)
 
 
 def tensors(weights: Mapping[str, Codes], suffix: str = "_scale") -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import onnx
 from builders import node, value, weight
 from onnx import TensorProto, helper, numpy_helper
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, numpy_nodes
 
 K, N = 64, 96
 
@@ -19,7 +19,7 @@ E4M3, E8M0 = TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E8M0
 
 def packed(*shape: int, seed: int = 0, axis: int = -1) -> tuple[np.ndarray, np.ndarray]:
     """Returns elements and E8M0 codes, uint8."""
-    return numerics.quantize(weight(*shape, seed=seed), axis=axis)
+    return numpy_nodes.quantize(weight(*shape, seed=seed), axis=axis)
 
 
 def stored(name: str, dtype: int, codes: np.ndarray) -> TensorProto:

@@ -30,7 +30,7 @@ from mxfp8_graph.tools import exclusion, switched
 from mxfp8_graph.tools.analyze.analysis import Analysis, by_layer
 from mxfp8_graph.tools.analyze.input_statistics import OUTLIER, InputObserver
 from mxfp8_graph.tools.analyze.run import analyze
-from mxfp8_ops import cpu, numerics
+from mxfp8_ops import cpu, numpy_nodes
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -121,8 +121,8 @@ def test_what_goes_into_a_site_in_numbers() -> None:
     observer.add(x[:4], x[:4])
     observer.add(x[4:], x[4:] * np.float32(1.5))
     found = observer.result()
-    elements, scales = numerics.quantize(x)
-    rounded = numerics.dequantize(elements, scales).astype(np.float64)
+    elements, scales = numpy_nodes.quantize(x)
+    rounded = numpy_nodes.dequantize(elements, scales).astype(np.float64)
     limits = np.repeat([OUTLIER * np.sqrt(np.mean(part.astype(np.float64) ** 2)) for part in (x[:4], x[4:])], 4)
     blocks = np.abs(np.pad(x, ((0, 0), (0, 16)))).reshape(8, 3, 32).max(-1)
     assert found.amax == np.abs(x).max()

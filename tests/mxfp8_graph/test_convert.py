@@ -25,7 +25,7 @@ from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model.graph import to_ir
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.tools.dialects import trt_rules
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
 
 LOSSES = {"qdq": ["activations"], "ort-cuda": ["activations", "half"]}
@@ -159,7 +159,7 @@ ONE_LAYER = {"MXFP8Quantize": 1, "MXFP8Gemm": 1}
 
 
 def product(x: np.ndarray, codes: Any = PACKED) -> np.ndarray:
-    return x.astype(np.float64) @ numerics.dequantize(*codes).astype(np.float64).T
+    return x.astype(np.float64) @ numpy_nodes.dequantize(*codes).astype(np.float64).T
 
 
 def gelu(x: np.ndarray) -> np.ndarray:
@@ -169,7 +169,7 @@ def gelu(x: np.ndarray) -> np.ndarray:
 
 
 def quarks(x: np.ndarray) -> np.ndarray:
-    codes = numerics.quantize(b.weight(d.K, d.N).T, scale_rounding="floor")
+    codes = numpy_nodes.quantize(b.weight(d.K, d.N).T, scale_rounding="floor")
     return np.maximum(product(oracle.quantized(x, scale_rounding="floor"), codes), 0)
 
 
@@ -212,7 +212,7 @@ def test_what_other_tools_wrote_is_read(name: str) -> None:
     assert report.to_dict()["found"] == {dialect: found}
     assert oracle.kinds(ours) == kinds
     assert (report.gemms, report.fusions) == (1, int(any("Fused" in kind for kind in kinds)))
-    elements, codes = numerics.quantize(b.weight(d.K, d.N).T, scale_rounding="floor") if name == "quark" else PACKED
+    elements, codes = numpy_nodes.quantize(b.weight(d.K, d.N).T, scale_rounding="floor") if name == "quark" else PACKED
     assert list(codes_of(ours).values()) == [(elements.tobytes(), codes.tobytes())]
     assert dialect not in {"trt", "ort-cuda"} or [*codes_of(ours)] == ["up.weight" if "modelopt" in name else "w"]
     x = oracle.normal(2, 5, d.K, dtype=numpy_dtype(theirs))
@@ -281,7 +281,7 @@ def test_a_weight_packed_along_n_is_no_operand_of_a_gemm(turned: bool) -> None:
     nodes += [b.node("MatMul", "x wt" if turned else "x wd", "m"), b.node("Relu", "m", "y")]
     ours, report = mxfp8_graph.convert(dequantized(nodes, codes, axis), "mxfp8")
     assert (report.gemms, len(report.kept)) == (0, 1)
-    feeds, values = x_of(2, 5, d.K), numerics.dequantize(*codes, axis=axis).astype(np.float64)
+    feeds, values = x_of(2, 5, d.K), numpy_nodes.dequantize(*codes, axis=axis).astype(np.float64)
     y = np.maximum(feeds["x"].astype(np.float64) @ (values.T if turned else values), 0)
     assert relative(oracle.run(ours, feeds)[0], y) < 1e-6
 
@@ -294,7 +294,7 @@ def test_a_lookup_of_rows_packed_along_them_is_an_embedding(blocks: int, axis: i
     theirs = dequantized(nodes, codes, blocks, [numpy_helper.from_array(ids, "ids")], x=x.shape)
     ours, _ = mxfp8_graph.convert(theirs, "mxfp8")
     assert ("MXFP8Embedding" in oracle.kinds(ours)) == ((blocks, axis) == (-1, 0))
-    table = numerics.dequantize(*codes, axis=blocks)
+    table = numpy_nodes.dequantize(*codes, axis=blocks)
     np.testing.assert_array_equal(oracle.run(ours, {"x": x})[0], np.take(table, ids, axis) + x)
 
 

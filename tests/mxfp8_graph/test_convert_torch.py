@@ -19,7 +19,7 @@ from mxfp8_graph.checking.inputs import make_inputs
 from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("onnxscript")
@@ -90,7 +90,7 @@ def test_torchaos_weights_in_every_dialect(torchao: Any, torchao_in_onnx: onnx.M
         np.testing.assert_array_equal(weights[f"{name}.weight"].elements, theirs.qdata.view(torch.uint8).numpy())
         values = theirs.dequantize(torch.float32).numpy()
         ours = weights[f"{name}.weight"]
-        np.testing.assert_array_equal(numerics.dequantize(ours.elements, ours.scales), values)
+        np.testing.assert_array_equal(numpy_nodes.dequantize(ours.elements, ours.scales), values)
     with torch.no_grad():
         expected = torchao(X).numpy()
     # Two results rounded to bfloat16 (2^-9 each), of which the first moves E4M3 roundings of the second's input; and

@@ -18,7 +18,7 @@ import mxfp8_graph
 from mxfp8_graph.file_reading import Pins
 from mxfp8_graph.packed import safetensors as file_format
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError
 
 CONVENTIONS = [("compressed-tensors", "weight_scale"), ("scale-inv", "weight_scale_inv")]
@@ -87,7 +87,7 @@ def test_the_safetensors_package_reads_the_same(convention: str, suffix: str, tm
 @looped("suffix, dtype", [("_scale", torch.uint8), ("_scale_inv", torch.float8_e8m0fnu), ("_scale_inv", torch.uint8)])
 def test_checkpoints_of_others_are_read(suffix: str, dtype: Any, tmp_path: Path) -> None:
     values = builders.weight(64, 96).T
-    elements, scales = (torch.from_numpy(codes) for codes in numerics.quantize(values))
+    elements, scales = (torch.from_numpy(codes) for codes in numpy_nodes.quantize(values))
     tensors = {
         "model.up.weight": elements.view(torch.float8_e4m3fn),
         f"model.up.weight{suffix}": scales.view(dtype),

@@ -11,7 +11,7 @@ from grids import looped, pairwise
 
 from mxfp8_graph.tools.compare.fake_quantize import FakeQuantize
 from mxfp8_graph.tools.compare.number_formats import E2M1, E2M3, E3M2, PEERS, Quantizer, ScaleRule
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.formats import E4M3, Minifloat
 
 SIZES = [pytest.param(100_000, id="1e5"), pytest.param(1_000_000, id="1e6", marks=pytest.mark.slow)]
@@ -43,7 +43,7 @@ def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int,
     bits = np.random.default_rng(1).integers(0, 2**32, (count // K, K), dtype=np.uint64).astype(np.uint32)
     for x in (values(count)[:, :columns].copy(), np.nan_to_num(bits.view(np.float32))[:, :columns].copy()):
         found = FakeQuantize(Quantizer(element=E4M3, columns=32, scale=rounding))(x)
-        assert_same_bits(found, numerics.dequantize(*numerics.quantize(x, scale_rounding=rounding)), x)
+        assert_same_bits(found, numpy_nodes.dequantize(*numpy_nodes.quantize(x, scale_rounding=rounding)), x)
 
 
 @pytest.mark.parametrize("count", SIZES)

@@ -19,7 +19,7 @@ from onnx import TensorProto, helper
 
 import mxfp8_graph
 from mxfp8_graph.packed import PackedWeight
-from mxfp8_ops import contract, numerics, onnx_functions
+from mxfp8_ops import contract, numpy_nodes, onnx_functions
 from mxfp8_ops.errors import ContractError
 
 
@@ -27,7 +27,7 @@ def weight(shape: tuple[int, ...], read: Callable[[np.ndarray], np.ndarray] = np
     """Returns a weight of that shape with values of many magnitudes, of which each reading calls `read`."""
     rng = np.random.default_rng(0)
     values = rng.standard_normal(shape) * np.exp2(rng.integers(-8, 8, shape))
-    elements, scales = numerics.quantize(values.astype(np.float32))
+    elements, scales = numpy_nodes.quantize(values.astype(np.float32))
     return PackedWeight(
         name="w",
         module="layer",
@@ -148,8 +148,8 @@ def one_gemm(name: str, codes: tuple[np.ndarray, np.ndarray]) -> onnx.ModelProto
 
 def test_unpack_finds_the_weights_of_fused_gemms() -> None:
     assert len(FUSED) == 5
-    codes = numerics.quantize(np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32))
+    codes = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32))
     for name in FUSED:
         (found,) = mxfp8_graph.unpack(one_gemm(name, codes)).values()
         assert found.weight_only is contract.OPS[name].weight_only, name
-        np.testing.assert_array_equal(found.dequantize(), numerics.dequantize(*codes))
+        np.testing.assert_array_equal(found.dequantize(), numpy_nodes.dequantize(*codes))

@@ -15,7 +15,7 @@ from onnx_exports import Packed, attributes, data, exported, ours, program, run
 
 import mxfp8_graph
 from mxfp8_graph.checking.node_check import check_nodes
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.errors import BackendError
 
 TABLE = torch.randn(50, 80, generator=torch.Generator().manual_seed(0))
@@ -41,8 +41,8 @@ class Tied(Lookup):
 
 
 def rows(ids: torch.Tensor, b_format: str = "e4m3", dtype: str = "float32") -> np.ndarray:
-    table = numerics.quantize(TABLE.numpy(), element_format=b_format)
-    return numerics.embedding(ids.numpy(), *table, b_format=b_format, dtype=dtype)
+    table = numpy_nodes.quantize(TABLE.numpy(), element_format=b_format)
+    return numpy_nodes.embedding(ids.numpy(), *table, b_format=b_format, dtype=dtype)
 
 
 @pytest.mark.parametrize(("index", "b_format"), [(torch.int32, "e4m3"), (torch.int64, "e5m2")])

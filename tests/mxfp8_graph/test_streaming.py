@@ -20,7 +20,7 @@ import pytest
 from builders import matmul_model, save, write_large
 from onnx import helper, numpy_helper
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 
 FACTOR, FIXED = 1.5, 200 << 20
 """Limit of the bytes over a bare process: FACTOR times the largest tensor, plus FIXED."""
@@ -77,7 +77,7 @@ def check_last_weight(path: Path, layer: int) -> None:
         return np.memmap(path.parent / info["location"], dtype, "r", int(info["offset"]), tuple(tensor.dims))
 
     rows = np.ascontiguousarray(mapped(weight, np.float32)[:, -64:].T)
-    elements, scales = numerics.quantize(rows)
+    elements, scales = numpy_nodes.quantize(rows)
     np.testing.assert_array_equal(mapped(packed, np.uint8)[-64:], elements)
     np.testing.assert_array_equal(mapped(result[f"{weight.name}_mxfp8_scales"], np.uint8)[-64:], scales)
 

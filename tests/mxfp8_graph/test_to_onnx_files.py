@@ -15,7 +15,7 @@ from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
 from mxfp8_graph.onnx_model import write
-from mxfp8_ops import numerics, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops import numerics, numpy_nodes, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
 from mxfp8_ops.errors import ContractError
 
@@ -98,10 +98,10 @@ def test_a_program_may_return_elements_and_dequantized_values(tmp_path: Path) ->
     model = exported(program(Codes(), torch.from_numpy(x), batch=False), tmp_path / "a.onnx")
     check_well_formed(model)
     assert [output.type.tensor_type.elem_type for output in model.graph.output] == [1, FLOAT8E5M2, UINT8]
-    codes = numerics.quantize(x, axis=0, element_format="e5m2", scale_rounding="floor")
+    codes = numpy_nodes.quantize(x, axis=0, element_format="e5m2", scale_rounding="floor")
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
     y = session.run([model.graph.output[0].name], {model.graph.input[0].name: x})[0]
-    np.testing.assert_array_equal(y, numerics.dequantize(*codes, axis=0, element_format="e5m2"))
+    np.testing.assert_array_equal(y, numpy_nodes.dequantize(*codes, axis=0, element_format="e5m2"))
 
 
 @pytest.mark.parametrize(

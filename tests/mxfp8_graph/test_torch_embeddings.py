@@ -18,7 +18,7 @@ from torch_programs import DYNAMIC, Apply, as_numpy, call_targets, count, export
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe  # noqa: E402
 from mxfp8_graph.policy.plan import NothingEligibleError  # noqa: E402
-from mxfp8_ops import numerics  # noqa: E402
+from mxfp8_ops import numpy_nodes  # noqa: E402
 
 TABLES = Recipe(name="tables", embeddings=True)
 TABLE = values(96, 70, seed=1)
@@ -27,7 +27,7 @@ IDS = torch.tensor([[3, 95], [0, 7]])
 
 def rows(table: Tensor, ids: Tensor) -> np.ndarray:
     """Returns the rows that quantizing the table leaves."""
-    return numerics.dequantize(*numerics.quantize(as_numpy(table)))[ids.numpy()]
+    return numpy_nodes.dequantize(*numpy_nodes.quantize(as_numpy(table)))[ids.numpy()]
 
 
 def kept_reason(program: ExportedProgram, recipe: Recipe = TABLES) -> str:

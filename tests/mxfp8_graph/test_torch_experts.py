@@ -19,7 +19,7 @@ from torch_programs import DYNAMIC, Apply, Prediction, as_numpy, count, export, 
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
-from mxfp8_ops import numerics, ort  # noqa: E402
+from mxfp8_ops import numpy_nodes, ort  # noqa: E402
 
 OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
 STACK = values(4, 48, 70, seed=1)
@@ -158,7 +158,7 @@ def test_packed_experts_are_saved_and_unpacked(tmp_path: Path) -> None:
     loaded = mxfp8_graph.load(mxfp8_graph.save(picked, tmp_path / "experts.pt2"))
     assert torch.equal(loaded.module()(X, IDS), picked.module()(X, IDS))
     weight = mxfp8_graph.unpack(loaded)["stack"]
-    elements, scales = numerics.quantize(as_numpy(STACK))
+    elements, scales = numpy_nodes.quantize(as_numpy(STACK))
     assert weight.shape == (4, 48, 70)
     assert np.array_equal(weight.elements.view(np.uint8), elements.view(np.uint8))
     assert np.array_equal(weight.scales, scales)

@@ -23,7 +23,7 @@ import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.torch_pass import torchao_weights  # noqa: E402
 from mxfp8_graph.weights import unswizzled  # noqa: E402
-from mxfp8_ops import numerics  # noqa: E402
+from mxfp8_ops import numpy_nodes  # noqa: E402
 
 RECIPE = Recipe(name="outputs too", output_projections=True)
 X = values(5, 160, seed=2).bfloat16()
@@ -63,7 +63,7 @@ def test_the_bytes_are_taken_over(model: Any, program: ExportedProgram) -> None:
         name = f"{index}.weight_mxfp8"
         elements, scales = (rewritten.state_dict[key].numpy() for key in (name, f"{name}_scales"))
         np.testing.assert_array_equal(elements, model[index].weight.qdata.view(torch.uint8).numpy())
-        np.testing.assert_array_equal(numerics.dequantize(elements, scales), dequantized(model[index].weight))
+        np.testing.assert_array_equal(numpy_nodes.dequantize(elements, scales), dequantized(model[index].weight))
     assert not any(torchao_weights.is_mx(tensor) for tensor in rewritten.state_dict.values())
     assert all(torchao_weights.is_mx(program.state_dict[f"{index}.weight"]) for index in (0, 2))
 

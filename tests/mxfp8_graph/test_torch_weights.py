@@ -17,7 +17,7 @@ from torch_programs import Apply, as_numpy, count, export, predict, values  # no
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.weights import NonFiniteError  # noqa: E402
-from mxfp8_ops import numerics  # noqa: E402
+from mxfp8_ops import numpy_nodes  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 
 RECIPE = Recipe(name="outputs too", output_projections=True)
@@ -41,13 +41,13 @@ def test_packed_bytes_are_those_of_numpy() -> None:
     (only,) = report.sites
     assert only.nodes == ("input_mxfp8", "input_mxfp8_elements", "input_mxfp8_scales", "linear")
     assert set(only.nodes) <= {node.name for node in rewritten.graph.nodes}
-    elements, scales = numerics.quantize(as_numpy(module.weight))
+    elements, scales = numpy_nodes.quantize(as_numpy(module.weight))
     assert only.packed == "weight_mxfp8"
     np.testing.assert_array_equal(rewritten.state_dict["weight_mxfp8"].numpy(), elements)
     np.testing.assert_array_equal(rewritten.state_dict["weight_mxfp8_scales"].numpy(), scales)
     assert set(rewritten.state_dict) == {"bias", "weight_mxfp8", "weight_mxfp8_scales"}
     exact = as_numpy(module.weight).astype(np.float64)
-    error = np.linalg.norm(numerics.dequantize(elements, scales) - exact) / np.linalg.norm(exact)
+    error = np.linalg.norm(numpy_nodes.dequantize(elements, scales) - exact) / np.linalg.norm(exact)
     assert only.relative_l2 == pytest.approx(error, rel=1e-6)
     assert (only.bytes_before, only.bytes_after) == (96 * 70 * 4, 96 * (70 + 3))
     assert (report.bytes_before, report.bytes_after) == (96 * 71 * 4, 96 * (70 + 3) + 96 * 4)

@@ -16,7 +16,7 @@ import mxfp8_graph
 from mxfp8_graph.onnx_model import tensor_data as external
 from mxfp8_graph.packed import PackedWeight
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError, ShapeError
 
 
@@ -26,7 +26,7 @@ def rewritten(model: onnx.ModelProto, recipe: Any = "mxfp8") -> onnx.ModelProto:
 
 def check(weight: PackedWeight, values: np.ndarray, element_format: str = "e4m3") -> None:
     """Fails unless `weight` is `values` [..., N, K], quantized."""
-    elements, scales = numerics.quantize(values, element_format=element_format)
+    elements, scales = numpy_nodes.quantize(values, element_format=element_format)
     assert weight.shape == values.shape
     assert weight.element_format == element_format
     np.testing.assert_array_equal(weight.elements, elements)
@@ -86,11 +86,11 @@ def test_models_that_were_not_rewritten_have_none_and_anything_else_is_refused()
 
 def test_dequantize_gives_the_values_in_the_dtype_asked_for(proto: onnx.ModelProto) -> None:
     weight = mxfp8_graph.unpack(proto)["layers.0.weight"]
-    codes = numerics.quantize(CHAIN["layers.0.weight"])
+    codes = numpy_nodes.quantize(CHAIN["layers.0.weight"])
     for dtype in numerics.VALUE_DTYPES:
         values = weight.dequantize(dtype)
         assert values.dtype.name == dtype
-        np.testing.assert_array_equal(values, numerics.dequantize(*codes, dtype=dtype))
+        np.testing.assert_array_equal(values, numpy_nodes.dequantize(*codes, dtype=dtype))
     with pytest.raises(ShapeError, match="'float64'; expected one of float32"):
         weight.dequantize("float64")
 
@@ -201,7 +201,7 @@ def tensor(name: str, dtype: int, data: np.ndarray) -> TensorProto:
 
 
 def test_the_weights_of_modelopt_are_unpacked_and_not_packed_again() -> None:
-    codes = numerics.quantize(VALUES.T)
+    codes = numpy_nodes.quantize(VALUES.T)
     weights = mxfp8_graph.unpack(trt_model(codes, axis=-1, block_size=32, output_dtype=1))
     assert weights["w"].weight_only is None
     check(weights["w"], VALUES.T)
@@ -210,14 +210,14 @@ def test_the_weights_of_modelopt_are_unpacked_and_not_packed_again() -> None:
 
 
 def test_the_weights_of_transformer_engine() -> None:
-    elements, scales = numerics.quantize(VALUES.T)
+    elements, scales = numpy_nodes.quantize(VALUES.T)
     padded = np.full((128, 4), 255, np.uint8)
     padded[:96, :2] = scales
     check(mxfp8_graph.unpack(trt_model((elements, padded), TensorProto.UINT8))["w"], VALUES.T)
 
 
 def test_weights_blocked_along_the_first_axis_come_with_k_last() -> None:
-    codes = numerics.quantize(VALUES, axis=0)
+    codes = numpy_nodes.quantize(VALUES, axis=0)
     for axes in ({"axis": 0}, {}):  # the shapes say which axis has the blocks
         check(mxfp8_graph.unpack(trt_model(codes, **axes))["w"], VALUES.T)
     with pytest.raises(ContractError, match=r"has scales \[2, 96\] for elements \[64, 96\]; expected one for 32"):
@@ -226,7 +226,7 @@ def test_weights_blocked_along_the_first_axis_come_with_k_last() -> None:
 
 def test_our_own_dequantize_node_is_read_too() -> None:
     values = builders.weight(64, 96).T
-    elements, scales = numerics.quantize(values, element_format="e5m2")
+    elements, scales = numpy_nodes.quantize(values, element_format="e5m2")
     node = helper.make_node(
         contract.DEQUANTIZE.name, ["w_mxfp8", "s"], ["y"], domain="mxfp8", **contract.DEQUANTIZE.attributes
     )

@@ -21,7 +21,7 @@ import mxfp8_graph
 from mxfp8_graph.checking import node_check
 from mxfp8_graph.checking.node_check import check_nodes
 from mxfp8_graph.checking.verify import verify
-from mxfp8_ops.attention import attention_error_bound
+from mxfp8_ops.nodes.attention import attention_error_bound
 
 F32 = np.float32
 NORM = FORMS["LayerNormalization"]
@@ -169,7 +169,7 @@ def test_a_long_attention_takes_its_scores_in_blocks(monkeypatch: pytest.MonkeyP
         largest.append(mask.size)
         return bound(q, k, v, mask, past, **settings)
 
-    monkeypatch.setattr("mxfp8_ops.attention.attention_error_bound", noted)
+    monkeypatch.setattr("mxfp8_ops.nodes.attention.attention_error_bound", noted)
     tensors = {"Q": normal(1, 600, 64), "K": normal(1, 600, 4), "V": normal(1, 600, 4), "mask": np.ones(1, np.bool_)}
     tensors |= {"pk": np.zeros(0, F32), "pv": np.zeros(0, F32), "y": normal(1, 600, 64), "a": F32(0), "b": F32(0)}
     node = helper.make_node("MXFP8Attention", [*tensors][:6], ["y", "a", "b"], q_num_heads=16, kv_num_heads=1)

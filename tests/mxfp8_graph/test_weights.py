@@ -22,7 +22,7 @@ from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_pass.views import open_rows
 from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
@@ -72,10 +72,10 @@ WAYS = {"slices": [1, 20_000, 1 << 30], "external": BOTH}
 
 def check(result: Packed, w: np.ndarray, **options: Any) -> None:
     """Fails unless `result` is `w` [..., N, K] as `numerics` quantizes it, with the errors that this makes."""
-    elements, scales = numerics.quantize(w, **options)
+    elements, scales = numpy_nodes.quantize(w, **options)
     np.testing.assert_array_equal(result.elements, elements)
     np.testing.assert_array_equal(result.scales, scales)
-    values = numerics.dequantize(elements, scales, element_format=options.get("element_format", "e4m3"))
+    values = numpy_nodes.dequantize(elements, scales, element_format=options.get("element_format", "e4m3"))
     exact = w.astype(np.float64)
     assert result.signal == pytest.approx((exact**2).sum(), rel=1e-6)
     assert result.noise == pytest.approx(((exact - values) ** 2).sum(), rel=1e-6)

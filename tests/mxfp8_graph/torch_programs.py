@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, numpy_nodes
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
@@ -92,12 +92,12 @@ def predict(
     if activations == "bfloat16":
         a = a.astype(numerics.value_dtype(activations))
     elif not weight_only:
-        codes = numerics.quantize(a, element_format=activations, scale_rounding=scale_rounding)
-        a = numerics.dequantize(*codes, element_format=activations)
-    packed = numerics.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)
-    exact = numerics.weight_gemm(a, *packed, extra, b_format=weight_format)
-    seen = numerics.dequantize(*packed, element_format=weight_format)
-    return Prediction(exact, numerics.gemm_error_bound(a.astype(np.float32), seen, dtype, extra))
+        codes = numpy_nodes.quantize(a, element_format=activations, scale_rounding=scale_rounding)
+        a = numpy_nodes.dequantize(*codes, element_format=activations)
+    packed = numpy_nodes.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)
+    exact = numpy_nodes.weight_gemm(a, *packed, extra, b_format=weight_format)
+    seen = numpy_nodes.dequantize(*packed, element_format=weight_format)
+    return Prediction(exact, numpy_nodes.gemm_error_bound(a.astype(np.float32), seen, dtype, extra))
 
 
 def tensors(output: Any) -> list[Tensor]:

@@ -12,7 +12,7 @@ from one_node import NUMPY, one_node_model, run
 from onnx import TensorProto
 
 from mxfp8_ops import contract, numerics
-from mxfp8_ops.attention import NO_MASK, NO_PAST
+from mxfp8_ops.nodes.attention import NO_MASK, NO_PAST
 
 Operands = tuple[Any, ...]
 """q, k, v, mask or None, past or None."""

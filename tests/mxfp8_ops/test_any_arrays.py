@@ -11,7 +11,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from properties import DTYPES, arrays, shapes, values, views
 
-from mxfp8_ops import cpu, formats, numerics
+from mxfp8_ops import cpu, formats, numerics, numpy_nodes
 from mxfp8_ops.errors import Mxfp8Error
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
@@ -49,7 +49,7 @@ def same(actual: Any, expected: Any) -> None:
 @given(arrays((*DTYPES, np.dtype(np.float64))), AXES, FORMATS, ROUNDINGS)
 def test_quantize(x: np.ndarray, axis: int, element_format: str, scale_rounding: str) -> None:
     options = {"axis": axis, "element_format": element_format, "scale_rounding": scale_rounding}
-    same(outcome(cpu.quantize, x, **options), outcome(numerics.quantize, x, **options))
+    same(outcome(cpu.quantize, x, **options), outcome(numpy_nodes.quantize, x, **options))
 
 
 @given(st.data(), shapes(), AXES, FORMATS, RESULTS)
@@ -61,7 +61,8 @@ def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format
     elements, scales = (data.draw(views(rng.integers(0, 256, s, dtype=np.uint8))) for s in (shape, blocks))
     options = {"axis": axis, "element_format": element_format, "dtype": dtype}
     same(
-        outcome(cpu.dequantize, elements, scales, **options), outcome(numerics.dequantize, elements, scales, **options)
+        outcome(cpu.dequantize, elements, scales, **options),
+        outcome(numpy_nodes.dequantize, elements, scales, **options),
     )
 
 
@@ -74,7 +75,7 @@ def test_embedding(data: Any, v: int, d: int, b_format: str, dtype: str) -> None
     ids = data.draw(views(rng.integers(-v - wrong, max(v, 1) + wrong, shape).astype(index)))
     table = [data.draw(views(rng.integers(0, 256, (v, n), dtype=np.uint8))) for n in (d, -(-d // 32))]
     options = {"b_format": b_format, "dtype": dtype}
-    same(outcome(cpu.embedding, ids, *table, **options), outcome(numerics.embedding, ids, *table, **options))
+    same(outcome(cpu.embedding, ids, *table, **options), outcome(numpy_nodes.embedding, ids, *table, **options))
 
 
 @st.composite
@@ -93,16 +94,16 @@ def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None
     x_shape, shape, bias_shape = product
     x = data.draw(views(data.draw(values(x_shape, data.draw(st.sampled_from(DTYPES)), calm=True))))
     b = tuple(
-        data.draw(views(c)) for c in numerics.quantize(data.draw(values(shape, calm=True)), element_format=b_format)
+        data.draw(views(c)) for c in numpy_nodes.quantize(data.draw(values(shape, calm=True)), element_format=b_format)
     )
     bias = None if bias_shape is None else data.draw(values(bias_shape, calm=True))
     actual = outcome(cpu.weight_gemm, x, *b, bias, b_format=b_format, dtype=dtype)
-    exact = outcome(numerics.weight_gemm, x, *b, bias, b_format=b_format)
+    exact = outcome(numpy_nodes.weight_gemm, x, *b, bias, b_format=b_format)
     if isinstance(exact, tuple):
         same(actual, exact)
         return
     assert (actual.shape, actual.dtype) == (exact.shape, numerics.value_dtype(dtype))
-    bound = numerics.gemm_error_bound(x, numerics.dequantize(*b, element_format=b_format), dtype, bias)
+    bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b, element_format=b_format), dtype, bias)
     actual = actual.astype(np.float64)
     assert np.isnan(actual[np.isnan(bound)]).all()  # a NaN in the row or in the weight
     fits = np.abs(exact) < (60_000 if dtype == "float16" else 1e38)
@@ -113,12 +114,12 @@ def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None
 @given(st.data(), st.sampled_from([(3, 70), (1, 32), (2, 3, 33), (0, 31), (5, 0)]), st.sampled_from([0, 1, 7]), FORMATS)
 def test_gemm(data: Any, shape: tuple[int, ...], n: int, b_format: str) -> None:
     a, b = (
-        numerics.quantize(data.draw(values(s, calm=True)), element_format=b_format) for s in (shape, (n, shape[-1]))
+        numpy_nodes.quantize(data.draw(values(s, calm=True)), element_format=b_format) for s in (shape, (n, shape[-1]))
     )
     a, b = (tuple(data.draw(views(codes)) for codes in operand) for operand in (a, b))
     actual = cpu.gemm(*a, *b, a_format=b_format, b_format=b_format)
-    exact = numerics.gemm(*a, *b, a_format=b_format, b_format=b_format)
-    bound = numerics.gemm_error_bound(*(numerics.dequantize(*o, element_format=b_format) for o in (a, b)))
+    exact = numpy_nodes.gemm(*a, *b, a_format=b_format, b_format=b_format)
+    bound = numpy_nodes.gemm_error_bound(*(numpy_nodes.dequantize(*o, element_format=b_format) for o in (a, b)))
     assert (actual.shape, actual.dtype) == (exact.shape, exact.dtype)
     assert (np.isnan(actual) == np.isnan(exact)).all()
     assert (np.abs(actual.astype(np.float64) - exact) <= bound)[np.isfinite(bound)].all()
@@ -128,7 +129,7 @@ def test_gemm(data: Any, shape: tuple[int, ...], n: int, b_format: str) -> None:
 def test_pack(w: np.ndarray, transposed: bool, element_format: str, scale_rounding: str) -> None:
     options = {"element_format": element_format, "scale_rounding": scale_rounding}
     packed = cpu.pack(w, transposed=transposed, **options)
-    same((packed.elements, packed.scales), numerics.quantize(w.T if transposed else w, **options))
+    same((packed.elements, packed.scales), numpy_nodes.quantize(w.T if transposed else w, **options))
     bad = np.argwhere(~np.isfinite(w.astype(np.float32)))
     assert packed.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
 
@@ -138,11 +139,13 @@ def test_pack(w: np.ndarray, transposed: bool, element_format: str, scale_roundi
 
 @given(values((4, 70)), FORMATS, ROUNDINGS)
 def test_quantizing_what_was_dequantized_changes_no_value(x: np.ndarray, element_format: str, rounding: str) -> None:
-    once = numerics.dequantize(
-        *numerics.quantize(x, element_format=element_format, scale_rounding=rounding), element_format=element_format
+    once = numpy_nodes.dequantize(
+        *numpy_nodes.quantize(x, element_format=element_format, scale_rounding=rounding), element_format=element_format
     )
     assume(np.isfinite(once).all())
-    twice = numerics.dequantize(*numerics.quantize(once, element_format=element_format), element_format=element_format)
+    twice = numpy_nodes.dequantize(
+        *numpy_nodes.quantize(once, element_format=element_format), element_format=element_format
+    )
     assert twice.tobytes() == once.tobytes()
 
 
@@ -154,7 +157,7 @@ def test_a_larger_value_never_has_a_smaller_scale(
     larger[:, at] *= factor
     assume(np.isfinite(larger).all())
     before, after = (
-        numerics.quantize(v, element_format=element_format, scale_rounding=rounding)[1] for v in (x, larger)
+        numpy_nodes.quantize(v, element_format=element_format, scale_rounding=rounding)[1] for v in (x, larger)
     )
     assert (before <= after).all()
 
@@ -162,7 +165,7 @@ def test_a_larger_value_never_has_a_smaller_scale(
 @given(values((8, 70), finite=True), FORMATS, ROUNDINGS)
 def test_the_error_is_half_a_step_or_what_saturates(x: np.ndarray, element_format: str, rounding: str) -> None:
     fmt = formats.element_format(element_format)
-    elements, scales = numerics.quantize(x, element_format=element_format, scale_rounding=rounding)
+    elements, scales = numpy_nodes.quantize(x, element_format=element_format, scale_rounding=rounding)
     scale = np.repeat(numerics.decode_scale(scales).astype(np.float64), 32, -1)[:, :70]
     error = np.abs(numerics.decode(elements, fmt) * scale - x)
     half_step = np.maximum(np.abs(x) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale)
@@ -175,6 +178,6 @@ def test_the_error_is_half_a_step_or_what_saturates(x: np.ndarray, element_forma
 @given(values((3, 70), finite=True), FORMATS, ROUNDINGS)
 def test_the_sign_of_a_value_is_the_sign_of_its_element(x: np.ndarray, element_format: str, rounding: str) -> None:
     options = {"element_format": element_format, "scale_rounding": rounding}
-    (plus, scales), (minus, same_scales) = numerics.quantize(x, **options), numerics.quantize(-x, **options)
+    (plus, scales), (minus, same_scales) = numpy_nodes.quantize(x, **options), numpy_nodes.quantize(-x, **options)
     assert scales.tolist() == same_scales.tolist()
     assert (plus ^ 0x80).tolist() == minus.tolist()

@@ -10,8 +10,8 @@ from attention_cases import CASES, Case, widened
 from compare import assert_within
 from grids import looped, pairwise
 
-from mxfp8_ops import attention as reference
 from mxfp8_ops import cpu
+from mxfp8_ops.nodes import attention as reference
 
 ROUNDINGS = (None, "bfloat16")
 

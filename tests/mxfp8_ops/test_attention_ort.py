@@ -16,8 +16,8 @@ from compare import assert_within
 from grids import looped
 from releases import release
 
-from mxfp8_ops import attention as reference
 from mxfp8_ops import contract, native, ort
+from mxfp8_ops.nodes import attention as reference
 
 
 def run(model: onnx.ModelProto, operands: Operands) -> list[np.ndarray]:

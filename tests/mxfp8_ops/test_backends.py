@@ -16,7 +16,7 @@ from compare import FORMATS, ROUNDINGS, assert_same, heavy_tailed
 from grids import instruction_sets, looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
 
-from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS
 
@@ -150,7 +150,7 @@ def hard_case(dtype: str, element_format: str, scale_rounding: str, *, alone: bo
     """Returns hard blocks, or every leading pattern as the only value of its block, and the codes of `numerics`."""
     x = hard_blocks(dtype)
     x = x[:2048].reshape(-1, 1) if alone else x
-    return x, *numerics.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+    return x, *numpy_nodes.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
 
 
 KINDS = [*itertools.product(DTYPES, FORMATS, ROUNDINGS)]
@@ -184,11 +184,11 @@ def test_any_shape_and_axis(backend, shape_and_axis, kind):
     x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
     x.flat[5:6], x.flat[-1:] = np.nan, -np.inf
     options = {"axis": axis, "element_format": element_format}
-    elements, scales = numerics.quantize(x, scale_rounding=scale_rounding, **options)
+    elements, scales = numpy_nodes.quantize(x, scale_rounding=scale_rounding, **options)
     got = backend.quantize(x, scale_rounding=scale_rounding, **options)
     assert_same(got[1], scales, "scales")
     assert_same(got[0], elements, "elements", x)
-    expected = np.ascontiguousarray(numerics.dequantize(elements, scales, dtype=dtype, **options))
+    expected = np.ascontiguousarray(numpy_nodes.dequantize(elements, scales, dtype=dtype, **options))
     assert_same(backend.dequantize(elements, scales, dtype=dtype, **options), expected, "dequantized")
 
 
@@ -199,7 +199,7 @@ def test_minus_zero_survives_beside_a_poisoned_block(backend, rows, axis, fmt):
     x[0], x[1, :2], x[2, :3] = -0.0, [-0.0, 1], [-np.nan, -0.0, -np.inf]
     x = np.moveaxis(x[:rows], 1, axis).copy()
     got = backend.quantize(x, axis=axis, element_format=fmt)
-    for codes, expected in zip(got, numerics.quantize(x, axis=axis, element_format=fmt), strict=True):
+    for codes, expected in zip(got, numpy_nodes.quantize(x, axis=axis, element_format=fmt), strict=True):
         assert_same(codes, expected)
 
 
@@ -216,7 +216,7 @@ def every_code() -> tuple[np.ndarray, np.ndarray]:
 def test_dequantize_gives_every_element_under_every_scale(backend, dtype, fmt, axis):
     elements, scales = (np.ascontiguousarray(codes if axis else codes.T) for codes in every_code())
     options = {"axis": axis, "element_format": fmt, "dtype": dtype}
-    expected = np.ascontiguousarray(numerics.dequantize(elements, scales, **options))
+    expected = np.ascontiguousarray(numpy_nodes.dequantize(elements, scales, **options))
     assert_same(backend.dequantize(elements, scales, **options), expected, source=elements)
 
 
@@ -225,7 +225,7 @@ def test_embedding_gives_every_element_under_every_scale(backend, dtype, fmt, in
     b = every_code()
     ids = np.random.default_rng(1).permutation(np.arange(-256, 256)).reshape(2, 256).astype(index)
     options = {"b_format": fmt, "dtype": dtype}
-    assert_same(backend.embedding(ids, *b, **options), numerics.embedding(ids, *b, **options), source=b[0][ids])
+    assert_same(backend.embedding(ids, *b, **options), numpy_nodes.embedding(ids, *b, **options), source=b[0][ids])
 
 
 @looped(
@@ -238,9 +238,9 @@ def test_embedding_gives_every_element_under_every_scale(backend, dtype, fmt, in
     ),
 )
 def test_embeddings_of_any_shape(backend, d, shape, v, index):
-    b = numerics.quantize(heavy_tailed((v, d)))
+    b = numpy_nodes.quantize(heavy_tailed((v, d)))
     ids = np.asarray(np.random.default_rng(0).integers(-v, v, shape), index)
-    assert_same(backend.embedding(ids, *b), numerics.embedding(ids, *b))
+    assert_same(backend.embedding(ids, *b), numpy_nodes.embedding(ids, *b))
 
 
 # --- Activations rounded to bfloat16 ---------------------------------------------------------------------------------
@@ -276,4 +276,4 @@ def test_activations_are_rounded_as_ml_dtypes_does(backend, dtype, rows):
 def test_the_reference_rounds_activations_as_ml_dtypes_does(dtype):
     x = patterns(dtype).reshape(-1, 1)
     expected = x.astype(ml_dtypes.bfloat16).astype(np.float32) + np.float32(0)
-    assert_same(numerics.weight_gemm(x, *ONE, activation_dtype="bfloat16"), expected, source=x)
+    assert_same(numpy_nodes.weight_gemm(x, *ONE, activation_dtype="bfloat16"), expected, source=x)

@@ -12,7 +12,7 @@ from compare import FORMATS, assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 from one_node import NUMPY, one_node_model, run
 
-from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops import contract, cpu, numpy_nodes
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT8E4M3FN, FLOAT16, UINT8
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value):Runtime
 
 
 def packed(n: int, k: int, element_format: str = "e4m3") -> tuple[np.ndarray, np.ndarray]:
-    return numerics.quantize(heavy_tailed((n, k), 1), element_format=element_format)
+    return numpy_nodes.quantize(heavy_tailed((n, k), 1), element_format=element_format)
 
 
 SHAPES = [(1, 7, 64), (3, 130, 4096), (16, 65, 1000), (17, 40, 33), (150, 64, 2100), (200, 70, 1025), (300, 48, 31)]
@@ -69,8 +69,8 @@ def product(x: np.ndarray, *, kernels: bool, **attributes: int) -> np.ndarray:
 def test_the_node_multiplies_what_was_rounded(kernels):
     for dtype in ("float32", "float16"):
         x, b = heavy_tailed((9, 200)).astype(dtype), packed(48, 200)
-        exact = numerics.weight_gemm(x, *b, activation_dtype="bfloat16")
-        bound = numerics.gemm_error_bound(x.astype(BF16).astype(np.float32), numerics.dequantize(*b))
+        exact = numpy_nodes.weight_gemm(x, *b, activation_dtype="bfloat16")
+        bound = numpy_nodes.gemm_error_bound(x.astype(BF16).astype(np.float32), numpy_nodes.dequantize(*b))
         assert_within(product(x, kernels=kernels, activation_dtype=BFLOAT16), exact, bound)
 
 

@@ -12,7 +12,7 @@ import pytest
 from grids import looped
 from releases import release
 
-from mxfp8_ops import conformance, cpu, numerics
+from mxfp8_ops import conformance, cpu, numpy_nodes
 from mxfp8_ops.conformance import __main__ as cli
 from mxfp8_ops.conformance import folder, vectors
 from mxfp8_ops.conformance.rules import RULES
@@ -64,8 +64,8 @@ def test_exact_products_are_exact_in_float32_in_any_order():
             continue
         assert not bound[np.isfinite(y)].any()
         a, a_scales, b, b_scales, *bias = case.inputs
-        x = numerics.dequantize(a, a_scales, element_format=case.options["a_format"])
-        w = numerics.dequantize(b, b_scales, element_format=case.options["b_format"])
+        x = numpy_nodes.dequantize(a, a_scales, element_format=case.options["a_format"])
+        w = numpy_nodes.dequantize(b, b_scales, element_format=case.options["b_format"])
         for order in (slice(None), slice(None, None, -1)):
             with np.errstate(invalid="ignore"):
                 products = (x[:, None, order] * w[None, :, order]).astype(np.float32)
@@ -95,7 +95,7 @@ def test_an_independent_quantizer_differs_in_nan_and_infinity_alone():
 
 def test_a_difference_names_the_block_and_both_bytes():
     def off_by_one(x, **options):
-        elements, scales = numerics.quantize(x, **options)
+        elements, scales = numpy_nodes.quantize(x, **options)
         if x.shape == (6, 47):
             scales[4, 1] += 1
         return elements, scales
@@ -158,7 +158,7 @@ def test_what_a_function_raises_or_gives_wrong_is_told():
 def test_a_gemm_beyond_the_bound_fails_and_one_within_passes():
     def nudged(by):
         def gemm(*operands, **options):
-            y = numerics.gemm(*operands, **options)
+            y = numpy_nodes.gemm(*operands, **options)
             case = next(c for c in conformance.cases("gemm") if c.inputs[0].shape == operands[0].shape)
             return y + np.float32(by) * case.expected[1] if case.group == "long" else y
 
@@ -171,7 +171,7 @@ def test_a_gemm_beyond_the_bound_fails_and_one_within_passes():
 
 def test_minus_zero_is_not_zero():
     def without_signs(elements, scales, **options):
-        return numerics.dequantize(elements, scales, **options) + np.float32(0)
+        return numpy_nodes.dequantize(elements, scales, **options) + np.float32(0)
 
     assert not conformance.check_dequantizer(without_signs).passed
 
@@ -240,5 +240,5 @@ def test_it_runs_as_a_module():
 
 
 def test_outcomes_are_data():
-    (first, *_) = conformance.check_dequantizer(numerics.dequantize).outcomes
+    (first, *_) = conformance.check_dequantizer(numpy_nodes.dequantize).outcomes
     assert dataclasses.asdict(first)["total"] == 50 * 256

@@ -20,7 +20,7 @@ import pytest
 from compare import FORMATS, assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 
-from mxfp8_ops import cpu, numerics
+from mxfp8_ops import cpu, numerics, numpy_nodes
 from mxfp8_ops.errors import BackendError
 
 DTYPES = tuple(numerics.VALUE_DTYPES.values())
@@ -37,17 +37,17 @@ SHAPES = [
 
 
 def quantized(shape: tuple[int, ...], fmt: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    return numerics.quantize(heavy_tailed(shape, seed), element_format=fmt)
+    return numpy_nodes.quantize(heavy_tailed(shape, seed), element_format=fmt)
 
 
 def check_gemm(a, b, bias, formats: tuple[str, str], dtype: str = "float32") -> None:
     a_format, b_format = formats
     options = {"a_format": a_format, "b_format": b_format}
-    x, weight = numerics.dequantize(*a, element_format=a_format), numerics.dequantize(*b, element_format=b_format)
+    x, weight = numpy_nodes.dequantize(*a, element_format=a_format), numpy_nodes.dequantize(*b, element_format=b_format)
     assert_within(
         cpu.gemm(*a, *b, bias, **options, dtype=dtype),
-        numerics.gemm(*a, *b, bias, **options),
-        numerics.gemm_error_bound(x, weight, dtype, bias),
+        numpy_nodes.gemm(*a, *b, bias, **options),
+        numpy_nodes.gemm_error_bound(x, weight, dtype, bias),
         f"{options} -> {dtype}",
     )
 
@@ -55,8 +55,8 @@ def check_gemm(a, b, bias, formats: tuple[str, str], dtype: str = "float32") -> 
 def check_weight_gemm(x, b, bias=None, b_format: str = "e4m3") -> None:
     assert_within(
         cpu.weight_gemm(x, *b, bias, b_format=b_format),
-        numerics.weight_gemm(x, *b, bias, b_format=b_format),
-        numerics.gemm_error_bound(x, numerics.dequantize(*b, element_format=b_format), bias=bias),
+        numpy_nodes.weight_gemm(x, *b, bias, b_format=b_format),
+        numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b, element_format=b_format), bias=bias),
         f"{x.dtype} x {b_format}",
     )
 
@@ -149,7 +149,7 @@ def test_weight_gemm_shows_nan_and_inf_of_x_in_their_rows(isa, m, x_dtype):
     x, b = heavy_tailed((m, 200)).astype(x_dtype), quantized((9, 200), "e4m3", 2)
     x[0, 150], x[m // 2, 7] = np.inf, np.nan
     b[0][4, 150] = 0  # times infinity: NaN
-    y, expected = cpu.weight_gemm(x, *b), numerics.weight_gemm(x, *b)
+    y, expected = cpu.weight_gemm(x, *b), numpy_nodes.weight_gemm(x, *b)
     assert_same(np.isnan(y), np.isnan(expected), "NaN")
     assert_same(np.isinf(y), np.isinf(expected), "Inf")
 
@@ -159,7 +159,7 @@ def test_gemms_with_blocks_of_zeros(isa, m):
     """Padding: scale code 0, all elements zero, in A, in B, in both; and the result is zero, not nearly."""
     x, w = heavy_tailed((m, 640), 1), heavy_tailed((70, 640), 2)
     x[:, 64:160], w[:, 128:256], w[5], w[33, :32] = 0, 0, 0, 0
-    a, b = numerics.quantize(x), numerics.quantize(w)
+    a, b = numpy_nodes.quantize(x), numpy_nodes.quantize(w)
     check_gemm(a, b, None, ("e4m3", "e4m3"))
     check_weight_gemm(x, b)
     assert (cpu.gemm(*a, *b)[:, 5] == 0).all()
@@ -183,8 +183,8 @@ def test_the_bound_catches_a_wrong_scale_of_one_block():
     with pytest.raises(pytest.fail.Exception, match="off by"):
         assert_within(
             cpu.gemm(*a, *wrong),
-            numerics.gemm(*a, *b),
-            numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*b)),
+            numpy_nodes.gemm(*a, *b),
+            numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)),
             "wrong",
         )
 
@@ -231,7 +231,7 @@ def test_gemm_shows_nan_and_inf_elements(isa, fmt, rows):
     a, b = quantized((rows, 64), "e4m3", 1), quantized((20, 64), fmt, 2)
     a[0][1, 9] = 0xFF
     b[0][3, 40], b[0][4, 5], b[0][5, 6] = 0x7F, 0xFF, 0x7C  # 0x7c: infinity in e5m2, a number in e4m3
-    expected = numerics.gemm(*a, *b, b_format=fmt)
+    expected = numpy_nodes.gemm(*a, *b, b_format=fmt)
     y = cpu.gemm(*a, *b, b_format=fmt)
     assert_same(np.isnan(y), np.isnan(expected), "NaN")
     assert_same(np.isinf(y), np.isinf(expected), "Inf")
@@ -256,11 +256,11 @@ def test_a_column_does_not_depend_on_its_neighbours(isa, m, b_format):
     y = cpu.gemm(*a, b, b_scales, b_format=b_format)
     assert np.isnan(y[:, bad]).all()
     assert_same(np.delete(y, bad + finite, axis=1), np.delete(ordinary, bad + finite, axis=1), "the others")
-    weight = numerics.dequantize(b[finite], b_scales[finite], element_format=b_format)
+    weight = numpy_nodes.dequantize(b[finite], b_scales[finite], element_format=b_format)
     assert_within(
         y[:, finite],
-        numerics.gemm(*a, b[finite], b_scales[finite], b_format=b_format),
-        numerics.gemm_error_bound(numerics.dequantize(*a), weight),
+        numpy_nodes.gemm(*a, b[finite], b_scales[finite], b_format=b_format),
+        numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), weight),
         "unusual numbers",
     )
 
@@ -281,7 +281,7 @@ def test_pack_is_quantize_of_n_by_k(isa, dtype, transposed):
         w = heavy_tailed((rows, columns + 3)).astype(dtype)[:, :columns]  # rows are strided
         packed = cpu.pack(w, transposed=transposed)
         weight = w.T if transposed else w
-        expected = numerics.quantize(np.ascontiguousarray(weight))
+        expected = numpy_nodes.quantize(np.ascontiguousarray(weight))
         assert_same(packed.elements, expected[0], "elements")
         assert_same(packed.scales, expected[1], "scales")
 
@@ -290,7 +290,7 @@ def test_pack_is_quantize_of_n_by_k(isa, dtype, transposed):
 def test_pack_measures_its_error(isa, transposed, fmt, k):
     w = heavy_tailed((300, 550))[:, :k]  # rows are strided
     packed = cpu.pack(w, transposed=transposed, element_format=fmt)
-    back = numerics.dequantize(packed.elements, packed.scales, element_format=fmt).astype(np.float64)
+    back = numpy_nodes.dequantize(packed.elements, packed.scales, element_format=fmt).astype(np.float64)
     error = (w.T if transposed else w) - back
     # Sums of positive doubles in another order: relative error below (number of terms) * 2^-53.
     tolerance = w.size * 2.0**-53
@@ -317,8 +317,8 @@ def test_results_do_not_depend_on_threads():
         elements, scales = cpu.quantize(x, threads=threads)
         assert_same(elements, table[0], f"elements with {threads} threads")
         assert_same(scales, table[1], f"scales with {threads} threads")
-        assert_same(cpu.dequantize(*table, threads=threads), numerics.dequantize(*table))
-        assert_same(cpu.embedding(ids, *table, threads=threads), numerics.embedding(ids, *table))
+        assert_same(cpu.dequantize(*table, threads=threads), numpy_nodes.dequantize(*table))
+        assert_same(cpu.embedding(ids, *table, threads=threads), numpy_nodes.embedding(ids, *table))
         packed[threads] = cpu.pack(x, threads=threads)
     assert (packed[1].signal, packed[1].noise) == (packed[5].signal, packed[5].noise)
 
@@ -329,8 +329,8 @@ def test_results_do_not_depend_on_threads():
 def test_subnormals_survive_a_caller_that_flushes_them(isa):
     torch = pytest.importorskip("torch")
     x = np.full((300, 64), 3 * 2.0**-130, np.float32)
-    expected = numerics.quantize(x)
-    back = numerics.dequantize(*expected)
+    expected = numpy_nodes.quantize(x)
+    back = numpy_nodes.dequantize(*expected)
     if not torch.set_flush_denormal(True):
         pytest.skip("this processor cannot flush denormals")
     try:

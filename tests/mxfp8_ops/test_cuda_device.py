@@ -12,7 +12,7 @@ import pytest
 from compare import FORMATS, ROUNDINGS
 from cuda_emulation import kernels, source_of, swizzle
 
-from mxfp8_ops import cuda, numerics
+from mxfp8_ops import cuda, numpy_nodes
 from mxfp8_ops.cuda import build, dispatch, planner
 from mxfp8_ops.cuda import device as cuda_device
 
@@ -95,7 +95,7 @@ def test_every_16_bit_pattern(dtype, fmt, rounding):
     for source in (x.view(-1, 32), x[torch.randperm(65536, device="cuda")].view(-1, 64)):
         for axis in (-1, 0):
             got = ops.quantize(source, axis, fmt, rounding)
-            expected = numerics.quantize(array(source), axis=axis, element_format=fmt, scale_rounding=rounding)
+            expected = numpy_nodes.quantize(array(source), axis=axis, element_format=fmt, scale_rounding=rounding)
             assert_same(got[1], expected[1], "scales")
             assert_same(got[0], expected[0], "elements")
 
@@ -119,7 +119,7 @@ def test_a_billion_random_values():
 
 
 def reference(x: torch.Tensor, fmt: str, rounding: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """`numerics.quantize` along the last axis, in torch on the device; checked against it below."""
+    """`numpy_nodes.quantize` along the last axis, in torch on the device; checked against it below."""
     from mxfp8_ops import formats
 
     row = formats.element_format(fmt)
@@ -148,7 +148,7 @@ def _times(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 def test_the_reference_on_the_device_is_that_of_numerics():
     for seed, (fmt, rounding) in enumerate(itertools.product(FORMATS, ROUNDINGS)):
         x = random_bits(1 << 20, seed).view(-1, 4096)
-        expected = numerics.quantize(array(x), element_format=fmt, scale_rounding=rounding)
+        expected = numpy_nodes.quantize(array(x), element_format=fmt, scale_rounding=rounding)
         for got, wanted in zip(reference(x, fmt, rounding), expected, strict=True):
             assert_same(got, wanted, f"{fmt} {rounding}")
 
@@ -159,15 +159,15 @@ def test_tails_layouts_and_dequantize(dtype, fmt):
         x = random_bits(max(1, int(np.prod(shape))), 3)[: int(np.prod(shape))].view(shape).to(dtype)
         for axis in range(len(shape)):
             got = ops.quantize(x, axis, fmt)
-            expected = numerics.quantize(array(x), axis=axis, element_format=fmt)
+            expected = numpy_nodes.quantize(array(x), axis=axis, element_format=fmt)
             assert_same(got[1], expected[1], f"scales {shape} {axis}")
             assert_same(got[0], expected[0], f"elements {shape} {axis}")
             y = ops.dequantize(*got, axis, fmt, dtype)
             options = {"axis": axis, "element_format": fmt, "dtype": name(dtype)}
-            assert_same(y, numerics.dequantize(*expected, **options), f"values {shape} {axis}")
+            assert_same(y, numpy_nodes.dequantize(*expected, **options), f"values {shape} {axis}")
     x = heavy(48, 96, dtype=dtype)
     for view in (x.t(), x[:, 1:70], x[::2], x[3].expand(5, -1)):
-        wanted = numerics.quantize(array(view), element_format=fmt)
+        wanted = numpy_nodes.quantize(array(view), element_format=fmt)
         for got, expected in zip(ops.quantize(view, -1, fmt), wanted, strict=True):
             assert_same(got, expected, "view")
 
@@ -177,7 +177,7 @@ def test_dequantize_every_element_under_every_scale(dtype, fmt):
     elements = torch.arange(256, device="cuda").to(torch.uint8).repeat(256, 1)
     scales = torch.arange(256, device="cuda").to(torch.uint8)[:, None].repeat(1, 8)
     got = ops.dequantize(elements, scales, -1, fmt, dtype)
-    expected = numerics.dequantize(array(elements), array(scales), element_format=fmt, dtype=name(dtype))
+    expected = numpy_nodes.dequantize(array(elements), array(scales), element_format=fmt, dtype=name(dtype))
     assert_same(got, expected, "values")
 
 
@@ -186,7 +186,7 @@ def test_cupy_arrays_swizzled_scales_and_both_axes():
 
     for dtype, fmt in itertools.product((np.float32, np.float16), FORMATS):
         x = array(heavy(130, 160)).astype(dtype)
-        rows, columns = numerics.quantize(x, element_format=fmt), numerics.quantize(x, axis=0, element_format=fmt)
+        rows, columns = numpy_nodes.quantize(x, element_format=fmt), numpy_nodes.quantize(x, axis=0, element_format=fmt)
         pairs = cuda.quantize_both(cupy.asarray(x), element_format=fmt)
         for got, expected in zip((*pairs[0], *pairs[1]), (*rows, *columns), strict=True):
             np.testing.assert_array_equal(cupy.asnumpy(got), expected)
@@ -210,12 +210,12 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None):  # noqa:
     codes = [array(t) for t in b]
     if isinstance(x_kind, str):
         got = ops.gemm(*a, *b, bias, x_kind, fmt, dtype)
-        values = numerics.dequantize(*map(array, a), element_format=x_kind)
+        values = numpy_nodes.dequantize(*map(array, a), element_format=x_kind)
     else:
         got, values = ops.weight_gemm(*a, *b, bias, fmt, dtype), array(a[0])
-    expected = numerics.weight_gemm(values, *codes, None if bias is None else array(bias), b_format=fmt)
-    weight = numerics.dequantize(*codes, element_format=fmt)
-    bound = numerics.gemm_error_bound(values, weight, name(dtype), None if bias is None else array(bias))
+    expected = numpy_nodes.weight_gemm(values, *codes, None if bias is None else array(bias), b_format=fmt)
+    weight = numpy_nodes.dequantize(*codes, element_format=fmt)
+    bound = numpy_nodes.gemm_error_bound(values, weight, name(dtype), None if bias is None else array(bias))
     assert_within(got, expected, bound, f"{m}x{n}x{k} {x_kind} {fmt} {dtype}")
 
 

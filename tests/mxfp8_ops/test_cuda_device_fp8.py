@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cuda_emulation import route, swizzle
 
-from mxfp8_ops import cuda, formats, numerics
+from mxfp8_ops import cuda, formats, numerics, numpy_nodes
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
@@ -71,7 +71,7 @@ def folded_bound(x: np.ndarray, w: np.ndarray, dtype: str, bias: np.ndarray | No
     Hopper aligns the 32 products of an instruction and the running sum to the largest of them and keeps 13 bits behind
     its leading one (DeepSeek-V3, section 3.5.2): 2^-13 of the sum of magnitudes an instruction, K / 32 instructions.
     """
-    exact = numerics.gemm_error_bound(x, w, dtype, bias)
+    exact = numpy_nodes.gemm_error_bound(x, w, dtype, bias)
     steps = x.shape[1] // 32 + 1
     return exact + steps * 2.0**-13 * (np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T)
 
@@ -129,10 +129,10 @@ def test_block_scaled_products_are_exact(m, n, k, x_format, with_bias, dtype):  
     bias = heavy(n, seed=3) if with_bias else None
     a[1][3, 1], b[1][5, 2] = 255, 0
     got = ops.gemm(*a, *b, bias, x_format, "e4m3", dtype)
-    x, w = numerics.dequantize(*map(array, a), element_format=x_format), numerics.dequantize(*map(array, b))
+    x, w = numpy_nodes.dequantize(*map(array, a), element_format=x_format), numpy_nodes.dequantize(*map(array, b))
     bias = None if bias is None else array(bias)
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
-    assert_within(got, y, numerics.gemm_error_bound(x, w, name(dtype), bias), "block scaled")
+    assert_within(got, y, numpy_nodes.gemm_error_bound(x, w, name(dtype), bias), "block scaled")
 
 
 @needs_nvmath
@@ -182,8 +182,8 @@ def test_skinny_products_with_every_cut(m, warps, splits):
     x, b = heavy(m, 4128, dtype=torch.bfloat16), ops.quantize(heavy(333, 4128, seed=1))
     with dispatch.forced_route("skinny"), dispatch.fixed_cut(warps=warps, splits=splits):
         got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
-    w = numerics.dequantize(*map(array, b))
-    bound = numerics.gemm_error_bound(array(x), w)
+    w = numpy_nodes.dequantize(*map(array, b))
+    bound = numpy_nodes.gemm_error_bound(array(x), w)
     assert_within(got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound, "skinny")
 
 
@@ -193,12 +193,12 @@ def test_skinny_products_with_every_variant(dtype, variant):
     """Of 9 to 16 rows of bfloat16, in which a float32 counts three times; always the same."""
     for n, k in ((8192, 4096), (333, 4128), (40, 160)):
         x, b = heavy(16 if dtype == torch.bfloat16 else 5, k, dtype=dtype), ops.quantize(heavy(n, k, seed=1))
-        w = numerics.dequantize(*map(array, b))
+        w = numpy_nodes.dequantize(*map(array, b))
         with dispatch.forced_route("skinny"), dispatch.forced_variant("gemm_skinny", variant):
             got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
             assert all(torch.equal(ops.weight_gemm(x, *b, None, "e4m3", torch.float32), got) for _ in range(20))
         expected = array(x).astype(np.float64) @ w.astype(np.float64).T
-        assert_within(got, expected, numerics.gemm_error_bound(array(x), w), variant)
+        assert_within(got, expected, numpy_nodes.gemm_error_bound(array(x), w), variant)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -227,7 +227,7 @@ def test_transposed_columns_are_those_of_the_reference(dtype, variant):
         x = random_bits(shape[0] * shape[1], 6).view(shape).to(dtype)
         with dispatch.forced_variant("quantize_columns", variant):
             got = ops.quantize(x.t())
-        for label, a, expected in zip(("elements", "scales"), got, numerics.quantize(array(x.t())), strict=True):
+        for label, a, expected in zip(("elements", "scales"), got, numpy_nodes.quantize(array(x.t())), strict=True):
             assert_same(a, expected, f"{label} {shape}")
 
 
@@ -239,8 +239,8 @@ def test_quantize_both_is_two_quantizations(dtype, variant):
         for fmt in ("e4m3", "e5m2"):
             with dispatch.forced_variant("quantize_both", variant):
                 got = ops.quantize_both(x, fmt)
-            rows = numerics.quantize(array(x), element_format=fmt)
-            columns = numerics.quantize(np.ascontiguousarray(array(x).T), element_format=fmt)
+            rows = numpy_nodes.quantize(array(x), element_format=fmt)
+            columns = numpy_nodes.quantize(np.ascontiguousarray(array(x).T), element_format=fmt)
             for label, a, expected in zip(("rows", "scales", "columns", "scales"), got, (*rows, *columns), strict=True):
                 assert_same(a, expected, f"{label} {shape} {fmt}")
 
@@ -276,15 +276,15 @@ def test_gradients_are_the_products_of_the_reference():
     ops.linear_train(x, w, None, "HYBRID").backward(dy)
 
     def codes(t: torch.Tensor, fmt: str = "e4m3") -> tuple[np.ndarray, np.ndarray]:
-        return numerics.quantize(np.ascontiguousarray(array(t)), element_format=fmt)
+        return numpy_nodes.quantize(np.ascontiguousarray(array(t)), element_format=fmt)
 
     for label, got, left, right in (
         ("dx", x.grad, codes(dy, "e5m2"), codes(w.detach().t())),
         ("dw", w.grad, codes(dy.t(), "e5m2"), codes(x.detach().t())),
     ):
-        values = numerics.dequantize(*left, element_format="e5m2"), numerics.dequantize(*right)
+        values = numpy_nodes.dequantize(*left, element_format="e5m2"), numpy_nodes.dequantize(*right)
         exact = values[0].astype(np.float64) @ values[1].astype(np.float64).T
-        assert_within(got, exact, numerics.gemm_error_bound(*values), label)
+        assert_within(got, exact, numpy_nodes.gemm_error_bound(*values), label)
 
 
 def test_shapes_above_are_what_the_table_sends_there():

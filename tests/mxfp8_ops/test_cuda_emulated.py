@@ -11,7 +11,7 @@ from compare import assert_same, heavy_tailed
 from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of, swizzle
 from grids import looped, pairwise
 
-from mxfp8_ops import formats, numerics
+from mxfp8_ops import formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -55,7 +55,7 @@ def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917
 def check_quantize(x, fmt, rounding, *, axis=-1, swizzled=False, transposed=False, offset=0):
     axis %= x.ndim
     outer, k, inner = int(np.prod(x.shape[:axis])), x.shape[axis], int(np.prod(x.shape[axis + 1 :]))
-    expected, expected_scales = numerics.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
+    expected, expected_scales = numpy_nodes.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
     if swizzled:
         matrix = expected_scales.reshape(outer, -1) if inner == 1 else expected_scales.reshape(-1, inner).T
         expected_scales = swizzle(matrix)
@@ -143,7 +143,7 @@ def test_quantize_both_axes_in_one_pass(layout, dtype, fmt):
     for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544), (288, 160), (128, 256)):
         x = edges(shape, dtype, seed=sum(shape))
         source = placed(x)
-        expected = [*numerics.quantize(x, element_format=fmt), *numerics.quantize(x, axis=0, element_format=fmt)]
+        expected = [*numpy_nodes.quantize(x, element_format=fmt), *numpy_nodes.quantize(x, axis=0, element_format=fmt)]
         if swizzled:
             expected[1], expected[3] = swizzle(expected[1]), swizzle(expected[3].T)
         if transposed:
@@ -181,7 +181,7 @@ def test_dequantize_tails(dtype, fmt):
 
 
 def check_dequantize(elements, scales, fmt, dtype, axis):
-    expected = numerics.dequantize(elements, scales, axis=axis, element_format=fmt, dtype=dtype)
+    expected = numpy_nodes.dequantize(elements, scales, axis=axis, element_format=fmt, dtype=dtype)
     codes, codes_of_scales, flag = placed(elements), placed(scales), aligned(16)
     y = aligned(expected.nbytes)
     shape = int(np.prod(elements.shape[:axis])), elements.shape[axis], int(np.prod(elements.shape[axis + 1 :]))
@@ -189,7 +189,7 @@ def check_dequantize(elements, scales, fmt, dtype, axis):
     request = planner.Dequantize(CODES[fmt], CODES[dtype], *at, *shape, y.ctypes.data, flag.ctypes.data)
     execution.run(planner.dequantize(request), queue())
     assert_same(y.view(expected.dtype).reshape(expected.shape), expected, f"{elements.shape} {fmt} {dtype}")
-    exact = numerics.dequantize(elements, scales, axis=axis, element_format=fmt)
+    exact = numpy_nodes.dequantize(elements, scales, axis=axis, element_format=fmt)
     lost = (exact != expected.astype(np.float32)) & ~np.isnan(exact)
     assert flag.view(np.uint32)[0] == (dtype == "bfloat16" and lost.any())
 
@@ -209,7 +209,7 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
     for fmt, first_exact in (("e4m3", 3), ("e5m2", 10)):
         codes = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 256)).T
         scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
-        wide = numerics.dequantize(codes, scales, element_format=fmt)
+        wide = numpy_nodes.dequantize(codes, scales, element_format=fmt)
         same = (wide.astype(ml_dtypes.bfloat16).astype(np.float32) == wide) | np.isnan(wide)
         assert np.flatnonzero(~same.all(1)).tolist() == [*range(first_exact)]
 
@@ -219,7 +219,7 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
 
 @looped("k", [32, 96, 1024, 8224])
 def test_fold(k):
-    elements, scales = numerics.quantize(edges((5, k), "float32", seed=k))
+    elements, scales = numpy_nodes.quantize(edges((5, k), "float32", seed=k))
     spread = np.random.default_rng(k).integers(0, 12, scales.shape, dtype=np.uint8)
     scales = np.where(scales == 255, 255, 100 + spread).astype(np.uint8)
     scales[3] = 255  # a row with nothing but NaN

@@ -20,7 +20,7 @@ from cuda_emulation import EmulatedDevice, device, matrix, queue, swizzle
 from grids import looped, pairwise
 from test_cuda_frontends import array, back, stand_in
 
-from mxfp8_ops import checks, cuda, formats, numerics
+from mxfp8_ops import checks, cuda, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
@@ -54,13 +54,13 @@ def operands(x_format: str = "e4m3") -> tuple[list[np.ndarray], np.ndarray, np.n
     """Codes of x [M, K] and w [N, K], their exact values, bias [N]; some blocks NaN, zero or much smaller."""
     x, w = heavy_tailed((M, K)), heavy_tailed((N, K), 1)
     x[3, 32:64], w[5, :32], x[4] = x[3, 32:64] * 2.0**-12, 0, 0
-    codes = [*numerics.quantize(x, element_format=x_format), *numerics.quantize(w)]
+    codes = [*numpy_nodes.quantize(x, element_format=x_format), *numpy_nodes.quantize(w)]
     codes[1][7, 2] = 255
     return codes, heavy_tailed((N,), 2)
 
 
 def expected(codes: list[np.ndarray], bias: np.ndarray | None, x_format: str = "e4m3") -> np.ndarray:
-    return numerics.gemm(*codes, bias, a_format=x_format)
+    return numpy_nodes.gemm(*codes, bias, a_format=x_format)
 
 
 def folded_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -73,9 +73,9 @@ def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dty
     if x_format is None:
         x, w = folded_values(*codes[:2]), folded_values(*codes[2:])
     else:
-        x, w = numerics.dequantize(*codes[:2], element_format=x_format), numerics.dequantize(*codes[2:])
+        x, w = numpy_nodes.dequantize(*codes[:2], element_format=x_format), numpy_nodes.dequantize(*codes[2:])
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
-    assert_within(got, y, numerics.gemm_error_bound(x, w, dtype, bias), "product")
+    assert_within(got, y, numpy_nodes.gemm_error_bound(x, w, dtype, bias), "product")
 
 
 def unswizzled(layout: np.ndarray, rows: int, k: int) -> np.ndarray:
@@ -430,7 +430,7 @@ def test_cupy_what_cublaslt_refuses_says_what_was_asked(monkeypatch, cublaslt):
 
 
 def test_cupy_a_kept_weight_must_be_whole(cublaslt):
-    b = [*map(array, numerics.quantize(heavy_tailed((16, 40))))]
+    b = [*map(array, numpy_nodes.quantize(heavy_tailed((16, 40))))]
     with pytest.raises(ShapeError, match="expected K % 32 = 0"):
         cuda.folded_weight(*b)
     with pytest.raises(ShapeError, match="expected a C-contiguous matrix"):

@@ -17,7 +17,7 @@ from compare import assert_same, assert_within, heavy_tailed
 from cuda_emulation import EmulatedDevice, allocate, device, matrix, multiply, queue, swizzle
 from grids import looped
 
-from mxfp8_ops import cuda, numerics
+from mxfp8_ops import cuda, numerics, numpy_nodes
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.cuda import build, dispatch
 from mxfp8_ops.cuda import device as cuda_device
@@ -87,18 +87,20 @@ def test_cupy_quantize_and_dequantize(cupy):
         options = {"element_format": fmt, "scale_rounding": rounding}
         for shape, axis in (((5, 96), -1), ((3, 40, 48), 1), ((37,), 0), ((0, 64), -1), ((4, 0), 1)):
             x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
-            got, expected = cuda.quantize(array(x), axis=axis, **options), numerics.quantize(x, axis=axis, **options)
+            got, expected = cuda.quantize(array(x), axis=axis, **options), numpy_nodes.quantize(x, axis=axis, **options)
             for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
                 assert_same(np.asarray(a), b, name)
             values = cuda.dequantize(*got, axis=axis, element_format=fmt, dtype=dtype)
             assert_same(
-                np.asarray(values), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype), "values"
+                np.asarray(values),
+                numpy_nodes.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype),
+                "values",
             )
 
 
 def test_cupy_swizzled_scales_and_both_axes(cupy):
     x = heavy_tailed((130, 160))
-    rows, columns = numerics.quantize(x), numerics.quantize(x, axis=0)
+    rows, columns = numpy_nodes.quantize(x), numpy_nodes.quantize(x, axis=0)
     assert_same(np.asarray(cuda.quantize(array(x), swizzled=True)[1]), swizzle(rows[1]), "rows")
     assert_same(np.asarray(cuda.quantize(array(x), axis=0, swizzled=True)[1]), swizzle(columns[1].T), "columns")
     for got, expected in zip(cuda.quantize_both(array(x)), (rows, columns), strict=True):
@@ -132,18 +134,18 @@ SHAPES = (((3, 96), (5, 96)), ((96,), (5, 96)), ((2, 3, 96), (5, 96)), ((2, 1, 3
 def test_cupy_gemms(cupy, shapes, dtype):
     x_shape, w_shape = shapes
     x, w, bias = heavy_tailed(x_shape), heavy_tailed(w_shape, 1), heavy_tailed((5,), 2)
-    a, b = numerics.quantize(x, element_format="e5m2"), numerics.quantize(w)
-    weight, values = numerics.dequantize(*b), numerics.dequantize(*a, element_format="e5m2")
+    a, b = numpy_nodes.quantize(x, element_format="e5m2"), numpy_nodes.quantize(w)
+    weight, values = numpy_nodes.dequantize(*b), numpy_nodes.dequantize(*a, element_format="e5m2")
     got = cuda.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=dtype)
-    bound = numerics.gemm_error_bound(values if x.ndim > 1 else values[None], weight, dtype, bias).reshape(got.shape)
-    assert_within(np.asarray(got), numerics.gemm(*a, *b, bias, a_format="e5m2"), bound, "gemm")
+    bound = numpy_nodes.gemm_error_bound(values if x.ndim > 1 else values[None], weight, dtype, bias).reshape(got.shape)
+    assert_within(np.asarray(got), numpy_nodes.gemm(*a, *b, bias, a_format="e5m2"), bound, "gemm")
     got = cuda.weight_gemm(*map(array, (x, *b)), dtype=dtype)
-    bound = numerics.gemm_error_bound(x if x.ndim > 1 else x[None], weight, dtype).reshape(got.shape)
-    assert_within(np.asarray(got), numerics.weight_gemm(x, *b), bound, "weight_gemm")
+    bound = numpy_nodes.gemm_error_bound(x if x.ndim > 1 else x[None], weight, dtype).reshape(got.shape)
+    assert_within(np.asarray(got), numpy_nodes.weight_gemm(x, *b), bound, "weight_gemm")
 
 
 def test_cupy_errors(cupy):
-    b = [*map(array, numerics.quantize(heavy_tailed((5, 64))))]
+    b = [*map(array, numpy_nodes.quantize(heavy_tailed((5, 64))))]
     with pytest.raises(ShapeError, match="gemm: scales"):
         cuda.weight_gemm(array(heavy_tailed((3, 64))), b[0], b[1][:, :1])
     with pytest.raises(ShapeError, match="same K"):
@@ -355,12 +357,12 @@ def test_torch_quantize_and_dequantize_on_every_layout(emulated, dtype):
     for source, fmt in itertools.product(layouts, FORMATS):
         for axis in range(source.dim()):
             got = torch_cuda.quantize(source, axis, fmt)
-            expected = numerics.quantize(back(source.contiguous()), axis=axis, element_format=fmt)
+            expected = numpy_nodes.quantize(back(source.contiguous()), axis=axis, element_format=fmt)
             for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
                 assert_same(a.numpy(), b, name)
             y = torch_cuda.dequantize(*got, axis, fmt, dtype)
             name = dtype_name(dtype)
-            assert_same(back(y), numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=name), "y")
+            assert_same(back(y), numpy_nodes.dequantize(*expected, axis=axis, element_format=fmt, dtype=name), "y")
 
 
 @looped("shape", [(64, 96), (37, 50), (0, 64), (5, 0)])
@@ -417,15 +419,15 @@ def test_torch_gemms(emulated, x_shape, w_shape):
     x, bias = values(*x_shape, dtype=torch.bfloat16), values(5, seed=2)
     a, b = torch_cuda.quantize(x), torch_cuda.quantize(values(*w_shape, seed=1))
     arrays = [t.numpy() for t in (*a, *b)]
-    weight = numerics.dequantize(*arrays[2:])
+    weight = numpy_nodes.dequantize(*arrays[2:])
     got = torch_cuda.gemm(*a, *b, bias, dtype=torch.bfloat16)
-    left = np.atleast_2d(numerics.dequantize(*arrays[:2]))
-    bound = numerics.gemm_error_bound(left, weight, "bfloat16", bias.numpy()).reshape(got.shape)
-    assert_within(back(got), numerics.gemm(*arrays, bias.numpy()), bound, "gemm")
+    left = np.atleast_2d(numpy_nodes.dequantize(*arrays[:2]))
+    bound = numpy_nodes.gemm_error_bound(left, weight, "bfloat16", bias.numpy()).reshape(got.shape)
+    assert_within(back(got), numpy_nodes.gemm(*arrays, bias.numpy()), bound, "gemm")
     got = torch_cuda.weight_gemm(x, *b)
     assert got.dtype == torch.bfloat16
-    bound = numerics.gemm_error_bound(np.atleast_2d(back(x)), weight, "bfloat16").reshape(got.shape)
-    assert_within(back(got), numerics.weight_gemm(back(x), *arrays[2:]), bound, "weight_gemm")
+    bound = numpy_nodes.gemm_error_bound(np.atleast_2d(back(x)), weight, "bfloat16").reshape(got.shape)
+    assert_within(back(got), numpy_nodes.weight_gemm(back(x), *arrays[2:]), bound, "weight_gemm")
 
 
 def test_torch_uses_a_kept_weight_until_it_changes(emulated):
@@ -458,7 +460,7 @@ def test_torch_and_cupy_take_the_fused_gemm_where_it_is_allowed(emulated, cupy):
     x, bias = values(70, 96, dtype=torch.bfloat16), values(40, seed=2)
     a, b = torch_cuda.quantize(x, -1, "e5m2"), torch_cuda.quantize(values(40, 96, seed=1))
     arrays = [t.numpy() for t in (*a, *b)]
-    weight, quantized = numerics.dequantize(*arrays[2:]), numerics.dequantize(*arrays[:2], element_format="e5m2")
+    weight, quantized = numpy_nodes.dequantize(*arrays[2:]), numpy_nodes.dequantize(*arrays[:2], element_format="e5m2")
     runs = {
         "weight_gemm": (lambda: back(torch_cuda.weight_gemm(x, *b, bias)), back(x), "bfloat16"),
         "gemm": (lambda: torch_cuda.gemm(*a, *b, bias, "e5m2").numpy(), quantized, "float32"),
@@ -469,8 +471,8 @@ def test_torch_and_cupy_take_the_fused_gemm_where_it_is_allowed(emulated, cupy):
         with dispatch.allowed("fused"):
             got = run()
         assert [kernel.partition("<")[0] for kernel in emulated.launched] == ["tile", "gemm_fused", "gemm_float32"]
-        bound = numerics.gemm_error_bound(left, weight, dtype, bias.numpy())
-        assert_within(got, numerics.weight_gemm(left, *arrays[2:], bias.numpy()), bound, name)
+        bound = numpy_nodes.gemm_error_bound(left, weight, dtype, bias.numpy())
+        assert_within(got, numpy_nodes.weight_gemm(left, *arrays[2:], bias.numpy()), bound, name)
     torch_cuda.keep_wide(*b)
     emulated.launched.clear()
     with dispatch.allowed("fused"):

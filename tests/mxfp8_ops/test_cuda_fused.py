@@ -17,7 +17,7 @@ from grids import looped
 from test_cuda_emulated import DTYPES, FORMATS, placed
 from test_cuda_gemms import X_KINDS, check_gemm
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -93,7 +93,10 @@ def test_fused_gemm_with_k_in_splits(flags, x_kind, fmt):
 @looped("dtype", DTYPES)
 def test_fused_gemm_into_unaligned_memory(flags, dtype):
     """n % 8 = 0 and y not aligned to 16, which a slice of a tensor may be."""
-    x, b = heavy_tailed((9, 64)).astype(numerics.value_dtype("bfloat16")), numerics.quantize(heavy_tailed((16, 64), 1))
+    x, b = (
+        heavy_tailed((9, 64)).astype(numerics.value_dtype("bfloat16")),
+        numpy_nodes.quantize(heavy_tailed((16, 64), 1)),
+    )
     held, size = [placed(array) for array in (x, *b)], numerics.value_dtype(dtype).itemsize
     y = placed(np.zeros(9 * 16 * size, np.uint8), size)
     at = (t.ctypes.data for t in held[1:])
@@ -103,8 +106,8 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
     execution.run(planner.gemm(dispatch.place(device(), planner.CUBLAS), product), queue())
     assert device().launched[-2].startswith("gemm_fused")
     got = y.view(numerics.value_dtype(dtype)).reshape(9, 16).astype(np.float64)
-    expected = numerics.weight_gemm(x, *b).astype(np.float64)
-    bound = numerics.gemm_error_bound(x, numerics.dequantize(*b), dtype)
+    expected = numpy_nodes.weight_gemm(x, *b).astype(np.float64)
+    bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b), dtype)
     assert (np.abs(got - expected) <= bound).all()
 
 
@@ -269,8 +272,8 @@ def test_tiles_have_x_in_the_order_of_k_and_of_the_swizzle(kind, paired):
     values = heavy_tailed((m, k)).astype(bfloat16)
     held = [placed(values)]
     if kind in FORMATS:
-        codes = numerics.quantize(values, element_format=kind)
-        values, held = numerics.dequantize(*codes, element_format=kind, dtype="bfloat16"), [*map(placed, codes)]
+        codes = numpy_nodes.quantize(values, element_format=kind)
+        values, held = numpy_nodes.dequantize(*codes, element_format=kind, dtype="bfloat16"), [*map(placed, codes)]
     tiles, flag = placed(np.zeros(2 * 2 * 128 * 128, np.uint8)), placed(np.zeros(16, np.uint8))
     scales = held[1].ctypes.data if len(held) == 2 else 0
     name = {"bfloat16": "BF16"}.get(kind, kind.upper())

@@ -11,7 +11,7 @@ from cuda_emulation import aligned, device, kernels, launch, plan_gemm, queue, s
 from grids import looped
 from test_cuda_emulated import DTYPES, FORMATS, edges, placed
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.planner import CODES
 
@@ -25,10 +25,10 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
     """
     on = on or device()
     x, w = heavy_tailed((m, k), seed=1), heavy_tailed((n, k), seed=2)
-    b, b_scales = numerics.quantize(w, element_format=fmt)
+    b, b_scales = numpy_nodes.quantize(w, element_format=fmt)
     x_scales = None
     if x_kind in FORMATS:
-        x, x_scales = numerics.quantize(x, element_format=x_kind)
+        x, x_scales = numpy_nodes.quantize(x, element_format=x_kind)
     else:
         x = x.astype(numerics.value_dtype(x_kind))
     if change is not None:
@@ -36,11 +36,11 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
     bias = heavy_tailed((n,), seed=3) if bias else None
     if x_scales is None:
         values = x.astype(numerics.value_dtype("bfloat16")) if rounds else x
-        expected = numerics.weight_gemm(values, b, b_scales, bias, b_format=fmt)
+        expected = numpy_nodes.weight_gemm(values, b, b_scales, bias, b_format=fmt)
     else:
-        expected = numerics.gemm(x, x_scales, b, b_scales, bias, a_format=x_kind, b_format=fmt)
-        values = numerics.dequantize(x, x_scales, element_format=x_kind)
-    bound = numerics.gemm_error_bound(values, numerics.dequantize(b, b_scales, element_format=fmt), dtype, bias)
+        expected = numpy_nodes.gemm(x, x_scales, b, b_scales, bias, a_format=x_kind, b_format=fmt)
+        values = numpy_nodes.dequantize(x, x_scales, element_format=x_kind)
+    bound = numpy_nodes.gemm_error_bound(values, numpy_nodes.dequantize(b, b_scales, element_format=fmt), dtype, bias)
     held = [placed(array) for array in (x, b)] + [placed(s) for s in (x_scales, b_scales, bias) if s is not None]
     y = aligned(m * n * numerics.value_dtype(dtype).itemsize)
     addresses = [array.ctypes.data for array in held]
@@ -189,12 +189,12 @@ def test_variants_of_the_skinny_gemm(variant, x_kind, fmt):
 def test_skinny_gemm_with_more_blocks_than_it_needs():
     """Those past the end of n do nothing: who does not know the tiles may launch ceil(n / 16)."""
     x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)
-    codes = [*numerics.quantize(x), *numerics.quantize(w)]
+    codes = [*numpy_nodes.quantize(x), *numpy_nodes.quantize(w)]
     held, y = [placed(array) for array in codes], aligned(10 * 40 * 4)
     at = (array.ctypes.data for array in held)
     launch("gemm_skinny<E4M3, E4M3, 2>", 3, *at, 0, y.ctypes.data, 10, 40, 64, CODES["float32"], 1)
-    bound = numerics.gemm_error_bound(numerics.dequantize(*codes[:2]), numerics.dequantize(*codes[2:]))
-    assert_within(y.view(np.float32).reshape(10, 40), numerics.gemm(*codes), bound, "y")
+    bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*codes[:2]), numpy_nodes.dequantize(*codes[2:]))
+    assert_within(y.view(np.float32).reshape(10, 40), numpy_nodes.gemm(*codes), bound, "y")
 
 
 @KINDS
@@ -246,7 +246,7 @@ def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
 
 
 def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
-    b, b_scales = (placed(codes) for codes in numerics.quantize(heavy_tailed((5, 32))))
+    b, b_scales = (placed(codes) for codes in numpy_nodes.quantize(heavy_tailed((5, 32))))
     x, flag, y = placed(heavy_tailed((3, 32))), aligned(16), aligned(3 * 5 * 4)
     at = (x.ctypes.data, 0, b.ctypes.data, b_scales.ctypes.data, 0, y.ctypes.data)
     for asked in (0, 1):

@@ -161,16 +161,16 @@ def body(name, feeds, **attributes):
 
 x = (np.exp(np.random.default_rng(1).standard_normal((5, 70)) * 4) * 3).astype(np.float32)
 for rounding in formats.SCALE_ROUNDINGS:
-    elements, scales = numerics.quantize(x, element_format="e3m4", scale_rounding=rounding)
+    elements, scales = numpy_nodes.quantize(x, element_format="e3m4", scale_rounding=rounding)
     if rounding == "ceil":
-        values = numerics.dequantize(elements, scales, element_format="e3m4")
+        values = numpy_nodes.dequantize(elements, scales, element_format="e3m4")
         half_least = row.min_subnormal / 2 * numerics.decode_scale(scales).repeat(32, 1)[:, :70]
         assert (abs(values - x) <= abs(x) * 2.0**-5 + half_least).all()
     got = body("MXFP8Quantize", {"X": x}, output_dtype=99, scale_rounding=rounding)
     assert (got[0].view(np.uint8) == elements).all() and (got[1] == scales).all(), rounding
     y, = body("MXFP8Dequantize", {"elements": elements.view(E3M4), "scales": scales})
-    assert (y == numerics.dequantize(elements, scales, element_format="e3m4")).all()
-    numerics.gemm(elements, scales, elements, scales, a_format="e3m4", b_format="e3m4")
+    assert (y == numpy_nodes.dequantize(elements, scales, element_format="e3m4")).all()
+    numpy_nodes.gemm(elements, scales, elements, scales, a_format="e3m4", b_format="e3m4")
 """
 
 

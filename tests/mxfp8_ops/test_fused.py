@@ -9,11 +9,12 @@ import pytest
 from compare import FORMATS, ROUNDINGS, assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 
-from mxfp8_ops import contract, fused, numerics
+from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.cpu import fused as kernels
+from mxfp8_ops.nodes.fused_gemm import FUNCTIONS, UNIT
 
 DTYPES = tuple(numerics.VALUE_DTYPES.values())
-ONE = numerics.quantize(np.eye(1, 32, dtype=np.float32))
+ONE = numpy_nodes.quantize(np.eye(1, 32, dtype=np.float32))
 """A weight that multiplies the first value of a row by 1: the sum is that value."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
@@ -45,26 +46,26 @@ def test_an_epilogue_is_within_its_error_of_the_exact_function(isa, epilogue):
             ends,
         ]
     ).astype(np.float32)
-    row = fused.EPILOGUES[epilogue]
+    row = FUNCTIONS[epilogue]
     sums = values.astype(np.float64)
-    bound = row.error * fused.UNIT * np.abs(sums) + 2.0**-149
+    bound = row.error * UNIT * np.abs(sums) + 2.0**-149
     assert_within(kernels.weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound, epilogue)
 
 
 @looped("epilogue", contract.EPILOGUES)
 def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
     x = np.linspace(-20, 20, 1_000_001)
-    y = fused.EPILOGUES[epilogue].of(x)
+    y = FUNCTIONS[epilogue].of(x)
     assert (np.abs(y) <= np.abs(x)).all()
     steepest = np.abs(np.diff(y) / np.diff(x)).max()
-    assert fused.EPILOGUES[epilogue].steepest - 0.01 < steepest <= fused.EPILOGUES[epilogue].steepest * (1 + 1e-9)
+    assert FUNCTIONS[epilogue].steepest - 0.01 < steepest <= FUNCTIONS[epilogue].steepest * (1 + 1e-9)
 
 
 @looped("epilogue", contract.EPILOGUES)
 def test_bad_sums_are_as_bad_as_the_composition_makes_them(isa, epilogue):
     values = np.float32([np.nan, np.inf, -np.inf, 0, -0.0])
     x = as_sums(values)
-    got, expected = (f(x, *ONE, epilogue=epilogue)[:, 0] for f in (kernels.weight_gemm, fused.weight_gemm))
+    got, expected = (f(x, *ONE, epilogue=epilogue)[:, 0] for f in (kernels.weight_gemm, numpy_nodes.fused_weight_gemm))
     np.testing.assert_array_equal(got, expected)
     assert np.isnan(got[0])
     assert got[1] == np.inf
@@ -78,17 +79,17 @@ def check_gemm(
 ) -> None:
     m, n, k = shape
     small = np.float32(0.1)  # float16 has to hold the results
-    a, b = numerics.quantize(small * heavy_tailed((m, k))), numerics.quantize(small * heavy_tailed((n, k), 1))
+    a, b = numpy_nodes.quantize(small * heavy_tailed((m, k))), numpy_nodes.quantize(small * heavy_tailed((n, k), 1))
     factor = None if factor_dtype is None else (small * heavy_tailed((m, n), 2)).astype(factor_dtype)
     bias = None if factor_dtype == "bfloat16" else heavy_tailed((n,), 3)
-    x, w = numerics.dequantize(*a), numerics.dequantize(*b)
+    x, w = numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)
     options = {"factor": factor, "epilogue": epilogue}
-    bound = fused.gemm_error_bound(x, w, dtype, bias, **options)
+    bound = numpy_nodes.fused_gemm_error_bound(x, w, dtype, bias, **options)
     got = kernels.gemm(*a, *b, bias, dtype=dtype, **options)
     what = f"{shape} {epilogue} {dtype} factor {factor_dtype}"
-    assert_within(got, fused.gemm(*a, *b, bias, **options), bound, what)
+    assert_within(got, numpy_nodes.fused_gemm(*a, *b, bias, **options), bound, what)
     got = kernels.weight_gemm(x, *b, bias, dtype=dtype, **options)
-    assert_within(got, fused.weight_gemm(x, *b, bias, **options), bound, f"weight {what}")
+    assert_within(got, numpy_nodes.fused_weight_gemm(x, *b, bias, **options), bound, f"weight {what}")
 
 
 @looped(
@@ -105,28 +106,28 @@ def test_fused_gemms_of_every_kernel(isa, epilogue, shape):
 
 
 def test_fused_gemms_broadcast_leading_dimensions(isa):
-    a, b = numerics.quantize(heavy_tailed((2, 1, 3, 40))), numerics.quantize(heavy_tailed((4, 5, 40), 1))
+    a, b = numpy_nodes.quantize(heavy_tailed((2, 1, 3, 40))), numpy_nodes.quantize(heavy_tailed((4, 5, 40), 1))
     factor = heavy_tailed((2, 4, 3, 5), 2)
     options = {"epilogue": "gelu", "factor": factor}
-    bound = fused.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*b), **options)
-    assert_within(kernels.gemm(*a, *b, **options), fused.gemm(*a, *b, **options), bound, "batched")
+    bound = numpy_nodes.fused_gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b), **options)
+    assert_within(kernels.gemm(*a, *b, **options), numpy_nodes.fused_gemm(*a, *b, **options), bound, "batched")
 
 
 def test_a_fused_gemm_of_a_vector_rounds_its_activation(isa):
-    x, b, factor = heavy_tailed((40,)), numerics.quantize(heavy_tailed((5, 40), 1)), heavy_tailed((5,), 2)
+    x, b, factor = heavy_tailed((40,)), numpy_nodes.quantize(heavy_tailed((5, 40), 1)), heavy_tailed((5,), 2)
     options = {"epilogue": "silu", "factor": factor}
     rounded = x.astype(numerics.value_dtype("bfloat16"))
     got = kernels.weight_gemm(x, *b, activation_dtype="bfloat16", **options)
-    bound = fused.gemm_error_bound(rounded, numerics.dequantize(*b), **options)
-    assert_within(got, fused.weight_gemm(x, *b, activation_dtype="bfloat16", **options), bound, "vector")
-    assert_within(got, fused.weight_gemm(rounded, *b, **options), bound, "vector")
+    bound = numpy_nodes.fused_gemm_error_bound(rounded, numpy_nodes.dequantize(*b), **options)
+    assert_within(got, numpy_nodes.fused_weight_gemm(x, *b, activation_dtype="bfloat16", **options), bound, "vector")
+    assert_within(got, numpy_nodes.fused_weight_gemm(rounded, *b, **options), bound, "vector")
 
 
 def test_the_bound_catches_another_epilogue():
-    x, b = heavy_tailed((8, 64)), numerics.quantize(heavy_tailed((8, 64), 1))
-    exact = fused.weight_gemm(x, *b, epilogue="gelu")
-    wrong = np.abs(exact - fused.weight_gemm(x, *b, epilogue="gelu_tanh"))
-    assert (wrong > fused.gemm_error_bound(x, numerics.dequantize(*b), epilogue="gelu")).any()
+    x, b = heavy_tailed((8, 64)), numpy_nodes.quantize(heavy_tailed((8, 64), 1))
+    exact = numpy_nodes.fused_weight_gemm(x, *b, epilogue="gelu")
+    wrong = np.abs(exact - numpy_nodes.fused_weight_gemm(x, *b, epilogue="gelu_tanh"))
+    assert (wrong > numpy_nodes.fused_gemm_error_bound(x, numpy_nodes.dequantize(*b), epilogue="gelu")).any()
 
 
 # --- a gemm that quantizes -----------------------------------------------------------------------------------------
@@ -135,16 +136,16 @@ def test_the_bound_catches_another_epilogue():
 def check_gemm_quantize(shape: tuple[int, int, int], epilogue: str = "gelu", *, biased: bool = True, **options: str):
     """Fails unless the result is bit by bit that of the fused gemm, and the codes are exactly those of that."""
     m, n, k = shape
-    a, b = numerics.quantize(heavy_tailed((m, k))), numerics.quantize(heavy_tailed((n, k), 1))
+    a, b = numpy_nodes.quantize(heavy_tailed((m, k))), numpy_nodes.quantize(heavy_tailed((n, k), 1))
     bias = heavy_tailed((n,), 2) if biased else None
     elements, scales, y = kernels.gemm_quantize(*a, *b, bias, epilogue=epilogue, **options)
     assert_same(y, kernels.gemm(*a, *b, bias, epilogue=epilogue), f"y {shape}")
-    expected_elements, expected_scales = numerics.quantize(y, **options)
+    expected_elements, expected_scales = numpy_nodes.quantize(y, **options)
     assert_same(scales, expected_scales, f"scales {shape}")
     assert_same(elements, expected_elements, f"elements {shape}", y)
-    x, w = numerics.dequantize(*a), numerics.dequantize(*b)
-    bound = fused.gemm_error_bound(x, w, "float32", bias, epilogue=epilogue)
-    assert_within(y, fused.gemm_quantize(*a, *b, bias, epilogue=epilogue)[2], bound, f"{shape}")
+    x, w = numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)
+    bound = numpy_nodes.fused_gemm_error_bound(x, w, "float32", bias, epilogue=epilogue)
+    assert_within(y, numpy_nodes.gemm_quantize(*a, *b, bias, epilogue=epilogue)[2], bound, f"{shape}")
 
 
 @looped("epilogue, shape", pairwise(epilogue=contract.EPILOGUES, shape=SHAPES))
@@ -158,16 +159,16 @@ def test_a_gemm_quantizes_to_every_format(isa, fmt, rounding):
 
 
 def test_codes_of_a_gemm_do_not_depend_on_threads():
-    a, b = numerics.quantize(heavy_tailed((700, 96))), numerics.quantize(heavy_tailed((330, 96), 1))
+    a, b = numpy_nodes.quantize(heavy_tailed((700, 96))), numpy_nodes.quantize(heavy_tailed((330, 96), 1))
     one, many = (kernels.gemm_quantize(*a, *b, epilogue="silu", threads=threads) for threads in (1, 5))
     for of_one, of_many in zip(one, many, strict=True):
         assert_same(of_many, of_one, "threads")
 
 
 def test_a_gemm_that_quantizes_broadcasts_leading_dimensions(isa):
-    a, b = numerics.quantize(heavy_tailed((2, 1, 3, 40))), numerics.quantize(heavy_tailed((4, 35, 40), 1))
+    a, b = numpy_nodes.quantize(heavy_tailed((2, 1, 3, 40))), numpy_nodes.quantize(heavy_tailed((4, 35, 40), 1))
     got, y = kernels.gemm_quantize(*a, *b, epilogue="relu"), kernels.gemm(*a, *b, epilogue="relu")
-    for name, ours, expected in zip(("elements", "scales", "y"), got, (*numerics.quantize(y), y), strict=True):
+    for name, ours, expected in zip(("elements", "scales", "y"), got, (*numpy_nodes.quantize(y), y), strict=True):
         assert_same(ours, expected, name)
     vector = kernels.gemm_quantize(a[0][0, 0, 0], a[1][0, 0, 0], b[0][0], b[1][0])
     assert [array.shape for array in vector] == [(35,), (2,), (35,)]
@@ -178,7 +179,7 @@ def test_bad_sums_spoil_their_block_alone(isa):
     x[1, 0] = np.nan
     weight = np.zeros((64, 32), np.float32)
     weight[3, 0] = weight[40, 1] = 1
-    a, b = numerics.quantize(x), numerics.quantize(weight)
+    a, b = numpy_nodes.quantize(x), numpy_nodes.quantize(weight)
     elements, scales, _ = kernels.gemm_quantize(*a, *b, epilogue="gelu")
     assert scales.tolist() == [[0, 0], [255, 255]]  # NaN times 0 is NaN
     assert (elements[1] == 0x7F).all()
@@ -192,11 +193,11 @@ def check_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray | None, residu
     """Fails unless the sum is exact, what is normalized within its bound, and the codes exactly those of that."""
     elements, scales, normalized, total = kernels.norm_quantize(x, scale, bias, residual=residual, **options)
     quantized = {name: options.pop(name) for name in ("element_format", "scale_rounding") if name in options}
-    _, _, expected, expected_total = fused.norm_quantize(x, scale, bias, residual=residual, **options)
+    _, _, expected, expected_total = numpy_nodes.norm_quantize(x, scale, bias, residual=residual, **options)
     assert_same(total, expected_total, "sum")
-    bound = fused.norm_error_bound(total, scale, bias, **options)
+    bound = numpy_nodes.norm_error_bound(total, scale, bias, **options)
     assert_within(normalized, expected, bound, f"normalized {x.dtype} {options}")
-    expected_elements, expected_scales = numerics.quantize(normalized, **quantized)
+    expected_elements, expected_scales = numpy_nodes.quantize(normalized, **quantized)
     assert_same(scales, expected_scales, "scales")
     assert_same(elements, expected_elements, "elements", normalized)
 
@@ -234,7 +235,7 @@ def test_a_bad_value_spoils_its_row_alone(isa, norm, bad):
     x = heavy_tailed((3, 64))
     x[1, 7] = bad
     elements, scales, normalized, _ = kernels.norm_quantize(x, np.ones(64, np.float32), norm=norm)
-    _, _, expected, _ = fused.norm_quantize(x, np.ones(64, np.float32), norm=norm)
+    _, _, expected, _ = numpy_nodes.norm_quantize(x, np.ones(64, np.float32), norm=norm)
     np.testing.assert_array_equal(np.isnan(normalized), np.isnan(expected))
     assert scales[1, 0] == 255
     assert (elements[1, :32] == 0x7F).all()
@@ -265,6 +266,6 @@ def test_operands_in_another_layout_are_copied(isa):
     x, scale = heavy_tailed((64, 6)).T, heavy_tailed((128,), 1)[::2]
     check_norm(x, scale, scale, x[::-1])
     factor = heavy_tailed((3, 6), 1).T
-    got = kernels.weight_gemm(x, *numerics.quantize(heavy_tailed((3, 64), 2)), factor=factor)
-    again = kernels.weight_gemm(x, *numerics.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
+    got = kernels.weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor)
+    again = kernels.weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
     assert_same(got, again, "factor")

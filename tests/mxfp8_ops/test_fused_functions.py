@@ -10,7 +10,7 @@ from grids import looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
 from test_onnx_functions import NO_SUCH_SHAPE, OPSETS, TAKES_K_OF_0, gemm_bias
 
-from mxfp8_ops import contract, fused, numerics
+from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS
 from mxfp8_ops.onnx_functions import functions
@@ -24,9 +24,9 @@ def gemm_inputs(
 ) -> dict[str, Feed]:
     """Returns the inputs of a fused gemm; with a dtype of X, of one whose weight alone is quantized."""
     x = np.float32(0.1) * random_values(0, *x_shape)
-    b, b_scales = numerics.quantize(random_values(1, *b_shape))
+    b, b_scales = numpy_nodes.quantize(random_values(1, *b_shape))
     if dtype is None:
-        a, a_scales = numerics.quantize(x)
+        a, a_scales = numpy_nodes.quantize(x)
         inputs = {"A": (a, E4M3), "A_scales": (a_scales, UINT8)}
     else:
         inputs = {"X": (x.astype(NUMPY[dtype]), dtype)}
@@ -47,10 +47,10 @@ def gemm_reference(inputs: dict[str, Feed], epilogue: str, dtype: str) -> tuple[
     """Returns the result and how far one of `dtype` may be from it."""
     given = {name: array for name, (array, _) in inputs.items()}
     b = given["B"], given["B_scales"]
-    x = given["X"] if "X" in given else numerics.dequantize(given["A"], given["A_scales"])
+    x = given["X"] if "X" in given else numpy_nodes.dequantize(given["A"], given["A_scales"])
     optional = {"bias": given.get("bias"), "factor": given.get("factor"), "epilogue": epilogue}
-    expected = fused.weight_gemm(x, *b, **optional)
-    return expected, fused.gemm_error_bound(x, numerics.dequantize(*b), dtype, **optional)
+    expected = numpy_nodes.fused_weight_gemm(x, *b, **optional)
+    return expected, numpy_nodes.fused_gemm_error_bound(x, numpy_nodes.dequantize(*b), dtype, **optional)
 
 
 @looped(
@@ -85,7 +85,7 @@ def check_gemm_quantize(inputs: dict[str, Feed], got: list[np.ndarray], epilogue
     """Fails unless Y is within its bound, and the codes are exactly those of Y."""
     elements, scales, y = got
     assert_within(y, *gemm_reference(inputs, epilogue, "float32"))
-    expected_elements, expected_scales = numerics.quantize(y, **settings)
+    expected_elements, expected_scales = numpy_nodes.quantize(y, **settings)
     assert_same(scales, expected_scales, "scales")
     assert_same(elements, expected_elements, "elements", y)
 
@@ -122,10 +122,10 @@ def test_weights_that_are_initializers_and_a_rounded_activation(epilogue: str, b
 def test_bad_values_surface(epilogue: str) -> None:
     x = np.zeros((5, 32), np.float32)
     x[:, 0] = [np.nan, np.inf, -np.inf, 300, -300]
-    b, b_scales = numerics.quantize(np.eye(1, 32, dtype=np.float32))
+    b, b_scales = numpy_nodes.quantize(np.eye(1, 32, dtype=np.float32))
     inputs = {"X": (x, FLOAT), "B": (b, E4M3), "B_scales": (b_scales, UINT8)}
     model = one_node_model("MXFP8FusedWeightGemm", inputs, {"Y": FLOAT}, 23, {"epilogue": epilogue})
-    got, expected = run(model, inputs)[0][:, 0], fused.weight_gemm(x, b, b_scales, epilogue=epilogue)[:, 0]
+    got, expected = run(model, inputs)[0][:, 0], numpy_nodes.fused_weight_gemm(x, b, b_scales, epilogue=epilogue)[:, 0]
     bad = ~np.isfinite(expected)
     assert np.isfinite(got).tolist() == (~bad).tolist(), (got, expected)
     np.testing.assert_allclose(got[~bad], expected[~bad], rtol=0, atol=1e-5)
@@ -173,13 +173,13 @@ def check_norm(inputs: dict[str, Feed], got: list[np.ndarray], **settings: Any) 
     format_and_rounding = {
         name: settings.pop(name) for name in ("element_format", "scale_rounding") if name in settings
     }
-    _, _, expected, total = fused.norm_quantize(given.pop("X"), given.pop("scale"), **given, **settings)
+    _, _, expected, total = numpy_nodes.norm_quantize(given.pop("X"), given.pop("scale"), **given, **settings)
     for array in sums:
         np.testing.assert_array_equal(array.astype(np.float32), total.astype(np.float32))
     scale, bias = inputs["scale"][0], given.get("bias")
-    bound = fused.norm_error_bound(total, scale, bias, **settings)
+    bound = numpy_nodes.norm_error_bound(total, scale, bias, **settings)
     assert_within(normalized.astype(np.float32), expected.astype(np.float32), bound)
-    codes = numerics.quantize(normalized, **format_and_rounding)
+    codes = numpy_nodes.quantize(normalized, **format_and_rounding)
     assert_same(scales, codes[1], "scales")
     assert_same(elements, codes[0], "elements", normalized)
 

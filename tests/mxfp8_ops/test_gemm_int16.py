@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from grids import instruction_sets, looped, pairwise
 
-from mxfp8_ops import cpu, numerics
+from mxfp8_ops import cpu, numpy_nodes
 
 ISAS = [isa for isa in cpu.available_isas() if isa.endswith("_vnni")]
 if instruction_sets() != cpu.available_isas():
@@ -41,8 +41,8 @@ def kernels_of(a: np.ndarray, b: np.ndarray, a_scale: int = 127, b_scale: int = 
     """Returns the kernels that multiply elements with one scale, after checking the result."""
     scales = [np.full((len(x), -(-x.shape[1] // 32)), scale, np.uint8) for x, scale in ((a, a_scale), (b, b_scale))]
     actual, kernels = multiply(a, scales[0], b, scales[1])
-    x, w = (numerics.dequantize(e, s).astype(np.float64) for e, s in ((a, scales[0]), (b, scales[1])))
-    expected, bound = x @ w.T, numerics.gemm_error_bound(x, w)
+    x, w = (numpy_nodes.dequantize(e, s).astype(np.float64) for e, s in ((a, scales[0]), (b, scales[1])))
+    expected, bound = x @ w.T, numpy_nodes.gemm_error_bound(x, w)
     wrong = np.argwhere(~(np.abs(actual - expected) <= bound))
     if len(wrong):
         m, n = wrong[0]
@@ -118,7 +118,7 @@ def test_every_element_times_every_element(isa):
         a[:, k], b[:, k] = codes, codes
         scales = np.full((len(codes), 1), 127, np.uint8)
         actual, kernels = multiply(a, scales, b, scales)
-        values = numerics.dequantize(codes[:, None], scales)[:, 0].astype(np.float64)
+        values = numpy_nodes.dequantize(codes[:, None], scales)[:, 0].astype(np.float64)
         expected = np.outer(values, values)
         wrong = np.argwhere(actual != expected)
         assert not len(wrong), f"{len(wrong)} products differ: codes {codes[wrong[0]]}, {actual[tuple(wrong[0])]!r}"
@@ -162,14 +162,14 @@ def test_a_nan_among_many_small_elements(isa, k):
 
 def test_a_result_does_not_depend_on_threads(isa):
     rng = np.random.default_rng(0)
-    a, b = (numerics.quantize(rng.standard_normal((rows, 700)).astype(np.float32)) for rows in (90, 300))
+    a, b = (numpy_nodes.quantize(rng.standard_normal((rows, 700)).astype(np.float32)) for rows in (90, 300))
     one, three = (cpu.gemm(*a, *b, threads=threads) for threads in (1, 3))
     np.testing.assert_array_equal(one, three)
 
 
 @looped("a_format, b_format", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
 def test_e5m2_has_too_wide_a_range(isa, a_format, b_format):
-    a, b = numerics.quantize(np.ones((12, 64), np.float32), element_format=a_format), np.full((9, 64), ONE)
+    a, b = numpy_nodes.quantize(np.ones((12, 64), np.float32), element_format=a_format), np.full((9, 64), ONE)
     _, kernels = multiply(*a, b, np.full((9, 2), 127, np.uint8), a_format=a_format, b_format=b_format)
     assert kernels == ("gemm_f32",)
 
@@ -196,8 +196,8 @@ def test_scales_of_a_beyond_that_are_for_another_kernel(isa, scale):
 
 
 def test_a_nan_is_in_its_row_or_column_and_others_are_the_same(isa):
-    rows = numerics.quantize(np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32))
-    b = numerics.quantize(np.random.default_rng(1).standard_normal((50, 300)).astype(np.float32))
+    rows = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32))
+    b = numpy_nodes.quantize(np.random.default_rng(1).standard_normal((50, 300)).astype(np.float32))
     clean = cpu.gemm(*rows, *b)
     rows[0][3, 299], rows[1][17, 2] = 0xFF, 255
     b[0][20, 33], b[1][45, 9] = 0x7F, 255
@@ -213,7 +213,7 @@ def test_all_combinations_of_few_rows_and_columns(isa):
     rng = np.random.default_rng(5)
     for m, n in itertools.product((*range(LEAST_ROWS[isa], 20), 23, 25), (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)):
         x, w = rng.standard_normal((m, 130)), rng.standard_normal((n, 130))
-        a, b = (numerics.quantize(v.astype(np.float32))[0] for v in (x, w))
+        a, b = (numpy_nodes.quantize(v.astype(np.float32))[0] for v in (x, w))
         assert kernels_of(a, b) == ("gemm_int16",), (m, n)
     fewer = ordinary((LEAST_ROWS[isa] - 1, 64), 1)
     assert kernels_of(fewer, ordinary((16, 64), 2)) == ("gemm_skinny_f32",)

@@ -12,7 +12,7 @@ from compare import FORMATS, assert_same, assert_within, random_values
 from grids import looped, pairwise
 from one_node import Feed, one_node_model, run
 
-from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT8E4M3FN, FLOAT16, INT64, UINT8
 
 CASES: dict[str, tuple[tuple[int, ...], int, int, Any]] = {
@@ -41,10 +41,10 @@ class Case:
     def __init__(self, name: str, a_format: str = "e4m3", b_format: str = "e4m3") -> None:
         shape, n, e, experts = CASES[name]
         self.x = random_values(1, *shape)
-        self.a = numerics.quantize(self.x, element_format=a_format)
-        self.b = numerics.quantize(random_values(2, e, n, shape[-1]), element_format=b_format)
+        self.a = numpy_nodes.quantize(self.x, element_format=a_format)
+        self.b = numpy_nodes.quantize(random_values(2, e, n, shape[-1]), element_format=b_format)
         self.experts = np.asarray(experts, np.int64)
-        self.weight = numerics.dequantize(*self.b, element_format=b_format)
+        self.weight = numpy_nodes.dequantize(*self.b, element_format=b_format)
         """float32 [E, N, K]."""
 
     def exact(self, a: np.ndarray) -> np.ndarray:
@@ -60,7 +60,7 @@ class Case:
     def bound(self, a: np.ndarray, dtype: str = "float32") -> np.ndarray:
         """Returns how far from `exact` float32 sums may be; not at all where there is no expert."""
         count = len(self.weight)
-        bound = numerics.gemm_error_bound(a, self.weight[self.experts % count], dtype)
+        bound = numpy_nodes.gemm_error_bound(a, self.weight[self.experts % count], dtype)
         return np.where((self.experts == count)[..., None, None], 0, bound)
 
 
@@ -79,7 +79,7 @@ def nodes(op: str, case: Case, opset: int = 0, *, x_dtype: int = FLOAT, **attrib
 
 
 IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
-    "reference": (numerics.grouped_gemm, numerics.grouped_weight_gemm),
+    "reference": (numpy_nodes.grouped_gemm, numpy_nodes.grouped_weight_gemm),
     "kernels": (functools.partial(cpu.grouped_gemm, threads=3), functools.partial(cpu.grouped_weight_gemm, threads=3)),
 }
 
@@ -88,7 +88,7 @@ IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
 @looped("name", CASES)
 def test_every_case_is_one_product_per_expert(name: str, implementation: str | int) -> None:
     case = Case(name)
-    values = numerics.dequantize(*case.a)
+    values = numpy_nodes.dequantize(*case.a)
     if isinstance(implementation, int):
         got = [nodes(op, case, implementation) for op in ("MXFP8GroupedGemm", "MXFP8GroupedWeightGemm")]
     else:
@@ -98,7 +98,7 @@ def test_every_case_is_one_product_per_expert(name: str, implementation: str | i
     assert_within(got[1], case.exact(case.x), case.bound(case.x))
 
 
-@pytest.mark.parametrize("function", [numerics.grouped_weight_gemm, cpu.grouped_weight_gemm])
+@pytest.mark.parametrize("function", [numpy_nodes.grouped_weight_gemm, cpu.grouped_weight_gemm])
 def test_rows_without_an_expert_are_not_read(function: Any) -> None:
     case = Case("rows without an expert")
     case.x[0] = np.nan
@@ -112,7 +112,7 @@ def test_rows_without_an_expert_are_not_read(function: Any) -> None:
 
 def test_reference_rounds_activations_if_asked() -> None:
     case = Case("any order, one row each")
-    got = numerics.grouped_weight_gemm(case.x, *case.b, case.experts, activation_dtype="bfloat16")
+    got = numpy_nodes.grouped_weight_gemm(case.x, *case.b, case.experts, activation_dtype="bfloat16")
     rounded = case.x.astype(numerics.value_dtype("bfloat16")).astype(np.float32)
     assert_within(got, case.exact(rounded), case.bound(rounded))
     assert (np.abs(got - case.exact(case.x)) > case.bound(case.x)).any()
@@ -149,7 +149,7 @@ def test_bodies_fail_on_an_index_beyond_the_experts(op: str, index: int) -> None
 @looped("name, a_format, b_format, threads", pairwise(name=CASES, a=FORMATS, b=FORMATS, threads=[1, 3]))
 def test_kernels_give_the_reference(name: str, a_format: str, b_format: str, threads: int, isa: str) -> None:
     case = Case(name, a_format, b_format)
-    values = numerics.dequantize(*case.a, element_format=a_format)
+    values = numpy_nodes.dequantize(*case.a, element_format=a_format)
     both = {"a_format": a_format, "b_format": b_format}
     got = cpu.grouped_gemm(*case.a, *case.b, case.experts, **both, threads=threads)
     assert_within(got, case.exact(values), case.bound(values))
@@ -170,7 +170,7 @@ def test_kernels_round_activations_as_numpy_does(dtype: str, isa: str) -> None:
     bits = np.arange(1 << 16, dtype=np.uint16)
     wide = (bits.astype(np.uint32) << 16 | np.array([0, 0x7FFF, 0x8000, 0x8001], np.uint32)[:, None]).view(np.float32)
     x = {"float16": bits.view(np.float16), "bfloat16": bits.view(ml_dtypes.bfloat16)}.get(dtype, wide).reshape(-1, 1, 1)
-    one = numerics.quantize(np.ones((2, 1, 1), np.float32))
+    one = numpy_nodes.quantize(np.ones((2, 1, 1), np.float32))
     experts = np.arange(len(x)) % 2
     got = cpu.grouped_weight_gemm(x, *one, experts, activation_dtype="bfloat16")
     with np.errstate(over="ignore", invalid="ignore"):

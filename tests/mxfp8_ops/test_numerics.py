@@ -8,7 +8,7 @@ import pytest
 from compare import assert_same, random_values
 from grids import looped, pairwise
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.formats import E4M3, E5M2, ELEMENT_FORMATS, SCALE_ROUNDINGS, ElementFormat
 
 FORMATS = looped("fmt", [E4M3, E5M2])
@@ -60,7 +60,7 @@ VECTORS = [
     [pytest.param(*vector, id=f"{name}, {vector[1]}") for name, *vector in VECTORS],
 )
 def test_vector(values: list[float], scale_rounding: str, scale: int, elements: str) -> None:
-    got, scales = numerics.quantize(block(*values), scale_rounding=scale_rounding)
+    got, scales = numpy_nodes.quantize(block(*values), scale_rounding=scale_rounding)
     expected = bytes.fromhex(elements)
     assert scales.tolist() == [scale]
     assert got.tobytes()[: len(expected)].hex(" ") == expected.hex(" ")
@@ -69,11 +69,11 @@ def test_vector(values: list[float], scale_rounding: str, scale: int, elements: 
 @looped("scale_rounding, bad", pairwise(rounding=SCALE_ROUNDINGS, bad=[np.nan, -np.nan, np.inf, -np.inf]))
 def test_a_bad_value_poisons_its_block_and_no_other_in_e5m2(bad: float, scale_rounding: str) -> None:
     x = np.concatenate([block(1), block(1, bad, -0.0), block(1)])
-    elements, scales = numerics.quantize(x, element_format="e5m2", scale_rounding=scale_rounding)
+    elements, scales = numpy_nodes.quantize(x, element_format="e5m2", scale_rounding=scale_rounding)
     assert scales[1] == 255
     assert set(elements[32:64]) == {0x7F}
     assert scales[0] == scales[2] < 255
-    assert np.isnan(numerics.dequantize(elements, scales, element_format="e5m2")[32:64]).all()
+    assert np.isnan(numpy_nodes.dequantize(elements, scales, element_format="e5m2")[32:64]).all()
 
 
 # --- Elements ----------------------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ def test_encode_rounds_ties_to_even(fmt: ElementFormat) -> None:
 
 
 def scale_of(amax: np.float32, fmt: ElementFormat, scale_rounding: str) -> int:
-    _, scales = numerics.quantize(block(-amax), element_format=fmt.name, scale_rounding=scale_rounding)
+    _, scales = numpy_nodes.quantize(block(-amax), element_format=fmt.name, scale_rounding=scale_rounding)
     return int(scales[0])
 
 
@@ -176,8 +176,8 @@ def test_a_partial_block_is_as_if_zero_padded(k: int) -> None:
     x = random_values(0, 3, k)
     padded = np.zeros((3, -(-k // 32) * 32), np.float32)
     padded[:, :k] = x
-    elements, scales = numerics.quantize(x)
-    padded_elements, padded_scales = numerics.quantize(padded)
+    elements, scales = numpy_nodes.quantize(x)
+    padded_elements, padded_scales = numpy_nodes.quantize(padded)
     assert_same(elements, padded_elements[:, :k], source=x)
     assert scales.tolist() == padded_scales.tolist()
 
@@ -185,14 +185,14 @@ def test_a_partial_block_is_as_if_zero_padded(k: int) -> None:
 @looped("axis", [0, 1, 2, -1, -2, -3])
 def test_any_axis_is_the_last_axis_of_the_moved_tensor(axis: int) -> None:
     x = random_values(0, 40, 33, 65)
-    elements, scales = numerics.quantize(x, axis=axis)
-    moved_elements, moved_scales = numerics.quantize(np.moveaxis(x, axis, -1))
+    elements, scales = numpy_nodes.quantize(x, axis=axis)
+    moved_elements, moved_scales = numpy_nodes.quantize(np.moveaxis(x, axis, -1))
     assert elements.flags.c_contiguous
     assert scales.flags.c_contiguous
     assert_same(elements, np.moveaxis(moved_elements, -1, axis), source=x)
     assert scales.tolist() == np.moveaxis(moved_scales, -1, axis).tolist()
-    values = numerics.dequantize(elements, scales, axis=axis)
-    expected = np.moveaxis(numerics.dequantize(moved_elements, moved_scales), -1, axis)
+    values = numpy_nodes.dequantize(elements, scales, axis=axis)
+    expected = np.moveaxis(numpy_nodes.dequantize(moved_elements, moved_scales), -1, axis)
     assert values.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
@@ -201,10 +201,10 @@ def test_any_axis_is_the_last_axis_of_the_moved_tensor(axis: int) -> None:
     [((0,), 0, (0,)), ((0, 64), 1, (0, 2)), ((3, 0), 1, (3, 0)), ((3, 0), 0, (1, 0)), ((2, 0, 40), 2, (2, 0, 2))],
 )
 def test_empty_tensors_have_shapes_too(shape, axis, scales_shape) -> None:
-    elements, scales = numerics.quantize(np.zeros(shape, np.float32), axis=axis)
+    elements, scales = numpy_nodes.quantize(np.zeros(shape, np.float32), axis=axis)
     assert elements.shape == shape
     assert scales.shape == scales_shape
-    assert numerics.dequantize(elements, scales, axis=axis).shape == shape
+    assert numpy_nodes.dequantize(elements, scales, axis=axis).shape == shape
 
 
 @looped(
@@ -214,8 +214,8 @@ def test_empty_tensors_have_shapes_too(shape, axis, scales_shape) -> None:
 def test_16_bit_input_is_quantized_as_its_float32_values(dtype, fmt: ElementFormat, scale_rounding: str) -> None:
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype).reshape(-1, 32)
     settings = {"element_format": fmt.name, "scale_rounding": scale_rounding}
-    elements, scales = numerics.quantize(x, **settings)
-    wide_elements, wide_scales = numerics.quantize(x.astype(np.float32), **settings)
+    elements, scales = numpy_nodes.quantize(x, **settings)
+    wide_elements, wide_scales = numpy_nodes.quantize(x.astype(np.float32), **settings)
     assert_same(elements, wide_elements, source=x)
     assert scales.tolist() == wide_scales.tolist()
 
@@ -228,7 +228,7 @@ def test_dequantize_is_exact_for_every_code_at_the_edges_of_the_scale(fmt: Eleme
     codes = np.arange(256, dtype=np.uint8)
     elements = codes.view(fmt.numpy_name).astype(np.float64)
     for s in (0, 1, 2, 126, 127, 128, 253, 254):
-        values = numerics.dequantize(codes, np.full(8, s, np.uint8), element_format=fmt.name)
+        values = numpy_nodes.dequantize(codes, np.full(8, s, np.uint8), element_format=fmt.name)
         for code, element, value in zip(range(256), elements, values, strict=True):
             if not np.isfinite(element):
                 assert np.isnan(value) if np.isnan(element) else value == element
@@ -242,10 +242,10 @@ def test_dequantize_is_exact_for_every_code_at_the_edges_of_the_scale(fmt: Eleme
 
 
 def test_dequantize_to_16_bits_rounds_the_float32_values() -> None:
-    elements, scales = numerics.quantize(random_values(0, 4, 64))
-    wide = numerics.dequantize(elements, scales)
+    elements, scales = numpy_nodes.quantize(random_values(0, 4, 64))
+    wide = numpy_nodes.dequantize(elements, scales)
     for name, dtype in numerics.VALUE_DTYPES.items():
-        narrow = numerics.dequantize(elements, scales, dtype=name)
+        narrow = numpy_nodes.dequantize(elements, scales, dtype=name)
         assert narrow.dtype == dtype
         assert narrow.tobytes() == wide.astype(dtype).tobytes()
 
@@ -254,18 +254,18 @@ def test_dequantize_to_16_bits_rounds_the_float32_values() -> None:
 
 
 def test_gemm_by_hand() -> None:
-    a = numerics.quantize(np.float32([[1, 2, 3], [0, -1, 0.5]]))
-    b = numerics.quantize(np.float32([[1, 1, 1], [2, 0, -4]]))
+    a = numpy_nodes.quantize(np.float32([[1, 2, 3], [0, -1, 0.5]]))
+    b = numpy_nodes.quantize(np.float32([[1, 1, 1], [2, 0, -4]]))
     bias = np.float32([10, 20])
-    assert numerics.gemm(*a, *b).tolist() == [[6, -10], [-0.5, -2]]
-    assert numerics.gemm(*a, *b, bias).tolist() == [[16, 10], [9.5, 18]]
-    assert numerics.gemm(a[0][0], a[1][0], *b, bias).tolist() == [16, 10]
+    assert numpy_nodes.gemm(*a, *b).tolist() == [[6, -10], [-0.5, -2]]
+    assert numpy_nodes.gemm(*a, *b, bias).tolist() == [[16, 10], [9.5, 18]]
+    assert numpy_nodes.gemm(a[0][0], a[1][0], *b, bias).tolist() == [16, 10]
 
 
 def test_weight_gemm_uses_x_as_it_is() -> None:
     x = np.float32([[1 + 2.0**-20, 0, 0]])  # not an element: quantizing it would lose the small part
-    b = numerics.quantize(np.float32([[1, 1, 1], [2, 0, -4]]))
-    assert numerics.weight_gemm(x, *b).tolist() == [[1 + 2.0**-20, 2 + 2.0**-19]]
+    b = numpy_nodes.quantize(np.float32([[1, 1, 1], [2, 0, -4]]))
+    assert numpy_nodes.weight_gemm(x, *b).tolist() == [[1 + 2.0**-20, 2 + 2.0**-19]]
 
 
 @looped(
@@ -280,19 +280,22 @@ def test_weight_gemm_uses_x_as_it_is() -> None:
     ],
 )
 def test_gemm_broadcasts_as_matmul(a_shape, b_shape, y_shape) -> None:
-    a, b = numerics.quantize(random_values(0, *a_shape)), numerics.quantize(random_values(1, *b_shape))
-    y = numerics.gemm(*a, *b)
+    a, b = numpy_nodes.quantize(random_values(0, *a_shape)), numpy_nodes.quantize(random_values(1, *b_shape))
+    y = numpy_nodes.gemm(*a, *b)
     assert y.shape == y_shape
-    expected = numerics.dequantize(*a).astype(np.float64) @ np.swapaxes(numerics.dequantize(*b), -1, -2)
+    expected = numpy_nodes.dequantize(*a).astype(np.float64) @ np.swapaxes(numpy_nodes.dequantize(*b), -1, -2)
     assert y.tobytes() == np.asarray(expected, np.float32).tobytes()
 
 
 @looped("dtype", numerics.VALUE_DTYPES)
 def test_gemm_rounds_its_result_once(dtype: str) -> None:
-    a, b = numerics.quantize(random_values(0, 5, 64)), numerics.quantize(random_values(1, 7, 64), element_format="e5m2")
-    y = numerics.gemm(*a, *b, b_format="e5m2", dtype=dtype)
+    a, b = (
+        numpy_nodes.quantize(random_values(0, 5, 64)),
+        numpy_nodes.quantize(random_values(1, 7, 64), element_format="e5m2"),
+    )
+    y = numpy_nodes.gemm(*a, *b, b_format="e5m2", dtype=dtype)
     assert y.dtype == numerics.value_dtype(dtype)
-    assert y.tobytes() == numerics.gemm(*a, *b, b_format="e5m2").astype(y.dtype).tobytes()
+    assert y.tobytes() == numpy_nodes.gemm(*a, *b, b_format="e5m2").astype(y.dtype).tobytes()
 
 
 # --- The error bound ---------------------------------------------------------------------------------------------
@@ -302,7 +305,7 @@ def test_gemm_rounds_its_result_once(dtype: str) -> None:
 def operands() -> tuple[np.ndarray, np.ndarray]:
     """Dequantized x [16, 2048] and weight [24, 2048]."""
     x, weight = random_values(0, 16, 2048), random_values(1, 24, 2048)
-    return numerics.dequantize(*numerics.quantize(x)), numerics.dequantize(*numerics.quantize(weight))
+    return numpy_nodes.dequantize(*numpy_nodes.quantize(x)), numpy_nodes.dequantize(*numpy_nodes.quantize(weight))
 
 
 def accumulate(x: np.ndarray, weight: np.ndarray, dtype: type) -> np.ndarray:
@@ -316,7 +319,7 @@ def accumulate(x: np.ndarray, weight: np.ndarray, dtype: type) -> np.ndarray:
 def test_float32_sums_in_any_order_stay_within_the_bound(operands) -> None:
     x, weight = operands
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    bound = numerics.gemm_error_bound(x, weight)
+    bound = numpy_nodes.gemm_error_bound(x, weight)
     rng = np.random.default_rng(0)
     orders = [np.arange(2048), np.argsort(-np.abs(x).max(0)), rng.permutation(2048), rng.permutation(2048)]
     for order in orders:
@@ -329,14 +332,14 @@ def test_bfloat16_sums_break_the_bound(operands) -> None:
     x, weight = operands
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
     error = np.abs(accumulate(x, weight, ml_dtypes.bfloat16) - exact)
-    assert (error > numerics.gemm_error_bound(x, weight)).mean() > 0.5
+    assert (error > numpy_nodes.gemm_error_bound(x, weight)).mean() > 0.5
 
 
 @looped("dtype", numerics.VALUE_DTYPES)
 def test_the_bound_allows_the_rounding_of_the_result_and_little_more(operands, dtype: str) -> None:
     x, weight = operands[0] / 64, operands[1] / 64  # inside the range of float16
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
-    bound = numerics.gemm_error_bound(x, weight, dtype)
+    bound = numpy_nodes.gemm_error_bound(x, weight, dtype)
     stored = accumulate(x, weight, np.float32).astype(numerics.value_dtype(dtype)).astype(np.float64)
     assert (np.abs(stored - exact) <= bound).all()
     magnitude = np.abs(x).astype(np.float64) @ np.abs(weight).T.astype(np.float64)
@@ -347,10 +350,10 @@ def test_the_bound_covers_a_large_bias_and_products_that_underflow() -> None:
     x, weight = np.full((1, 64), 1.5 * 2.0**-80, np.float32), np.full((1, 64), 2.0**-70, np.float32)
     exact = x.astype(np.float64) @ weight.T.astype(np.float64)
     assert np.abs(accumulate(x, weight, np.float32) - exact) > 0
-    assert np.abs(accumulate(x, weight, np.float32) - exact) <= numerics.gemm_error_bound(x, weight)
+    assert np.abs(accumulate(x, weight, np.float32) - exact) <= numpy_nodes.gemm_error_bound(x, weight)
     x, weight, bias = np.float32([[1 / 3]]), np.float32([[1]]), np.float32([1e6])
     error = abs(float(x[0, 0] + bias[0]) - (float(x[0, 0]) + 1e6))
-    assert numerics.gemm_error_bound(x, weight) < error <= numerics.gemm_error_bound(x, weight, bias=bias)
+    assert numpy_nodes.gemm_error_bound(x, weight) < error <= numpy_nodes.gemm_error_bound(x, weight, bias=bias)
 
 
 # --- torchao -----------------------------------------------------------------------------------------------------
@@ -373,7 +376,7 @@ def test_torchao_gives_the_same_bytes_where_it_is_right(element_format: str, rul
     finite = np.sort(np.abs(UPPER_PATTERNS[np.isfinite(UPPER_PATTERNS)]))[: 65024 // 64 * 64].reshape(-1, 64)
     signs = np.random.default_rng(0).choice(np.float32([-1, 1]), finite.shape)
     x = np.concatenate([finite * signs, random_values(0, 1024, 64)])
-    elements, scales = numerics.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+    elements, scales = numpy_nodes.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
     dtype = getattr(torch, ELEMENT_FORMATS[element_format].numpy_name)
     theirs = mx_tensor.to_mx(torch.from_numpy(x), dtype, 32, getattr(mx_tensor.ScaleCalculationMode, mode))
     their_scales, their_elements = (t.view(torch.uint8).numpy() for t in theirs)
@@ -388,15 +391,15 @@ def test_torchao_gives_the_same_bytes_where_it_is_right(element_format: str, rul
 
 @looped("fmt, dtype, index", pairwise(fmt=[E4M3, E5M2], dtype=numerics.VALUE_DTYPES, index=[np.int32, np.int64]))
 def test_an_embedding_is_the_rows_of_the_dequantized_table(index, dtype: str, fmt: ElementFormat) -> None:
-    b = numerics.quantize(random_values(0, 7, 45), element_format=fmt.name)
+    b = numpy_nodes.quantize(random_values(0, 7, 45), element_format=fmt.name)
     ids = np.array([[3, 0, -1], [6, -7, 3]], index)
-    rows = numerics.embedding(ids, *b, b_format=fmt.name, dtype=dtype)
-    table = numerics.dequantize(*b, element_format=fmt.name, dtype=dtype)
+    rows = numpy_nodes.embedding(ids, *b, b_format=fmt.name, dtype=dtype)
+    table = numpy_nodes.dequantize(*b, element_format=fmt.name, dtype=dtype)
     assert rows.dtype == table.dtype
     assert rows.tobytes() == table[ids].tobytes()
 
 
 @looped("shape, v, d", [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 32), ((0,), 0, 5), ((4,), 1, 0)])
 def test_embeddings_of_any_shape(shape: tuple[int, ...], v: int, d: int) -> None:
-    b = numerics.quantize(random_values(0, v, d))
-    assert numerics.embedding(np.zeros(shape, np.int64), *b).shape == (*shape, d)
+    b = numpy_nodes.quantize(random_values(0, v, d))
+    assert numpy_nodes.embedding(np.zeros(shape, np.int64), *b).shape == (*shape, d)

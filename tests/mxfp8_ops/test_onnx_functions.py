@@ -15,9 +15,10 @@ from one_node import NUMPY, one_node_model, run
 from onnx import TensorProto, helper
 from releases import release
 
-from mxfp8_ops import contract, fused_functions, numerics
+from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.contract import FLOAT, FLOAT8E4M3FN, FLOAT8E5M2, FLOAT16, UINT8
 from mxfp8_ops.errors import ContractError
+from mxfp8_ops.nodes import fused_gemm, norm
 from mxfp8_ops.onnx_functions import functions
 
 OPSETS = pytest.mark.parametrize("opset", [21, 23, 25, 26])  # comparisons up to 25, bits from 26 on
@@ -47,7 +48,7 @@ def test_attributes_left_out_take_the_defaults_of_the_contract(opset: int) -> No
     x = random_values(0, 3, 70)
     inputs = {"X": (x, FLOAT)}
     model = one_node_model("MXFP8Quantize", inputs, {"e": FLOAT8E4M3FN, "s": UINT8}, opset, attributes={})
-    for codes, expected in zip(run(model, inputs), numerics.quantize(x), strict=True):
+    for codes, expected in zip(run(model, inputs), numpy_nodes.quantize(x), strict=True):
         assert_same(codes, expected)
 
 
@@ -75,37 +76,37 @@ def gemm_bias(n: int) -> np.ndarray:
 
 @looped("shapes, dtype, with_bias, opset", EVERY_GEMM)
 def test_gemm_is_within_the_float32_bound(shapes: Any, dtype: int, with_bias: bool, opset: int) -> None:
-    a = numerics.quantize(SMALL * random_values(0, *shapes[0]))
-    b = numerics.quantize(SMALL * random_values(1, *shapes[1]), element_format="e5m2")
+    a = numpy_nodes.quantize(SMALL * random_values(0, *shapes[0]))
+    b = numpy_nodes.quantize(SMALL * random_values(1, *shapes[1]), element_format="e5m2")
     bias = gemm_bias(shapes[1][-2]) if with_bias else None
     inputs = {"A": (a[0], FLOAT8E4M3FN), "A_scales": (a[1], UINT8), "B": (b[0], FLOAT8E5M2), "B_scales": (b[1], UINT8)}
     inputs |= {"bias": (bias, FLOAT)} if bias is not None else {}
     model = one_node_model("MXFP8Gemm", inputs, {"Y": dtype}, opset, {"output_dtype": dtype})
-    values = numerics.dequantize(*a), numerics.dequantize(*b, element_format="e5m2")
-    bound = numerics.gemm_error_bound(*values, contract.VALUE_NAMES[dtype], bias)
-    assert_within(run(model, inputs)[0], numerics.gemm(*a, *b, bias, b_format="e5m2"), bound)
+    values = numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b, element_format="e5m2")
+    bound = numpy_nodes.gemm_error_bound(*values, contract.VALUE_NAMES[dtype], bias)
+    assert_within(run(model, inputs)[0], numpy_nodes.gemm(*a, *b, bias, b_format="e5m2"), bound)
 
 
 @looped("shapes, dtype, with_bias, opset", EVERY_GEMM)
 def test_weight_gemm_is_within_the_float32_bound(shapes: Any, dtype: int, with_bias: bool, opset: int) -> None:
     x = (SMALL * random_values(0, *shapes[0])).astype(NUMPY[dtype])
-    b = numerics.quantize(SMALL * random_values(1, *shapes[1]))
+    b = numpy_nodes.quantize(SMALL * random_values(1, *shapes[1]))
     bias = gemm_bias(shapes[1][-2]) if with_bias else None
     inputs = {"X": (x, dtype), "B": (b[0], FLOAT8E4M3FN), "B_scales": (b[1], UINT8)}
     inputs |= {"bias": (bias, FLOAT)} if bias is not None else {}
-    bound = numerics.gemm_error_bound(x, numerics.dequantize(*b), contract.VALUE_NAMES[dtype], bias)
+    bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b), contract.VALUE_NAMES[dtype], bias)
     # The weight as a runtime input and as an initializer, which ONNX Runtime decodes ahead of time.
     for constants in ((), ("B", "B_scales")):
         attributes = {"output_dtype": dtype}
         model = one_node_model("MXFP8WeightGemm", inputs, {"Y": dtype}, opset, attributes, constants=constants)
-        assert_within(run(model, inputs)[0], numerics.weight_gemm(x, *b, bias), bound)
+        assert_within(run(model, inputs)[0], numpy_nodes.weight_gemm(x, *b, bias), bound)
 
 
 @BOTH_WAYS
 def test_a_poisoned_weight_block_makes_its_column_nan(opset: int) -> None:
     weight = random_values(1, 7, 64)
     weight[3, 40] = np.inf
-    x, b = random_values(0, 5, 64), numerics.quantize(weight)
+    x, b = random_values(0, 5, 64), numpy_nodes.quantize(weight)
     inputs = {"X": (x, FLOAT), "B": (b[0], FLOAT8E4M3FN), "B_scales": (b[1], UINT8)}
     (y,) = run(one_node_model("MXFP8WeightGemm", inputs, {"Y": FLOAT}, opset, {"output_dtype": FLOAT}), inputs)
     assert np.isnan(y).all(0).tolist() == [n == 3 for n in range(7)]
@@ -128,7 +129,7 @@ def embedding_model(ids: np.ndarray, b: tuple[np.ndarray, ...], opset: int, elem
 @BOTH_WAYS
 @pytest.mark.parametrize("wrong", [7, -8])
 def test_an_index_that_names_no_row_is_an_error_that_names_it(wrong: int, opset: int) -> None:
-    model, inputs = embedding_model(np.array([0, wrong]), numerics.quantize(random_values(0, 7, 45)), opset)
+    model, inputs = embedding_model(np.array([0, wrong]), numpy_nodes.quantize(random_values(0, 7, 45)), opset)
     with pytest.raises(
         Exception, match=rf"out of data bounds, idx={wrong} must be within the inclusive range \[-7,6\]"
     ):
@@ -137,10 +138,10 @@ def test_an_index_that_names_no_row_is_an_error_that_names_it(wrong: int, opset:
 
 @looped("element_format, opset", pairwise(element_format=FORMATS, opset=[21, 26]))
 def test_a_table_in_initializers_also_in_onnx_s_reference_evaluator(element_format: str, opset: int) -> None:
-    b = numerics.quantize(random_values(0, 7, 45), element_format=element_format)
+    b = numpy_nodes.quantize(random_values(0, 7, 45), element_format=element_format)
     ids = np.array([[3, -1], [0, -7]])
     model, inputs = embedding_model(ids, b, opset, element_format)
-    expected = numerics.embedding(ids, *b, b_format=element_format)
+    expected = numpy_nodes.embedding(ids, *b, b_format=element_format)
     assert_same(run(model, inputs)[0], expected)
     assert_same(onnx.reference.ReferenceEvaluator(model).run(None, {"indices": ids})[0], expected)
 
@@ -157,7 +158,7 @@ def chain_model(opset: int) -> onnx.ModelProto:
         helper.make_node("MXFP8Gemm", operands, ["Y"], domain=contract.DOMAIN, output_dtype=FLOAT),
         helper.make_node("MXFP8Gemm", [*operands, "bias"], ["Z"], domain=contract.DOMAIN, output_dtype=FLOAT16),
     ]
-    weight, scales = numerics.quantize(random_values(1, 7, 70))
+    weight, scales = numpy_nodes.quantize(random_values(1, 7, 70))
     graph = helper.make_graph(
         nodes,
         "chain",
@@ -179,11 +180,11 @@ def chain_model(opset: int) -> onnx.ModelProto:
 @OPSETS
 def test_a_whole_model_runs(opset: int) -> None:
     x, bias = random_values(0, 5, 70), gemm_bias(7)
-    a, b = numerics.quantize(x), numerics.quantize(random_values(1, 7, 70))
+    a, b = numpy_nodes.quantize(x), numpy_nodes.quantize(random_values(1, 7, 70))
     y, z = run(chain_model(opset), {"X": (x, FLOAT)})
-    values = numerics.dequantize(*a), numerics.dequantize(*b)
-    assert_within(y, numerics.gemm(*a, *b), numerics.gemm_error_bound(*values))
-    assert_within(z, numerics.gemm(*a, *b, bias), numerics.gemm_error_bound(*values, "float16", bias))
+    values = numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)
+    assert_within(y, numpy_nodes.gemm(*a, *b), numpy_nodes.gemm_error_bound(*values))
+    assert_within(z, numpy_nodes.gemm(*a, *b, bias), numpy_nodes.gemm_error_bound(*values, "float16", bias))
 
 
 @OPSETS
@@ -214,7 +215,7 @@ def test_a_body_is_made_for_the_opset_and_the_signature_is_the_contract() -> Non
     for opset in (21, 26):
         for function, op in zip(functions(opset), contract.OPS.values(), strict=True):
             assert (function.domain, function.name) == (contract.DOMAIN, op.name)
-            ours = [(contract.DOMAIN, contract.VERSION)] * (op.name in fused_functions.BODIES)
+            ours = [(contract.DOMAIN, contract.VERSION)] * (op in (*fused_gemm.OPS, *norm.OPS))
             assert [(i.domain, i.version) for i in function.opset_import] == [("", opset), *ours]
             assert list(function.input) == [port.name for port in op.inputs]
             assert list(function.output) == [port.name for port in op.outputs]

@@ -13,7 +13,7 @@ from compare import assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
 
-from mxfp8_ops import contract, numerics, ort
+from mxfp8_ops import contract, numerics, numpy_nodes, ort
 from mxfp8_ops.errors import BackendError, ContractError
 
 FORMAT_NAMES = {TensorProto.FLOAT8E4M3FN: "e4m3", TensorProto.FLOAT8E5M2: "e5m2"}
@@ -67,11 +67,11 @@ def test_gemms(x_dtype, b_format, y_dtype, with_bias):
     """Of elements, and of values with a packed weight."""
     x, b = heavy_tailed((2, 5, 2048), 1), heavy_tailed((33, 2048), 2)
     bias = heavy_tailed((33,), 3) if with_bias else None
-    qb = numerics.quantize(b, element_format=FORMAT_NAMES[b_format])
+    qb = numpy_nodes.quantize(b, element_format=FORMAT_NAMES[b_format])
     if x_dtype in FORMAT_NAMES:
         first, op = node("MXFP8Quantize", "x", "xe xs", output_dtype=x_dtype), ("MXFP8Gemm", "xe xs")
-        qx = numerics.quantize(x, element_format=FORMAT_NAMES[x_dtype])
-        seen = numerics.dequantize(*qx, element_format=FORMAT_NAMES[x_dtype])
+        qx = numpy_nodes.quantize(x, element_format=FORMAT_NAMES[x_dtype])
+        seen = numpy_nodes.dequantize(*qx, element_format=FORMAT_NAMES[x_dtype])
     else:
         first, op = cast("x", "typed", x_dtype), ("MXFP8WeightGemm", "typed")
         seen = x.astype(numerics.VALUE_DTYPES[contract.VALUE_NAMES[x_dtype]])
@@ -87,9 +87,9 @@ def test_gemms(x_dtype, b_format, y_dtype, with_bias):
         b=b,
         **({"bias": bias} if with_bias else {}),
     )
-    weight = numerics.dequantize(*qb, element_format=FORMAT_NAMES[b_format])
-    bound = numerics.gemm_error_bound(seen, weight, contract.VALUE_NAMES[y_dtype], bias)
-    expected = numerics.weight_gemm(seen, *qb, bias, b_format=FORMAT_NAMES[b_format])
+    weight = numpy_nodes.dequantize(*qb, element_format=FORMAT_NAMES[b_format])
+    bound = numpy_nodes.gemm_error_bound(seen, weight, contract.VALUE_NAMES[y_dtype], bias)
+    expected = numpy_nodes.weight_gemm(seen, *qb, bias, b_format=FORMAT_NAMES[b_format])
     assert_within(run(graph, x=x)[0], expected, bound)
 
 
@@ -108,7 +108,7 @@ def embedding(ids_shape, **initializers: np.ndarray) -> bytes:
 @looped("shape, v, d", [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 5), ((2, 1, 2), 3, 33)])
 def test_embedding_of_any_shape(shape, v, d):
     b, ids = heavy_tailed((v, d)), np.random.default_rng(0).integers(-v, v, shape)
-    expected = numerics.embedding(ids, *numerics.quantize(b))
+    expected = numpy_nodes.embedding(ids, *numpy_nodes.quantize(b))
     assert_same(run(embedding([None] * len(shape), b=b), ids=ids)[0], expected)
     assert_same(run(embedding(None, b=b), ids=ids)[0], expected)
 
@@ -139,10 +139,10 @@ X_SHAPES = ((64,), (3, 64), (2, 3, 64), (0, 64), (5, 1, 3, 64))
 @looped("x_shape, b_shape", [*itertools.product(X_SHAPES, ((7, 64), (2, 7, 64), (5, 2, 7, 64)))])
 def test_leading_dimensions_broadcast_as_in_numpy(x_shape, b_shape):
     x, b = heavy_tailed(x_shape, 1), heavy_tailed(b_shape, 2)
-    qb = numerics.quantize(b)
-    expected = numerics.weight_gemm(x, *qb)
+    qb = numpy_nodes.quantize(b)
+    expected = numpy_nodes.weight_gemm(x, *qb)
     (y,) = run(weight_only([None] * x.ndim, b=b), x=x)
-    assert_within(y, expected, numerics.gemm_error_bound(x, numerics.dequantize(*qb)))
+    assert_within(y, expected, numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*qb)))
 
 
 def test_one_session_serves_every_batch_size():
@@ -204,9 +204,9 @@ def test_nodes_in_both_branches_of_an_if():
     graph = model([choose], {"which": (TensorProto.BOOL, []), "x": (FLOAT, ["m", 64])}, {"y": (FLOAT, None)}, **weights)
     x = heavy_tailed((3, 64))
     for which, weight in ((True, weights["b1"]), (False, weights["b2"])):
-        qb = numerics.quantize(weight)
+        qb = numpy_nodes.quantize(weight)
         (y,) = run(graph, which=np.array(which), x=x)
-        assert_within(y, numerics.weight_gemm(x, *qb), numerics.gemm_error_bound(x, numerics.dequantize(*qb)))
+        assert_within(y, numpy_nodes.weight_gemm(x, *qb), numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*qb)))
 
 
 def test_concurrent_runs_of_one_session():
@@ -232,7 +232,7 @@ def test_subnormals_survive_a_session_that_flushes_them():
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("session.set_denormal_as_zero", "1")
     elements, _ = ort.session(graph, session_options=options).run(None, {"x": x})
-    assert_same(elements.view(np.uint8), numerics.quantize(x)[0])
+    assert_same(elements.view(np.uint8), numpy_nodes.quantize(x)[0])
 
 
 def test_a_loop_body_runs_the_kernel_each_time():
@@ -274,7 +274,7 @@ def test_a_wrongly_declared_rank_is_not_believed(dtype):
     )
     graph.graph.value_info.append(helper.make_tensor_value_info("r", dtype, [192]))
     x = heavy_tailed((192,)).astype(np.float16 if dtype != FLOAT else np.float32)
-    expected = numerics.dequantize(*numerics.quantize(x.reshape(3, 64)))
+    expected = numpy_nodes.dequantize(*numpy_nodes.quantize(x.reshape(3, 64)))
     got = run(graph.SerializeToString(), x=x.astype(np.float32), shape=np.array([3, 64]))[0]
     assert_same(got, expected)
 
@@ -291,7 +291,7 @@ def test_a_wrongly_declared_rank_in_a_scan_body_is_not_believed():
     graph = model([reshape, scan], {"x": (FLOAT, [384]), "shape": (7, ["rank"])}, {"y": (FLOAT, None)})
     x = heavy_tailed((384,))
     got = run(graph, x=x, shape=np.array([2, 3, 64]))[0]
-    assert_same(got, numerics.dequantize(*numerics.quantize(x.reshape(2, 3, 64))))
+    assert_same(got, numpy_nodes.dequantize(*numpy_nodes.quantize(x.reshape(2, 3, 64))))
 
 
 @looped("x, b", [((2**40, 0, 64), (1, 7, 64)), ((1, 3, 64), (2**40, 0, 64)), ((0, 3, 64), (1, 7, 64))])

@@ -13,7 +13,7 @@ from cuda_driver_emulation import Driver, machine
 from grids import looped
 from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError, own_library
 
-from mxfp8_ops import contract, numerics
+from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.ort import cuda_loader
 
 E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
@@ -50,11 +50,11 @@ def test_quantize_and_dequantize(provider, dtype, fmt):
         x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
         attributes = {"axis": axis, "output_dtype": CODES[fmt], "scale_rounding": rounding}
         got = provider.run(contract.QUANTIZE, [x], [CODES[dtype]], **attributes)
-        expected = numerics.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
+        expected = numpy_nodes.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
         for name, a, b in zip(("elements", "scales"), got, expected, strict=True):
             assert_same(a, b, f"{name} of {shape} along {axis}")
         (y,) = provider.run(contract.DEQUANTIZE, got, [CODES[fmt], UINT8], axis=axis, output_dtype=CODES[dtype])
-        assert_same(y, numerics.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype), "values")
+        assert_same(y, numpy_nodes.dequantize(*expected, axis=axis, element_format=fmt, dtype=dtype), "values")
     assert provider.run(contract.QUANTIZE, [np.zeros((0, 64), np.float32)], [contract.FLOAT])[1].shape == (0, 2)
 
 
@@ -62,7 +62,7 @@ def test_outputs_that_nobody_asked_for(provider):
     x = heavy_tailed((5, 96))
     for wanted in ((True, False), (False, True)):
         got = provider.run(contract.QUANTIZE, [x], [contract.FLOAT], wanted=wanted)
-        for a, b, asked in zip(got, numerics.quantize(x), wanted, strict=True):
+        for a, b, asked in zip(got, numpy_nodes.quantize(x), wanted, strict=True):
             assert a is None if not asked else (a == b).all()
     assert provider.freed == 2
 
@@ -81,16 +81,16 @@ def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **opti
     kind, fmt = kinds
     x = heavy_tailed(shapes[0], 1) / 64  # float16 has to hold the result
     bias = heavy_tailed(shapes[1][-2:-1], 3) if bias else None
-    b = numerics.quantize(heavy_tailed(shapes[1], 2), element_format=fmt)
+    b = numpy_nodes.quantize(heavy_tailed(shapes[1], 2), element_format=fmt)
     quantized = kind in ("e4m3", "e5m2")
-    a = numerics.quantize(x, element_format=kind) if quantized else (x.astype(numerics.value_dtype(kind)),)
+    a = numpy_nodes.quantize(x, element_format=kind) if quantized else (x.astype(numerics.value_dtype(kind)),)
     if change is not None:
         change(a, b)
     with np.errstate(over="ignore", invalid="ignore"):
-        values = numerics.dequantize(*a, element_format=kind) if quantized else a[0]
-        weight = numerics.dequantize(*b, element_format=fmt)
-        expected = numerics.weight_gemm(values, *b, bias, b_format=fmt)
-        bound = numerics.gemm_error_bound(values, weight, dtype, bias)
+        values = numpy_nodes.dequantize(*a, element_format=kind) if quantized else a[0]
+        weight = numpy_nodes.dequantize(*b, element_format=fmt)
+        expected = numpy_nodes.weight_gemm(values, *b, bias, b_format=fmt)
+        bound = numpy_nodes.gemm_error_bound(values, weight, dtype, bias)
     got = gemm(provider, (a, b), bias, kinds, dtype, **options)
     assert_within(got, expected, bound, f"{shapes} {kinds} {dtype}")
 

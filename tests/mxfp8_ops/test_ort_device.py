@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mxfp8_ops import contract, native, numerics, ort
+from mxfp8_ops import contract, native, numpy_nodes, ort
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.ort import cuda_loader
@@ -86,9 +86,9 @@ def matmul(weight: np.ndarray) -> bytes:
 def test_every_number_of_rows(device: str, m: int) -> None:
     x, weight = heavy_tailed((m, 2080), 1), heavy_tailed((272, 2080), 2)
     (y,) = ort.session(matmul(weight), device=device).run(None, {"x": x})
-    a, b = numerics.quantize(x), numerics.quantize(weight)
-    bound = numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*b))
-    test_ort.assert_within(y, numerics.gemm(*a, *b), bound)
+    a, b = numpy_nodes.quantize(x), numpy_nodes.quantize(weight)
+    bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b))
+    test_ort.assert_within(y, numpy_nodes.gemm(*a, *b), bound)
 
 
 @needs_provider

@@ -19,7 +19,7 @@ from cuda_driver_emulation import Driver, machine
 from test_ort import model as onnx_model
 from test_ort import node, weight_only
 
-from mxfp8_ops import contract, cpu, numerics, ort
+from mxfp8_ops import contract, cpu, numpy_nodes, ort
 from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
@@ -115,16 +115,16 @@ def test_weights_are_kept_only_on_the_cuda_provider(gpu):
 
 
 def test_copies_of_a_product_whose_k_is_split(gpu):
-    codes = numerics.quantize(heavy_tailed((13, 8192)))
+    codes = numpy_nodes.quantize(heavy_tailed((13, 8192)))
     nodes = [node("MXFP8Quantize", "x", "a as"), node("MXFP8Gemm", "a as b bs", "y")]
     weights = {"b": codes[0].view(ml_dtypes.float8_e4m3fn), "bs": codes[1]}
     packed = onnx_model(nodes, {"x": (contract.FLOAT, [None, 8192])}, {"y": (contract.FLOAT, None)}, **weights)
     x = heavy_tailed((2, 8192))
     (y,) = ort.session(packed, device="cuda-copies").run(None, {"x": x})
     assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["quantize_rows", "gemm_skinny", "finish"]
-    a = numerics.quantize(x)
-    bound = numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*codes))
-    assert_within(y, numerics.gemm(*a, *codes), bound)
+    a = numpy_nodes.quantize(x)
+    bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*codes))
+    assert_within(y, numpy_nodes.gemm(*a, *codes), bound)
 
 
 def test_a_session_without_the_provider_that_was_asked_for(with_provider, gpu):
@@ -200,7 +200,7 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
 
 def weight_gemm(n: int, k: int) -> bytes:
     """Returns a model y = x w^T whose packed weight [n, k] is a constant."""
-    elements, scales = numerics.quantize(heavy_tailed((n, k)))
+    elements, scales = numpy_nodes.quantize(heavy_tailed((n, k)))
     return onnx_model(
         [node("MXFP8WeightGemm", "x be bs", "y")],
         {"x": (contract.FLOAT, [None, k])},
@@ -256,7 +256,7 @@ def test_a_weight_that_does_not_fit_is_an_error(gpu):
 
 
 def test_a_node_that_cannot_keep_all_its_constants_keeps_none(gpu):
-    elements, scales = numerics.quantize(heavy_tailed((40, 1)))
+    elements, scales = numpy_nodes.quantize(heavy_tailed((40, 1)))
     model = onnx_model(
         [node("MXFP8WeightGemm", "x be bs bias", "y")],
         {"x": (contract.FLOAT, [None, 1])},

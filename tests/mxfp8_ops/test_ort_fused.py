@@ -26,7 +26,7 @@ from test_fused_functions import (
     norm_outputs,
 )
 
-from mxfp8_ops import contract, fused, numerics, ort
+from mxfp8_ops import contract, numpy_nodes, ort
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
 
 
@@ -181,7 +181,7 @@ def test_a_chain_runs_as_a_whole():
     rng = np.random.default_rng(0)
     x, ones = rng.standard_normal((4, 64)).astype(np.float32), np.ones(64, np.float32)
     shapes = {"up": (96, 64), "gate": (96, 64), "down": (64, 96)}
-    weights = {name: numerics.quantize(rng.standard_normal(s).astype(np.float32)) for name, s in shapes.items()}
+    weights = {name: numpy_nodes.quantize(rng.standard_normal(s).astype(np.float32)) for name, s in shapes.items()}
     nodes = [
         node("MXFP8NormQuantize", "x ones", "e s ", norm="rms"),
         node("MXFP8Gemm", "e s up up_s", "u"),
@@ -199,9 +199,9 @@ def test_a_chain_runs_as_a_whole():
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     (got,) = ort.session(model.SerializeToString()).run(None, {"x": x})
-    e, s, _, _ = fused.norm_quantize(x, ones, norm="rms")
-    h = fused.gemm(e, s, *weights["gate"], factor=numerics.gemm(e, s, *weights["up"]), epilogue="silu")
-    expected = x + numerics.gemm(*numerics.quantize(h), *weights["down"])
+    e, s, _, _ = numpy_nodes.norm_quantize(x, ones, norm="rms")
+    h = numpy_nodes.fused_gemm(e, s, *weights["gate"], factor=numpy_nodes.gemm(e, s, *weights["up"]), epilogue="silu")
+    expected = x + numpy_nodes.gemm(*numpy_nodes.quantize(h), *weights["down"])
     # A last bit may round an element the other way: a sixteenth of it, of one of 96 terms.
     assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
 

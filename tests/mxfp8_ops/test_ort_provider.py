@@ -24,7 +24,7 @@ from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import ANY_STREAM, Driver, machine
 from test_ort import model, node
 
-from mxfp8_ops import contract, numerics, ort
+from mxfp8_ops import contract, numpy_nodes, ort
 
 RELEASES = ("1.23.2", "1.31.1")
 """One for CUDA 12, one for CUDA 13."""
@@ -73,7 +73,7 @@ def test_the_provider_on_an_emulated_gpu(release: str, tmp_path: Path) -> None:
 # --- what runs there -------------------------------------------------------------------------------------------------
 
 emulated = pytest.mark.skipif(EMULATED not in os.environ, reason="runs inside test_the_provider_on_an_emulated_gpu")
-WEIGHT = numerics.quantize(heavy_tailed((64, 64), 2))
+WEIGHT = numpy_nodes.quantize(heavy_tailed((64, 64), 2))
 
 
 class Runtime:
@@ -117,9 +117,9 @@ def square() -> bytes:
 
 
 def check(x: np.ndarray, y: np.ndarray) -> None:
-    a = numerics.quantize(x)
-    bound = numerics.gemm_error_bound(numerics.dequantize(*a), numerics.dequantize(*WEIGHT))
-    assert_within(y, numerics.gemm(*a, *WEIGHT), bound)
+    a = numpy_nodes.quantize(x)
+    bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*WEIGHT))
+    assert_within(y, numpy_nodes.gemm(*a, *WEIGHT), bound)
 
 
 @emulated
@@ -206,6 +206,6 @@ def test_the_bytes_of_the_reference(gpu: Driver, axis: int) -> None:
     nodes = [node("MXFP8Quantize", "x", "e s", axis=axis), node("MXFP8Dequantize", "e s", "y", axis=axis)]
     graph = model(nodes, {"x": (contract.FLOAT, [40, 70])}, {"s": (contract.UINT8, None), "y": (contract.FLOAT, None)})
     scales, y = ort.session(graph, device="cuda").run(None, {"x": x})
-    elements, expected = numerics.quantize(x, axis=axis)
+    elements, expected = numpy_nodes.quantize(x, axis=axis)
     assert_same(scales, expected)
-    assert_same(y, numerics.dequantize(elements, expected, axis=axis))
+    assert_same(y, numpy_nodes.dequantize(elements, expected, axis=axis))

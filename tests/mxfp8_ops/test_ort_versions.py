@@ -12,7 +12,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from mxfp8_ops import contract, cpu, numerics
+from mxfp8_ops import contract, cpu, numpy_nodes
 
 RELEASES = (
     "1.20.1",
@@ -98,15 +98,17 @@ def test_the_same_library_runs_in(release: str, tmp_path: Path):
     np.savez(data, x=x)
     subprocess.run([python, "-c", PROGRAM, cpu.library_path(), model, data], check=True)
 
-    elements, scales = numerics.quantize(x)
-    packed = numerics.quantize(weight)
+    elements, scales = numpy_nodes.quantize(x)
+    packed = numpy_nodes.quantize(weight)
     with np.load(data) as results:
         assert str(results["version"]) == release
         np.testing.assert_array_equal(results["scales"], scales)
-        np.testing.assert_array_equal(results["values"], numerics.dequantize(elements, scales))
-        np.testing.assert_array_equal(results["narrow"], numerics.dequantize(elements, scales, dtype="float16"))
+        np.testing.assert_array_equal(results["values"], numpy_nodes.dequantize(elements, scales))
+        np.testing.assert_array_equal(results["narrow"], numpy_nodes.dequantize(elements, scales, dtype="float16"))
         finite = [0, 1, 2, 4]
-        error = np.abs(results["y"] - numerics.gemm(elements, scales, *packed))[finite]
-        bound = numerics.gemm_error_bound(numerics.dequantize(elements, scales), numerics.dequantize(*packed))[finite]
+        error = np.abs(results["y"] - numpy_nodes.gemm(elements, scales, *packed))[finite]
+        bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(elements, scales), numpy_nodes.dequantize(*packed))[
+            finite
+        ]
         assert (error <= bound).all()
         assert np.isnan(results["y"][3]).all()

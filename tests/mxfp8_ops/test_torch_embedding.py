@@ -12,7 +12,7 @@ from tensors import values
 
 torch = pytest.importorskip("torch")
 
-from mxfp8_ops import formats, numerics, torch_ops  # noqa: E402, F401 - registers torch.ops.mxfp8
+from mxfp8_ops import formats, numerics, numpy_nodes, torch_ops  # noqa: E402, F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ShapeError  # noqa: E402
 
 ops = torch.ops.mxfp8
@@ -25,7 +25,7 @@ IDS = torch.tensor([[3, 0, -1], [6, -7, 3]])
 
 def expected(ids: torch.Tensor, table: Any = TABLE, b_format: str = "e4m3", dtype: Any = torch.float32) -> torch.Tensor:
     name = str(dtype).removeprefix("torch.")
-    rows = numerics.embedding(ids.numpy(), *(t.numpy() for t in table), b_format=b_format, dtype=name)
+    rows = numpy_nodes.embedding(ids.numpy(), *(t.numpy() for t in table), b_format=b_format, dtype=name)
     return torch.from_numpy(rows.astype(np.float32)).to(dtype)
 
 

@@ -11,7 +11,7 @@ from tensors import values
 
 torch = pytest.importorskip("torch")
 
-from mxfp8_ops import numerics, torch_ops  # noqa: E402, F401 - registers torch.ops.mxfp8
+from mxfp8_ops import numerics, numpy_nodes, torch_ops  # noqa: E402, F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, ShapeError  # noqa: E402
 
 ops = torch.ops.mxfp8
@@ -36,15 +36,15 @@ def test_each_group_meets_its_own_weight(index: torch.dtype, dtype: torch.dtype,
     rows = (x, None) if weight_only else ops.quantize(x)
     got = ops.grouped_gemm(*rows, *W, offsets(index), dtype=dtype)
     assert got.dtype == dtype
-    seen = x.float().numpy() if weight_only else numerics.dequantize(*(t.numpy() for t in rows))
+    seen = x.float().numpy() if weight_only else numpy_nodes.dequantize(*(t.numpy() for t in rows))
     name = str(dtype).removeprefix("torch.")
     start = 0
     for expert, size in enumerate(SIZES):
-        weight = numerics.dequantize(*(t[expert].numpy() for t in W))
+        weight = numpy_nodes.dequantize(*(t[expert].numpy() for t in W))
         part = seen[start : start + size]
         exact = part.astype("float64") @ weight.astype("float64").T
         error = abs(got[start : start + size].double().numpy() - exact)
-        assert (error <= numerics.gemm_error_bound(part, weight, name)).all(), expert
+        assert (error <= numpy_nodes.gemm_error_bound(part, weight, name)).all(), expert
         start += size
 
 

@@ -18,7 +18,7 @@ from grids import looped
 from tensors import array
 from tensors import name as name_of
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.cuda import device
 from mxfp8_ops.errors import BackendError, ShapeError
 
@@ -73,7 +73,7 @@ def test_quantize_gives_the_bytes_of_the_reference_on_every_layout_and_axis(layo
     for axis in range(-x.dim(), x.dim()):
         for element_format, rounding in (("e4m3", "ceil"), ("e5m2", "floor")):
             got = ops.quantize(x, axis, element_format, rounding)
-            expected = numerics.quantize(array(x), axis=axis, element_format=element_format, scale_rounding=rounding)
+            expected = numpy_nodes.quantize(array(x), axis=axis, element_format=element_format, scale_rounding=rounding)
             for name, t, reference in zip(("elements", "scales"), got, expected, strict=True):
                 assert_same(t, reference, f"{name}, axis {axis}, {element_format}, {rounding}")
                 assert t.is_contiguous()
@@ -84,7 +84,7 @@ def test_quantize_gives_the_bytes_of_the_reference_on_special_values() -> None:
     x[0, 3], x[1, 40], x[2, 95], x[3] = float("nan"), float("inf"), -float("inf"), -0.0
     x[4], x[5] = x[4] * 2.0**-130, 3e38
     for t, axis in ((x, -1), (x, 0), (x.t(), -1), (x[:, :65], -1)):
-        for got, expected in zip(ops.quantize(t, axis), numerics.quantize(array(t), axis=axis), strict=True):
+        for got, expected in zip(ops.quantize(t, axis), numpy_nodes.quantize(array(t), axis=axis), strict=True):
             assert_same(got, expected, f"axis {axis}")
 
 
@@ -96,7 +96,9 @@ def test_dequantize_gives_the_bits_of_the_reference(dtype: torch.dtype) -> None:
     for element_format in ("e4m3", "e5m2"):
         for e, s, axis in ((elements, scales, -1), (elements.t(), scales.t(), 0), (elements.t(), scales.t(), -2)):
             got = ops.dequantize(e, s, axis, element_format, dtype)
-            expected = numerics.dequantize(e.numpy(), s.numpy(), axis=axis, element_format=element_format, dtype=name)
+            expected = numpy_nodes.dequantize(
+                e.numpy(), s.numpy(), axis=axis, element_format=element_format, dtype=name
+            )
             finite = ~np.isnan(expected.astype(np.float32))
             assert np.array_equal(np.isnan(array(got).astype(np.float32)), ~finite)
             assert_same(
@@ -124,18 +126,18 @@ SHAPES = {
 def test_gemms_are_within_the_bound_of_the_reference(shapes: str, dtype: torch.dtype) -> None:
     name, (a_shape, b_shape) = name_of(dtype), SHAPES[shapes]
     x, b, bias = values(*a_shape), ops.quantize(values(*b_shape, seed=1) / 64), values(b_shape[-2], seed=2)
-    a, wide_b = ops.quantize(x, -1, "e5m2"), numerics.dequantize(*map(array, b))  # no overflow of float16
-    expected = numerics.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=name)
-    bound = numerics.gemm_error_bound(
-        numerics.dequantize(*map(array, a), element_format="e5m2"), wide_b, name, array(bias)
+    a, wide_b = ops.quantize(x, -1, "e5m2"), numpy_nodes.dequantize(*map(array, b))  # no overflow of float16
+    expected = numpy_nodes.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=name)
+    bound = numpy_nodes.gemm_error_bound(
+        numpy_nodes.dequantize(*map(array, a), element_format="e5m2"), wide_b, name, array(bias)
     )
     assert_within(ops.gemm(*a, *b, bias, "e5m2", "e4m3", dtype), expected, bound)
 
     x = x.to(dtype)
-    expected = numerics.weight_gemm(*map(array, (x, *b, bias)), dtype=name)
+    expected = numpy_nodes.weight_gemm(*map(array, (x, *b, bias)), dtype=name)
     got = ops.weight_gemm(x, *b, bias)
     assert got.dtype == dtype
-    assert_within(got, expected, numerics.gemm_error_bound(array(x), wide_b, name, array(bias)))
+    assert_within(got, expected, numpy_nodes.gemm_error_bound(array(x), wide_b, name, array(bias)))
 
 
 @looped("layout", LAYOUTS)

@@ -9,7 +9,7 @@ import pytest
 from grids import looped, pairwise
 from tensors import values
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -23,10 +23,10 @@ Tensor = torch.Tensor
 
 def reference(x: Tensor, element_format: str, scale_rounding: str = "ceil") -> Tensor:
     """Returns what x [..., K] is in MXFP8, by the NumPy reference, in float64."""
-    codes = numerics.quantize(
+    codes = numpy_nodes.quantize(
         x.detach().float().contiguous().numpy(), element_format=element_format, scale_rounding=scale_rounding
     )
-    return torch.from_numpy(numerics.dequantize(*codes, element_format=element_format)).double()
+    return torch.from_numpy(numpy_nodes.dequantize(*codes, element_format=element_format)).double()
 
 
 @looped(

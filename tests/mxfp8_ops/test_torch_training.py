@@ -15,7 +15,7 @@ from grids import looped, pairwise
 from tensors import array, values
 from tensors import name as name_of
 
-from mxfp8_ops import numerics
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -45,14 +45,14 @@ def assert_is_mxfp8_product(
     name = name_of(got.dtype)
     wide_bias = None if bias is None else array(bias).astype(np.float32)
     operands = [
-        numerics.dequantize(
-            *numerics.quantize(array(t), element_format=f, scale_rounding=scale_rounding), element_format=f
+        numpy_nodes.dequantize(
+            *numpy_nodes.quantize(array(t), element_format=f, scale_rounding=scale_rounding), element_format=f
         )
         for t, f in ((a, a_format), (b, "e4m3"))
     ]
     expected = operands[0].astype(np.float64) @ operands[1].T.astype(np.float64)
     expected = expected if wide_bias is None else expected + wide_bias
-    bound = numerics.gemm_error_bound(*operands, name, wide_bias)
+    bound = numpy_nodes.gemm_error_bound(*operands, name, wide_bias)
     error = np.abs(array(got).astype(np.float64) - expected)
     assert error.shape == expected.shape
     if error.size and (error - bound).max() > 0:

@@ -28,11 +28,11 @@ def check_quantizer(
     axes: Collection[int] = (-1, 0),
     partial_blocks: bool = True,
 ) -> Result:
-    """Returns how often `quantizer` gives the bytes of `numerics.quantize`.
+    """Returns how often `quantizer` gives the bytes of `numpy_nodes.quantize`.
 
     Args:
         quantizer: called as quantizer(x, axis=, element_format=, scale_rounding=) with x float32 [rows, K]; gives
-            elements and scales of one byte each, as NumPy sees them, of the shapes that `numerics.quantize` has.
+            elements and scales of one byte each, as NumPy sees them, of the shapes that `numpy_nodes.quantize` has.
         element_formats: those it knows, of "e4m3" and "e5m2".
         scale_roundings: those it knows, of "ceil", "floor" and "even".
         axes: those it quantizes along, of -1 and 0.
@@ -55,7 +55,7 @@ def check_quantizer(
 def check_dequantizer(
     dequantizer: Callable[..., Any], *, element_formats: Collection[str] = tuple(ELEMENT_FORMATS)
 ) -> Result:
-    """Returns how often `dequantizer` gives the values that `numerics.dequantize` does; any NaN will do for NaN.
+    """Returns how often `dequantizer` gives the values that `numpy_nodes.dequantize` does; any NaN will do for NaN.
 
     Args:
         dequantizer: called as dequantizer(elements, scales, element_format=) with uint8 [rows, K] and

@@ -66,7 +66,7 @@ class Rule:
     """Whether a value between two elements goes to the greater; otherwise to the even one."""
 
     def quantize(self, x: Floats, *, element_format: str, axis: int = -1) -> tuple[Codes, Codes]:
-        """Returns elements and scales, with the shapes of `numerics.quantize`; any NaN is 0x7f."""
+        """Returns elements and scales, with the shapes of `numpy_nodes.quantize`; any NaN is 0x7f."""
         fmt = ELEMENT_FORMATS[element_format]
         values = np.moveaxis(x, axis, -1)
         k = values.shape[-1]

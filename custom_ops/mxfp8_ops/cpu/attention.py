@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mxfp8_ops import contract, formats, native
-from mxfp8_ops.attention import AttentionSettings, Past, check_attention
 from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.formats import VALUE_DTYPES
+from mxfp8_ops.nodes.attention import AttentionSettings, Past, check_attention
 from mxfp8_ops.numerics import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from mxfp8_ops.attention import AttentionOptions
+    from mxfp8_ops.nodes.attention import AttentionOptions
 
 
 def attention(
@@ -29,7 +29,7 @@ def attention(
     threads: int = 0,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Array, Array, Array]:
-    """Returns (y, present_key, present_value), as `mxfp8_ops.attention.attention` does."""
+    """Returns (y, present_key, present_value), as `numpy_nodes.attention` does."""
     settings = AttentionSettings(**options)
     # Checked by name before shapes are read: an operand that is not an array has none.
     named = {"q": q, "k": k, "v": v}

@@ -15,6 +15,8 @@ from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
+from mxfp8_ops.nodes.fused_gemm import check_factor
+from mxfp8_ops.nodes.norm import check_norm
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
@@ -132,7 +134,7 @@ def norm_quantize(
         if operand is not None:
             array(where, name, operand)
     checks.check_value_dtype(where, x.dtype)
-    checks.check_norm(where, x, scale, bias, residual)
+    check_norm(where, x, scale, bias, residual)
     present = {name: contiguous(where, operand) for name, operand in operands.items() if operand is not None}
     shape = x.shape
     elements, scales = (empty(where, size, np.uint8) for size in (shape, checks.scale_shape(shape, -1)))
@@ -162,5 +164,5 @@ def _codes(epilogue: str, factor: Array | None) -> tuple[int, int]:
 
 def _like(factor: Array | None, y: Array) -> Array | None:
     if factor is not None:
-        checks.check_factor("gemm", factor, y.shape)
+        check_factor("gemm", factor, y.shape)
     return factor

@@ -1,8 +1,8 @@
 """The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same errors.
 
 `quantize`, `dequantize` and `embedding` give the same bytes; the gemms accumulate in float32 and stay within
-`numerics.gemm_error_bound`. Each function also takes `threads`, how many to use (0 for one per processor), and raises
-BackendError if the native library is missing; it is loaded on first use.
+`numpy_nodes.gemm_error_bound`. Each function also takes `threads`, how many to use (0 for one per
+processor), and raises BackendError if the native library is missing; it is loaded on first use.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
+from mxfp8_ops.nodes.embedding import check_indices, embedding_shape
+from mxfp8_ops.nodes.grouped import check_experts, grouped_shape
+from mxfp8_ops.nodes.quantize import check_out
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
@@ -51,7 +54,7 @@ def quantize(
     out: tuple[Codes, Codes] | None = None,
     threads: int = 0,
 ) -> tuple[Codes, Codes]:
-    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does."""
+    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numpy_nodes.quantize` does."""
     fmt = formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
     checks.check_value_dtype("quantize", array("quantize", "x", x).dtype)
@@ -60,7 +63,7 @@ def quantize(
     if out is None:
         elements, scales = (empty("quantize", size, np.uint8) for size in (x.shape, shape))
     else:
-        elements, scales = checks.check_out("quantize", out, x, shape, np)
+        elements, scales = check_out("quantize", out, x, shape, np)
     # After check_out: a strided x is copied, and the copy shares memory with nothing.
     x = contiguous("quantize", x)
     codes = fmt.onnx_dtype, SCALE_ROUNDINGS.index(scale_rounding)
@@ -81,7 +84,7 @@ def dequantize(
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does."""
+    """Returns the values that (elements, scales) stand for, as `numpy_nodes.dequantize` does."""
     fmt = formats.element_format(element_format)
     array("dequantize", "elements", elements), array("dequantize", "scales", scales)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
@@ -106,7 +109,7 @@ def gemm(
     threads: int = 0,
     **options: Unpack[op_options.Gemm],
 ) -> Array:
-    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`."""
+    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`."""
     a_format, b_format, dtype = op_options.gemm(**options)
     y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
     threads = thread_count("gemm", threads)
@@ -129,7 +132,7 @@ def weight_gemm(
     threads: int = 0,
     **options: Unpack[op_options.WeightGemm],
 ) -> Array:
-    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`."""
+    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`."""
     b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
     y, bias = result((x,), (b, b_scales), bias, dtype)
@@ -156,11 +159,11 @@ def embedding(
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns dequantize(b)[indices]: rows of b [V, D] for indices [...], as in `numerics.embedding`."""
+    """Returns dequantize(b)[indices]: rows of b [V, D] for indices [...], as in `numpy_nodes.embedding`."""
     fmt, y_dtype = formats.element_format(b_format), numerics.value_dtype(dtype)
     for name, operand in (("indices", indices), ("b", b), ("b_scales", b_scales)):
         array("embedding", name, operand)
-    shape = checks.embedding_shape("embedding", indices, b.shape)
+    shape = embedding_shape("embedding", indices, b.shape)
     checks.check_codes("embedding", b, b_scales, -1)
     indices, b, b_scales = (contiguous("embedding", t) for t in (indices, b, b_scales))
     y = empty("embedding", shape, y_dtype)
@@ -171,7 +174,7 @@ def embedding(
     )  # fmt: skip
     # The library has checked the indices too, but it knows their position in memory alone.
     if status:
-        checks.check_indices("embedding", indices, b.shape[0])  # says where in the array it is
+        check_indices("embedding", indices, b.shape[0])  # says where in the array it is
         native.check("embedding", status)
     return y
 
@@ -186,7 +189,7 @@ def grouped_gemm(
     threads: int = 0,
     **options: Unpack[op_options.Gemm],
 ) -> Array:
-    """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K], as in `numerics.grouped_gemm`."""
+    """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K]."""
     a_format, b_format, dtype = op_options.gemm(**options)
     rows = _Rows((a, a_scales), (b, b_scales), experts, dtype)
     codes = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
@@ -209,7 +212,7 @@ def grouped_weight_gemm(
     threads: int = 0,
     **options: Unpack[op_options.WeightGemm],
 ) -> Array:
-    """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numerics.grouped_weight_gemm`."""
+    """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numpy_nodes.grouped_weight_gemm`."""
     b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
@@ -282,12 +285,12 @@ class _Rows:
         names = "a", "a_scales", "b", "b_scales"
         for name, codes in zip((*names[: len(a)], *names[2:]), (*a, *b), strict=True):
             array(where, name, codes)
-        shape = checks.grouped_shape(where, a[0].shape, b[0].shape, array(where, "experts", experts).shape)
+        shape = grouped_shape(where, a[0].shape, b[0].shape, array(where, "experts", experts).shape)
         for operand in (a, b):
             if len(operand) == 2:
                 checks.check_codes(where, *operand, -1)
         lead, (m, n) = shape[:-2], shape[-2:]
-        picked = checks.check_experts(where, experts, b[0].shape[0])
+        picked = check_experts(where, experts, b[0].shape[0])
         # Every row of the result has its own row of a and its own expert, so what broadcasts is copied. b is not: the
         # experts pick its matrices where they are.
         self.a = tuple(contiguous(where, np.broadcast_to(t, (*lead, *t.shape[-2:]))) for t in a)

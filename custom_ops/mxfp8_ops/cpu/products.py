@@ -9,6 +9,7 @@ import numpy as np
 
 from mxfp8_ops import checks, native, numerics
 from mxfp8_ops.cpu.operands import array, contiguous, empty, floats
+from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.numerics import Array
 
 End = tuple[int | None, int | None]
@@ -29,7 +30,7 @@ def result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype
         for which, codes in zip((name, f"{name}_scales"), operand, strict=False):
             array("gemm", which, codes)
     bias = None if bias is None else floats("gemm", "bias", bias)
-    shape = checks.gemm_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
+    shape = product_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
     # After the shapes, so that a wrong K is reported as such and not as scales that do not fit.
     for operand in (a, b):
         if len(operand) == 2:

@@ -113,7 +113,7 @@ def _describe(mode: int) -> int:
         set_(names.A_SCALE_MODE, scale, np.int32)
         set_(names.B_SCALE_MODE, scale, np.int32)
     # The short accumulator of FP8 tensor cores, which the caller has opted into; block-scaled products must
-    # stay within `numerics.gemm_error_bound`.
+    # stay within `numpy_nodes.gemm_error_bound`.
     if mode != BLOCK_SCALED:
         set_(names.FAST_ACCUM, 1, np.int8)
     return description

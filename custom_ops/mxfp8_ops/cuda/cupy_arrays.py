@@ -1,7 +1,7 @@
 """The functions of `numerics.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
 
 `quantize` and `dequantize` give the same bytes, but any NaN of the latter is one NaN; the gemms accumulate in float32
-and stay within `numerics.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The
+and stay within `numpy_nodes.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The
 kernels are compiled on first use too (`build.py`), so run a shape once before capturing it into a CUDA graph.
 
 Errors are those of `numerics.py`, and BackendError where there is no CuPy or no GPU.
@@ -21,6 +21,8 @@ from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.nodes.gemm import product_shape
+from mxfp8_ops.nodes.quantize import check_out
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +47,7 @@ def quantize(
     out: tuple[Any, Any] | None = None,
     swizzled: bool = False,
 ) -> tuple[Any, Any]:
-    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numerics.quantize` does.
+    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numpy_nodes.quantize` does.
 
     `swizzled` gives the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
 
@@ -64,7 +66,7 @@ def quantize(
     if out is None:
         elements, scales = cupy.empty(x.shape, np.uint8), cupy.empty(shape, np.uint8)
     else:
-        elements, scales = checks.check_out("quantize", out, x, shape, cupy)
+        elements, scales = check_out("quantize", out, x, shape, cupy)
     x = cupy.ascontiguousarray(x)
     # From here on addresses alone: `x`, `elements` and `scales` must live until the work is queued.
     request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
@@ -95,7 +97,7 @@ def quantize_both(
 def dequantize(
     elements: Any, scales: Any, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
 ) -> Any:
-    """Returns the values that (elements, scales) stand for, as `numerics.dequantize` does."""
+    """Returns the values that (elements, scales) stand for, as `numpy_nodes.dequantize` does."""
     formats.element_format(element_format)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
     checks.check_codes("dequantize", elements, scales, axis)
@@ -120,7 +122,7 @@ def gemm(
     kept: WideWeight | FoldedOperand | None = None,
     **options: Unpack[CudaGemmOptions],
 ) -> Any:
-    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numerics.gemm`.
+    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`.
 
     Args:
         a: elements of the first operand.
@@ -160,7 +162,7 @@ def weight_gemm(
     kept: WideWeight | None = None,
     **options: Unpack[op_options.WeightGemm],
 ) -> Any:
-    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numerics.weight_gemm`.
+    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`.
 
     `kept` is the weight as `wide_weight` keeps it, for the row `large`.
     """
@@ -217,7 +219,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
 ) -> Any:
     a_kind, b_format, dtype = kinds
     formats.element_format(b_format)
-    shape = checks.gemm_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
+    shape = product_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
     for operand in (a, b):
         if len(operand) == 2:
             checks.check_codes("gemm", *operand, -1)

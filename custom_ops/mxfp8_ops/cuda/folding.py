@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mxfp8_ops import formats, numerics
+from mxfp8_ops import formats, numerics, numpy_nodes
 from mxfp8_ops.checks import check_scales, normalize_axis
 from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_NAN, SCALE_NAN
 from mxfp8_ops.numerics import Codes
@@ -87,7 +87,7 @@ def fold_error(elements: Codes, scales: Codes) -> FoldError:
     """
     folded, row_scales = fold(elements, scales)
     # In float64: the norms are of many values, and their difference is small.
-    exact = numerics.dequantize(elements, scales).astype(np.float64)
+    exact = numpy_nodes.dequantize(elements, scales).astype(np.float64)
     approximate = numerics.decode(folded, formats.E4M3) * numerics.decode_scale(row_scales)[..., None].astype(
         np.float64
     )

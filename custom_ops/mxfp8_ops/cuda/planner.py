@@ -147,13 +147,13 @@ def gemm(place: Place, product: Gemm) -> Plan:
 
 
 def quantize(request: Quantize) -> Plan:
-    """Returns the plan of `numerics.quantize` along one axis or, of a matrix, along both; ShapeError as `gemm`."""
+    """Returns the plan of `numpy_nodes.quantize` along one axis or, of a matrix, along both; ShapeError as `gemm`."""
     plan = Plan()
     return _copied("quantize", _library().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), plan), plan)
 
 
 def dequantize(request: Dequantize) -> Plan:
-    """Returns the plan of `numerics.dequantize`; ShapeError as `gemm`."""
+    """Returns the plan of `numpy_nodes.dequantize`; ShapeError as `gemm`."""
     plan = Plan()
     return _copied("dequantize", _library().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), plan), plan)
 

@@ -50,7 +50,7 @@ _FORMATS = {row.onnx_dtype: row for row in formats.ELEMENT_FORMATS.values()}
 
 
 def quantize(x: Tensor, *args: Any) -> Pair:
-    """Returns (elements, scales) of `x` [..., K, ...], as `numerics.quantize` does, bit for bit."""
+    """Returns (elements, scales) of `x` [..., K, ...], as `numpy_nodes.quantize` does, bit for bit."""
     _, axis, *codes = check_quantize(x, *args)
     check_memory("quantize", "x", x)
     # x.t() of a contiguous matrix is read as it lies; the kernel writes the codes in the order of x.

@@ -12,7 +12,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mxfp8_ops import checks, contract, native
+from mxfp8_ops import contract, native
+from mxfp8_ops.nodes.embedding import check_indices, embedding_shape
 from mxfp8_ops.torch_ops import batching
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
@@ -38,7 +39,7 @@ def check_embedding(
     b_code, dtype = FORMAT_CODES[b_format], dtype or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("embedding", dtype)
-    shape = checks.embedding_shape("embedding", indices, tuple(b.shape))
+    shape = embedding_shape("embedding", indices, tuple(b.shape))
     check_codes("embedding", b, b_scales, -1)
     return shape, dtype, b_code
 
@@ -60,7 +61,7 @@ def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> T
         *b.shape, DTYPE_CODES[dtype], y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if status:
-        checks.check_indices("embedding", indices.numpy(), b.shape[0])  # says where in the tensor it is
+        check_indices("embedding", indices.numpy(), b.shape[0])  # says where in the tensor it is
         native.check("embedding", status)
     return y
 

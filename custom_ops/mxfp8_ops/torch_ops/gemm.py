@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mxfp8_ops import checks, formats, native
+from mxfp8_ops import formats, native
 from mxfp8_ops.checks import dtype_name, scale_count
 from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.torch_ops import batching, gradients
 from mxfp8_ops.torch_ops.gradients import Gradient
 from mxfp8_ops.torch_ops.operands import (
@@ -292,7 +293,7 @@ def _gemm_shape(  # noqa: PLR0917 - the op's operands
     """Returns what `gemm_shape` does, or raises, for operands of any rank."""
     bias_shape = None if bias is None else tuple(bias.shape)
     broadcast: Any = torch.broadcast_shapes  # NumPy's does not take symbolic sizes
-    shape = checks.gemm_shape(where, tuple(x.shape), tuple(b.shape), bias_shape, broadcast)
+    shape = product_shape(where, tuple(x.shape), tuple(b.shape), bias_shape, broadcast)
     check_codes(where, b, b_scales, -1)
     if x_scales is not None:
         check_codes(where, x, x_scales, -1)

@@ -54,7 +54,7 @@ def _quantize_fake(x: Tensor, *args: Any) -> Pair:
 
 
 def quantize_cpu(x: Tensor, *args: Any) -> Pair:
-    """Returns (elements, scales) of `x` [..., K, ...], which may be cut as `numerics.quantize` says.
+    """Returns (elements, scales) of `x` [..., K, ...], which may be cut as `numpy_nodes.quantize` says.
 
     Contiguous tensors, matrices with strided rows and transposed matrices (blocked along their last axis, the one that
     is strided in memory) are read in place.

@@ -33,8 +33,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from mxfp8_ops import checks, formats
+from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.nodes.gemm import check_gemm_shapes
 from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
@@ -101,7 +102,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
             advice="store it as nn.Linear does, or expand x",
         )
     bias_shape = None if bias is None else tuple(bias.shape)
-    checks.check_gemm_shapes("linear_train", tuple(x.shape), tuple(weight.shape), bias_shape)
+    check_gemm_shapes("linear_train", tuple(x.shape), tuple(weight.shape), bias_shape)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

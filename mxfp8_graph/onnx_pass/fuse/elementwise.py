@@ -18,7 +18,8 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, constant, only_used_by
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
-from mxfp8_ops import contract, fused
+from mxfp8_ops import contract
+from mxfp8_ops.nodes.fused_gemm import FUNCTIONS
 
 MOST_NODES: Final = 12
 """An activation has fewer: the longest in use, gelu of tanh with a cube of products, has ten."""
@@ -27,7 +28,7 @@ Array = npt.NDArray[np.float64]
 
 _erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
 _tanh: Final[Callable[[Array], Array]] = np.tanh
-_relu, _gelu, _gelu_tanh = (fused.EPILOGUES[name].of for name in ("relu", "gelu", "gelu_tanh"))
+_relu, _gelu, _gelu_tanh = (FUNCTIONS[name].of for name in ("relu", "gelu", "gelu_tanh"))
 
 
 def _sigmoid(x: Array) -> Array:
@@ -38,7 +39,7 @@ _POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1
 
 with np.errstate(over="ignore"):
     _EPILOGUES: Final[Mapping[str, Array]] = MappingProxyType(
-        {name: row.of(_POINTS) for name, row in fused.EPILOGUES.items() if name != "none"}
+        {name: row.of(_POINTS) for name, row in FUNCTIONS.items() if name != "none"}
     )
     """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
 

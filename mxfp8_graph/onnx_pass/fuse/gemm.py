@@ -54,7 +54,7 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
         if gate is factor or not only_used_by(gate, (node,)):
             continue
         if attribute(gemm, "output_dtype", contract.FLOAT) == contract.FLOAT16 or not _same_shape(gate, factor):
-            # A float16 factor and a float16 result: see `onnx_functions.weight_gemm_dtype`.
+            # A float16 factor and a float16 result: see `weight_gemm_dtype`.
             continue
         before = op.at("bias") or 0
         operands = [*gemm.inputs[: before - 1], factor, *gemm.inputs[before - 1 :]]

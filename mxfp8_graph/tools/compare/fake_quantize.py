@@ -19,11 +19,10 @@ from onnx import FunctionProto, TensorProto, helper
 
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.tools.compare.number_formats import Quantizer
-from mxfp8_ops import onnx_functions
 from mxfp8_ops.contract import MIN_OPSET, Op, Port
 from mxfp8_ops.formats import E4M3, SCALE_BIAS, Minifloat, scale_increment
-from mxfp8_ops.function_body import Body
-from mxfp8_ops.onnx_functions import Blocks
+from mxfp8_ops.function_body import Blocks, Body
+from mxfp8_ops.nodes.quantize import biased_exponent, magnitudes
 
 DOMAIN: Final = "mxfp8.emulated"
 """Domain of the functions in this module."""
@@ -42,8 +41,9 @@ def function(name: str, quantizer: Quantizer, opset: int) -> FunctionProto:
     delayed = quantizer.scale == "delayed"
     inputs, outputs = (("X", "amax_before"), ("Y", "amax")) if delayed else (("X",), ("Y",))
     ports = tuple(Port(port, (TensorProto.FLOAT,), "") for port in inputs)
-    g = Body(Op(name, ports, (), MappingProxyType({}), ""), opset)
-    _write(g, quantizer)
+    op = Op(name, ports, (), MappingProxyType({}), "", body=lambda g: _write(g, quantizer))
+    g = Body(op, opset)
+    op.body(g)
     return helper.make_function(DOMAIN, name, inputs, outputs, g.nodes, [helper.make_opsetid("", opset)])
 
 
@@ -70,28 +70,28 @@ def _write(g: Body, quantizer: Quantizer) -> None:
     if quantizer.scale == "asymmetric":
         g("DequantizeLinear", *g.several("DynamicQuantizeLinear", "X", out=("codes", "scale", "zero")), out="Y")
     elif quantizer.columns is None:
-        magnitudes = onnx_functions.magnitudes(g, "X")
+        sizes = magnitudes(g, "X")
         if quantizer.rows == 1:
-            amax = g("ReduceMax", magnitudes, g.constant([-1]), keepdims=1)
+            amax = g("ReduceMax", sizes, g.constant([-1]), keepdims=1)
         else:
-            amax = g("ReduceMax", g("Reshape", magnitudes, g.constant([-1])), keepdims=0, out="amax")
+            amax = g("ReduceMax", g("Reshape", sizes, g.constant([-1])), keepdims=0, out="amax")
         g("Identity", _rounded(g, "X", "amax_before" if quantizer.scale == "delayed" else amax, quantizer), out="Y")
     else:
-        blocks = Blocks.of(g, "X", -1, g.constant([quantizer.columns]))
-        values = blocks.split(g, "X")
-        amax = g("ReduceMax", onnx_functions.magnitudes(g, values), g.constant([2]), keepdims=1)
+        blocks = g.blocks("X", -1, g.constant([quantizer.columns]))
+        values = blocks.split("X")
+        amax = g("ReduceMax", magnitudes(g, values), g.constant([2]), keepdims=1)
         if quantizer.rows != 1:
             amax = _of_tiles(g, amax, blocks, quantizer.rows or 1)
-        g("Identity", blocks.join(g, _rounded(g, values, amax, quantizer)), out="Y")
+        g("Identity", blocks.join(_rounded(g, values, amax, quantizer)), out="Y")
 
 
 def _of_tiles(g: Body, amax: str, blocks: Blocks, rows: int) -> str:
     """Returns for each block of a row the largest amax of those in as many rows as share a scale."""
     by_row = g("Reshape", amax, g("Concat", blocks.lead, blocks.count, axis=0), allowzero=1)
-    tiles = Blocks.of(g, by_row, -2, g.constant([rows]))
-    largest = g("ReduceMax", tiles.split(g, by_row), g.constant([2]), keepdims=1)
+    tiles = g.blocks(by_row, -2, g.constant([rows]))
+    largest = g("ReduceMax", tiles.split(by_row), g.constant([2]), keepdims=1)
     each = g("Expand", largest, g("Concat", tiles.p, tiles.count, tiles.block, tiles.q, axis=0))
-    return g("Reshape", tiles.join(g, each), g("Shape", amax), allowzero=1)
+    return g("Reshape", tiles.join(each), g("Shape", amax), allowzero=1)
 
 
 def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
@@ -150,7 +150,7 @@ def _cast(g: Body, values: str) -> str:
 
 def _exponent(g: Body, values: str, increment: int) -> str:
     first = g.constant(0)
-    return onnx_functions.biased_exponent(g, values, np.array([[increment]], np.int32), (first, first))
+    return biased_exponent(g, values, np.array([[increment]], np.int32), (first, first))
 
 
 def attach(model: onnx.ModelProto, functions: list[FunctionProto]) -> None:

@@ -33,7 +33,8 @@ from mxfp8_graph.tools.dialects.edit import (
     source,
     tensor_of,
 )
-from mxfp8_ops import contract, onnx_functions
+from mxfp8_ops import contract
+from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
 
 class _Weight(NamedTuple):
@@ -139,7 +140,7 @@ def _gemm(edit: Edit, product: ir.Node, last: ir.Node, bias: ir.Value | None) ->
     if quantized is not None:
         return [ours(product, contract.GEMM, [*quantized, *inputs], outputs, output_dtype=dtype)]
     x, settings = _activation(operands(product)[0])
-    held = onnx_functions.weight_gemm_dtype(dtype)
+    held = weight_gemm_dtype(dtype)
     y = outputs if held == dtype else [ir.Value(name=edit.fresh(f"{outputs[0].name}_gemm"))]
     nodes = [ours(product, contract.WEIGHT_GEMM, [x, *inputs], y, output_dtype=held, **settings)]
     return nodes if y is outputs else [*nodes, ir.node("Cast", y, {"to": dtype}, outputs=outputs, name=y[0].name)]

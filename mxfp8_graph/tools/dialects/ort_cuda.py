@@ -60,7 +60,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     outputs = heirs(node)
     if (dtype_of(a) or dtype_of(node.outputs[0])) == contract.BFLOAT16:
         return [ours(node, contract.WEIGHT_GEMM, inputs, outputs, output_dtype=contract.BFLOAT16)]
-    # Float16, or unknown: in float32, and then in the dtype of A (see `onnx_functions.weight_gemm_dtype`).
+    # Float16, or unknown: in float32, and then in the dtype of A (see `weight_gemm_dtype`).
     y = ir.Value(name=edit.fresh(f"{outputs[0].name}_float"))
     gemm = ours(node, contract.WEIGHT_GEMM, inputs, [y])
     return [gemm, ir.node("CastLike", [y, a], outputs=outputs, name=y.name)]

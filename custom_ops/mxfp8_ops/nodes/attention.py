@@ -1,0 +1,500 @@
+"""MXFP8Attention: ONNX's Attention on 3-D inputs. The reference has every score in memory at once, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, NamedTuple, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import formats, numerics
+from mxfp8_ops.checks import Shape, check_value_dtype
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.node import BOOL, FLOAT, VALUES, Op, Port
+from mxfp8_ops.numerics import Array
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.function_body import Body
+
+Floats = npt.NDArray[np.float64]
+Past = tuple[Array, Array]
+"""Keys [B, Hkv, P, D] and values [B, Hkv, P, Dv]."""
+NO_MASK: Final = np.ones(1, np.bool_)
+"""The constant for no mask in a node."""
+NO_PAST: Final = (0,)
+"""The shape of the constant for no past in a node."""
+_ROUNDOFF: Final = 2.0**-24
+"""Half a unit in the last place of float32, relative."""
+_LEAST: Final = 2.0**-126
+"""The smallest normal float32: bfloat16 dot products and fast exponentials may take smaller numbers for 0."""
+_EXP_UNITS: Final = 8
+"""Roundoffs that an exponential may be off by, beside those of its argument."""
+
+
+class _Heads(TypedDict):
+    q_num_heads: int
+    """Hq."""
+    kv_num_heads: int
+    """Hkv, of which Hq is a multiple."""
+
+
+class AttentionOptions(_Heads, total=False):
+    """The options of `attention` in every backend."""
+
+    is_causal: bool
+    """Row i sees key j of the P + T only if j <= P + i."""
+    scale: float
+    """Factor of the scores; 0 (the default) stands for 1 / sqrt(D)."""
+    activation_dtype: str | None
+    """"bfloat16" rounds q, k and v to that first, and allows as much for the weights of the keys; None (the default):
+    all are multiplied as they are."""
+    nan_guard: bool
+    """Rows that see nothing give 0, not NaN."""
+
+
+class AttentionSettings(NamedTuple):
+    """`AttentionOptions` with their defaults."""
+
+    q_num_heads: int
+    kv_num_heads: int
+    is_causal: bool = False
+    scale: float = 0.0
+    activation_dtype: str | None = None
+    nan_guard: bool = False
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """Hq and Hkv."""
+        return self.q_num_heads, self.kv_num_heads
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    past: Past | None = None,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Array, Array, Array]:
+    """Returns (y, present_key, present_value) of ONNX's Attention, with scores and sums in float64.
+
+    Of each head y is softmax(scale * q @ k.T + mask) @ v; head h of q meets head h // (Hq / Hkv) of k and v. Other
+    implementations compute in float32, in any order, and differ by at most `attention_error_bound`. A row of scores
+    with a NaN or Inf, or of -Inf throughout, makes a row of NaN, or of 0 with `nan_guard`. The effect of a NaN or
+    Inf in v on rows that a mask hides it from is not defined.
+
+    Args:
+        q: [B, S, Hq * D] float32, float16 or bfloat16.
+        k: [B, T, Hkv * D] of that dtype.
+        v: [B, T, Hkv * Dv] of that dtype.
+        mask: bool, True where a row may see a key, or float32, float16 or bfloat16, added to the scores; broadcasts to
+            [B, Hq, S, P + T].
+        past: keys [B, Hkv, P, D] and values [B, Hkv, P, Dv] before those of k and v, of the dtype of q.
+        **options: see `AttentionOptions`.
+
+    Returns:
+        y: [B, S, Hq * Dv] of the dtype of q.
+        present_key: [B, Hkv, P + T, D], the keys of the past and k.
+        present_value: [B, Hkv, P + T, Dv], the same of the values.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+        ContractError: unknown activation_dtype.
+
+    Source: ONNX operator Attention, version 23, with 3-D inputs.
+    """
+    settings = AttentionSettings(**options)
+    sizes = check_attention("attention", (q, k, v), mask, past, settings.heads)
+    present_key, present_value = _presents(k, v, past, sizes)
+    scored = _scored(q, present_key, mask, sizes, settings)
+    with np.errstate(invalid="ignore", over="ignore"):
+        weights = _softmax(scored.scores, 0.0 if settings.nan_guard else np.nan)
+        y = weights @ _of_q_heads(_operand(present_value, settings.activation_dtype), sizes)
+        y = y.swapaxes(1, 2).reshape(sizes.y).astype(np.float32).astype(q.dtype)
+    return y, present_key, present_value
+
+
+def attention_error_bound(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None = None,
+    past: Past | None = None,
+    **options: Unpack[AttentionOptions],
+) -> Floats:
+    """Returns how far a correct float32 attention may be from the exact one, per value of y, where that is finite.
+
+    A score's error d, absolute, is a weight's relative one: of the dot product (gamma_D of Higham, section 3.1), of the
+    mask's sum, of what is subtracted before the exponential, of that itself. With G = sum of p * (e^d - 1), what the
+    sum of the weights may be off by, a weight is off by a factor of at most e^d / (1 - G), and 1 + 2^-8 where weights
+    may be rounded to bfloat16. To that come the sum over keys, which running sums scale anew now and then; what is
+    taken for 0, being below 2^-126; and storing y. No mean of values is further from another than twice the largest.
+
+    Args: as in `attention`; `nan_guard` changes nothing. Compare with its result for float32 inputs of the same
+    values: storing y rounds too.
+
+    Returns:
+        [B, S, Hq * Dv].
+    """
+    settings = AttentionSettings(**options)
+    sizes = check_attention("attention", (q, k, v), mask, past, settings.heads)
+    present_key, present_value = _presents(k, v, past, sizes)
+    scored = _scored(q, present_key, mask, sizes, settings)
+    values = np.abs(_of_q_heads(_operand(present_value, settings.activation_dtype), sizes))
+    weights = _softmax(scored.scores, 0.0)
+    off = np.expm1(np.where(weights > 0, scored.errors, 0.0))
+    of_sum = (weights * off).sum(-1, keepdims=True)
+    terms = 2 * sizes.total + 32  # additions, and scalings of running sums
+    growth = (1 + terms * _ROUNDOFF) ** 2 * (1 + (2.0**-8 if settings.activation_dtype else 0))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        factor = np.where(of_sum < 1, (1 + off) * growth / (1 - of_sum) - 1, np.inf)
+        error = np.where(weights > 0, weights * factor, 0.0) @ values
+    error += _LEAST * (values.sum(-2, keepdims=True) + sizes.total + 1)
+    error = np.fmin(error, 2 * values.max(-2, keepdims=True, initial=0)).swapaxes(1, 2).reshape(sizes.y)
+    store = numerics.error_bound(q.dtype.name)
+    size = (weights @ values).swapaxes(1, 2).reshape(sizes.y) + error
+    return np.asarray(error + size * store.store + store.tiny, np.float64)
+
+
+def check_attention(
+    where: str, operands: tuple[Array, Array, Array], mask: Array | None, past: Past | None, heads: tuple[int, int]
+) -> AttentionSizes:
+    """Returns the sizes of an attention, whose arguments `attention` explains; `heads` are Hq and Hkv.
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit.
+    """
+    q, k, v = operands
+    check_value_dtype(where, q.dtype)
+    past_key, past_value = past or (None, None)
+    for name, other in (("k", k), ("v", v), ("past key", past_key), ("past value", past_value)):
+        if other is not None and other.dtype != q.dtype:
+            raise ShapeError(
+                where, f"{name} has dtype {other.dtype}", expected=f"{q.dtype}, that of q", advice="cast one"
+            )
+    if mask is not None and mask.dtype != np.bool_:
+        check_value_dtype(where, mask.dtype)
+    pasts = (NO_PAST, NO_PAST) if past is None else (past[0].shape, past[1].shape)
+    return attention_sizes(
+        where, (q.shape, k.shape, v.shape), NO_MASK.shape if mask is None else mask.shape, pasts, heads
+    )
+
+
+class _Scored(NamedTuple):
+    scores: Floats
+    """[B, Hq, S, P + T], mask included."""
+    errors: Floats
+    """The error of a float32 implementation, at most: of the score, and of the steps up to its exponential."""
+
+
+def _presents(k: Array, v: Array, past: Past | None, sizes: AttentionSizes) -> Past:
+    """Returns k and v as [B, Hkv, P + T, ...], behind the past."""
+    split = (sizes.batch, sizes.keys, sizes.kv_heads)
+    key, value = (x.reshape(*split, d).swapaxes(1, 2) for x, d in ((k, sizes.d), (v, sizes.dv)))
+    if past is not None:
+        key, value = np.concatenate([past[0], key], 2), np.concatenate([past[1], value], 2)
+    return np.ascontiguousarray(key), np.ascontiguousarray(value)
+
+
+def _operand(x: Array, activation_dtype: str | None) -> Floats:
+    if formats.activation_dtype(activation_dtype) is formats.BFLOAT16:
+        x = x.astype(numerics.value_dtype("bfloat16"))
+    return x.astype(np.float64)
+
+
+def _of_q_heads(x: Floats, sizes: AttentionSizes) -> Floats:
+    """Returns x [B, Hkv, ...] with every head repeated for the heads of q that share it."""
+    return np.repeat(x, sizes.q_heads // sizes.kv_heads, 1)
+
+
+def _scored(
+    q: Array, present_key: Array, mask: Array | None, sizes: AttentionSizes, settings: AttentionSettings
+) -> _Scored:
+    activation_dtype = settings.activation_dtype
+    scale = settings.scale or 1 / max(sizes.d, 1) ** 0.5
+    queries = _operand(q, activation_dtype).reshape(sizes.batch, sizes.rows, sizes.q_heads, sizes.d).swapaxes(1, 2)
+    keys = _of_q_heads(_operand(present_key, activation_dtype), sizes).swapaxes(-1, -2)
+    with np.errstate(invalid="ignore", over="ignore"):
+        scores = scale * (queries @ keys)
+        if mask is not None:
+            scores = scores + (np.where(mask, 0.0, -np.inf) if mask.dtype == np.bool_ else mask.astype(np.float64))
+        if settings.is_causal:
+            seen = np.arange(sizes.total) <= sizes.past + np.arange(sizes.rows)[:, None]
+            scores = np.where(seen, scores, -np.inf)
+        products = np.abs(queries) @ np.abs(keys) * ((sizes.d + 4) * _ROUNDOFF)
+        flushed = _LEAST * (np.abs(queries).sum(-1)[..., None] + np.abs(keys).sum(-2)[..., None, :] + sizes.d)
+        below = scores.max(-1, keepdims=True, initial=-np.inf) - scores
+        errors = abs(scale) * (products + flushed) + _ROUNDOFF * (2 * np.abs(scores) + 4 * below + _EXP_UNITS)
+    return _Scored(np.broadcast_to(scores, sizes.scores), np.broadcast_to(errors, sizes.scores))
+
+
+def _softmax(scores: Floats, otherwise: float) -> Floats:
+    """Returns the softmax of each row, and `otherwise` in rows that have none."""
+    with np.errstate(invalid="ignore"):
+        highest = scores.max(-1, keepdims=True, initial=-np.inf)
+        powers = np.exp(scores - highest)
+        weights = powers / powers.sum(-1, keepdims=True)
+    return np.where(np.isfinite(highest), weights, otherwise)
+
+
+# --- Shapes
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The sizes of an attention: Q [B, S, Hq * D], K [B, T, Hkv * D], V [B, T, Hkv * Dv] behind P keys of the past."""
+
+    batch: int
+    rows: int
+    """S"""
+    keys: int
+    """T, the keys of K"""
+    past: int
+    """P"""
+    q_heads: int
+    kv_heads: int
+    d: int
+    dv: int
+
+    @property
+    def total(self) -> int:
+        """P + T."""
+        return self.past + self.keys
+
+    @property
+    def scores(self) -> Shape:
+        """[B, Hq, S, P + T], the shape that a mask broadcasts to."""
+        return self.batch, self.q_heads, self.rows, self.total
+
+    @property
+    def y(self) -> Shape:
+        """[B, S, Hq * Dv]."""
+        return self.batch, self.rows, self.q_heads * self.dv
+
+
+def attention_sizes(
+    where: str, operands: tuple[Shape, Shape, Shape], mask: Shape, pasts: tuple[Shape, Shape], heads: tuple[int, int]
+) -> AttentionSizes:
+    """Returns the sizes of an attention of tensors of these shapes.
+
+    Args:
+        where: the op, for errors.
+        operands: q [B, S, Hq * D], k [B, T, Hkv * D] and v [B, T, Hkv * Dv].
+        mask: broadcasts to [B, Hq, S, P + T].
+        pasts: those of past_key [B, Hkv, P, D] and past_value [B, Hkv, P, Dv], or both [0], for none.
+        heads: Hq and Hkv.
+
+    Raises:
+        ShapeError: they do not fit together.
+    """
+    sizes = _unmasked_sizes(where, operands, pasts, heads)
+    expected = [(sizes.batch, sizes.kv_heads, sizes.past, d) for d in (sizes.d, sizes.dv)]
+    # [0] stands for no past: nodes write all of their inputs (ATTENTION says why).
+    if pasts != ((0,), (0,)) and pasts != (expected[0], expected[1]):
+        raise ShapeError(
+            where,
+            f"past_key {pasts[0]} and past_value {pasts[1]}",
+            expected=f"[B, Hkv, P, D] and [B, Hkv, P, Dv] with B = {sizes.batch}, Hkv = {sizes.kv_heads}, "
+            f"D = {sizes.d} and Dv = {sizes.dv}, or both [0] for no past",
+            advice="pass the present_key and present_value of the step before",
+        )
+    # NumPy's rule: sizes are compared from the last one; a mask may have fewer dimensions than the scores.
+    fitting = zip(reversed(mask), reversed(sizes.scores), strict=False)
+    if len(mask) > len(sizes.scores) or any(size not in (1, full) for size, full in fitting):
+        raise ShapeError(
+            where, f"attn_mask has shape {mask}", expected=f"one that broadcasts to {sizes.scores}", advice="reshape it"
+        )
+    return sizes
+
+
+def _unmasked_sizes(
+    where: str, operands: tuple[Shape, Shape, Shape], pasts: tuple[Shape, Shape], heads: tuple[int, int]
+) -> AttentionSizes:
+    """Returns the sizes of an attention whose mask and past are not checked."""
+    (q, k, v), (q_heads, kv_heads) = operands, heads
+    # Grouped-query attention: q_heads / kv_heads query heads share one head of keys, so the division has no remainder.
+    if kv_heads < 1 or q_heads < 1 or q_heads % kv_heads:
+        raise ShapeError(
+            where,
+            f"{q_heads} heads of Q and {kv_heads} of K and V",
+            expected="1 or more of each, and for Q a multiple of the number for K and V",
+            advice="correct q_num_heads and kv_num_heads",
+        )
+    fits = len(q) == len(k) == len(v) == 3 and q[0] == k[0] == v[0] and k[1] == v[1]
+    if not fits or q[2] % q_heads or k[2] % kv_heads or v[2] % kv_heads or q[2] // q_heads != k[2] // kv_heads:
+        raise ShapeError(
+            where,
+            f"Q {q}, K {k} and V {v} with {q_heads} and {kv_heads} heads",
+            expected="[B, S, Hq * D], [B, T, Hkv * D] and [B, T, Hkv * Dv]",
+            advice="merge the heads into the last dimension, and use one head size for Q and K",
+        )
+    past = pasts[0][2] if len(pasts[0]) == 4 else 0
+    return AttentionSizes(q[0], q[1], k[1], past, q_heads, kv_heads, q[2] // q_heads, v[2] // kv_heads)
+
+
+# --- The portable body: for every opset from 21 on, in float32. A group of query heads that share keys is one matrix
+# [G * S, D], so that no key is repeated.
+
+
+def _attention_body(g: Body) -> None:
+    """Q, K, V, attn_mask, past_key, past_value -> Y, present_key, present_value."""
+    batch, rows = g("Shape", "Q", end=1, out="batch"), g("Shape", "Q", start=1, end=2, out="rows")
+    heads, groups = g.vector("q_num_heads"), g.vector("kv_num_heads")
+    past = None if "past_key" in g.absent else _past_length(g)
+    keys = _with_past(g, "K", "past_key", groups, past)
+    values = _with_past(g, "V", "past_value", groups, past)
+    g("CastLike", keys, "Q", out="present_key")
+    g("CastLike", values, "Q", out="present_value")
+
+    q = _split_heads(g, _floats(g, "Q"), heads)
+    d, total = g("Shape", q, start=3, out="d"), g("Shape", keys, start=2, end=3, out="total")
+    stacked = g("Mul", g("Div", heads, groups), rows, out="stacked")  # G * S
+    # Stacks of matrices, one for each B and Hkv: ONNX Runtime before 1.24 would move a Transpose of four dimensions up
+    # to a past without values, and divides by zero there.
+    stacks = g("Mul", batch, groups, out="stacks")
+    q = _reshape(g, _rounded(g, q), stacks, stacked, d)
+    keys = _reshape(g, _rounded(g, keys), stacks, total, d)
+    scores = g("MatMul", q, g("Transpose", keys, perm=[0, 2, 1]))
+    scores = _reshape(g, g("Mul", scores, _scale(g, d)), batch, heads, rows, total)
+    if "attn_mask" not in g.absent:
+        scores = g("Add", scores, _additive_mask(g))
+    if g.given is None or g.given["is_causal"]:
+        scores = g("Where", _seen(g, rows, past, total), scores, _infinity(g, -1))
+    weights = _reshape(g, _rounded(g, _softmax_body(g, scores)), stacks, stacked, total)
+    dv = g("Shape", values, start=3, out="dv")
+    values = _reshape(g, _rounded(g, values), stacks, total, dv)
+    y = _reshape(g, g("MatMul", weights, values), batch, heads, rows, dv)
+    y = _reshape(g, g("Transpose", y, perm=[0, 2, 1, 3]), batch, rows, g("Mul", heads, dv))
+    g("CastLike", y, "Q", out="Y")
+
+
+def _reshape(g: Body, x: str, *sizes: str) -> str:
+    return g("Reshape", x, g("Concat", *sizes, axis=0), allowzero=1)
+
+
+def _infinity(g: Body, sign: int) -> str:
+    return g.constant(np.float32(sign * np.inf))
+
+
+def _floats(g: Body, x: str) -> str:
+    return g("Cast", x, to=FLOAT)
+
+
+def _rounded(g: Body, x: str) -> str:
+    """Returns float32 values rounded to activation_dtype; a Cast to float32, the default, changes nothing."""
+    return _floats(g, g("Cast", x, to=g.attribute("activation_dtype")))
+
+
+def _split_heads(g: Body, x: str, heads: str) -> str:
+    """Returns x [B, L, heads * D] as [B, heads, L, D]."""
+    lead = g("Shape", x, end=2)
+    d = g("Div", g("Shape", x, start=2), heads)
+    return g("Transpose", _reshape(g, x, lead, heads, d), perm=[0, 2, 1, 3])
+
+
+def _past_length(g: Body) -> str:
+    """Returns [P], the third dimension of past_key; 0 if it has none, which stands for no past."""
+    size = g("Shape", "past_key", start=2, end=3)
+    return g("ReduceSum", size, g.constant([0]), keepdims=1, out="past")
+
+
+def _with_past(g: Body, new: str, past: str, groups: str, length: str | None) -> str:
+    """Returns `past` [B, Hkv, P, D] and, behind it, `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
+    new = _split_heads(g, _floats(g, new), groups)
+    if length is None:
+        return new
+    lead, d = g("Shape", new, end=2), g("Shape", new, start=3)
+    sizes = [lead, length, d]
+    if g.given is None:  # no more sizes: this fails for a past of more dimensions
+        sizes.append(g("Reshape", g("Shape", past, start=4), g.constant([0]), allowzero=1))
+    return g("Concat", _reshape(g, _floats(g, past), *sizes), new, axis=2)
+
+
+def _scale(g: Body, d: str) -> str:
+    """Returns the attribute, or 1 / sqrt(D) where that is 0."""
+    given = g.number("scale")
+    usual = g("Reciprocal", g("Sqrt", _floats(g, d)))
+    return g("Where", g("Equal", given, g.constant(np.float32(0))), usual, given)
+
+
+def _additive_mask(g: Body) -> str:
+    """Returns attn_mask as what to add to the scores, whether it is boolean or not."""
+    mask = _floats(g, "attn_mask")
+    # 2 becomes 1 in a boolean's dtype alone.
+    two = _floats(g, g("CastLike", g.constant(np.float32(2)), "attn_mask"))
+    added = g("Where", g("Equal", mask, g.constant(np.float32(0))), _infinity(g, -1), g.constant(np.float32(0)))
+    return g("Where", g("Less", two, g.constant(np.float32(2))), added, mask)
+
+
+def _seen(g: Body, rows: str, past: str | None, total: str) -> str:
+    """Returns [S, P + T]: whether row i may see key j, which is j <= P + i if is_causal and always if not."""
+    zero, one = g.constant(0), g.constant(1)
+    start = zero if past is None else g("Squeeze", past)
+    i = g("Range", start, g("Add", start, g("Squeeze", rows)), one)
+    j = g("Range", zero, g("Squeeze", total), one)
+    before = g("LessOrEqual", j, g("Unsqueeze", i, g.constant([1])))
+    if g.given is not None:
+        return before
+    everything = g("Equal", g.number("is_causal"), zero)
+    return g("Or", before, everything)
+
+
+def _softmax_body(g: Body, scores: str) -> str:
+    """Returns the softmax of each row. Rows without one - NaN, Inf, or -Inf throughout - are NaN, or 0 if nan_guard."""
+    # ONNX Runtime's Softmax makes numbers of such rows. A sum finds them: 1 for each finite score, NaN for NaN and Inf,
+    # 0 for -Inf.
+    finite = g("Add", g("Mul", scores, g.constant(np.float32(0))), g.constant(np.float32(1)))
+    finite = g("Where", g("Equal", scores, _infinity(g, -1)), g.constant(np.float32(0)), finite)
+    good = g("Greater", g("ReduceSum", finite, g.constant([-1]), keepdims=1), g.constant(np.float32(0)))
+    return g("Where", good, g("Softmax", scores, axis=-1), _otherwise(g))
+
+
+def _otherwise(g: Body) -> str:
+    """Returns NaN, or 0 if nan_guard."""
+    if g.given is not None:  # ONNX Runtime's symbolic shape inference cannot compute a Where with NaN
+        return g.constant(np.float32(0 if g.given["nan_guard"] else np.nan))
+    unguarded = g("Equal", g.number("nan_guard"), g.constant(0))
+    return g("Where", unguarded, g.constant(np.float32(np.nan)), g.constant(np.float32(0)))
+
+
+# --- The contract
+
+
+ATTENTION: Final = Op(
+    "MXFP8Attention",
+    (
+        Port("Q", VALUES, "[B, S, Hq * D]"),
+        Port("K", VALUES, "[B, T, Hkv * D]", like="Q"),
+        Port("V", VALUES, "[B, T, Hkv * Dv]", like="Q"),
+        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True"),
+        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", like="Q"),
+        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", like="Q"),
+    ),
+    (
+        Port("Y", VALUES, "[B, S, Hq * Dv]", like="Q"),
+        Port("present_key", VALUES, "[B, Hkv, P + T, D]", optional=True, like="Q"),
+        Port("present_value", VALUES, "[B, Hkv, P + T, Dv]", optional=True, like="Q"),
+    ),
+    MappingProxyType(
+        {
+            "q_num_heads": 1,
+            "kv_num_heads": 1,
+            "is_causal": 0,
+            "scale": 0.0,
+            "activation_dtype": FLOAT,
+            "nan_guard": 0,
+        }
+    ),
+    "ONNX's Attention on 3-D inputs; a mask or a past that is not there is a constant that changes nothing.",
+    _attention_body,
+)
+"""Its six inputs and three outputs are all written: ONNX Runtime before 1.27 crashes where a node of ours leaves an
+input empty, a body cannot ask whether one is there, and no ONNX Runtime loads a node that has fewer outputs than its
+body."""
+
+
+OPS: Final = (ATTENTION,)

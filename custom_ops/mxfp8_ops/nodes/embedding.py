@@ -1,0 +1,124 @@
+"""MXFP8Embedding: rows of a packed table."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from mxfp8_ops import formats
+from mxfp8_ops.checks import Shape, check_scales, dtype_name
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT16, INDICES, SCALES, VALUES, Op, Port
+from mxfp8_ops.nodes.quantize import dequantize
+from mxfp8_ops.numerics import Array, Codes, value_dtype
+
+if TYPE_CHECKING:
+    from mxfp8_ops.function_body import Body
+
+
+def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m3", dtype: str = "float32") -> Array:
+    """Returns dequantize(b)[indices]: the rows of a packed table, as ONNX's Gather and torch's embedding give them.
+
+    Args:
+        indices: int32 or int64 [...]; a negative one counts from the last row.
+        b: elements uint8 [V, D]: laid out as the second operand of a gemm with N = V and K = D, which may share them.
+        b_scales: uint8 [V, ceil(D / 32)].
+        b_format: "e4m3" or "e5m2".
+        dtype: dtype of the result, "float32", "float16" or "bfloat16"; the latter two are rounded from float32.
+
+    Returns:
+        [..., D].
+
+    Raises:
+        ShapeError: shapes or dtypes do not fit, or an index names no row.
+        ContractError: unknown format.
+    """
+    # First, as in the backends: a call with two errors raises the same one everywhere.
+    formats.element_format(b_format), value_dtype(dtype)
+    embedding_shape("embedding", indices, b.shape)
+    check_scales("embedding", b.shape, b_scales.shape, -1)
+    check_indices("embedding", indices, b.shape[0])
+    return dequantize(b[indices], b_scales[indices], element_format=b_format, dtype=dtype)
+
+
+INDEX_DTYPES: Final = ("int32", "int64")
+"""The dtypes of indices into a table."""
+
+
+def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
+    """Returns the shape of the rows of b [V, D] that `indices` [...] name: [..., D].
+
+    Args:
+        where: the op, for errors.
+        indices: an array of NumPy, CuPy or torch.
+        b: shape of the table.
+
+    Raises:
+        ShapeError: the indices are neither int32 nor int64, or the table is not a matrix.
+    """
+    if (name := dtype_name(indices.dtype)) not in INDEX_DTYPES:
+        raise ShapeError(
+            where,
+            f"indices have dtype {name}",
+            expected=f"one of {', '.join(INDEX_DTYPES)}",
+            advice="cast the indices first",
+        )
+    if len(b) != 2:
+        raise ShapeError(
+            where, f"a table of shape {b}", expected="[V, D], one row for each index", advice="reshape the table"
+        )
+    return (*indices.shape, b[1])
+
+
+def check_indices(where: str, indices: Any, rows: int) -> None:
+    """Raises ShapeError, which names the first that is wrong, unless all indices are within -rows..rows-1.
+
+    Args:
+        where: the op, for errors.
+        indices: a NumPy array.
+        rows: how many there are to name.
+    """
+    # Both signs are legal: ONNX Gather counts negative indices from the end.
+    wrong = np.argwhere((indices < -rows) | (indices >= rows))
+    if len(wrong):
+        at = tuple(int(i) for i in wrong[0])
+        raise ShapeError(
+            where,
+            f"index {int(indices[at])} at {at}",
+            expected=f"{-rows} to {rows - 1}, for a table of {rows} rows" if rows else "none: the table has no rows",
+            advice="pass ids that the table has",
+        )
+
+
+# --- The portable body
+
+
+def _embedding_body(g: Body) -> None:
+    """indices, B, B_scales -> Y."""
+    # Float16 holds every element: Gather takes that, and a table that is an initializer is widened no further.
+    elements = g("Gather", g("Cast", "B", to=FLOAT16), "indices", axis=0)
+    scales = g("Gather", "B_scales", "indices", axis=0)
+    y = g.values(elements, scales)
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+# --- The contract
+
+
+EMBEDDING: Final = Op(
+    "MXFP8Embedding",
+    (
+        Port("indices", INDICES, "[...]"),
+        Port("B", ELEMENTS, "[V, D]"),
+        Port("B_scales", SCALES, "[V, ceil(D / 32)]"),
+    ),
+    (Port("Y", VALUES, "[..., D]"),),
+    MappingProxyType({"output_dtype": FLOAT}),
+    "The rows of B that the indices name, dequantized; a negative index counts from the last row.",
+    _embedding_body,
+)
+
+
+OPS: Final = (EMBEDDING,)

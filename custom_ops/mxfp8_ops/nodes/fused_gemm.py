@@ -1,0 +1,354 @@
+"""The gemms with an epilogue, a factor, or a quantized result: compositions of the gemms and standard ops."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import numerics, op_options
+from mxfp8_ops.checks import Shape, check_value_dtype
+from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT8E4M3FN, SCALES, VALUES, Op, Port
+from mxfp8_ops.nodes import gemm
+from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
+from mxfp8_ops.nodes.quantize import dequantize, quantize, quantized_rows
+from mxfp8_ops.numerics import Array, Codes
+
+if TYPE_CHECKING:
+    from onnx import GraphProto
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.function_body import Body
+
+Float64s = npt.NDArray[np.float64]
+UNIT: Final = 2.0**-24
+"""Half a unit in the last place of 1 in float32."""
+
+
+def fused_gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    **options: Unpack[op_options.FusedGemm],
+) -> Array:
+    """Returns epilogue(A @ B.T + bias) * factor, as `gemm.gemm` multiplies.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        **options: see `op_options.FusedGemm`.
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format or epilogue.
+    """
+    epilogue, factor, rest = op_options.epilogue(**options)
+    a_format, b_format, dtype = op_options.gemm(**rest)
+    values = dequantize(a, a_scales, element_format=a_format)
+    return fused_weight_gemm(
+        values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype
+    )
+
+
+def gemm_quantize(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    **options: Unpack[op_options.GemmQuantize],
+) -> tuple[Codes, Codes, Array]:
+    """Returns (elements, scales, y): y = epilogue(A @ B.T + bias) in float32, and its rows quantized.
+
+    All as in `fused_gemm`; see `op_options.GemmQuantize`.
+
+    Returns:
+        elements: uint8, the shape of `y`.
+        scales: uint8 [..., ceil(N / 32)].
+        y: float32 [..., M, N] (or [..., N]), the values that were quantized.
+    """
+    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
+    y = fused_gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
+    return *quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
+
+
+def fused_weight_gemm(
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.FusedWeightGemm]
+) -> Array:
+    """Returns epilogue(x @ dequantize(b).T + bias) * factor, as `gemm.weight_gemm` multiplies.
+
+    All as in `fused_gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16;
+    see `op_options.FusedWeightGemm`.
+    """
+    epilogue, factor, rest = op_options.epilogue(**options)
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
+    row = _epilogue(epilogue)
+    sums = gemm.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
+    if factor is not None:
+        check_factor("gemm", factor, sums.shape)
+    # The sums are rounded to float32 once before the epilogue and once after it, as in the kernels; in between float64.
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = row.of(sums.astype(np.float64))
+        if factor is not None:
+            y = y * factor.astype(np.float64)
+        return np.asarray(y, np.float32).astype(numerics.value_dtype(dtype))
+
+
+def check_factor(where: str, factor: Any, y: Shape) -> None:
+    """Raises ShapeError unless `factor` is an array of values of the shape `y` of what it multiplies."""
+    # No broadcasting: the kernels read the factor at the place of each result.
+    check_value_dtype(where, factor.dtype)
+    if factor.shape != y:
+        raise ShapeError(
+            where, f"factor has shape {factor.shape}", expected=f"{y}, that of the result", advice="broadcast it first"
+        )
+
+
+# --- Epilogues, and the bound
+
+
+EPILOGUES: Final = ("none", "relu", "gelu", "gelu_tanh", "silu")
+"""The functions that a fused gemm applies to its float32 sums: gelu is exact, by erf; silu is x * sigmoid(x)."""
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """The function that a gemm applies to its sums, and the error of float32 in it."""
+
+    of: Callable[[Float64s], Float64s]
+    steepest: float
+    """The greatest magnitude of its derivative: the factor on an error of the sum, at most."""
+    error: float
+    """The greatest error of evaluating it in float32, in units of 2^-24 |x|: no epilogue exceeds |x|."""
+
+
+def _relu(x: Float64s) -> Float64s:
+    # A comparison, as in the kernels: -0 and NaN pass through.
+    return np.where(x < 0, 0.0, x)
+
+
+def _gelu(x: Float64s) -> Float64s:
+    # erfc(-z) and not 1 + erf(z), which cancels for negative x: there gelu is small but not 0.
+    return np.asarray(x * 0.5 * np.vectorize(math.erfc, otypes=[np.float64])(-x / math.sqrt(2)))
+
+
+def _gelu_tanh(x: Float64s) -> Float64s:
+    # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2z)), which does not cancel.
+    return np.asarray(x / (1 + np.exp(-2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))))
+
+
+def _silu(x: Float64s) -> Float64s:
+    return np.asarray(x / (1 + np.exp(-x)))
+
+
+# The derivatives of gelu and gelu_tanh reach 1.129, that of silu 1.0998. An exponential or an erf in float32 and the
+# operations around it may be off by 8 roundings of |x|; none and relu do not round at all.
+FUNCTIONS: Final[Mapping[str, Epilogue]] = MappingProxyType(
+    {
+        "none": Epilogue(lambda x: x, 1.0, 0.0),
+        "relu": Epilogue(_relu, 1.0, 0.0),
+        "gelu": Epilogue(_gelu, 1.13, 8.0),
+        "gelu_tanh": Epilogue(_gelu_tanh, 1.13, 8.0),
+        "silu": Epilogue(_silu, 1.1, 8.0),
+    }
+)
+"""The function of each of `EPILOGUES`."""
+
+
+def _epilogue(name: str) -> Epilogue:
+    try:
+        return FUNCTIONS[name]
+    except KeyError:
+        raise ContractError.unknown("epilogue", name, EPILOGUES) from None
+
+
+def fused_error_bound(dtype: str, epilogue: str) -> numerics.ErrorBound:
+    """Returns the bound for results of `dtype` of a fused gemm, where there is a factor of 1.
+
+    Its magnitude is that of the gemm, which no epilogue exceeds. A factor multiplies it and the bound but for `tiny`.
+    """
+    # An error of the sum grows with the derivative at most; then come the epilogue's own error and two roundings more,
+    # of its result and of the product with a factor.
+    bound, row = numerics.error_bound(dtype), _epilogue(epilogue)
+    return numerics.ErrorBound(
+        per_term=bound.per_term * row.steepest,
+        store=bound.store + (row.error + 2) * UNIT * (1 + bound.store),
+        underflow=bound.underflow * row.steepest,
+        tiny=bound.tiny,
+    )
+
+
+def fused_gemm_error_bound(
+    x: Array,
+    weight: Array,
+    dtype: str = "float32",
+    bias: Array | None = None,
+    *,
+    epilogue: str = "none",
+    factor: Array | None = None,
+) -> Float64s:
+    """Returns how far every output of a fused gemm may be from its reference with dtype="float32".
+
+    Args:
+        x: [..., M, K] dequantized values.
+        weight: [..., N, K] dequantized values.
+        dtype: dtype of the result being judged.
+        bias: [N], or None.
+        epilogue: one of `EPILOGUES`.
+        factor: the shape of the result, or None.
+    """
+    bound = fused_error_bound(dtype, epilogue)
+    magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
+    if bias is not None:
+        magnitude = magnitude + np.abs(bias.astype(np.float64))
+    # `tiny` twice: inside the bound it is scaled by the factor, and the store after the factor has one of its own.
+    times = np.ones(1) if factor is None else np.abs(factor.astype(np.float64))
+    return np.asarray(times * bound.at(magnitude, x.shape[-1]) + bound.tiny)
+
+
+# --- The portable bodies, which call the nodes that they fuse
+
+
+_Activation = Callable[["Body", str], str]
+
+
+def _fused_gemm_body(g: Body, gemm: Op) -> None:
+    """The inputs of `gemm`, perhaps a factor, bias -> Y."""
+    y = _activated(g, gemm)
+    if g.op.at("factor") is not None:
+        y = g("Mul", y, g("Cast", g.shaped("factor", g("Shape", y)), to=FLOAT))
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+def _gemm_quantize_body(g: Body) -> None:
+    """The inputs of MXFP8Gemm -> elements, scales, Y."""
+    quantized_rows(g, g("Identity", _activated(g, GEMM), out="Y"))
+
+
+def _activated(g: Body, gemm: Op) -> str:
+    """Returns the epilogue of what `gemm` gives, in float32."""
+    operands = [port.name for port in gemm.inputs if port.name not in g.absent]
+    if g.given is None:
+        # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one. It derives
+        # what dtypes an input may have from the standard ops it goes to, and takes no float8 without.
+        bias = g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1))
+        operands = [*(g("Identity", name) for name in operands if name != "bias"), bias]
+    settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
+    (y,) = g.call(gemm, *operands, out=["sums"], **settings)
+    if g.given is not None:
+        return _ACTIVATIONS[g.given["epilogue"]](g, y)
+    return _chosen(g, y, g.index_of("epilogue", EPILOGUES), EPILOGUES)
+
+
+def _chosen(g: Body, x: str, index: str, names: Sequence[str]) -> str:
+    """Returns the last of the activations `names` of x, or the one that `index`, counted from EPILOGUES, picks."""
+    name, *others = names
+    if not others:
+        return _ACTIVATIONS[name](g, x)
+    here, beyond = g.inner(), g.inner()
+    branches = {
+        "then_branch": _branch(here, _ACTIVATIONS[name](here, x)),
+        "else_branch": _branch(beyond, _chosen(beyond, x, index, others)),
+    }
+    return g("If", g("Equal", index, g.constant(EPILOGUES.index(name))), out="activated", **branches)
+
+
+def _branch(g: Body, result: str) -> GraphProto:
+    return g.graph("branch", [], [(result, FLOAT, None)])
+
+
+def _relu_body(g: Body, x: str) -> str:
+    if g.given is not None:
+        return g("Relu", x)
+    zero = g.constant(np.float32(0))
+    return g("Where", g("Less", x, zero), zero, x)  # ONNX Runtime's Relu may drop a NaN
+
+
+def _silu_body(g: Body, x: str) -> str:
+    return g("Mul", x, g("Sigmoid", x))
+
+
+_ACTIVATIONS: Final[Mapping[str, _Activation]] = MappingProxyType(
+    {
+        "none": lambda g, x: g("Identity", x),
+        "relu": _relu_body,
+        "gelu": lambda g, x: g("Gelu", x),
+        "gelu_tanh": lambda g, x: g("Gelu", x, approximate="tanh"),
+        "silu": _silu_body,
+    }
+)
+
+
+# --- The contract
+
+
+# Fused nodes: each is a composition of the nodes above and standard ops, which is its body. Gemms with a factor and
+# norms of a sum are nodes of their own: a body cannot find out that an input of any shape is absent.
+_FACTOR: Final = Port("factor", VALUES, "shape of Y")
+_BIAS: Final = Port("bias", (FLOAT,), "[N]", optional=True)
+_GEMM_OUTPUTS: Final = (Port("Y", VALUES, "[..., M, N] or [..., N]"),)
+_EPILOGUE: Final[Mapping[str, int | float | str]] = {"epilogue": "none", "output_dtype": FLOAT}
+FUSED_GEMM: Final = Op(
+    "MXFP8FusedGemm",
+    GEMM.inputs,
+    _GEMM_OUTPUTS,
+    MappingProxyType(_EPILOGUE),
+    "epilogue(A @ transpose(B) + bias) on quantized operands, in float32.",
+    partial(_fused_gemm_body, gemm=GEMM),
+    is_gemm=True,
+)
+FUSED_WEIGHT_GEMM: Final = Op(
+    "MXFP8FusedWeightGemm",
+    WEIGHT_GEMM.inputs,
+    _GEMM_OUTPUTS,
+    MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
+    "epilogue(X @ transpose(B) + bias) with only the weight quantized, X perhaps rounded first, in float32.",
+    partial(_fused_gemm_body, gemm=WEIGHT_GEMM),
+    is_gemm=True,
+)
+GATED_GEMM: Final = Op(
+    "MXFP8GatedGemm",
+    (*GEMM.inputs[:-1], _FACTOR, _BIAS),
+    _GEMM_OUTPUTS,
+    MappingProxyType(_EPILOGUE),
+    "epilogue(A @ transpose(B) + bias) * factor on quantized operands, in float32.",
+    partial(_fused_gemm_body, gemm=GEMM),
+    is_gemm=True,
+)
+GATED_WEIGHT_GEMM: Final = Op(
+    "MXFP8GatedWeightGemm",
+    (*WEIGHT_GEMM.inputs[:-1], _FACTOR, _BIAS),
+    _GEMM_OUTPUTS,
+    MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
+    "epilogue(X @ transpose(B) + bias) * factor with only the weight quantized, X perhaps rounded first, in float32.",
+    partial(_fused_gemm_body, gemm=WEIGHT_GEMM),
+    is_gemm=True,
+)
+GEMM_QUANTIZE: Final = Op(
+    "MXFP8GemmQuantize",
+    GEMM.inputs,
+    (
+        Port("elements", ELEMENTS, "[..., M, N] or [..., N]"),
+        Port("scales", SCALES, "[..., M, ceil(N / 32)] or [..., ceil(N / 32)]"),
+        Port("Y", (FLOAT,), "shape of elements", optional=True),
+    ),
+    MappingProxyType({"epilogue": "none", "output_dtype": FLOAT8E4M3FN, "scale_rounding": "ceil"}),
+    "Y = epilogue(A @ transpose(B) + bias) on quantized operands, in float32; and its rows in MXFP8.",
+    _gemm_quantize_body,
+    is_gemm=True,
+)
+
+
+OPS: Final = (FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM, GEMM_QUANTIZE)

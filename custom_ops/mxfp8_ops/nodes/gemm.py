@@ -1,0 +1,215 @@
+"""MXFP8Gemm and MXFP8WeightGemm: products with a packed weight, with an operand in MXFP8 or of values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops import formats, op_options
+from mxfp8_ops.checks import Shape, check_value_dtype
+from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT16, SCALES, VALUES, Op, Port
+from mxfp8_ops.nodes.quantize import dequantize
+from mxfp8_ops.numerics import Array, Codes, error_bound, value_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from mxfp8_ops.function_body import Body
+
+
+def gemm(
+    a: Codes, a_scales: Codes, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.Gemm]
+) -> Array:
+    """Returns dequantize(a) @ dequantize(b).T + bias, with the sums in float64.
+
+    Other implementations accumulate in float32, in any order: they differ from this by at most
+    `gemm_error_bound`.
+
+    Args:
+        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
+        a_scales: uint8 [..., M, ceil(K / 32)].
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b_scales: uint8 [..., N, ceil(K / 32)].
+        bias: float32 [N], or None.
+        **options: see `op_options.Gemm`.
+
+    Returns:
+        [..., M, N].
+
+    Raises:
+        ShapeError: shapes do not fit.
+        ContractError: unknown format.
+    """
+    a_format, b_format, dtype = op_options.gemm(**options)
+    return weight_gemm(
+        dequantize(a, a_scales, element_format=a_format), b, b_scales, bias, b_format=b_format, dtype=dtype
+    )
+
+
+def weight_gemm(
+    x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.WeightGemm]
+) -> Array:
+    """Returns x @ dequantize(b).T + bias, with the sums in float64.
+
+    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
+    """
+    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
+    check_value_dtype("gemm", x.dtype)
+    product_shape("gemm", x.shape, b.shape, None if bias is None else bias.shape)
+    if formats.activation_dtype(activation_dtype) is formats.BFLOAT16:
+        x = x.astype(value_dtype("bfloat16"))
+    weight = dequantize(b, b_scales, element_format=b_format)
+    with np.errstate(over="ignore", invalid="ignore"):
+        # An element has 4 significant bits and x at most 24: each product is exact in the 53 bits of float64.
+        y = x.astype(np.float64) @ np.swapaxes(weight, -1, -2).astype(np.float64)
+        if bias is not None:
+            y = y + bias.astype(np.float64)
+        # Through float32 to 16 bits, as the kernels do: they accumulate in float32 and round that.
+        return np.asarray(y, np.float32).astype(value_dtype(dtype))
+
+
+def gemm_error_bound(
+    x: Array, weight: Array, dtype: str = "float32", bias: Array | None = None
+) -> npt.NDArray[np.float64]:
+    """Returns the `ErrorBound` of every output of x @ weight.T + bias.
+
+    Compare with `gemm(..., dtype="float32")`: a reference rounded to 16 bits adds a rounding of its own.
+
+    Args:
+        x: [..., M, K] dequantized values.
+        weight: [..., N, K] dequantized values.
+        dtype: dtype of the result being judged.
+        bias: [N], or None.
+    """
+    magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
+    if bias is not None:
+        magnitude = magnitude + np.abs(bias.astype(np.float64))
+    return np.asarray(error_bound(dtype).at(magnitude, x.shape[-1]), np.float64)
+
+
+# --- Shapes
+
+
+def check_gemm_shapes(where: str, x: Shape, b: Shape, bias: Shape | None) -> None:
+    """Raises ShapeError unless x [..., M, K] (or [K]), b [..., N, K] and bias [N] have the same K and N."""
+    # The second operand has K last too, as nn.Linear stores a weight: blocks of both are then contiguous in memory.
+    if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
+        raise ShapeError(
+            where,
+            f"operands {x} and {b}",
+            expected="[..., M, K] and [..., N, K] with the same K",
+            advice="store the second operand with K last",
+        )
+    if bias is not None and bias != (b[-2],):
+        raise ShapeError(
+            where, f"bias has shape {bias}", expected=f"({b[-2]},), one value per output column", advice="reshape it"
+        )
+
+
+def product_shape(
+    where: str, x: Shape, b: Shape, bias: Shape | None, broadcast: Callable[..., Any] = np.broadcast_shapes
+) -> Shape:
+    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed: [..., M, N] (or [..., N]).
+
+    Args:
+        where: the op, for errors.
+        x: shape of the first operand.
+        b: shape of the second; leading dimensions broadcast as in `numpy.matmul`.
+        bias: shape of the bias, or None.
+        broadcast: how leading dimensions combine; torch.broadcast_shapes knows symbolic ones.
+
+    Raises:
+        ShapeError: they do not fit together.
+    """
+    check_gemm_shapes(where, x, b, bias)
+    # One weight for all rows: nothing broadcasts.
+    if len(b) == 2:
+        return (*x[:-1], b[0])
+    try:
+        leading = broadcast(x[:-2], b[:-2])
+    except (ValueError, RuntimeError):  # NumPy raises the first, torch the second
+        raise ShapeError(
+            where, f"operands {x} and {b}", expected="leading dimensions that broadcast", advice="reshape one"
+        ) from None
+    return (*leading, *x[-2:-1], b[-2])  # x[-2:-1] is empty for a vector: it has no M
+
+
+# --- The portable body
+
+
+def _gemm_body(g: Body) -> None:
+    """A, A_scales, B, B_scales, bias -> Y."""
+    _matmul(g, g.values("A", "A_scales"))
+
+
+def _weight_gemm_body(g: Body) -> None:
+    """X, B, B_scales, bias -> Y."""
+    _matmul(g, rounded_values(g))
+
+
+def rounded_values(g: Body) -> str:
+    """Returns the float32 values of X. That holds every X: a Cast to it, the default, changes nothing."""
+    return g("Cast", g("Cast", "X", to=g.attribute("activation_dtype")), to=FLOAT)
+
+
+def _matmul(g: Body, a: str) -> None:
+    """Y = a @ transpose(B) + bias."""
+    b = g.values("B", "B_scales")
+    y = g("MatMul", a, g("Einsum", b, equation="...nk->...kn"))
+    if "bias" not in g.absent:
+        y = g("Add", y, g.or_zeros("bias", g("Shape", b, start=-2, end=-1)))
+    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+
+
+def weight_gemm_dtype(wanted: int) -> int:
+    """Returns the output_dtype to give an MXFP8WeightGemm for a result of dtype `wanted`; a Cast must make up for it.
+
+    ONNX Runtime runs a float16 node between nodes that it has in float32 only in float32 too, but leaves its attributes
+    alone: a node with float16 on both sides whose dtype is an attribute then fails to load. So float32 stands for it.
+
+    Args:
+        wanted: an onnx.DataType.
+    """
+    return FLOAT if wanted == FLOAT16 else wanted
+
+
+# --- The contract
+
+
+GEMM: Final = Op(
+    "MXFP8Gemm",
+    (
+        Port("A", ELEMENTS, "[..., M, K] or [K]"),
+        Port("A_scales", SCALES, "[..., M, ceil(K / 32)]"),
+        Port("B", ELEMENTS, "[..., N, K]"),
+        Port("B_scales", SCALES, "[..., N, ceil(K / 32)]"),
+        Port("bias", (FLOAT,), "[N]", optional=True),
+    ),
+    (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
+    MappingProxyType({"output_dtype": FLOAT}),
+    "A @ transpose(B) + bias on quantized operands, accumulated in float32.",
+    _gemm_body,
+    is_gemm=True,
+)
+WEIGHT_GEMM: Final = Op(
+    "MXFP8WeightGemm",
+    (
+        Port("X", VALUES, "[..., M, K] or [K]"),
+        Port("B", ELEMENTS, "[..., N, K]"),
+        Port("B_scales", SCALES, "[..., N, ceil(K / 32)]"),
+        Port("bias", (FLOAT,), "[N]", optional=True),
+    ),
+    (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
+    MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
+    "X @ transpose(B) + bias with only the weight quantized, X perhaps rounded to bfloat16, accumulated in float32.",
+    _weight_gemm_body,
+    is_gemm=True,
+)
+
+
+OPS: Final = (GEMM, WEIGHT_GEMM)

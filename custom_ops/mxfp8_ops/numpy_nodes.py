@@ -1,0 +1,32 @@
+"""The reference of every node, in NumPy, that every other implementation is tested against; from the files of nodes/.
+
+Written to be read, not to be fast. The backends have the same functions with the same signatures. Elements and scales
+are `uint8` arrays that hold the codes; see `formats.py` for what the codes mean.
+"""
+
+from mxfp8_ops.nodes.attention import attention, attention_error_bound
+from mxfp8_ops.nodes.embedding import embedding
+from mxfp8_ops.nodes.fused_gemm import fused_gemm, fused_gemm_error_bound, fused_weight_gemm, gemm_quantize
+from mxfp8_ops.nodes.gemm import gemm, gemm_error_bound, weight_gemm
+from mxfp8_ops.nodes.grouped import grouped_gemm, grouped_weight_gemm
+from mxfp8_ops.nodes.norm import norm_error_bound, norm_quantize
+from mxfp8_ops.nodes.quantize import dequantize, quantize
+
+__all__ = [
+    "attention",
+    "attention_error_bound",
+    "dequantize",
+    "embedding",
+    "fused_gemm",
+    "fused_gemm_error_bound",
+    "fused_weight_gemm",
+    "gemm",
+    "gemm_error_bound",
+    "gemm_quantize",
+    "grouped_gemm",
+    "grouped_weight_gemm",
+    "norm_error_bound",
+    "norm_quantize",
+    "quantize",
+    "weight_gemm",
+]
