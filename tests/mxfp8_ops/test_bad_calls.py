@@ -9,20 +9,15 @@ import numpy as np
 import pytest
 from test_backends import Torch
 
-from mxfp8_ops import attention, cpu, fused, numerics, numpy_nodes
-from mxfp8_ops.cpu import fused as fused_kernels
+from mxfp8_ops import cpu, numpy_nodes
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 FRONT_ENDS: dict[str, Any] = {
-    "numerics": numerics,
+    "reference": numpy_nodes,
     "cpu": cpu,
     "torch": Torch(),
-    "fused": fused,
-    "fused kernels": fused_kernels,
-    "attention": attention,
 }
-ALL, NUMPY, CPU = ("numerics", "cpu", "torch"), ("numerics", "cpu"), ("cpu",)
-FUSED, ATTENTION = ("fused", "fused kernels"), ("attention", "cpu")
+ALL, NUMPY, CPU = ("reference", "cpu", "torch"), ("reference", "cpu"), ("cpu",)
 
 X = np.ones((4, 64), np.float32)
 E, S = np.full((4, 64), 0x38, np.uint8), np.full((4, 2), 120, np.uint8)
@@ -122,40 +117,41 @@ CALLS: list[Call] = [
     (NUMPY, lambda f: f.grouped_weight_gemm(X.reshape(4, 1, 64)[:3], *EXPERTS, ids([0, 0])), ShapeError,
      "leading dimensions that broadcast"),
     # --- fused nodes ---
-    (FUSED, lambda f: f.weight_gemm(X, *W, epilogue="swish"), ContractError,
+    (NUMPY, lambda f: f.fused_weight_gemm(X, *W, epilogue="swish"), ContractError,
      "'swish'; expected one of none, relu, gelu,"),
-    (FUSED, lambda f: f.weight_gemm(X, *W, factor=X), ShapeError, "factor has shape (4, 64); expected (4, 3), that"),
-    (FUSED, lambda f: f.weight_gemm(X, *W, factor=np.zeros((4, 3))), ShapeError,
+    (NUMPY, lambda f: f.fused_weight_gemm(X, *W, factor=X), ShapeError,
+     "factor has shape (4, 64); expected (4, 3), that"),
+    (NUMPY, lambda f: f.fused_weight_gemm(X, *W, factor=np.zeros((4, 3))), ShapeError,
      "dtype float64; expected one of float32"),
-    (FUSED, lambda f: f.gemm_quantize(*W, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu"),
-    (FUSED, lambda f: f.gemm_quantize(*W, *W, element_format="e2m1"), ContractError,
+    (NUMPY, lambda f: f.gemm_quantize(*W, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu"),
+    (NUMPY, lambda f: f.gemm_quantize(*W, *W, element_format="e2m1"), ContractError,
      "'e2m1'; expected one of e4m3, e5m2"),
-    (FUSED, lambda f: f.gemm_quantize(*W, *W, scale_rounding="up"), ContractError, "'up'; expected one of ceil, floor"),
-    (FUSED, lambda f: f.norm_quantize(X, X[0], norm="batch"), ContractError, "'batch'; expected one of layer, rms"),
-    (FUSED, lambda f: f.norm_quantize(X, X), ShapeError, "scale is float32 of shape (4, 64); expected float32 of"),
-    (FUSED, lambda f: f.norm_quantize(X, np.zeros(64)), ShapeError, "scale is float64 of shape (64,); expected float"),
-    (FUSED, lambda f: f.norm_quantize(X, X[0], X[0, :3]), ShapeError, "bias is float32 of shape (3,); expected float"),
-    (FUSED, lambda f: f.norm_quantize(X, X[0], residual=X[:1]), ShapeError,
+    (NUMPY, lambda f: f.gemm_quantize(*W, *W, scale_rounding="up"), ContractError, "'up'; expected one of ceil, floor"),
+    (NUMPY, lambda f: f.norm_quantize(X, X[0], norm="batch"), ContractError, "'batch'; expected one of layer, rms"),
+    (NUMPY, lambda f: f.norm_quantize(X, X), ShapeError, "scale is float32 of shape (4, 64); expected float32 of"),
+    (NUMPY, lambda f: f.norm_quantize(X, np.zeros(64)), ShapeError, "scale is float64 of shape (64,); expected float"),
+    (NUMPY, lambda f: f.norm_quantize(X, X[0], X[0, :3]), ShapeError, "bias is float32 of shape (3,); expected float"),
+    (NUMPY, lambda f: f.norm_quantize(X, X[0], residual=X[:1]), ShapeError,
      "a residual that is float32 of shape (1, 6"),
-    (FUSED, lambda f: f.norm_quantize(np.array(1, np.float32), X[0]), ShapeError, "a scalar; expected [..., K]"),
-    (FUSED, lambda f: f.norm_quantize(X.astype(np.int32), X[0]), ShapeError, "dtype int32; expected one of float32"),
+    (NUMPY, lambda f: f.norm_quantize(np.array(1, np.float32), X[0]), ShapeError, "a scalar; expected [..., K]"),
+    (NUMPY, lambda f: f.norm_quantize(X.astype(np.int32), X[0]), ShapeError, "dtype int32; expected one of float32"),
     # --- attention ---
-    (ATTENTION, lambda f: attend(f, heads=(3, 2)), ShapeError,
+    (NUMPY, lambda f: attend(f, heads=(3, 2)), ShapeError,
      "3 heads of Q and 2 of K and V; expected 1 or more of each"),
-    (ATTENTION, lambda f: attend(f, heads=(4, 0)), ShapeError, "4 heads of Q and 0 of K and V; expected"),
-    (ATTENTION, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "K (2, 7, 20)"),
-    (ATTENTION, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "; expected [B, S, Hq * D]"),
-    (ATTENTION, lambda f: attend(f, (2, 5, 64), (2, 7, 32), (2, 6, 32)), ShapeError, "V (2, 6, 32)"),
-    (ATTENTION, lambda f: attend(f, (64,)), ShapeError, "Q (64,), "),
-    (ATTENTION, lambda f: attend(f, mask=floats(2, 1, 3, 7)), ShapeError,
+    (NUMPY, lambda f: attend(f, heads=(4, 0)), ShapeError, "4 heads of Q and 0 of K and V; expected"),
+    (NUMPY, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "K (2, 7, 20)"),
+    (NUMPY, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "; expected [B, S, Hq * D]"),
+    (NUMPY, lambda f: attend(f, (2, 5, 64), (2, 7, 32), (2, 6, 32)), ShapeError, "V (2, 6, 32)"),
+    (NUMPY, lambda f: attend(f, (64,)), ShapeError, "Q (64,), "),
+    (NUMPY, lambda f: attend(f, mask=floats(2, 1, 3, 7)), ShapeError,
      "attn_mask has shape (2, 1, 3, 7); expected one that broadcasts to (2, 4, 5, 7)"),
-    (ATTENTION, lambda f: attend(f, mask=floats(1, 1, 1, 1, 7)), ShapeError, "attn_mask has shape (1, 1, 1, 1, 7)"),
-    (ATTENTION, lambda f: attend(f, past=(floats(2, 2, 3, 16), floats(2, 2, 4, 16))), ShapeError,
+    (NUMPY, lambda f: attend(f, mask=floats(1, 1, 1, 1, 7)), ShapeError, "attn_mask has shape (1, 1, 1, 1, 7)"),
+    (NUMPY, lambda f: attend(f, past=(floats(2, 2, 3, 16), floats(2, 2, 4, 16))), ShapeError,
      "past_value (2, 2, 4, 16); expected "),
-    (ATTENTION, lambda f: f.attention(X[None], X[None].astype(np.float16), X[None], q_num_heads=1, kv_num_heads=1),
+    (NUMPY, lambda f: f.attention(X[None], X[None].astype(np.float16), X[None], q_num_heads=1, kv_num_heads=1),
      ShapeError, "k has dtype float16; expected float32, that of q"),
-    (ATTENTION, lambda f: attend(f, mask=np.zeros(7, np.int64)), ShapeError, "dtype int64"),
-    (ATTENTION, lambda f: attend(f, activation_dtype="float16"), ContractError, "activation_dtype: 'float16'"),
+    (NUMPY, lambda f: attend(f, mask=np.zeros(7, np.int64)), ShapeError, "dtype int64"),
+    (NUMPY, lambda f: attend(f, activation_dtype="float16"), ContractError, "activation_dtype: 'float16'"),
 ]  # fmt: skip
 
 
@@ -211,7 +207,7 @@ def test_arrays_that_do_not_fit_are_refused(change: Any, words: str) -> None:
     assert (X == 1).all()
 
 
-@pytest.mark.parametrize("module", [attention, cpu])
+@pytest.mark.parametrize("module", [numpy_nodes, cpu])
 def test_options_of_attention_that_are_misspelt_or_missing_are_type_errors_of_attention(module: Any) -> None:
     x = floats(1, 2, 8)
     with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'scal'"):
@@ -220,8 +216,10 @@ def test_options_of_attention_that_are_misspelt_or_missing_are_type_errors_of_at
         module.attention(x, x, x, q_num_heads=1)
 
 
-@pytest.mark.parametrize("module", [numerics, cpu, fused, fused_kernels])
+@pytest.mark.parametrize("module", [numpy_nodes, cpu])
 def test_a_misspelt_option_is_a_type_error(module: Any) -> None:
-    for call in (lambda: module.gemm(E, S, E, S, dtyp="float16"), lambda: module.weight_gemm(X, E, S, dtyp="float16")):
+    of_elements, of_values = (module.gemm, module.fused_gemm), (module.weight_gemm, module.fused_weight_gemm)
+    calls = [lambda f=f: f(E, S, E, S, dtyp="float16") for f in of_elements]
+    for call in (*calls, *(lambda f=f: f(X, E, S, dtyp="float16") for f in of_values)):
         with pytest.raises(TypeError, match=r"gemm\(\) got an unexpected keyword argument 'dtyp'"):
             call()

@@ -9,8 +9,7 @@ import pytest
 from compare import FORMATS, ROUNDINGS, assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 
-from mxfp8_ops import contract, numerics, numpy_nodes
-from mxfp8_ops.cpu import fused as kernels
+from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.nodes.fused_gemm import FUNCTIONS, UNIT
 
 DTYPES = tuple(numerics.VALUE_DTYPES.values())
@@ -49,7 +48,7 @@ def test_an_epilogue_is_within_its_error_of_the_exact_function(isa, epilogue):
     row = FUNCTIONS[epilogue]
     sums = values.astype(np.float64)
     bound = row.error * UNIT * np.abs(sums) + 2.0**-149
-    assert_within(kernels.weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound, epilogue)
+    assert_within(cpu.fused_weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound, epilogue)
 
 
 @looped("epilogue", contract.EPILOGUES)
@@ -65,7 +64,9 @@ def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
 def test_bad_sums_are_as_bad_as_the_composition_makes_them(isa, epilogue):
     values = np.float32([np.nan, np.inf, -np.inf, 0, -0.0])
     x = as_sums(values)
-    got, expected = (f(x, *ONE, epilogue=epilogue)[:, 0] for f in (kernels.weight_gemm, numpy_nodes.fused_weight_gemm))
+    got, expected = (
+        f(x, *ONE, epilogue=epilogue)[:, 0] for f in (cpu.fused_weight_gemm, numpy_nodes.fused_weight_gemm)
+    )
     np.testing.assert_array_equal(got, expected)
     assert np.isnan(got[0])
     assert got[1] == np.inf
@@ -85,10 +86,10 @@ def check_gemm(
     x, w = numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)
     options = {"factor": factor, "epilogue": epilogue}
     bound = numpy_nodes.fused_gemm_error_bound(x, w, dtype, bias, **options)
-    got = kernels.gemm(*a, *b, bias, dtype=dtype, **options)
+    got = cpu.fused_gemm(*a, *b, bias, dtype=dtype, **options)
     what = f"{shape} {epilogue} {dtype} factor {factor_dtype}"
     assert_within(got, numpy_nodes.fused_gemm(*a, *b, bias, **options), bound, what)
-    got = kernels.weight_gemm(x, *b, bias, dtype=dtype, **options)
+    got = cpu.fused_weight_gemm(x, *b, bias, dtype=dtype, **options)
     assert_within(got, numpy_nodes.fused_weight_gemm(x, *b, bias, **options), bound, f"weight {what}")
 
 
@@ -110,14 +111,14 @@ def test_fused_gemms_broadcast_leading_dimensions(isa):
     factor = heavy_tailed((2, 4, 3, 5), 2)
     options = {"epilogue": "gelu", "factor": factor}
     bound = numpy_nodes.fused_gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b), **options)
-    assert_within(kernels.gemm(*a, *b, **options), numpy_nodes.fused_gemm(*a, *b, **options), bound, "batched")
+    assert_within(cpu.fused_gemm(*a, *b, **options), numpy_nodes.fused_gemm(*a, *b, **options), bound, "batched")
 
 
 def test_a_fused_gemm_of_a_vector_rounds_its_activation(isa):
     x, b, factor = heavy_tailed((40,)), numpy_nodes.quantize(heavy_tailed((5, 40), 1)), heavy_tailed((5,), 2)
     options = {"epilogue": "silu", "factor": factor}
     rounded = x.astype(numerics.value_dtype("bfloat16"))
-    got = kernels.weight_gemm(x, *b, activation_dtype="bfloat16", **options)
+    got = cpu.fused_weight_gemm(x, *b, activation_dtype="bfloat16", **options)
     bound = numpy_nodes.fused_gemm_error_bound(rounded, numpy_nodes.dequantize(*b), **options)
     assert_within(got, numpy_nodes.fused_weight_gemm(x, *b, activation_dtype="bfloat16", **options), bound, "vector")
     assert_within(got, numpy_nodes.fused_weight_gemm(rounded, *b, **options), bound, "vector")
@@ -138,8 +139,8 @@ def check_gemm_quantize(shape: tuple[int, int, int], epilogue: str = "gelu", *, 
     m, n, k = shape
     a, b = numpy_nodes.quantize(heavy_tailed((m, k))), numpy_nodes.quantize(heavy_tailed((n, k), 1))
     bias = heavy_tailed((n,), 2) if biased else None
-    elements, scales, y = kernels.gemm_quantize(*a, *b, bias, epilogue=epilogue, **options)
-    assert_same(y, kernels.gemm(*a, *b, bias, epilogue=epilogue), f"y {shape}")
+    elements, scales, y = cpu.gemm_quantize(*a, *b, bias, epilogue=epilogue, **options)
+    assert_same(y, cpu.fused_gemm(*a, *b, bias, epilogue=epilogue), f"y {shape}")
     expected_elements, expected_scales = numpy_nodes.quantize(y, **options)
     assert_same(scales, expected_scales, f"scales {shape}")
     assert_same(elements, expected_elements, f"elements {shape}", y)
@@ -160,17 +161,17 @@ def test_a_gemm_quantizes_to_every_format(isa, fmt, rounding):
 
 def test_codes_of_a_gemm_do_not_depend_on_threads():
     a, b = numpy_nodes.quantize(heavy_tailed((700, 96))), numpy_nodes.quantize(heavy_tailed((330, 96), 1))
-    one, many = (kernels.gemm_quantize(*a, *b, epilogue="silu", threads=threads) for threads in (1, 5))
+    one, many = (cpu.gemm_quantize(*a, *b, epilogue="silu", threads=threads) for threads in (1, 5))
     for of_one, of_many in zip(one, many, strict=True):
         assert_same(of_many, of_one, "threads")
 
 
 def test_a_gemm_that_quantizes_broadcasts_leading_dimensions(isa):
     a, b = numpy_nodes.quantize(heavy_tailed((2, 1, 3, 40))), numpy_nodes.quantize(heavy_tailed((4, 35, 40), 1))
-    got, y = kernels.gemm_quantize(*a, *b, epilogue="relu"), kernels.gemm(*a, *b, epilogue="relu")
+    got, y = cpu.gemm_quantize(*a, *b, epilogue="relu"), cpu.fused_gemm(*a, *b, epilogue="relu")
     for name, ours, expected in zip(("elements", "scales", "y"), got, (*numpy_nodes.quantize(y), y), strict=True):
         assert_same(ours, expected, name)
-    vector = kernels.gemm_quantize(a[0][0, 0, 0], a[1][0, 0, 0], b[0][0], b[1][0])
+    vector = cpu.gemm_quantize(a[0][0, 0, 0], a[1][0, 0, 0], b[0][0], b[1][0])
     assert [array.shape for array in vector] == [(35,), (2,), (35,)]
 
 
@@ -180,7 +181,7 @@ def test_bad_sums_spoil_their_block_alone(isa):
     weight = np.zeros((64, 32), np.float32)
     weight[3, 0] = weight[40, 1] = 1
     a, b = numpy_nodes.quantize(x), numpy_nodes.quantize(weight)
-    elements, scales, _ = kernels.gemm_quantize(*a, *b, epilogue="gelu")
+    elements, scales, _ = cpu.gemm_quantize(*a, *b, epilogue="gelu")
     assert scales.tolist() == [[0, 0], [255, 255]]  # NaN times 0 is NaN
     assert (elements[1] == 0x7F).all()
     assert (elements[0] & 0x7F == 0).all()
@@ -191,7 +192,7 @@ def test_bad_sums_spoil_their_block_alone(isa):
 
 def check_norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray | None, residual: np.ndarray | None, **options):
     """Fails unless the sum is exact, what is normalized within its bound, and the codes exactly those of that."""
-    elements, scales, normalized, total = kernels.norm_quantize(x, scale, bias, residual=residual, **options)
+    elements, scales, normalized, total = cpu.norm_quantize(x, scale, bias, residual=residual, **options)
     quantized = {name: options.pop(name) for name in ("element_format", "scale_rounding") if name in options}
     _, _, expected, expected_total = numpy_nodes.norm_quantize(x, scale, bias, residual=residual, **options)
     assert_same(total, expected_total, "sum")
@@ -234,7 +235,7 @@ def test_a_mean_that_dwarfs_the_deviations(isa, mean):
 def test_a_bad_value_spoils_its_row_alone(isa, norm, bad):
     x = heavy_tailed((3, 64))
     x[1, 7] = bad
-    elements, scales, normalized, _ = kernels.norm_quantize(x, np.ones(64, np.float32), norm=norm)
+    elements, scales, normalized, _ = cpu.norm_quantize(x, np.ones(64, np.float32), norm=norm)
     _, _, expected, _ = numpy_nodes.norm_quantize(x, np.ones(64, np.float32), norm=norm)
     np.testing.assert_array_equal(np.isnan(normalized), np.isnan(expected))
     assert scales[1, 0] == 255
@@ -257,7 +258,7 @@ def test_norms_of_any_shape(isa, shape):
 
 def test_norms_do_not_depend_on_threads():
     x, scale = heavy_tailed((3000, 96)), heavy_tailed((96,), 1)
-    one, many = (kernels.norm_quantize(x, scale, residual=x, threads=threads) for threads in (1, 5))
+    one, many = (cpu.norm_quantize(x, scale, residual=x, threads=threads) for threads in (1, 5))
     for a, b in zip(one, many, strict=True):
         assert_same(b, a, "threads")
 
@@ -266,6 +267,6 @@ def test_operands_in_another_layout_are_copied(isa):
     x, scale = heavy_tailed((64, 6)).T, heavy_tailed((128,), 1)[::2]
     check_norm(x, scale, scale, x[::-1])
     factor = heavy_tailed((3, 6), 1).T
-    got = kernels.weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor)
-    again = kernels.weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
+    got = cpu.fused_weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor)
+    again = cpu.fused_weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
     assert_same(got, again, "factor")

@@ -1,6 +1,7 @@
-"""The nodes on the processor: the functions of `numerics.py`, natively, on NumPy arrays (`numpy_arrays.py`)."""
+"""The nodes on the processor: the functions of `numpy_nodes.py`, natively."""
 
 from mxfp8_ops.cpu.attention import attention
+from mxfp8_ops.cpu.fused import fused_gemm, fused_weight_gemm, gemm_quantize, norm_quantize
 from mxfp8_ops.cpu.numpy_arrays import (
     Packed,
     dequantize,
@@ -25,11 +26,15 @@ __all__ = [
     "embedding",
     "force_isa",
     "forced_isa",
+    "fused_gemm",
+    "fused_weight_gemm",
     "gemm",
+    "gemm_quantize",
     "grouped_gemm",
     "grouped_weight_gemm",
     "isa",
     "library_path",
+    "norm_quantize",
     "pack",
     "profiled",
     "quantize",

@@ -1,4 +1,4 @@
-"""The functions of `mxfp8_ops.fused`, natively, on NumPy arrays: same names, same arguments, same errors.
+"""The functions of the fused nodes, natively, on NumPy arrays: same names, same arguments, same errors.
 
 Each also takes `threads`, how many to use (0 for one per processor), and raises BackendError if the native library is
 missing.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def gemm(
+def fused_gemm(
     a: Codes,
     a_scales: Codes,
     b: Codes,
@@ -33,7 +33,7 @@ def gemm(
     threads: int = 0,
     **options: Unpack[op_options.FusedGemm],
 ) -> Array:
-    """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `fused.gemm`."""
+    """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `numpy_nodes.fused_gemm`."""
     epilogue, factor, rest = op_options.epilogue(**options)
     a_format, b_format, dtype = op_options.gemm(**rest)
     codes = _codes(epilogue, factor)
@@ -51,7 +51,7 @@ def gemm(
     return multiply(product, (a, a_scales), (b, b_scales), (bias, _like(factor, y)), y)
 
 
-def weight_gemm(
+def fused_weight_gemm(
     x: Array,
     b: Codes,
     b_scales: Codes,
@@ -60,7 +60,7 @@ def weight_gemm(
     threads: int = 0,
     **options: Unpack[op_options.FusedWeightGemm],
 ) -> Array:
-    """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `fused.weight_gemm`."""
+    """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `numpy_nodes.fused_weight_gemm`."""
     epilogue, factor, rest = op_options.epilogue(**options)
     b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
     codes = _codes(epilogue, factor)
@@ -90,7 +90,9 @@ def gemm_quantize(
     threads: int = 0,
     **options: Unpack[op_options.GemmQuantize],
 ) -> tuple[Codes, Codes, Array]:
-    """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in `fused.gemm_quantize`."""
+    """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in
+    `numpy_nodes.gemm_quantize`.
+    """
     a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
     # The values are an output too, so their dtype is always float32: the codes are made of them, not of rounded ones.
     (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
@@ -123,7 +125,7 @@ def norm_quantize(
     threads: int = 0,
     **options: Unpack[op_options.NormQuantize],
 ) -> tuple[Codes, Codes, Array, Array]:
-    """Returns (elements, scales, normalized, sum), as `fused.norm_quantize` does."""
+    """Returns (elements, scales, normalized, sum), as `numpy_nodes.norm_quantize` does."""
     norm, epsilon, element_format, scale_rounding = op_options.norm_quantize(**options)
     where, fmt = "norm_quantize", formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name
