@@ -1,4 +1,4 @@
-"""The expected results of a rewritten model, from `mxfp8_ops.numerics` alone, and comparisons with them."""
+"""The expected results of a rewritten model, from `mxfp8_ops.numpy_nodes` alone, and comparisons with them."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ import ml_dtypes
 import numpy as np
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
-from mxfp8_ops import contract, formats, numerics, onnx_functions
+from mxfp8_ops import contract, formats, numerics, numpy_nodes, onnx_functions
 
 E3M4 = ml_dtypes.float8_e3m4
 row = formats.element_format("e3m4")

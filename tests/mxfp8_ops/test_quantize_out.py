@@ -73,10 +73,10 @@ def test_rows_of_larger_arrays_and_a_memory_map(quantize: Callable[..., Any], tm
 
 @pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads"}), (cuda, {"swizzled", "fast_accumulate", "kept"})])
 def test_a_backend_has_the_arguments_of_the_reference_in_its_order_and_some_of_its_own(backend: Any, more: set) -> None:
-    shared = [name for name in backend.__all__ if inspect.isfunction(getattr(numerics, name, None))]
+    shared = [name for name in backend.__all__ if inspect.isfunction(getattr(numpy_nodes, name, None))]
     assert "quantize" in shared
     for name in shared:
         theirs = inspect.signature(getattr(backend, name)).parameters.values()
-        ours = inspect.signature(getattr(numerics, name)).parameters.values()
+        ours = inspect.signature(getattr(numpy_nodes, name)).parameters.values()
         alike = [(p.name, p.kind, p.default) for p in theirs if p.name not in more]
         assert alike == [(p.name, p.kind, p.default) for p in ours], name

@@ -34,7 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for kind, run in (("quantizer", _quantizer), ("dequantizer", _dequantizer), ("gemm", _gemm)):
         command = commands.add_parser(kind, help=f"check a Python {kind}")
-        command.add_argument("function", metavar="MODULE:FUNCTION", help=f"called as mxfp8_ops.numerics's {kind}")
+        command.add_argument("function", metavar="MODULE:FUNCTION", help=f"called as mxfp8_ops.numpy_nodes's {kind}")
         command.add_argument("--formats", nargs="+", choices=ELEMENT_FORMATS, default=list(ELEMENT_FORMATS))
         command.set_defaults(run=run)
         if kind == "quantizer":
@@ -82,7 +82,7 @@ def _function(name: str) -> Callable[..., Any]:
     module, colon, attribute = name.partition(":")
     if not (module and colon and attribute):
         raise ContractError(
-            name, "not MODULE:FUNCTION", expected="a name such as mxfp8_ops.numerics:quantize", advice="correct it"
+            name, "not MODULE:FUNCTION", expected="a name such as mxfp8_ops.numpy_nodes:quantize", advice="correct it"
         )
     try:
         function = getattr(importlib.import_module(module), attribute, None)

@@ -72,6 +72,10 @@ class AttentionSettings(NamedTuple):
         return self.q_num_heads, self.kv_num_heads
 
 
+# Python's error for a misspelt option, or for one that is missing, begins with this name.
+AttentionSettings.__new__.__qualname__ = "attention"
+
+
 def attention(
     q: Array,
     k: Array,
