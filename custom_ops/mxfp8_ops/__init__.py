@@ -1,7 +1,7 @@
 """The MXFP8 nodes: formats, reference numerics, kernels and their bindings.
 
 Importing this package loads no native code, no ONNX, no ONNX Runtime and no torch; import the module you need:
-`numerics` (the reference), `cpu` (native kernels), `ort` (ONNX Runtime), `onnx_functions` (portable bodies).
+`numpy_nodes` (the reference), `cpu` (native kernels), `ort` (ONNX Runtime), `onnx_functions` (portable bodies).
 
 `is_mxfp8_native(device)` and `native_reason(device)` say whether a device multiplies MXFP8 itself (`hardware`).
 """

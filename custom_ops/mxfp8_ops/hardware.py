@@ -1,7 +1,7 @@
 """Which devices multiply MXFP8 themselves; elsewhere kernels decode it and multiply wider numbers.
 
 TransformerEngine's `is_mxfp8_available` gives the same answers: GPUs of compute capability 10.x and 11.x. They are
-about speed alone: results are those of `numerics.py` on any device.
+about speed alone: results are those of `numpy_nodes.py` on any device.
 
 Needs neither torch nor CuPy, but the CUDA driver. No answer about a GPU has been verified on one.
 """

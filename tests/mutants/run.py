@@ -39,8 +39,8 @@ AREAS = {
     "weights, packed": (15, "mxfp8_graph/weights.py", "mxfp8_graph/packed/*.py"),
     "numerics": (
         20,
-        *(f"custom_ops/mxfp8_ops/{name}.py" for name in ("numerics", "formats", "fused", "attention")),
-        *(f"custom_ops/mxfp8_ops/{name}_functions.py" for name in ("onnx", "fused", "attention")),
+        *(f"custom_ops/mxfp8_ops/{name}.py" for name in ("numerics", "formats", "onnx_functions", "function_body")),
+        "custom_ops/mxfp8_ops/nodes/*.py",
     ),
     "argument checks": (12, "custom_ops/mxfp8_ops/checks.py", "custom_ops/mxfp8_ops/cpu/*.py"),
     "torch ops": (10, "custom_ops/mxfp8_ops/torch_ops/*.py"),

@@ -1,4 +1,4 @@
-"""Packing: the bytes of `numerics`, whatever way a weight is stored and however it is cut into slices."""
+"""Packing: the bytes of `numpy_nodes`, whatever way a weight is stored and however it is cut into slices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WAYS = {"slices": [1, 20_000, 1 << 30], "external": BOTH}
 
 
 def check(result: Packed, w: np.ndarray, **options: Any) -> None:
-    """Fails unless `result` is `w` [..., N, K] as `numerics` quantizes it, with the errors that this makes."""
+    """Fails unless `result` is `w` [..., N, K] as `numpy_nodes` quantizes it, with the errors that this makes."""
     elements, scales = numpy_nodes.quantize(w, **options)
     np.testing.assert_array_equal(result.elements, elements)
     np.testing.assert_array_equal(result.scales, scales)

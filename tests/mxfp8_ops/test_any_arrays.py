@@ -1,4 +1,4 @@
-"""Whatever the arrays are, the native functions do as `numerics` does; and what quantizing must be for any of them."""
+"""Whatever the arrays are, the kernels do as `numpy_nodes` does; and what quantizing must be for any of them."""
 
 from __future__ import annotations
 

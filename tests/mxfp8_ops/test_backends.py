@@ -1,4 +1,4 @@
-"""Every implementation against `numerics`, bit by bit: kernels per instruction set, torch ops, nodes, function bodies.
+"""Every implementation and `numpy_nodes`, bit by bit: kernels per instruction set, torch ops, nodes, function bodies.
 
 The kernels for CUDA have the same tests in test_cuda_emulated.py, where their launches are counted too.
 """
@@ -147,7 +147,7 @@ def hard_blocks(dtype: str) -> np.ndarray:
 
 @functools.cache
 def hard_case(dtype: str, element_format: str, scale_rounding: str, *, alone: bool) -> tuple[np.ndarray, ...]:
-    """Returns hard blocks, or every leading pattern as the only value of its block, and the codes of `numerics`."""
+    """Returns hard blocks, or every leading pattern as the only value of its block, and the codes of `numpy_nodes`."""
     x = hard_blocks(dtype)
     x = x[:2048].reshape(-1, 1) if alone else x
     return x, *numpy_nodes.quantize(x, element_format=element_format, scale_rounding=scale_rounding)

@@ -1,4 +1,4 @@
-"""The CUDA kernels on a GPU, against `numerics`: make gpu-test. Needs torch with CUDA, and CuPy."""
+"""The CUDA kernels on a GPU, against `numpy_nodes`: make gpu-test. Needs torch with CUDA, and CuPy."""
 
 from __future__ import annotations
 

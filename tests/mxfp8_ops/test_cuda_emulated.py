@@ -1,4 +1,4 @@
-"""The CUDA kernels but the gemms, with their launch code, on an emulation of CUDA threads, against `numerics`."""
+"""The CUDA kernels but the gemms, with their launch code, on an emulation of CUDA threads, against `numpy_nodes`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gemm_fused and what tiles its x, on the emulation of CUDA threads and of wgmma, against `numerics`. No GPU."""
+"""gemm_fused and what tiles its x, on the emulation of CUDA threads and of wgmma, against `numpy_nodes`. No GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The nodes inside ONNX Runtime: every dtype the contract accepts, against `numerics`."""
+"""The nodes inside ONNX Runtime: every dtype the contract accepts, against `numpy_nodes`."""
 
 from __future__ import annotations
 

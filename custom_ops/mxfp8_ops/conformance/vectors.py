@@ -1,7 +1,7 @@
 """The test vectors: vectors.npz as cases, each an input of one operation and its expected result.
 
 The file is a zip archive of .npy arrays, called KIND/GROUP/SETTINGS/ARRAY; docs/numerics.md describes it. It is
-written by custom_ops/conformance_vectors.py from `numerics`.
+written by custom_ops/conformance_vectors.py from `numpy_nodes`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Case:
     group: str
     """The values that the case tests, such as "boundaries" or "nan"."""
     options: Mapping[str, Any]
-    """Keyword arguments of the call, those of the function of this kind in `numerics`."""
+    """Keyword arguments of the call, those of the function of this kind in `numpy_nodes`."""
     inputs: tuple[Array, ...]
     """Positional arguments."""
     expected: tuple[Array, ...]

@@ -1,4 +1,4 @@
-"""The functions of `numerics.py`, natively, on NumPy arrays: same names, same arguments, same errors.
+"""The functions of `numpy_nodes.py`, natively, on NumPy arrays: same names, same arguments, same errors.
 
 `quantize`, `dequantize` and `embedding` give the same bytes; the gemms accumulate in float32 and stay within
 `numpy_nodes.gemm_error_bound`. Each function also takes `threads`, how many to use (0 for one per

@@ -1,4 +1,4 @@
-"""The nodes on NVIDIA GPUs: the functions of `numerics.py` on CuPy arrays, on the current stream.
+"""The nodes on NVIDIA GPUs: the functions of `numpy_nodes.py` on CuPy arrays, on the current stream.
 
 Importing this imports no CuPy and needs no GPU; the first call does.
 """

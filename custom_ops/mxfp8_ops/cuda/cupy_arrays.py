@@ -1,10 +1,10 @@
-"""The functions of `numerics.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
+"""The functions of `numpy_nodes.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
 
 `quantize` and `dequantize` give the same bytes, but any NaN of the latter is one NaN; the gemms accumulate in float32
 and stay within `numpy_nodes.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The
 kernels are compiled on first use too (`build.py`), so run a shape once before capturing it into a CUDA graph.
 
-Errors are those of `numerics.py`, and BackendError where there is no CuPy or no GPU.
+Errors are those of `numpy_nodes.py`, and BackendError where there is no CuPy or no GPU.
 
 Not verified on hardware yet: see custom_ops/README.md.
 """

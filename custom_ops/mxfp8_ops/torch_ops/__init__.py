@@ -1,6 +1,6 @@
 """The nodes as torch ops: importing this module registers `torch.ops.mxfp8.*`. It loads no native code by itself.
 
-Their meaning is that of `numerics.py`, and `contract.TORCH_OPS` says which are nodes. A dtype of None is float32, and
+They mean what `numpy_nodes.py` says, and `contract.TORCH_OPS` says which are nodes. A dtype of None is float32, and
 that of x in weight_gemm: a ScalarType with any other default cannot be packaged by AOTInductor (torch 2.13 writes the
 default out as an int and refuses to read it).
 

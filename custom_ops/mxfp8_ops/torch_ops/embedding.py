@@ -1,4 +1,4 @@
-"""`mxfp8::embedding`: rows of a packed table. Meaning and errors are those of `numerics.py`; dtypes are torch's.
+"""`mxfp8::embedding`: rows of a packed table. Meaning and errors are those of `numpy_nodes.py`; dtypes are torch's.
 
 The op that corresponds to `torch.nn.functional.embedding`; negative indices count from the last row. The arguments
 `padding_idx` and `scale_grad_by_freq` of that function change gradients only, and a packed table has none, so this op

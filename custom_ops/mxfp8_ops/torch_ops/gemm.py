@@ -1,4 +1,4 @@
-"""`mxfp8::gemm` and `weight_gemm`. Meaning and errors are those of `numerics.py`; dtypes are torch's.
+"""`mxfp8::gemm` and `weight_gemm`. Meaning and errors are those of `numpy_nodes.py`; dtypes are torch's.
 
 `gemm` takes integers, which have no gradients, and a bias, which has one. `weight_gemm` has those of x and bias, so
 that adapters train on a packed model. They can be differentiated again. BackendError if the native library is missing.

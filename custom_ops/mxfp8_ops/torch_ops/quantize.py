@@ -1,4 +1,4 @@
-"""`mxfp8::quantize`, `quantize_both` and `dequantize`. Meaning and errors are those of `numerics.py`; dtypes torch's.
+"""`mxfp8::quantize`, `quantize_both` and `dequantize`. Meaning and errors as in `numpy_nodes.py`; dtypes are torch's.
 
 Where the native library takes a row stride, strided inputs are read in place; others are copied once. Results are
 contiguous, whatever the strides of the inputs. BackendError if the library is missing.
