@@ -68,7 +68,8 @@ class Op:
 
     An input called B has the elements of a packed weight [..., N, K], and B_scales after it their scales, of one layout
     for every node: a table of rows and an output projection may share theirs. A gemm's other inputs are A (or X),
-    A_scales, and bias, factor or experts; it is weight-only if A has no scales.
+    A_scales, and bias, factor or experts; it is weight-only if A has no scales. Passes and checks know a node by these
+    names and by the properties below, never by a list of nodes.
     """
 
     name: str
@@ -79,6 +80,8 @@ class Op:
     summary: str
     is_gemm: bool = False
     """Whether it multiplies matrices."""
+    fuses: tuple[str, str] = ("", "")
+    """The node whose place it takes, and what it does besides, which was a node of its own."""
 
     def at(self, port: str) -> int | None:
         """Returns which input is called `port`, or None if there is none."""
@@ -99,6 +102,22 @@ class Op:
         """Which input holds the elements of a packed weight, if there is one; its scales are the next."""
         b = self.at("B")
         return self.at("elements") if b is None else b
+
+    @property
+    def indices_at(self) -> int | None:
+        """Which input picks entries of the packed weight along its first axis, if there is one."""
+        return next((index for index, row in enumerate(self.inputs) if {*row.dtypes} <= {*INDICES}), None)
+
+    @property
+    def factors_at(self) -> tuple[int, int] | None:
+        """Which two inputs it multiplies first: A (or X) and B, or Q and K; None if it multiplies none."""
+        second = self.packed_at if self.is_gemm else self.at("K")
+        return None if second is None else (0, second)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it packs, or reads what is packed, and does nothing besides: others stand for several nodes."""
+        return not self.fuses[0] and (self.quantizes or self.packed_at is not None)
 
 
 QUANTIZE: Final = Op(
@@ -196,6 +215,7 @@ FUSED_GEMM: Final = Op(
     MappingProxyType(_EPILOGUE),
     "epilogue(A @ transpose(B) + bias) on quantized operands, in float32.",
     is_gemm=True,
+    fuses=(GEMM.name, "activation"),
 )
 FUSED_WEIGHT_GEMM: Final = Op(
     "MXFP8FusedWeightGemm",
@@ -204,6 +224,7 @@ FUSED_WEIGHT_GEMM: Final = Op(
     MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
     "epilogue(X @ transpose(B) + bias) with only the weight quantized, X perhaps rounded first, in float32.",
     is_gemm=True,
+    fuses=(WEIGHT_GEMM.name, "activation"),
 )
 GATED_GEMM: Final = Op(
     "MXFP8GatedGemm",
@@ -212,6 +233,7 @@ GATED_GEMM: Final = Op(
     MappingProxyType(_EPILOGUE),
     "epilogue(A @ transpose(B) + bias) * factor on quantized operands, in float32.",
     is_gemm=True,
+    fuses=(FUSED_GEMM.name, "gate"),
 )
 GATED_WEIGHT_GEMM: Final = Op(
     "MXFP8GatedWeightGemm",
@@ -220,6 +242,7 @@ GATED_WEIGHT_GEMM: Final = Op(
     MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
     "epilogue(X @ transpose(B) + bias) * factor with only the weight quantized, X perhaps rounded first, in float32.",
     is_gemm=True,
+    fuses=(FUSED_WEIGHT_GEMM.name, "gate"),
 )
 GEMM_QUANTIZE: Final = Op(
     "MXFP8GemmQuantize",
@@ -232,6 +255,7 @@ GEMM_QUANTIZE: Final = Op(
     MappingProxyType({"epilogue": "none", "output_dtype": FLOAT8E4M3FN, "scale_rounding": "ceil"}),
     "Y = epilogue(A @ transpose(B) + bias) on quantized operands, in float32; and its rows in MXFP8.",
     is_gemm=True,
+    fuses=(FUSED_GEMM.name, "quantization"),
 )
 _NORM_INPUTS: Final = (Port("scale", (FLOAT,), "[K]"), Port("bias", (FLOAT,), "[K]", optional=True))
 _NORM_OUTPUTS: Final = (*QUANTIZE.outputs, Port("normalized", VALUES, "shape of X", optional=True, like="X"))
@@ -244,6 +268,7 @@ NORM_QUANTIZE: Final = Op(
     _NORM_OUTPUTS,
     _NORM_ATTRIBUTES,
     "Rows normalized in float32, times scale, plus bias, rounded to the dtype of X; and that in MXFP8.",
+    fuses=(QUANTIZE.name, "norm"),
 )
 ADD_NORM_QUANTIZE: Final = Op(
     "MXFP8AddNormQuantize",
@@ -251,6 +276,7 @@ ADD_NORM_QUANTIZE: Final = Op(
     (*_NORM_OUTPUTS, Port("sum", VALUES, "shape of X", optional=True, like="X")),
     _NORM_ATTRIBUTES,
     "MXFP8NormQuantize of sum = X + residual.",
+    fuses=(NORM_QUANTIZE.name, "sum"),
 )
 
 ATTENTION: Final = Op(

@@ -42,7 +42,7 @@ from mxfp8_graph.onnx_model.walk import STANDARD, iter_nodes
 from mxfp8_graph.report.base import Data
 from mxfp8_ops import attention, contract, cpu, formats, fused, numerics, onnx_functions
 from mxfp8_ops.checks import attention_sizes, check_experts
-from mxfp8_ops.contract import ATTENTION, QUANTIZE, Op
+from mxfp8_ops.contract import ATTENTION, Op
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
 """Domain of the twins: no kernel is registered for it, so ONNX Runtime must run the body."""
@@ -205,7 +205,7 @@ def _twin_of(function: FunctionProto) -> FunctionProto:
 
 def _quantizes_results(op: Op) -> bool:
     """Whether a node quantizes the result of a computation (its third output), and not its input."""
-    return op.quantizes and op is not QUANTIZE
+    return op.quantizes and len(op.outputs) > 2
 
 
 class _Comparison:
