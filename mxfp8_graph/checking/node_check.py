@@ -77,7 +77,7 @@ class NodeCheck(Data):
     def has_bound(self) -> bool:
         """Whether the node sums values, so that the order of the sum shows in its last bits."""
         op = contract.OPS[self.op]
-        return op.is_gemm or _quantizes_results(op) or op is ATTENTION
+        return op.factors_at is not None or _quantizes_results(op)
 
     @property
     def passed(self) -> bool:
