@@ -21,7 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, row_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, row_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, settings_of, tensor_of
 from mxfp8_ops import contract, standard_ops
 
@@ -110,13 +110,13 @@ def is_marked(node: ir.Node) -> bool:
 def take_apart(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns dequantized operands and a standard product in place of a gemm or a lookup; None for other nodes."""
     op = row_of(node)
-    at = None if op is None else op.packed_at
-    if op is None or at is None or is_ours(node, contract.DEQUANTIZE):
+    if op is None or op.packed_at is None or not op.is_plain:
         return None
     if op.is_gemm and op.indices_at is None:
-        return _product(edit, node, _activation(edit, node) if op.weight_only else _dequantized(edit, node, 0), at)
+        a = _activation(edit, node) if op.weight_only else _dequantized(edit, node, 0)
+        return _product(edit, node, a, op.packed_at)
     if not op.is_gemm and op.indices_at is not None:
-        table = _dequantized(edit, node, at, attribute(node, "output_dtype", contract.FLOAT))
+        table = _dequantized(edit, node, op.packed_at, attribute(node, "output_dtype", contract.FLOAT))
         return [in_place_of(node, "Gather", [table, node.inputs[op.indices_at]], heirs(node))]
     return None
 

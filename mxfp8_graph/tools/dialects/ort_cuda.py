@@ -69,8 +69,8 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
 def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
     """Returns ONNX Runtime's node for a gemm of a stored E4M3 matrix, or None for others."""
     op = row_of(node)
-    at = None if op is None else op.packed_at
-    if op is None or at is None or not op.is_gemm or op.indices_at is not None:
+    at = op.packed_at if op is not None and op.is_gemm and op.is_plain and op.indices_at is None else None
+    if op is None or at is None:
         return None
     b, scales = operands(node, at)
     elements, codes = tensor_of(b), tensor_of(scales)
