@@ -73,7 +73,7 @@ def fused(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 
 def skinny_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """The variants of gemm_skinny, for src/cuda_host/measured.h; its rows say at which sizes."""
+    """The variants of gemm_skinny, for src/cuda_host/experimental/measured.h; its rows say at which sizes."""
     yield from cases.variants(rounds, "gemm_skinny")
 
 
@@ -196,7 +196,7 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
         "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request. fused: only on request.",
         "x plain: variants of a kernel. Where one is at least 2% faster, measured.h makes it the default, once it has",
-        "replaced custom_ops/mxfp8_ops/src/cuda_host/measured.h.",
+        "replaced custom_ops/mxfp8_ops/src/cuda_host/experimental/measured.h.",
         "",
         f"{len(verdicts)} targets: " + ", ".join(f"{verdicts.count(v)} {v}" for v in ("stretch", "ok", "MISSED")) + ".",
         *(f"Section {name} is incomplete: {why}." for name, why in failures.items()),

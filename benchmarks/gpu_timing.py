@@ -33,7 +33,7 @@ class Row:
     must: float | None = None
     stretch: float | None = None
     measured: tuple[Any, ...] | None = None
-    """The row of src/cuda_host/measured.h that it stands for."""
+    """The row of src/cuda_host/experimental/measured.h that it stands for."""
 
     @property
     def verdict(self) -> str:

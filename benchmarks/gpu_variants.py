@@ -1,4 +1,4 @@
-"""The table of measurements of src/cuda_host/measured.h: which variant of a kernel is fastest on which card and size.
+"""The table of measurements, src/cuda_host/experimental/measured.h: which variant of a kernel is fastest where.
 
 gpu_bench.py measures what its rows without a time name, and writes it anew with the times of the card it runs on.
 """

@@ -31,8 +31,8 @@ from mxfp8_graph.onnx_model.dialect_ops import foreign
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
 from mxfp8_graph.report.section import STYLES
-from mxfp8_ops import contract, cpu, formats, hardware, numerics, numpy_nodes
-from mxfp8_ops.cuda import build, planner, system
+from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes
+from mxfp8_ops.cuda import build, hardware, planner, system
 from mxfp8_ops.errors import BackendError, Mxfp8Error
 
 Array = npt.NDArray[Any]

@@ -5,18 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mxfp8_graph.file_reading import Pins, is_any_of
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.options import CheckpointWeights, Options, RewriteOptions, check_options
+from mxfp8_graph.options import CheckpointWeights, Options, RewriteOptions, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError, Option
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def rewrite(

@@ -173,7 +173,8 @@ def command_of(call: str, results: list[Result]) -> str:
         only = f" STEP={failed[0]}" if failed != ["library"] else ""
         return f"mend {', '.join(failed)}, then: make gpu-first CALL={call}{only}"
     if call == letters[-1]:
-        return "commit gpu.md and gpu.json, and call C's measured.h as custom_ops/mxfp8_ops/src/cuda_host/measured.h"
+        table = "custom_ops/mxfp8_ops/src/cuda_host/experimental/measured.h"
+        return f"commit gpu.md and gpu.json, and call C's measured.h as {table}"
     return f"make gpu-first CALL={letters[letters.index(call) + 1]}"
 
 

@@ -3,7 +3,7 @@
 Importing this package loads no native code, no ONNX, no ONNX Runtime and no torch; import the module you need:
 `numpy_nodes` (the reference), `cpu` (native kernels), `ort` (ONNX Runtime), `onnx_functions` (portable bodies).
 
-`is_mxfp8_native(device)` and `native_reason(device)` say whether a device multiplies MXFP8 itself (`hardware`).
+`is_mxfp8_native(device)` and `native_reason(device)` say whether a device multiplies MXFP8 itself (`cuda/hardware.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _OF_HARDWARE = ("is_mxfp8_native", "native_reason")
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a function of `hardware` on first use, so that `import mxfp8_ops` stays light."""
+    """Loads a function of `cuda.hardware` on first use, so that `import mxfp8_ops` stays light."""
     if name not in _OF_HARDWARE:
         raise AttributeError(f"module 'mxfp8_ops' has no attribute {name!r}; it has {', '.join(_OF_HARDWARE)}")
-    return getattr(importlib.import_module("mxfp8_ops.hardware"), name)
+    return getattr(importlib.import_module("mxfp8_ops.cuda.hardware"), name)
 
 
 def __dir__() -> list[str]:

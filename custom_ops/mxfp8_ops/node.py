@@ -59,7 +59,8 @@ class Op:
 
     An input called B has the elements of a packed weight [..., N, K], and B_scales after it their scales, of one layout
     for every node: a table of rows and an output projection may share theirs. A gemm's other inputs are A (or X),
-    A_scales, and bias, factor or experts; it is weight-only if A has no scales.
+    A_scales, and bias, factor or experts; it is weight-only if A has no scales. Passes and checks know a node by these
+    names and by the properties below, never by a list of nodes.
     """
 
     name: str
@@ -72,6 +73,8 @@ class Op:
     """Writes its portable body, to a `function_body.Body`."""
     is_gemm: bool = False
     """Whether it multiplies matrices."""
+    fuses: tuple[str, str] = ("", "")
+    """The node whose place it takes, and what it does besides, which was a node of its own."""
 
     def at(self, port: str) -> int | None:
         """Returns which input is called `port`, or None if there is none."""
@@ -92,3 +95,19 @@ class Op:
         """Which input holds the elements of a packed weight, if there is one; its scales are the next."""
         b = self.at("B")
         return self.at("elements") if b is None else b
+
+    @property
+    def indices_at(self) -> int | None:
+        """Which input picks entries of the packed weight along its first axis, if there is one."""
+        return next((index for index, row in enumerate(self.inputs) if {*row.dtypes} <= {*INDICES}), None)
+
+    @property
+    def factors_at(self) -> tuple[int, int] | None:
+        """Which two inputs it multiplies first: A (or X) and B, or Q and K; None if it multiplies none."""
+        second = self.packed_at if self.is_gemm else self.at("K")
+        return None if second is None else (0, second)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it packs, or reads what is packed, and does nothing besides: others stand for several nodes."""
+        return not self.fuses[0] and (self.quantizes or self.packed_at is not None)

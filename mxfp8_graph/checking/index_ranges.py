@@ -43,10 +43,12 @@ _TABLES: Final = {
     "GatherElements": ((0, 1, "axis"),),
     "ScatterElements": ((0, 1, "axis"),),
     "GatherBlockQuantized": ((0, 1, "gather_axis"),),
-    contract.EMBEDDING.name: ((1, 0, None),),
-    contract.GROUPED_GEMM.name: ((2, 4, None),),
-    contract.GROUPED_WEIGHT_GEMM.name: ((1, 3, None),),
     "EmbedLayerNormalization": ((2, 0, None), (3, 7, None), (4, 1, None)),
+    **{
+        op.name: ((op.packed_at or 0, op.indices_at, None),)
+        for op in contract.OPS.values()
+        if op.indices_at is not None
+    },
 }
 """Op -> (input that is the table, input that indexes it, attribute that says along which axis)."""
 

@@ -39,9 +39,9 @@ from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.graph import graphs_of
 from mxfp8_graph.onnx_model.walk import STANDARD, iter_nodes
 from mxfp8_graph.report.base import Data
-from mxfp8_ops import attention, contract, cpu, formats, numerics, numpy_nodes, onnx_functions
-from mxfp8_ops.contract import ATTENTION, QUANTIZE, Op
-from mxfp8_ops.nodes.attention import attention_sizes
+from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
+from mxfp8_ops.contract import ATTENTION, Op
+from mxfp8_ops.nodes import attention
 from mxfp8_ops.nodes.grouped import check_experts
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
@@ -77,7 +77,7 @@ class NodeCheck(Data):
     def has_bound(self) -> bool:
         """Whether the node sums values, so that the order of the sum shows in its last bits."""
         op = contract.OPS[self.op]
-        return op.is_gemm or _quantizes_results(op) or op is ATTENTION
+        return op.factors_at is not None or _quantizes_results(op)
 
     @property
     def passed(self) -> bool:
@@ -205,7 +205,7 @@ def _twin_of(function: FunctionProto) -> FunctionProto:
 
 def _quantizes_results(op: Op) -> bool:
     """Whether a node quantizes the result of a computation (its third output), and not its input."""
-    return op.quantizes and op is not QUANTIZE
+    return op.quantizes and len(op.outputs) > 2
 
 
 class _Comparison:
@@ -282,7 +282,7 @@ class _Comparison:
         q, k, v, mask, *pasts = (self._value(port.name) for port in ATTENTION.inputs)
         heads = self._attributes["q_num_heads"], self._attributes["kv_num_heads"]
         shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
-        sizes = attention_sizes(ATTENTION.name, *shapes, heads)
+        sizes = attention.attention_sizes(ATTENTION.name, *shapes, heads)
         each, scale = sizes.q_heads // sizes.kv_heads, self._attributes["scale"]
         rounds = "bfloat16" if self._attributes["activation_dtype"] == contract.BFLOAT16 else None
         mask = np.broadcast_to(mask, sizes.scores)

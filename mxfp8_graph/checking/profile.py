@@ -41,11 +41,12 @@ Event = Mapping[str, Any]
 CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
 """Ops whose time is that of the nodes in their bodies, which have entries too."""
 
-_MULTIPLIES: Final = ROLE_OPS.compute | {contract.ATTENTION.name}
-"""Ops of ONNX Runtime, and MXFP8Attention, that multiply inputs."""
-
-_PLACES: Final = {"MoE": [0, 2], "QMoE": [0, 2], "QLinearMatMul": [0, 3]}
-"""Which inputs such an op multiplies, if not the first two."""
+_FACTORS: Final = {
+    **dict.fromkeys(ROLE_OPS.compute, (0, 1)),
+    **{"MoE": (0, 2), "QMoE": (0, 2), "QLinearMatMul": (0, 3)},
+    **{op.name: op.factors_at for op in contract.OPS.values() if op.factors_at is not None},
+}
+"""Op -> the two inputs that it multiplies."""
 
 _DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2"}
 """ONNX Runtime's names of dtypes -> ours, where they differ."""
@@ -114,14 +115,8 @@ def _rounded(model: ir.Model) -> dict[str, str]:
 
 def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
     op, types = args["op_name"], [next(iter(entry)) for entry in args.get("input_type_shape", ())]
-    ours = contract.OPS.get(op)
-    if ours is not None and ours.is_gemm:
-        places: Sequence[int | None] = [ours.at("X" if ours.weight_only else "A"), ours.at("B")]
-    elif op in _MULTIPLIES:
-        places = _PLACES.get(op, [0, 1])
-    else:
-        return ""
-    names = [_DTYPES.get(types[at], types[at]) for at in places if at is not None and at < len(types)]
-    if rounded is not None:
-        names = [rounded, rounded if op == contract.ATTENTION.name else names[-1]]
-    return " x ".join(names)
+    factors = [at for at in _FACTORS.get(op, ()) if at < len(types)]
+    names = {at: _DTYPES.get(types[at], types[at]) for at in factors}
+    if rounded is not None and op in contract.OPS:  # packed operands are not rounded
+        names |= {at: rounded for at in factors if contract.OPS[op].inputs[at].dtypes == contract.VALUES}
+    return " x ".join(names.values())

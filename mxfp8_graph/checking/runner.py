@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mxfp8_graph.checking.inputs import Signature, describe
 from mxfp8_graph.checking.profile import NodeProfile
@@ -13,14 +13,11 @@ from mxfp8_graph.checking.samples import SampleOptions, make_samples
 from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.options import check_options
+from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.section import Columns, Section, number, shape_text
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Model = Any
 """A path, an `onnx.ModelProto` or a `torch.export.ExportedProgram`: torch is not imported to name the last."""

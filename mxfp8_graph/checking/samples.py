@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypedDict
+from typing import Annotated, Any, Final, TypedDict
 
 import numpy as np
 
@@ -37,24 +37,28 @@ from mxfp8_graph.checking.inputs import (
     make_inputs,
 )
 from mxfp8_graph.file_reading import is_folder, open_regular
+from mxfp8_graph.options import TrustPickle, documented
 from mxfp8_ops.errors import BackendError, ContractError, Option, ShapeError
 
 SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
 """The types of `inputs` in the Python API."""
 
 
+@documented
 class SampleOptions(TypedDict, total=False):
     """The options of every function that runs a model on samples."""
 
-    inputs: SampleSource
-    """A file, a folder, "module:function", arrays by input name, or an iterable of these: see above. Synthesised by
-    default, and results say so."""
-    shapes: Mapping[str, int] | None
-    """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`."""
-    seed: int
-    """For synthesised inputs: that of the first sample; those that follow have the numbers that follow. Default: 0."""
-    trust_pickle: bool
-    """Let a .pt2 file run code that it brings; see `mxfp8_graph.load`."""
+    inputs: Annotated[
+        SampleSource,
+        'a file, a folder, "module:function", arrays by input name, or an iterable of these: see `checking.samples`. '
+        "None synthesises them, and results say so.",
+    ]
+    shapes: Annotated[
+        Mapping[str, int] | None,
+        "sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`.",
+    ]
+    seed: Annotated[int, "of the first synthesised sample; those that follow have the numbers that follow."]
+    trust_pickle: TrustPickle
 
 
 MOST_SAMPLES: Final = 100_000

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import onnx_ir as ir
 
@@ -25,12 +25,9 @@ from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.options import check_options
+from mxfp8_graph.options import Unpack, check_options
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, ShapeError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 _ORIGINAL: Final = "the original {} (the rewrite is not to blame)"
 """Name of the original model in errors."""

@@ -113,7 +113,7 @@ def rewrite(
             progress=progress,
         )
     lists = done.lists(plan=dry_run or verbose, verbose=verbose)
-    tell(done, json=json, reports=report, overwrite=overwrite, lists=lists)
+    tell(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def verify(

@@ -82,7 +82,7 @@ def from_hf(
             progress=progress,
         )
     lists = done.lists(plan=verbose, verbose=verbose)
-    tell(done, json=json, reports=report, overwrite=overwrite, lists=lists)
+    tell(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def convert(

@@ -25,7 +25,7 @@ from mxfp8_graph.onnx_model.check import validate_structure
 from mxfp8_graph.onnx_model.graph import infer, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target, wants_external
-from mxfp8_graph.options import ExportOptions, check_options
+from mxfp8_graph.options import ExportOptions, Unpack, check_options
 from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error
@@ -33,7 +33,6 @@ from mxfp8_ops.errors import BackendError, ContractError, Mxfp8Error
 if TYPE_CHECKING:
     import onnx_ir as ir
     from torch.export import ExportedProgram
-    from typing_extensions import Unpack
 
 
 def check_opset(opset: object, where: str) -> None:

@@ -22,6 +22,9 @@ from mxfp8_ops.errors import Mxfp8Error, Option
 SUFFIXES: Final = (".json", ".html")
 """Suffixes of the files that `Report.write` can write."""
 
+_LEAD: Final = frozenset({"size", "weight error", "chosen", "search", "everything rewritten", "excluded"})
+"""Labels of the facts that a page has at its top too."""
+
 _ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
@@ -67,9 +70,20 @@ class Report(Data, ABC):
         """Returns the outcome in one line, the first of the text; "" without one."""
         return ""
 
+    def facts(self) -> Sequence[tuple[str, str]]:
+        """Returns (label, value) pairs: what there is to know beside the tables."""
+        return ()
+
     def lead(self) -> Sequence[str]:
-        """Returns the sentences at the top of the page."""
-        return [f"{self.headline()}."] if self.headline() else []
+        """Returns the sentences at the top of the page: the outcome, its numbers, and notes.
+
+        The facts may stand behind tables of hundreds of rows, and some notes name options.
+        """
+        lines = [f"{self.headline()}."] if self.headline() else []
+        for label, value in self.facts():
+            if label == "note" or label in _LEAD:
+                lines.append(value if label == "note" else f"{label.capitalize()}: {value}.")
+        return lines
 
     def to_text(self, *, every: bool = False) -> RenderableType:
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""

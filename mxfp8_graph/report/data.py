@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from rich.console import RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
 from rich.text import Text
 
@@ -17,7 +18,7 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import text
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
+from mxfp8_graph.report.section import Cell, Columns, Section, added, byte_size, filled, number
 
 SCHEMA: Final = 2
 """Version of the layout of a report's JSON; it grows when a key changes its meaning or goes away."""
@@ -252,16 +253,13 @@ class RewriteReport(Report):
         parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
         return " and ".join(parts)
 
-    def lead(self) -> list[str]:
-        """Returns the outcome, and notes: some name options, and tables above the facts may have hundreds of rows."""
-        return [*super().lead(), *(note for label, note in self.facts() if label == "note")]
-
     def sections(self) -> Iterator[Section]:
         """Yields reasons, bytes and facts, which end a rewrite; then all sites, fusions and tensors."""
         if self.already_rewritten:
             yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
             return
-        yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS)
+        sites = lambda rows: f", {added(rows, 1):.0f} sites"  # noqa: E731
+        yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS, rest=sites)
         if self.account.tensors:
             yield self.account.section()
         yield Section(facts=self.facts())
@@ -272,6 +270,10 @@ class RewriteReport(Report):
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
         yield Section(title="Stored tensors", columns=self.account.table(), detail=True)
+
+    def to_text(self, *, every: bool = False) -> RenderableType:
+        """Returns what a terminal shows; `lists` has the details."""
+        return text.render(self.headline(), (part for part in self.sections() if not part.detail), every=every)
 
     def lists(self, *, plan: bool, verbose: bool) -> Iterator[Text]:
         """Yields with `plan` one line per site, with `verbose` also bytes, errors and one line per stored tensor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,7 +11,8 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
-Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
+Row = tuple[Cell, ...]
+Columns = tuple[tuple[str, ...], Sequence[Row]]
 """Header and rows of a table."""
 
 STYLES: Final = {
@@ -48,6 +49,8 @@ class Section:
     long cells fold instead."""
     most: int | None = None
     """Number of rows that a terminal shows unless all are asked for; negative for the last rows."""
+    rest: Callable[[Sequence[Row]], str] = lambda _: ""
+    """Returns what the rows that it does not show add up to, in words."""
     detail: bool = False
     """Whether a terminal shows it only if all is asked for."""
 
@@ -60,6 +63,11 @@ def number(value: float | None, form: str = ".3g") -> Cell:
 def byte_size(count: int | None) -> Cell:
     """Returns a cell for a number of bytes, in words; empty without one."""
     return "" if count is None else (size(count), float(count))
+
+
+def added(rows: Sequence[Row], column: int) -> float:
+    """Returns the sum of the numbers of a column."""
+    return sum(cell[1] for row in rows if isinstance(cell := row[column], tuple))
 
 
 def said(cell: Cell) -> str:

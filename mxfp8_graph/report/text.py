@@ -33,8 +33,9 @@ def render(headline: str, sections: Iterable[Section], *, every: bool) -> Render
         if rows:
             fitted = section.spare is not None
             parts.append(Fitted(header, shown, section.spare or ()) if fitted else grid(header, shown))
-            if (more := len(rows) - abs(most)) > 0:
-                parts.append(Text(f"... and {more} more{' before' * (most < 0)}; --verbose and --json have all"))
+            if others := rows[:most] if most < 0 else rows[most:]:
+                text = f"... and {len(others)} more{' before' * (most < 0)}{section.rest(others)}"
+                parts.append(Text(f"{text}; --verbose and --json have all"))
             parts += [Text()] * fitted
         if section.facts:
             parts.append(lines(section.facts))

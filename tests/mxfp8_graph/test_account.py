@@ -165,7 +165,13 @@ def test_a_terminal_shows_the_largest_groups_and_the_total() -> None:
     start = lines.index(["weights", "before", "after", "used", "by", "why"])
     named = [line[0] for line in lines[start + 2 : start + 3 + MOST_ROWS]]
     assert named == ["rewritten", *["kept"] * (MOST_ROWS - 1), "total"]
-    assert lines[start + 4 + MOST_ROWS] == ["...", "and", "3", "more;", "--verbose", "and", "--json", "have", "all"]
+    rest = "... and 3 more, 49.2 kB before and 49.2 kB after; --verbose and --json have all"
+    assert lines[start + 4 + MOST_ROWS] == rest.split()
+    with terminal.capture() as shown:
+        terminal.print(report.to_text(every=True))
+    whole = [line.split()[:1] for line in shown.get().splitlines()]
+    assert whole.count(["kept"]) == 2 * 9  # each has a reason of its own
+    assert ["..."] not in whole
 
 
 @pytest.mark.usefixtures("own_folder")

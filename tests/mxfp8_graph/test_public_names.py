@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import mxfp8_graph
+from mxfp8_graph.checking.samples import SampleOptions
+from mxfp8_graph.options import Options, RewriteOptions, Unpack
 
 
 @pytest.mark.parametrize("name", mxfp8_graph.__all__)
@@ -20,6 +24,25 @@ def test_a_public_name_is_callable_the_first_time_and_the_second(name: str) -> N
     first, second = getattr(mxfp8_graph, name), getattr(mxfp8_graph, name)
     assert callable(first), first
     assert first is second
+
+
+@pytest.mark.parametrize("name", ["rewrite", "to_onnx", "from_hf", "verify", "analyze", "compare", "tune"])
+def test_a_function_with_options_has_type_hints_that_can_be_read(name: str) -> None:
+    if name == "to_onnx":
+        pytest.importorskip("torch")
+    hints = typing.get_type_hints(getattr(mxfp8_graph, name))
+    assert "return" in hints
+    (options,) = (typing.get_args(hint)[0] for hint in hints.values() if typing.get_origin(hint) is Unpack)
+    assert options.__annotations__
+
+
+def test_help_lists_every_option_with_its_default() -> None:
+    defaults = {field.name: field.default for field in dataclasses.fields(Options)}
+    for name in RewriteOptions.__annotations__:
+        line = rf"^    {name}: .*\. Default: {re.escape(repr(defaults[name]))}\.$"
+        assert re.search(line, RewriteOptions.__doc__ or "", re.MULTILINE), name
+    assert re.search(r"^    inputs: .*\. Default: None\.$", SampleOptions.__doc__ or "", re.MULTILINE)
+    assert re.search(r"^    seed: .*\. Default: 0\.$", SampleOptions.__doc__ or "", re.MULTILINE)
 
 
 def test_importing_loads_nothing_heavy() -> None:

@@ -20,7 +20,7 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
-from mxfp8_graph.report.section import Section
+from mxfp8_graph.report.section import Section, added
 from mxfp8_graph.report.text import Fitted, render
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -160,8 +160,10 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_begins_with_the_notes_however_long_its_tables_are() -> None:
-    text = make_report(notes=("pack <head>",)).to_html()
-    assert "<p>pack &lt;head&gt;</p></div>" in text.split("<h2>")[0]
+    top = make_report(notes=("pack <head>",)).to_html().split("<h2>")[0]
+    assert "<p>pack &lt;head&gt;</p></div>" in top
+    assert "<p>Size: 40.0 kB -&gt; 10.0 kB (4.00x smaller).</p>" in top
+    assert "<p>Weight error: relative L2 mean 0.0200" in top
 
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
@@ -194,13 +196,14 @@ def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
 
 def test_a_section_as_text_and_as_html() -> None:
     rows = [(f"site {n}", (f"{n} B", float(n))) for n in range(5)]
-    table = Section(columns=(("site", "bytes"), rows), total=("total", "10 B"), bar="bytes", most=-2)
+    rest = lambda others: f", {added(others, 1):.0f} B"  # noqa: E731
+    table = Section(columns=(("site", "bytes"), rows), total=("total", "10 B"), bar="bytes", most=-2, rest=rest)
     console = Console(width=80)
     for every, shown in ((False, ["site 3", "site 4", "total"]), (True, [*(row[0] for row in rows), "total"])):
         with console.capture() as captured:
             console.print(render("", [table, Section(facts=[("a", "b")], detail=True)], every=every))
         lines = [line.split("  ")[0].strip() for line in captured.get().splitlines()]
-        more = [] if every else ["... and 3 more before; --verbose and --json have all"]
+        more = [] if every else ["... and 3 more before, 3 B; --verbose and --json have all"]
         assert [line for line in lines if line][2:] == [*shown, *more, *(["a"] if every else [])]
     cell = '<td class="number" data-sort="2.0" style="background: linear-gradient(to right, var(--bar) 50.0%'
     page = html.section_html(table)

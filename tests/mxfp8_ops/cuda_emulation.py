@@ -58,7 +58,7 @@ def build(names: list[str], *extra: str) -> Path:
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
     lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
-    included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.glob("*.cu*")))
+    included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.rglob("*.cu*")))
     return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
 
 

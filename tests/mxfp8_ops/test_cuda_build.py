@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import shutil
 import struct
 import sys
 from types import SimpleNamespace
@@ -158,9 +159,8 @@ def check_fused(kernel):
 
 def test_ptxas_says_if_it_serializes_products(tmp_path, monkeypatch):
     """The log that the test above reads: sums that are used between a product and its end."""
-    for path in build.SOURCES.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    kernel = tmp_path / "gemm_fused.cu"
+    shutil.copytree(build.SOURCES, tmp_path, dirs_exist_ok=True)
+    kernel = tmp_path / "experimental" / "gemm_fused.cu"
     kernel.write_text(kernel.read_text().replace("wgmma_commit();", "sums[0][0] += 1.0f; wgmma_commit();"))
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     cubin = compiled.cubin("gemm_fused", "gemm_fused<E4M3, 1>", "sm_90a", ("--ptxas-options=-v",))
@@ -179,8 +179,7 @@ def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
 
 def test_the_cache_tells_kernels_architectures_and_sources_apart(tmp_path, monkeypatch):
     keys = {build._key("finish", "finish<true>", "sm_90a"), build._key("finish", "finish<true>", "sm_80")}
-    for path in build.SOURCES.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(build.SOURCES, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     assert build._key("finish", "finish<true>", "sm_90a") in keys
     (tmp_path / "codec.cuh").write_bytes((tmp_path / "codec.cuh").read_bytes() + b"\n")

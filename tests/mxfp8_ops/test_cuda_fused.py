@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -246,9 +247,8 @@ with (
 def test_the_emulation_sees_mistakes(tmp_path, mistake, variant, kernel):
     """The kernel with one mistake in it gives wrong numbers or ends the process; without one it does not."""
     device()  # skips without a compiler
-    for path in cuda_build.SOURCES.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    source = tmp_path / "gemm_fused.cu"
+    shutil.copytree(cuda_build.SOURCES, tmp_path, dirs_exist_ok=True)
+    source = tmp_path / "experimental" / "gemm_fused.cu"
     for right, wrong in MISTAKES[mistake].items():
         assert right in source.read_text()
         source.write_text(source.read_text().replace(right, wrong))

@@ -67,7 +67,7 @@ def test_a_kernel_of_every_source_compiles_with_the_old_nvrtc_alone(old_nvrtc):
     first: dict[str, str] = {}
     for kernel in kernels():
         first.setdefault(source_of(kernel), kernel)
-    assert {*first} == {path.stem for path in build.SOURCES.glob("*.cu")}
+    assert {*first} == {path.stem for path in build.SOURCES.rglob("*.cu")}
     compile_with(old_nvrtc, "sm_90a", [*first.values()])
 
 

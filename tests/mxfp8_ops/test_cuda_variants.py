@@ -16,7 +16,7 @@ from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
 ROOT = Path(__file__).parents[2]
-HOST = ROOT / "custom_ops" / "mxfp8_ops" / "src" / "cuda_host"
+HOST = ROOT / "custom_ops" / "mxfp8_ops" / "src" / "cuda_host" / "experimental"
 
 
 @pytest.fixture
@@ -136,14 +136,15 @@ def choose(variants, tmp_path):
         pytest.skip("needs g++ on Linux")
 
     def build(rows):
-        source = tmp_path / "cuda_host"
-        source.mkdir()
-        for name in ("variants.h", "variants.cpp", "mxfp8_cuda_plan.h"):
+        source = tmp_path / "cuda_host" / "experimental"
+        source.mkdir(parents=True)
+        shutil.copy(HOST.parent / "mxfp8_cuda_plan.h", source.parent)
+        for name in ("variants.h", "variants.cpp"):
             shutil.copy(HOST / name, source)
         (source / "measured.h").write_text(variants.header(variants.merged(rows, [])))
         (source / "main.cpp").write_text(PROGRAM)
         files = [str(source / name) for name in ("main.cpp", "variants.cpp")]
-        (tmp_path / "cpu").symlink_to(HOST.parent / "cpu")
+        (tmp_path / "cpu").symlink_to(HOST.parents[1] / "cpu")
         subprocess.run([compiler, "-std=c++17", *files, "-o", str(tmp_path / "choose")], check=True)
 
         def chosen(kernel, m, n, *, card=(90, 132), dtype="bfloat16", forced=0):

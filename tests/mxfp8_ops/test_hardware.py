@@ -109,7 +109,7 @@ def test_another_device_is_refused(ask: Any, device: object) -> None:
 
 def test_asking_loads_neither_torch_nor_cupy_nor_a_library_of_ours() -> None:
     code = (
-        "import sys, mxfp8_ops; before = 'mxfp8_ops.hardware' in sys.modules; mxfp8_ops.is_mxfp8_native('cpu'); "
+        "import sys, mxfp8_ops; before = 'mxfp8_ops.cuda.hardware' in sys.modules; mxfp8_ops.is_mxfp8_native('cpu'); "
         "mxfp8_ops.is_mxfp8_native('cuda'); from mxfp8_ops import native; "
         "heavy = [m for m in ('torch', 'cupy', 'onnx', 'onnxruntime') if m in sys.modules]; "
         "print(before, heavy, native.load.cache_info().currsize)"

@@ -197,7 +197,7 @@ def routes() -> tuple[Route, ...]:
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
-    """Returns the variants of kernels by number (src/cuda_host/variants.cpp)."""
+    """Returns the variants of kernels by number (src/cuda_host/experimental/variants.cpp)."""
     rows: list[Variant] = []
     while row := _library().mxfp8_cuda_variant_at(len(rows)):
         rows.append(Variant(*(string_at(text).decode() for text in row[: len(Variant._fields)])))
@@ -206,7 +206,7 @@ def variants() -> tuple[Variant, ...]:
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
-    """Returns the table that says which variant is fastest where (src/cuda_host/measured.h)."""
+    """Returns the table that says which variant is fastest where (src/cuda_host/experimental/measured.h)."""
     rows: list[Measurement] = []
     while row := _library().mxfp8_cuda_measurement_at(len(rows)):
         card, date, *rest = row[: len(Measurement._fields)]

@@ -308,6 +308,7 @@ FUSED_GEMM: Final = Op(
     "epilogue(A @ transpose(B) + bias) on quantized operands, in float32.",
     partial(_fused_gemm_body, gemm=GEMM),
     is_gemm=True,
+    fuses=(GEMM.name, "activation"),
 )
 FUSED_WEIGHT_GEMM: Final = Op(
     "MXFP8FusedWeightGemm",
@@ -317,6 +318,7 @@ FUSED_WEIGHT_GEMM: Final = Op(
     "epilogue(X @ transpose(B) + bias) with only the weight quantized, X perhaps rounded first, in float32.",
     partial(_fused_gemm_body, gemm=WEIGHT_GEMM),
     is_gemm=True,
+    fuses=(WEIGHT_GEMM.name, "activation"),
 )
 GATED_GEMM: Final = Op(
     "MXFP8GatedGemm",
@@ -326,6 +328,7 @@ GATED_GEMM: Final = Op(
     "epilogue(A @ transpose(B) + bias) * factor on quantized operands, in float32.",
     partial(_fused_gemm_body, gemm=GEMM),
     is_gemm=True,
+    fuses=(FUSED_GEMM.name, "gate"),
 )
 GATED_WEIGHT_GEMM: Final = Op(
     "MXFP8GatedWeightGemm",
@@ -335,6 +338,7 @@ GATED_WEIGHT_GEMM: Final = Op(
     "epilogue(X @ transpose(B) + bias) * factor with only the weight quantized, X perhaps rounded first, in float32.",
     partial(_fused_gemm_body, gemm=WEIGHT_GEMM),
     is_gemm=True,
+    fuses=(FUSED_WEIGHT_GEMM.name, "gate"),
 )
 GEMM_QUANTIZE: Final = Op(
     "MXFP8GemmQuantize",
@@ -348,6 +352,7 @@ GEMM_QUANTIZE: Final = Op(
     "Y = epilogue(A @ transpose(B) + bias) on quantized operands, in float32; and its rows in MXFP8.",
     _gemm_quantize_body,
     is_gemm=True,
+    fuses=(FUSED_GEMM.name, "quantization"),
 )
 
 

@@ -213,6 +213,7 @@ NORM_QUANTIZE: Final = Op(
     _NORM_ATTRIBUTES,
     "Rows normalized in float32, times scale, plus bias, rounded to the dtype of X; and that in MXFP8.",
     _norm_quantize_body,
+    fuses=(QUANTIZE.name, "norm"),
 )
 ADD_NORM_QUANTIZE: Final = Op(
     "MXFP8AddNormQuantize",
@@ -221,6 +222,7 @@ ADD_NORM_QUANTIZE: Final = Op(
     _NORM_ATTRIBUTES,
     "MXFP8NormQuantize of sum = X + residual.",
     _add_norm_quantize_body,
+    fuses=(NORM_QUANTIZE.name, "sum"),
 )
 
 

@@ -13,27 +13,25 @@ MXFP8FusedWeightGemm and MXFP8GatedWeightGemm.
 
 from __future__ import annotations
 
-from types import MappingProxyType
-from typing import Final
-
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, is_op, only_used_by
 from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, is_last, is_ours, successor, type_of
+from mxfp8_graph.onnx_pass.fuse.replacement import (
+    Replacement,
+    fused_with,
+    is_last,
+    is_ours,
+    row_of,
+    successor,
+    type_of,
+)
 from mxfp8_ops import contract
-
-_FUSED: Final = MappingProxyType(
-    {contract.GEMM.name: contract.FUSED_GEMM, contract.WEIGHT_GEMM.name: contract.FUSED_WEIGHT_GEMM}
-)
-_GATED: Final = MappingProxyType(
-    {contract.FUSED_GEMM.name: contract.GATED_GEMM, contract.FUSED_WEIGHT_GEMM.name: contract.GATED_WEIGHT_GEMM}
-)
 
 
 def fuse_activation(node: ir.Node) -> Replacement | None:
     """Returns the fused gemm for a gemm with an activation behind it."""
-    op = _FUSED.get(node.op_type) if node.domain == contract.DOMAIN else None
+    op = fused_with(node, "activation")
     activation = activation_of(node.outputs[0], attribute(node, "output_dtype", contract.FLOAT)) if op else None
     if op is None or activation is None:
         return None
@@ -48,7 +46,7 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
         return None
     for gate, factor in (node.inputs, reversed(node.inputs)):
         gemm = None if gate is None else gate.producer()
-        op = _GATED.get(gemm.op_type) if gemm is not None and gemm.domain == contract.DOMAIN else None
+        op = fused_with(gemm, "gate")
         if gate is None or gemm is None or op is None or gemm.graph is not node.graph:
             continue
         if gate is factor or not only_used_by(gate, (node,)):
@@ -75,10 +73,10 @@ def _same_shape(gate: ir.Value, factor: ir.Value | None) -> bool:
 def _sources(value: ir.Value | None) -> tuple[ir.Value | None, int] | None:
     """Returns the activation that a gemm of one weight multiplies, and the size of its result's last axis."""
     gemm = None if value is None else value.producer()
-    op = contract.OPS.get(gemm.op_type) if gemm is not None and gemm.domain == contract.DOMAIN else None
-    if gemm is None or op is None or not op.is_gemm or op.quantizes or op.at("experts") is not None:
+    op = row_of(gemm)
+    if gemm is None or op is None or not op.is_gemm or op.quantizes or op.indices_at is not None:
         return None
-    shape = type_of(gemm.inputs[op.at("B") or 0]).shape
+    shape = type_of(gemm.inputs[op.packed_at or 0]).shape
     return (gemm.inputs[0], shape[0]) if shape is not None and len(shape) == 2 and isinstance(shape[0], int) else None
 
 
@@ -89,7 +87,8 @@ def fuse_quantize(node: ir.Node) -> Replacement | None:
     """
     value = node.inputs[0] if is_ours(node, contract.QUANTIZE) else None
     gemm = None if value is None else value.producer()
-    if value is None or gemm is None or not is_ours(gemm, contract.FUSED_GEMM) or gemm.graph is not node.graph:
+    op = fused_with(gemm, "quantization")
+    if value is None or gemm is None or op is None or gemm.graph is not node.graph:
         return None
     if attribute(gemm, "output_dtype", contract.FLOAT) != contract.FLOAT or not only_used_by(value, (node,)):
         return None
@@ -97,6 +96,6 @@ def fuse_quantize(node: ir.Node) -> Replacement | None:
         return None
     defaults = {name: contract.QUANTIZE.attributes[name] for name in ("output_dtype", "scale_rounding")}
     settings = {name: attribute(node, name, default) for name, default in defaults.items()}
-    fused = successor(gemm, contract.GEMM_QUANTIZE, gemm.inputs, [*node.outputs, None], **settings)
+    fused = successor(gemm, op, gemm.inputs, [*node.outputs, None], **settings)
     kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + quantize"
     return Replacement(kind=kind, node=fused, gone=(gemm, node))

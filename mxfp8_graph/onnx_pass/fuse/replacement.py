@@ -128,12 +128,23 @@ def _computed(node: ir.Node) -> TensorType:
     tensor = stored(node.outputs[0]) if is_op(node, "Constant") else None
     if tensor is not None:
         return TensorType(int(tensor.dtype), tuple(tensor.shape.numpy()))
-    op = contract.OPS.get(node.op_type) if node.domain == contract.DOMAIN else None
-    if op is None or not op.is_gemm or op.quantizes or op.at("experts") is not None:
+    op = row_of(node)
+    if op is None or not op.is_gemm or op.quantizes or op.indices_at is not None:
         return TensorType(0, None)
-    left, right = (type_of(node.inputs[at or 0]).shape for at in (0, op.at("B")))
+    left, right = (type_of(node.inputs[at or 0]).shape for at in (0, op.packed_at))
     shape = (*left[:-1], right[-2]) if left and right and len(right) == 2 else None
     return TensorType(attribute(node, "output_dtype", contract.FLOAT), shape)
+
+
+def row_of(node: ir.Node | None) -> contract.Op | None:
+    """Returns the row of the contract of a node; None if it is no node of the contract."""
+    return contract.OPS.get(node.op_type) if node is not None and node.domain == contract.DOMAIN else None
+
+
+def fused_with(node: ir.Node | None, what: str) -> contract.Op | None:
+    """Returns the row that fuses a node of the contract with `what`, if there is one."""
+    op = row_of(node)
+    return None if op is None else next((row for row in contract.OPS.values() if row.fuses == (op.name, what)), None)
 
 
 def is_ours(node: ir.Node | None, *ops: contract.Op) -> bool:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mxfp8_graph.checking.compare import sameness
 from mxfp8_graph.checking.inputs import Array, Inputs
 from mxfp8_graph.checking.runner import Model
 from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
-from mxfp8_graph.options import Progress, check_options
+from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
@@ -36,9 +36,6 @@ from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_graph.tools.switched import open_switchable
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, RecipeError
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 RELATIVE_L2: Final = METRICS["relative_l2"]
 """What sites are added up by, whatever they are ranked by."""

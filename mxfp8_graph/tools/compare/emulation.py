@@ -115,8 +115,9 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
     if not weights:
         what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
         raise NothingEligibleError(opened.name, what, advice, decisions)
-    nodes = (node for graph in iter_graphs(opened.proto.graph) for node in graph.node)
-    stubs = {name for node in nodes if node.domain == contract.DOMAIN for name in node.input[1:3]}
+    nodes = (node for graph in iter_graphs(opened.proto.graph) for node in graph.node if node.domain == contract.DOMAIN)
+    places = ((node, contract.OPS[node.op_type].packed_at or 0) for node in nodes)
+    stubs = {name for node, at in places for name in node.input[at : at + 2]}
     return Emulator(opened=opened, weights=weights, stored=stored, stubs=stubs, sites=count, other_bytes=other_bytes)
 
 
@@ -228,7 +229,7 @@ def _edit(graph: onnx.GraphProto, activations: list[str], *, delayed: bool, wher
         if node.domain != contract.DOMAIN:
             nodes.append(node)
             continue
-        if node.op_type != contract.WEIGHT_GEMM.name:
+        if contract.OPS[node.op_type].indices_at is not None:
             what, expected = f"{node.op_type}, whose weights are picked while the model runs", "stored weights"
             raise ContractError(where, what, expected=expected, advice="exclude it; it is not emulated")
         x, weight, _, *bias = node.input

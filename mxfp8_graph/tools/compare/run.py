@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from mxfp8_graph import rewriting
 from mxfp8_graph.checking.compare import sqnr
@@ -22,7 +22,7 @@ from mxfp8_graph.checking.sessions import Execution, Runnable, Session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.options import Progress, check_options
+from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets, transformer_engine
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -33,9 +33,6 @@ from mxfp8_graph.tools.metrics import Metric, Score, metric_called, score
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 from mxfp8_ops.formats import VALUE_DTYPES
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 NAMED: Final = tuple(name for name in presets.PRESETS if name != transformer_engine.MXFP8)
 """The presets, each once: one of them is another by a second name."""

@@ -21,16 +21,9 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, row_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, settings_of, tensor_of
 from mxfp8_ops import contract, standard_ops
-
-_PLAIN: Final = frozenset(
-    {*(op.name for op in (contract.QUANTIZE, contract.DEQUANTIZE)), contract.GEMM.name, contract.WEIGHT_GEMM.name}
-    | {contract.EMBEDDING.name, contract.GROUPED_GEMM.name, contract.GROUPED_WEIGHT_GEMM.name}
-)
-"""Nodes that are no composition of others."""
-
 
 MARK: Final = "mxfp8_graph.body_of."
 """Start of the metadata key of a mark; the op follows."""
@@ -41,9 +34,8 @@ ABSENT: Final[Mapping[str, Sequence[float]]] = {"attn_mask": [0], "past_key": []
 
 def unfuse(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns the nodes that a fused node stands for, or None if it is none."""
-    if node.domain != contract.DOMAIN or node.op_type in _PLAIN:
-        return None
-    return taken_apart(edit, node)
+    op = row_of(node)
+    return None if op is None or op.is_plain else taken_apart(edit, node)
 
 
 def taken_apart(edit: Edit, node: ir.Node) -> Nodes:
@@ -117,13 +109,15 @@ def is_marked(node: ir.Node) -> bool:
 
 def take_apart(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns dequantized operands and a standard product in place of a gemm or a lookup; None for other nodes."""
-    if is_ours(node, contract.GEMM):
-        return _product(edit, node, _dequantized(edit, node, 0), 2)
-    if is_ours(node, contract.WEIGHT_GEMM):
-        return _product(edit, node, _activation(edit, node), 1)
-    if is_ours(node, contract.EMBEDDING):
-        table = _dequantized(edit, node, 1, attribute(node, "output_dtype", contract.FLOAT))
-        return [in_place_of(node, "Gather", [table, node.inputs[0]], heirs(node))]
+    op = row_of(node)
+    if op is None or op.packed_at is None or not op.is_plain:
+        return None
+    if op.is_gemm and op.indices_at is None:
+        a = _activation(edit, node) if op.weight_only else _dequantized(edit, node, 0)
+        return _product(edit, node, a, op.packed_at)
+    if not op.is_gemm and op.indices_at is not None:
+        table = _dequantized(edit, node, op.packed_at, attribute(node, "output_dtype", contract.FLOAT))
+        return [in_place_of(node, "Gather", [table, node.inputs[op.indices_at]], heirs(node))]
     return None
 
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
 from mxfp8_graph.onnx_model.walk import MICROSOFT
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours, row_of
 from mxfp8_graph.tools.dialects import standard
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.qdq import dropped_activation, power_codes, stored_codes
@@ -68,14 +68,15 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
 
 def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
     """Returns ONNX Runtime's node for a gemm of a stored E4M3 matrix, or None for others."""
-    if not is_ours(node, contract.GEMM, contract.WEIGHT_GEMM):
+    op = row_of(node)
+    at = op.packed_at if op is not None and op.is_gemm and op.is_plain and op.indices_at is None else None
+    if op is None or at is None:
         return None
-    at = 2 if is_ours(node, contract.GEMM) else 1
     b, scales = operands(node, at)
     elements, codes = tensor_of(b), tensor_of(scales)
     if elements is None or codes is None or elements.dtype != contract.FLOAT8E4M3FN or len(dims(elements)) != 2:
         return None
-    x, dtype = _activation(edit, node, allow)
+    x, dtype = _activation(edit, node, op, allow)
     graph, values = scales.graph, numerics.decode_scale(edit.codes(codes))
     make = lambda: edit.store(graph, f"{b.name}_b_scale", contract.FLOAT, values)  # noqa: E731
     inputs: list[ir.Value | None] = [x, b, edit.shared(graph, "b_scale", scales, make=make)]
@@ -91,10 +92,10 @@ write = standard.write
 """What is left when its own op has taken the products."""
 
 
-def _activation(edit: Edit, node: ir.Node, allow: frozenset[str]) -> tuple[ir.Value, int]:
+def _activation(edit: Edit, node: ir.Node, op: contract.Op, allow: frozenset[str]) -> tuple[ir.Value, int]:
     """Returns what A is, and its dtype: float16 or bfloat16, where that is so or may be lost."""
     x = operands(node)[0]
-    if is_ours(node, contract.GEMM):
+    if not op.weight_only:
         quantize = x.producer()
         if quantize is None or not is_ours(quantize, contract.QUANTIZE):
             what, advice = "its activation is quantized with stored scales", "convert to qdq or standard"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.onnx_export.export import check_opset
-from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, check_options
+from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, Unpack, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
 from mxfp8_graph.pass_steps import Reporter
 from mxfp8_graph.policy import presets
@@ -18,8 +18,6 @@ from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from mxfp8_graph.onnx_model.open import OpenedModel
 
 _WEIGHT_ONLY = "mxfp8-weight-only"

@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program, open_runnable
 from mxfp8_graph.checking.samples import SampleOptions, make_samples
 from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.files import scratch
-from mxfp8_graph.options import Progress, check_options
+from mxfp8_graph.options import Progress, Unpack, check_options, documented
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.tools.tune.budget import parse
@@ -23,23 +23,18 @@ from mxfp8_graph.tools.tune.trials import Ticker
 from mxfp8_graph.tools.tune.tuner import Tuner
 from mxfp8_ops.errors import ContractError
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 OBJECTIVES: Final = ("size", "latency")
 SYNTHESISED: Final = 8
 """Samples that are made where none are given."""
 
 
+@documented
 class TuneOptions(SampleOptions, total=False):
     """The options of `tune` besides the goal."""
 
-    overwrite: bool
-    """Whether files in a folder that exists may be replaced."""
-    allow_nonfinite: bool
-    """Pack weights that hold NaN or Inf."""
-    progress: Progress | None
-    """Called as progress(what, runs done, runs that it may take at most)."""
+    overwrite: Annotated[bool, "whether files in a folder that exists may be replaced."]
+    allow_nonfinite: Annotated[bool, "pack weights that hold NaN or Inf."]
+    progress: Annotated[Progress | None, "called as progress(what, runs done, runs that it may take at most)."]
 
 
 def tune(

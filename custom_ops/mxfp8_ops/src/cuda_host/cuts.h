@@ -1,7 +1,7 @@
 // How gemm_skinny and gemm_fused are cut up: the rows of the weight of a thread block, and the parts of K.
 #pragma once
+#include "experimental/variants.h"
 #include "routes.h"
-#include "variants.h"
 
 namespace mxfp8::cuda {
 

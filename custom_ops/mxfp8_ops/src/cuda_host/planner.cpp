@@ -2,9 +2,9 @@
 #include "planner.h"
 
 #include "../cpu/arguments.h"
+#include "experimental/variants.h"
 #include "requests.h"
 #include "steps.h"
-#include "variants.h"
 
 namespace mxfp8::cuda {
 namespace {

@@ -1,22 +1,23 @@
-"""Writes custom_ops/mxfp8-graph.1, the man page, from what the commands say with --help: `python .ci/man_page.py`.
+"""Writes the man page from what the commands say with --help: `python custom_ops/man_page.py mxfp8-graph.1`.
 
-The wheel installs it in share/man/man1. test_cli_completion.py says if it is stale. (click-man knows click's own
-options only, and newer versions of typer bring a copy of click.)
+The build of a wheel runs this on the sources, with typer and rich alone, and installs the page in share/man/man1.
+(click-man knows click's own options only, and newer versions of typer bring a copy of click.)
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from mxfp8_graph import __version__
-from mxfp8_graph.cli import app
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+from mxfp8_graph import __version__  # noqa: E402 - nothing is installed yet
+from mxfp8_graph.cli import app  # noqa: E402
 
-PATH = Path(__file__).parents[1] / "custom_ops/mxfp8-graph.1"
 EXIT_CODES = {
     0: "done",
     1: "verification failed, or a budget that no plan keeps",
@@ -65,4 +66,4 @@ def _text(text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    PATH.write_text(page(), encoding="utf-8")
+    Path(sys.argv[1]).write_text(page(), encoding="utf-8")

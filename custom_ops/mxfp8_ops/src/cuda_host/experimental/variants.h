@@ -1,9 +1,10 @@
 // Variants of kernels: the same results in other ways, of which only a measurement says where each is fastest.
+// Experimental: no GPU has measured one, and nothing takes one by default.
 //
 // measured.h is the table of measurements; benchmarks/gpu_bench.py writes it. Where it has no row for a card and a
 // size, the plain variant runs: another variant is the default only where it was measured to be faster.
 #pragma once
-#include "mxfp8_cuda_plan.h"
+#include "../mxfp8_cuda_plan.h"
 
 namespace mxfp8::cuda {
 
