@@ -138,7 +138,7 @@ def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], back
             return below_autograd(op, *arguments)
 
     def by_argument(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
-        by_place: list[Gradient] = [None] * len(ctx.needs_input_grad)
+        by_place: list[Gradient] = [None] * len(_defaults(name))  # of all arguments: `record` passes them all
         for at, gradient in zip(places, backward(ctx, grad), strict=True):
             by_place[at] = gradient
         return tuple(by_place)
