@@ -1,16 +1,12 @@
-"""The ONNX node of each mxfp8 op, for torch's exporter.
+"""The ONNX node of each mxfp8 op, for torch's exporter: `contract.TORCH_OPS` pairs them.
 
-torch.ops.mxfp8.quantize     -> MXFP8Quantize
-torch.ops.mxfp8.dequantize   -> MXFP8Dequantize
-torch.ops.mxfp8.gemm         -> MXFP8Gemm
-torch.ops.mxfp8.weight_gemm  -> MXFP8WeightGemm, or Cast(MXFP8WeightGemm) where it gives float16
-torch.ops.mxfp8.embedding    -> MXFP8Embedding
-torch.ops.mxfp8.grouped_gemm -> MXFP8GroupedGemm or MXFP8GroupedWeightGemm, alike; the expert of a row is the number of
-                                groups that end before it
+Two are more than a node: weight_gemm is Cast(MXFP8WeightGemm) where it gives float16, and grouped_gemm, whose arguments
+are not those of its nodes, finds the expert of each row, which is the number of groups that end before it.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -20,6 +16,7 @@ from onnxscript import opset18, values
 
 from mxfp8_ops import contract, formats, onnx_functions, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
+from mxfp8_ops.torch_ops import schemas
 
 _OPS: Final[Any] = opset18
 """The standard ops. `Any`, since their stubs are typed for tensors of one dtype."""
@@ -31,81 +28,92 @@ the format is the type of the tensor, and until then all elements are uint8."""
 
 def table() -> dict[Any, Callable[..., Any]]:
     """Returns the function that builds the node of each op, for `torch.onnx.export`."""
+    functions = {op.name: translation(op.node) for op in contract.TORCH_OPS.values() if op.node is not None}
+    # Its arguments are not the inputs of its nodes.
+    functions["grouped_gemm"] = _grouped_gemm
+    return {getattr(torch.ops.mxfp8, name).default: function for name, function in functions.items()}
+
+
+def translation(node: contract.Op) -> Callable[..., Any]:
+    """Returns the function that builds `node` from the arguments of its torch op, which `schemas.arguments` lists."""
+    rows = schemas.arguments(node)
+
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        inputs, element_formats = [], []
+        attributes: dict[str, Any] = {}
+        for row, value in zip(rows, bound.args, strict=True):
+            if row.type in {"Tensor", "Tensor?"}:
+                inputs.append(value)
+            elif not row.attribute:
+                element_formats.append(value)
+            elif row.name == "element_format":
+                attributes[row.attribute] = formats.element_format(value).onnx_dtype
+            else:
+                attributes[row.attribute] = _value_dtype(value) if row.type == "ScalarType?" else value
+        if element_formats:
+            attributes[FORMATS] = " ".join(element_formats)
+        if not node.weight_only:
+            return _node(node, *inputs, **attributes)
+        # Without a dtype, a weight-only gemm gives that of its x. float32 stands for float16 in the node, see
+        # `weight_gemm_dtype`; the Cast gives the dtype that was asked for.
+        wanted = _value_dtype(bound.arguments["dtype"], inputs[0].dtype)
+        attributes["output_dtype"] = weight_gemm_dtype(wanted)
+        y = _node(node, *inputs, **attributes)
+        return y if attributes["output_dtype"] == wanted else _OPS.Cast(y, to=wanted)
+
+    # The exporter reads which arguments are inputs, and which are attributes, from the signature and its types.
+    translate.__name__ = node.name
+    translate.__annotations__ = {row.name: _PYTHON_TYPES[row.type] for row in rows}
+    signature = inspect.Signature([_parameter(row) for row in rows])
+    setattr(translate, "__signature__", signature)  # noqa: B010 - mypy knows no such attribute of a function
+    return translate
+
+
+_PYTHON_TYPES: Final = {
+    "Tensor": Any,
+    "Tensor?": Any,
+    "int": int,
+    "float": float,
+    "str": str,
+    "ScalarType?": int | None,
+}
+
+
+def _parameter(row: schemas.Argument) -> inspect.Parameter:
+    default = inspect.Parameter.empty if row.type == "Tensor" else row.default
+    return inspect.Parameter(row.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+
+
+def _grouped_gemm(  # noqa: PLR0917 - the signature of the op
+    a: Any,
+    a_scales: Any,
+    b: Any,
+    b_scales: Any,
+    offs: Any,
+    a_format: str = "e4m3",
+    b_format: str = "e4m3",
+    dtype: int | None = None,
+) -> Any:
+    weights = (b, b_scales, _experts(a, offs))
+    if a_scales is None:
+        wanted = _value_dtype(dtype, a.dtype)
+        settings = {"output_dtype": weight_gemm_dtype(wanted), FORMATS: b_format}
+        y = _node(contract.GROUPED_WEIGHT_GEMM, _matrix_per_row(a), *weights, **settings)
+    else:
+        wanted = _value_dtype(dtype)
+        settings = {"output_dtype": wanted, FORMATS: f"{a_format} {b_format}"}
+        y = _node(contract.GROUPED_GEMM, _matrix_per_row(a), _matrix_per_row(a_scales), *weights, **settings)
+    # The grouped nodes multiply a stack of matrices with one row each.
+    y = _OPS.Squeeze(y, _OPS.Constant(value_ints=[1]))
+    return y if settings["output_dtype"] == wanted else _OPS.Cast(y, to=wanted)
+
+
+def _node(op: contract.Op, *inputs: Any, **attributes: Any) -> Any:
+    """Returns the result of a node of `op`, with every attribute written out."""
     domain = values.Opset(contract.DOMAIN, contract.VERSION)
-    nodes = {op.name: values.Op(domain, op.name, _schema(op)) for op in contract.OPS.values()}
-
-    def node(op: contract.Op, *inputs: Any, **attributes: Any) -> Any:
-        return nodes[op.name](*inputs, **{**op.attributes, **attributes})
-
-    def quantize(x: Any, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil") -> Any:
-        dtype = formats.element_format(element_format).onnx_dtype
-        return node(contract.QUANTIZE, x, axis=axis, output_dtype=dtype, scale_rounding=scale_rounding)
-
-    def dequantize(
-        elements: Any, scales: Any, axis: int = -1, element_format: str = "e4m3", dtype: int | None = None
-    ) -> Any:
-        settings = {"axis": axis, "output_dtype": _value_dtype(dtype), FORMATS: element_format}
-        return node(contract.DEQUANTIZE, elements, scales, **settings)
-
-    def gemm(  # noqa: PLR0917 - the signature of the op
-        a: Any,
-        a_scales: Any,
-        b: Any,
-        b_scales: Any,
-        bias: Any = None,
-        a_format: str = "e4m3",
-        b_format: str = "e4m3",
-        dtype: int | None = None,
-    ) -> Any:
-        settings = {"output_dtype": _value_dtype(dtype), FORMATS: f"{a_format} {b_format}"}
-        return node(contract.GEMM, a, a_scales, b, b_scales, bias, **settings)
-
-    def weight_gemm(  # noqa: PLR0917 - the signature of the op
-        x: Any,
-        b: Any,
-        b_scales: Any,
-        bias: Any = None,
-        b_format: str = "e4m3",
-        dtype: int | None = None,
-        activation_dtype: int | None = None,
-    ) -> Any:
-        wanted = _value_dtype(dtype, x.dtype)
-        # float32 stands for float16 in the node, see `weight_gemm_dtype`; the Cast below gives the dtype that was asked
-        # for.
-        node_dtype = weight_gemm_dtype(wanted)
-        settings = {"output_dtype": node_dtype, "activation_dtype": _value_dtype(activation_dtype), FORMATS: b_format}
-        result = node(contract.WEIGHT_GEMM, x, b, b_scales, bias, **settings)
-        return result if node_dtype == wanted else _OPS.Cast(result, to=wanted)
-
-    def embedding(indices: Any, b: Any, b_scales: Any, b_format: str = "e4m3", dtype: int | None = None) -> Any:
-        settings = {"output_dtype": _value_dtype(dtype), FORMATS: b_format}
-        return node(contract.EMBEDDING, indices, b, b_scales, **settings)
-
-    def grouped_gemm(  # noqa: PLR0917 - the signature of the op
-        a: Any,
-        a_scales: Any,
-        b: Any,
-        b_scales: Any,
-        offs: Any,
-        a_format: str = "e4m3",
-        b_format: str = "e4m3",
-        dtype: int | None = None,
-    ) -> Any:
-        weights = (b, b_scales, _experts(a, offs))
-        if a_scales is None:
-            wanted = _value_dtype(dtype, a.dtype)
-            settings = {"output_dtype": weight_gemm_dtype(wanted), FORMATS: b_format}
-            y = node(contract.GROUPED_WEIGHT_GEMM, _matrix_per_row(a), *weights, **settings)
-        else:
-            wanted = _value_dtype(dtype)
-            settings = {"output_dtype": wanted, FORMATS: f"{a_format} {b_format}"}
-            y = node(contract.GROUPED_GEMM, _matrix_per_row(a), _matrix_per_row(a_scales), *weights, **settings)
-        # The grouped nodes multiply a stack of matrices with one row each.
-        y = _OPS.Squeeze(y, _OPS.Constant(value_ints=[1]))
-        return y if settings["output_dtype"] == wanted else _OPS.Cast(y, to=wanted)
-
-    functions = (quantize, dequantize, gemm, weight_gemm, embedding, grouped_gemm)
-    return {getattr(torch.ops.mxfp8, function.__name__).default: function for function in functions}
+    return values.Op(domain, op.name, _schema(op))(*inputs, **{**op.attributes, **attributes})
 
 
 def _matrix_per_row(rows: Any) -> Any:

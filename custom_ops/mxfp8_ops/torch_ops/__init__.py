@@ -4,12 +4,13 @@ They mean what `numpy_nodes.py` says, and `contract.TORCH_OPS` says which are no
 that of x in weight_gemm: a ScalarType with any other default cannot be packaged by AOTInductor (torch 2.13 writes the
 default out as an int and refuses to read it).
 
-A file per kind of op: schema, checks, fake kernel, CPU kernel, rule of torch.vmap, and in OPS the rows that register
-them. Below them:
+A file per kind of op: checks, fake kernel, CPU kernel, rule of torch.vmap, and in OPS the rows that register them. The
+schema of a node's op follows from its row of the contract. Below them:
 
 cuda.py      CUDA kernels, through CuPy
 operands.py  the rows of OPS, and the checks of all ops
 products.py  the matrix products of a gemm with leading dimensions
+schemas.py   the schema of a node's op, from its row of the contract
 gradients.py, batching.py  shared by the ops for autograd and torch.vmap
 
 Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
@@ -63,23 +64,24 @@ def _on_cuda(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _register() -> Any:
-    library: Any = torch.library.Library(contract.DOMAIN, "DEF")  # type: ignore[no-untyped-call]
-    for op in OPS:
-        # A schema may be written over several lines in OPS; torch wants one.
-        library.define(" ".join(op.schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
-        for key, kernel in op.kernels.items():
-            library.impl(op.name, kernel, key, with_keyset=key == "Autograd")
-        # An op that is made of others runs on every device that those run on: it needs no kernel of its own.
-        if "CPU" in op.kernels and "CompositeExplicitAutograd" not in op.kernels:
-            library.impl(op.name, _on_cuda(op.name), "CUDA")
-        full_name = f"{contract.DOMAIN}::{op.name}"
-        if op.fake is not None:
-            torch.library.register_fake(full_name, op.fake, lib=library)
-        if op.vmap is not None:
-            torch.library.register_vmap(full_name, op.vmap, lib=library)
-    return library
+def register(op: Op, library: Any) -> None:
+    """Defines an op in `library`, a torch.library.Library of namespace `mxfp8`, with all its kernels."""
+    # A schema may be written over several lines; torch wants one.
+    library.define(" ".join(op.schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
+    for key, kernel in op.kernels.items():
+        library.impl(op.name, kernel, key, with_keyset=key == "Autograd")
+    # An op that is made of others runs on every device that those run on: it needs no kernel of its own.
+    if "CPU" in op.kernels and "CompositeExplicitAutograd" not in op.kernels:
+        library.impl(op.name, _on_cuda(op.name), "CUDA")
+    full_name = f"{contract.DOMAIN}::{op.name}"
+    if op.fake is not None:
+        torch.library.register_fake(full_name, op.fake, lib=library)
+    if op.vmap is not None:
+        torch.library.register_vmap(full_name, op.vmap, lib=library)
 
 
-LIBRARY: Final = _register()
+LIBRARY: Final[Any] = torch.library.Library(contract.DOMAIN, "DEF")  # type: ignore[no-untyped-call]
 """Keeps the registrations alive."""
+
+for _op in OPS:
+    register(_op, LIBRARY)

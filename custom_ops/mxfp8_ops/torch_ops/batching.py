@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,15 +27,23 @@ def padded(t: Tensor, rank: int) -> Tensor:
     return t.reshape(t.shape[0], *[1] * (rank + 1 - t.dim()), *t.shape[1:])
 
 
-def mapped_gemm(name: str, size: int, in_dims: Dims, operands: tuple[int, int], *args: Any) -> tuple[Tensor, int]:
-    """Returns the op `name`, a product of the first `operands` arguments, with the mapped dimension first.
+def rule(name: str, a_tensors: int, b_tensors: int) -> Callable[..., tuple[Tensor, int]]:
+    """Returns the rule of torch.vmap for op `name`, a product a [..., M, K] times b [..., N, K] transposed.
 
     Args:
-        name: of the op, a [..., M, K] times b [..., N, K] transposed.
-        size: of the mapped dimension.
-        in_dims: which dimension of each argument that is.
-        operands: how many tensors stand for a, and how many for b after them.
-        args: all arguments; a bias comes next, if the op has one.
+        name: of the op.
+        a_tensors: how many tensors stand for a; they are the op's first arguments.
+        b_tensors: how many stand for b after them. A bias comes next, if the op has one.
+    """
+
+    def mapped(info: Any, in_dims: Dims, *args: Any) -> tuple[Tensor, int]:
+        return _mapped_gemm(name, info.batch_size, in_dims, (a_tensors, b_tensors), *args)
+
+    return mapped
+
+
+def _mapped_gemm(name: str, size: int, in_dims: Dims, operands: tuple[int, int], *args: Any) -> tuple[Tensor, int]:
+    """Returns the op on mapped operands, with the mapped dimension first: the work of `rule`.
 
     Raises:
         ShapeError: the bias is mapped over.

@@ -27,6 +27,7 @@ from mxfp8_ops.torch_ops.operands import (
     plain,
     readable,
 )
+from mxfp8_ops.torch_ops.schemas import schema
 
 INDEX_CODES: Final = {torch.int32: contract.INT32, torch.int64: contract.INT64}
 """Code of each dtype of indices in the native library."""
@@ -90,8 +91,7 @@ def _embedding_vmap(
 
 OPS: Final = (
     Op(
-        """embedding(Tensor indices, Tensor b, Tensor b_scales, str b_format="e4m3", ScalarType? dtype=None)
-        -> Tensor""",
+        schema("embedding", contract.EMBEDDING),
         {"CPU": embedding_cpu},
         _embedding_fake,
         _embedding_vmap,

@@ -11,10 +11,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
-from mxfp8_ops import formats, native
+from mxfp8_ops import contract, formats, native
 from mxfp8_ops.checks import dtype_name, scale_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.nodes.gemm import product_shape
@@ -34,6 +32,7 @@ from mxfp8_ops.torch_ops.operands import (
     readable,
 )
 from mxfp8_ops.torch_ops.products import products
+from mxfp8_ops.torch_ops.schemas import schema
 
 # --- gemm ------------------------------------------------------------------------------------------------------------
 
@@ -85,55 +84,12 @@ def gemm_cpu(
     return y
 
 
-def _gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
-    return batching.mapped_gemm("gemm", info.batch_size, in_dims, (2, 2), *args)
+def _gemm_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Saves nothing: only the bias has a gradient, all other operands are integers."""
 
 
-def _gemm_autograd(  # noqa: PLR0917 - the op's schema
-    keys: torch._C.DispatchKeySet,
-    a: Tensor,
-    a_scales: Tensor,
-    b: Tensor,
-    b_scales: Tensor,
-    bias: Tensor | None = None,
-    *rest: Any,
-) -> Tensor:
-    """Returns what `mxfp8::gemm` does, and records the gradient of the bias if it is wanted.
-
-    Raises:
-        Mxfp8Error: the bias carries a tangent (forward-mode differentiation).
-    """
-    # Only a bias has a gradient: all other operands are integers.
-    if bias is not None:
-        gradients.refuse_tangents("gemm", "add the bias to the result", bias)
-        if torch.is_grad_enabled() and bias.requires_grad:
-            result: Tensor = gradients.apply(_Gemm, a, a_scales, b, b_scales, bias, *rest)
-            return result
-    # The usual call goes straight to its kernel: a second pass through the dispatcher costs time.
-    if keys.raw_repr() == gradients.PLAIN_CPU:
-        return gemm_cpu(a, a_scales, b, b_scales, bias, *rest)
-    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.gemm, a, a_scales, b, b_scales, bias, *rest)
-    return below
-
-
-class _Gemm(_SingleLevelFunction):
-    """gemm with the gradient of its bias."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        result: Tensor = gradients.recorded(torch.ops.mxfp8.gemm, *arguments)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
-        # Summed in float32: a sum over many rows of bfloat16 would lose the last of them.
-        db = grad.float().sum_to_size(grad.shape[-1])
-        return None, None, None, None, db, *(None for _ in ctx.needs_input_grad[5:])
-
+_gemm_record: Final = gradients.recorder("gemm", (4,), _gemm_save, lambda ctx, grad: (gradients.of_bias(ctx, 4, grad),))
+_gemm_autograd: Final = gradients.kernel("gemm", (4,), _gemm_record, "add the bias to the result", gemm_cpu)
 
 _AS_IT_IS: Final = formats.activation_dtype(None).onnx_dtype
 
@@ -205,60 +161,34 @@ def _strided_rows(x: Tensor) -> tuple[Tensor, int]:
     return x, max(x.stride(0), k)
 
 
-def _weight_gemm_vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
-    return batching.mapped_gemm("weight_gemm", info.batch_size, in_dims, (1, 2), *args)
+def _weight_gemm_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, b, b_scales, _, ctx.b_format, *_ = inputs
+    ctx.save_for_backward(b, b_scales)
+    ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
 
 
-def _weight_gemm_autograd(
-    keys: torch._C.DispatchKeySet, x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """Returns what `mxfp8::weight_gemm` does, and records its gradients if any are wanted.
-
-    Raises:
-        Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
-    """
-    # The level is below 0 outside of forward mode: a comparison instead of a call for nearly every use.
-    if forward_ad._current_level >= 0:
-        gradients.refuse_tangents("weight_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        result: Tensor = gradients.apply(_WeightGemm, x, b, b_scales, bias, *rest)
-        return result
-    if keys.raw_repr() == gradients.PLAIN_CPU:
-        return weight_gemm_cpu(x, b, b_scales, bias, *rest)
-    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.weight_gemm, x, b, b_scales, bias, *rest)
-    return below
-
-
-class _WeightGemm(_SingleLevelFunction):
-    """weight_gemm with the gradients of x, through the frozen weight in float32, and of the bias.
+def _weight_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient]:
+    """Returns the gradients of x, through the frozen weight in float32, and of the bias.
 
     For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none. Where x is rounded
     to bfloat16, its gradient is that of the rounded value.
     """
+    dx = None
+    if ctx.needs_input_grad[0]:
+        # Dequantized anew in every backward pass: saving it would keep 4 bytes per weight alive.
+        weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format)
+        rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
+        dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
+    return dx, gradients.of_bias(ctx, 3, grad)
 
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        result: Tensor = gradients.recorded(torch.ops.mxfp8.weight_gemm, *arguments)
-        return result
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, b, b_scales, bias, *rest = inputs
-        ctx.save_for_backward(b, b_scales)
-        ctx.x_shape, ctx.x_dtype, ctx.has_bias, ctx.b_format = x.shape, x.dtype, bias is not None, rest[:1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            # Dequantized anew in every backward pass: saving it would keep 4 bytes per weight alive.
-            weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, *ctx.b_format)
-            rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
-            dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
-        if ctx.has_bias and ctx.needs_input_grad[3]:
-            db = grad.float().sum_to_size(grad.shape[-1])
-        return dx, None, None, db, *(None for _ in ctx.needs_input_grad[4:])
-
+_weight_gemm_autograd: Final = gradients.kernel(
+    "weight_gemm",
+    (0, 3),
+    gradients.recorder("weight_gemm", (0, 3), _weight_gemm_save, _weight_gemm_backward),
+    "go through torch.ops.mxfp8.dequantize and a matmul",
+    weight_gemm_cpu,
+)
 
 # --- both ------------------------------------------------------------------------------------------------------------
 
@@ -306,17 +236,15 @@ def _gemm_shape(  # noqa: PLR0917 - the op's operands
 
 OPS: Final = (
     Op(
-        """gemm(Tensor a, Tensor a_scales, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
-        str b_format="e4m3", ScalarType? dtype=None) -> Tensor""",
+        schema("gemm", contract.GEMM),
         {"CPU": gemm_cpu, "Autograd": _gemm_autograd},
         _gemm_fake,
-        _gemm_vmap,
+        batching.rule("gemm", 2, 2),
     ),
     Op(
-        """weight_gemm(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str b_format="e4m3",
-        ScalarType? dtype=None, ScalarType? activation_dtype=None) -> Tensor""",
+        schema("weight_gemm", contract.WEIGHT_GEMM),
         {"CPU": weight_gemm_cpu, "Autograd": _weight_gemm_autograd},
         _weight_gemm_fake,
-        _weight_gemm_vmap,
+        batching.rule("weight_gemm", 1, 2),
     ),
 )

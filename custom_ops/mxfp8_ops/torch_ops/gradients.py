@@ -5,20 +5,23 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops.errors import Mxfp8Error
 
 Gradient = Tensor | None
+Kernel = Callable[..., Any]
 
 GRADIENT_FORMATS: Final = {"E4M3": "e4m3", "HYBRID": "e5m2"}
 """Element format of gradients, by TransformerEngine's name for the choice; everything else is E4M3."""
-
 
 PLAIN_CPU: Final = (
     torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCPU)
@@ -67,16 +70,6 @@ def _has_tangent(*tensors: Tensor | None) -> bool:
     return any(t is not None and unpack(t).tangent is not None for t in tensors)
 
 
-def apply(function: Any, *arguments: Any) -> Any:
-    """Returns function(*arguments) and records it, also inside torch.func.grad and its kin.
-
-    There the autograd kernel of an op runs once per level, on the tensors of that level, as it should.
-    `torch.autograd.Function` and `torch.library.register_autograd` would refuse that.
-    """
-    with enable_single_level_autograd_function():
-        return function.apply(*arguments)
-
-
 def below_autograd(op: Any, *arguments: Any) -> Any:
     """Returns op(*arguments) as its kernel for the tensors' device computes it, recording nothing."""
     # Dispatch goes on below the autograd key: the op would otherwise call its autograd kernel again.
@@ -84,12 +77,95 @@ def below_autograd(op: Any, *arguments: Any) -> Any:
         return op.default(*arguments)
 
 
-def recorded(op: Any, *arguments: Any) -> Any:
-    """Returns the same, for the forward pass of a function that `apply` records.
+def kernel(name: str, places: tuple[int, ...], record: Kernel, instead: str, cpu: Kernel | None = None) -> Kernel:
+    """Returns the autograd kernel of an op: it records a call of which a gradient is wanted.
 
-    That pass runs with derivatives off, and the outer levels of torch.func, which run next, would inherit the setting.
+    Args:
+        name: of the op.
+        places: of the operands that have gradients, among the op's arguments.
+        record: computes the op and records it, as that of `recorder` does.
+        instead: what the error for a tangent advises.
+        cpu: the op's CPU kernel. None for an op that is made of others.
     """
-    if not torch._C._are_functorch_transforms_active():
-        return below_autograd(op, *arguments)
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        return below_autograd(op, *arguments)
+
+    def autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
+        # The level is below 0 outside of forward mode: a comparison instead of a call for nearly every use.
+        if forward_ad._current_level >= 0:
+            refuse_tangents(name, instead, *(args[at] for at in places if at < len(args)))
+        for at in places:
+            # Operands that are absent have no place: torch leaves out arguments that equal their defaults.
+            if at < len(args) and (operand := args[at]) is not None and operand.requires_grad:
+                if torch.is_grad_enabled():
+                    return record(*args)
+                break
+        # The usual call goes straight to its kernel: a second pass through the dispatcher costs time.
+        if cpu is not None and keys.raw_repr() == PLAIN_CPU:
+            return cpu(*args)
+        return below_autograd(getattr(torch.ops.mxfp8, name), *args)
+
+    return autograd
+
+
+def cut(name: str, cpu: Kernel) -> Kernel:
+    """Returns the autograd kernel of an op that quantizes its first argument: it refuses one with a derivative."""
+
+    def autograd(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any) -> Any:
+        refuse_cut(name, x)
+        if keys.raw_repr() == PLAIN_CPU:
+            return cpu(x, *args)
+        return below_autograd(getattr(torch.ops.mxfp8, name), x, *args)
+
+    return autograd
+
+
+def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], backward: Callable[..., Any]) -> Kernel:
+    """Returns the function that computes an op and records it.
+
+    Args:
+        name: of the op.
+        places: as for `kernel`.
+        save: (ctx, inputs, output), the `setup_context` of torch; the inputs are all arguments of the op.
+        backward: (ctx, gradient), which returns one gradient for each of the places.
+    """
+
+    def forward(*arguments: Any) -> Any:
+        op = getattr(torch.ops.mxfp8, name)
+        if not torch._C._are_functorch_transforms_active():
+            return below_autograd(op, *arguments)
+        # A forward pass runs with derivatives off, and the outer levels of torch.func, which run next, would inherit
+        # the setting.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return below_autograd(op, *arguments)
+
+    def by_argument(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
+        by_place: list[Gradient] = [None] * len(_defaults(name))  # of all arguments: `record` passes them all
+        for at, gradient in zip(places, backward(ctx, grad), strict=True):
+            by_place[at] = gradient
+        return tuple(by_place)
+
+    class Function(_SingleLevelFunction):
+        """The op, as torch records it."""
+
+    for method, implementation in (("forward", forward), ("setup_context", save), ("backward", by_argument)):
+        setattr(Function, method, staticmethod(implementation))
+    function: Any = Function
+
+    def record(*args: Any) -> Any:
+        # Under torch.func the autograd kernel of an op runs once per level, on the tensors of that level, as it should.
+        # `torch.autograd.Function` and `torch.library.register_autograd` would refuse that.
+        with enable_single_level_autograd_function():
+            return function.apply(*args, *_defaults(name)[len(args) :])
+
+    return record
+
+
+@functools.cache
+def _defaults(name: str) -> tuple[Any, ...]:
+    """Returns the default of each argument of an op. Cached: a schema makes all of its arguments anew when asked."""
+    return tuple(argument.default_value for argument in getattr(torch.ops.mxfp8, name).default._schema.arguments)
+
+
+def of_bias(ctx: Any, at: int, grad: Tensor) -> Gradient:
+    """Returns the gradient of a float32 bias [N], the argument at place `at`, if it is needed."""
+    # Summed in float32: a sum over many rows of bfloat16 would lose the last of them.
+    return grad.float().sum_to_size(grad.shape[-1]) if ctx.needs_input_grad[at] else None

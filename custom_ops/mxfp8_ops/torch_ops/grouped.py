@@ -80,20 +80,6 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
     return y
 
 
-def _autograd(_: torch._C.DispatchKeySet, a: Tensor, *rest: Any) -> Tensor:
-    """Returns what `mxfp8::grouped_gemm` does; where a gradient of values is wanted, each product records its own.
-
-    Raises:
-        Mxfp8Error: the values carry a tangent (forward-mode differentiation).
-    """
-    gradients.refuse_tangents("grouped_gemm", "go through torch.ops.mxfp8.dequantize and a matmul", a)
-    # Above autograd the slices and products of grouped_gemm record themselves, which needs no backward of its own.
-    if torch.is_grad_enabled() and a.requires_grad:
-        return grouped_gemm(a, *rest)
-    result: Tensor = gradients.below_autograd(torch.ops.mxfp8.grouped_gemm, a, *rest)
-    return result
-
-
 def _fake(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, offs: Tensor, *rest: Any) -> Tensor:
     """Returns an empty result of `mxfp8::grouped_gemm`.
 
@@ -135,6 +121,11 @@ def _options(
     """Returns the op's last arguments with their defaults: torch leaves out those that equal them."""
     return a_format, b_format, dtype
 
+
+# Above autograd the slices and products of grouped_gemm record themselves, which needs no backward of its own.
+_autograd: Final = gradients.kernel(
+    "grouped_gemm", (0,), grouped_gemm, "go through torch.ops.mxfp8.dequantize and a matmul"
+)
 
 OPS: Final = (
     Op(

@@ -21,7 +21,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.torch_ops import batching, gradients
@@ -69,69 +68,39 @@ def linear_packed(  # noqa: PLR0917 - the op's schema
     return result
 
 
-def _autograd(
-    _: torch._C.DispatchKeySet, x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any
-) -> Tensor:
-    """Returns what `mxfp8::linear_packed` does, and records its gradients if any are wanted.
-
-    Raises:
-        Mxfp8Error: x or bias carries a tangent (forward-mode differentiation).
-    """
-    gradients.refuse_tangents("linear_packed", "go through torch.ops.mxfp8.dequantize and a matmul", x, bias)
-    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        result: Tensor = gradients.apply(_LinearPacked, x, b, b_scales, bias, *rest)
-        return result
-    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.linear_packed, x, b, b_scales, bias, *rest)
-    return below
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, b, b_scales, _, ctx.a_format, ctx.b_format, fp8_format, ctx.scale_rounding, _ = inputs
+    ctx.grad_format, ctx.x_shape, ctx.x_dtype = GRADIENT_FORMATS[fp8_format], x.shape, x.dtype
+    ctx.save_for_backward(b, b_scales)  # not x: the weight is frozen, and dx does not depend on x
 
 
-class _LinearPacked(_SingleLevelFunction):
-    """linear_packed with the gradients of x and of the bias."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        result: Tensor = gradients.recorded(torch.ops.mxfp8.linear_packed, *arguments)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, b, b_scales, bias, *rest = inputs
-        ctx.a_format, ctx.b_format, fp8_format, ctx.scale_rounding = (*rest, *_DEFAULTS[len(rest) :])[:4]
-        ctx.grad_format = GRADIENT_FORMATS[fp8_format]
-        ctx.x_shape, ctx.x_dtype, ctx.has_bias = x.shape, x.dtype, bias is not None
-        ctx.save_for_backward(b, b_scales)  # not x: the weight is frozen, and dx does not depend on x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
-        gradients.refuse_tangents("linear_packed", "differentiate in reverse mode", grad)
-        dx = db = None
-        if ctx.needs_input_grad[0]:
-            # Dequantized anew in every backward pass, and freed after it: 4 bytes per weight.
-            weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format)
-            dy = grad.unsqueeze(-2) if len(ctx.x_shape) == 1 else grad
-            formats = ctx.grad_format, ctx.b_format, ctx.a_format
-            # `product` and not a gemm: it has gradients, which second derivatives need.
-            dx = torch.ops.mxfp8.product.default(dy, weight.mT, *formats, ctx.scale_rounding, ctx.x_dtype)
-            dx = dx.squeeze(-2) if len(ctx.x_shape) == 1 else dx
-            dx = dx.sum_to_size(ctx.x_shape)
-        if ctx.has_bias and ctx.needs_input_grad[3]:
-            db = grad.float().sum_to_size(grad.shape[-1])
-        return dx, None, None, db, *(None for _ in ctx.needs_input_grad[4:])
+def _backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient]:
+    """Returns the gradients of x and of the bias."""
+    gradients.refuse_tangents("linear_packed", "differentiate in reverse mode", grad)
+    dx = None
+    if ctx.needs_input_grad[0]:
+        # Dequantized anew in every backward pass, and freed after it: 4 bytes per weight.
+        weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format)
+        dy = grad.unsqueeze(-2) if len(ctx.x_shape) == 1 else grad
+        formats = ctx.grad_format, ctx.b_format, ctx.a_format
+        # `product` and not a gemm: it has gradients, which second derivatives need.
+        dx = torch.ops.mxfp8.product.default(dy, weight.mT, *formats, ctx.scale_rounding, ctx.x_dtype)
+        dx = dx.squeeze(-2) if len(ctx.x_shape) == 1 else dx
+        dx = dx.sum_to_size(ctx.x_shape)
+    return dx, gradients.of_bias(ctx, 3, grad)
 
 
-_DEFAULTS: Final = ("e4m3", "e4m3", "E4M3", "ceil")
-"""The defaults of the formats and the rounding: torch leaves out arguments that equal them."""
-
-
-def _vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
-    return batching.mapped_gemm("linear_packed", info.batch_size, in_dims, (1, 2), *args)
-
+_record: Final = gradients.recorder("linear_packed", (0, 3), _save, _backward)
+_INSTEAD: Final = "go through torch.ops.mxfp8.dequantize and a matmul"
 
 OPS: Final = (
     Op(
         """linear_packed(Tensor x, Tensor b, Tensor b_scales, Tensor? bias=None, str a_format="e4m3",
         str b_format="e4m3", str fp8_format="E4M3", str scale_rounding="ceil", ScalarType? dtype=None) -> Tensor""",
-        {"CompositeExplicitAutograd": linear_packed, "Autograd": _autograd},
-        vmap=_vmap,
+        {
+            "CompositeExplicitAutograd": linear_packed,
+            "Autograd": gradients.kernel("linear_packed", (0, 3), _record, _INSTEAD),
+        },
+        vmap=batching.rule("linear_packed", 1, 2),
     ),
 )

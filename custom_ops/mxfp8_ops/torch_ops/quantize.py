@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mxfp8_ops import checks, native
+from mxfp8_ops import checks, contract, native
 from mxfp8_ops.checks import scale_count, scale_shape, split_at
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import batching, gradients
@@ -33,6 +33,7 @@ from mxfp8_ops.torch_ops.operands import (
     plain,
     readable,
 )
+from mxfp8_ops.torch_ops.schemas import schema
 
 # --- quantize --------------------------------------------------------------------------------------------------------
 
@@ -116,19 +117,6 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[in
     return elements, scales
 
 
-def _quantize_autograd(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any) -> Pair:
-    """Returns what `mxfp8::quantize` does.
-
-    Raises:
-        Mxfp8Error: a derivative by x is wanted.
-    """
-    gradients.refuse_cut("quantize", x)
-    if keys.raw_repr() == gradients.PLAIN_CPU:
-        return quantize_cpu(x, *args)
-    pair: Pair = gradients.below_autograd(torch.ops.mxfp8.quantize, x, *args)
-    return pair
-
-
 def _quantize_vmap(
     info: Any, in_dims: batching.Dims, x: Tensor, axis: int = -1, *rest: str
 ) -> tuple[Pair, tuple[int, int]]:
@@ -152,13 +140,6 @@ def _both_fake(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_both(x, *args)
     # The second pair is that of the transpose: shape [K, M], blocked along M, as a gemm wants it.
     return *_quantize_fake(x, -1, *args), *_quantize_fake(x.t(), -1, *args)
-
-
-def _both_autograd(_: torch._C.DispatchKeySet, x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns what `mxfp8::quantize_both` does; raises as `_quantize_autograd`."""
-    gradients.refuse_cut("quantize_both", x)
-    four: tuple[Tensor, Tensor, Tensor, Tensor] = gradients.below_autograd(torch.ops.mxfp8.quantize_both, x, *args)
-    return four
 
 
 def quantize_both_cpu(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -215,20 +196,19 @@ def _dequantize_vmap(
 
 OPS: Final = (
     Op(
-        """quantize(Tensor x, int axis=-1, str element_format="e4m3", str scale_rounding="ceil") -> (Tensor, Tensor)""",
-        {"CPU": quantize_cpu, "Autograd": _quantize_autograd},
+        schema("quantize", contract.QUANTIZE),
+        {"CPU": quantize_cpu, "Autograd": gradients.cut("quantize", quantize_cpu)},
         _quantize_fake,
         _quantize_vmap,
     ),
     Op(
         """quantize_both(Tensor x, str element_format="e4m3", str scale_rounding="ceil")
         -> (Tensor, Tensor, Tensor, Tensor)""",
-        {"CPU": quantize_both_cpu, "Autograd": _both_autograd},
+        {"CPU": quantize_both_cpu, "Autograd": gradients.cut("quantize_both", quantize_both_cpu)},
         _both_fake,
     ),
     Op(
-        """dequantize(Tensor elements, Tensor scales, int axis=-1, str element_format="e4m3", ScalarType? dtype=None)
-        -> Tensor""",
+        schema("dequantize", contract.DEQUANTIZE),
         {"CPU": dequantize_cpu},
         _dequantize_fake,
         _dequantize_vmap,

@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops.torch_ops import batching, gradients
 from mxfp8_ops.torch_ops.gradients import Gradient
@@ -60,64 +59,38 @@ def product(  # noqa: PLR0917 - the op's schema
     return result
 
 
-def _autograd(_: torch._C.DispatchKeySet, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    """Returns what `mxfp8::product` does, and records its gradients if any are wanted.
-
-    Raises:
-        Mxfp8Error: an operand carries a tangent (forward-mode differentiation).
-    """
-    gradients.refuse_tangents("product", "multiply in high precision", a, b)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
-        result: Tensor = gradients.apply(_Product, a, b, *rest)
-        return result
-    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.product, a, b, *rest)
-    return below
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, ctx.a_format, ctx.b_format, ctx.grad_format, ctx.scale_rounding, _ = inputs
+    ctx.a_like, ctx.b_like = (a.shape, a.dtype), (b.shape, b.dtype)
+    # Each gradient needs the other operand only: the rest is not kept alive.
+    needs_a, needs_b, *_ = ctx.needs_input_grad
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 
 
-class _Product(_SingleLevelFunction):
-    """product and its gradients, which are products."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        result: Tensor = gradients.recorded(torch.ops.mxfp8.product, *arguments)
-        return result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, *rest = inputs
-        ctx.a_like, ctx.b_like = (a.shape, a.dtype), (b.shape, b.dtype)
-        ctx.a_format, ctx.b_format, ctx.grad_format, ctx.scale_rounding = (*rest, *_DEFAULTS[len(rest) :])[:4]
-        # Each gradient needs the other operand only: the rest is not kept alive.
-        needs_a, needs_b, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
-        a, b = ctx.saved_tensors
-        op, da, db = torch.ops.mxfp8.product.default, None, None
-        if b is not None:
-            # sum_to_size adds up what broadcasting repeated.
-            (shape, dtype), formats = ctx.a_like, (ctx.grad_format, ctx.b_format, ctx.a_format)
-            da = op(grad, b.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
-        if a is not None:
-            (shape, dtype), formats = ctx.b_like, (ctx.grad_format, ctx.a_format, ctx.b_format)
-            db = op(grad.mT, a.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
-        return da, db, *(None for _ in ctx.needs_input_grad[2:])
+def _backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient]:
+    """Returns the gradients of a and b, which are products."""
+    a, b = ctx.saved_tensors
+    op, da, db = torch.ops.mxfp8.product.default, None, None
+    if b is not None:
+        # sum_to_size adds up what broadcasting repeated.
+        (shape, dtype), formats = ctx.a_like, (ctx.grad_format, ctx.b_format, ctx.a_format)
+        da = op(grad, b.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
+    if a is not None:
+        (shape, dtype), formats = ctx.b_like, (ctx.grad_format, ctx.a_format, ctx.b_format)
+        db = op(grad.mT, a.mT, *formats, ctx.scale_rounding, dtype).sum_to_size(shape)
+    return da, db
 
 
-_DEFAULTS: Final = ("e4m3", "e4m3", "e4m3", "ceil")
-"""The defaults of the formats and the rounding: torch leaves out arguments that equal them."""
-
-
-def _vmap(info: Any, in_dims: batching.Dims, *args: Any) -> tuple[Tensor, int]:
-    return batching.mapped_gemm("product", info.batch_size, in_dims, (1, 1), *args)
-
+_record: Final = gradients.recorder("product", (0, 1), _save, _backward)
 
 OPS: Final = (
     Op(
         """product(Tensor a, Tensor b, str a_format="e4m3", str b_format="e4m3", str grad_format="e4m3",
         str scale_rounding="ceil", ScalarType? dtype=None) -> Tensor""",
-        {"CompositeExplicitAutograd": product, "Autograd": _autograd},
-        vmap=_vmap,
+        {
+            "CompositeExplicitAutograd": product,
+            "Autograd": gradients.kernel("product", (0, 1), _record, "multiply in high precision"),
+        },
+        vmap=batching.rule("product", 1, 1),
     ),
 )

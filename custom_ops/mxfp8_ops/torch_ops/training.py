@@ -30,7 +30,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops import formats
@@ -131,7 +130,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*saved_x, *saved_weight)
 
 
-def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None, None]:
+def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient]:
     """Returns the gradients of x, weight and bias; None for each that is not needed."""
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
     dy = grad if ctx.stack else _matrix(grad)
@@ -140,7 +139,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient, None
     again = torch.is_grad_enabled() or ctx.under_transform or torch._C._are_functorch_transforms_active()
     dx, dw = (_products if again else _quantized_products)(ctx, dy)
     db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
-    return dx if dx is None else dx.reshape(ctx.x_shape), dw, db, None, None
+    return dx if dx is None else dx.reshape(ctx.x_shape), dw, db
 
 
 def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
@@ -202,39 +201,8 @@ class _Ghost(_SingleLevelFunction):
 _ghost: Any = getattr(_Ghost, "apply")  # noqa: B009 - torch does not annotate it
 
 
-def _autograd(
-    _: torch._C.DispatchKeySet,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    fp8_format: str = "E4M3",
-    scale_rounding: str = "ceil",
-) -> Tensor:
-    """Returns what `mxfp8::linear_train` does, and records its gradients if any are wanted.
-
-    Raises:
-        Mxfp8Error: an operand carries a tangent (forward-mode differentiation).
-    """
-    if forward_ad._current_level >= 0:
-        gradients.refuse_tangents("linear_train", "keep this layer in high precision", x, weight, bias)
-    arguments = x, weight, bias, fp8_format, scale_rounding
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
-        result: Tensor = gradients.apply(_LinearTrain, *arguments)
-        return result
-    below: Tensor = gradients.below_autograd(torch.ops.mxfp8.linear_train, *arguments)
-    return below
-
-
-class _LinearTrain(_SingleLevelFunction):
-    """linear_train and its gradients."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        result: Tensor = gradients.recorded(torch.ops.mxfp8.linear_train, *arguments)
-        return result
-
-    setup_context = staticmethod(setup_context)
-    backward = staticmethod(backward)
+_PLACES: Final = (0, 1, 2)
+_record: Final = gradients.recorder("linear_train", _PLACES, setup_context, backward)
 
 
 def _autocast(
@@ -280,7 +248,7 @@ OPS: Final = (
         -> Tensor""",
         {
             "CompositeExplicitAutograd": linear_train,
-            "Autograd": _autograd,
+            "Autograd": gradients.kernel("linear_train", _PLACES, _record, "keep this layer in high precision"),
             "AutocastCPU": _autocast,
             "AutocastCUDA": _autocast,
         },
