@@ -90,15 +90,16 @@ class _Walk:
             for table, index, axis in _TABLES.get(node.op_type, ()):
                 if max(table, index) < len(node.inputs):
                     self._bound(node.inputs[index], _length(node, table, axis))
-            # OneHot's depth is a value and not the length of a table.
-            if is_op(node, "OneHot") and (depth := _integer(node.inputs[1])) is not None:
+            # OneHot's depth is a value and not the length of a table. At an opset that lacks an op, onnx does not check
+            # how many inputs it has.
+            if is_op(node, "OneHot") and len(node.inputs) > 1 and (depth := _integer(node.inputs[1])) is not None:
                 self._bound(node.inputs[0], depth)
             self._follow(node)
 
     def _follow(self, node: ir.Node) -> None:
         if node.op_type in _MOVES:
             self._join(node.inputs[_MOVES[node.op_type]], node.outputs)
-        elif is_op(node, "Add", "Sub"):
+        elif is_op(node, "Add", "Sub") and len(node.inputs) == 2:
             left, right = node.inputs
             if (number := _integer(right)) is not None:
                 self._join([left], node.outputs, number if node.op_type == "Add" else -number)

@@ -326,6 +326,16 @@ def test_a_mask_that_is_counted_is_not_an_index() -> None:
     assert index_ranges(indexing(nodes, axis=np.array(1))) == {}
 
 
+@pytest.mark.parametrize(("op", "domain"), [("OneHot", ""), ("Add", "other"), ("Sub", "other")])
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_an_op_that_the_opset_lacks_may_have_any_inputs(op: str, domain: str, count: int) -> None:
+    model = indexing([b.node("Identity", "ids", "i"), b.node("Cast", "ids", "z", to=onnx.TensorProto.INT32)])
+    model.graph.node[1].CopyFrom(onnx.helper.make_node(op, ["ids"] * count, ["z"]))
+    # OneHot is from opset 9; without an import of the standard domain, onnx knows none of its ops.
+    model.opset_import[0].CopyFrom(onnx.helper.make_opsetid(domain, 1))
+    assert index_ranges(model) == {"ids": range(50)}
+
+
 # --- What a model takes ------------------------------------------------------------------------------------------
 
 
