@@ -12,7 +12,7 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph import doctor
 from mxfp8_graph.doctor import Check, diagnose, healthy
-from mxfp8_ops import contract, cpu, native_reason, numerics, numpy_nodes, ort
+from mxfp8_ops import contract, cpu, native_reason, numpy_nodes, ort
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import system as cuda_system
 from mxfp8_ops.errors import BackendError
@@ -134,7 +134,7 @@ def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     right = numpy_nodes.gemm
-    monkeypatch.setattr(numerics, "gemm", lambda *args: right(*args) + 1)
+    monkeypatch.setattr(numpy_nodes, "gemm", lambda *args: right(*args) + 1)
     check = find("session")
     assert check.state == "failed"
     assert check.detail.startswith("session: a 2 x 3 x 40 gemm gives [")

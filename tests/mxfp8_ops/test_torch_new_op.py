@@ -24,6 +24,7 @@ NODE = contract.Op(
     (Port("Y", VALUES, "[M, N]"),),
     MappingProxyType({"factor": 2.0, "repeat": 1, "output_dtype": FLOAT, "kind": "plain"}),
     "(X @ transpose(B) + bias) * factor.",
+    contract.WEIGHT_GEMM.body,
     is_gemm=True,
 )
 
