@@ -47,7 +47,7 @@ def run(model: onnx.ModelProto, inputs: dict[str, Feed]) -> list[np.ndarray]:
             gated=[False, True],
             biased=[False, True],
         )
-        if not row[0] == row[1] == FLOAT16  # ONNX Runtime refuses it: see custom_ops/README.md
+        if not row[0] == row[1] == FLOAT16  # ONNX Runtime refuses it: see `weight_gemm_dtype`
     ],
 )
 def test_fused_gemms(dtype, output, epilogue, gated, biased):

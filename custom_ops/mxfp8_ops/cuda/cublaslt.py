@@ -4,7 +4,7 @@ cuBLASLt is called through nvmath-python's bindings, on addresses (CuPy has no f
 would want). `torch_ops/scaled_mm.py` says what the rows do; scales per row exist in cuBLASLt on Hopper only, so
 elsewhere a folded product is summed in float32 and finish.cu applies them, which is right at any exponent.
 
-Not verified on hardware yet: see custom_ops/README.md.
+Not verified on hardware yet: see src/cuda/README.md.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ kernels are compiled on first use too (`build.py`), so run a shape once before c
 
 Errors are those of `numpy_nodes.py`, and BackendError where there is no CuPy or no GPU.
 
-Not verified on hardware yet: see custom_ops/README.md.
+Not verified on hardware yet: see src/cuda/README.md.
 """
 
 from __future__ import annotations

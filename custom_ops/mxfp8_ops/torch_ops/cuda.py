@@ -6,7 +6,7 @@ each shape has run (kernels compile and load on first use). Memory comes from to
 Meaning, shapes and errors are those of quantize.py and gemm.py, which check the operands; ShapeError also where tensors
 are on several devices, and BackendError where there is no CuPy or the GPU is too old.
 
-Not verified on hardware yet: see custom_ops/README.md.
+Not verified on hardware yet: see src/cuda/README.md.
 """
 
 from __future__ import annotations

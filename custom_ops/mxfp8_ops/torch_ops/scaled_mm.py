@@ -8,7 +8,7 @@ fold          Ada and later. Both operands are folded to one scale per row (fold
               finish.cu rounds once, whatever the scales; the scaled product of the library may give 0, Inf or NaN
               where a sum times one of its scales leaves float32 (row scales beyond about 2^+-64), and cannot be mended.
 
-Not verified on hardware yet: see custom_ops/README.md.
+Not verified on hardware yet: see src/cuda/README.md.
 """
 
 from __future__ import annotations
