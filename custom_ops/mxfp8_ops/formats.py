@@ -33,7 +33,7 @@ class Dtype:
     """The names and codes of one dtype in the libraries that store it or compute with it."""
 
     name: str
-    """Our name, in arguments and recipes; in capitals, that of its code in src/cpu/mxfp8_ops.h."""
+    """Our name, in arguments and recipes; in capitals, that of its code in src/mxfp8_ops.h."""
     numpy_name: str
     """Name of the dtype in NumPy or ml_dtypes, in torch and in torchao."""
     bytes: int

@@ -23,6 +23,8 @@ _TEXTS: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error", "mxfp8_
 _RETURNS: Final[dict[str, Any]] = {**dict.fromkeys(_TEXTS, c_char_p), "mxfp8_use_openmp": None}
 """The return types that are not int: text, or nothing."""
 _REINSTALL: Final = "reinstall the project"
+_ERROR_FIELDS: Final = (1, 2, 3)
+"""MXFP8_PROBLEM, MXFP8_EXPECTED and MXFP8_ADVICE of mxfp8_ops.h."""
 _BAD_ARGUMENT: Final = -1
 """MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is a fault of the library or the machine."""
 
@@ -117,7 +119,7 @@ def load() -> ctypes.CDLL:
         "mxfp8_profile_text": (),
         "mxfp8_isa_available": (),
         "mxfp8_isa": (),
-        "mxfp8_last_error": (),
+        "mxfp8_last_error": (i,),
         "mxfp8_contract_version": (),
     }
     for name, arguments in signatures.items():
@@ -181,7 +183,7 @@ def forced_isa(name: str) -> Iterator[None]:
 
 
 def check(where: str, status: int) -> None:
-    """Raises what a status other than 0 stands for, in the library's words; call it on the thread that got it.
+    """Raises what a status other than 0 stands for, in the fields of its last error; call it on the thread that got it.
 
     Raises:
         ShapeError: an argument was refused.
@@ -189,10 +191,8 @@ def check(where: str, status: int) -> None:
     """
     if status == 0:
         return
-    # One form for all errors of the library: "<what is>; expected <what>; <what to do>" (src/cpu/last_error.h).
-    text: bytes = load().mxfp8_last_error()
-    what, _, rest = text.decode(errors="replace").partition("; expected ")
-    expected, _, advice = rest.partition("; ")
+    last_error = load().mxfp8_last_error
+    what, expected, advice = (last_error(field).decode(errors="replace") for field in _ERROR_FIELDS)
     error = ShapeError if status == _BAD_ARGUMENT else BackendError
     raise error(where, what, expected=expected, advice=advice)
 

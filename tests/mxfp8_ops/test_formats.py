@@ -183,7 +183,7 @@ def copy(tmp_path: Path) -> Path:
     for file, old, new in (
         ("formats.py", "VALUE_DTYPES: Final", E3M4),
         ("formats.py", "(E4M3, E5M2)})", "(E4M3, E5M2, E3M4)})"),
-        ("src/cpu/mxfp8_ops.h", "MXFP8_E5M2 = 19", "MXFP8_E5M2 = 19, MXFP8_E3M4 = 99"),
+        ("src/mxfp8_ops.h", "MXFP8_E5M2 = 19", "MXFP8_E5M2 = 19, MXFP8_E3M4 = 99"),
     ):
         text = (tmp_path / "mxfp8_ops" / file).read_text(encoding="utf-8")
         assert text.count(old) == 1, old

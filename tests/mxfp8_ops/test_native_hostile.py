@@ -23,7 +23,7 @@ from mxfp8_ops import cpu, native
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.errors import ShapeError
 
-HEADER = Path(__file__).parents[2] / "custom_ops/mxfp8_ops/src/cpu/mxfp8_ops.h"
+HEADER = Path(__file__).parents[2] / "custom_ops/mxfp8_ops/src/mxfp8_ops.h"
 
 CODES = [0, 2, 18, 99, -1, 2**31 - 1]
 SIZES = [-1, -(2**63), 2**63 - 1, 2**62, 2**58, 2**49]
@@ -120,7 +120,7 @@ def call(library: CDLL, entry: str, changed: dict[str, Any]) -> tuple[int, str]:
         else:
             arguments.append(c_int64(value))
     library.mxfp8_last_error.restype = c_char_p
-    return getattr(library, entry)(*arguments), library.mxfp8_last_error().decode()
+    return getattr(library, entry)(*arguments), library.mxfp8_last_error(0).decode()
 
 
 def work() -> None:
@@ -160,11 +160,21 @@ def test_a_text_belongs_to_the_thread_that_failed():
     library = native.load()
     assert library.mxfp8_isa_force(b"none") == -3
     found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(library.mxfp8_last_error()))
+    thread = threading.Thread(target=lambda: found.append(library.mxfp8_last_error(0)))
     thread.start()
     thread.join()
     assert found == [b""]
-    assert library.mxfp8_last_error().startswith(b"instruction set 'none'; expected one of ")
+    assert library.mxfp8_last_error(0).startswith(b"instruction set 'none'; expected one of ")
+
+
+def test_an_error_has_fields_whatever_its_texts_hold():
+    status = native.load().mxfp8_isa_force(b"a; expected b; c")
+    with pytest.raises(BackendError) as caught:
+        native.check("isa", status)
+    error = caught.value
+    assert error.what == "instruction set 'a; expected b; c'"
+    assert error.expected == f"one of {','.join(native.available_isas())}"
+    assert error.advice == "name an instruction set of this machine"
 
 
 def test_stats_are_as_large_as_the_header_says():
@@ -258,7 +268,7 @@ def test_the_library_takes_no_null_for_a_struct():
     for entry, missing in (("mxfp8_cuda_plan_quantize", "quantize"), ("mxfp8_cuda_plan_fold", "fold")):
         plan = planner.Plan()
         assert getattr(library, entry)(None, byref(plan)) == -1
-        assert library.mxfp8_last_error().decode().startswith(f"{missing} is NULL; expected the address of a struct")
+        assert library.mxfp8_last_error(0).decode().startswith(f"{missing} is NULL; expected the address of a struct")
     assert planner.swizzled_bytes(128, 128) == 512
     with pytest.raises(ShapeError, match="swizzled_bytes: k is -1"):
         planner.swizzled_bytes(1, -1)

@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cpu/mxfp8_ops.h"
+#include "mxfp8_ops.h"
 
 namespace mxfp8 {
 

@@ -1,8 +1,8 @@
 // The C ABI: checks arguments, turns exceptions into statuses. arguments.h has the checks and their messages.
+#include "../mxfp8_ops.h"
 #include "arguments.h"
 #include "indices.h"
 #include "isa.h"
-#include "mxfp8_ops.h"
 #include "ops.h"
 #include "parallel.h"
 #include "profile.h"
@@ -14,8 +14,8 @@ using namespace mxfp8;
 const Kernels& kernels_in_use() {
   const Kernels* table = kernels();
   if (table == nullptr) {
-    throw Refused(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set that this machine lacks; expected one of " +
-                                         std::string(available_isas()) + "; correct the environment variable");
+    throw Error(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set that this machine lacks",
+                "one of " + std::string(available_isas()), "correct the environment variable");
   }
   runs_on(*table);
   return *table;
@@ -47,7 +47,7 @@ int64_t stride_of(int64_t rows, int64_t columns, int64_t stride) { return rows >
 
 void check_indices(const EmbeddingArgs& e) {
   const int64_t at = first_outside(e);
-  if (at >= 0) throw Refused(MXFP8_BAD_ARGUMENT, outside(e, at, std::to_string(at)));
+  if (at >= 0) throw outside(e, at, std::to_string(at));
 }
 
 // Checks b, bias, factor and y of a gemm. Returns whether there is something to compute: where y is empty, no operand
@@ -176,9 +176,9 @@ const char* mxfp8_isa(void) {
 int mxfp8_isa_force(const char* name) {
   return answer([&] {
     if (force_isa(name)) return;
-    throw Refused(MXFP8_NO_SUCH_ISA,
-                  "instruction set " + (name == nullptr ? std::string("NULL") : "'" + std::string(name) + "'") +
-                      "; expected one of " + available_isas() + "; name an instruction set of this machine");
+    throw Error(MXFP8_NO_SUCH_ISA,
+                "instruction set " + (name == nullptr ? std::string("NULL") : "'" + std::string(name) + "'"),
+                std::string("one of ") + available_isas(), "name an instruction set of this machine");
   });
 }
 

@@ -11,7 +11,9 @@
 namespace mxfp8 {
 namespace {
 
-[[noreturn]] void refuse(const std::string& text) { throw Refused(MXFP8_BAD_ARGUMENT, text); }
+[[noreturn]] void refuse(const std::string& problem, const std::string& expected, const std::string& advice) {
+  throw Error(MXFP8_BAD_ARGUMENT, problem, expected, advice);
+}
 
 std::string is(const char* name, int64_t value) { return std::string(name) + " is " + std::to_string(value); }
 
@@ -22,31 +24,30 @@ void check_code(const char* name, int64_t code, const Dtype (&rows)[N]) {
     if (row.code == code) return;
     choices += (choices.empty() ? "" : ", ") + std::to_string(row.code) + " (" + row.name + ")";
   }
-  refuse(is(name, code) + "; expected one of " + choices + "; pass a code of mxfp8_ops.h");
+  refuse(is(name, code), "one of " + choices, "pass a code of mxfp8_ops.h");
 }
 
 // The bytes of a count of values that overflowed, or did not.
 void check_bytes(const Array& a, bool overflows, int64_t count) {
   int64_t bytes = 0;
   if (overflows || __builtin_mul_overflow(count, a.value_bytes, &bytes) || bytes > kMostBytes) {
-    refuse(std::string(a.name) + " would have more than " + std::to_string(kMostBytes) +
-           " bytes; expected an array that fits in memory; correct the sizes");
+    refuse(std::string(a.name) + " would have more than " + std::to_string(kMostBytes) + " bytes",
+           "an array that fits in memory", "correct the sizes");
   }
   if (bytes == 0) return;
   if (a.address == 0) {
-    refuse(std::string(a.name) + " is NULL; expected the address of " + std::to_string(bytes) +
-           " bytes; pass an array");
+    refuse(std::string(a.name) + " is NULL", "the address of " + std::to_string(bytes) + " bytes", "pass an array");
   }
   char address[32];
   std::snprintf(address, sizeof address, "0x%" PRIx64, a.address);
   if (a.address % uint64_t(a.value_bytes) != 0) {
-    refuse(std::string(a.name) + " is at " + address + "; expected a multiple of " + std::to_string(a.value_bytes) +
-           "; copy the array to aligned memory");
+    refuse(std::string(a.name) + " is at " + address, "a multiple of " + std::to_string(a.value_bytes),
+           "copy the array to aligned memory");
   }
   constexpr uint64_t end = uint64_t(sizeof(void*) > 4 ? INT64_MAX : UINT32_MAX);
   if (a.address > end - uint64_t(bytes)) {
-    refuse(std::string(a.name) + " is at " + address + " and has " + std::to_string(bytes) +
-           " bytes; expected an array that ends inside the address space; correct the address or the sizes");
+    refuse(std::string(a.name) + " is at " + address + " and has " + std::to_string(bytes) + " bytes",
+           "an array that ends inside the address space", "correct the address or the sizes");
   }
 }
 
@@ -57,7 +58,7 @@ void check_activation_dtype(const char* name, int64_t dtype) { check_code(name, 
 void check_element_format(const char* name, int64_t format) { check_code(name, format, kElementFormats); }
 void check_index_dtype(const char* name, int64_t dtype) {
   if (is_index_dtype(dtype)) return;
-  refuse(is(name, dtype) + "; expected one of 6 (int32), 7 (int64); pass a code of mxfp8_ops.h");
+  refuse(is(name, dtype), "one of 6 (int32), 7 (int64)", "pass a code of mxfp8_ops.h");
 }
 void check_rounding(const char* name, int64_t rounding) {
   check_range({name, rounding}, 0, int64_t(std::size(kScaleRoundings)) - 1);
@@ -69,14 +70,14 @@ void check_norm(const char* name, int64_t norm) { check_range({name, norm}, 0, i
 
 void check_sizes(std::initializer_list<Size> sizes) {
   for (const Size& size : sizes) {
-    if (size.value < 0) refuse(is(size.name, size.value) + "; expected 0 or more; pass the size of an array");
+    if (size.value < 0) refuse(is(size.name, size.value), "0 or more", "pass the size of an array");
   }
 }
 
 void check_range(Size size, int64_t least, int64_t most) {
   if (size.value >= least && size.value <= most) return;
-  refuse(is(size.name, size.value) + "; expected " + std::to_string(least) +
-         (most == INT64_MAX ? " or more" : " to " + std::to_string(most)) + "; correct it");
+  refuse(is(size.name, size.value),
+         std::to_string(least) + (most == INT64_MAX ? " or more" : " to " + std::to_string(most)), "correct it");
 }
 
 void check_array(const Array& array, std::initializer_list<int64_t> sizes) {

@@ -1,5 +1,5 @@
-// The checks of the C ABI, before it reads or writes a byte of an array. These functions throw Refused, whose text
-// names the argument.
+// The checks of the C ABI, before it reads or writes a byte of an array. These functions throw Error, which names
+// the argument.
 #pragma once
 #include <cstdint>
 #include <initializer_list>

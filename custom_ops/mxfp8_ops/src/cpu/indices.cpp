@@ -25,13 +25,13 @@ int64_t first_outside(const EmbeddingArgs& args) {
   });
 }
 
-std::string outside(const EmbeddingArgs& args, int64_t position, const std::string& place) {
+Error outside(const EmbeddingArgs& args, int64_t position, const std::string& place) {
   const auto index = with_indices(args, [&](const auto* indices) { return int64_t(indices[position]); });
   const std::string rows = std::to_string(args.v);
-  return "index " + std::to_string(index) + " at " + place + "; expected " +
-         (args.v == 0 ? "none: the table has no rows"
-                      : "-" + rows + " to " + std::to_string(args.v - 1) + ", for a table of " + rows + " rows") +
-         "; pass ids that the table has";
+  return {MXFP8_BAD_ARGUMENT, "index " + std::to_string(index) + " at " + place,
+          args.v == 0 ? "none: the table has no rows"
+                      : "-" + rows + " to " + std::to_string(args.v - 1) + ", for a table of " + rows + " rows",
+          "pass ids that the table has"};
 }
 
 }  // namespace mxfp8

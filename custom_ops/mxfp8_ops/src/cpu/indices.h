@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <string>
 
+#include "../error.h"
 #include "kernels/kernels.h"
 
 namespace mxfp8 {
@@ -13,7 +14,7 @@ int64_t index_bytes(int dtype);
 // Where the first index is that names no row; -1 if each names one.
 int64_t first_outside(const EmbeddingArgs&);
 
-// The message for it: "index 7 at (1, 0); expected -7 to 6, for a table of 7 rows; pass ids that the table has".
-std::string outside(const EmbeddingArgs&, int64_t position, const std::string& place);
+// The error for it: "index 7 at (1, 0)", "-7 to 6, for a table of 7 rows", "pass ids that the table has".
+Error outside(const EmbeddingArgs&, int64_t position, const std::string& place);
 
 }  // namespace mxfp8

@@ -1,21 +1,29 @@
 #include "last_error.h"
 
-#include <cstring>
+#include <cstdio>
 
 namespace mxfp8 {
 namespace {
 
-constexpr char kOwnName[] = "mxfp8: ";  // the planner's texts begin with it
-thread_local char last_error[1024];
+// The message, then its fields: the order of MXFP8_MESSAGE to MXFP8_ADVICE.
+thread_local char last_error[4][1024];
 
 }  // namespace
 
-int failed(int status, const char* text) noexcept {
-  if (std::strncmp(text, kOwnName, sizeof kOwnName - 1) == 0) text += sizeof kOwnName - 1;
-  std::strncpy(last_error, text, sizeof last_error - 1);  // the last byte stays 0
+int failed(int status, const char* problem, const char* expected, const char* advice) noexcept {
+  const auto keep = [](int field, const char* format, auto... texts) {
+    std::snprintf(last_error[field], sizeof last_error[field], format, texts...);
+  };
+  keep(MXFP8_PROBLEM, "%s", problem);
+  keep(MXFP8_EXPECTED, "%s", expected);
+  keep(MXFP8_ADVICE, "%s", advice);
+  keep(MXFP8_MESSAGE, "%s%s%s%s%s", problem, *expected == 0 ? "" : "; expected ", expected, *advice == 0 ? "" : "; ",
+       advice);
   return status;
 }
 
 }  // namespace mxfp8
 
-extern "C" const char* mxfp8_last_error(void) { return mxfp8::last_error; }
+extern "C" const char* mxfp8_last_error(int field) {
+  return field < MXFP8_MESSAGE || field > MXFP8_ADVICE ? "" : mxfp8::last_error[field];
+}

@@ -1,8 +1,8 @@
 // The operations over checked arguments: how each is split into tasks. Both faces of the library - the C ABI in
 // api.cpp and the ONNX Runtime binding - call these. They throw std::bad_alloc, and nothing else.
 #pragma once
+#include "../mxfp8_ops.h"
 #include "kernels/kernels.h"
-#include "mxfp8_ops.h"
 #include "parallel.h"
 
 namespace mxfp8 {

@@ -4,8 +4,8 @@
 #include <mutex>
 #include <string>
 
+#include "../mxfp8_ops.h"
 #include "last_error.h"
-#include "mxfp8_ops.h"
 
 namespace mxfp8 {
 namespace {

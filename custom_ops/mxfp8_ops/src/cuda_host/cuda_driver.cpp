@@ -95,21 +95,24 @@ extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_lo
                                          size_t size) {
   using namespace mxfp8::cuda;
   const int status = mxfp8::answer([&] {
-    const auto refuse = [](const std::string& text) { throw mxfp8::Refused(MXFP8_BAD_ARGUMENT, text); };
-    if (driver == nullptr) refuse("driver is NULL; expected a file name; pass \"libcuda.so.1\"");
+    const auto refuse = [](const char* problem, const char* expected, const char* advice) {
+      throw mxfp8::Error(MXFP8_BAD_ARGUMENT, problem, expected, advice);
+    };
+    if (driver == nullptr) refuse("driver is NULL", "a file name", "pass \"libcuda.so.1\"");
     if (loader == nullptr || loader->gpu == nullptr || loader->kernel == nullptr) {
-      refuse("loader or one of its functions is NULL; expected a loader with the functions gpu and kernel; pass both");
+      refuse("loader or one of its functions is NULL", "a loader with the functions gpu and kernel", "pass both");
     }
     auto fresh = std::make_unique<Connection>();
     fresh->loader = *loader;
     const std::string wrong = open_driver(driver, &fresh->driver);
-    if (!wrong.empty()) refuse(wrong);
+    if (!wrong.empty()) refuse(wrong.c_str(), "", "");
     const std::lock_guard<std::mutex> lock(mutex);
     connection = fresh.release();
   });
   if (status != MXFP8_OK && message != nullptr && size > 0) {
-    const size_t length = std::min(size - 1, std::strlen(mxfp8_last_error()));
-    std::memcpy(message, mxfp8_last_error(), length);
+    const char* all = mxfp8_last_error(MXFP8_MESSAGE);
+    const size_t length = std::min(size - 1, std::strlen(all));
+    std::memcpy(message, all, length);
     message[length] = 0;
   }
   return status;

@@ -46,8 +46,8 @@ SkinnyCut cut_skinny(const mxfp8_cuda_place& place, const Shape& s) {
 // which share its tensor cores), so what counts is how many each has to run one after the other.
 FusedCut cut_fused(const mxfp8_cuda_place& place, const Shape& s) {
   if (place.blocks < 0 || place.blocks > 2) {
-    throw std::invalid_argument(
-        "mxfp8: blocks of gemm_fused out of range; expected 0 to 2 blocks of 64 rows; report this as a bug");
+    throw Error(MXFP8_BAD_ARGUMENT, "blocks of gemm_fused out of range", "0 to 2 blocks of 64 rows",
+                "report this as a bug");
   }
   const int64_t steps = ceil_div(s.k, 64), most = std::max<int64_t>(1, std::min<int64_t>(8, steps / kLeastSteps));
   const Variant chosen = variant(kFusedPlain, sizes_of(place, s), place.variant);

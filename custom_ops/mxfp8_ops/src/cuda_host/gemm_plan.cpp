@@ -55,8 +55,10 @@ class GemmPlanner {
   static Row route(const Product& p, const mxfp8_cuda_place& place) {
     const Row row = choose(place, p.shape());
     if (row == kNoRow) {
-      throw NoRoute("mxfp8: no kernel for compute capability " + std::to_string(place.capability / 10) + "." +
-                    std::to_string(place.capability % 10) + "; expected 8.0 or later; use the CPU kernels");
+      const std::string capability =
+          std::to_string(place.capability / 10) + "." + std::to_string(place.capability % 10);
+      throw Error(MXFP8_NO_ROUTE, "no kernel for compute capability " + capability, "8.0 or later",
+                  "use the CPU kernels");
     }
     return row;
   }
@@ -252,7 +254,7 @@ Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};
   Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}, {}};
   if (place.processors < 1)
-    throw std::invalid_argument("mxfp8: a GPU with 0 multiprocessors; expected 1 or more; report this as a bug");
+    throw Error(MXFP8_BAD_ARGUMENT, "a GPU with 0 multiprocessors", "1 or more", "report this as a bug");
   for (const int64_t operand : {volume({g.m, g.n}), volume({g.m, g.k}), volume({g.n, g.k})}) volume({8, operand});
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
   if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};

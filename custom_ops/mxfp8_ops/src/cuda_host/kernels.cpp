@@ -100,8 +100,8 @@ int kernel(Source source, std::initializer_list<int> choices) {
   for (const int choice : choices) {
     const int count = int(family.axes[axis++].size());
     if (choice < 0 || choice >= count)
-      throw std::invalid_argument(std::string("mxfp8: a choice out of range; expected an instance of the kernel ") +
-                                  family.name);
+      throw Error(MXFP8_BAD_ARGUMENT, "a choice out of range", std::string("an instance of the kernel ") + family.name,
+                  "");
     index = index * count + choice;
   }
   return catalog().first[size_t(source)] + index;

@@ -24,7 +24,7 @@ enum class Source {
   kGemmSkinny,       // kind of x, format, 2 log2(tiles) + 1 if few warps share x, or 8: two tiles, four steps ahead
 };
 
-// The number of an instance; a format counts from 0. Throws std::invalid_argument if there is none.
+// The number of an instance; a format counts from 0. Throws Error if there is none.
 int kernel(Source, std::initializer_list<int> choices);
 
 inline int format_choice(Kind format) { return format - kValueKinds; }

@@ -20,7 +20,7 @@
 #pragma once
 #include <stddef.h>
 
-#include "../cpu/mxfp8_ops.h"
+#include "../mxfp8_ops.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -12,7 +12,7 @@
 // for arrays on the GPU; also a struct that is NULL, and a plan of more than a million steps. Then the plan is all
 // zeros.
 #pragma once
-#include "../cpu/mxfp8_ops.h"
+#include "../mxfp8_ops.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -15,12 +15,8 @@ int shown(mxfp8_cuda_plan* to, const Make& make) noexcept {
   static thread_local Plan latest;
   if (to != nullptr) *to = {};
   return answer([&] {
-    if (to == nullptr) throw Refused(MXFP8_BAD_ARGUMENT, "plan is NULL; expected the address of a struct; pass one");
-    try {
-      latest = make();
-    } catch (const NoRoute& error) {
-      throw Refused(MXFP8_NO_ROUTE, error.what());
-    }
+    if (to == nullptr) throw Error(MXFP8_BAD_ARGUMENT, "plan is NULL", "the address of a struct", "pass one");
+    latest = make();
     *to = {latest.steps.data(), int64_t(latest.steps.size()), latest.scratch_bytes, latest.route};
   });
 }
@@ -43,8 +39,7 @@ Plan plan(const mxfp8_cuda_quantize& q) {
              transposed = q.layout == MXFP8_TRANSPOSED;
   if (q.layout < MXFP8_PLAIN || q.layout > MXFP8_TRANSPOSED ||
       (q.layout != MXFP8_PLAIN && q.inner > 1 && q.outer > 1)) {
-    throw std::invalid_argument(
-        "mxfp8: this layout needs a matrix; expected outer or inner to be 1; use the plain layout");
+    throw Error(MXFP8_BAD_ARGUMENT, "this layout needs a matrix", "outer or inner to be 1", "use the plain layout");
   }
   Steps steps;
   if (volume({q.outer, q.k, q.inner}) == 0) return steps.finished();

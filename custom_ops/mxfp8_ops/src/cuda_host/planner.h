@@ -1,6 +1,5 @@
 // The planner: mxfp8_cuda_plan.h for C++.
 #pragma once
-#include <stdexcept>
 #include <vector>
 
 #include "../contract.h"
@@ -19,11 +18,7 @@ struct Plan {
   int route = -1;
 };
 
-struct NoRoute : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-// Throw std::invalid_argument for unknown codes and for what does not fit a launch; the first also NoRoute.
+// Throw Error for unknown codes, for what does not fit a launch, and, the first, where there is no route.
 Plan plan(const mxfp8_cuda_place&, const mxfp8_cuda_gemm&);
 Plan plan(const mxfp8_cuda_quantize&);
 Plan plan(const mxfp8_cuda_dequantize&);

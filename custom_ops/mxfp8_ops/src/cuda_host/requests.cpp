@@ -26,7 +26,7 @@ void check_matrix_scales(const char* name, int64_t address, int64_t rows, int64_
 template <class T>
 const T& not_null(const char* name, const T* request) {
   if (request != nullptr) return *request;
-  throw Refused(MXFP8_BAD_ARGUMENT, std::string(name) + " is NULL; expected the address of a struct; pass one");
+  throw Error(MXFP8_BAD_ARGUMENT, std::string(name) + " is NULL", "the address of a struct", "pass one");
 }
 
 }  // namespace
@@ -117,8 +117,8 @@ mxfp8_cuda_fold checked(const mxfp8_cuda_fold* request) {
   mxfp8_cuda_fold f = not_null("fold", request);
   check_sizes({{"rows", f.rows}, {"k", f.k}});
   if (f.k % kBlock != 0) {
-    throw Refused(MXFP8_BAD_ARGUMENT, "k is " + std::to_string(f.k) + "; expected a multiple of " +
-                                          std::to_string(kBlock) + "; use the weight without folding");
+    throw Error(MXFP8_BAD_ARGUMENT, "k is " + std::to_string(f.k), "a multiple of " + std::to_string(kBlock),
+                "use the weight without folding");
   }
   if (f.rows == 0 || f.k == 0) {
     f.rows = f.k = 0;

@@ -1,4 +1,4 @@
-// The checks of the planner's C ABI. These functions throw Refused, whose text names the field; else they return the
+// The checks of the planner's C ABI. These functions throw Error, which names the field; else they return the
 // request. A request with an empty tensor comes back with all sizes 0: its other fields are not checked.
 #pragma once
 #include "mxfp8_cuda_plan.h"

@@ -67,8 +67,8 @@ bool fits(Row at, const mxfp8_cuda_place& place, const Shape& s) {
 Kind value_kind(int64_t dtype) {
   const Kind kind = kind_of(dtype);
   if (is_element(kind)) {
-    throw std::invalid_argument(
-        "mxfp8: an element format for values; expected float32, float16 or bfloat16; report this as a bug");
+    throw Error(MXFP8_BAD_ARGUMENT, "an element format for values", "float32, float16 or bfloat16",
+                "report this as a bug");
   }
   return kind;
 }
@@ -76,7 +76,7 @@ Kind value_kind(int64_t dtype) {
 Kind element_kind(int64_t format) {
   const Kind kind = kind_of(format);
   if (!is_element(kind)) {
-    throw std::invalid_argument("mxfp8: a value dtype for elements; expected an element format; report this as a bug");
+    throw Error(MXFP8_BAD_ARGUMENT, "a value dtype for elements", "an element format", "report this as a bug");
   }
   return kind;
 }

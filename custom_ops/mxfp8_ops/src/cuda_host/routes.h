@@ -1,10 +1,10 @@
 // The dispatch table: which row of it a product takes.
 #pragma once
 #include <iterator>
-#include <stdexcept>
 #include <string>
 
 #include "../contract.h"
+#include "../error.h"
 #include "mxfp8_cuda_plan.h"
 
 namespace mxfp8::cuda {
@@ -18,13 +18,12 @@ constexpr const Dtype& row_of(Kind kind) {
 }
 constexpr bool is_element(Kind kind) { return kind >= kValueKinds; }
 
-// Throws std::invalid_argument for an unknown code, or one of the wrong kind.
+// Throws Error for an unknown code, or one of the wrong kind.
 constexpr Kind kind_of(int64_t code) {
   for (Kind kind = 0; kind < kKinds; ++kind) {
     if (row_of(kind).code == code) return kind;
   }
-  throw std::invalid_argument("mxfp8: dtype " + std::to_string(code) +
-                              "; expected a code of mxfp8_ops.h; report this as a bug");
+  throw Error(MXFP8_BAD_ARGUMENT, "dtype " + std::to_string(code), "a code of mxfp8_ops.h", "report this as a bug");
 }
 Kind value_kind(int64_t dtype);
 Kind element_kind(int64_t format);

@@ -12,13 +12,13 @@ inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
   return ceil_div(rows, 128) * 128 * (ceil_div(scale_count(k), 4) * 4);
 }
 
-// How many values sizes stand for; throws std::invalid_argument for one below 0, or if 63 bits do not hold the number.
+// How many values sizes stand for; throws Error for one below 0, or if 63 bits do not hold the number.
 inline int64_t volume(std::initializer_list<int64_t> sizes) {
   int64_t product = 1;
   for (const int64_t size : sizes) {
     if (size < 0 || __builtin_mul_overflow(product, size, &product)) {
-      throw std::invalid_argument(
-          "mxfp8: a negative size or an array of 2^63 values or more; expected neither; report this as a bug");
+      throw Error(MXFP8_BAD_ARGUMENT, "a negative size or an array of 2^63 values or more", "neither",
+                  "report this as a bug");
     }
   }
   return product;
@@ -48,8 +48,8 @@ class Steps {
   Steps() { plan_.steps.reserve(8); }  // more than most plans have
   void launch(int kernel, int64_t grid, std::initializer_list<Argument> arguments, int shared = 0) {
     if (grid > INT32_MAX) {
-      throw std::invalid_argument(
-          "mxfp8: a product or tensor needs 2^31 thread blocks or more; expected fewer; use a smaller batch");
+      throw Error(MXFP8_BAD_ARGUMENT, "a product or tensor needs 2^31 thread blocks or more", "fewer",
+                  "use a smaller batch");
     }
     mxfp8_cuda_step& step = add(MXFP8_LAUNCH, arguments);
     step.kernel = kernel, step.grid = int32_t(grid), step.block = kThreads, step.shared = shared;
@@ -57,8 +57,8 @@ class Steps {
   void clear(Argument address, int64_t words) { add(MXFP8_CLEAR, {address, words}); }
   mxfp8_cuda_step& add(int what, std::initializer_list<Argument> arguments) {
     if (plan_.steps.size() >= kMostSteps) {
-      throw std::invalid_argument("mxfp8: a plan of more than " + std::to_string(kMostSteps) +
-                                  " steps; expected fewer; use a smaller batch");
+      throw Error(MXFP8_BAD_ARGUMENT, "a plan of more than " + std::to_string(kMostSteps) + " steps", "fewer",
+                  "use a smaller batch");
     }
     mxfp8_cuda_step step = {};
     step.step = what;

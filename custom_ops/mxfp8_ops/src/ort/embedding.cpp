@@ -53,7 +53,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
                  static_cast<const uint8_t*>(b.data), static_cast<const uint8_t*>(b_scales.data), b.dims[0], b.dims[1],
                  int(kernel.attributes.output_dtype), y});
   const int64_t wrong = first_outside(job.args);
-  if (wrong >= 0) throw NodeError(kernel.where + ": " + outside(job.args, wrong, place(indices.dims, wrong)));
+  if (wrong >= 0) throw outside(job.args, wrong, place(indices.dims, wrong));
   kernel.backend->run(context, &job);
 }
 

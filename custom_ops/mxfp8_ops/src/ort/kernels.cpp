@@ -4,6 +4,7 @@
 #include <string>
 
 #include "../cpu/profile.h"
+#include "../error.h"
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -27,12 +28,6 @@ void read(const OrtKernelInfo* info, const char* name, std::string* value) {
   std::vector<char> text(size);
   check(KernelInfoGetAttribute_string(info, name, text.data(), &size));
   *value = text.data();
-}
-
-// The message of an error of the CUDA planner, without its prefix "mxfp8: ": the name of the node replaces it.
-std::string without_prefix(const std::string& message) {
-  const std::string prefix = "mxfp8: ";
-  return message.compare(0, prefix.size(), prefix) == 0 ? message.substr(prefix.size()) : message;
 }
 
 std::string node_name(const OrtKernelInfo* info) {
@@ -121,8 +116,8 @@ OrtStatus* compute(void* kernel, OrtKernelContext* context) {
     const ProfiledCall call(self.where.c_str());
     try {
       implementation(self.op)->compute(self, context);
-    } catch (const std::invalid_argument& error) {  // the planner does not know the name of the node
-      throw NodeError(self.where + ": " + without_prefix(error.what()));
+    } catch (const Error& error) {  // of what does not know the name of the node
+      throw NodeError(self.where + ": " + error.what());
     }
   });
 }

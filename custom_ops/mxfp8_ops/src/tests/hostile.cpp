@@ -151,10 +151,10 @@ struct Counts {
 // Compares a status with what the model expects, and the text with its form.
 void judge(const std::string& call, int status, bool refused, Counts* counts) {
   if (status != (refused ? MXFP8_BAD_ARGUMENT : MXFP8_OK)) {
-    fail(call + ": status " + std::to_string(status) + " (" + mxfp8_last_error() + "); expected that it is " +
+    fail(call + ": status " + std::to_string(status) + " (" + mxfp8_last_error(MXFP8_MESSAGE) + "); expected that it is " +
          (refused ? "refused" : "done"));
   }
-  const std::string text = mxfp8_last_error();
+  const std::string text = mxfp8_last_error(MXFP8_MESSAGE);
   if (refused && text.find("; expected ") == std::string::npos) fail(call + ": says '" + text + "'");
   ++(refused ? counts->refused : counts->accepted);
 }
@@ -530,7 +530,7 @@ void judge_plan(const std::string& call, int status, bool refused, bool small, c
                 Counts* counts) {
   const bool may = status == MXFP8_OK || status == MXFP8_NO_ROUTE || (!small && status == MXFP8_BAD_ARGUMENT);
   if (refused ? status != MXFP8_BAD_ARGUMENT : !may) {
-    fail(call + ": status " + std::to_string(status) + " (" + mxfp8_last_error() + ")");
+    fail(call + ": status " + std::to_string(status) + " (" + mxfp8_last_error(MXFP8_MESSAGE) + ")");
   }
   ++(status == MXFP8_OK ? counts->accepted : counts->refused);
   if (status != MXFP8_OK) {

@@ -38,9 +38,11 @@ enum { MXFP8_LAYER = 0, MXFP8_RMS = 1 };
 // MXFP8_FAILED: any other error.
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
 
-// The message of the last call that failed on this thread, in UTF-8: "k is -1; expected 0 or more; pass the size of an
-// array". Empty if none has failed. Valid until the thread's next call that fails.
-MXFP8_API const char* mxfp8_last_error(void);
+// A field of the error of the last call that failed on this thread, in UTF-8: what was wrong ("k is -1"), what is
+// expected ("0 or more"), what to do ("pass the size of an array"); or all of these as one message. Empty if none has
+// failed, or if the error has no such field. Valid until the thread's next call that fails.
+enum { MXFP8_MESSAGE = 0, MXFP8_PROBLEM = 1, MXFP8_EXPECTED = 2, MXFP8_ADVICE = 3 };
+MXFP8_API const char* mxfp8_last_error(int field);
 
 // The version of the node contract these kernels implement (contract.VERSION).
 #define MXFP8_CONTRACT_VERSION 1
