@@ -1,7 +1,7 @@
 """The registry of the nodes: their rows, from the files of nodes/, and what torch calls them.
 
 ONNX graphs, function bodies, the native ONNX Runtime kernels and the torch ops implement these rows; passes and checks
-read them. For C++, `custom_ops/contract_header.py` writes them into src/contract.h.
+read them. For C++, `custom_ops/generate.py` writes them into src/contract.h.
 """
 
 from __future__ import annotations

@@ -11,17 +11,14 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, Structure, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import Structure, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import mxfp8_ops
-from mxfp8_ops import contract
+from mxfp8_ops import c_abi, contract
 from mxfp8_ops.errors import BackendError, ShapeError
 
-_TEXTS: Final = ("mxfp8_isa", "mxfp8_isa_available", "mxfp8_last_error", "mxfp8_profile_text")
-_RETURNS: Final[dict[str, Any]] = {**dict.fromkeys(_TEXTS, c_char_p), "mxfp8_use_openmp": None}
-"""The return types that are not int: text, or nothing."""
 _REINSTALL: Final = "reinstall the project"
 _ERROR_FIELDS: Final = (1, 2, 3)
 """MXFP8_PROBLEM, MXFP8_EXPECTED and MXFP8_ADVICE of mxfp8_ops.h."""
@@ -97,37 +94,12 @@ def load() -> ctypes.CDLL:
             expected="a library built for this machine",
             advice=_REINSTALL,
         ) from error
-    # Without these types ctypes passes every integer as a C int, which cuts addresses and sizes to 32 bits.
-    i, p, n = c_int, c_void_p, c_int64
-    signatures: dict[str, tuple[Any, ...]] = {
-        "mxfp8_isa_force": (c_char_p,),
-        "mxfp8_use_openmp": (p,),
-        "mxfp8_quantize": (i, p, n, n, n, i, i, p, p, i),
-        "mxfp8_dequantize": (i, p, p, n, n, n, i, p, i),
-        "mxfp8_embedding": (i, p, n, i, p, p, n, n, i, p, i),
-        "mxfp8_gemm": (i, p, p, i, p, p, p, n, n, n, i, p, n, i),
-        "mxfp8_weight_gemm": (i, p, n, i, i, p, p, p, n, n, n, i, p, n, i),
-        "mxfp8_fused_gemm": (i, p, p, i, p, p, p, i, i, p, n, n, n, i, p, n, i),
-        "mxfp8_fused_weight_gemm": (i, p, n, i, i, p, p, p, i, i, p, n, n, n, i, p, n, i),
-        "mxfp8_gemm_quantize": (i, p, p, i, p, p, p, i, n, n, n, i, i, p, p, p, i),
-        "mxfp8_norm_quantize": (i, p, p, p, p, n, n, i, c_float, i, i, p, p, p, p, i),
-        "mxfp8_grouped_gemm": (i, p, p, i, p, p, p, n, n, n, n, i, p, i),
-        "mxfp8_grouped_weight_gemm": (i, p, i, i, p, p, p, n, n, n, n, i, p, i),
-        "mxfp8_attention": (POINTER(AttentionArguments), i),
-        "mxfp8_pack": (i, p, n, i, n, n, i, i, p, p, POINTER(PackStats), i),
-        "mxfp8_profile": (i,),
-        "mxfp8_profile_text": (),
-        "mxfp8_isa_available": (),
-        "mxfp8_isa": (),
-        "mxfp8_last_error": (i,),
-        "mxfp8_contract_version": (),
-    }
-    for name, arguments in signatures.items():
+    # Without types ctypes passes every integer as a C int, which cuts addresses and sizes to 32 bits.
+    for name, (result, arguments) in c_abi.SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
             raise BackendError(path, f"has no {name}", expected="the library of this version", advice=_REINSTALL)
-        function.argtypes = arguments
-        function.restype = _RETURNS.get(name, c_int)
+        function.restype, function.argtypes = result, arguments
     # The node contract is checked besides the functions: a library of another version may have the same functions.
     version = library.mxfp8_contract_version()
     if version != contract.VERSION:

@@ -178,7 +178,7 @@ for rounding in formats.SCALE_ROUNDINGS:
 def copy(tmp_path: Path) -> Path:
     """A copy of custom_ops with one format more: a row, and the name of its code in C."""
     shutil.copytree(PACKAGE, tmp_path / "mxfp8_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    shutil.copy(PACKAGE.parent / "contract_header.py", tmp_path)
+    shutil.copy(PACKAGE.parent / "generate.py", tmp_path)
     (tmp_path / "sitecustomize.py").write_text(PATH_ONLY, encoding="utf-8")
     for file, old, new in (
         ("formats.py", "VALUE_DTYPES: Final", E3M4),
@@ -222,7 +222,7 @@ def test_the_codec_in_cpp_needs_only_its_generated_row(copy: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    run(copy, sys.executable, "contract_header.py")
+    run(copy, sys.executable, "-c", "import generate; generate.HEADER.write_text(generate.header())")
     (copy / "codes.cpp").write_text(CPP, encoding="utf-8")
     run(copy, compiler, "-std=c++17", "-I.", "codes.cpp", "-o", "codes")
     lines = [line.split() for line in run(copy, "./codes").splitlines()]

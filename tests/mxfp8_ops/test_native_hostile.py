@@ -21,7 +21,7 @@ from grids import looped, pairwise
 
 from mxfp8_ops import cpu, native
 from mxfp8_ops.cuda import planner
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.errors import BackendError, ShapeError
 
 HEADER = Path(__file__).parents[2] / "custom_ops/mxfp8_ops/src/mxfp8_ops.h"
 

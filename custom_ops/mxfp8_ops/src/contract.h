@@ -28,7 +28,7 @@ struct Node {
   int a, a_scales, b, b_scales, bias, experts, factor;  // which input of a gemm is what; -1 if there is none
 };
 
-// Below, up to the last line, is what custom_ops/contract_header.py writes. Op is the index of kNodes; the format rows
+// Below, up to the last line, is what custom_ops/generate.py writes. Op is the index of kNodes; the format rows
 // are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude).
 // clang-format off
 #define MXFP8_ELEMENT_FORMATS(ROW) ROW(E4M3, 3, 7, 0x7e) ROW(E5M2, 2, 15, 0x7b)

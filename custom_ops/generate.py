@@ -1,0 +1,161 @@
+"""Writes what follows from the rows of the nodes and formats, and from the C header: `python custom_ops/generate.py`.
+
+    src/contract.h          the rows, for C++
+    c_abi.py                the types of the functions of mxfp8_ops.h, for ctypes
+    docs/node_contract.md   the nodes, in its middle
+
+They are kept in git, so that the library builds without Python; test_contract.py says if one is stale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from onnx import TensorProto
+
+from mxfp8_ops import contract, formats
+from mxfp8_ops.contract import Op, Port
+from mxfp8_ops.formats import Dtype, ElementFormat
+
+HERE = Path(__file__).parent
+HEADER = HERE / "mxfp8_ops/src/contract.h"
+BEGIN_ROWS, END_ROWS = "// clang-format off\n", "}  // namespace mxfp8\n"
+C_ABI = HERE / "mxfp8_ops/c_abi.py"
+PAGE = HERE.parent / "docs/node_contract.md"
+BEGIN_NODES, END_NODES = "<!-- Written by custom_ops/generate.py -->\n", "<!-- To here -->\n"
+
+# --- src/contract.h --------------------------------------------------------------------------------------------------
+
+
+def header() -> str:
+    """Returns the text of src/contract.h: the part written by hand, then the rows."""
+    values, elements = formats.VALUE_DTYPES.values(), formats.ELEMENT_FORMATS.values()
+    codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
+    for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES, contract.NORMS):
+        codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(names)]
+    codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
+    codes += [f"MXFP8_BOOL == {contract.BOOL}"]
+    codes += [f"MXFP8_CONTRACT_VERSION == {contract.VERSION}"]
+    cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]
+    lines = [
+        f"#define MXFP8_ELEMENT_FORMATS(ROW) {' '.join(cpp_formats)}",
+        "",
+        *(f'static_assert({code}, "mxfp8_ops.h says otherwise");' for code in codes),
+        "",
+        f"constexpr int64_t kBlock = {formats.BLOCK_SIZE};",
+        f'inline constexpr const char* kDomain = "{contract.DOMAIN}";',
+        f"enum class Op {{{', '.join('k' + name.removeprefix('MXFP8') for name in contract.OPS)}}};",
+        *_array("const char*", "kScaleRoundings", (f'"{name}"' for name in formats.SCALE_ROUNDINGS)),
+        *_array("const char*", "kEpilogues", (f'"{name}"' for name in contract.EPILOGUES)),
+        *_array("const char*", "kNorms", (f'"{name}"' for name in contract.NORMS)),
+        *_array("Dtype", "kValueDtypes", map(_dtype, values)),
+        *_array("Dtype", "kElementFormats", map(_dtype, elements)),
+        *_array("Dtype", "kActivationDtypes", map(_dtype, (d for d in values if d.onnx_dtype in contract.ACTIVATIONS))),
+        *_array("Node", "kNodes", map(_node, contract.OPS.values())),
+        "",
+    ]
+    return HEADER.read_text(encoding="utf-8").partition(BEGIN_ROWS)[0] + BEGIN_ROWS + "\n".join(lines) + "\n" + END_ROWS
+
+
+def _array(kind: str, name: str, rows: Iterable[str]) -> list[str]:
+    return [f"inline constexpr {kind} {name}[] = {{", *(f"    {row}," for row in rows), "};"]
+
+
+def _code(row: Dtype) -> str:
+    """Returns what mxfp8_ops.h calls the code of a dtype."""
+    return f"MXFP8_{row.name.upper()}"
+
+
+def _dtype(row: Dtype) -> str:
+    roundings = formats.SCALE_ROUNDINGS if isinstance(row, ElementFormat) else ()
+    increments = ", ".join(f"{formats.scale_increment(row, rounding):#x}" for rounding in roundings)
+    return f'{{{_code(row)}, "{row.onnx_name.lower()}", "{row.cuda_name}", {row.bytes}, {{{increments}}}}}'
+
+
+def _node(op: Op) -> str:
+    a = "A" if op.at("X") is None else "X"
+    names = (a, "A_scales", "B", "B_scales", "bias", "experts", "factor") if op.is_gemm else ("",) * 7
+    roles = [-1 if at is None else at for at in map(op.at, names)]
+    inputs, outputs = (", ".join(_port(port, op) for port in ports) for ports in (op.inputs, op.outputs))
+    settings = ", ".join(map(str, [op.attributes.get("output_dtype", 0), *roles]))
+    return f'{{"{op.name}", {{{inputs}}},\n     {{{outputs}}}, {settings}}}'
+
+
+def _port(port: Port, op: Op) -> str:
+    like = f", {op.at(port.like)}" if port.like else ""
+    return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}{like}}}'
+
+
+# --- c_abi.py --------------------------------------------------------------------------------------------------------
+
+_DECLARATION = re.compile(r"^MXFP8_API (?P<result>[\w *]+?)(?P<name>mxfp8_\w+)\((?P<arguments>.*?)\);", re.M | re.S)
+_TYPES = {"int": "i", "int64_t": "n", "float": "f", "const char*": "t", "void": "None"}
+
+
+def c_abi() -> str:
+    """Returns the text of c_abi.py."""
+    text = (HERE / "mxfp8_ops/src/mxfp8_ops.h").read_text(encoding="utf-8")
+    lines = [
+        '"""The functions of src/mxfp8_ops.h: name -> (type of the result, types of the arguments), for ctypes.',
+        "",
+        "Written by custom_ops/generate.py.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+        "",
+        "from collections.abc import Mapping",
+        "from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p",
+        "from types import MappingProxyType",
+        "from typing import Any, Final",
+        "",
+        "i, n, f, t, p = c_int, c_int64, c_float, c_char_p, c_void_p",
+        "",
+        "SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(",
+        "    {",
+    ]
+    for found in _DECLARATION.finditer(text):
+        # An address of a function has arguments in parentheses of its own.
+        arguments = re.sub(r"\(\*\w+\)\(.*\)", "*", " ".join(found["arguments"].split()))
+        types = [_type(argument) for argument in arguments.split(", ") if argument != "void"]
+        listed = ", ".join(types) + ("," if len(types) == 1 else "")
+        lines.append(f'        "{found["name"]}": ({_type(found["result"])}, ({listed})),')
+    return "\n".join([*lines, "    }", ")", ""])
+
+
+def _type(declared: str) -> str:
+    """Returns the type of an argument, or of a result, which has no name; any pointer but to text is an address."""
+    declared = re.sub(r"(?<=[ *])\w+$", "", declared.strip()).strip() if " " in declared.strip() else declared.strip()
+    return _TYPES.get(declared.replace(" *", "*")) or "p"
+
+
+# --- docs/node_contract.md -------------------------------------------------------------------------------------------
+
+
+def page() -> str:
+    """Returns the text of the page: the parts written by hand, with the nodes between them."""
+    head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN_NODES)
+    sections = "\n".join(_node_section(op) for op in contract.OPS.values())
+    return f"{head}{BEGIN_NODES}\n{sections}\n{END_NODES}{rest.partition(END_NODES)[2]}"
+
+
+def _node_section(op: Op) -> str:
+    rows = [_port_row("input", port) for port in op.inputs] + [_port_row("output", port) for port in op.outputs]
+    attributes = ", ".join(f"`{name}` ({_default(value)})" for name, value in op.attributes.items())
+    lines = [f"### {op.name}", "", op.summary, "", "| | name | dtype | shape |", "|---|---|---|---|", *rows]
+    return "\n".join([*lines, "", f"Attributes, with their defaults: {attributes}.", ""])
+
+
+def _port_row(side: str, port: Port) -> str:
+    dtypes = f"that of {port.like}" if port.like else ", ".join(TensorProto.DataType.Name(code) for code in port.dtypes)
+    return f"| {side}{', optional' if port.optional else ''} | `{port.name}` | {dtypes} | {port.shape} |"
+
+
+def _default(value: float | str) -> str:
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}"
+
+
+if __name__ == "__main__":
+    for path, text in ((HEADER, header()), (C_ABI, c_abi()), (PAGE, page())):
+        path.write_text(text, encoding="utf-8")
