@@ -1,6 +1,7 @@
 """Writes what follows from the rows of the nodes and formats, and from the C header: `python custom_ops/generate.py`.
 
     src/contract.h          the rows, for C++
+    src/ort/attributes.h    the attributes of a node, for C++
     c_abi.py                the types of the functions of mxfp8_ops.h, for ctypes
     docs/node_contract.md   the nodes, in its middle
 
@@ -22,6 +23,7 @@ from mxfp8_ops.formats import Dtype, ElementFormat
 HERE = Path(__file__).parent
 HEADER = HERE / "mxfp8_ops/src/contract.h"
 BEGIN_ROWS, END_ROWS = "// clang-format off\n", "}  // namespace mxfp8\n"
+ATTRIBUTES = HERE / "mxfp8_ops/src/ort/attributes.h"
 C_ABI = HERE / "mxfp8_ops/c_abi.py"
 PAGE = HERE.parent / "docs/node_contract.md"
 BEGIN_NODES, END_NODES = "<!-- Written by custom_ops/generate.py -->\n", "<!-- To here -->\n"
@@ -86,6 +88,50 @@ def _node(op: Op) -> str:
 def _port(port: Port, op: Op) -> str:
     like = f", {op.at(port.like)}" if port.like else ""
     return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}{like}}}'
+
+
+# --- src/ort/attributes.h --------------------------------------------------------------------------------------------
+
+_CPP_TYPES = {int: "int64_t", float: "float", str: "std::string"}
+
+
+def attributes() -> str:
+    """Returns the text of src/ort/attributes.h."""
+    defaults: dict[str, float | str] = {}
+    for op in contract.OPS.values():
+        for name, default in op.attributes.items():
+            # One that differs from node to node, output_dtype, is 0 here: the default of the node.
+            defaults[name] = default if defaults.get(name, default) == default else 0
+    members = [f"  {_CPP_TYPES[type(default)]} {name} = {_literal(default)};" for name, default in defaults.items()]
+    return "\n".join(
+        [
+            "// The attributes of any node, with the defaults of the contract. Written by custom_ops/generate.py.",
+            "#pragma once",
+            "#include <cstdint>",
+            "#include <string>",
+            "",
+            "namespace mxfp8::ort {",
+            "",
+            "struct Attributes {",
+            *members,
+            "};",
+            "",
+            "// Calls visit(name, address) for each.",
+            "template <class Visit>",
+            "void for_each_attribute(Attributes* a, const Visit& visit) {",
+            *(f'  visit("{name}", &a->{name});' for name in defaults),
+            "}",
+            "",
+            "}  // namespace mxfp8::ort",
+            "",
+        ]
+    )
+
+
+def _literal(default: float | str) -> str:
+    if isinstance(default, str):
+        return f'"{default}"'
+    return f"{default!r}f" if isinstance(default, float) else str(default)
 
 
 # --- c_abi.py --------------------------------------------------------------------------------------------------------
@@ -157,5 +203,5 @@ def _default(value: float | str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((HEADER, header()), (C_ABI, c_abi()), (PAGE, page())):
+    for path, text in ((HEADER, header()), (ATTRIBUTES, attributes()), (C_ABI, c_abi()), (PAGE, page())):
         path.write_text(text, encoding="utf-8")

@@ -82,19 +82,7 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     const auto& overload = *static_cast<const Overload*>(op);
     const std::string where = std::string(row_of(overload.op).name) + " '" + node_name(info) + "'";
     Attributes attributes;
-    read(info, "axis", &attributes.axis);
-    read(info, "block_size", &attributes.block_size);
-    read(info, "output_dtype", &attributes.output_dtype);
-    read(info, "activation_dtype", &attributes.activation_dtype);
-    read(info, "scale_rounding", &attributes.scale_rounding);
-    read(info, "epilogue", &attributes.epilogue);
-    read(info, "norm", &attributes.norm);
-    read(info, "epsilon", &attributes.epsilon);
-    read(info, "q_num_heads", &attributes.q_num_heads);
-    read(info, "kv_num_heads", &attributes.kv_num_heads);
-    read(info, "is_causal", &attributes.is_causal);
-    read(info, "scale", &attributes.scale);
-    read(info, "nan_guard", &attributes.nan_guard);
+    for_each_attribute(&attributes, [&](const char* name, auto* value) { read(info, name, value); });
     check_attributes(where, overload.op, &attributes);
     if (row_of(overload.op).output_dtype != 0 && overload.outputs[0] != attributes.output_dtype) {
       // Shape inference tells ONNX Runtime the output's type; without a rank to report it cannot (shapes.cpp).

@@ -7,6 +7,7 @@
 
 #include "../contract.h"
 #include "abi.h"
+#include "attributes.h"
 
 namespace mxfp8::ort {
 
@@ -23,23 +24,6 @@ struct Overload : OrtCustomOp {
   bool keep_wide;  // on Device::kCuda: constant weights in bfloat16 too
   std::vector<int> inputs;
   std::vector<int> outputs;
-};
-
-// The attributes of any node, with the defaults of contract.py; output_dtype has one per node, or none: 0.
-struct Attributes {
-  int64_t axis = -1;
-  int64_t block_size = kBlock;
-  int64_t output_dtype = 0;  // 0: the default of the node
-  int64_t activation_dtype = MXFP8_FLOAT32;
-  std::string scale_rounding = "ceil";
-  std::string epilogue = "none";
-  std::string norm = "layer";
-  float epsilon = 1e-5f;
-  int64_t q_num_heads = 1;
-  int64_t kv_num_heads = 1;
-  int64_t is_causal = 0;
-  int64_t nan_guard = 0;
-  float scale = 0;  // 0: that of the size of a head
 };
 
 // "<where>: <what is>; expected <what>; <what to do>"
