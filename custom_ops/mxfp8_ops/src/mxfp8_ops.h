@@ -1,8 +1,8 @@
 // The C ABI of libmxfp8_ops: native.py calls it through ctypes, and any other language may.
 //
-// Every function has the meaning of its namesake in numpy_nodes.py. Pointers are to contiguous memory unless a stride is
-// given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps no
-// reference to its arguments. All are safe to call from several threads at once.
+// Every function has the meaning of its namesake in numpy_nodes.py. Pointers are to contiguous memory unless a stride
+// is given. A function returns 0, or a negative code below; it never throws, never allocates for its result, and keeps
+// no reference to its arguments. All are safe to call from several threads at once.
 //
 // These are bad arguments, refused before a byte is read or written:
 // - a dtype, format or rounding that is not named here; a size or number of threads below 0;

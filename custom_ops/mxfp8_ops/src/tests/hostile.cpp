@@ -151,8 +151,8 @@ struct Counts {
 // Compares a status with what the model expects, and the text with its form.
 void judge(const std::string& call, int status, bool refused, Counts* counts) {
   if (status != (refused ? MXFP8_BAD_ARGUMENT : MXFP8_OK)) {
-    fail(call + ": status " + std::to_string(status) + " (" + mxfp8_last_error(MXFP8_MESSAGE) + "); expected that it is " +
-         (refused ? "refused" : "done"));
+    fail(call + ": status " + std::to_string(status) + " (" + mxfp8_last_error(MXFP8_MESSAGE) +
+         "); expected that it is " + (refused ? "refused" : "done"));
   }
   const std::string text = mxfp8_last_error(MXFP8_MESSAGE);
   if (refused && text.find("; expected ") == std::string::npos) fail(call + ": says '" + text + "'");
