@@ -100,8 +100,10 @@ def attributes() -> str:
     defaults: dict[str, float | str] = {}
     for op in contract.OPS.values():
         for name, default in op.attributes.items():
-            # One that differs from node to node, output_dtype, is 0 here: the default of the node.
-            defaults[name] = default if defaults.get(name, default) == default else 0
+            # output_dtype differs from node to node: it is 0 here, which stands for the default of the node.
+            value = 0 if name == "output_dtype" else default
+            if defaults.setdefault(name, value) != value:
+                raise ValueError(f"{op.name}: {name} has another default elsewhere; one struct holds those of all nodes")
     members = [f"  {_CPP_TYPES[type(default)]} {name} = {_literal(default)};" for name, default in defaults.items()]
     return "\n".join(
         [

@@ -118,7 +118,7 @@ def fifo(path: Path) -> None:
         (text, "cannot be loaded"),
         (half, "a process that loads it crashes; expected a whole library"),
         (only_the_headers, "a process that loads it crashes; expected a whole library"),
-        (another, "has no mxfp8_isa_force"),
+        (another, "has no mxfp8_last_error"),
         (folder, None),
         (dangling, None),
         (fifo, None),
