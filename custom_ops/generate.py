@@ -103,7 +103,9 @@ def attributes() -> str:
             # output_dtype differs from node to node: it is 0 here, which stands for the default of the node.
             value = 0 if name == "output_dtype" else default
             if defaults.setdefault(name, value) != value:
-                raise ValueError(f"{op.name}: {name} has another default elsewhere; one struct holds those of all nodes")
+                raise ValueError(
+                    f"{op.name}: {name} has another default elsewhere; one struct holds those of all nodes"
+                )
     members = [f"  {_CPP_TYPES[type(default)]} {name} = {_literal(default)};" for name, default in defaults.items()]
     return "\n".join(
         [
