@@ -143,12 +143,10 @@ def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], back
             by_place[at] = gradient
         return tuple(by_place)
 
-    class Function(_SingleLevelFunction):
-        """The op, as torch records it."""
-
-    for method, implementation in (("forward", forward), ("setup_context", save), ("backward", by_argument)):
-        setattr(Function, method, staticmethod(implementation))
-    function: Any = Function
+    # In a graph of autograd a node has the name of its class: _WeightGemmBackward.
+    title = "_" + name.title().replace("_", "")
+    methods = {"forward": forward, "setup_context": save, "backward": by_argument}
+    function: Any = type(title, (_SingleLevelFunction,), {key: staticmethod(f) for key, f in methods.items()})
 
     def record(*args: Any) -> Any:
         # Under torch.func the autograd kernel of an op runs once per level, on the tensors of that level, as it should.
