@@ -98,4 +98,24 @@ void check_rows(const Array& array, int64_t rows, int64_t columns, int64_t strid
   check_bytes(array, overflows, count);
 }
 
+void check_blocks(const uint8_t* elements, const uint8_t* scales, int64_t outer, int64_t k, int64_t inner) {
+  check_array(array("elements", elements, 1), {outer, k, inner});
+  check_array(array("scales", scales, 1), {outer, scale_count(k), inner});
+}
+
+const Kernels& kernels_in_use() {
+  const Kernels* table = kernels();
+  if (table == nullptr) {
+    throw Error(MXFP8_NO_SUCH_ISA, "MXFP8_ISA names an instruction set that this machine lacks",
+                "one of " + std::string(available_isas()), "correct the environment variable");
+  }
+  runs_on(*table);
+  return *table;
+}
+
+Parallel checked_threads(int threads) {
+  check_range({"threads", threads}, 0, INT64_MAX);
+  return own_threads(threads);
+}
+
 }  // namespace mxfp8

@@ -3,14 +3,13 @@
 // A task is one head of keys and up to kAttentionRows of the rows that share it. Where those are fewer than threads, as
 // in generation, keys are split too, and what tasks made of their parts is merged. Each run of tasks has its own
 // scratch memory.
-#include <algorithm>
+#include "attention.h"
+
 #include <cmath>
 #include <cstring>
-#include <memory>
-#include <new>
-#include <vector>
 
-#include "ops.h"
+#include "arguments.h"
+#include "tasks.h"
 
 namespace mxfp8 {
 namespace {
@@ -19,15 +18,6 @@ constexpr int64_t kTaskProducts = 1 << 20;  // multiply-adds worth a task: 10 us
 constexpr int64_t kLeastKeys = 256;         // keys worth a task of their own
 constexpr int64_t kLeastRows = 64;          // rows worth packing keys and values for
 constexpr int64_t kTasksPerThread = 4;
-constexpr int64_t kLine = 64;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-struct Free {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{kLine}); }
-};
-using Scratch = std::unique_ptr<void, Free>;
-Scratch scratch_of(int64_t bytes) { return Scratch(::operator new(size_t(bytes), std::align_val_t{kLine})); }
 
 // As many that every thread has some, but no smaller ones than pay.
 int64_t wanted_blocks(const AttentionArgs& a, int64_t rows, int64_t threads) {
@@ -81,7 +71,7 @@ void write_presents(const Parallel& parallel, const AttentionArgs& a) {
   const bool key = a.present_key != nullptr && a.past + a.keys > 0 && a.d > 0;
   const bool value = a.present_value != nullptr && a.past + a.keys > 0 && a.dv > 0;
   if (!key && !value) return;
-  const size_t bytes = value_bytes(a.dtype);
+  const auto bytes = size_t(value_bytes(a.dtype));
   const int64_t heads = a.batch * a.kv_heads;
   const int64_t tasks = std::min(heads, parallel.threads * kTasksPerThread);
   parallel_for(parallel, tasks, [&](int64_t task) {
@@ -114,8 +104,8 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
   if (args.batch == 0 || args.rows == 0 || args.dv == 0) return;
   const Split split(args, parallel.threads);
   const AttentionTask first = split.at(args, 0);  // no task has more rows, or needs more memory
-  const int64_t count = split.count(args), state = kernels.attention_state(args, first);
-  const int64_t each = kernels.attention_scratch(args, first);
+  const int64_t count = split.count(args), state = attention_state_kernels[kernels.column](args, first);
+  const int64_t each = attention_scratch_kernels[kernels.column](args, first);
   const double products = double(count) * double(split.each) * double(split.keys) * double(args.d + args.dv);
   const auto most = int64_t(std::min(products / kTaskProducts, double(parallel.threads * kTasksPerThread)));
   const int64_t runs = std::max<int64_t>(1, std::min(count, most));
@@ -126,16 +116,81 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
     const int64_t end = count * (run + 1) / runs;
     for (int64_t i = count * run / runs; i < end; ++i) {
       const AttentionTask next = split.at(args, i + 1);
-      kernels.attention(args, split.at(args, i), i + 1 < end ? &next : nullptr,
-                        static_cast<char*>(scratch.get()) + run * each,
-                        state_of == nullptr ? nullptr : state_of + i * state);
+      attention_kernels[kernels.column](args, split.at(args, i), i + 1 < end ? &next : nullptr,
+                                        static_cast<char*>(scratch.get()) + run * each,
+                                        state_of == nullptr ? nullptr : state_of + i * state);
     }
   });
   if (split.parts == 1) return;
   parallel_for(parallel, count / split.parts, [&](int64_t block) {
     const AttentionTask task = split.at(args, block * split.parts);
-    kernels.attention_merge(args, task, state_of + block * split.parts * state, split.parts);
+    attention_merge_kernels[kernels.column](args, task, state_of + block * split.parts * state, split.parts);
   });
 }
 
 }  // namespace mxfp8
+
+using namespace mxfp8;
+
+namespace {
+
+// A mask has each size of the scores, or 1.
+void check_mask(const mxfp8_attention_arguments& g) {
+  if (g.mask_dtype != MXFP8_BOOL) check_value_dtype("mask_dtype", g.mask_dtype);
+  const int64_t full[] = {g.batch, g.q_heads, g.rows, g.past + g.keys};
+  for (int i = 0; i < 4; ++i) {
+    if (g.mask_sizes[i] != 1) check_range({"an entry of mask_sizes", g.mask_sizes[i]}, full[i], full[i]);
+  }
+  const int64_t bytes = g.mask_dtype == MXFP8_BOOL ? 1 : value_bytes(g.mask_dtype);
+  check_array(array("mask", g.mask, bytes), {g.mask_sizes[0], g.mask_sizes[1], g.mask_sizes[2], g.mask_sizes[3]});
+}
+
+void check_attention(const mxfp8_attention_arguments& g) {
+  check_value_dtype("dtype", g.dtype);
+  check_activation_dtype("activation_dtype", g.activation_dtype);
+  check_sizes({{"batch", g.batch}, {"rows", g.rows}, {"d", g.d}, {"dv", g.dv}});
+  check_range({"kv_heads", g.kv_heads}, 1, INT32_MAX);
+  check_range({"q_heads", g.q_heads}, g.kv_heads, INT32_MAX);
+  check_range({"q_heads modulo kv_heads", g.q_heads % g.kv_heads}, 0, 0);
+  check_range({"keys", g.keys}, 0, kMostBytes);
+  check_range({"past", g.past}, 0, kMostBytes);
+  const int64_t bytes = value_bytes(g.dtype), total = g.past + g.keys;
+  check_array(array("q", g.q, bytes), {g.batch, g.rows, g.q_heads, g.d});
+  check_array(array("k", g.k, bytes), {g.batch, g.keys, g.kv_heads, g.d});
+  check_array(array("v", g.v, bytes), {g.batch, g.keys, g.kv_heads, g.dv});
+  check_array(array("past_key", g.past_key, bytes), {g.batch, g.kv_heads, g.past, g.d});
+  check_array(array("past_value", g.past_value, bytes), {g.batch, g.kv_heads, g.past, g.dv});
+  check_array(array("y", g.y, bytes), {g.batch, g.rows, g.q_heads, g.dv});
+  if (g.present_key != nullptr) {
+    check_array(array("present_key", g.present_key, bytes), {g.batch, g.kv_heads, total, g.d});
+  }
+  if (g.present_value != nullptr) {
+    check_array(array("present_value", g.present_value, bytes), {g.batch, g.kv_heads, total, g.dv});
+  }
+  if (g.mask != nullptr) check_mask(g);
+}
+
+}  // namespace
+
+extern "C" {
+
+int mxfp8_attention(const mxfp8_attention_arguments* arguments, int threads) {
+  return computed([&] {
+    check_array(array("arguments", arguments, alignof(mxfp8_attention_arguments)),
+                {sizeof *arguments / alignof(mxfp8_attention_arguments)});
+    const mxfp8_attention_arguments& g = *arguments;
+    check_attention(g);
+    AttentionArgs a = {};
+    a.dtype = g.dtype, a.mask_dtype = g.mask_dtype;
+    a.q = g.q, a.k = g.k, a.v = g.v, a.past_key = g.past_key, a.past_value = g.past_value, a.mask = g.mask;
+    a.y = g.y, a.present_key = g.present_key, a.present_value = g.present_value;
+    a.batch = g.batch, a.rows = g.rows, a.keys = g.keys, a.past = g.past;
+    a.q_heads = g.q_heads, a.kv_heads = g.kv_heads, a.d = g.d, a.dv = g.dv;
+    a.scale = g.scale, a.causal = g.causal != 0, a.nan_guard = g.nan_guard != 0;
+    a.rounds = g.activation_dtype == MXFP8_BFLOAT16;
+    set_mask_strides(g.mask_sizes, &a);
+    attention(kernels_in_use(), checked_threads(threads), a);
+  });
+}
+
+}  // extern "C"

@@ -4,21 +4,19 @@
 // y [M, N], a [.., K], b [E, N, K]. Rows of one expert that lie together, in a and in y, are multiplied where they are;
 // others are copied next to each other, and their results back. So at few rows the bytes moved are those of the picked
 // matrices, 1.03 N K each; at many, (K + N) per row more.
-#include <algorithm>
+#include "grouped.h"
+
 #include <cstring>
-#include <memory>
-#include <new>
 #include <numeric>
 #include <vector>
 
-#include "ops.h"
+#include "arguments.h"
+#include "tasks.h"
 
 namespace mxfp8 {
 namespace {
 
 constexpr int64_t kCopyBytes = 1 << 18;  // that one task copies: 20 us
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 using Bytes = std::unique_ptr<char[]>;
 Bytes room(int64_t rows, int64_t row_bytes) { return Bytes(new char[size_t(rows * row_bytes)]); }
@@ -84,8 +82,8 @@ class Grouped {
   Grouped(const Kernels& kernels, const Parallel& parallel, const GroupedArgs& args)
       : kernels_(kernels), parallel_(parallel), args_(args), g_(args.gemm) {
     rounded_ = g_.a_scales == nullptr && args.activation_dtype == MXFP8_BFLOAT16 && g_.a_format != MXFP8_BFLOAT16;
-    a_bytes_ = g_.k * (g_.a_scales != nullptr ? 1 : int64_t(value_bytes(g_.a_format)));
-    y_bytes_ = g_.n * int64_t(value_bytes(g_.y_dtype));
+    a_bytes_ = g_.k * (g_.a_scales != nullptr ? 1 : value_bytes(g_.a_format));
+    y_bytes_ = g_.n * value_bytes(g_.y_dtype);
   }
 
   void run() {
@@ -180,3 +178,74 @@ void grouped_gemm(const Kernels& kernels, const Parallel& parallel, const Groupe
 }
 
 }  // namespace mxfp8
+
+using namespace mxfp8;
+
+namespace {
+
+// Checks the arguments of both grouped gemms, all but a. Returns whether there is something to compute.
+bool check_grouped(const GroupedArgs& args) {
+  const GemmArgs& g = args.gemm;
+  check_element_format("b_format", g.b_format);
+  check_value_dtype("y_dtype", g.y_dtype);
+  check_sizes({{"count", args.experts}, {"m", g.m}, {"n", g.n}, {"k", g.k}});
+  if (g.m == 0 || g.n == 0) return false;
+  check_array(array("b", g.b, 1), {args.experts, g.n, g.k});
+  check_array(array("b_scales", g.b_scales, 1), {args.experts, g.n, scale_count(g.k)});
+  check_array(array("experts", args.expert, sizeof(int64_t)), {g.m});
+  check_array(array("y", g.y, value_bytes(g.y_dtype)), {g.m, g.n});
+  return true;
+}
+
+void multiply(const GroupedArgs& args, const Parallel& parallel) {
+  for (int64_t i = 0; i < args.gemm.m; ++i) {
+    check_range({"an entry of experts", args.expert[i]}, -args.experts, args.experts);
+  }
+  grouped_gemm(kernels_in_use(), parallel, args);
+}
+
+}  // namespace
+
+extern "C" {
+
+int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+                       const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n, int64_t k,
+                       int y_dtype, void* y, int threads) {
+  return computed([&] {
+    check_element_format("a_format", a_format);
+    const uint8_t no_scales = 0;  // as in mxfp8_gemm
+    GroupedArgs args = {{a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
+                        count,
+                        experts,
+                        nullptr,
+                        MXFP8_FLOAT32};
+    const bool writes = check_grouped(args);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("a", a, 1), {m, k});
+    check_array(array("a_scales", a_scales, 1), {m, scale_count(k)});
+    if (k == 0) args.gemm.a_scales = &no_scales;
+    multiply(args, parallel);
+  });
+}
+
+int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format, const uint8_t* b,
+                              const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n,
+                              int64_t k, int y_dtype, void* y, int threads) {
+  return computed([&] {
+    check_value_dtype("x_dtype", x_dtype);
+    check_activation_dtype("activation_dtype", activation_dtype);
+    const GroupedArgs args = {{x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
+                              count,
+                              experts,
+                              nullptr,
+                              activation_dtype};
+    const bool writes = check_grouped(args);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("x", x, value_bytes(x_dtype)), {m, k});
+    multiply(args, parallel);
+  });
+}
+
+}  // extern "C"

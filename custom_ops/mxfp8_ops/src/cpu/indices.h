@@ -4,7 +4,7 @@
 #include <string>
 
 #include "../error.h"
-#include "kernels/kernels.h"
+#include "embedding.h"
 
 namespace mxfp8 {
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../mxfp8_ops.h"
+#include "gemm.h"
 #include "last_error.h"
 
 namespace mxfp8 {

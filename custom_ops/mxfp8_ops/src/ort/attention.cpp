@@ -1,4 +1,6 @@
 // MXFP8Attention. Its inputs are all there: see contract.py.
+#include "../cpu/attention.h"
+
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -13,7 +15,7 @@ struct Attention final : Job {
   // On the processor nothing moves, and presents that the graph does not use are not written.
   void visit(Operands* operands) override {
     const int64_t values = args.batch * args.rows * args.q_heads * args.dv;
-    operands->out(&args.y, values * int64_t(value_bytes(args.dtype)));
+    operands->out(&args.y, values * value_bytes(args.dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { attention(kernels, parallel, args); }
 };
@@ -116,6 +118,6 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implementation kAttentionNode = {infer, compute, nullptr, true};
+const Implemented kAttentionNode({Op::kAttention}, {infer, compute, nullptr, true});
 
 }  // namespace mxfp8::ort

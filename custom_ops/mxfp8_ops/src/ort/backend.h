@@ -3,7 +3,8 @@
 #include <memory>
 #include <string>
 
-#include "../cpu/ops.h"
+#include "../cpu/kernels/kernels.h"
+#include "../cpu/parallel.h"
 #include "../cuda_host/planner.h"
 #include "nodes.h"
 

@@ -155,7 +155,7 @@ class CopiesBackend : public Backend {
   void keep_if_constant(const OrtKernelInfo* info, size_t index) {
     const std::optional<Tensor> tensor = constant(info, index);
     if (!tensor) return;
-    int64_t bytes = is_value_dtype(tensor->dtype) ? int64_t(value_bytes(tensor->dtype)) : 1;
+    int64_t bytes = is_value_dtype(tensor->dtype) ? value_bytes(tensor->dtype) : 1;
     for (const int64_t dim : tensor->dims) bytes *= dim;
     if (bytes == 0) return;
     const Current current(gpu_);

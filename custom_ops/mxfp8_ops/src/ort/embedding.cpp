@@ -1,4 +1,6 @@
 // MXFP8Embedding.
+#include "../cpu/embedding.h"
+
 #include "../cpu/indices.h"
 #include "node_kernel.h"
 
@@ -15,7 +17,7 @@ struct Embedding final : Job {
     operands->in(&args.indices, args.count * index_bytes(args.index_dtype));
     operands->in(&args.b, args.v * args.d);
     operands->in(&args.b_scales, args.v * scale_count(args.d));
-    operands->out(&args.y, args.count * args.d * int64_t(value_bytes(args.y_dtype)));
+    operands->out(&args.y, args.count * args.d * value_bytes(args.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { embedding(kernels, parallel, args); }
 };
@@ -59,6 +61,6 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implementation kEmbeddingNode = {infer, compute, nullptr};
+const Implemented kEmbeddingNode({Op::kEmbedding}, {infer, compute, nullptr});
 
 }  // namespace mxfp8::ort

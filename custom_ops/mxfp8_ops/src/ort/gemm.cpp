@@ -1,4 +1,6 @@
 // MXFP8Gemm and MXFP8WeightGemm, whose X has no scales; and the same with an epilogue, with a factor, and quantized.
+#include "../cpu/gemm.h"
+
 #include <algorithm>
 
 #include "../cuda_host/kernels.h"
@@ -13,14 +15,14 @@ struct Gemm final : Job {
 
   void visit(Operands* operands) override {
     const bool quantized = is_element_format(args.a_format);  // with K = 0 there may be no scales
-    const int64_t blocks = scale_count(args.k), a_bytes = quantized ? 1 : int64_t(value_bytes(args.a_format));
+    const int64_t blocks = scale_count(args.k), a_bytes = quantized ? 1 : value_bytes(args.a_format);
     operands->in(&args.a, args.m * args.k * a_bytes);
     operands->in(&args.a_scales, quantized ? args.m * blocks : 0);
     operands->in(&args.b, args.n * args.k);
     operands->in(&args.b_scales, args.n * blocks);
     operands->in(&args.bias, int64_t(sizeof(float)) * args.n);
-    operands->in(&args.factor, args.m * args.n * int64_t(value_bytes(args.factor_dtype)));
-    if (args.y_format == 0) return operands->out(&args.y, args.m * args.n * int64_t(value_bytes(args.y_dtype)));
+    operands->in(&args.factor, args.m * args.n * value_bytes(args.factor_dtype));
+    if (args.y_format == 0) return operands->out(&args.y, args.m * args.n * value_bytes(args.y_dtype));
     operands->out(&args.y_elements, args.m * args.n);
     operands->out(&args.y_scales, args.m * scale_count(args.n));
     if (args.y != nullptr) operands->out(&args.y, args.m * args.n * int64_t(sizeof(float)));
@@ -129,10 +131,10 @@ void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& dest
   const int64_t first = row * args->n;
   args->epilogue = epilogue_code(attributes.epilogue);
   args->y_dtype = quantizes(row_of(kernel.op)) ? MXFP8_FLOAT32 : int(attributes.output_dtype);
-  args->y = destination.y == nullptr ? nullptr : destination.y + first * int64_t(value_bytes(args->y_dtype));
+  args->y = destination.y == nullptr ? nullptr : destination.y + first * value_bytes(args->y_dtype);
   if (!factor.is_absent()) {
     args->factor_dtype = factor.dtype;
-    args->factor = static_cast<const char*>(factor.data) + first * int64_t(value_bytes(factor.dtype));
+    args->factor = static_cast<const char*>(factor.data) + first * value_bytes(factor.dtype);
   }
   if (!quantizes(row_of(kernel.op))) return;
   args->y_format = int(attributes.output_dtype);
@@ -180,7 +182,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
     batches = 1;
   }
   const int64_t blocks = scale_count(k);
-  const int64_t a_bytes = quantized ? 1 : int64_t(value_bytes(a.dtype));
+  const int64_t a_bytes = quantized ? 1 : value_bytes(a.dtype);
   if (m * n == 0) return;  // however many batches of nothing there are
   for (int64_t batch = 0; batch < batches; ++batch) {
     const bool flat = b.dims.size() == 2;
@@ -198,11 +200,14 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implementation kGemmNode = {infer, compute, [](const Overload& node, bool cublas) {
-                                    return cuda::gemm_kernels(node.inputs[0], node.inputs[size_t(row_of(node.op).b)],
-                                                              cublas);
-                                  }};
+const Implemented kGemmNode({Op::kGemm, Op::kWeightGemm}, {infer, compute, [](const Overload& node, bool cublas) {
+                                                             return cuda::gemm_kernels(
+                                                                 node.inputs[0], node.inputs[size_t(row_of(node.op).b)],
+                                                                 cublas);
+                                                           }});
 
-const Implementation kFusedGemmNode = {infer, compute, nullptr, true};
+const Implemented kFusedGemmNode({Op::kFusedGemm, Op::kFusedWeightGemm, Op::kGatedGemm, Op::kGatedWeightGemm,
+                                  Op::kGemmQuantize},
+                                 {infer, compute, nullptr, true});
 
 }  // namespace mxfp8::ort

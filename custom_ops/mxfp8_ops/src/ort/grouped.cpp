@@ -1,4 +1,6 @@
 // MXFP8GroupedGemm and MXFP8GroupedWeightGemm, whose X has no scales. They run on the processor on every device.
+#include "../cpu/grouped.h"
+
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -11,7 +13,7 @@ struct GroupedGemm final : Job {
   // On the processor nothing moves: only an output that the graph does not use needs memory.
   void visit(Operands* operands) override {
     const GemmArgs& g = args.gemm;
-    operands->out(&args.gemm.y, g.m * g.n * int64_t(value_bytes(g.y_dtype)));
+    operands->out(&args.gemm.y, g.m * g.n * value_bytes(g.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { grouped_gemm(kernels, parallel, args); }
 };
@@ -86,6 +88,6 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implementation kGroupedGemmNode = {infer, compute, nullptr};
+const Implemented kGroupedGemmNode({Op::kGroupedGemm, Op::kGroupedWeightGemm}, {infer, compute, nullptr});
 
 }  // namespace mxfp8::ort

@@ -1,5 +1,6 @@
 // Kernel creation reads and checks attributes once; compute checks shapes, then calls a backend. The state of a kernel
 // is its attributes and its backend, both constant, so any number of threads may run one at once.
+#include <iterator>
 #include <stdexcept>
 #include <string>
 
@@ -9,6 +10,11 @@
 
 namespace mxfp8::ort {
 namespace {
+
+const Implementation** implementations() {
+  static const Implementation* of_op[std::size(kNodes)] = {};  // not a global: constants of other files write to it
+  return of_op;
+}
 
 // Reads an attribute or leaves `value` alone: every attribute has a default.
 void read(const OrtKernelInfo* info, const char* name, int64_t* value) {
@@ -39,6 +45,12 @@ std::string node_name(const OrtKernelInfo* info) {
 }
 
 }  // namespace
+
+Implemented::Implemented(std::initializer_list<Op> ops, const Implementation& given) : implementation(given) {
+  for (const Op op : ops) implementations()[size_t(op)] = &implementation;
+}
+
+const Implementation* implementation(Op op) { return implementations()[size_t(op)]; }
 
 Tensor input(const OrtKernelContext* context, int index) {
   size_t count = 0;

@@ -1,5 +1,7 @@
 // A node in this library: how it infers shapes, and how it computes. Each is written in the file named for it.
 #pragma once
+#include <initializer_list>
+
 #include "backend.h"
 #include "nodes.h"
 
@@ -22,39 +24,15 @@ struct Implementation {
   // Whether its body is made of other nodes; where a GPU may have kernels for those, it is not registered.
   bool fused = false;
 };
-extern const Implementation kQuantizeNode, kDequantizeNode, kGemmNode, kEmbeddingNode, kGroupedGemmNode, kFusedGemmNode,
-    kNormQuantizeNode, kAttentionNode;
+
+// Gives nodes an implementation: a constant in the file of the nodes, made when the library is loaded.
+struct Implemented {
+  Implemented(std::initializer_list<Op> ops, const Implementation& implementation);
+  const Implementation implementation;
+};
 
 // Null for a node that has no kernel: it is not registered, and ONNX Runtime runs its function body.
-inline const Implementation* implementation(Op op) {
-  switch (op) {
-    case Op::kQuantize:
-      return &kQuantizeNode;
-    case Op::kDequantize:
-      return &kDequantizeNode;
-    case Op::kGemm:
-    case Op::kWeightGemm:
-      return &kGemmNode;
-    case Op::kEmbedding:
-      return &kEmbeddingNode;
-    case Op::kGroupedGemm:
-    case Op::kGroupedWeightGemm:
-      return &kGroupedGemmNode;
-    case Op::kFusedGemm:
-    case Op::kFusedWeightGemm:
-    case Op::kGatedGemm:
-    case Op::kGatedWeightGemm:
-    case Op::kGemmQuantize:
-      return &kFusedGemmNode;
-    case Op::kNormQuantize:
-    case Op::kAddNormQuantize:
-      return &kNormQuantizeNode;
-    case Op::kAttention:
-      return &kAttentionNode;
-    default:
-      return nullptr;
-  }
-}
+const Implementation* implementation(Op op);
 
 // --- for infer_shapes ------------------------------------------------------------------------------------------------
 

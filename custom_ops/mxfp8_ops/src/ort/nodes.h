@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../contract.h"
+#include "../cpu/dtypes.h"
 #include "abi.h"
 #include "attributes.h"
 
@@ -56,8 +57,6 @@ int norm_code(const std::string& name);
 
 // `axis` as 0..rank-1. Throws NodeError.
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank);
-
-inline int64_t scale_count(int64_t k) { return (k + kBlock - 1) / kBlock; }
 
 // ONNX Runtime's status of a call inside a body that catches it.
 struct StatusError {

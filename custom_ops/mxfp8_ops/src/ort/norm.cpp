@@ -1,4 +1,6 @@
 // MXFP8NormQuantize and MXFP8AddNormQuantize.
+#include "../cpu/norm.h"
+
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -12,7 +14,7 @@ struct NormQuantize final : Job {
 
   // Normalized and sum may stay null: the kernel then leaves them out.
   void visit(Operands* operands) override {
-    const int64_t values = args.rows * args.k, bytes = values * int64_t(value_bytes(args.dtype));
+    const int64_t values = args.rows * args.k, bytes = values * value_bytes(args.dtype);
     operands->in(&args.x, bytes);
     operands->in(&args.residual, bytes);
     operands->in(&args.scale, args.k * int64_t(sizeof(float)));
@@ -73,6 +75,6 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implementation kNormQuantizeNode = {infer, compute, nullptr, true};
+const Implemented kNormQuantizeNode({Op::kNormQuantize, Op::kAddNormQuantize}, {infer, compute, nullptr, true});
 
 }  // namespace mxfp8::ort

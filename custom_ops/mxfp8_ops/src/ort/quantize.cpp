@@ -1,4 +1,6 @@
 // MXFP8Quantize and MXFP8Dequantize.
+#include "../cpu/quantize.h"
+
 #include "../cuda_host/kernels.h"
 #include "node_kernel.h"
 
@@ -22,7 +24,7 @@ struct Quantize final : Job {
 
   void visit(Operands* operands) override {
     const int64_t values = args.outer * args.k * args.inner;
-    operands->in(&args.x, values * int64_t(value_bytes(args.dtype)));
+    operands->in(&args.x, values * value_bytes(args.dtype));
     operands->out(&args.elements, values);
     operands->out(&args.scales, args.outer * scale_count(args.k) * args.inner);
   }
@@ -67,7 +69,7 @@ struct Dequantize final : Job {
     const int64_t values = args.outer * args.k * args.inner;
     operands->in(&args.elements, values);
     operands->in(&args.scales, args.outer * scale_count(args.k) * args.inner);
-    operands->out(&args.y, values * int64_t(value_bytes(args.dtype)));
+    operands->out(&args.y, values * value_bytes(args.dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { dequantize(kernels, parallel, args); }
   cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
@@ -94,11 +96,12 @@ void compute_dequantize(const NodeKernel& kernel, OrtKernelContext* context) {
 
 }  // namespace
 
-const Implementation kQuantizeNode = {infer_quantize, compute_quantize, [](const Overload& node, bool) {
-                                        return cuda::quantize_kernels(node.inputs[0], node.outputs[0]);
-                                      }};
-const Implementation kDequantizeNode = {infer_dequantize, compute_dequantize, [](const Overload& node, bool) {
-                                          return cuda::dequantize_kernels(node.inputs[0], node.outputs[0]);
-                                        }};
+const Implemented kQuantizeNode({Op::kQuantize}, {infer_quantize, compute_quantize, [](const Overload& node, bool) {
+                                                    return cuda::quantize_kernels(node.inputs[0], node.outputs[0]);
+                                                  }});
+const Implemented kDequantizeNode({Op::kDequantize},
+                                  {infer_dequantize, compute_dequantize, [](const Overload& node, bool) {
+                                     return cuda::dequantize_kernels(node.inputs[0], node.outputs[0]);
+                                   }});
 
 }  // namespace mxfp8::ort

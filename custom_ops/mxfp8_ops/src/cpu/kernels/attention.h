@@ -8,8 +8,8 @@
 // An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
 // float32, attention_amx.h that of bfloat16 tiles.
 #pragma once
+#include "../attention.h"
 #include "codec.h"
-#include "kernels.h"
 #include "simd.h"
 
 namespace mxfp8::MXFP8_ISA {

@@ -1,9 +1,10 @@
 // MXFP8Embedding: numerics.embedding, bit for bit. Rows of b [V, D] that indices name, to y [count, D]; a task does a
 // range of the rows of y. Bytes moved per value: 1.03 read, 4 or 2 written; rows are read whole, and each row's first
 // lines are asked for while the one before is decoded, because no hardware knows where it lies.
+#include "../embedding.h"
+
 #include "codec.h"
 #include "decode_row.h"
-#include "kernels.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {

@@ -5,8 +5,9 @@
 // function of x, in units of 2^-24 |x|, is fused.EPILOGUES; test_epilogues.py measures it. NaN stays NaN, and so does
 // the product of an infinite sum and 0: gelu(-inf) is NaN, as it is where 0.5 x (1 + erf) is computed.
 #pragma once
+#include "../gemm.h"
+#include "../quantize.h"
 #include "codec.h"
-#include "kernels.h"
 
 namespace mxfp8::MXFP8_BASE {
 void quantize_rows(const QuantizeArgs&, int64_t row_begin, int64_t row_end, Stats*);

@@ -5,9 +5,9 @@
 // they can be, since a thin one keeps few sums busy; in a tile, step by step along K, the values of each of its rows.
 // So a multiply reads it front to back.
 #pragma once
+#include "../gemm.h"
 #include "codec.h"
 #include "epilogue.h"
-#include "kernels.h"
 #include "simd.h"
 
 namespace mxfp8::MXFP8_ISA {

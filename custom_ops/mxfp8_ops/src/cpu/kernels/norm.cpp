@@ -5,8 +5,10 @@
 //
 // Means are of two passes: of the row, then of the squares of what is left of it, each in 4 * kLanes partial sums, so
 // that an error of the mean counts squared. fused.norm_error_bound holds for them.
+#include "../norm.h"
+
+#include "../quantize.h"
 #include "codec.h"
-#include "kernels.h"
 #include "simd.h"
 
 namespace mxfp8::MXFP8_ISA {

@@ -1,21 +1,15 @@
-// How each operation is split into tasks. A task is about kTaskWork units of work, so that small calls stay on the
-// caller's thread; the numerics are in kernels/.
-#include "ops.h"
+// How a gemm is split into strips of rows and tasks.
+#include "gemm.h"
 
-#include <algorithm>
-#include <cstdlib>
-#include <iterator>
-#include <memory>
-#include <new>
 #include <vector>
 
+#include "dtypes.h"
 #include "profile.h"
+#include "tasks.h"
 
 namespace mxfp8 {
 namespace {
 
-constexpr int64_t kTaskValues = 1 << 18;    // values that one quantize, dequantize or pack task handles: 30 us
-constexpr int64_t kLeastValues = 1 << 16;   // values worth a second thread
 constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task handles: 10 us
 constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as long as reading and decoding B
 constexpr int64_t kGemmStep = 2 * kBlock;   // values that a gemm kernel multiplies at once, and pads rows of A to
@@ -24,134 +18,6 @@ constexpr int64_t kPackedBytes = 8 << 20;   // bytes of A packed at a time
 constexpr int64_t kStripBytes = 1 << 20;    // bytes of a strip that has more rows than any kernel takes
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
 constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result; kBlock if quantized
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Calls body(begin, end) over 0..count-1 in ranges of about `per_task`.
-template <class Body>
-void for_ranges(const Parallel& parallel, int64_t count, int64_t per_task, const Body& body) {
-  per_task = std::max<int64_t>(1, per_task);
-  parallel_for(parallel, ceil_div(count, per_task),
-               [&](int64_t task) { body(task, task * per_task, std::min(count, (task + 1) * per_task)); });
-}
-
-// How many ranges `count` things of so many values are cut into: as many for each thread.
-int64_t equal_ranges(const Parallel& parallel, int64_t count, int64_t values_each) {
-  const int64_t values = count * values_each;
-  return values < kLeastValues ? 1 : ceil_div(ceil_div(values, kTaskValues), parallel.threads) * parallel.threads;
-}
-
-// The same in ranges of equal size.
-template <class Body>
-void for_equal_ranges(const Parallel& parallel, int64_t count, int64_t values_each, const Body& body) {
-  for_ranges(parallel, count, ceil_div(count, equal_ranges(parallel, count, values_each)), body);
-}
-
-// The row of a code, or null.
-template <size_t N>
-const Dtype* find(const Dtype (&rows)[N], int code) {
-  const Dtype* row = std::find_if(rows, rows + N, [code](const Dtype& each) { return each.code == code; });
-  return row == rows + N ? nullptr : row;
-}
-
-template <size_t N>
-const Dtype& row_with_code(const Dtype (&rows)[N], int code) {
-  const Dtype* row = find(rows, code);
-  if (row == nullptr) std::abort();
-  return *row;
-}
-
-struct Free {
-  void operator()(void* p) const { ::operator delete(p, std::align_val_t{64}); }
-};
-using Scratch = std::unique_ptr<void, Free>;
-
-}  // namespace
-
-bool is_value_dtype(int dtype) { return find(kValueDtypes, dtype) != nullptr; }
-bool is_element_format(int format) { return find(kElementFormats, format) != nullptr; }
-size_t value_bytes(int dtype) { return size_t(row_with_code(kValueDtypes, dtype).bytes); }
-uint32_t scale_increment(int format, int scale_rounding) {
-  if (scale_rounding < 0 || scale_rounding >= int(std::size(kScaleRoundings))) std::abort();
-  return row_with_code(kElementFormats, format).increments[scale_rounding];
-}
-
-void quantize(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args) {
-  if (args.outer == 0 || args.k == 0 || args.inner == 0) return;
-  if (args.inner == 1) {
-    for_equal_ranges(parallel, args.outer, args.k,
-                     [&](int64_t, int64_t begin, int64_t end) { kernels.quantize_rows(args, begin, end, nullptr); });
-  } else {
-    const int64_t tiles = args.outer * ceil_div(args.k, kBlock) * ceil_div(args.inner, kColumnTile);
-    const int64_t tile_values = std::min(args.k, kBlock) * std::min(args.inner, kColumnTile);
-    for_equal_ranges(parallel, tiles, tile_values,
-                     [&](int64_t, int64_t begin, int64_t end) { kernels.quantize_columns(args, begin, end); });
-  }
-}
-
-void dequantize(const Kernels& kernels, const Parallel& parallel, const DequantizeArgs& args) {
-  if (args.outer == 0 || args.k == 0 || args.inner == 0) return;
-  if (args.inner == 1) {
-    for_equal_ranges(parallel, args.outer, args.k,
-                     [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_rows(args, begin, end); });
-  } else {
-    const int64_t tiles = args.outer * ceil_div(args.k, kBlock) * ceil_div(args.inner, kColumnTile);
-    const int64_t tile_values = std::min(args.k, kBlock) * std::min(args.inner, kColumnTile);
-    for_equal_ranges(parallel, tiles, tile_values,
-                     [&](int64_t, int64_t begin, int64_t end) { kernels.dequantize_columns(args, begin, end); });
-  }
-}
-
-void embedding(const Kernels& kernels, const Parallel& parallel, const EmbeddingArgs& args) {
-  if (args.count == 0 || args.d == 0) return;
-  for_equal_ranges(parallel, args.count, args.d,
-                   [&](int64_t, int64_t begin, int64_t end) { kernels.embedding(args, begin, end); });
-}
-
-void norm_quantize(const Kernels& kernels, const Parallel& parallel, const NormArgs& args) {
-  if (args.rows == 0 || args.k == 0) return;
-  const int64_t tasks = equal_ranges(parallel, args.rows, args.k), per_task = ceil_div(args.rows, tasks);
-  const int64_t room = ceil_div(std::min(norm_rows(args.k), per_task) * args.k, 16) * 16;  // whole cache lines
-  const auto bytes = size_t(ceil_div(args.rows, per_task) * room) * sizeof(float);
-  const Scratch rooms(::operator new(bytes, std::align_val_t{64}));
-  for_ranges(parallel, args.rows, per_task, [&](int64_t task, int64_t begin, int64_t end) {
-    kernels.norm_quantize(args, begin, end, static_cast<float*>(rooms.get()) + task * room);
-  });
-}
-
-void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& args, bool transposed,
-          mxfp8_pack_stats* result) {
-  Stats total;
-  if (args.outer != 0 && args.k != 0) {
-    // Ranges do not depend on the number of threads, and are added in order: neither do the sums.
-    int64_t count = args.outer;
-    int64_t per_task = kTaskValues / args.k;
-    if (transposed) {
-      count = ceil_div(args.outer, kColumnTile) * ceil_div(args.k, kPackDepth * kBlock);
-      per_task = kTaskValues / (kColumnTile * kPackDepth * kBlock);
-    }
-    per_task = std::max<int64_t>(1, per_task);
-    std::vector<Stats> parts(size_t(ceil_div(count, per_task)));
-    for_ranges(parallel, count, per_task, [&](int64_t task, int64_t begin, int64_t end) {
-      if (transposed) {
-        kernels.pack_columns(args, begin, end, &parts[size_t(task)]);
-      } else {
-        kernels.quantize_rows(args, begin, end, &parts[size_t(task)]);
-      }
-    });
-    for (const Stats& part : parts) {
-      total.signal += part.signal;
-      total.noise += part.noise;
-      if (part.first_nonfinite < 0) continue;
-      if (total.first_nonfinite < 0 || part.first_nonfinite < total.first_nonfinite) {
-        total.first_nonfinite = part.first_nonfinite;
-      }
-    }
-  }
-  *result = {total.signal, total.noise, total.first_nonfinite};
-}
-
-namespace {
 
 // Rows of A, packed for the kernel that multiplies them.
 struct Strip {
@@ -241,11 +107,11 @@ int64_t rows_of_strip(const Kernels& kernels, int64_t k) {
 // The arguments of some of the rows.
 GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
   GemmArgs part = args;
-  const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : int64_t(value_bytes(args.a_format));
+  const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : value_bytes(args.a_format);
   part.m = end - begin;
   part.a = static_cast<const char*>(args.a) + begin * args.a_stride * a_bytes;
   if (args.y != nullptr) {
-    part.y = static_cast<char*>(args.y) + begin * args.y_stride * int64_t(value_bytes(args.y_dtype));
+    part.y = static_cast<char*>(args.y) + begin * args.y_stride * value_bytes(args.y_dtype);
   }
   if (args.y_format != 0) {
     part.y_elements = args.y_elements + begin * args.n;
@@ -253,7 +119,7 @@ GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
   }
   if (args.a_scales != nullptr) part.a_scales = args.a_scales + begin * ceil_div(args.k, kBlock);
   if (args.factor != nullptr) {
-    part.factor = static_cast<const char*>(args.factor) + begin * args.n * int64_t(value_bytes(args.factor_dtype));
+    part.factor = static_cast<const char*>(args.factor) + begin * args.n * value_bytes(args.factor_dtype);
   }
   return part;
 }

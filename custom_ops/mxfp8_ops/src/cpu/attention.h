@@ -1,0 +1,46 @@
+// MXFP8Attention.
+#pragma once
+#include "kernels/kernels.h"
+
+namespace mxfp8 {
+
+// q [batch, rows, q_heads * d], k [batch, keys, kv_heads * d], v [batch, keys, kv_heads * dv], past_key
+// [batch, kv_heads, past, d] and past_value likewise; y [batch, rows, q_heads * dv]. All of one dtype.
+struct AttentionArgs {
+  int dtype;
+  const void *q, *k, *v, *past_key, *past_value;
+  int mask_dtype;           // MXFP8_BOOL or a value dtype
+  const void* mask;         // null: none
+  int64_t mask_strides[4];  // from batch to batch, head, row and key, in values; 0 where the mask has one for all
+  void *y, *present_key, *present_value;  // the presents may be null
+  int64_t batch, rows, keys, past, q_heads, kv_heads, d, dv;
+  float scale;     // not 0
+  bool causal;     // row i sees keys up to past + i
+  bool rounds;     // q, k, v and weights are rounded to bfloat16 before they are multiplied
+  bool nan_guard;  // rows without a sum give 0, not NaN
+};
+
+// Rows of one head of keys: those of the query heads that share it, `rows` each, one after the other.
+struct AttentionTask {
+  int64_t batch, head, row_begin, row_end, key_begin, key_end;
+};
+constexpr int64_t kAttentionRows = 256;   // the most rows of a task: they share what is packed of keys and values
+constexpr int64_t kAttentionRowPad = 32;  // rows are padded to a multiple of it in a task's memory
+constexpr int64_t kAttentionPad = 16;     // and values of a row
+
+// The floats that say what a task made of its keys, and the bytes of scratch memory it needs.
+MXFP8_KERNEL_WITH_AMX(int64_t, attention_state, const AttentionArgs&, const AttentionTask&)
+MXFP8_KERNEL_WITH_AMX(int64_t, attention_scratch, const AttentionArgs&, const AttentionTask&)
+// Writes the task's rows of y or, if there is a state, that. Scratch memory begins with a cache line. `next` is what
+// the caller does then, or null.
+MXFP8_KERNEL_WITH_AMX(void, attention, const AttentionArgs&, const AttentionTask&, const AttentionTask* next,
+                      void* scratch, float* state)
+// Writes the rows of y of tasks that differ in their keys alone, from their states, one behind the other.
+MXFP8_KERNEL_WITH_AMX(void, attention_merge, const AttentionArgs&, const AttentionTask&, float* states, int64_t count)
+
+// A scale of 0 stands for 1 / sqrt(d), and a mask of one value that hides nothing for none. attention.cpp.
+void attention(const Kernels&, const Parallel&, AttentionArgs);
+// Those of a dense mask with these sizes.
+void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs*);
+
+}  // namespace mxfp8

@@ -1,0 +1,77 @@
+// The gemms, and the table of their kernels that every instruction set has.
+#pragma once
+#include "kernels/kernels.h"
+
+namespace mxfp8 {
+
+constexpr int64_t kGemmRows = 256;      // rows of A packed at a time: they stay in L2
+constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so fast that decoding B counts more
+constexpr int64_t kSkinnyRows = 16;     // the most rows of A that B is decoded in registers for
+// Up to here gemm_skinny_f32 adds sums across lanes in less time than other kernels turn B, as measured.
+constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
+constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
+
+// a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype); `rounds_a`
+// says that each of these is rounded to bfloat16, to nearest even, before it is multiplied.
+struct GemmArgs {
+  int a_format;
+  const void* a;
+  const uint8_t* a_scales;
+  int64_t a_stride;
+  int b_format;
+  const uint8_t* b;
+  const uint8_t* b_scales;
+  const float* bias;
+  int64_t m, n, k;
+  int y_dtype;
+  void* y;
+  int64_t y_stride;
+  bool rounds_a = false;
+  // The epilogue of sums and bias (epilogue.h); its result times a factor [m, n], or null.
+  int epilogue = MXFP8_NONE;
+  int factor_dtype = MXFP8_FLOAT32;
+  const void* factor = nullptr;
+  // Where its rows are quantized: y is float32, or null, and these take the codes, rows beside each other.
+  int y_format = 0;          // 0: they are not
+  uint32_t y_increment = 0;  // formats.scale_increment
+  uint8_t* y_elements = nullptr;
+  uint8_t* y_scales = nullptr;
+};
+
+// The gemm kernels work alike. Rows of A are packed, in tiles of `tile_rows`, into scratch memory
+// that all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few
+// at a time. `row` is the first packed row, `rows` their number.
+//
+// `exponent` is that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to zero,
+// so it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.
+constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use a later one
+constexpr int kAllZero = 1 << 20;
+
+// The operands that a kernel is for: values of A that bf16 holds, on a processor that multiplies bf16; other values;
+// any; or elements of A and B that are all E4M3.
+enum class Values { kBf16, kOther, kAny, kE4M3 };
+
+struct GemmKernel {
+  const char* name;
+  int tile_rows;
+  int value_bytes;  // bytes that are packed for each value
+  int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);
+  void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
+                   int64_t column_begin, int64_t column_end, const void* packed, int exponent);
+};
+
+// Defines the kernel NAME, of NAME_pack and NAME_multiply.
+#define MXFP8_GEMM_KERNEL(NAME, TILE_ROWS, VALUE_BYTES) \
+  extern const GemmKernel NAME;                         \
+  constexpr GemmKernel NAME = {#NAME, TILE_ROWS, VALUE_BYTES, NAME##_pack, NAME##_multiply}
+
+// What a set uses a kernel for: these values, in strips of `least_rows` to `most_rows` rows.
+struct GemmRow {
+  Values values;
+  int64_t least_rows, most_rows;
+  const GemmKernel* kernel;
+};
+
+void gemm(const Kernels&, const Parallel&, const GemmArgs&);
+
+}  // namespace mxfp8

@@ -1,0 +1,112 @@
+// The entry points of the gemms.
+#include "arguments.h"
+#include "gemm.h"
+
+using namespace mxfp8;
+
+namespace {
+
+// Checks b, bias, factor and y of a gemm. Returns whether there is something to compute: where y is empty, no operand
+// is read.
+bool check_product(const GemmArgs& g) {
+  check_element_format("b_format", g.b_format);
+  check_value_dtype("y_dtype", g.y_dtype);
+  check_epilogue("epilogue", g.epilogue);
+  check_value_dtype("factor_dtype", g.factor_dtype);
+  check_sizes({{"m", g.m}, {"n", g.n}, {"k", g.k}});
+  check_range({"y_stride", g.y_stride}, g.n, INT64_MAX);
+  if (g.m == 0 || g.n == 0) return false;
+  check_array(array("b", g.b, 1), {g.n, g.k});
+  check_array(array("b_scales", g.b_scales, 1), {g.n, scale_count(g.k)});
+  if (g.bias != nullptr) check_array(array("bias", g.bias, sizeof(float)), {g.n});
+  if (g.factor != nullptr) check_array(array("factor", g.factor, value_bytes(g.factor_dtype)), {g.m, g.n});
+  if (g.y_format != 0) check_blocks(g.y_elements, g.y_scales, g.m, g.n, 1);
+  if (g.y_format == 0 || g.y != nullptr) check_rows(array("y", g.y, value_bytes(g.y_dtype)), g.m, g.n, g.y_stride);
+  return true;
+}
+
+void multiply(GemmArgs g, const Parallel& parallel) {
+  g.a_stride = stride_of(g.m, g.k, g.a_stride), g.y_stride = stride_of(g.m, g.n, g.y_stride);
+  gemm(kernels_in_use(), parallel, g);
+}
+
+// The gemms with A quantized, and with values for A.
+int quantized_product(GemmArgs g, int threads) {
+  return computed([&] {
+    check_element_format("a_format", g.a_format);
+    const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
+    const bool writes = check_product(g);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(array("a", g.a, 1), {g.m, g.k});
+    check_array(array("a_scales", g.a_scales, 1), {g.m, scale_count(g.k)});
+    if (g.k == 0) g.a_scales = &no_scales;
+    multiply(g, parallel);
+  });
+}
+
+int weight_product(GemmArgs g, int activation_dtype, int threads) {
+  return computed([&] {
+    check_value_dtype("x_dtype", g.a_format);
+    check_activation_dtype("activation_dtype", activation_dtype);
+    g.rounds_a = activation_dtype == MXFP8_BFLOAT16;
+    const bool writes = check_product(g);
+    check_range({"x_stride", g.a_stride}, g.k, INT64_MAX);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_rows(array("x", g.a, value_bytes(g.a_format)), g.m, g.k, g.a_stride);
+    multiply(g, parallel);
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+               const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
+               int64_t y_stride, int threads) {
+  return quantized_product(
+      {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false}, threads);
+}
+
+int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
+                      const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
+                      int y_dtype, void* y, int64_t y_stride, int threads) {
+  return weight_product({x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride},
+                        activation_dtype, threads);
+}
+
+int mxfp8_fused_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+                     const uint8_t* b_scales, const float* bias, int epilogue, int factor_dtype, const void* factor,
+                     int64_t m, int64_t n, int64_t k, int y_dtype, void* y, int64_t y_stride, int threads) {
+  return quantized_product({a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false,
+                            epilogue, factor_dtype, factor},
+                           threads);
+}
+
+int mxfp8_gemm_quantize(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
+                        const uint8_t* b_scales, const float* bias, int epilogue, int64_t m, int64_t n, int64_t k,
+                        int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales, float* y,
+                        int threads) {
+  GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, MXFP8_FLOAT32, y, n, false, epilogue};
+  const int refused = answer([&] {
+    check_element_format("element_format", element_format);
+    check_rounding("scale_rounding", scale_rounding);
+  });
+  if (refused != MXFP8_OK) return refused;
+  g.y_format = element_format, g.y_increment = scale_increment(element_format, scale_rounding);
+  g.y_elements = elements, g.y_scales = scales;
+  return quantized_product(g, threads);
+}
+
+int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
+                            const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue,
+                            int factor_dtype, const void* factor, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
+                            int64_t y_stride, int threads) {
+  return weight_product({x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride,
+                         false, epilogue, factor_dtype, factor},
+                        activation_dtype, threads);
+}
+
+}  // extern "C"
