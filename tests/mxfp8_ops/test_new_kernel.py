@@ -186,8 +186,9 @@ CHANGES = {
     "src/mxfp8_ops.h": [
         (
             "// Rows of the table b [V, D]",
-            "// [rows, K]\nMXFP8_API int mxfp8_multiple(int element_format, const uint8_t* elements, "
-            "const uint8_t* scales,\n                             int64_t rows, int64_t k, float times, float* y, int threads);\n\n"
+            "// [rows, K]\n"
+            "MXFP8_API int mxfp8_multiple(int element_format, const uint8_t* elements, const uint8_t* scales,\n"
+            "    int64_t rows, int64_t k, float times, float* y, int threads);\n\n"
             "// Rows of the table b [V, D]",
         )
     ],
