@@ -2,7 +2,7 @@
 
     src/contract.h          the rows, for C++
     src/ort/attributes.h    the attributes of a node, for C++
-    c_abi.py                the types of the functions of mxfp8_ops.h, for ctypes
+    c_abi.py                the types of the functions of mxfp8_ops.h and of the headers of CUDA, for ctypes
     docs/node_contract.md   the nodes, in its middle
 
 They are kept in git, so that the library builds without Python; test_contract.py says if one is stale.
@@ -141,14 +141,15 @@ def _literal(default: float | str) -> str:
 # --- c_abi.py --------------------------------------------------------------------------------------------------------
 
 _DECLARATION = re.compile(r"^MXFP8_API (?P<result>[\w *]+?)(?P<name>mxfp8_\w+)\((?P<arguments>.*?)\);", re.M | re.S)
-_TYPES = {"int": "i", "int64_t": "n", "float": "f", "const char*": "t", "void": "None"}
+_TYPES = {"int": "i", "int64_t": "n", "size_t": "z", "float": "f", "const char*": "t", "void": "None"}
+_HEADERS = ("mxfp8_ops.h", "cuda_host/mxfp8_cuda.h", "cuda_host/mxfp8_cuda_plan.h")
 
 
 def c_abi() -> str:
     """Returns the text of c_abi.py."""
-    text = (HERE / "mxfp8_ops/src/mxfp8_ops.h").read_text(encoding="utf-8")
+    text = "".join((HERE / "mxfp8_ops/src" / name).read_text(encoding="utf-8") for name in _HEADERS)
     lines = [
-        '"""The functions of src/mxfp8_ops.h: name -> (type of the result, types of the arguments), for ctypes.',
+        '"""The functions of the headers of src: name -> (type of the result, types of the arguments), for ctypes.',
         "",
         "Written by custom_ops/generate.py.",
         '"""',
@@ -156,11 +157,11 @@ def c_abi() -> str:
         "from __future__ import annotations",
         "",
         "from collections.abc import Mapping",
-        "from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p",
+        "from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p",
         "from types import MappingProxyType",
         "from typing import Any, Final",
         "",
-        "i, n, f, t, p = c_int, c_int64, c_float, c_char_p, c_void_p",
+        "i, n, z, f, t, p = c_int, c_int64, c_size_t, c_float, c_char_p, c_void_p",
         "",
         "SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(",
         "    {",

@@ -1,4 +1,4 @@
-"""The functions of src/mxfp8_ops.h: name -> (type of the result, types of the arguments), for ctypes.
+"""The functions of the headers of src: name -> (type of the result, types of the arguments), for ctypes.
 
 Written by custom_ops/generate.py.
 """
@@ -6,11 +6,11 @@ Written by custom_ops/generate.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from ctypes import c_char_p, c_float, c_int, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from types import MappingProxyType
 from typing import Any, Final
 
-i, n, f, t, p = c_int, c_int64, c_float, c_char_p, c_void_p
+i, n, z, f, t, p = c_int, c_int64, c_size_t, c_float, c_char_p, c_void_p
 
 SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
     {
@@ -35,5 +35,15 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_pack": (i, (i, p, n, i, n, n, i, i, p, p, p, i)),
         "mxfp8_profile": (i, (i,)),
         "mxfp8_profile_text": (t, ()),
+        "mxfp8_cuda_open": (i, (t, p, p, z)),
+        "mxfp8_cuda_plan_gemm": (i, (p, p, p)),
+        "mxfp8_cuda_plan_quantize": (i, (p, p)),
+        "mxfp8_cuda_plan_dequantize": (i, (p, p)),
+        "mxfp8_cuda_plan_fold": (i, (p, p)),
+        "mxfp8_cuda_swizzled_bytes": (n, (n, n)),
+        "mxfp8_cuda_kernel": (t, (i,)),
+        "mxfp8_cuda_route_at": (p, (i,)),
+        "mxfp8_cuda_variant_at": (p, (i,)),
+        "mxfp8_cuda_measurement_at": (p, (i,)),
     }
 )

@@ -7,10 +7,12 @@ made of addresses and sizes; nothing here needs a GPU. `execution.run` executes 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections import namedtuple
-from ctypes import POINTER, Structure, c_char, c_char_p, c_int, c_int64, string_at
-from typing import Any, Final, NamedTuple
+from collections.abc import Iterator
+from ctypes import POINTER, Structure, byref, c_char, c_int64, string_at
+from typing import Final, NamedTuple
 
 from mxfp8_ops import formats, native
 from mxfp8_ops.errors import BackendError
@@ -139,7 +141,7 @@ def gemm(place: Place, product: Gemm) -> Plan:
         ShapeError: an unknown dtype or format, sizes or addresses that no tensor has, or 2^31 thread blocks or more.
     """
     plan = Plan()
-    status = _library().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), plan)
+    status = native.load().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), byref(plan))
     # Its own error: a message about a route needs the names of dtypes, which the library's text does not have.
     if status == _NO_ROUTE:
         raise _no_route(place, product)
@@ -149,25 +151,28 @@ def gemm(place: Place, product: Gemm) -> Plan:
 def quantize(request: Quantize) -> Plan:
     """Returns the plan of `numpy_nodes.quantize` along one axis or, of a matrix, along both; ShapeError as `gemm`."""
     plan = Plan()
-    return _copied("quantize", _library().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), plan), plan)
+    status = native.load().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), byref(plan))
+    return _copied("quantize", status, plan)
 
 
 def dequantize(request: Dequantize) -> Plan:
     """Returns the plan of `numpy_nodes.dequantize`; ShapeError as `gemm`."""
     plan = Plan()
-    return _copied("dequantize", _library().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), plan), plan)
+    status = native.load().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), byref(plan))
+    return _copied("dequantize", status, plan)
 
 
 def fold(request: Fold) -> Plan:
     """Returns the plan of `folding.fold`; ShapeError as `gemm`."""
     plan = Plan()
-    return _copied("fold", _library().mxfp8_cuda_plan_fold(_FOLD.pack(*request), plan), plan)
+    status = native.load().mxfp8_cuda_plan_fold(_FOLD.pack(*request), byref(plan))
+    return _copied("fold", status, plan)
 
 
 def swizzled_bytes(rows: int, k: int) -> int:
     """Returns how many scales [rows, ceil(k / 32)] take in cuBLASLt's 128x4 layout; ShapeError as `gemm`."""
     # The result is a size, or a status below 0.
-    size: int = _library().mxfp8_cuda_swizzled_bytes(rows, k)
+    size: int = native.load().mxfp8_cuda_swizzled_bytes(rows, k)
     native.check("swizzled_bytes", min(size, 0))
     return size
 
@@ -180,7 +185,7 @@ def kernels() -> tuple[str, ...]:
     """
     names: list[str] = []
     # The library answers NULL past the last number: it has no function that counts.
-    while name := _library().mxfp8_cuda_kernel(len(names)):
+    while name := native.load().mxfp8_cuda_kernel(len(names)):
         names.append(name.decode())
     return tuple(names)
 
@@ -188,30 +193,26 @@ def kernels() -> tuple[str, ...]:
 @functools.cache
 def routes() -> tuple[Route, ...]:
     """Returns the dispatch table (src/cuda_host/routes.cpp). The first row that fits a product counts."""
-    rows: list[Route] = []
-    while row := _library().mxfp8_cuda_route_at(len(rows)):
-        name, capability, *rest = row[: len(Route._fields)]
-        rows.append(Route(string_at(name).decode(), divmod(capability, 10), *rest))
-    return tuple(rows)
+    return tuple(
+        Route(string_at(name).decode(), divmod(capability, 10), *rest)
+        for name, capability, *rest in _rows("mxfp8_cuda_route_at", len(Route._fields))
+    )
 
 
 @functools.cache
 def variants() -> tuple[Variant, ...]:
     """Returns the variants of kernels by number (src/cuda_host/experimental/variants.cpp)."""
-    rows: list[Variant] = []
-    while row := _library().mxfp8_cuda_variant_at(len(rows)):
-        rows.append(Variant(*(string_at(text).decode() for text in row[: len(Variant._fields)])))
-    return tuple(rows)
+    rows = _rows("mxfp8_cuda_variant_at", len(Variant._fields))
+    return tuple(Variant(*(string_at(text).decode() for text in row)) for row in rows)
 
 
 @functools.cache
 def measurements() -> tuple[Measurement, ...]:
     """Returns the table that says which variant is fastest where (src/cuda_host/experimental/measured.h)."""
-    rows: list[Measurement] = []
-    while row := _library().mxfp8_cuda_measurement_at(len(rows)):
-        card, date, *rest = row[: len(Measurement._fields)]
-        rows.append(Measurement(string_at(card).decode(), string_at(date).decode(), *rest))
-    return tuple(rows)
+    return tuple(
+        Measurement(string_at(card).decode(), string_at(date).decode(), *rest)
+        for card, date, *rest in _rows("mxfp8_cuda_measurement_at", len(Measurement._fields))
+    )
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
@@ -223,26 +224,13 @@ def _packed_place(place: Place) -> bytes:
     return _PLACE.pack(*place)
 
 
-@functools.cache
-def _library() -> Any:
-    """Returns the native library, the planner's functions typed."""
-    library = native.load()
-    signatures: dict[str, tuple[Any, ...]] = {
-        "mxfp8_cuda_plan_gemm": (c_int, c_char_p, c_char_p, POINTER(Plan)),
-        "mxfp8_cuda_plan_quantize": (c_int, c_char_p, POINTER(Plan)),
-        "mxfp8_cuda_plan_dequantize": (c_int, c_char_p, POINTER(Plan)),
-        "mxfp8_cuda_plan_fold": (c_int, c_char_p, POINTER(Plan)),
-        "mxfp8_cuda_swizzled_bytes": (c_int64, c_int64, c_int64),
-        "mxfp8_cuda_kernel": (c_char_p, c_int),
-        # Rows of tables are read as int64 fields; the first ones are pointers to text.
-        "mxfp8_cuda_route_at": (POINTER(c_int64), c_int),
-        "mxfp8_cuda_variant_at": (POINTER(c_int64), c_int),
-        "mxfp8_cuda_measurement_at": (POINTER(c_int64), c_int),
-    }
-    for name, (result, *arguments) in signatures.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
-    return library
+def _rows(function: str, fields: int) -> Iterator[list[int]]:
+    """Yields the rows of a table of the library as int64 fields, the first of which are pointers to text."""
+    row_at = getattr(native.load(), function)
+    for row in itertools.count():
+        if not (address := row_at(row)):  # NULL past the last row
+            return
+        yield (c_int64 * fields).from_address(address)[:]
 
 
 def _copied(where: str, status: int, plan: Plan) -> Plan:

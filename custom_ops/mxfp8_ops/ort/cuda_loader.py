@@ -15,7 +15,7 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_v
 from pathlib import Path
 from typing import Any, Final
 
-from mxfp8_ops import native
+from mxfp8_ops import c_abi, native
 from mxfp8_ops.cuda import build, device
 from mxfp8_ops.cuda.system import DRIVER
 from mxfp8_ops.errors import BackendError
@@ -64,7 +64,7 @@ def give(library: ctypes.CDLL) -> None:
         BackendError: there is no driver.
     """
     message = ctypes.create_string_buffer(1024)
-    library.mxfp8_cuda_open.argtypes = (c_char_p, POINTER(_Loader), c_char_p, c_size_t)
+    library.mxfp8_cuda_open.argtypes = c_abi.SIGNATURES["mxfp8_cuda_open"][1]
     if library.mxfp8_cuda_open(DRIVER.encode(), ctypes.byref(_LOADER), message, len(message)):
         raise BackendError(
             "cuda",
