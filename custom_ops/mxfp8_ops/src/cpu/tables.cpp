@@ -48,10 +48,10 @@
 namespace mxfp8 {
 
 // The table of a set that differs from `below` in its gemms.
-constexpr Kernels with_gemms(Kernels below, const char* isa, const GemmRow* gemms) {
+constexpr Kernels with_gemms(Kernels below, const char* isa, const GemmRow* gemms, bool has_bf16 = false) {
   below.isa = isa;
   below.gemms = gemms;
-  below.has_bf16 = gemms[0].values == Values::kBf16;
+  below.has_bf16 = has_bf16;
   return below;
 }
 
@@ -77,8 +77,9 @@ constexpr Kernels kAvx2 = MXFP8_KERNELS(avx2);
 MXFP8_TABLE(avx2, kAvx2)
 
 namespace avx2_vnni {
-extern const GemmKernel gemm_int16;
+extern const GemmKernel gemm_int16, gemm_int8;
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &avx2::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx2 + 1, kGemmRows, &gemm_int16},
     {Values::kAny, 1, kGemmRows, &avx2::gemm_f32},
@@ -97,8 +98,9 @@ constexpr Kernels kAvx512 = MXFP8_KERNELS(avx512);
 MXFP8_TABLE(avx512, kAvx512)
 
 namespace avx512_vnni {
-extern const GemmKernel gemm_int16;
+extern const GemmKernel gemm_int16, gemm_int8;
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx512, &avx512::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx512 + 1, kGemmRows, &gemm_int16},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
@@ -110,12 +112,13 @@ namespace avx512_bf16 {
 extern const GemmKernel gemm_skinny_bf16, gemm_bf16, gemm_many_bf16;
 constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, 1, kGemmRows, &avx512_vnni::gemm_int8},
     {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16}, {Values::kBf16, kManyRows + 1, kGemmRows, &gemm_many_bf16},
     {Values::kBf16, 1, kManyRows, &gemm_bf16},          {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
 }  // namespace avx512_bf16
-MXFP8_TABLE(avx512_bf16, with_gemms(kAvx512, "avx512_bf16", gemms))
+MXFP8_TABLE(avx512_bf16, with_gemms(kAvx512, "avx512_bf16", gemms, true))
 
 namespace amx_bf16 {
 MXFP8_DECLARE_ATTENTION
@@ -130,7 +133,7 @@ constexpr GemmRow gemms[] = {
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
 constexpr Kernels table() {
-  Kernels all = with_gemms(kAvx512, "amx_bf16", gemms);
+  Kernels all = with_gemms(kAvx512, "amx_bf16", gemms, true);
   all.attention_state = attention_state;
   all.attention_scratch = attention_scratch;
   all.attention = attention;

@@ -143,8 +143,8 @@ constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold
 constexpr int kAllZero = 1 << 20;
 
 // The operands that a kernel is for: values of A that bf16 holds, on a processor that multiplies bf16; other values;
-// any; or elements of A and B that are all E4M3.
-enum class Values { kBf16, kOther, kAny, kE4M3 };
+// any; or elements of A and B that are all E4M3, or all INT8.
+enum class Values { kBf16, kOther, kAny, kE4M3, kInt8 };
 
 struct GemmKernel {
   const char* name;
