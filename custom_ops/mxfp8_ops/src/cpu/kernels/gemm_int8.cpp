@@ -13,12 +13,7 @@
 // Layout: lanes of a sum are columns of the result; a lane holds four values of K. A block of B with a scale that a
 // float32 product cannot hold counts as zero here, and exact_dot adds it; such a block of A is for another kernel.
 #include "columns.h"
-
-#if defined(__AVX512F__)
-#define MXFP8_DOTS_OF_BYTES "vpdpbusd"
-#else
-#define MXFP8_DOTS_OF_BYTES "%{vex%} vpdpbusd"
-#endif
+#include "int8.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
@@ -28,15 +23,6 @@ constexpr int64_t kPadding = 64;               // packed rows are padded to a mu
 constexpr int kVectors = 2;                    // vectors of columns in a register tile
 constexpr int64_t kPanel = kVectors * kLanes;  // rows of B turned at a time
 constexpr int kQuads = int(kBlock) / 4;        // groups of four values in a block
-
-// Scales whose products are normal float32 numbers, and finite with any sum.
-constexpr int kLowestScale = 127 - 57, kHighestScale = 127 + 46;
-constexpr int kElementBits = 6;  // an element is its code times 2^-6
-
-// Adds products of four bytes to sums. The instruction itself: with its intrinsic GCC 12 keeps sums in memory.
-MXFP8_INLINE void add_dots(Ints unsigned_bytes, Ints signed_bytes, Ints* sums) {
-  __asm__(MXFP8_DOTS_OF_BYTES " %2, %1, %0" : "+v"(*sums) : "v"(unsigned_bytes), "v"(signed_bytes));
-}
 
 using ByteTiles = Tiles<kFloatRows>;
 
@@ -60,9 +46,6 @@ struct PackedA {
     return reinterpret_cast<int32_t*>(scales(padded)) + at_k / kBlock * rows;
   }
 };
-// Bytes for each value: one, and eight for each block of 32.
-constexpr int64_t kPackedBytes = 2;
-
 // A panel of B: its elements plus 128 [vector, quad, column, 4], its scales [vector, block, column].
 struct Panel {
   alignas(64) uint8_t bytes[kPanel * kDepth];
@@ -106,7 +89,7 @@ MXFP8_NOINLINE void turn_panel(const GemmArgs& args, int64_t column, int64_t col
       const Ints scales = load_scales({nullptr, codes_of_b, 0, blocks, columns - c, chunk.count - k});
       for (int64_t block = 0; block < min_of(kWord, (chunk.padded - k) / kBlock); ++block) {
         const Ints codes = (scales >> int(block * 8)) & 0xff;
-        const Ints fits = (codes >= kLowestScale) & (codes <= kHighestScale);
+        const Ints fits = (codes >= int(kLowestScale)) & (codes <= int(kHighestScale));
         const Ints values = ((codes - kElementBits) << 23) & fits;
         std::memcpy(panel->scales + (c * kDepth + k * kLanes) / kBlock + block * kLanes, &values, sizeof values);
         const uint32_t strange = lanes_of(~fits);
@@ -174,11 +157,9 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Ch
       if (left < kBlock) std::memcpy(block, elements + k, size_t(left < 0 ? 0 : left));
       const __m256i values =
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(left < kBlock ? block : elements + k));
-      const uint32_t scale = left > 0 ? scales[k / kBlock] : 0;
-      const bool fits = scale >= kLowestScale && scale <= kHighestScale;
-      if (__builtin_expect(!fits, 0) && scale != kScaleNan && !_mm256_testz_si256(values, values)) return false;
-      const float value = fits ? float_of((scale - kElementBits) << 23) : 0.0f;
-      to.scales(k)[first + i] = scale == kScaleNan ? float_of(kQuietNan) : value;
+      const Int8Scale scale = left > 0 ? int8_scale(scales[k / kBlock], elements + k, left) : Int8Scale{0, true};
+      if (!scale.fits) return false;
+      to.scales(k)[first + i] = scale.value;
       to.corrections(k)[first + i] = -128 * sum_of_block(values);
       _mm256_storeu_si256(
           reinterpret_cast<__m256i*>(to.elements(chunk, tile) + (k - chunk.k) * rows + i * kBlock), values);
@@ -239,8 +220,7 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
       args, row + first, count, column_begin, column_end, kDepth,
       [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
         const int64_t columns = min_of(kPanel, column_end - column);
-        const bool along_k = count <= kFewRowsBytes && chunk.k + chunk.count != args.k;
-        turn_panel(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, &panel);
+        turn_panel(args, column, columns, chunk, kPanel * args.k, &panel);
         if (!accumulate) {
           for (int64_t i = 0; i < count; ++i) std::memset(strip + i * kGemmColumns, 0, size_t(kPanel) * sizeof(float));
         }
