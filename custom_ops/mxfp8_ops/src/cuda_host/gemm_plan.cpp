@@ -120,15 +120,16 @@ class GemmPlanner {
 
   void large(const Product& p) {
     const bool direct = p.bias.null() && p.y_dtype != MXFP8_FLOAT16, quantized = is_element(p.x.kind);
-    const Argument words = !p.wide || quantized ? steps_.take(8) : Argument();
-    if (!words.null()) steps_.clear(words, 2);
-    const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, words);
-    const Wide x = quantized ? widened(p.x, p.m, p.k, words + 4) : Wide{p.x.data, 0};
+    // One word for both operands: either pass sets it, and one check does the product again.
+    const Argument inexact = !p.wide || quantized ? steps_.take(4) : Argument();
+    if (!inexact.null()) steps_.clear(inexact, 1);
+    const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, inexact);
+    const Wide x = quantized ? widened(p.x, p.m, p.k, inexact) : Wide{p.x.data, 0};
     const Argument y = direct ? p.y : steps_.take(4 * p.m * p.n);
     steps_.add(MXFP8_MATMUL, {x.data, b.data, y, p.m, p.n, p.k, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     if (!direct) finish(p, {y});
-    if (quantized) float32(p, x.inexact);
-    if (!b.inexact.null()) float32(p, b.inexact);  // 0: who keeps the weight knows that bfloat16 holds it
+    if (!inexact.null()) float32(p, inexact);
+    if (p.wide && !b.inexact.null()) float32(p, b.inexact);  // 0: who keeps the weight knows that bfloat16 holds it
   }
 
   Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
