@@ -35,8 +35,7 @@ EAGER_CALLS = 200
 
 def queue() -> execution.Queue:
     """Returns torch's current stream and allocator."""
-    with torch_cuda._queue(torch.empty(0, device="cuda")) as current:
-        return current
+    return torch_cuda._queue(torch.empty(0, device="cuda"))
 
 
 def memory_bound(rounds: int, m: int, k: int) -> list[Row]:

@@ -10,7 +10,6 @@ import numpy as np
 from mxfp8_ops import cuda
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.cupy_arrays import _queue
-from mxfp8_ops.cuda.execution import Launch
 
 
 def values(*shape: int) -> cupy.ndarray:
@@ -44,7 +43,7 @@ def main() -> None:
         execution.fold(_queue(), (b[0].data.ptr, b[1].data.ptr), (n, k))
         layout = cupy.empty(planner.swizzled_bytes(n, k), np.uint8)
         arguments = (b[1].data.ptr, layout.data.ptr, *b[1].shape)
-        _queue().device.launch(Launch("swizzle_scales", -(-layout.size // 4096), arguments), _queue().stream)
+        _queue().device.function("swizzle_scales")((-(-layout.size // 4096),), (256,), arguments)
         for m in (3, 16, 25, 64):
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
         with dispatch.forced_variant("gemm_skinny", "four_ahead"):

@@ -22,8 +22,8 @@ from test_ort import node, weight_only
 from mxfp8_ops import contract, cpu, numpy_nodes, ort
 from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader
 
 
 @pytest.fixture

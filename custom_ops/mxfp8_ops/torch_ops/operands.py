@@ -110,9 +110,9 @@ def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None
 
 def check_devices(where: str, *tensors: Tensor | None) -> None:
     """Raises ShapeError unless all tensors are on one device. CPU kernels need not ask: they get CPU tensors only."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
+    devices = [tensor.device for tensor in tensors if tensor is not None]
+    if devices.count(devices[0]) < len(devices):
+        names = ", ".join(sorted({*map(str, devices)}))
         raise ShapeError(where, f"tensors on {names}", expected="one device", advice="move them with .to(device)")
 
 
@@ -125,7 +125,7 @@ def plain(itemsize: int, *tensors: Tensor) -> bool:
 
 
 def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors, contiguous; call it for tensors that are not all `plain`.
+    """Returns the tensors, contiguous.
 
     Args:
         where: the op.
@@ -136,6 +136,12 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
         ShapeError: a storage does not have all its tensor's values. Torch does not see to that, and where a storage was
             resized below its tensor, the rest of the memory may belong to other objects.
     """
+    # The usual case first, in as few steps as Python allows: a whole op may take 8 us.
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.storage_offset() or tensor.untyped_storage().nbytes() < tensor.nbytes:
+            break
+    else:
+        return [*tensors]
     for name, tensor in zip(operands.split(), tensors, strict=True):
         check_memory(where, name, tensor)
     return [tensor.contiguous() for tensor in tensors]
@@ -143,7 +149,7 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
 
 def check_memory(where: str, name: str, tensor: Tensor) -> None:
     """Raises what `readable` does, for one tensor of any strides."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or plain(tensor.itemsize, tensor):
         return
     # The offset of the last value that the strides reach; torch's strides are never negative.
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

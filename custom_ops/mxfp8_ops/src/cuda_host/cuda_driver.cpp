@@ -38,7 +38,8 @@ std::string open_driver(const char* file, Driver* driver) {
                                                      {"cuMemcpyDtoHAsync_v2", &driver->copy_out},
                                                      {"cuMemsetD32Async", &driver->fill},
                                                      {"cuStreamSynchronize", &driver->wait},
-                                                     {"cuGetErrorName", &driver->error_name}};
+                                                     {"cuGetErrorName", &driver->error_name},
+                                                     {"cuFuncSetAttribute", &driver->set_attribute}};
   for (const auto& [name, slot] : functions) {
     void* symbol = dlsym(library, name);
     if (symbol == nullptr) {
@@ -53,18 +54,24 @@ std::string open_driver(const char* file, Driver* driver) {
 std::string open_driver(const char* file, Driver*) { return std::string(file) + ": no dlopen on this system"; }
 #endif
 
+const Connection* current_connection() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return connection;
+}
+
 }  // namespace
 
+const Driver* connected_driver() {
+  const Connection* current = current_connection();
+  return current == nullptr ? nullptr : &current->driver;
+}
+
 Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), properties_{} {
-  const Connection* current;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    current = connection;
-  }
+  const Connection* current = current_connection();
   if (current == nullptr) {
     throw CudaError(
-        where + ": the CUDA driver is not open; expected a call of mxfp8_cuda_open before the session is created; " +
-        "use ort.session, or omit the session option mxfp8.device");
+        where + ": the CUDA driver is not open; expected a call of mxfp8_cuda_open before; use ort.session, or omit " +
+        "the session option mxfp8.device");
   }
   driver_ = &current->driver;
   loader_ = current->loader;

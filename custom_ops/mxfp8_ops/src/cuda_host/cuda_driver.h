@@ -24,7 +24,11 @@ struct Driver {
   int (*fill)(uint64_t address, unsigned value, size_t words, Stream);
   int (*wait)(Stream);
   int (*error_name)(int status, const char** name);
+  int (*set_attribute)(CudaFunction, int attribute, int value);
 };
+
+// The functions that mxfp8_cuda_open has found last, null before; never freed.
+const Driver* connected_driver();
 
 struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;

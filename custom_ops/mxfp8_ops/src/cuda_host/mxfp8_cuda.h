@@ -1,9 +1,10 @@
-// How CUDA kernels get into libmxfp8_ops, for ONNX Runtime. Plain C: ort/cuda_loader.py does it for Python, any other
-// language can do the same.
+// How CUDA kernels get into libmxfp8_ops. Plain C: cuda/loader.py does it for Python, any other language can do the
+// same.
 //
 // The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
-// is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. They are
-// called while a session is made, on the thread that makes it, and never while one runs.
+// is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. For ONNX
+// Runtime they are called while a session is made, on the thread that makes it, and never while one runs; for the plans
+// of mxfp8_cuda_plan.h, when a kernel is first used.
 //
 // Session options say where their nodes run by the configuration entry "mxfp8.device", read when the library is
 // registered with them:

@@ -2,6 +2,7 @@
 #include "planner.h"
 
 #include "../cpu/arguments.h"
+#include "executor.h"
 #include "experimental/variants.h"
 #include "requests.h"
 #include "steps.h"
@@ -9,16 +10,29 @@
 namespace mxfp8::cuda {
 namespace {
 
-// Makes a plan in memory of the calling thread and shows it.
+thread_local Plan latest;
+thread_local int64_t plans = 0;  // how many the thread has made
+
+// Queues the steps of the thread's latest plan that it can.
+void proceed(const mxfp8_cuda_queue& queue, mxfp8_cuda_plan* plan) {
+  const Executor& executor = Executor::of(int(queue.gpu));
+  const Current current(executor.gpu());
+  const Resources resources = {reinterpret_cast<Stream>(queue.stream), nullptr, uint64_t(queue.scratch),
+                               uint64_t(queue.result)};
+  plan->done = int64_t(executor.run(&latest, resources, size_t(plan->done)));
+}
+
+// Makes a plan in memory of the calling thread and shows it; does it too where there is a queue and no need to wait.
 template <class Make>
-int shown(mxfp8_cuda_plan* to, const Make& make) noexcept {
-  static thread_local Plan latest;
-  if (to != nullptr) *to = {};
-  return answer([&] {
+int shown(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to, const Make& make) noexcept {
+  const int status = answer([&] {
     if (to == nullptr) throw Error(MXFP8_BAD_ARGUMENT, "plan is NULL", "the address of a struct", "pass one");
     latest = make();
-    *to = {latest.steps.data(), int64_t(latest.steps.size()), latest.scratch_bytes, latest.route};
+    *to = {latest.steps.data(), int64_t(latest.steps.size()), latest.scratch_bytes, latest.route, 0, ++plans};
+    if (queue != nullptr && latest.scratch_bytes == 0 && !latest.steps.empty()) proceed(*queue, to);
   });
+  if (status != MXFP8_OK && to != nullptr) *to = {};
+  return status;
 }
 
 // Whether quantize_bands.cu does it: where that was measured to be faster, and only whole blocks.
@@ -93,17 +107,35 @@ using namespace mxfp8::cuda;
 
 extern "C" {
 
-MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, const mxfp8_cuda_gemm* gemm, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(checked(place), checked(gemm)); });
+MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, const mxfp8_cuda_gemm* gemm,
+                                   const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
+  return shown(queue, to, [&] { return plan(checked(place), checked(gemm)); });
 }
-MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize* quantize, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(checked(quantize)); });
+MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize* quantize, const mxfp8_cuda_queue* queue,
+                                       mxfp8_cuda_plan* to) {
+  return shown(queue, to, [&] { return plan(checked(quantize)); });
 }
-MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize* dequantize, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(checked(dequantize)); });
+MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize* dequantize, const mxfp8_cuda_queue* queue,
+                                         mxfp8_cuda_plan* to) {
+  return shown(queue, to, [&] { return plan(checked(dequantize)); });
 }
-MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold* fold, mxfp8_cuda_plan* to) {
-  return shown(to, [&] { return plan(checked(fold)); });
+MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold* fold, const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
+  return shown(queue, to, [&] { return plan(checked(fold)); });
+}
+MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* plan) {
+  return mxfp8::answer([&] {
+    if (queue == nullptr || plan == nullptr) {
+      throw mxfp8::Error(MXFP8_BAD_ARGUMENT, "queue or plan is NULL", "the addresses of structs", "pass both");
+    }
+    if (plan->number != plans || plan->done < 0 || plan->done > int64_t(latest.steps.size())) {
+      throw mxfp8::Error(MXFP8_BAD_ARGUMENT, "not the latest plan of this thread", "that one", "plan again");
+    }
+    if (queue->scratch == 0 && latest.scratch_bytes != 0) {
+      throw mxfp8::Error(MXFP8_BAD_ARGUMENT, "no scratch memory", std::to_string(latest.scratch_bytes) + " bytes",
+                         "allocate it");
+    }
+    proceed(*queue, plan);
+  });
 }
 MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k) {
   int64_t bytes = 0;

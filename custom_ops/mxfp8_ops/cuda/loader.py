@@ -1,7 +1,7 @@
-"""Gives the native library the CUDA driver and the compiled kernels that the nodes need on a GPU.
+"""Gives the native library the CUDA driver and the compiled kernels (src/cuda_host/mxfp8_cuda.h).
 
-The library asks for a GPU and its kernels while a session is created (src/cuda_host/mxfp8_cuda.h); nodes run without
-Python.
+The library asks for the kernels of a node of ONNX Runtime while its session is made, and for those of the ops of CuPy
+and PyTorch on their first use.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -
 
 
 _LOADER: Final = _Loader(_GPU(_gpu), _KERNEL(_kernel))
-"""A global, because the library calls it whenever a session is created, for the life of the process."""
+"""A global, because the library calls it for the life of the process."""
 
 
 def _cublas() -> dict[str, int]:
