@@ -1,7 +1,8 @@
 // A CUDA driver on the CPU: what libmxfp8_ops uses of libcuda, over the kernels of cuda_emulation.py.
 //
 // Its memory is the host's, poisoned, and bounded unless the test has memory of its own: a copy outside it, or a kernel
-// that is given an address which is not of it, is an error. So are a launch without a current context and calls on any stream but the one that is expected.
+// that is given an address which is not of it, is an error. So are a launch without a current context and calls on any
+// stream but the one that is expected.
 #include <cstdint>
 #include <cstring>
 #include <map>
@@ -140,8 +141,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
                    unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (!usable(stream)) return kInvalidContext;
-  if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || extra != nullptr)
-    return kInvalidValue;
+  if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || extra != nullptr) return kInvalidValue;
   if (shared > 48 << 10 && (allowed.count(function) == 0 || allowed[function] < int(shared))) return kInvalidValue;
   const int kernel = int(reinterpret_cast<intptr_t>(function)) - 1;
   Launch made{kernel, x, int64_t(reinterpret_cast<intptr_t>(stream)), {}};

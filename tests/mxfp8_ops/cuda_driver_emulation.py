@@ -122,11 +122,12 @@ class Driver:
     def context(self) -> int:
         return CONTEXT
 
-    def function(self, kernel: str) -> Any:
-        if kernel not in self.kernels:
-            raise BackendError(f"cuda: {cuda_emulation.source_of(kernel)}.cu, {kernel}, does not compile")
-        self.loaded.append(kernel)
-        return types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1)
+    def functions(self, kernels: list[str]) -> list[Any]:
+        for kernel in kernels:
+            if kernel not in self.kernels:
+                raise BackendError(f"cuda: {cuda_emulation.source_of(kernel)}.cu, {kernel}, does not compile")
+        self.loaded += kernels
+        return [types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1) for kernel in kernels]
 
 
 @functools.cache

@@ -103,7 +103,10 @@ class EmulatedDevice:
         self.repairs: list[int] = []
         """The words that said whether a product had to be done again."""
         # Alive as long as the device: the driver and the native library call them.
-        self._callbacks = _EMULATE(self._launched), loader._Loader(loader._GPU(self._gpu), loader._KERNEL(self._kernel))
+        self._callbacks = (
+            _EMULATE(self._launched),
+            loader._Loader(loader._GPU(self._gpu), loader._KERNELS(self._kernels)),
+        )
 
     def mmas(self) -> int:
         """Returns how many tensor core instructions the warps of the last launch ran."""
@@ -120,9 +123,9 @@ class EmulatedDevice:
         path = str(driver_library()).encode()
         assert native.load().mxfp8_cuda_open(path, ctypes.byref(callbacks), message, len(message)) == 0, message.value
 
-    def function(self, kernel: str) -> Callable[..., None]:
-        """Returns a kernel as CuPy has it."""
-        return lambda grid, block, arguments: self.launch(kernel, grid[0], arguments)
+    def functions(self, kernels: Sequence[str]) -> list[Callable[..., None]]:
+        """Returns kernels as CuPy has them."""
+        return [lambda grid, block, arguments, k=kernel: self.launch(k, grid[0], arguments) for kernel in kernels]
 
     def _launched(self, kernel: int, grid: int, block: int, shared: int, arguments: Any) -> int:
         assert block == 256
@@ -137,8 +140,9 @@ class EmulatedDevice:
         gpu[0].context, gpu[0].processors, gpu[0].capability = 1, self.processors, 90
         return 0
 
-    def _kernel(self, index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
-        function[0] = self.indices[kernel.decode()] + 1
+    def _kernels(self, _index: int, count: int, kernels: Any, functions: Any, *_: int) -> int:
+        for i in range(count):
+            functions[i] = self.indices[kernels[i].decode()] + 1
         return 0
 
     def launch(self, kernel: str, grid: int, arguments: Sequence[int], shared: int = 0) -> None:

@@ -43,7 +43,7 @@ def main() -> None:
         execution.fold(_queue(), (b[0].data.ptr, b[1].data.ptr), (n, k))
         layout = cupy.empty(planner.swizzled_bytes(n, k), np.uint8)
         arguments = (b[1].data.ptr, layout.data.ptr, *b[1].shape)
-        _queue().device.function("swizzle_scales")((-(-layout.size // 4096),), (256,), arguments)
+        _queue().device.functions(["swizzle_scales"])[0]((-(-layout.size // 4096),), (256,), arguments)
         for m in (3, 16, 25, 64):
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
         with dispatch.forced_variant("gemm_skinny", "four_ahead"):

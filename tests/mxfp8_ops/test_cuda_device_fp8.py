@@ -56,7 +56,7 @@ def test_swizzled_scales(shape):
     scales = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
     memory = torch.empty(planner.swizzled_bytes(shape[0], 32 * shape[1]), device="cuda", dtype=torch.uint8)
     arguments = (scales.data_ptr(), memory.data_ptr(), *shape)
-    cuda_device.device(0).function("swizzle_scales")((-(-memory.numel() // 4096),), (256,), arguments)
+    cuda_device.device(0).functions(["swizzle_scales"])[0]((-(-memory.numel() // 4096),), (256,), arguments)
     assert_same(memory, swizzle(array(scales)), "layout")
 
 

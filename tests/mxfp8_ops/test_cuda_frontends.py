@@ -201,6 +201,7 @@ def cublas(monkeypatch) -> Cublas:
     libraries.cublas = made
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libraries)
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)  # not cached: other tests have another CuPy
     return made
 
 
@@ -258,8 +259,8 @@ def test_a_kernel_is_loaded_once(monkeypatch):
     monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
     monkeypatch.setattr(build, "entry", lambda code: "entry")
     gpu = cuda_device.CudaDevice(0)
-    assert [gpu.function("tile<BF16, true>").ptr for _ in range(2)] == [33, 33]
-    assert loaded == [b"tile|tile<BF16, true>|sm_90a"]
+    assert [function.ptr for _ in range(2) for function in gpu.functions(["tile<BF16, true>", "fold"])] == [33] * 4
+    assert loaded == [b"tile|tile<BF16, true>|sm_90a", b"fold|fold|sm_90a"]
 
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):

@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
@@ -99,28 +100,40 @@ class CudaDevice:
                 cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
             del memory  # alive until the product is queued
 
-    def function(self, kernel: str) -> Any:
-        """Returns a kernel as a CuPy function, loading it if this is its first use. The device is current."""
-        function = self._functions.get(kernel)
-        if function is None:
-            code = build.cubin(kernel.partition("<")[0], kernel, self._target)
-            module = cupy_module().cuda.function.Module()
-            try:
-                module.load(code)
-            except RuntimeError as error:  # CuPy's CUDADriverError is one
-                compiler, driver = (".".join(map(str, v)) for v in (build.nvrtc_version(), system.driver_version()))
-                what = f"the driver (CUDA {driver}) refuses {kernel}, compiled by NVRTC {compiler}: {error}"
-                advice = "update the driver, or install the NVRTC of its CUDA version"
-                raise BackendError("cuda", what, expected="a kernel that loads", advice=advice) from error
-            function = module.get_function(build.entry(code))
-            self._functions[kernel] = function
-        return function
+    def functions(self, kernels: Sequence[str]) -> list[Any]:
+        """Returns kernels as CuPy functions, loading them if this is their first use. The device is current.
+
+        Raises:
+            BackendError: NVRTC is missing or refuses a source, or the driver refuses a kernel.
+        """
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
+        # NVRTC compiles on as many threads as it is called on, in up to seconds for a kernel; loading takes no time.
+        with ThreadPoolExecutor() if len(missing) > 1 else contextlib.nullcontext() as pool:
+            codes = (pool.map if pool else map)(self._code, missing)
+            for kernel, code in zip(missing, codes, strict=True):
+                self._functions[kernel] = _load(kernel, code)
+        return [self._functions[kernel] for kernel in kernels]
+
+    def _code(self, kernel: str) -> bytes:
+        return build.cubin(kernel.partition("<")[0], kernel, self._target)
 
     def context(self) -> int:
         """Returns the address of the primary context."""
         cupy_module().cuda.runtime.free(0)  # creates the context, if nothing has yet
         address: int = cupy_module().cuda.driver.ctxGetCurrent()
         return address
+
+
+def _load(kernel: str, code: bytes) -> Any:
+    module = cupy_module().cuda.function.Module()
+    try:
+        module.load(code)
+    except RuntimeError as error:  # CuPy's CUDADriverError is one
+        compiler, driver = (".".join(map(str, v)) for v in (build.nvrtc_version(), system.driver_version()))
+        what = f"the driver (CUDA {driver}) refuses {kernel}, compiled by NVRTC {compiler}: {error}"
+        advice = "update the driver, or install the NVRTC of its CUDA version"
+        raise BackendError("cuda", what, expected="a kernel that loads", advice=advice) from error
+    return module.get_function(build.entry(code))
 
 
 @functools.cache

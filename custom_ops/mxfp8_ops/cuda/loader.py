@@ -35,13 +35,13 @@ class _Gpu(Structure):
 
 
 _GPU = CFUNCTYPE(c_int, c_int, POINTER(_Gpu), c_void_p, c_size_t)
-_KERNEL = CFUNCTYPE(c_int, c_int, c_char_p, POINTER(c_void_p), c_void_p, c_size_t)
+_KERNELS = CFUNCTYPE(c_int, c_int, c_int, POINTER(c_char_p), POINTER(c_void_p), c_void_p, c_size_t)
 
 
 class _Loader(Structure):
     """`mxfp8_cuda_loader` of the C header."""
 
-    _fields_ = (("gpu", _GPU), ("kernel", _KERNEL))
+    _fields_ = (("gpu", _GPU), ("kernels", _KERNELS))
 
 
 @functools.cache
@@ -96,15 +96,16 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
     return _answer(fill, message, size)
 
 
-def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
+def _kernels(index: int, count: int, kernels: Any, functions: Any, *message: int) -> int:
     def fill() -> None:
         with device.current(index) as gpu_device:
-            function[0] = gpu_device.function(kernel.decode()).ptr
+            for i, function in enumerate(gpu_device.functions([name.decode() for name in kernels[:count]])):
+                functions[i] = function.ptr
 
-    return _answer(fill, message, size)
+    return _answer(fill, *message)
 
 
-_LOADER: Final = _Loader(_GPU(_gpu), _KERNEL(_kernel))
+_LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels))
 """A global, because the library calls it for the life of the process."""
 
 

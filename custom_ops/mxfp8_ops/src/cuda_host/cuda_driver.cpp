@@ -79,13 +79,13 @@ Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), pr
   if (loader_.gpu(index, &properties_, message, sizeof message) != 0) throw CudaError(where + ": " + message);
 }
 
-CudaFunction Gpu::kernel(const std::string& name) const {
+std::vector<CudaFunction> Gpu::kernels(const std::vector<const char*>& names) const {
   char message[kMessage] = "";
-  CudaFunction function = nullptr;
-  if (loader_.kernel(index_, name.c_str(), &function, message, sizeof message) != 0) {
+  std::vector<CudaFunction> functions(names.size());
+  if (loader_.kernels(index_, int(names.size()), names.data(), functions.data(), message, sizeof message) != 0) {
     throw CudaError(where_ + ": " + message);
   }
-  return function;
+  return functions;
 }
 
 void Gpu::fail(const char* doing, int status, const char* library) const {
@@ -106,8 +106,8 @@ extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_lo
       throw mxfp8::Error(MXFP8_BAD_ARGUMENT, problem, expected, advice);
     };
     if (driver == nullptr) refuse("driver is NULL", "a file name", "pass \"libcuda.so.1\"");
-    if (loader == nullptr || loader->gpu == nullptr || loader->kernel == nullptr) {
-      refuse("loader or one of its functions is NULL", "a loader with the functions gpu and kernel", "pass both");
+    if (loader == nullptr || loader->gpu == nullptr || loader->kernels == nullptr) {
+      refuse("loader or one of its functions is NULL", "a loader with the functions gpu and kernels", "pass both");
     }
     auto fresh = std::make_unique<Connection>();
     fresh->loader = *loader;

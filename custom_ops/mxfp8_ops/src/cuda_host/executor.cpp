@@ -22,7 +22,10 @@ void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 Executor::Executor(const Gpu& gpu) : gpu_(gpu), loads_later_(true), functions_(kernel_names().size()) {}
 
 Executor::Executor(const Gpu& gpu, const std::vector<int>& kernels) : Executor(gpu) {
-  for (const int number : kernels) functions_[size_t(number)] = gpu_.kernel(kernel_names()[size_t(number)]);
+  std::vector<const char*> names;
+  for (const int number : kernels) names.push_back(kernel_names()[size_t(number)].c_str());
+  const std::vector<CudaFunction> functions = gpu_.kernels(names);
+  for (size_t i = 0; i < kernels.size(); ++i) functions_[size_t(kernels[i])] = functions[i];
   loads_later_ = false;
 }
 
@@ -51,7 +54,7 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
   if (!loads_later_) {
     throw CudaError(gpu_.where() + ": " + name + "; expected a kernel that is loaded; report this as a bug");
   }
-  function = gpu_.kernel(name);
+  function = gpu_.kernels({name.c_str()})[0];
   if (step.shared > kSharedBytes) {
     gpu_.check(gpu_.driver().set_attribute(function, kMaxDynamicSharedSize, step.shared), "allow shared memory");
   }
