@@ -73,7 +73,7 @@ def quantize(x: Tensor, *args: Any) -> Pair:
 def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
     check_both(x, *args)
-    (x,) = readable("quantize_both", "x", x)
+    (x,) = _readable("quantize_both", "x", x)
     rows, columns = _empty(x, 1), _empty(x.t(), 1)
     _, _, *codes = check_quantize(x, -1, *args)
     _quantize(x, codes, planner.TRANSPOSED, (1, *x.shape), *columns, *rows)
@@ -84,7 +84,7 @@ def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     """Returns the values that (elements, scales) stand for, in float32 if no dtype is given."""
     check_devices("dequantize", elements, scales)
     shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
-    elements, scales = readable("dequantize", "elements scales", elements, scales)
+    elements, scales = _readable("dequantize", "elements scales", elements, scales)
     y = torch.empty(shape, dtype=dtype, device=elements.device)
     request = planner.Dequantize(
         element_code, DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis),
@@ -186,11 +186,11 @@ def _gemm(
     dtype, a_code, b_code, activation_code = options
     check_devices("gemm", *a, *b, bias)
     quantized, matrix = len(a) == 2, b[0].dim() == 2
-    *a, elements, scales = readable("gemm", "a a_scales b b_scales" if quantized else "x b b_scales", *a, *b)
+    *a, elements, scales = _readable("gemm", "a a_scales b b_scales" if quantized else "x b b_scales", *a, *b)
     b, n, k = (elements, scales), shape[-1], a[0].shape[-1]
     codes, bias_at = (a_code, b_code, DTYPE_CODES[dtype]), 0
     if bias is not None:
-        (bias,) = readable("gemm", "bias", bias)
+        (bias,) = _readable("gemm", "bias", bias)
         bias_at = bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=elements.device)
     # keep_wide and keep_folded keep matrices; a stack of weights is never among them.
@@ -217,6 +217,14 @@ def _gemm(
     return y
 
 
+def _readable(where: str, operands: str, *tensors: Tensor) -> Sequence[Tensor]:
+    """Returns what `operands.readable` does: the usual case first, in as few steps as Python allows."""
+    for t in tensors:
+        if not t.is_contiguous() or t.storage_offset() or t.untyped_storage().nbytes() < t.nbytes:
+            return readable(where, operands, *tensors)
+    return tensors
+
+
 def _empty(x: Tensor, axis: int) -> Pair:
     """Returns empty (elements, scales) for `x`."""
     elements = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
@@ -229,7 +237,9 @@ def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, i
     increment, at = _INCREMENTS[element_code, rounding], [t.data_ptr() for t in results]
     request = planner.Quantize(dtype, element_code, increment, layout, x.data_ptr(), *sizes, *at)
     queue = _queue(x)
-    execution.run(planner.quantize(dispatch.placed(queue.device, request), queue.packed), queue)
+    if layout == planner.TRANSPOSED:
+        request = dispatch.placed(queue.device, request)
+    execution.run(planner.quantize(request, queue.packed), queue)
 
 
 def _versions(b: Pair) -> tuple[int, int]:

@@ -136,12 +136,6 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
         ShapeError: a storage does not have all its tensor's values. Torch does not see to that, and where a storage was
             resized below its tensor, the rest of the memory may belong to other objects.
     """
-    # The usual case first, in as few steps as Python allows: a whole op may take 8 us.
-    for tensor in tensors:
-        if not tensor.is_contiguous() or tensor.storage_offset() or tensor.untyped_storage().nbytes() < tensor.nbytes:
-            break
-    else:
-        return [*tensors]
     for name, tensor in zip(operands.split(), tensors, strict=True):
         check_memory(where, name, tensor)
     return [tensor.contiguous() for tensor in tensors]
