@@ -39,6 +39,7 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_cuda_plan_gemm": (i, (p, p, p, p)),
         "mxfp8_cuda_plan_quantize": (i, (p, p, p)),
         "mxfp8_cuda_plan_dequantize": (i, (p, p, p)),
+        "mxfp8_cuda_plan_embedding": (i, (p, p, p)),
         "mxfp8_cuda_plan_fold": (i, (p, p, p)),
         "mxfp8_cuda_continue": (i, (p, p)),
         "mxfp8_cuda_swizzled_bytes": (n, (n, n)),

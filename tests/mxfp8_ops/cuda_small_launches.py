@@ -27,6 +27,8 @@ def main() -> None:
             if not swizzled:
                 for axis, pair in enumerate(pairs):
                     cuda.dequantize(*pair, axis=axis)
+        for index_dtype in (np.int32, np.int64):
+            cuda.embedding(cupy.asarray(np.array([0, -1, shape[0]], index_dtype)), *cuda.quantize(x), dtype="float16")
         rows, row_scales, columns, column_scales = (cupy.empty(x.size, np.uint8) for _ in range(4))
         at = (t.data.ptr for t in (columns, column_scales, rows, row_scales))
         request = planner.Quantize(1, 17, 0x1FFFFF, planner.TRANSPOSED, x.data.ptr, 1, *shape, *at)

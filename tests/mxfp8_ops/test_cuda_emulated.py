@@ -11,7 +11,7 @@ from compare import assert_same, heavy_tailed
 from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of, swizzle
 from grids import looped, pairwise
 
-from mxfp8_ops import formats, numerics, numpy_nodes
+from mxfp8_ops import contract, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -215,6 +215,31 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
 
 
 # --- one scale per row, scales for Blackwell, the end of a product ---------------------------------------------------
+
+
+@looped("fmt, dtype", pairwise(fmt=FORMATS, dtype=DTYPES))
+def test_embedding(fmt, dtype):
+    """Rows by either kind of index, a few of which count from the end or name no row; aligned, and not."""
+    for (v, d), index_dtype, offset in (((7, 96), np.int64, 0), ((300, 37), np.int32, 0), ((5, 48), np.int32, 8)):
+        table = numpy_nodes.quantize(heavy_tailed((v, d)), element_format=fmt)
+        indices = np.array([0, v - 1, -1, -v, 2, v, -v - 1, 2**31 - 1], index_dtype)
+        expected = numpy_nodes.embedding(indices[:5], *table, b_format=fmt, dtype=dtype)
+        held = [placed(array, shift) for array, shift in zip((indices, *table), (0, offset, 0), strict=True)]
+        y = aligned(len(indices) * d * expected.dtype.itemsize, offset)
+        addresses = [array.ctypes.data for array in held]
+        code = contract.INT32 if index_dtype is np.int32 else contract.INT64
+        request = planner.Embedding(code, CODES[fmt], CODES[dtype], *addresses, len(indices), v, d, y.ctypes.data)
+        execution.run(planner.embedding(request), queue())
+        got = y.view(expected.dtype).reshape(-1, d)
+        assert_same(got[:5], expected, f"{v}x{d} {index_dtype}")
+        assert np.isnan(got[5:].astype(np.float32)).all()
+
+
+def test_embedding_of_an_empty_table_is_nan():
+    indices, y = np.array([0, -1]), np.zeros((2, 32), np.float32)
+    request = planner.Embedding(contract.INT64, CODES["e4m3"], 1, indices.ctypes.data, 0, 0, 2, 0, 32, y.ctypes.data)
+    execution.run(planner.embedding(request), queue())
+    assert np.isnan(y).all()
 
 
 @looped("k", [32, 96, 1024, 8224])

@@ -242,6 +242,20 @@ def test_quantize_and_dequantize(recorder, ort_steps, shape, fmt):
     assert bool(expected) == bool(x.size)
 
 
+def test_embedding(recorder, ort_steps):
+    operands = {"indices": np.zeros(5, np.int32)}
+    operands |= {"b": np.zeros((40, 96), np.uint8), "b_scales": np.zeros((40, 3), np.uint8)}
+    codes = [contract.INT32, CODES["e5m2"], contract.UINT8]
+    expected = ort_steps(contract.EMBEDDING, [*operands], [*operands.values()], codes, output_dtype=contract.BFLOAT16)
+
+    def by_cupy() -> dict[str, Any]:
+        y = cuda.embedding(*map(array, operands.values()), b_format="e5m2", dtype="bfloat16")
+        return operands | {"y": y}
+
+    assert taken(recorder, by_cupy) == expected
+    assert expected
+
+
 def test_swapped_operands_would_show():
     memory = {"x": (1 << 20, 64), "b": (1 << 21, 64)}
     steps = [named([("kernel", 1, addresses)], memory) for addresses in itertools.permutations((1 << 20, 1 << 21))]

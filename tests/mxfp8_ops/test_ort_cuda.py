@@ -58,6 +58,19 @@ def test_quantize_and_dequantize(provider, dtype, fmt):
     assert provider.run(contract.QUANTIZE, [np.zeros((0, 64), np.float32)], [contract.FLOAT])[1].shape == (0, 2)
 
 
+@looped("index_dtype", [np.int32, np.int64])
+def test_embedding_of_indices_on_the_gpu(provider, gpu, index_dtype):
+    """They are not looked at: one that names no row gives NaN."""
+    table, indices = numpy_nodes.quantize(heavy_tailed((7, 96))), np.array([[0, -1], [6, 7]], index_dtype)
+    code = contract.INT32 if index_dtype is np.int32 else contract.INT64
+    gpu.start(STREAM)
+    (y,) = provider.run(contract.EMBEDDING, [indices, *table], [code, CODES["e4m3"], UINT8], output_dtype=1)
+    expected = numpy_nodes.embedding(indices.reshape(-1)[:3], *table)
+    assert_same(y.reshape(4, 96)[:3], expected, "rows")
+    assert np.isnan(y[1, 1]).all()
+    assert [launch.kernel for launch in gpu.launches] == ["embedding<F32, E4M3, false>"]
+
+
 def test_outputs_that_nobody_asked_for(provider):
     x = heavy_tailed((5, 96))
     for wanted in ((True, False), (False, True)):

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics, op_options
+from mxfp8_ops import checks, contract, formats, numerics, op_options
 from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, loader, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.nodes.embedding import embedding_shape
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.nodes.quantize import check_out
 
@@ -110,6 +111,24 @@ def dequantize(
         *checks.split_at(elements.shape, axis), y.data.ptr,
     )  # fmt: skip
     _run(planner.dequantize, request)
+    return y
+
+
+def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dtype: str = "float32") -> Any:
+    """Returns the rows of b [V, D] that `indices` name, as `numpy_nodes.embedding` does.
+
+    An index that names no row gives a row of NaN: to look at the indices would wait for the device.
+    """
+    formats.element_format(b_format)
+    y_dtype, shape = numerics.value_dtype(dtype), embedding_shape("embedding", indices, b.shape)
+    checks.check_codes("embedding", b, b_scales, -1)
+    cupy = device.cupy_module()
+    indices, b, b_scales = (cupy.ascontiguousarray(t) for t in (indices, b, b_scales))
+    y, (v, d) = cupy.empty(shape, y_dtype), b.shape
+    codes = contract.INT32 if indices.dtype == np.int32 else contract.INT64, CODES[b_format], CODES[dtype]
+    at = indices.data.ptr, b.data.ptr, b_scales.data.ptr
+    request = planner.Embedding(*codes, *at, indices.size, v, d, y.data.ptr)
+    _run(planner.embedding, request)
     return y
 
 

@@ -54,11 +54,12 @@ Quantize = namedtuple(
     defaults=(0, 0, 0, 0, 0),
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
+Embedding = namedtuple("Embedding", "index_dtype b_format y_dtype indices b b_scales count v d y")
 Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
 Step = namedtuple("Step", "what kernel grid block shared in_scratch in_result arguments")
 
-_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
-    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
+_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _EMBEDDING, _FOLD = (
+    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Embedding, Fold)
 )
 _QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
 _STEP: Final = struct.Struct("6i2I12q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
@@ -167,6 +168,13 @@ def dequantize(request: Dequantize, queue: bytes | None = None) -> Plan:
     """Returns the plan of `numpy_nodes.dequantize`, as `gemm` does."""
     plan = Plan()
     native.check("dequantize", native.load().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), queue, byref(plan)))
+    return plan
+
+
+def embedding(request: Embedding, queue: bytes | None = None) -> Plan:
+    """Returns the plan of `numpy_nodes.embedding`, as `gemm` does; an index that names no row gives NaN."""
+    plan = Plan()
+    native.check("embedding", native.load().mxfp8_cuda_plan_embedding(_EMBEDDING.pack(*request), queue, byref(plan)))
     return plan
 
 

@@ -38,6 +38,7 @@ const std::vector<Family>& families() {
       {"quantize_columns", {values, formats, flag, layouts, flag}},
       {"quantize_bands", {values, formats, flag}},
       {"dequantize", {values, formats, flag, flag}},
+      {"embedding", {values, formats, flag}},
       {"gemm_float32", {kinds, formats}},
       {"gemm_fused", {formats, {"1", "2", "1, true", "2, true", "1, true, 2"}}},
       {"gemm_skinny", {kinds, formats, tiles}},
@@ -118,6 +119,12 @@ std::vector<int> quantize_kernels(int64_t x_dtype, int64_t format) {
 std::vector<int> dequantize_kernels(int64_t format, int64_t y_dtype) {
   std::vector<int> numbers;
   append(&numbers, Source::kDequantize, {value_kind(y_dtype), format_choice(element_kind(format)), kAny, kAny});
+  return numbers;
+}
+
+std::vector<int> embedding_kernels(int64_t b_format, int64_t y_dtype) {
+  std::vector<int> numbers;
+  append(&numbers, Source::kEmbedding, {value_kind(y_dtype), format_choice(element_kind(b_format)), kAny});
   return numbers;
 }
 

@@ -74,6 +74,13 @@ typedef struct {
   int64_t y, inexact;
 } mxfp8_cuda_dequantize;
 
+// y [count, d] = the rows of b [v, d] that indices [count] name, int32 or int64; NaN for one that names none.
+typedef struct {
+  int64_t index_dtype, b_format, y_dtype;
+  int64_t indices, b, b_scales, count, v, d;
+  int64_t y;
+} mxfp8_cuda_embedding;
+
 // E4M3 elements [rows, k], k % 32 = 0, aligned to 16 -> folded [rows, k] with float32 row_scales [rows].
 typedef struct {
   int64_t elements, scales, rows, k;
@@ -126,6 +133,7 @@ MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gem
                                    mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Queues the steps from `done` on, up to a product of a library or the end, and counts them in `done`. The arguments of

@@ -94,6 +94,18 @@ Plan plan(const mxfp8_cuda_dequantize& d) {
   return steps.finished();
 }
 
+Plan plan(const mxfp8_cuda_embedding& e) {
+  const int64_t parts = volume({e.count, ceil_div(e.d, 16)});
+  const bool ragged = e.d % 16 != 0 || unaligned({e.b, e.y});
+  Steps steps;
+  if (parts == 0) return steps.finished();
+  const int instance =
+      kernel(Source::kEmbedding, {value_kind(e.y_dtype), format_choice(element_kind(e.b_format)), ragged});
+  steps.launch(instance, ceil_div(parts, kThreads),
+               {e.indices, e.b, e.b_scales, e.y, e.count, e.v, e.d, e.index_dtype == MXFP8_INT64});
+  return steps.finished();
+}
+
 Plan plan(const mxfp8_cuda_fold& f) {
   Steps steps;
   if (volume({f.rows, f.k}) == 0) return steps.finished();
@@ -118,6 +130,10 @@ MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize* quantize, cons
 MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize* dequantize, const mxfp8_cuda_queue* queue,
                                          mxfp8_cuda_plan* to) {
   return shown(queue, to, [&] { return plan(checked(dequantize)); });
+}
+MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding* embedding, const mxfp8_cuda_queue* queue,
+                                        mxfp8_cuda_plan* to) {
+  return shown(queue, to, [&] { return plan(checked(embedding)); });
 }
 MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold* fold, const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
   return shown(queue, to, [&] { return plan(checked(fold)); });

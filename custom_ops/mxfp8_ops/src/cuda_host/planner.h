@@ -22,6 +22,7 @@ struct Plan {
 Plan plan(const mxfp8_cuda_place&, const mxfp8_cuda_gemm&);
 Plan plan(const mxfp8_cuda_quantize&);
 Plan plan(const mxfp8_cuda_dequantize&);
+Plan plan(const mxfp8_cuda_embedding&);
 Plan plan(const mxfp8_cuda_fold&);
 
 }  // namespace mxfp8::cuda

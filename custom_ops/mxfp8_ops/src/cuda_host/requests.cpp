@@ -1,6 +1,7 @@
 #include "requests.h"
 
 #include "../cpu/arguments.h"
+#include "../cpu/indices.h"
 #include "planner.h"
 #include "steps.h"
 
@@ -111,6 +112,25 @@ mxfp8_cuda_dequantize checked(const mxfp8_cuda_dequantize* request) {
   check_array(at("y", d.y, bytes_of(d.y_dtype)), {d.outer, d.k, d.inner});
   if (d.inexact != 0) check_array(at("inexact", d.inexact, 4), {1});
   return d;
+}
+
+mxfp8_cuda_embedding checked(const mxfp8_cuda_embedding* request) {
+  mxfp8_cuda_embedding e = not_null("embedding", request);
+  check_index_dtype("index_dtype", e.index_dtype);
+  check_element_format("b_format", e.b_format);
+  check_value_dtype("y_dtype", e.y_dtype);
+  check_sizes({{"count", e.count}, {"v", e.v}, {"d", e.d}});
+  if (e.count == 0 || e.d == 0) {
+    e.count = e.d = 0;
+    return e;
+  }
+  check_array(at("indices", e.indices, index_bytes(int(e.index_dtype))), {e.count});
+  if (e.v > 0) {
+    check_array(at("b", e.b, 1), {e.v, e.d});
+    check_scales("b_scales", e.b_scales, e.v, e.d, 1);
+  }
+  check_array(at("y", e.y, bytes_of(e.y_dtype)), {e.count, e.d});
+  return e;
 }
 
 mxfp8_cuda_fold checked(const mxfp8_cuda_fold* request) {

@@ -9,6 +9,7 @@ const mxfp8_cuda_place& checked(const mxfp8_cuda_place*);
 mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm*);
 mxfp8_cuda_quantize checked(const mxfp8_cuda_quantize*);
 mxfp8_cuda_dequantize checked(const mxfp8_cuda_dequantize*);
+mxfp8_cuda_embedding checked(const mxfp8_cuda_embedding*);
 mxfp8_cuda_fold checked(const mxfp8_cuda_fold*);
 
 // Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout.

@@ -105,6 +105,8 @@ class CudaBackend : public Backend {
     executor_.run(std::move(planned), {stream, cublas, uint64_t(address(scratch.data()))});
   }
 
+  bool on_host() const override { return false; }
+
  private:
   // Where B is a constant matrix - which lies on the GPU already -, makes it wide now.
   void keep_wide(const OrtKernelInfo* info, const Overload& node) {
