@@ -49,3 +49,61 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_cuda_measurement_at": (p, (i,)),
     }
 )
+
+REQUESTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "place": (
+            "capability",
+            "processors",
+            "libraries",
+            "allowed",
+            "forced",
+            "splits",
+            "warps",
+            "blocks",
+            "parts_bytes",
+            "variant",
+        ),
+        "gemm": (
+            "x_kind",
+            "b_kind",
+            "y_dtype",
+            "x",
+            "x_scales",
+            "b",
+            "b_scales",
+            "bias",
+            "y",
+            "m",
+            "n",
+            "k",
+            "wide",
+            "wide_inexact",
+            "folded",
+            "folded_scales",
+            "activation_dtype",
+        ),
+        "quantize": (
+            "x_dtype",
+            "format",
+            "increment",
+            "layout",
+            "x",
+            "outer",
+            "k",
+            "inner",
+            "elements",
+            "scales",
+            "row_elements",
+            "row_scales",
+            "capability",
+            "processors",
+            "variant",
+        ),
+        "dequantize": ("format", "y_dtype", "elements", "scales", "outer", "k", "inner", "y", "inexact"),
+        "embedding": ("index_dtype", "b_format", "y_dtype", "indices", "b", "b_scales", "count", "v", "d", "y"),
+        "fold": ("elements", "scales", "rows", "k", "folded", "row_scales"),
+        "queue": ("gpu", "stream", "scratch", "result"),
+    }
+)
+"""The structs of mxfp8_cuda_plan.h, and their fields: 64-bit integers, all of them."""

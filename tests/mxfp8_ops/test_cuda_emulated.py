@@ -226,10 +226,11 @@ def test_embedding(fmt, dtype):
         expected = numpy_nodes.embedding(indices[:5], *table, b_format=fmt, dtype=dtype)
         held = [placed(array, shift) for array, shift in zip((indices, *table), (0, offset, 0), strict=True)]
         y = aligned(len(indices) * d * expected.dtype.itemsize, offset)
-        addresses = [array.ctypes.data for array in held]
         code = contract.INT32 if index_dtype is np.int32 else contract.INT64
-        request = planner.Embedding(code, CODES[fmt], CODES[dtype], *addresses, len(indices), v, d, y.ctypes.data)
-        execution.run(planner.embedding(request), queue())
+        at = dict(zip(("indices", "b", "b_scales"), (array.ctypes.data for array in held), strict=True))
+        sizes = {"count": len(indices), "v": v, "d": d, "y": y.ctypes.data}
+        plan = planner.plan("embedding", index_dtype=code, b_format=CODES[fmt], y_dtype=CODES[dtype], **at, **sizes)
+        execution.run(plan, queue())
         got = y.view(expected.dtype).reshape(-1, d)
         assert_same(got[:5], expected, f"{v}x{d} {index_dtype}")
         assert np.isnan(got[5:].astype(np.float32)).all()
@@ -237,8 +238,9 @@ def test_embedding(fmt, dtype):
 
 def test_embedding_of_an_empty_table_is_nan():
     indices, y = np.array([0, -1]), np.zeros((2, 32), np.float32)
-    request = planner.Embedding(contract.INT64, CODES["e4m3"], 1, indices.ctypes.data, 0, 0, 2, 0, 32, y.ctypes.data)
-    execution.run(planner.embedding(request), queue())
+    kinds = {"index_dtype": contract.INT64, "b_format": CODES["e4m3"], "y_dtype": 1}
+    at = {"indices": indices.ctypes.data, "b": 0, "b_scales": 0, "y": y.ctypes.data}
+    execution.run(planner.plan("embedding", **kinds, **at, count=2, v=0, d=32), queue())
     assert np.isnan(y).all()
 
 

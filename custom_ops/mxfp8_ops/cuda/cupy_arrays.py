@@ -125,10 +125,15 @@ def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dt
     cupy = device.cupy_module()
     indices, b, b_scales = (cupy.ascontiguousarray(t) for t in (indices, b, b_scales))
     y, (v, d) = cupy.empty(shape, y_dtype), b.shape
-    codes = contract.INT32 if indices.dtype == np.int32 else contract.INT64, CODES[b_format], CODES[dtype]
-    at = indices.data.ptr, b.data.ptr, b_scales.data.ptr
-    request = planner.Embedding(*codes, *at, indices.size, v, d, y.data.ptr)
-    _run(planner.embedding, request)
+    queue = _queue()
+    plan = planner.plan(
+        "embedding", queue.packed,
+        index_dtype=contract.INT32 if indices.dtype == np.int32 else contract.INT64,
+        b_format=CODES[b_format], y_dtype=CODES[dtype],
+        indices=indices.data.ptr, b=b.data.ptr, b_scales=b_scales.data.ptr, count=indices.size, v=v, d=d,
+        y=y.data.ptr,
+    )  # fmt: skip
+    execution.run(plan, queue)
     return y
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from ctypes import POINTER, Structure, byref, c_char, c_int64, string_at
 from typing import Final, NamedTuple
 
-from mxfp8_ops import formats, native
+from mxfp8_ops import c_abi, formats, native
 from mxfp8_ops.errors import BackendError
 
 CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
@@ -54,12 +54,11 @@ Quantize = namedtuple(
     defaults=(0, 0, 0, 0, 0),
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
-Embedding = namedtuple("Embedding", "index_dtype b_format y_dtype indices b b_scales count v d y")
 Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
 Step = namedtuple("Step", "what kernel grid block shared in_scratch in_result arguments")
 
-_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _EMBEDDING, _FOLD = (
-    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Embedding, Fold)
+_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
+    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
 )
 _QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
 _STEP: Final = struct.Struct("6i2I12q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
@@ -171,11 +170,14 @@ def dequantize(request: Dequantize, queue: bytes | None = None) -> Plan:
     return plan
 
 
-def embedding(request: Embedding, queue: bytes | None = None) -> Plan:
-    """Returns the plan of `numpy_nodes.embedding`, as `gemm` does; an index that names no row gives NaN."""
-    plan = Plan()
-    native.check("embedding", native.load().mxfp8_cuda_plan_embedding(_EMBEDDING.pack(*request), queue, byref(plan)))
-    return plan
+def plan(name: str, queue: bytes | None = None, **fields: int) -> Plan:
+    """Returns the plan of a request by its name in mxfp8_cuda_plan.h, "embedding", and its fields, as `gemm` does."""
+    names = c_abi.REQUESTS[name]
+    if {*fields} != {*names}:
+        raise TypeError(f"fields {', '.join(fields)}; expected {', '.join(names)}")
+    packed, planned = struct.pack(f"{len(names)}q", *(fields[each] for each in names)), Plan()
+    native.check(name, getattr(native.load(), f"mxfp8_cuda_plan_{name}")(packed, queue, byref(planned)))
+    return planned
 
 
 def fold(request: Fold, queue: bytes | None = None) -> Plan:

@@ -2,7 +2,6 @@
 #include "../cpu/embedding.h"
 
 #include "../cpu/indices.h"
-#include "../cuda_host/kernels.h"
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -69,7 +68,8 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
 }  // namespace
 
 const Implemented kEmbeddingNode({Op::kEmbedding}, {infer, compute, [](const Overload& node, bool) {
-                                                      return cuda::embedding_kernels(node.inputs[kB], node.outputs[0]);
+                                                      return cuda::kernels<mxfp8_cuda_embedding>(node.inputs[kB],
+                                                                                                 node.outputs[0]);
                                                     }});
 
 }  // namespace mxfp8::ort
