@@ -179,9 +179,11 @@ def c_abi() -> str:
     for found in _REQUEST.finditer(text):
         names = [f'"{name}"' for name in re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", found["fields"]))]
         line = f'        "{found["name"]}": ({", ".join(names)}),'
-        # As ruff formats it.
-        lines += [line] if len(line) <= 120 else [f'        "{found["name"]}": (', *(f"            {n}," for n in names)]
-        lines += ["        ),"] if len(line) > 120 else []
+        if len(line) > 120:  # as ruff formats it
+            line = "\n".join(
+                [f'        "{found["name"]}": (', *(f"            {name}," for name in names), "        ),"]
+            )
+        lines.append(line)
     ending = '"""The structs of mxfp8_cuda_plan.h, and their fields: 64-bit integers, all of them."""'
     return "\n".join([*lines, "    }", ")", ending, ""])
 
