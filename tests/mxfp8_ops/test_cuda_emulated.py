@@ -258,6 +258,20 @@ def test_fold(k):
     assert_same(folded.memory[1].view(np.float32), numerics.decode_scale(codes), "row scales")
 
 
+def test_folding_in_float16_rounds_as_the_reference():
+    """What fold.cu does where the hardware converts elements: a product in float16, then an element; every case."""
+    elements = np.arange(256, dtype=np.uint8)
+    for shift in range(255):
+        codes = np.concatenate([np.zeros(32, np.uint8), elements])[None]  # the first block has the largest scale
+        scales = np.array([[shift] + [0] * 8], np.uint8)
+        expected = folding.fold(codes, scales)[0][0, 32:]
+        factor = np.float16(2.0 ** -min(shift, 24))
+        values = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float16) * factor
+        assert values.dtype == np.float16
+        got = values.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        assert_same(np.where(np.isnan(values), 0x7F, got).astype(np.uint8), expected, f"2^-{shift}")
+
+
 @looped("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
 def test_swizzle_scales(shape):
     scales = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
