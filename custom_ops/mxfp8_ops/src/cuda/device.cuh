@@ -21,6 +21,14 @@ DEVICE i64 opaque(i64 v) {
   return v;
 }
 
+// The same for an address: it is kept whole, and not as an offset that is added to a parameter at each use.
+DEVICE const u8* opaque(const u8* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+DEVICE u32 load1(const u8* p) { return __ldg(p); }
+
 DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
 
 DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
