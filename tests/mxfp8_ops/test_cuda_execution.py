@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -87,6 +88,11 @@ def test_kernels_of_a_node_compile_at_the_same_time(monkeypatch):
     assert cuda_device.CudaDevice(0).functions(["fold", "tile", "fold"]) == [
         ("fold", b"fold"), ("tile", b"tile"), ("fold", b"fold"),
     ]  # fmt: skip
+
+
+def test_without_onnx_runtime_there_is_no_cublas_of_its_provider(monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)  # importing it would raise
+    assert loader._cublas() == {}
 
 
 def test_memory_of_the_queue_is_alive_until_its_last_step(gpu):

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -114,8 +115,10 @@ def _cublas() -> dict[str, int]:
 
     Nothing if that provider is not loaded; it is while a session with it is made.
     """
-    import onnxruntime
-
+    # A process of PyTorch or CuPy alone has no use for it, and may not have it.
+    onnxruntime = sys.modules.get("onnxruntime")
+    if onnxruntime is None or onnxruntime.__file__ is None:
+        return {}
     path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: no RTLD_NOLOAD on this system, or no cuBLAS
         # RTLD_NOLOAD: a cuBLAS of our own would be another one, and handles of one crash another.
