@@ -47,6 +47,8 @@ def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
     """Products on cuBLAS, and folded ones."""
+    for m in (65, 96):  # gemm_skinny in slices may win below the rows of the targets
+        yield cases.many_rows(rounds, (m, size, size), {})
     yield cases.many_rows(rounds, (128, size, size), {"weight-only": (1.1,)})
     for m in (256, 1024):
         yield cases.many_rows(rounds, (m, size, size), {"with quantize": (0.75, 0.9)})

@@ -35,8 +35,7 @@ EAGER_CALLS = 200
 
 def queue() -> execution.Queue:
     """Returns torch's current stream and allocator."""
-    with torch_cuda._queue(torch.empty(0, device="cuda")) as current:
-        return current
+    return torch_cuda._queue(torch.empty(0, device="cuda"))
 
 
 def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
@@ -253,6 +252,8 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
     layers, label = Layers(*size), f"M={m} N={n} K={k}"
     capability = torch.cuda.get_device_capability()
     cases = {"cublas": layers.cublas(), "weight-only": layers.weight_only(), "with quantize": layers.quantized()}
+    if m <= 256:  # a few passes of gemm_skinny, which may beat one that dequantizes the weight
+        cases["slices, weight-only"] = layers.weight_only("slices")
     if capability >= (8, 9):
         cases["fold, with quantize"] = layers.quantized("fold")
     if capability >= (10, 0):
@@ -261,7 +262,7 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
     for p in layers.packed:
         torch_cuda.keep_wide(*p)
         torch_cuda.keep_folded(*p)
-    times_kept = take_turns({name: cases[name] for name in ("cublas", *cases) if name != "weight-only"}, rounds)
+    times_kept = take_turns({name: cases[name] for name in cases if not name.endswith("weight-only")}, rounds)
     torch_cuda.forget_kept()
     rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
     for medians, suffix in ((times, ""), (times_kept, ", weight kept")):

@@ -1,9 +1,10 @@
 """The first half hour on a GPU, in calls that each end well inside ten minutes: make gpu-first, CALL=B and so on.
 
-A asks whether kernels run at all; B runs every GPU test; C looks for bad accesses and measures what decides about the
-variants of kernels; D profiles three kernels; E measures and checks the rest. Each call leaves in its folder what ran,
-what failed, the numbers and the next command (first-A.md), all output (first-A.txt), and what its steps write. A step
-that hangs or crashes costs no other one.
+A asks what the machine has, whether kernels run at all, and how fast those are that memory bounds: it gives numbers
+even if no call follows. B runs every GPU test and looks for bad accesses; C measures what decides about the variants of
+kernels, and profiles two; D measures the rest; E looks for races. Each call stands alone. It leaves in its folder what
+ran, what failed, the numbers and the next command (first-A.md), all output (first-A.txt), and what its steps write. A
+step that hangs or crashes costs no other one.
 """
 
 from __future__ import annotations
@@ -32,6 +33,28 @@ code = build.compile_kernel("finish", "finish<true>", arch).code
 print(f"NVRTC {build.nvrtc_version()} compiles for {arch}: {len(code)} bytes")
 """
 """For the architecture that is named, or that of the GPU."""
+
+
+PROBE = """
+echo "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
+ldconfig -p | grep -E "libcuda.so|libnvrtc|libcublas(Lt)?.so" || echo "ldconfig knows none of CUDA's libraries"
+nvidia-smi || echo "no nvidia-smi"
+{python} -m pip list 2>/dev/null | grep -iE "^(torch|cupy|nvidia-cuda-nvrtc|nvidia-cublas|onnxruntime|nvmath)" || true
+"""
+"""The machine: most of what has failed on the first call depends on it."""
+EVERY_KERNEL = """
+import sys, time
+from concurrent.futures import ThreadPoolExecutor
+from mxfp8_ops.cuda import build, planner, system
+arch = "sm_90a" if sys.argv[1:] else build.target(system.gpus()[0].capability)
+names = [name for name in planner.kernels() if arch == "sm_90a" or not name.startswith("gemm_fused")]
+start = time.monotonic()
+with ThreadPoolExecutor() as pool:
+    some = names[: 2 if sys.argv[1:] else None]
+    codes = [*pool.map(lambda name: build.cubin(name.partition("<")[0], name, arch), some)]
+print(f"{len(codes)} kernels compiled for {arch} in {time.monotonic() - start:.1f} s")
+"""
+"""Fills the cache of compiled kernels, so that no later step waits for NVRTC. A dry run compiles two."""
 
 
 class Step(NamedTuple):
@@ -69,50 +92,59 @@ def _profile(case: str, kernel: str) -> Step:
     profiler = ("ncu", "--clock-control", "none", "--set", "full", "--launch-skip", "2", "--launch-count", "1")
     command = (*profiler, "--kernel-name", f"regex:{kernel}", *script)
     numbers = r"Duration|Throughput|Registers Per|Achieved Occupancy|No Eligible|Bank Conflicts|Warp Cycles Per Issued"
-    return Step(f"profile-{case}", 90, command, (*script, "--dry-run"), numbers)
+    return Step(f"profile-{case}", 75, command, (*script, "--dry-run"), numbers)
 
 
 LIBRARY = Step("library", 90, ("make", "gpu-library"), ("make", "--dry-run", "gpu-library"), needed=True)
 
+KERNELS = Step(
+    "kernels", 45, ("{python}", "-c", EVERY_KERNEL), ("{python}", "-c", EVERY_KERNEL, "--dry-run"), "compiled"
+)
+
 CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
     "A": (
-        "does it run at all",
+        "does it run at all, and how fast where memory decides",
         (
+            Step("probe", 15, ("sh", "-c", PROBE), ("sh", "-c", PROBE), "."),
             LIBRARY,
-            Step("compile", 30, ("{python}", "-c", COMPILE), ("{python}", "-c", COMPILE, "sm_90a"), "NVRTC", True),
-            _tests("quantize", 110, ("test_cuda_device",), "every_16_bit or every_element"),
-            _tests("products", 110, ("test_cuda_device_fp8",), "every_cut or fold_is or swizzled"),
-            _tests("routes", 110, ("test_cuda_device",), "fused or route or graph"),
+            Step("compile", 20, ("{python}", "-c", COMPILE), ("{python}", "-c", COMPILE, "sm_90a"), "NVRTC", True),
+            KERNELS,
+            _tests(
+                "kernels-run",
+                120,
+                ("test_cuda_device", "test_cuda_device_fp8"),
+                "every_16_bit or every_element or every_cut or fold_is or swizzled",
+            ),
+            _tests("routes", 60, ("test_cuda_device",), "fused or route or graph"),
+            _bench(105, "memory", "few_rows"),
+            _profile("skinny", "gemm_skinny"),
         ),
     ),
     "B": (
-        "every GPU test but the sanitizers",
-        (LIBRARY, _tests("tests", 440, ("test_cuda_device", "test_cuda_device_fp8", "test_ort_device"))),
-    ),
-    "C": (
-        "bad accesses, and the numbers that decide",
+        "every GPU test, and bad accesses",
         (
             LIBRARY,
-            _tests("memcheck", 140, ("test_cuda_device_sanitizer",), "memcheck"),
-            _bench(300, "memory", "few_rows", "fused", "skinny_variants", "fused_variants", "column_variants", "cuts"),
+            KERNELS,
+            _tests("tests", 270, ("test_cuda_device", "test_cuda_device_fp8", "test_ort_device")),
+            _tests("memcheck", 115, ("test_cuda_device_sanitizer",), "memcheck"),
         ),
     ),
-    "D": (
-        "what three kernels wait for",
+    "C": (
+        "the numbers that decide about variants of kernels",
         (
             LIBRARY,
-            _profile("skinny", "gemm_skinny"),
+            _bench(300, "skinny_variants", "fused", "fused_variants", "column_variants", "cuts"),
             _profile("fused", "gemm_fused"),
             _profile("columns", "quantize_columns"),
         ),
     ),
+    "D": (
+        "the other numbers",
+        (LIBRARY, _bench(400, "many_rows", "few_rows", "small_weights", "wide_activations", "training")),
+    ),
     "E": (
-        "the other numbers, races and barriers",
-        (
-            LIBRARY,
-            _bench(250, "many_rows", "small_weights", "wide_activations", "training"),
-            _tests("races", 190, ("test_cuda_device_sanitizer",), "synccheck or racecheck"),
-        ),
+        "races and barriers",
+        (LIBRARY, KERNELS, _tests("races", 380, ("test_cuda_device_sanitizer",), "synccheck or racecheck")),
     ),
 }
 
@@ -174,7 +206,7 @@ def command_of(call: str, results: list[Result]) -> str:
         return f"mend {', '.join(failed)}, then: make gpu-first CALL={call}{only}"
     if call == letters[-1]:
         table = "custom_ops/mxfp8_ops/src/cuda_host/experimental/measured.h"
-        return f"commit gpu.md and gpu.json, and call C's measured.h as {table}"
+        return f"commit call D's gpu.md and gpu.json, and call C's measured.h as {table}"
     return f"make gpu-first CALL={letters[letters.index(call) + 1]}"
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import compiled
 import cuda_emulation
 import pytest
 
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader
 
 CONTEXT = 0x1234
 ANY_STREAM = 2**64 - 1
@@ -59,7 +58,7 @@ class Driver:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.library = ctypes.CDLL(str(path))
-        self.library.start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+        self.library.start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
         self.library.launch.restype = ctypes.POINTER(_Launch)
         self.library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         self.library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
@@ -67,12 +66,15 @@ class Driver:
         self.kernels = cuda_emulation.kernels()
         self.loaded: list[str] = []
 
-    def start(self, stream: int, *, run: bool = True) -> None:
-        """Forgets the launches so far. From now on work must be queued on `stream`; kernels run only if `run`."""
+    def start(self, stream: int, *, run: bool = True, bounded: bool = True) -> None:
+        """Forgets the launches so far.
+
+        From now on work must be queued on `stream`; kernels run only if `run`, on memory of the driver if `bounded`.
+        """
         emulate, parameters = (
             ctypes.cast(f, ctypes.c_void_p) for f in (self.emulation.emulate, self.emulation.parameters)
         )
-        self.library.start(emulate if run else None, parameters, stream)
+        self.library.start(emulate if run else None, parameters, stream, bounded)
         self.loaded.clear()
 
     @property
@@ -120,17 +122,17 @@ class Driver:
     def context(self) -> int:
         return CONTEXT
 
-    def function(self, kernel: str) -> Any:
-        if kernel not in self.kernels:
-            raise BackendError(f"cuda: {cuda_emulation.source_of(kernel)}.cu, {kernel}, does not compile")
-        self.loaded.append(kernel)
-        return types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1)
+    def functions(self, kernels: list[str]) -> list[Any]:
+        for kernel in kernels:
+            if kernel not in self.kernels:
+                raise BackendError(f"cuda: {cuda_emulation.source_of(kernel)}.cu, {kernel}, does not compile")
+        self.loaded += kernels
+        return [types.SimpleNamespace(ptr=self.kernels.index(kernel) + 1) for kernel in kernels]
 
 
 @functools.cache
 def driver() -> Driver:
-    source = Path(__file__).with_suffix(".cpp")
-    return Driver(compiled.library("driver", source.read_text(), ("-Wall", "-Wextra")))
+    return Driver(cuda_emulation.driver_library())
 
 
 @contextlib.contextmanager

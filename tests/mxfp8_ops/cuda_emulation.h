@@ -182,6 +182,8 @@ typedef long long i64;
 static inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 
 static inline i64 opaque(i64 v) { return v; }
+static inline const u8* opaque(const u8* p) { return p; }
+static inline u32 load1(const u8* p) { return *p; }
 
 static inline u32 bits_of(float x) {
   u32 bits;

@@ -1,6 +1,7 @@
 """Builds the CUDA kernels for the CPU with g++ and `cuda_emulation.h`, and launches them on host memory.
 
-`EmulatedDevice` is an `execution.Device`, so the tests run the planner and what does its plans too.
+`EmulatedDevice` is an `execution.Device` whose launches come from the native library through an emulated CUDA driver
+(cuda_driver_emulation.cpp), so the tests run the planner and what does its plans too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import functools
 import inspect
 import math
 import os
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,10 +23,10 @@ import numpy as np
 import pytest
 from grids import looped
 
-from mxfp8_ops import formats, numerics
+from mxfp8_ops import formats, native, numerics
 from mxfp8_ops.cuda import build as cuda_build
-from mxfp8_ops.cuda import dispatch, planner
-from mxfp8_ops.cuda.execution import Launch, Queue
+from mxfp8_ops.cuda import dispatch, loader, planner
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.cuda.planner import CODES
 
 HERE = Path(__file__).parent
@@ -46,8 +48,9 @@ def build(names: list[str], *extra: str) -> Path:
     lines = ['#include "cuda_emulation.h"']
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(map(source_of, names))]
     lines += [
-        'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
+        'extern "C" int emulate(int index, unsigned grid, int threads, unsigned shared, const uint64_t* arguments) {',
         "mma_calls = 0;",
+        "emulation::shared_bytes = shared;",
         "switch (index) {",
     ]
     for index, kernel in enumerate(names):
@@ -57,7 +60,6 @@ def build(names: list[str], *extra: str) -> Path:
     lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, kernel in enumerate(names)]
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
-    lines.append('extern "C" void share(size_t bytes) { emulation::shared_bytes = bytes; }')
     included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.rglob("*.cu*")))
     return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
 
@@ -77,46 +79,91 @@ def multiply(x: int, w: int, y: int, sizes: tuple[int, int, int], dtype: str) ->
         result[:] = (left @ right.T).astype(np.float32).astype(result.dtype)
 
 
+_EMULATE = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint64)
+)
+"""`emulate` of the library of kernels."""
+
+
 class EmulatedDevice:
     """A device whose memory is the host's."""
 
+    index = 0
     capability = (9, 0)
     processors = 3
 
     def __init__(self, names: list[str], *flags: str) -> None:
         self.library = ctypes.CDLL(str(build(names, *flags)))
-        self.library.emulate.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p)
-        self.library.share.argtypes = (ctypes.c_size_t,)
+        self.library.emulate.argtypes = (*_EMULATE._argtypes_[:-1], ctypes.c_void_p)
         self.library.emulated_mmas.restype = ctypes.c_uint64
+        self.names = names
         self.indices = {kernel: i for i, kernel in enumerate(names)}
         self.launched: list[str] = []
         self.ever_launched: set[str] = set()
         self.repairs: list[int] = []
         """The words that said whether a product had to be done again."""
+        # Alive as long as the device: the driver and the native library call them.
+        self._callbacks = (
+            _EMULATE(self._launched),
+            loader._Loader(loader._GPU(self._gpu), loader._KERNELS(self._kernels)),
+        )
 
     def mmas(self) -> int:
         """Returns how many tensor core instructions the warps of the last launch ran."""
         count: int = self.library.emulated_mmas()
         return count // 32
 
-    def launch(self, launch: Launch, stream: int) -> None:
-        kernel, grid, arguments, block, shared = launch
-        assert 0 < grid < 2**31
+    def connect(self) -> None:
+        """Makes this the GPU that the native library launches on."""
+        function, callbacks = self._callbacks
+        driver = ctypes.CDLL(str(driver_library()))
+        driver.start.argtypes = (_EMULATE, ctypes.c_void_p, ctypes.c_uint64, ctypes.c_int)
+        driver.start(function, ctypes.cast(self.library.parameters, ctypes.c_void_p), 0, 0)
+        message = ctypes.create_string_buffer(1024)
+        path = str(driver_library()).encode()
+        assert native.load().mxfp8_cuda_open(path, ctypes.byref(callbacks), message, len(message)) == 0, message.value
+
+    def functions(self, kernels: Sequence[str]) -> list[Callable[..., None]]:
+        """Returns kernels as CuPy has them."""
+        return [lambda grid, block, arguments, k=kernel: self.launch(k, grid[0], arguments) for kernel in kernels]
+
+    def _launched(self, kernel: int, grid: int, block: int, shared: int, arguments: Any) -> int:
         assert block == 256
+        try:
+            self.launch(self.names[kernel], grid, arguments[: self.library.parameters(kernel)], shared)
+        except BaseException:  # no exception leaves a callback
+            traceback.print_exc()
+            return 1
+        return 0
+
+    def _gpu(self, index: int, gpu: Any, message: int, size: int) -> int:
+        gpu[0].context, gpu[0].processors, gpu[0].capability = 1, self.processors, 90
+        return 0
+
+    def _kernels(self, _index: int, count: int, kernels: Any, functions: Any, *_: int) -> int:
+        for i in range(count):
+            functions[i] = self.indices[kernels[i].decode()] + 1
+        return 0
+
+    def launch(self, kernel: str, grid: int, arguments: Sequence[int], shared: int = 0) -> None:
+        """Launches a kernel by hand, or for the driver."""
+        assert 0 < grid < 2**31
         self.launched.append(kernel)
         self.ever_launched.add(kernel)
         if source_of(kernel) == "gemm_float32" and arguments[-1]:
             self.repairs.append(ctypes.c_uint32.from_address(arguments[-1]).value)
-        self.library.share(shared)
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
-        assert self.library.emulate(self.indices[kernel], grid, block, values) == 0
-
-    def clear(self, address: int, size: int, stream: int) -> None:
-        ctypes.memset(address, 0, size)
+        assert self.library.emulate(self.indices[kernel], grid, 256, shared, values) == 0
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         self.launched.append(f"matmul_bf16 {dtype}")
         multiply(x, w, y, sizes, dtype)
+
+
+@functools.cache
+def driver_library() -> Path:
+    """Returns the emulated driver."""
+    return compiled.library("driver", (HERE / "cuda_driver_emulation.cpp").read_text(), ("-Wall", "-Wextra"))
 
 
 @functools.cache
@@ -125,7 +172,9 @@ def device() -> EmulatedDevice:
 
 
 def queue(on: EmulatedDevice | None = None) -> Queue:
-    return Queue(on or device(), 0, allocate)
+    on = on or device()
+    on.connect()
+    return Queue(on, 0, allocate)
 
 
 def allocate(size: int) -> tuple[Any, int]:
@@ -135,7 +184,7 @@ def allocate(size: int) -> tuple[Any, int]:
 
 def launch(kernel: str, grid: int, *arguments: int) -> None:
     """Launches one kernel by hand."""
-    device().launch(Launch(kernel, grid, arguments), 0)
+    device().launch(kernel, grid, arguments)
 
 
 def plan_gemm(

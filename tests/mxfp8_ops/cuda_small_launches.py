@@ -10,7 +10,6 @@ import numpy as np
 from mxfp8_ops import cuda
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.cupy_arrays import _queue
-from mxfp8_ops.cuda.execution import Launch
 
 
 def values(*shape: int) -> cupy.ndarray:
@@ -28,6 +27,8 @@ def main() -> None:
             if not swizzled:
                 for axis, pair in enumerate(pairs):
                     cuda.dequantize(*pair, axis=axis)
+        for index_dtype in (np.int32, np.int64):
+            cuda.embedding(cupy.asarray(np.array([0, -1, shape[0]], index_dtype)), *cuda.quantize(x), dtype="float16")
         rows, row_scales, columns, column_scales = (cupy.empty(x.size, np.uint8) for _ in range(4))
         at = (t.data.ptr for t in (columns, column_scales, rows, row_scales))
         request = planner.Quantize(1, 17, 0x1FFFFF, planner.TRANSPOSED, x.data.ptr, 1, *shape, *at)
@@ -44,7 +45,7 @@ def main() -> None:
         execution.fold(_queue(), (b[0].data.ptr, b[1].data.ptr), (n, k))
         layout = cupy.empty(planner.swizzled_bytes(n, k), np.uint8)
         arguments = (b[1].data.ptr, layout.data.ptr, *b[1].shape)
-        _queue().device.launch(Launch("swizzle_scales", -(-layout.size // 4096), arguments), _queue().stream)
+        _queue().device.functions(["swizzle_scales"])[0]((-(-layout.size // 4096),), (256,), arguments)
         for m in (3, 16, 25, 64):
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
         with dispatch.forced_variant("gemm_skinny", "four_ahead"):

@@ -229,9 +229,7 @@ def test_a_kernel_that_the_driver_refuses_names_both_versions(monkeypatch):
 
     cupy = SimpleNamespace(cuda=SimpleNamespace(function=SimpleNamespace(Module=Module)))
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
-    monkeypatch.setattr(build, "cubin", lambda *_: b"")
     monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(build.system, "driver_version", lambda: (12, 8))
-    device = SimpleNamespace(_functions={}, _target="sm_90a")
     with pytest.raises(BackendError, match=r"driver \(CUDA 12\.8\) refuses fold, compiled by NVRTC 13\.0: CUDA_ERROR"):
-        cuda_device.CudaDevice.function(device, "fold")
+        cuda_device._load("fold", b"")

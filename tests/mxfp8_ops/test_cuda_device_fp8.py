@@ -10,7 +10,6 @@ from mxfp8_ops import cuda, formats, numerics, numpy_nodes
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
-from mxfp8_ops.cuda.execution import Launch
 
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
@@ -35,8 +34,7 @@ needs_nvmath = pytest.mark.skipif(not cuda_lt.available(), reason="needs nvmath-
 
 
 def queue():
-    with torch_cuda._queue(torch.empty(0, device="cuda")) as found:
-        return found
+    return torch_cuda._queue(torch.empty(0, device="cuda"))
 
 
 # --- fold and swizzle ------------------------------------------------------------------------------------------------
@@ -58,7 +56,7 @@ def test_swizzled_scales(shape):
     scales = torch.randint(0, 256, shape, device="cuda", dtype=torch.uint8)
     memory = torch.empty(planner.swizzled_bytes(shape[0], 32 * shape[1]), device="cuda", dtype=torch.uint8)
     arguments = (scales.data_ptr(), memory.data_ptr(), *shape)
-    queue().device.launch(Launch("swizzle_scales", -(-memory.numel() // 4096), arguments), queue().stream)
+    cuda_device.device(0).functions(["swizzle_scales"])[0]((-(-memory.numel() // 4096),), (256,), arguments)
     assert_same(memory, swizzle(array(scales)), "layout")
 
 

@@ -11,7 +11,7 @@ from compare import assert_same, heavy_tailed
 from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of, swizzle
 from grids import looped, pairwise
 
-from mxfp8_ops import formats, numerics, numpy_nodes
+from mxfp8_ops import contract, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -217,6 +217,33 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
 # --- one scale per row, scales for Blackwell, the end of a product ---------------------------------------------------
 
 
+@looped("fmt, dtype", pairwise(fmt=FORMATS, dtype=DTYPES))
+def test_embedding(fmt, dtype):
+    """Rows by either kind of index, a few of which count from the end or name no row; aligned, and not."""
+    for (v, d), index_dtype, offset in (((7, 96), np.int64, 0), ((300, 37), np.int32, 0), ((5, 48), np.int32, 8)):
+        table = numpy_nodes.quantize(heavy_tailed((v, d)), element_format=fmt)
+        indices = np.array([0, v - 1, -1, -v, 2, v, -v - 1, 2**31 - 1], index_dtype)
+        expected = numpy_nodes.embedding(indices[:5], *table, b_format=fmt, dtype=dtype)
+        held = [placed(array, shift) for array, shift in zip((indices, *table), (0, offset, 0), strict=True)]
+        y = aligned(len(indices) * d * expected.dtype.itemsize, offset)
+        code = contract.INT32 if index_dtype is np.int32 else contract.INT64
+        at = dict(zip(("indices", "b", "b_scales"), (array.ctypes.data for array in held), strict=True))
+        sizes = {"count": len(indices), "v": v, "d": d, "y": y.ctypes.data}
+        plan = planner.plan("embedding", index_dtype=code, b_format=CODES[fmt], y_dtype=CODES[dtype], **at, **sizes)
+        execution.run(plan, queue())
+        got = y.view(expected.dtype).reshape(-1, d)
+        assert_same(got[:5], expected, f"{v}x{d} {index_dtype}")
+        assert np.isnan(got[5:].astype(np.float32)).all()
+
+
+def test_embedding_of_an_empty_table_is_nan():
+    indices, y = np.array([0, -1]), np.zeros((2, 32), np.float32)
+    kinds = {"index_dtype": contract.INT64, "b_format": CODES["e4m3"], "y_dtype": 1}
+    at = {"indices": indices.ctypes.data, "b": 0, "b_scales": 0, "y": y.ctypes.data}
+    execution.run(planner.plan("embedding", **kinds, **at, count=2, v=0, d=32), queue())
+    assert np.isnan(y).all()
+
+
 @looped("k", [32, 96, 1024, 8224])
 def test_fold(k):
     elements, scales = numpy_nodes.quantize(edges((5, k), "float32", seed=k))
@@ -229,6 +256,20 @@ def test_fold(k):
     folded = execution.fold(queue(), (held[0].ctypes.data, held[1].ctypes.data), (5, k))
     assert_same(folded.memory[0].reshape(5, k), expected, f"elements, K = {k}")
     assert_same(folded.memory[1].view(np.float32), numerics.decode_scale(codes), "row scales")
+
+
+def test_folding_in_float16_rounds_as_the_reference():
+    """What fold.cu does where the hardware converts elements: a product in float16, then an element; every case."""
+    elements = np.arange(256, dtype=np.uint8)
+    for shift in range(255):
+        codes = np.concatenate([np.zeros(32, np.uint8), elements])[None]  # the first block has the largest scale
+        scales = np.array([[shift] + [0] * 8], np.uint8)
+        expected = folding.fold(codes, scales)[0][0, 32:]
+        factor = np.float16(2.0 ** -min(shift, 24))
+        values = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float16) * factor
+        assert values.dtype == np.float16
+        got = values.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+        assert_same(np.where(np.isnan(values), 0x7F, got).astype(np.uint8), expected, f"2^-{shift}")
 
 
 @looped("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])

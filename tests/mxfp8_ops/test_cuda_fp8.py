@@ -6,7 +6,6 @@ tensors that claim to be on a CUDA device.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
 import types
@@ -24,7 +23,8 @@ from mxfp8_ops import checks, cuda, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch, folding
+from mxfp8_ops.cuda import dispatch, folding, loader
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -151,7 +151,7 @@ def emulated(monkeypatch):
         ScalingType=torch.nn.functional.ScalingType,
         SwizzleType=torch.nn.functional.SwizzleType,
     )
-    monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue_of_tensors()))
+    monkeypatch.setattr(torch_cuda, "_queue", lambda x: queue_of_tensors())
     monkeypatch.setattr(torch_scaled, "_names", lambda: functional)
     monkeypatch.setattr(torch, "_scaled_mm", older_scaled_mm)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -167,7 +167,7 @@ def queue_of_tensors() -> Any:
         memory = torch.empty(size, dtype=torch.uint8)
         return memory, memory.data_ptr()
 
-    return type(queue())(device(), 0, allocate)
+    return Queue(queue().device, 0, allocate)
 
 
 def tensors(codes: list[np.ndarray]) -> list[Any]:
@@ -361,6 +361,7 @@ def cublaslt(monkeypatch) -> CublasLt:
     monkeypatch.setattr(cuda_lt, "available", lambda: True)
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
     monkeypatch.setattr(cuda_device, "device", lambda index: device())
+    monkeypatch.setattr(loader, "connect", device().connect)
     yield lt
     lt.forget()
 

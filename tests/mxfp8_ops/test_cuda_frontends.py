@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import shutil
 import subprocess
@@ -19,9 +18,9 @@ from grids import looped
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
 from mxfp8_ops.checks import dtype_name
-from mxfp8_ops.cuda import build, dispatch
+from mxfp8_ops.cuda import build, dispatch, loader
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda.execution import Launch, Queue
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.errors import BackendError, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -46,17 +45,13 @@ def array(x: Any) -> Array:
     return np.asarray(x).view(Array)
 
 
-cleared: list[tuple[int, int, int, int]] = []
-"""What the stand-in for CuPy was asked to set."""
-
-
 def stand_in() -> types.SimpleNamespace:
     runtime = types.SimpleNamespace(
         getDevice=lambda: 0,
         getDeviceCount=lambda: 1,
         getDeviceProperties=lambda index: {"major": 9, "minor": 0, "multiProcessorCount": 3, "name": b"stand-in"},
         runtimeGetVersion=lambda: 13020,
-        memsetAsync=lambda address, value, size, stream: cleared.append((address, value, size, stream)),
+        CUDARuntimeError=OSError,
         CUDA_R_16BF=14,
         CUDA_R_32F=0,
     )
@@ -80,6 +75,7 @@ def stand_in() -> types.SimpleNamespace:
 def cupy(monkeypatch):
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
     monkeypatch.setattr(cuda_device, "device", lambda index: device())
+    monkeypatch.setattr(loader, "connect", device().connect)
 
 
 def test_cupy_quantize_and_dequantize(cupy):
@@ -205,6 +201,7 @@ def cublas(monkeypatch) -> Cublas:
     libraries.cublas = made
     monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs", libraries)
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
+    monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)  # not cached: other tests have another CuPy
     return made
 
 
@@ -253,76 +250,17 @@ def test_cublas_is_the_one_that_cupy_is_linked_with(tmp_path, cublas):
     assert library.cublasGemmEx(far, 1, 0, 2, 2, 2, far, far, 14, 2, far, 14, 2, far, far, 0, 2, 68, -1) == 5
 
 
-class Loaded:
-    """A kernel that notes its launches."""
-
-    ptr = 33
-
-    def __init__(self, name: str, calls: list[Any]) -> None:
-        self.name, self.calls = name, calls
-
-    def __call__(self, grid: Any, block: Any, arguments: Any, *, shared_mem: int, stream: Any) -> None:
-        self.calls.append((self.name, grid, block, arguments, shared_mem, stream.ptr))
-
-
-@pytest.fixture
-def calls(monkeypatch) -> list[Any]:
-    """What a stand-in for CuPy is asked to load, set and launch."""
-    made: list[Any] = []
-
-    class Module:
-        def load(self, code: bytes) -> None:
-            made.append(("load", code))
-
-        def get_function(self, name: str) -> Loaded:
-            return Loaded(name, made)
-
+def test_a_kernel_is_loaded_once(monkeypatch):
+    loaded: list[bytes] = []
+    module = types.SimpleNamespace(load=loaded.append, get_function=lambda name: types.SimpleNamespace(ptr=33))
     cupy = stand_in()
-    cupy.cuda.function = types.SimpleNamespace(Module=Module)
-    cupy.cuda.driver = types.SimpleNamespace(
-        CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8, funcSetAttribute=lambda *given: made.append(given)
-    )
+    cupy.cuda.function = types.SimpleNamespace(Module=lambda: module)
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
     monkeypatch.setattr(build, "entry", lambda code: "entry")
-    return made
-
-
-def test_a_kernel_is_loaded_once_and_launched_on_the_stream(calls):
     gpu = cuda_device.CudaDevice(0)
-    for _ in range(2):
-        gpu.launch(Launch("finish", 4, (1, 2)), stream=9)
-    launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 0, 9)
-    assert calls == [("load", b"finish|finish|sm_90a"), launched, launched]
-
-
-def test_memory_is_cleared_on_the_stream(calls):
-    cleared.clear()
-    cuda_device.CudaDevice(0).clear(4096, 8, stream=9)
-    assert cleared == [(4096, 0, 8, 9)]
-
-
-def test_a_kernel_that_needs_much_shared_memory_is_allowed_it_once(calls):
-    gpu = cuda_device.CudaDevice(0)
-    for _ in range(2):
-        gpu.launch(Launch("gemm_fused<E4M3, 1>", 4, (1, 2), shared=99376), stream=9)
-    launched = ("entry", (4, 1, 1), (256, 1, 1), (1, 2), 99376, 9)
-    assert calls == [("load", b"gemm_fused|gemm_fused<E4M3, 1>|sm_90a"), (33, 8, 99376), launched, launched]
-
-
-def test_a_kernel_is_not_kept_before_it_is_allowed_its_shared_memory(monkeypatch, calls):
-    """Another thread would launch it; and so would the next call, after an error."""
-    gpu = cuda_device.CudaDevice(0)
-
-    def refuse(*_):
-        assert not gpu._functions
-        raise RuntimeError("refused")
-
-    monkeypatch.setattr(cuda_device.cupy_module().cuda.driver, "funcSetAttribute", refuse)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="refused"):
-            gpu.launch(Launch("gemm_fused<E4M3, 1>", 4, (1, 2), shared=99376), stream=9)
-    assert [call[0] for call in calls] == ["load", "load"]
+    assert [function.ptr for _ in range(2) for function in gpu.functions(["tile<BF16, true>", "fold"])] == [33] * 4
+    assert loaded == [b"tile|tile<BF16, true>|sm_90a", b"fold|fold|sm_90a"]
 
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):
@@ -336,7 +274,7 @@ def test_without_cupy_the_message_says_what_to_install(monkeypatch):
 
 @pytest.fixture
 def emulated(monkeypatch) -> EmulatedDevice:
-    monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue()))
+    monkeypatch.setattr(torch_cuda, "_queue", lambda x: queue())
     torch_cuda.forget_kept()
     yield device()
     torch_cuda.forget_kept()

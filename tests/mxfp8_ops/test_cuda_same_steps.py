@@ -5,25 +5,24 @@ Every operand has its own memory, so a pointer that is passed in another's place
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from cuda_driver_emulation import CLEAR, Driver, machine
+from cuda_driver_emulation import Driver, driver, machine
 from cuda_emulation import aligned
 from grids import looped, pairwise
 from ort_emulation import STREAM, Cublas, CudaProvider, own_library
 from test_cuda_frontends import array, stand_in
 
-from mxfp8_ops import contract, cuda, numerics
+from mxfp8_ops import contract, cuda, native, numerics
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import cublaslt, device
-from mxfp8_ops.cuda.execution import Launch, Queue
+from mxfp8_ops.cuda import loader as cuda_loader
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.cuda.planner import CODES
-from mxfp8_ops.ort import cuda_loader
 
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
@@ -38,28 +37,27 @@ Steps = list[tuple[str, int, tuple[Any, ...]]]
 
 
 class Recorder:
-    """A device that only notes what is queued."""
+    """A device that only notes what is queued: through `driver`, or for cuBLAS."""
 
-    capability, processors = Driver.capability, Driver.processors
+    index, capability, processors = Driver.index, Driver.capability, Driver.processors
 
-    def __init__(self) -> None:
-        self.steps: Steps = []
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.products: Steps = []
         self.kept: list[np.ndarray] = []
         self.memory: Memory = {}
+
+    @property
+    def steps(self) -> Steps:
+        return [(work.kernel, work.grid, work.parameters) for work in self.driver.work] + self.products
 
     def allocate(self, size: int) -> tuple[Any, int]:
         self.kept.append(memory := aligned(size))
         self.memory["scratch"] = memory.ctypes.data, size
         return memory, memory.ctypes.data
 
-    def launch(self, launch: Launch, stream: int) -> None:
-        self.steps.append((launch.kernel, launch.grid, launch.arguments))
-
-    def clear(self, address: int, size: int, stream: int) -> None:
-        self.steps.append((CLEAR, size // 4, (address,)))
-
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
-        self.steps.append((MATMUL, 0, (x, w, y, *sizes, 14 if dtype == "bfloat16" else 0)))
+        self.products.append((MATMUL, 0, (x, w, y, *sizes, 14 if dtype == "bfloat16" else 0)))
 
 
 def named(steps: Steps, memory: Memory) -> Steps:
@@ -78,11 +76,12 @@ def named(steps: Steps, memory: Memory) -> Steps:
 
 
 @pytest.fixture
-def recorder(monkeypatch) -> Recorder:
+def recorder(monkeypatch, ort_steps) -> Recorder:
     """Behind CuPy and torch."""
-    made = Recorder()
+    made = Recorder(driver())
     queue = Queue(made, STREAM, made.allocate)
-    monkeypatch.setattr(torch_cuda, "_queue", lambda x: contextlib.nullcontext(queue))
+    cuda_loader.give(native.load())
+    monkeypatch.setattr(torch_cuda, "_queue", lambda x: queue)
     monkeypatch.setattr(device, "cupy_module", stand_in)
     monkeypatch.setattr("mxfp8_ops.cuda.cupy_arrays._queue", lambda: queue)
     monkeypatch.setattr(cublaslt, "available", lambda: False)
@@ -113,11 +112,6 @@ def ort_steps(monkeypatch) -> Iterator[Callable[..., Steps]]:
         yield steps
 
 
-def products_last(steps: Steps) -> Steps:
-    """Returns the steps as `ort_steps` orders them; where they stand between the others, results show."""
-    return sorted(steps, key=lambda step: step[0] == MATMUL)
-
-
 def at(*arrays: Any) -> list[tuple[int, int]]:
     """Returns the address and bytes of arrays or tensors."""
     return [(a.ctypes.data, a.nbytes) if isinstance(a, np.ndarray) else (a.data_ptr(), a.nbytes) for a in arrays]
@@ -131,7 +125,8 @@ def tensor(a: np.ndarray) -> Any:
 
 def taken(recorder: Recorder, run: Callable[[], dict[str, Any]]) -> Steps:
     """Returns what `run` queues; it returns its operands by name."""
-    recorder.steps, recorder.memory = [], {}
+    recorder.products, recorder.memory = [], {}
+    recorder.driver.start(STREAM, run=False, bounded=False)
     operands = run()
     memory = dict(zip(operands, at(*operands.values()), strict=True)) | recorder.memory
     return named(recorder.steps, memory)
@@ -204,7 +199,7 @@ def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias, *, rounds=Fals
         return held | {"y": run(*held.values(), **formats, **by_dtype, dtype=getattr(torch, dtype))}
 
     for run in (by_cupy, by_torch):
-        assert products_last(taken(recorder, run)) == expected, run.__name__
+        assert taken(recorder, run) == expected, run.__name__
     assert bool(expected) == bool(m)
     return expected
 
@@ -245,6 +240,20 @@ def test_quantize_and_dequantize(recorder, ort_steps, shape, fmt):
     for run in (back_by_cupy, back_by_torch):
         assert taken(recorder, run) == expected, run.__name__
     assert bool(expected) == bool(x.size)
+
+
+def test_embedding(recorder, ort_steps):
+    operands = {"indices": np.zeros(5, np.int32)}
+    operands |= {"b": np.zeros((40, 96), np.uint8), "b_scales": np.zeros((40, 3), np.uint8)}
+    codes = [contract.INT32, CODES["e5m2"], contract.UINT8]
+    expected = ort_steps(contract.EMBEDDING, [*operands], [*operands.values()], codes, output_dtype=contract.BFLOAT16)
+
+    def by_cupy() -> dict[str, Any]:
+        y = cuda.embedding(*map(array, operands.values()), b_format="e5m2", dtype="bfloat16")
+        return operands | {"y": y}
+
+    assert taken(recorder, by_cupy) == expected
+    assert expected
 
 
 def test_swapped_operands_would_show():

@@ -267,8 +267,9 @@ def test_the_library_takes_no_null_for_a_struct():
     library = native.load()
     for entry, missing in (("mxfp8_cuda_plan_quantize", "quantize"), ("mxfp8_cuda_plan_fold", "fold")):
         plan = planner.Plan()
-        assert getattr(library, entry)(None, byref(plan)) == -1
+        assert getattr(library, entry)(None, None, byref(plan)) == -1
         assert library.mxfp8_last_error(0).decode().startswith(f"{missing} is NULL; expected the address of a struct")
+    assert library.mxfp8_cuda_continue(None, byref(plan)) == -1
     assert planner.swizzled_bytes(128, 128) == 512
     with pytest.raises(ShapeError, match="swizzled_bytes: k is -1"):
         planner.swizzled_bytes(1, -1)

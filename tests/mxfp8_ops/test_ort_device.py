@@ -19,8 +19,8 @@ import pytest
 
 from mxfp8_ops import contract, native, numpy_nodes, ort
 from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader
 
 onnxruntime = pytest.importorskip("onnxruntime")
 import test_ort  # noqa: E402

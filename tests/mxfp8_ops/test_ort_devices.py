@@ -22,8 +22,8 @@ from test_ort import node, weight_only
 from mxfp8_ops import contract, cpu, numpy_nodes, ort
 from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda import device as cuda_device
+from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.errors import BackendError
-from mxfp8_ops.ort import cuda_loader
 
 
 @pytest.fixture
@@ -182,15 +182,15 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     monkeypatch.setattr(build, "entry", lambda code: "entry")
     monkeypatch.setattr(cuda_loader, "_cublas", lambda: {"cublasGemmEx": 0xCB})
     gpu, function, message = cuda_loader._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
-    loader = cuda_loader._LOADER
+    loader, names = cuda_loader._LOADER, (ctypes.c_char_p * 1)(b"finish<true>")
     assert loader.gpu(2, ctypes.byref(gpu), ctypes.addressof(message), 100) == 0
     assert (gpu.context, gpu.processors, gpu.cublasGemmEx, gpu.cublasSetMathMode) == (0xC0, 132, 0xCB, None)
     assert gpu.capability == 90
-    assert loader.kernel(2, b"finish<true>", ctypes.byref(function), ctypes.addressof(message), 100) == 0
+    assert loader.kernels(2, 1, names, ctypes.byref(function), ctypes.addressof(message), 100) == 0
     assert function.value == 0xF00
     assert entered == [2, -1, 2, -1]
     monkeypatch.setattr(build, "cubin", lambda *names: fail("cuda: no NVRTC; " + "x" * 200))
-    assert loader.kernel(2, b"finish<true>", ctypes.byref(function), ctypes.addressof(message), 100) == 1
+    assert loader.kernels(2, 1, names, ctypes.byref(function), ctypes.addressof(message), 100) == 1
     assert message.value.startswith(b"cuda: no NVRTC; xxx")
     assert len(message.value) == 99
 

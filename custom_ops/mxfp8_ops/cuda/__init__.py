@@ -5,6 +5,7 @@ Importing this imports no CuPy and needs no GPU; the first call does.
 
 from mxfp8_ops.cuda.cupy_arrays import (
     dequantize,
+    embedding,
     folded_weight,
     gemm,
     quantize,
@@ -18,6 +19,7 @@ __all__ = [
     "FoldedOperand",
     "WideWeight",
     "dequantize",
+    "embedding",
     "folded_weight",
     "gemm",
     "quantize",

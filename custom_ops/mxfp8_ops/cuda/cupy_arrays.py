@@ -12,15 +12,17 @@ Not verified on hardware yet: see src/cuda/README.md.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics, op_options
-from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, planner
+from mxfp8_ops import checks, contract, formats, numerics, op_options
+from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, loader, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
 from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.nodes.embedding import embedding_shape
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.nodes.quantize import check_out
 
@@ -70,7 +72,7 @@ def quantize(
     x = cupy.ascontiguousarray(x)
     # From here on addresses alone: `x`, `elements` and `scales` must live until the work is queued.
     request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
-    execution.run(planner.quantize(request), _queue())
+    _run(planner.quantize, request)
     return elements, scales
 
 
@@ -90,7 +92,7 @@ def quantize_both(
         pairs.append((cupy.empty(x.shape, np.uint8), cupy.empty(size, np.uint8)))
     # The planner takes the blocks along the first axis (outer = 1) as the main result and the rows beside it.
     (rows_at, columns_at) = ((elements.data.ptr, scales.data.ptr) for elements, scales in pairs)
-    execution.run(planner.quantize(planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at)), _queue())
+    _run(planner.quantize, planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at))
     return pairs[0], pairs[1]
 
 
@@ -108,7 +110,30 @@ def dequantize(
         CODES[element_format], CODES[dtype], elements.data.ptr, scales.data.ptr,
         *checks.split_at(elements.shape, axis), y.data.ptr,
     )  # fmt: skip
-    execution.run(planner.dequantize(request), _queue())
+    _run(planner.dequantize, request)
+    return y
+
+
+def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dtype: str = "float32") -> Any:
+    """Returns the rows of b [V, D] that `indices` name, as `numpy_nodes.embedding` does.
+
+    An index that names no row gives a row of NaN: to look at the indices would wait for the device.
+    """
+    formats.element_format(b_format)
+    y_dtype, shape = numerics.value_dtype(dtype), embedding_shape("embedding", indices, b.shape)
+    checks.check_codes("embedding", b, b_scales, -1)
+    cupy = device.cupy_module()
+    indices, b, b_scales = (cupy.ascontiguousarray(t) for t in (indices, b, b_scales))
+    y, (v, d) = cupy.empty(shape, y_dtype), b.shape
+    queue = _queue()
+    plan = planner.plan(
+        "embedding", queue.packed,
+        index_dtype=contract.INT32 if indices.dtype == np.int32 else contract.INT64,
+        b_format=CODES[b_format], y_dtype=CODES[dtype],
+        indices=indices.data.ptr, b=b.data.ptr, b_scales=b_scales.data.ptr, count=indices.size, v=v, d=d,
+        y=y.data.ptr,
+    )  # fmt: skip
+    execution.run(plan, queue)
     return y
 
 
@@ -244,7 +269,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
         operands = a[0].data.ptr, a[1].data.ptr if len(a) == 2 else 0, b[0].data.ptr, b[1].data.ptr
         product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, *folded, activation_dtype)
         execution.run(
-            planner.gemm(place, product), queue,
+            planner.gemm(place, product, queue.packed), queue,
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),
         )  # fmt: skip
 
@@ -268,7 +293,13 @@ def _quantizer(
     return CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN
 
 
+def _run(planned: Callable[[Any, bytes], planner.Plan], request: Any) -> None:
+    queue = _queue()
+    execution.run(planned(request, queue.packed), queue)
+
+
 def _queue() -> Queue:
+    loader.connect()
     cupy = device.cupy_module()
     return Queue(device.device(cupy.cuda.runtime.getDevice()), cupy.cuda.get_current_stream().ptr, _allocate)
 

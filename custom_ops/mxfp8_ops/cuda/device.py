@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import numpy as np
 
 from mxfp8_ops.cuda import build, system
-from mxfp8_ops.cuda.execution import Launch, Queue
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import BFLOAT16, VALUE_DTYPES
 
@@ -22,9 +22,6 @@ _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
 
 _WORKSPACE: Final = 32 << 20
 """Bytes of workspace for cuBLAS, as NVIDIA recommends for Hopper and later."""
-
-_SHARED_BYTES: Final = 48 << 10
-"""Shared memory that a launch may ask for unless its kernel has been allowed more."""
 
 
 def available() -> bool:
@@ -62,18 +59,8 @@ def cupy_module() -> Any:
     return cupy
 
 
-@dataclass(frozen=True)
-class _Stream:
-    """A stream that CuPy did not create, in the form that CuPy accepts."""
-
-    ptr: int
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.ptr
-
-
 class CudaDevice:
-    """A GPU, through CuPy. The caller makes it the current device."""
+    """A GPU, through CuPy."""
 
     def __init__(self, index: int) -> None:
         properties = cupy_module().cuda.runtime.getDeviceProperties(index)
@@ -85,69 +72,68 @@ class CudaDevice:
         # Kernels by instance: each module is loaded once.
         self._functions: dict[str, Any] = {}
 
-    def launch(self, launch: Launch, stream: int) -> None:
-        """Queues a kernel."""
-        kernel, grid, arguments, block, shared = launch
-        function = self.function(kernel, shared)
-        function((grid, 1, 1), (block, 1, 1), arguments, shared_mem=shared, stream=_Stream(stream))
-
-    def clear(self, address: int, size: int, stream: int) -> None:
-        """Queues zeros into so many bytes."""
-        cupy_module().cuda.runtime.memsetAsync(address, 0, size, stream)
-
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
-        cupy = cupy_module()
         from cupy_backends.cuda.libs import cublas
 
-        m, n, k = sizes
-        one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
-        x_type, y_type = BFLOAT16.cuda_data_type, VALUE_DTYPES[dtype].cuda_data_type
-        library, handle = _cublas(), cupy.cuda.device.get_cublas_handle()
-        # A workspace of this call: streams would share cuBLAS's own, and each CUDA graph would allocate one. After the
-        # stream, because cublasSetStream resets the workspace.
-        memory, workspace = queue.allocate(_WORKSPACE)
-        cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
-        cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
-        cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
-        try:
-            # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
-            status = library.cublasGemmEx(
-                handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, x_type, k,
-                x, x_type, k, zero.ctypes.data, y, y_type, n, cublas.CUBLAS_COMPUTE_32F,
-                cublas.CUBLAS_GEMM_DEFAULT,
-            )  # fmt: skip
-            cublas.check_status(status)
-        finally:
-            cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
-        del memory  # alive until the product is queued
-
-    def function(self, kernel: str, shared: int = 0) -> Any:
-        """Returns a kernel as a CuPy function, loading it if this is its first use; its launches ask for `shared`."""
-        function = self._functions.get(kernel)
-        if function is None:
-            code = build.cubin(kernel.partition("<")[0], kernel, self._target)
-            module = cupy_module().cuda.function.Module()
+        # The current device is a property of the thread: cuBLAS goes to it, whatever device its operands are on.
+        with current(self.index):
+            m, n, k = sizes
+            one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+            x_type, y_type = BFLOAT16.cuda_data_type, VALUE_DTYPES[dtype].cuda_data_type
+            library, handle = _cublas(), cupy_module().cuda.device.get_cublas_handle()
+            # A workspace of this call: streams would share cuBLAS's own, and each CUDA graph would allocate one. After
+            # the stream, because cublasSetStream resets the workspace.
+            memory, workspace = queue.allocate(_WORKSPACE)
+            cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
+            cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
+            cublas.setMathMode(handle, _DISALLOW_REDUCED_PRECISION_REDUCTION)
             try:
-                module.load(code)
-            except RuntimeError as error:  # CuPy's CUDADriverError is one
-                compiler, driver = (".".join(map(str, v)) for v in (build.nvrtc_version(), system.driver_version()))
-                what = f"the driver (CUDA {driver}) refuses {kernel}, compiled by NVRTC {compiler}: {error}"
-                advice = "update the driver, or install the NVRTC of its CUDA version"
-                raise BackendError("cuda", what, expected="a kernel that loads", advice=advice) from error
-            function = module.get_function(build.entry(code))
-            if shared > _SHARED_BYTES:
-                driver = cupy_module().cuda.driver
-                most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                driver.funcSetAttribute(function.ptr, most, shared)
-            self._functions[kernel] = function  # last: another thread may launch a function as soon as it is here
-        return function
+                # cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.
+                status = library.cublasGemmEx(
+                    handle, cublas.CUBLAS_OP_T, cublas.CUBLAS_OP_N, n, m, k, one.ctypes.data, w, x_type, k,
+                    x, x_type, k, zero.ctypes.data, y, y_type, n, cublas.CUBLAS_COMPUTE_32F,
+                    cublas.CUBLAS_GEMM_DEFAULT,
+                )  # fmt: skip
+                cublas.check_status(status)
+            finally:
+                cublas.setMathMode(handle, cublas.CUBLAS_DEFAULT_MATH)
+            del memory  # alive until the product is queued
+
+    def functions(self, kernels: Sequence[str]) -> list[Any]:
+        """Returns kernels as CuPy functions, loading them if this is their first use. The device is current.
+
+        Raises:
+            BackendError: NVRTC is missing or refuses a source, or the driver refuses a kernel.
+        """
+        missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
+        # NVRTC compiles on as many threads as it is called on, in up to seconds for a kernel; loading takes no time.
+        with ThreadPoolExecutor() if len(missing) > 1 else contextlib.nullcontext() as pool:
+            codes = (pool.map if pool else map)(self._code, missing)
+            for kernel, code in zip(missing, codes, strict=True):
+                self._functions[kernel] = _load(kernel, code)
+        return [self._functions[kernel] for kernel in kernels]
+
+    def _code(self, kernel: str) -> bytes:
+        return build.cubin(kernel.partition("<")[0], kernel, self._target)
 
     def context(self) -> int:
         """Returns the address of the primary context."""
         cupy_module().cuda.runtime.free(0)  # creates the context, if nothing has yet
         address: int = cupy_module().cuda.driver.ctxGetCurrent()
         return address
+
+
+def _load(kernel: str, code: bytes) -> Any:
+    module = cupy_module().cuda.function.Module()
+    try:
+        module.load(code)
+    except RuntimeError as error:  # CuPy's CUDADriverError is one
+        compiler, driver = (".".join(map(str, v)) for v in (build.nvrtc_version(), system.driver_version()))
+        what = f"the driver (CUDA {driver}) refuses {kernel}, compiled by NVRTC {compiler}: {error}"
+        advice = "update the driver, or install the NVRTC of its CUDA version"
+        raise BackendError("cuda", what, expected="a kernel that loads", advice=advice) from error
+    return module.get_function(build.entry(code))
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Final
 
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.execution import Device
-from mxfp8_ops.cuda.planner import TRANSPOSED, Place, Quantize
+from mxfp8_ops.cuda.planner import Place, Quantize
 from mxfp8_ops.errors import BackendError
 
 # Stacks, because the contexts below may be nested; of the process, because torch runs backward passes on other threads.
@@ -35,9 +35,7 @@ def place(gpu: Device, libraries: int) -> Place:
 
 
 def placed(gpu: Device, request: Quantize) -> Quantize:
-    """Returns a request for elements in an order of their own (TRANSPOSED) as for this device; any other as it is."""
-    if request.layout != TRANSPOSED:  # the only layout with variants to choose from
-        return request
+    """Returns a request as for this device: needed for TRANSPOSED, the only layout with variants to choose from."""
     major, minor = gpu.capability
     return request._replace(capability=10 * major + minor, processors=gpu.processors, variant=_variant())
 

@@ -1,7 +1,8 @@
-"""The launches of each operation on a GPU, as data: the planner of the native library (src/cuda_host), through ctypes.
+"""The launches of each operation on a GPU: the planner of the native library (src/cuda_host), through ctypes.
 
 CuPy, PyTorch and ONNX Runtime take their plans from it, so one product takes the same kernels everywhere. Plans are
-made of addresses and sizes; nothing here needs a GPU. `execution.run` executes a plan.
+made of addresses and sizes. With a queue, the call that plans an operation also launches it, as far as the library can
+do that alone; `execution.run` does the rest. Without one, nothing here needs a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from ctypes import POINTER, Structure, byref, c_char, c_int64, string_at
 from typing import Final, NamedTuple
 
-from mxfp8_ops import formats, native
+from mxfp8_ops import c_abi, formats, native
 from mxfp8_ops.errors import BackendError
 
 CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
@@ -59,21 +60,26 @@ Step = namedtuple("Step", "what kernel grid block shared in_scratch in_result ar
 _PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
     struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
 )
+_QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
 _STEP: Final = struct.Struct("6i2I12q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
 
 
 class Plan(Structure):
-    """The steps of an operation, in order, for one stream: `mxfp8_cuda_plan`."""
+    """The steps of an operation, in order, for one stream: `mxfp8_cuda_plan`. The next plan of a thread ends it."""
 
-    packed: bytes
-    """The steps as the library gave them."""
+    count: int
+    """Number of steps."""
+    done: int
+    """How many are queued."""
     scratch_bytes: int
     """Memory that the steps need, aligned to 256."""
     route: int
     """Row of the dispatch table, -1 if there is nothing to do or to choose."""
 
-    # `packed` is not among them: it is the copy that `_copied` makes of `_steps`.
-    _fields_ = (("_steps", POINTER(c_char)), ("_count", c_int64), ("scratch_bytes", c_int64), ("route", c_int64))
+    _fields_ = (
+        ("_steps", POINTER(c_char)),
+        *((name, c_int64) for name in ("count", "scratch_bytes", "route", "done", "_number")),
+    )
 
     @property
     def makes_its_result(self) -> bool:
@@ -81,12 +87,11 @@ class Plan(Structure):
         return any(step.what >= BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
 
     def steps(self) -> list[Step]:
-        """Returns the steps."""
+        """Returns the steps, before the thread makes another plan."""
+        packed = self._steps[: self.count * _STEP.size] if self.count else b""
         return [
             Step(what, kernel, grid, block, shared, in_scratch, in_result, tuple(arguments[:count]))
-            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in _STEP.iter_unpack(
-                self.packed
-            )
+            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in _STEP.iter_unpack(packed)
         ]
 
 
@@ -133,40 +138,68 @@ class Measurement(NamedTuple):
     nanoseconds: int
 
 
-def gemm(place: Place, product: Gemm) -> Plan:
-    """Returns the plan of a product.
+def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> Plan:
+    """Returns the plan of a product, the fields of a `Gemm`; with a queue, done as far as the library can.
 
     Raises:
-        BackendError: the device is too old, or the forced row of the dispatch table cannot do it.
+        BackendError: the device is too old, the forced row of the dispatch table cannot do the product, or a launch
+            fails.
         ShapeError: an unknown dtype or format, sizes or addresses that no tensor has, or 2^31 thread blocks or more.
     """
     plan = Plan()
-    status = native.load().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), byref(plan))
-    # Its own error: a message about a route needs the names of dtypes, which the library's text does not have.
-    if status == _NO_ROUTE:
-        raise _no_route(place, product)
-    return _copied("gemm", status, plan)
+    status = native.load().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), queue, byref(plan))
+    if status:
+        # Its own error: a message about a route needs the names of dtypes, which the library's text does not have.
+        if status == _NO_ROUTE:
+            raise _no_route(place, Gemm(*product))
+        native.check("gemm", status)
+    return plan
 
 
-def quantize(request: Quantize) -> Plan:
-    """Returns the plan of `numpy_nodes.quantize` along one axis or, of a matrix, along both; ShapeError as `gemm`."""
+def quantize(request: Quantize, queue: bytes | None = None) -> Plan:
+    """Returns the plan of `numpy_nodes.quantize` along one axis or, of a matrix, along both, as `gemm` does."""
     plan = Plan()
-    status = native.load().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), byref(plan))
-    return _copied("quantize", status, plan)
+    native.check("quantize", native.load().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), queue, byref(plan)))
+    return plan
 
 
-def dequantize(request: Dequantize) -> Plan:
-    """Returns the plan of `numpy_nodes.dequantize`; ShapeError as `gemm`."""
+def dequantize(request: Dequantize, queue: bytes | None = None) -> Plan:
+    """Returns the plan of `numpy_nodes.dequantize`, as `gemm` does."""
     plan = Plan()
-    status = native.load().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), byref(plan))
-    return _copied("dequantize", status, plan)
+    native.check("dequantize", native.load().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), queue, byref(plan)))
+    return plan
 
 
-def fold(request: Fold) -> Plan:
-    """Returns the plan of `folding.fold`; ShapeError as `gemm`."""
+def plan(name: str, queue: bytes | None = None, **fields: int) -> Plan:
+    """Returns the plan of a request by its name in mxfp8_cuda_plan.h, "embedding", and its fields, as `gemm` does."""
+    names = c_abi.REQUESTS[name]
+    if {*fields} != {*names}:
+        raise TypeError(f"fields {', '.join(fields)}; expected {', '.join(names)}")
+    packed, planned = struct.pack(f"{len(names)}q", *(fields[each] for each in names)), Plan()
+    native.check(name, getattr(native.load(), f"mxfp8_cuda_plan_{name}")(packed, queue, byref(planned)))
+    return planned
+
+
+def fold(request: Fold, queue: bytes | None = None) -> Plan:
+    """Returns the plan of `folding.fold`, as `gemm` does."""
     plan = Plan()
-    status = native.load().mxfp8_cuda_plan_fold(_FOLD.pack(*request), byref(plan))
-    return _copied("fold", status, plan)
+    native.check("fold", native.load().mxfp8_cuda_plan_fold(_FOLD.pack(*request), queue, byref(plan)))
+    return plan
+
+
+def proceed(plan: Plan, queue: bytes) -> Step | None:
+    """Queues steps from `plan.done` on; returns the product that a library has to do, or None at the end.
+
+    Raises:
+        BackendError: a launch fails, or there is no such GPU.
+    """
+    native.check("cuda", native.load().mxfp8_cuda_continue(queue, byref(plan)))
+    return plan.steps()[plan.done] if plan.done < plan.count else None
+
+
+def queue(gpu: int, stream: int, scratch: int = 0, result: int = 0) -> bytes:
+    """Returns a queue for the functions above: `mxfp8_cuda_queue`, which says what the fields mean."""
+    return _QUEUE.pack(gpu, stream, scratch, result)
 
 
 def swizzled_bytes(rows: int, k: int) -> int:
@@ -231,14 +264,6 @@ def _rows(function: str, fields: int) -> Iterator[list[int]]:
         if not (address := row_at(row)):  # NULL past the last row
             return
         yield (c_int64 * fields).from_address(address)[:]
-
-
-def _copied(where: str, status: int, plan: Plan) -> Plan:
-    """Returns the plan with a copy of its steps: the library overwrites them with the thread's next plan."""
-    if status:
-        native.check(where, status)
-    plan.packed = plan._steps[: plan._count * _STEP.size] if plan._count else b""
-    return plan
 
 
 def _no_route(place: Place, p: Gemm) -> BackendError:

@@ -1,7 +1,6 @@
 """The nodes inside ONNX Runtime: registers the native library with a session.
 
 sessions.py     registering and making sessions
-cuda_loader.py  gives the library what its CUDA nodes need: the driver, and kernels compiled by CuPy
 """
 
 from mxfp8_ops.ort.sessions import DEVICES, DISABLE, FASTER_WITHOUT, MIN_ORT, register, session

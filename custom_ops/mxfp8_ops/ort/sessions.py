@@ -172,9 +172,9 @@ def _check_device(ort: Any, device: str) -> None:
             advice="pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'",
         )
     if device != "cpu":
-        from mxfp8_ops.ort import cuda_loader
+        from mxfp8_ops.cuda import loader
 
-        cuda_loader.connect()
+        loader.connect()
 
 
 def _onnxruntime() -> Any:

@@ -12,7 +12,8 @@ Not verified on hardware yet: see src/cuda/README.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +22,8 @@ from torch import Tensor
 
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape, split_at
-from mxfp8_ops.cuda import device, dispatch, execution, planner
+from mxfp8_ops.cuda import device, dispatch, execution, loader, planner
 from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
-from mxfp8_ops.cuda.planner import Gemm
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.embedding import check_embedding, picked
@@ -46,7 +46,11 @@ class _Kept:
 _kept: dict[tuple[int, int, torch.Size], _Kept] = {}
 """Weights kept in another form too, by address and shape."""
 
-_FORMATS = {row.onnx_dtype: row for row in formats.ELEMENT_FORMATS.values()}
+_INCREMENTS = {
+    (row.onnx_dtype, i): formats.scale_increment(row, rounding)
+    for row in formats.ELEMENT_FORMATS.values()
+    for i, rounding in enumerate(formats.SCALE_ROUNDINGS)
+}
 
 
 def quantize(x: Tensor, *args: Any) -> Pair:
@@ -69,7 +73,7 @@ def quantize(x: Tensor, *args: Any) -> Pair:
 def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
     check_both(x, *args)
-    (x,) = readable("quantize_both", "x", x)
+    (x,) = _readable("quantize_both", "x", x)
     rows, columns = _empty(x, 1), _empty(x.t(), 1)
     _, _, *codes = check_quantize(x, -1, *args)
     _quantize(x, codes, planner.TRANSPOSED, (1, *x.shape), *columns, *rows)
@@ -80,14 +84,14 @@ def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     """Returns the values that (elements, scales) stand for, in float32 if no dtype is given."""
     check_devices("dequantize", elements, scales)
     shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
-    elements, scales = readable("dequantize", "elements scales", elements, scales)
+    elements, scales = _readable("dequantize", "elements scales", elements, scales)
     y = torch.empty(shape, dtype=dtype, device=elements.device)
     request = planner.Dequantize(
         element_code, DTYPE_CODES[dtype], elements.data_ptr(), scales.data_ptr(), *split_at(shape, axis),
         y.data_ptr(),
     )  # fmt: skip
-    with _queue(elements) as queue:
-        execution.run(planner.dequantize(request), queue)
+    queue = _queue(elements)
+    execution.run(planner.dequantize(request, queue.packed), queue)
     return y
 
 
@@ -135,9 +139,8 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     Raises:
         ShapeError: not a contiguous matrix, or the scales do not fit.
     """
-    with _queue(b) as queue:
-        entry = _entry(b, b_scales)
-        entry.wide = execution.wide_weight(queue, b_format, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
+    entry = _entry(b, b_scales)
+    entry.wide = execution.wide_weight(_queue(b), b_format, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
 
 
 def keep_folded(b: Tensor, b_scales: Tensor) -> None:
@@ -150,8 +153,7 @@ def keep_folded(b: Tensor, b_scales: Tensor) -> None:
         raise ShapeError(
             "keep_folded", f"weight {tuple(b.shape)}", expected="K % 32 = 0", advice="use the weight without folding"
         )
-    with _queue(b) as queue:
-        _entry(b, b_scales).folded = execution.fold(queue, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
+    _entry(b, b_scales).folded = execution.fold(_queue(b), (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
 
 
 def forget_kept() -> None:
@@ -173,8 +175,7 @@ def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
 
 
 def _find(b: Pair) -> _Kept | None:
-    # `_kept` first: nearly all processes keep no weight, and data_ptr costs a call.
-    entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape)) if _kept else None
+    entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape))
     return entry if entry is not None and entry.versions == _versions(b) else None
 
 
@@ -184,34 +185,44 @@ def _gemm(
     """Returns y of `shape`, [..., M, N] (or [N]); `options` are those that `weight_gemm_options` returns."""
     dtype, a_code, b_code, activation_code = options
     check_devices("gemm", *a, *b, bias)
-    names = "a a_scales b b_scales" if len(a) == 2 else "x b b_scales"
-    *a, elements, scales = readable("gemm", names, *a, *b)
+    quantized, matrix = len(a) == 2, b[0].dim() == 2
+    *a, elements, scales = _readable("gemm", "a a_scales b b_scales" if quantized else "x b b_scales", *a, *b)
     b, n, k = (elements, scales), shape[-1], a[0].shape[-1]
     codes, bias_at = (a_code, b_code, DTYPE_CODES[dtype]), 0
     if bias is not None:
-        (bias,) = readable("gemm", "bias", bias)
+        (bias,) = _readable("gemm", "bias", bias)
         bias_at = bias.data_ptr()
-    y = torch.empty(shape, dtype=dtype, device=b[0].device)
+    y = torch.empty(shape, dtype=dtype, device=elements.device)
     # keep_wide and keep_folded keep matrices; a stack of weights is never among them.
-    kept = _find(b) if b[0].dim() == 2 else None
+    kept = _find(b) if _kept and matrix else None
     wide = kept.wide[:2] if kept and kept.wide else (0, 0)
     folded = kept.folded if kept else None
-    fp8 = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ()))) if len(a) == 2 else None
-    with _queue(b[0]) as queue:
-        libraries = planner.CUBLAS | (scaled_mm.libraries() if fp8 and b[0].dim() == 2 else 0)
-        place = dispatch.place(queue.device, libraries)
-        # Without scales of a, any address stands in for theirs.
-        for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
-            operands = x, x_scales if len(a) == 2 else 0, w, w_scales
-            forms = *wide, *(folded[:2] if folded else (0, 0))
-            product = Gemm(*codes, *operands, bias_at, to, m, n, k, *forms, activation_code)
-            plan = planner.gemm(place, product)
-            if fp8 and plan.makes_its_result:
-                del y  # frees it, for the memory of the result
-                execution.run(plan, queue, fp8)
-                return fp8.last.view(shape)
+    forms = folded[:2] if folded else (0, 0)
+    queue = _queue(elements)
+    libraries = planner.CUBLAS | (scaled_mm.libraries() if quantized and matrix else 0)
+    place = dispatch.place(queue.device, libraries)
+    # Without scales of a, any address stands in for theirs.
+    for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
+        operands = x, x_scales if quantized else 0, w, w_scales, bias_at, to
+        # The fields of a Gemm: to make one takes longer than to plan.
+        plan = planner.gemm(place, (*codes, *operands, m, n, k, *wide, *forms, activation_code), queue.packed)
+        if plan.done == plan.count:
+            continue
+        fp8 = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
+        if plan.makes_its_result:
+            del y  # frees it, for the memory of the result
             execution.run(plan, queue, fp8)
+            return fp8.last.view(shape)
+        execution.run(plan, queue, fp8)
     return y
+
+
+def _readable(where: str, operands: str, *tensors: Tensor) -> Sequence[Tensor]:
+    """Returns what `operands.readable` does: the usual case first, in as few steps as Python allows."""
+    for t in tensors:
+        if not t.is_contiguous() or t.storage_offset() or t.untyped_storage().nbytes() < t.nbytes:
+            return readable(where, operands, *tensors)
+    return tensors
 
 
 def _empty(x: Tensor, axis: int) -> Pair:
@@ -223,12 +234,12 @@ def _empty(x: Tensor, axis: int) -> Pair:
 def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, int], *results: Tensor) -> None:
     """Queues the quantization of `x`, which is [outer, K, inner] in memory, into `results`."""
     dtype, element_code, rounding = codes
-    increment = formats.scale_increment(_FORMATS[element_code], formats.SCALE_ROUNDINGS[rounding])
-    request = planner.Quantize(
-        dtype, element_code, increment, layout, x.data_ptr(), *sizes, *(t.data_ptr() for t in results)
-    )
-    with _queue(x) as queue:
-        execution.run(planner.quantize(dispatch.placed(queue.device, request)), queue)
+    increment, at = _INCREMENTS[element_code, rounding], [t.data_ptr() for t in results]
+    request = planner.Quantize(dtype, element_code, increment, layout, x.data_ptr(), *sizes, *at)
+    queue = _queue(x)
+    if layout == planner.TRANSPOSED:
+        request = dispatch.placed(queue.device, request)
+    execution.run(planner.quantize(request, queue.packed), queue)
 
 
 def _versions(b: Pair) -> tuple[int, int]:
@@ -238,15 +249,26 @@ def _versions(b: Pair) -> tuple[int, int]:
     return first, second
 
 
-@contextlib.contextmanager
-def _queue(x: Tensor) -> Iterator[Queue]:
-    """Makes the device of `x` current and yields torch's current stream there."""
+def _queue(x: Tensor) -> Queue:
+    """Returns torch's current stream on the device of `x`."""
+    index = x.get_device()
+    return _queue_on(index, _stream(index))
 
+
+# torch reuses its streams: there are 65 a device at most.
+@functools.lru_cache(maxsize=512)
+def _queue_on(index: int, stream: int) -> Queue:
+    loader.connect()
+    return Queue(device.device(index), stream, lambda size: _allocate(size, index))
+
+
+# The address alone: torch.cuda.current_stream makes an object, which takes 2 us. Inductor's code calls this one too.
+_stream: Any = getattr(
+    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
+)
+
+
+def _allocate(size: int, index: int) -> tuple[Any, int]:
     # torch's caching allocator: it knows the stream, and memory of a captured graph stays with the graph.
-    def allocate(size: int) -> tuple[Any, int]:
-        memory = torch.empty(size, dtype=torch.uint8, device=x.device)
-        return memory, memory.data_ptr()
-
-    # The current device is a property of the thread: a kernel goes to it, whatever device its operands are on.
-    with torch.cuda.device(x.device), device.current(torch.cuda.current_device()) as gpu:
-        yield Queue(gpu, torch.cuda.current_stream(x.device).cuda_stream, allocate)
+    memory = torch.empty(size, dtype=torch.uint8, device=f"cuda:{index}")
+    return memory, memory.data_ptr()

@@ -110,9 +110,9 @@ def check_codes(where: str, elements: Tensor, scales: Tensor, axis: int) -> None
 
 def check_devices(where: str, *tensors: Tensor | None) -> None:
     """Raises ShapeError unless all tensors are on one device. CPU kernels need not ask: they get CPU tensors only."""
-    devices = {tensor.device for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
+    devices = [tensor.device for tensor in tensors if tensor is not None]
+    if devices.count(devices[0]) < len(devices):
+        names = ", ".join(sorted({*map(str, devices)}))
         raise ShapeError(where, f"tensors on {names}", expected="one device", advice="move them with .to(device)")
 
 
@@ -125,7 +125,7 @@ def plain(itemsize: int, *tensors: Tensor) -> bool:
 
 
 def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors, contiguous; call it for tensors that are not all `plain`.
+    """Returns the tensors, contiguous.
 
     Args:
         where: the op.
@@ -143,7 +143,7 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
 
 def check_memory(where: str, name: str, tensor: Tensor) -> None:
     """Raises what `readable` does, for one tensor of any strides."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or plain(tensor.itemsize, tensor):
         return
     # The offset of the last value that the strides reach; torch's strides are never negative.
     last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

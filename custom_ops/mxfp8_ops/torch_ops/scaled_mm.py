@@ -28,7 +28,12 @@ from mxfp8_ops.formats import DTYPES
 
 def libraries() -> int:
     """Returns the bits of `planner.Place.libraries` for torch."""
-    rows = _version(torch.version.cuda or "0") >= (12, 9)
+    return _libraries(torch.version.cuda or "0")
+
+
+@functools.lru_cache
+def _libraries(cuda: str) -> int:
+    rows = (*map(int, cuda.split(".")),) >= (12, 9)
     return planner.SCALED_MM | (planner.SCALED_MM_ROWS if rows else 0)
 
 
@@ -88,11 +93,6 @@ class Products:
 
 def _dtype(kind: str) -> Any:
     return getattr(torch, DTYPES[kind].numpy_name)
-
-
-@functools.lru_cache
-def _version(cuda: str) -> tuple[int, ...]:
-    return tuple(map(int, cuda.split(".")))
 
 
 @functools.cache

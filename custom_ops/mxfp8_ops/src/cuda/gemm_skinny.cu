@@ -107,8 +107,8 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
   const u8 *elements[2], *scales[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const i64 first = opaque((row + 8 * r < n ? row + 8 * r : n - 1) * k);
-    elements[r] = b + first, scales[r] = b_scales + (first >> 5);
+    const i64 first = (row + 8 * r < n ? row + 8 * r : n - 1) * k;
+    elements[r] = opaque(b + first), scales[r] = opaque(b_scales + (first >> 5));
   }
   auto load_weights = [&](Weights<CHUNKS>& w, int step) {
 #pragma unroll
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         w.elements[r][c] = load_once16(elements[r] + at);
-        w.scales[r][c] = scales[r][at >> 5];
+        w.scales[r][c] = load1(scales[r] + (at >> 5));
       }
     }
   };
@@ -131,10 +131,10 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
 #pragma unroll
   for (int i = 0; i < MINE; ++i) {
     const int unit = thread + 256 * i, token = unit / (WIDE / VALUES);
-    x_depth[i] = token < m && unit < UNITS ? unit % (WIDE / VALUES) * VALUES : NEVER;
-    const i64 first = opaque(token < m ? token * k : 0);
-    x_row[i] = x + first * BYTES;
-    x_row_scales[i] = X::is_element ? x_scales + (first >> 5) : nullptr;
+    x_depth[i] = token < m && (UNITS % 256 == 0 || unit < UNITS) ? unit % (WIDE / VALUES) * VALUES : NEVER;
+    const i64 first = token < m ? token * k : 0;
+    x_row[i] = opaque(x + first * BYTES);
+    x_row_scales[i] = X::is_element ? opaque(x_scales + (first >> 5)) : nullptr;
   }
   auto load_x = [&](int step) {
 #pragma unroll
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
 #pragma unroll
       for (int j = 0; j < LOADS; ++j)
         next[i][j] = live ? load16(x_row[i] + static_cast<i64>(at) * BYTES + 16 * j) : make_uint4(0, 0, 0, 0);
-      next_scale[i] = X::is_element && live ? x_row_scales[i][at >> 5] : 127u;
+      next_scale[i] = X::is_element && live ? load1(x_row_scales[i] + (at >> 5)) : 127u;
     }
   };
   // Neighbouring tokens swap neighbouring 16 bytes, so that eight lanes that read together meet in no bank.
@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
 #pragma unroll
     for (int i = 0; i < MINE; ++i) {
       const int unit = thread + 256 * i, token = unit / (WIDE / VALUES), at = unit % (WIDE / VALUES) * VALUES;
-      if (unit >= UNITS) continue;
+      if (UNITS % 256 != 0 && unit >= UNITS) continue;
       const uint4 q = next[i][0];
       if constexpr (X::parts > 1) {
         float v[8];
@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
     for (int r = 0; r < 2; ++r)
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) seen.see(w.elements[r][c], w.scales[r][c]);
-    const bool fast = seen.all() && inexact[deep] != static_cast<u32>(step) + 1;
+    const bool fast = seen.all() && !(X::is_element && inexact[deep] == static_cast<u32>(step) + 1);
     if (__all_sync(0xffffffffu, fast)) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; ++c) {

@@ -38,7 +38,8 @@ std::string open_driver(const char* file, Driver* driver) {
                                                      {"cuMemcpyDtoHAsync_v2", &driver->copy_out},
                                                      {"cuMemsetD32Async", &driver->fill},
                                                      {"cuStreamSynchronize", &driver->wait},
-                                                     {"cuGetErrorName", &driver->error_name}};
+                                                     {"cuGetErrorName", &driver->error_name},
+                                                     {"cuFuncSetAttribute", &driver->set_attribute}};
   for (const auto& [name, slot] : functions) {
     void* symbol = dlsym(library, name);
     if (symbol == nullptr) {
@@ -53,18 +54,24 @@ std::string open_driver(const char* file, Driver* driver) {
 std::string open_driver(const char* file, Driver*) { return std::string(file) + ": no dlopen on this system"; }
 #endif
 
+const Connection* current_connection() {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return connection;
+}
+
 }  // namespace
 
+const Driver* connected_driver() {
+  const Connection* current = current_connection();
+  return current == nullptr ? nullptr : &current->driver;
+}
+
 Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), properties_{} {
-  const Connection* current;
-  {
-    const std::lock_guard<std::mutex> lock(mutex);
-    current = connection;
-  }
+  const Connection* current = current_connection();
   if (current == nullptr) {
     throw CudaError(
-        where + ": the CUDA driver is not open; expected a call of mxfp8_cuda_open before the session is created; " +
-        "use ort.session, or omit the session option mxfp8.device");
+        where + ": the CUDA driver is not open; expected a call of mxfp8_cuda_open before; use ort.session, or omit " +
+        "the session option mxfp8.device");
   }
   driver_ = &current->driver;
   loader_ = current->loader;
@@ -72,13 +79,13 @@ Gpu::Gpu(const std::string& where, int index) : where_(where), index_(index), pr
   if (loader_.gpu(index, &properties_, message, sizeof message) != 0) throw CudaError(where + ": " + message);
 }
 
-CudaFunction Gpu::kernel(const std::string& name) const {
+std::vector<CudaFunction> Gpu::kernels(const std::vector<const char*>& names) const {
   char message[kMessage] = "";
-  CudaFunction function = nullptr;
-  if (loader_.kernel(index_, name.c_str(), &function, message, sizeof message) != 0) {
+  std::vector<CudaFunction> functions(names.size());
+  if (loader_.kernels(index_, int(names.size()), names.data(), functions.data(), message, sizeof message) != 0) {
     throw CudaError(where_ + ": " + message);
   }
-  return function;
+  return functions;
 }
 
 void Gpu::fail(const char* doing, int status, const char* library) const {
@@ -99,8 +106,8 @@ extern "C" MXFP8_API int mxfp8_cuda_open(const char* driver, const mxfp8_cuda_lo
       throw mxfp8::Error(MXFP8_BAD_ARGUMENT, problem, expected, advice);
     };
     if (driver == nullptr) refuse("driver is NULL", "a file name", "pass \"libcuda.so.1\"");
-    if (loader == nullptr || loader->gpu == nullptr || loader->kernel == nullptr) {
-      refuse("loader or one of its functions is NULL", "a loader with the functions gpu and kernel", "pass both");
+    if (loader == nullptr || loader->gpu == nullptr || loader->kernels == nullptr) {
+      refuse("loader or one of its functions is NULL", "a loader with the functions gpu and kernels", "pass both");
     }
     auto fresh = std::make_unique<Connection>();
     fresh->loader = *loader;

@@ -2,6 +2,7 @@
 #pragma once
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "mxfp8_cuda.h"
 
@@ -24,7 +25,11 @@ struct Driver {
   int (*fill)(uint64_t address, unsigned value, size_t words, Stream);
   int (*wait)(Stream);
   int (*error_name)(int status, const char** name);
+  int (*set_attribute)(CudaFunction, int attribute, int value);
 };
+
+// The functions that mxfp8_cuda_open has found last, null before; never freed.
+const Driver* connected_driver();
 
 struct CudaError : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -41,8 +46,8 @@ class Gpu {
   const Driver& driver() const { return *driver_; }
   bool knows_cublas() const { return properties_.cublas_gemm_ex != nullptr; }
 
-  // Loads a kernel. Throws CudaError if the loader cannot.
-  CudaFunction kernel(const std::string& name) const;
+  // Loads kernels. Throws CudaError if the loader cannot.
+  std::vector<CudaFunction> kernels(const std::vector<const char*>& names) const;
 
   // Throws CudaError unless the status is 0.
   void check(int status, const char* doing) const {

@@ -1,5 +1,9 @@
 #include "executor.h"
 
+#include <map>
+#include <memory>
+#include <mutex>
+
 #include "kernels.h"
 
 namespace mxfp8::cuda {
@@ -8,13 +12,54 @@ namespace {
 constexpr int kCublasTranspose = 1, kCublasNoTranspose = 0, kCublasCompute32F = 68, kCublasDefaultAlgorithm = -1;
 constexpr int kCudaR16BF = 14, kCudaR32F = 0;           // cudaDataType
 constexpr int kDisallowReducedPrecisionReduction = 16;  // sums of split-K stay in float32
+constexpr int kMaxDynamicSharedSize = 8;                // CUfunction_attribute
+constexpr int kSharedBytes = 48 << 10;                  // that a launch may ask for unless its kernel was allowed more
 
 void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 
 }  // namespace
 
-Executor::Executor(const Gpu& gpu, const std::vector<int>& kernels) : gpu_(gpu), functions_(kernel_names().size()) {
-  for (const int number : kernels) functions_[size_t(number)] = gpu_.kernel(kernel_names()[size_t(number)]);
+Executor::Executor(const Gpu& gpu) : gpu_(gpu), loads_later_(true), functions_(kernel_names().size()) {}
+
+Executor::Executor(const Gpu& gpu, const std::vector<int>& kernels) : Executor(gpu) {
+  std::vector<const char*> names;
+  for (const int number : kernels) names.push_back(kernel_names()[size_t(number)].c_str());
+  const std::vector<CudaFunction> functions = gpu_.kernels(names);
+  for (size_t i = 0; i < kernels.size(); ++i) functions_[size_t(kernels[i])] = functions[i];
+  loads_later_ = false;
+}
+
+const Executor& Executor::of(int index) {
+  using Key = std::pair<const Driver*, int>;
+  static std::mutex mutex;
+  static auto& all = *new std::map<Key, std::unique_ptr<const Executor>>;  // until the process ends
+  const Key key = {connected_driver(), index};
+  const auto find = [&](std::unique_ptr<const Executor> fresh) -> const Executor* {
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto known = all.find(key);
+    if (known != all.end()) return known->second.get();
+    return fresh == nullptr ? nullptr : all.emplace(key, std::move(fresh)).first->second.get();
+  };
+  if (const Executor* known = find(nullptr)) return *known;
+  // Made without the lock: the loader may run Python, and a thread that has Python's lock may wait for this one.
+  return *find(std::unique_ptr<const Executor>(new Executor(Gpu("cuda", index))));
+}
+
+// Two threads may load a kernel at once: the loader gives both the same.
+CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
+  std::atomic<CudaFunction>& slot = functions_[size_t(step.kernel)];
+  CudaFunction function = slot.load(std::memory_order_acquire);
+  if (function != nullptr) return function;
+  const std::string& name = kernel_names()[size_t(step.kernel)];
+  if (!loads_later_) {
+    throw CudaError(gpu_.where() + ": " + name + "; expected a kernel that is loaded; report this as a bug");
+  }
+  function = gpu_.kernels({name.c_str()})[0];
+  if (step.shared > kSharedBytes) {
+    gpu_.check(gpu_.driver().set_attribute(function, kMaxDynamicSharedSize, step.shared), "allow shared memory");
+  }
+  slot.store(function, std::memory_order_release);  // last: another thread may launch it as soon as it is here
+  return function;
 }
 
 mxfp8_cuda_place Executor::place(bool cublas_handle) const {
@@ -25,28 +70,38 @@ mxfp8_cuda_place Executor::place(bool cublas_handle) const {
   return place;
 }
 
-void Executor::run(const Plan& plan, const Resources& resources) const {
+void Executor::run(Plan plan, const Resources& resources) const {
+  const size_t done = run(&plan, resources, 0);
+  if (done == plan.steps.size()) return;
+  throw CudaError(gpu_.where() + ": step " + std::to_string(plan.steps[done].step) +
+                  " of a plan; expected one without a library; report this as a bug");
+}
+
+size_t Executor::run(Plan* plan, const Resources& resources, size_t first) const {
   const Driver& driver = gpu_.driver();
-  for (mxfp8_cuda_step step : plan.steps) {
+  size_t at = first;
+  for (; at < plan->steps.size(); ++at) {
+    mxfp8_cuda_step& step = plan->steps[at];
     void* parameters[MXFP8_MOST_ARGUMENTS];
     for (int i = 0; i < step.count; ++i) {
       if (step.in_scratch >> i & 1) step.arguments[i] += int64_t(resources.scratch);
+      if (step.in_result >> i & 1) step.arguments[i] = int64_t(resources.result);
       parameters[i] = &step.arguments[i];  // every parameter of a kernel has 8 bytes
     }
-    if (step.step == MXFP8_LAUNCH && functions_[size_t(step.kernel)] != nullptr) {
-      gpu_.check(driver.launch(functions_[size_t(step.kernel)], unsigned(step.grid), 1, 1, unsigned(step.block), 1, 1,
+    if (step.step == MXFP8_LAUNCH) {
+      gpu_.check(driver.launch(function(step), unsigned(step.grid), 1, 1, unsigned(step.block), 1, 1,
                                unsigned(step.shared), resources.stream, parameters, nullptr),
                  "launch");
     } else if (step.step == MXFP8_CLEAR) {
       gpu_.check(driver.fill(uint64_t(step.arguments[0]), 0, size_t(step.arguments[1]), resources.stream),
                  "clear memory");
-    } else if (step.step == MXFP8_MATMUL) {
+    } else if (step.step == MXFP8_MATMUL && resources.cublas != nullptr) {
       matmul_bf16(step.arguments, resources.cublas);
     } else {
-      throw CudaError(gpu_.where() + ": step " + std::to_string(step.step) + " of a plan, kernel " +
-                      std::to_string(step.kernel) + "; expected a kernel that is loaded; report this as a bug");
+      break;
     }
   }
+  return at;
 }
 
 // cuBLAS is column-major: y^T [N, M] = w [N, K] x^T, where our row-major w is its transposed operand.

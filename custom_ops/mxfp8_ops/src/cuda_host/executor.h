@@ -1,5 +1,6 @@
-// Does plans through the CUDA driver: the kernels of a node, loaded when it is made, and launched without Python.
+// Does plans through the CUDA driver, without Python once the kernels are loaded.
 #pragma once
+#include <atomic>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -7,30 +8,44 @@
 
 namespace mxfp8::cuda {
 
-// Where a plan is done: a stream, a cuBLAS handle that is set to it (or null: no plan may ask for it), and the plan's
-// scratch memory.
+// Where a plan is done: a stream, a cuBLAS handle that is set to it (or null: the caller multiplies), the plan's
+// scratch memory, and what the library product before the first step has made.
 struct Resources {
   Stream stream;
   void* cublas;
   uint64_t scratch;
+  uint64_t result = 0;
 };
 
 class Executor {
  public:
-  // Loads the kernels of these numbers. Throws CudaError if the loader cannot.
+  // Loads the kernels of these numbers, the only ones that its plans have. Throws CudaError if the loader cannot.
   Executor(const Gpu&, const std::vector<int>& kernels);
+
+  // The one of a GPU for the C ABI, which loads a kernel on its first use; another after mxfp8_cuda_open. Throws
+  // CudaError.
+  static const Executor& of(int gpu);
 
   // For the planner: this GPU, with cuBLAS if the caller has a handle and the loader knows it.
   mxfp8_cuda_place place(bool cublas_handle) const;
 
-  // Queues the steps. The GPU is current. Throws CudaError.
-  void run(const Plan&, const Resources&) const;
+  // Queues all steps. The GPU is current. Throws CudaError, also for a product that needs another library.
+  void run(Plan, const Resources&) const;
+
+  // Queues the steps from `first` on, up to a product that the caller has to do, whose addresses it fills in, or the
+  // end; returns which. The GPU is current. Throws CudaError.
+  size_t run(Plan*, const Resources&, size_t first) const;
+
+  const Gpu& gpu() const { return gpu_; }
 
  private:
+  explicit Executor(const Gpu&);
+  CudaFunction function(const mxfp8_cuda_step&) const;
   void matmul_bf16(const int64_t (&arguments)[MXFP8_MOST_ARGUMENTS], void* cublas) const;
 
   Gpu gpu_;
-  std::vector<CudaFunction> functions_;  // by number; null for those that are not loaded
+  bool loads_later_;
+  mutable std::vector<std::atomic<CudaFunction>> functions_;  // by number; null for those that are not loaded
 };
 
 }  // namespace mxfp8::cuda

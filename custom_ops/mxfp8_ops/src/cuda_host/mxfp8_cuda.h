@@ -1,9 +1,10 @@
-// How CUDA kernels get into libmxfp8_ops, for ONNX Runtime. Plain C: ort/cuda_loader.py does it for Python, any other
-// language can do the same.
+// How CUDA kernels get into libmxfp8_ops. Plain C: cuda/loader.py does it for Python, any other language can do the
+// same.
 //
 // The library holds no CUDA code and is linked against no CUDA library. mxfp8_cuda_open tells it where the CUDA driver
-// is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. They are
-// called while a session is made, on the thread that makes it, and never while one runs.
+// is, and gives it a loader: callbacks that describe a GPU and find the kernels of src/cuda, compiled for it. For ONNX
+// Runtime they are called while a session is made, on the thread that makes it, and never while one runs; for the plans
+// of mxfp8_cuda_plan.h, when a kernel is first used.
 //
 // Session options say where their nodes run by the configuration entry "mxfp8.device", read when the library is
 // registered with them:
@@ -40,9 +41,10 @@ typedef struct {
 // Both return 0; or another number, and a message of at most `size` bytes, its final zero included.
 typedef struct {
   int (*gpu)(int index, mxfp8_cuda_gpu* gpu, char* message, size_t size);
-  // `kernel` is an instance as C++ writes it, "quantize_rows<F32, E4M3, false, false>"; the file has the name before
-  // the "<". `function` is a CUfunction of the GPU's primary context, and stays loaded.
-  int (*kernel)(int index, const char* kernel, void** function, char* message, size_t size);
+  // `kernels` are `count` instances as C++ writes them, "quantize_rows<F32, E4M3, false, false>"; the file has the name
+  // before the "<". `functions` are CUfunctions of the GPU's primary context, and stay loaded. All at once, because
+  // they may have to be compiled, which one processor does for one kernel.
+  int (*kernels)(int index, int count, const char* const* kernels, void** functions, char* message, size_t size);
 } mxfp8_cuda_loader;
 
 // `driver` is what dlopen takes: "libcuda.so.1". The loader's functions are kept, the struct is not. May be called

@@ -1,9 +1,9 @@
-// The launches of each operation, as data: the one planner of all hosts, in plain C.
+// The launches of each operation: the one planner of all hosts, in plain C, and what queues its plans.
 //
 // A plan is a list of steps: kernels of src/cuda to launch, words to clear, products that a library has to do. Plans
-// are made of addresses and sizes alone. Nothing here needs a GPU, a driver or a stream; whoever has them does the
-// steps in order, on one stream: executor.h for ONNX Runtime, mxfp8_ops/cuda/execution.py for CuPy and PyTorch. What
-// depends on data is decided on the device.
+// are made of addresses and sizes alone, and need no GPU. With a queue, the same call does the steps in order, on one
+// stream, as far as it can: to memory that the host has to allocate, or to a product of a library of the host. The host
+// does that and calls mxfp8_cuda_continue. What depends on data is decided on the device.
 //
 // Every field of what goes in has 8 bytes, so that any language can fill it as an array of 64-bit integers. An address
 // that is 0 stands for nothing. Dtypes and formats are the codes of mxfp8_ops.h.
@@ -74,6 +74,13 @@ typedef struct {
   int64_t y, inexact;
 } mxfp8_cuda_dequantize;
 
+// y [count, d] = the rows of b [v, d] that indices [count] name, int32 or int64; NaN for one that names none.
+typedef struct {
+  int64_t index_dtype, b_format, y_dtype;
+  int64_t indices, b, b_scales, count, v, d;
+  int64_t y;
+} mxfp8_cuda_embedding;
+
 // E4M3 elements [rows, k], k % 32 = 0, aligned to 16 -> folded [rows, k] with float32 row_scales [rows].
 typedef struct {
   int64_t elements, scales, rows, k;
@@ -109,12 +116,29 @@ typedef struct {
   int64_t count;
   int64_t scratch_bytes;  // memory that the steps need from the first to the last
   int64_t route;          // for a product, the row of the dispatch table, -1 if there is nothing to do
+  int64_t done;           // steps that are queued
+  int64_t number;         // which of the calling thread's plans this is
 } mxfp8_cuda_plan;
 
-MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gemm*, mxfp8_cuda_plan*);
-MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, mxfp8_cuda_plan*);
-MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, mxfp8_cuda_plan*);
-MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, mxfp8_cuda_plan*);
+// Where steps go. mxfp8_cuda_open (mxfp8_cuda.h) has been called; kernels are loaded on their first use.
+typedef struct {
+  int64_t gpu;      // its index
+  int64_t stream;   // CUstream
+  int64_t scratch;  // address of the plan's scratch memory; 0: there is none yet
+  int64_t result;   // address of the result that the library product before has put into memory of its own, or 0
+} mxfp8_cuda_queue;
+
+// With a queue, a plan that needs no scratch memory is done too, as by mxfp8_cuda_continue. NULL: it is only planned.
+MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gemm*, const mxfp8_cuda_queue*,
+                                   mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+
+// Queues the steps from `done` on, up to a product of a library or the end, and counts them in `done`. The arguments of
+// that product are then addresses: the host queues it and adds 1 to `done`. The plan is the calling thread's latest.
+MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout; or a status, which is below 0.
 MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k);

@@ -1,5 +1,6 @@
 // The planner: mxfp8_cuda_plan.h for C++.
 #pragma once
+#include <functional>
 #include <vector>
 
 #include "../contract.h"
@@ -18,10 +19,19 @@ struct Plan {
   int route = -1;
 };
 
-// Throw Error for unknown codes, for what does not fit a launch, and, the first, where there is no route.
+// Each request's file has these two. Plans throw Error for unknown codes, for what does not fit a launch, and that of a
+// product, where there is no route.
+template <class Request>
+Plan plan(const Request&);
 Plan plan(const mxfp8_cuda_place&, const mxfp8_cuda_gemm&);
-Plan plan(const mxfp8_cuda_quantize&);
-Plan plan(const mxfp8_cuda_dequantize&);
-Plan plan(const mxfp8_cuda_fold&);
+// The numbers of the kernels that plans of a node may launch, on any shape and at any address, by what it reads and
+// what it writes: dtypes or formats.
+template <class Request>
+std::vector<int> kernels(int64_t in, int64_t out);
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas);
+
+// The body of a function of the C ABI that plans: makes a plan in memory of the calling thread and shows it; does it
+// too where there is a queue and no need to wait.
+int answer_with(const mxfp8_cuda_queue*, mxfp8_cuda_plan* to, const std::function<Plan()>& make) noexcept;
 
 }  // namespace mxfp8::cuda

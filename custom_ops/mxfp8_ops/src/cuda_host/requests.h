@@ -1,17 +1,26 @@
-// The checks of the planner's C ABI. These functions throw Error, which names the field; else they return the
-// request. A request with an empty tensor comes back with all sizes 0: its other fields are not checked.
+// The checks of the planner's C ABI: shared by the files of its requests. These functions throw Error, which names the
+// field. A request with an empty tensor goes on with all sizes 0: its other fields are not checked.
 #pragma once
-#include "mxfp8_cuda_plan.h"
+#include "../cpu/arguments.h"
+#include "planner.h"
+#include "routes.h"
 
 namespace mxfp8::cuda {
 
-const mxfp8_cuda_place& checked(const mxfp8_cuda_place*);
-mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm*);
-mxfp8_cuda_quantize checked(const mxfp8_cuda_quantize*);
-mxfp8_cuda_dequantize checked(const mxfp8_cuda_dequantize*);
-mxfp8_cuda_fold checked(const mxfp8_cuda_fold*);
+// An array on a GPU; 0 is not a valid address there either.
+inline Array at(const char* name, int64_t address, int64_t value_bytes) {
+  return {name, uint64_t(address), value_bytes};
+}
+inline int64_t bytes_of(int64_t code) { return row_of(kind_of(code)).bytes; }
 
-// Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout.
-int64_t checked_swizzled_bytes(int64_t rows, int64_t k);
+inline void check_scales(const char* name, int64_t address, int64_t outer, int64_t k, int64_t inner) {
+  check_array(at(name, address, 1), {outer, k / kBlock + (k % kBlock != 0), inner});
+}
+
+template <class T>
+const T& not_null(const char* name, const T* request) {
+  if (request != nullptr) return *request;
+  throw Error(MXFP8_BAD_ARGUMENT, std::string(name) + " is NULL", "the address of a struct", "pass one");
+}
 
 }  // namespace mxfp8::cuda

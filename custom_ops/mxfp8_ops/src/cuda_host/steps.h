@@ -8,6 +8,10 @@
 
 namespace mxfp8::cuda {
 
+// Kernels that plans of products launch too.
+extern const Kernel kDequantize;  // value dtype, format, last axis, ragged
+extern const Kernel kFoldKernel;
+
 inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
   return ceil_div(rows, 128) * 128 * (ceil_div(scale_count(k), 4) * 4);
 }

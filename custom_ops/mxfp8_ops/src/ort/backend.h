@@ -85,6 +85,8 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual void run(OrtKernelContext*, Job*) const = 0;
+  // Whether operands are in memory that this processor reads.
+  virtual bool on_host() const { return true; }
 };
 
 // Throws NodeError, which begins with `where`, if MXFP8_ISA names an instruction set that this machine lacks.

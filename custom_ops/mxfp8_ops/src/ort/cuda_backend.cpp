@@ -99,11 +99,13 @@ class CudaBackend : public Backend {
     Unclaimed unclaimed(job);
     const Scratch unused(memory_, context, stream, size_t(unclaimed.bytes()));
     unclaimed.give(unused.data());
-    const Plan planned = job->plan(executor_.place(cublas != nullptr), wide_);
+    Plan planned = job->plan(executor_.place(cublas != nullptr), wide_);
     const Scratch scratch(memory_, context, stream, size_t(planned.scratch_bytes));
     const Current current(gpu_);
-    executor_.run(planned, {stream, cublas, uint64_t(address(scratch.data()))});
+    executor_.run(std::move(planned), {stream, cublas, uint64_t(address(scratch.data()))});
   }
+
+  bool on_host() const override { return false; }
 
  private:
   // Where B is a constant matrix - which lies on the GPU already -, makes it wide now.
@@ -122,10 +124,10 @@ class CudaBackend : public Backend {
     wide_ = {reinterpret_cast<void*>(kept_ + 256), reinterpret_cast<uint32_t*>(kept_)};
     const Stream stream = nullptr;  // any would do: ONNX Runtime has waited for its copies of constants
     try {
-      const cuda::Plan widen =
+      cuda::Plan widen =
           cuda::plan(mxfp8_cuda_dequantize{node.inputs[index], MXFP8_BFLOAT16, address(b->data), address(scales->data),
                                            n, k, 1, address(wide_.data), address(wide_.inexact)});
-      executor_.run(widen, {stream, nullptr, 0});
+      executor_.run(std::move(widen), {stream, nullptr, 0});
       gpu_.check(gpu_.driver().wait(stream), "dequantize a weight");
     } catch (...) {
       gpu_.driver().free(kept_);

@@ -81,8 +81,9 @@ class Turn final : public Operands {
 
   void run(const Executor& executor, Job* job) {
     job->visit(this);
-    const cuda::Plan plan = job->plan(executor.place(false), {});
-    executor.run(plan, {kThreadStream, nullptr, shared().scratch.room(gpu_, plan.scratch_bytes)});
+    cuda::Plan plan = job->plan(executor.place(false), {});
+    const uint64_t scratch = shared().scratch.room(gpu_, plan.scratch_bytes);
+    executor.run(std::move(plan), {kThreadStream, nullptr, scratch});
     for (const Result& result : results_) {
       if (result.bytes == 0) continue;
       gpu_.check(gpu_.driver().copy_out(result.host, result.data, size_t(result.bytes), kThreadStream),

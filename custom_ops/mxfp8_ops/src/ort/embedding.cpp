@@ -20,6 +20,11 @@ struct Embedding final : Job {
     operands->out(&args.y, args.count * args.d * value_bytes(args.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { embedding(kernels, parallel, args); }
+  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
+    return cuda::plan(mxfp8_cuda_embedding{args.index_dtype, args.b_format, args.y_dtype, address(args.indices),
+                                           address(args.b), address(args.b_scales), args.count, args.v, args.d,
+                                           address(args.y)});
+  }
 };
 
 void infer(OrtShapeInferContext* context, const Node&, const Attributes& attributes) {
@@ -54,13 +59,17 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   Embedding job({indices.dtype, indices.data, product(indices.dims.begin(), indices.dims.end()), b.dtype,
                  static_cast<const uint8_t*>(b.data), static_cast<const uint8_t*>(b_scales.data), b.dims[0], b.dims[1],
                  int(kernel.attributes.output_dtype), y});
-  const int64_t wrong = first_outside(job.args);
+  // Indices in the memory of a GPU are not looked at: that would wait for it.
+  const int64_t wrong = kernel.backend->on_host() ? first_outside(job.args) : -1;
   if (wrong >= 0) throw outside(job.args, wrong, place(indices.dims, wrong));
   kernel.backend->run(context, &job);
 }
 
 }  // namespace
 
-const Implemented kEmbeddingNode({Op::kEmbedding}, {infer, compute, nullptr});
+const Implemented kEmbeddingNode({Op::kEmbedding}, {infer, compute, [](const Overload& node, bool) {
+                                                      return cuda::kernels<mxfp8_cuda_embedding>(node.inputs[kB],
+                                                                                                 node.outputs[0]);
+                                                    }});
 
 }  // namespace mxfp8::ort

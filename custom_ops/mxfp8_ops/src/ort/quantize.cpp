@@ -1,7 +1,6 @@
 // MXFP8Quantize and MXFP8Dequantize.
 #include "../cpu/quantize.h"
 
-#include "../cuda_host/kernels.h"
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
@@ -97,11 +96,12 @@ void compute_dequantize(const NodeKernel& kernel, OrtKernelContext* context) {
 }  // namespace
 
 const Implemented kQuantizeNode({Op::kQuantize}, {infer_quantize, compute_quantize, [](const Overload& node, bool) {
-                                                    return cuda::quantize_kernels(node.inputs[0], node.outputs[0]);
+                                                    return cuda::kernels<mxfp8_cuda_quantize>(node.inputs[0],
+                                                                                              node.outputs[0]);
                                                   }});
 const Implemented kDequantizeNode({Op::kDequantize},
                                   {infer_dequantize, compute_dequantize, [](const Overload& node, bool) {
-                                     return cuda::dequantize_kernels(node.inputs[0], node.outputs[0]);
+                                     return cuda::kernels<mxfp8_cuda_dequantize>(node.inputs[0], node.outputs[0]);
                                    }});
 
 }  // namespace mxfp8::ort

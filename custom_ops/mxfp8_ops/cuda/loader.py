@@ -1,7 +1,7 @@
-"""Gives the native library the CUDA driver and the compiled kernels that the nodes need on a GPU.
+"""Gives the native library the CUDA driver and the compiled kernels (src/cuda_host/mxfp8_cuda.h).
 
-The library asks for a GPU and its kernels while a session is created (src/cuda_host/mxfp8_cuda.h); nodes run without
-Python.
+The library asks for the kernels of a node of ONNX Runtime while its session is made, and for those of the ops of CuPy
+and PyTorch on their first use.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -35,13 +36,13 @@ class _Gpu(Structure):
 
 
 _GPU = CFUNCTYPE(c_int, c_int, POINTER(_Gpu), c_void_p, c_size_t)
-_KERNEL = CFUNCTYPE(c_int, c_int, c_char_p, POINTER(c_void_p), c_void_p, c_size_t)
+_KERNELS = CFUNCTYPE(c_int, c_int, c_int, POINTER(c_char_p), POINTER(c_void_p), c_void_p, c_size_t)
 
 
 class _Loader(Structure):
     """`mxfp8_cuda_loader` of the C header."""
 
-    _fields_ = (("gpu", _GPU), ("kernel", _KERNEL))
+    _fields_ = (("gpu", _GPU), ("kernels", _KERNELS))
 
 
 @functools.cache
@@ -96,16 +97,17 @@ def _gpu(index: int, gpu: Any, message: int, size: int) -> int:
     return _answer(fill, message, size)
 
 
-def _kernel(index: int, kernel: bytes, function: Any, message: int, size: int) -> int:
+def _kernels(index: int, count: int, kernels: Any, functions: Any, *message: int) -> int:
     def fill() -> None:
         with device.current(index) as gpu_device:
-            function[0] = gpu_device.function(kernel.decode()).ptr
+            for i, function in enumerate(gpu_device.functions([name.decode() for name in kernels[:count]])):
+                functions[i] = function.ptr
 
-    return _answer(fill, message, size)
+    return _answer(fill, *message)
 
 
-_LOADER: Final = _Loader(_GPU(_gpu), _KERNEL(_kernel))
-"""A global, because the library calls it whenever a session is created, for the life of the process."""
+_LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels))
+"""A global, because the library calls it for the life of the process."""
 
 
 def _cublas() -> dict[str, int]:
@@ -113,8 +115,10 @@ def _cublas() -> dict[str, int]:
 
     Nothing if that provider is not loaded; it is while a session with it is made.
     """
-    import onnxruntime
-
+    # A process of PyTorch or CuPy alone has no use for it, and may not have it.
+    onnxruntime = sys.modules.get("onnxruntime")
+    if onnxruntime is None or onnxruntime.__file__ is None:
+        return {}
     path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: no RTLD_NOLOAD on this system, or no cuBLAS
         # RTLD_NOLOAD: a cuBLAS of our own would be another one, and handles of one crash another.

@@ -2,10 +2,26 @@
 #include <optional>
 
 #include "cuts.h"
+#include "kernels.h"
+#include "requests.h"
 #include "steps.h"
 
 namespace mxfp8::cuda {
 namespace {
+
+static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2,
+              "kBfloat16Parts, kBfloat16Rounded and kTile count from kF32 and kBF16");
+const Kernel kSwizzleScales("swizzle_scales", {});
+const Kernel kFinish("finish", {flag()});                                              // ragged
+const Kernel kBfloat16Parts("bfloat16_parts", {kinds_from(kF32, kBF16), flag()});      // ragged
+const Kernel kBfloat16Rounded("bfloat16_rounded", {kinds_from(kF32, kBF16), flag()});  // the same
+const Kernel kTile("tile", {kinds_from(kBF16), flag()});                               // paired
+const Kernel kGemmFloat32("gemm_float32", {kinds_from(0), formats()});
+// 64-row blocks - 1 (+ 2: paired), or 4: two blocks a multiprocessor.
+const Kernel kGemmFused("gemm_fused", {formats(), {"1", "2", "1, true", "2, true", "1, true, 2"}});
+// 2 log2(tiles of 8 rows of x) + 1 if few warps share x, or 8: two tiles, four steps ahead.
+const Kernel kGemmSkinny("gemm_skinny",
+                         {kinds_from(0), formats(), {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2", "2, 4, 4"}});
 
 constexpr int64_t kPartsBytes = 256 << 20;  // most bytes of the sums of parts; it limits the rows of x in a slice
 
@@ -78,15 +94,14 @@ class GemmPlanner {
     if (total == 0) return {kBF16, x.data, 0};  // nothing is read there, and scratch memory may have no such place
     const Argument to = steps_.take(2 * total);
     const bool ragged = total % 16 != 0 || unaligned({x.data});
-    steps_.launch(kernel(Source::kBfloat16Rounded, {x.kind, ragged}), ceil_div(total, 16 * kThreads),
-                  {x.data, to, total});
+    steps_.launch(kBfloat16Rounded({x.kind, ragged}), ceil_div(total, 16 * kThreads), {x.data, to, total});
     return {kBF16, to, 0};
   }
 
   void skinny(const Product& p, const SkinnyCut& cut) {
     const Product to = into_sums(p, cut.splits);
     const int shape = cut.four_ahead ? 8 : 2 * cut.tiles_log2 + cut.few;
-    const int instance = kernel(Source::kGemmSkinny, {p.x.kind, format_choice(p.b.kind), shape});
+    const int instance = kGemmSkinny({p.x.kind, format_choice(p.b.kind), shape});
     steps_.launch(instance, cut.splits * cut.blocks,
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits});
     if (cut.splits > 1) finish(p, {to.y, cut.splits});
@@ -107,11 +122,11 @@ class GemmPlanner {
     const int64_t steps = ceil_div(p.k, 64);
     const Argument inexact = steps_.take(4), x = steps_.take(ceil_div(p.m, kFusedTokens) * kFusedTokens * steps * 128);
     if (!clears) steps_.clear(inexact, 1);
-    steps_.launch(kernel(Source::kTile, {p.x.kind - kBF16, !plain}), ceil_div(4 * p.m * steps, kThreads),
+    steps_.launch(kTile({p.x.kind - kBF16, !plain}), ceil_div(4 * p.m * steps, kThreads),
                   {p.x.data, p.x.scales, x, p.m, p.k, inexact, clears});
     const Product to = into_sums(p, cut.splits);
     const int shape = cut.variant == kFusedTwoBlocks ? 4 : int(cut.blocks) - 1 + (plain ? 0 : 2);
-    steps_.launch(kernel(Source::kGemmFused, {format_choice(p.b.kind), shape}), cut.grid,
+    steps_.launch(kGemmFused({format_choice(p.b.kind), shape}), cut.grid,
                   {x, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits, inexact},
                   kFusedShared);
     if (cut.splits > 1) finish(p, {to.y, cut.splits});
@@ -120,21 +135,22 @@ class GemmPlanner {
 
   void large(const Product& p) {
     const bool direct = p.bias.null() && p.y_dtype != MXFP8_FLOAT16, quantized = is_element(p.x.kind);
-    const Argument words = !p.wide || quantized ? steps_.take(8) : Argument();
-    if (!words.null()) steps_.clear(words, 2);
-    const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, words);
-    const Wide x = quantized ? widened(p.x, p.m, p.k, words + 4) : Wide{p.x.data, 0};
+    // One word for both operands: either pass sets it, and one check does the product again.
+    const Argument inexact = !p.wide || quantized ? steps_.take(4) : Argument();
+    if (!inexact.null()) steps_.clear(inexact, 1);
+    const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, inexact);
+    const Wide x = quantized ? widened(p.x, p.m, p.k, inexact) : Wide{p.x.data, 0};
     const Argument y = direct ? p.y : steps_.take(4 * p.m * p.n);
     steps_.add(MXFP8_MATMUL, {x.data, b.data, y, p.m, p.n, p.k, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     if (!direct) finish(p, {y});
-    if (quantized) float32(p, x.inexact);
-    if (!b.inexact.null()) float32(p, b.inexact);  // 0: who keeps the weight knows that bfloat16 holds it
+    if (!inexact.null()) float32(p, inexact);
+    if (p.wide && !b.inexact.null()) float32(p, b.inexact);  // 0: who keeps the weight knows that bfloat16 holds it
   }
 
   Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
     const Argument to = steps_.take(2 * rows * k);
     const bool ragged = k % 32 != 0 || unaligned({x.data});
-    const int instance = kernel(Source::kDequantize, {kBF16, format_choice(x.kind), true, ragged});
+    const int instance = kDequantize({kBF16, format_choice(x.kind), true, ragged});
     steps_.launch(instance, ceil_div(rows * k, 16 * kThreads), {x.data, x.scales, to, k, 1, rows * k, inexact});
     return {to, inexact};
   }
@@ -150,8 +166,7 @@ class GemmPlanner {
       const Product slice = rows_of(p, first, std::min(rows, p.m - first));
       const int64_t total = slice.m * p.k;
       const bool ragged = total % 16 != 0 || unaligned({slice.x.data});
-      steps_.launch(kernel(Source::kBfloat16Parts, {p.x.kind, ragged}), ceil_div(total, 16 * kThreads),
-                    {slice.x.data, data, total});
+      steps_.launch(kBfloat16Parts({p.x.kind, ragged}), ceil_div(total, 16 * kThreads), {slice.x.data, data, total});
       Product inner = slice;
       inner.x = {kBF16, data, 0}, inner.m = count * slice.m;
       inner.bias = 0, inner.y = sums, inner.y_dtype = MXFP8_FLOAT32;
@@ -169,8 +184,7 @@ class GemmPlanner {
   // that have nothing to do are gone.
   void float32(const Product& p, Argument only_if = 0, int64_t blocks_each = 4) {
     const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
-    steps_.launch(kernel(Source::kGemmFloat32, {p.x.kind, format_choice(p.b.kind)}),
-                  std::min(tiles, blocks_each * place_.processors),
+    steps_.launch(kGemmFloat32({p.x.kind, format_choice(p.b.kind)}), std::min(tiles, blocks_each * place_.processors),
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, p.y_dtype, only_if});
   }
 
@@ -185,8 +199,7 @@ class GemmPlanner {
   Argument swizzled(const Operand& o, int64_t rows, int64_t k) {
     const int64_t bytes = swizzled_bytes(rows, k);
     const Argument to = steps_.take(bytes);
-    steps_.launch(kernel(Source::kSwizzleScales, {}), ceil_div(bytes, 16 * kThreads),
-                  {o.scales, to, rows, scale_count(k)});
+    steps_.launch(kSwizzleScales({}), ceil_div(bytes, 16 * kThreads), {o.scales, to, rows, scale_count(k)});
     return to;
   }
 
@@ -207,7 +220,7 @@ class GemmPlanner {
 
   Operand fold(const Operand& o, int64_t rows, int64_t k) {
     const Argument data = steps_.take(rows * k), scales = steps_.take(4 * rows);
-    steps_.launch(kernel(Source::kFold, {}), rows, {o.data, o.scales, data, scales, k});
+    steps_.launch(kFoldKernel({}), rows, {o.data, o.scales, data, scales, k});
     return {o.kind, data, scales};
   }
 
@@ -224,7 +237,7 @@ class GemmPlanner {
   void finish(const Product& p, const Sums& s) {
     const bool ragged = p.n % 8 != 0 || unaligned({s.at, p.bias, p.y, s.column_scales});
     steps_.launch(
-        kernel(Source::kFinish, {ragged}), ceil_div(p.m * p.n, 8 * kThreads),
+        kFinish({ragged}), ceil_div(p.m * p.n, 8 * kThreads),
         {s.at, s.parts, s.shift, s.row_scales, s.column_scales, p.bias, p.y, p.m * p.n, p.n, p.y_dtype, s.inexact});
   }
 
@@ -248,6 +261,48 @@ class GemmPlanner {
   Steps steps_;
 };
 
+const mxfp8_cuda_place& checked(const mxfp8_cuda_place* request) {
+  const mxfp8_cuda_place& place = not_null("place", request);
+  constexpr int64_t most = int64_t(1) << 20;  // more than any GPU or measurement has
+  check_range({"capability", place.capability}, 0, most);
+  check_range({"processors", place.processors}, 1, most);
+  check_range({"libraries", place.libraries}, 0,
+              MXFP8_CUBLAS | MXFP8_CUBLASLT | MXFP8_SCALED_MM | MXFP8_SCALED_MM_ROWS);
+  check_range({"allowed", place.allowed}, 0, (1 << kRows) - 1);
+  check_range({"forced", place.forced}, 0, kRows);
+  check_range({"splits", place.splits}, 0, 1024);
+  check_range({"warps", place.warps}, 0, kThreads / 32);
+  check_range({"blocks", place.blocks}, 0, 2);
+  check_range({"parts_bytes", place.parts_bytes}, 0, kMostBytes);
+  return place;
+}
+
+mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
+  mxfp8_cuda_gemm g = not_null("gemm", request);
+  const bool quantized = is_element(kind_of(g.x_kind));
+  check_element_format("b_kind", g.b_kind);
+  check_value_dtype("y_dtype", g.y_dtype);
+  if (g.activation_dtype != 0) check_activation_dtype("activation_dtype", g.activation_dtype);
+  check_sizes({{"m", g.m}, {"n", g.n}, {"k", g.k}});
+  if (g.m == 0 || g.n == 0) {
+    g.m = g.n = g.k = 0;
+    return g;
+  }
+  check_array(at("x", g.x, bytes_of(g.x_kind)), {g.m, g.k});
+  if (quantized) check_scales("x_scales", g.x_scales, g.m, g.k, 1);
+  check_array(at("b", g.b, 1), {g.n, g.k});
+  check_scales("b_scales", g.b_scales, g.n, g.k, 1);
+  if (g.bias != 0) check_array(at("bias", g.bias, 4), {g.n});
+  check_array(at("y", g.y, bytes_of(g.y_dtype)), {g.m, g.n});
+  if (g.wide != 0) check_array(at("wide", g.wide, 2), {g.n, g.k});
+  if (g.wide_inexact != 0) check_array(at("wide_inexact", g.wide_inexact, 4), {1});
+  if (g.folded != 0) {
+    check_array(at("folded", g.folded, 1), {g.n, g.k});
+    check_array(at("folded_scales", g.folded_scales, 4), {g.n});
+  }
+  return g;
+}
+
 }  // namespace
 
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
@@ -261,4 +316,30 @@ Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   return GemmPlanner(place).plan_of(p, g.activation_dtype == MXFP8_BFLOAT16);
 }
 
+std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
+  const Kind x = kind_of(x_kind), b = element_kind(b_kind);
+  const int f = format_choice(b);
+  std::vector<int> numbers;
+  kFinish.append(&numbers, {Kernel::kAny});
+  for (const Kind kind : {x, kBF16}) {
+    if (kind != x && parts_of(x) == 1) continue;  // only float32 and float16 have parts
+    kGemmFloat32.append(&numbers, {kind, f});
+    kGemmSkinny.append(&numbers, {kind, f, Kernel::kAny});
+  }
+  if (parts_of(x) > 1) {
+    kBfloat16Parts.append(&numbers, {x, Kernel::kAny});
+    kBfloat16Rounded.append(&numbers, {x, Kernel::kAny});
+  }
+  if (!cublas) return numbers;
+  kDequantize.append(&numbers, {kBF16, f, true, Kernel::kAny});
+  if (is_element(x) && x != b) kDequantize.append(&numbers, {kBF16, format_choice(x), true, Kernel::kAny});
+  return numbers;
+}
+
 }  // namespace mxfp8::cuda
+
+extern "C" MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place* place, const mxfp8_cuda_gemm* gemm,
+                                              const mxfp8_cuda_queue* queue, mxfp8_cuda_plan* to) {
+  using namespace mxfp8::cuda;
+  return answer_with(queue, to, [&] { return plan(checked(place), checked(gemm)); });
+}
