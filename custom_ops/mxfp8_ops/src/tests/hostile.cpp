@@ -699,7 +699,7 @@ void open_driver(Random& random, Counts* counts) {
   const mxfp8_cuda_loader loaders[] = {{nullptr, nullptr},
                                        {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; }, nullptr},
                                        {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; },
-                                        [](int, const char*, void**, char*, size_t) { return 1; }}};
+                                        [](int, int, const char* const*, void**, char*, size_t) { return 1; }}};
   const char* drivers[] = {nullptr, "", "no such library.so", "/", "libc.so.6"};
   const size_t sizes[] = {0, 1, 2, 7, 1000};
   const size_t room = one_of(random, sizes);
