@@ -166,6 +166,16 @@ static inline int __all_sync(unsigned, int predicate) {
                              [](const int* warp) { return std::all_of(warp, warp + 32, [](int p) { return p; }); });
 }
 
+static inline unsigned __ballot_sync(unsigned, int predicate) {
+  return emulation::exchange(predicate, [](const int* warp) {
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= unsigned(warp[lane] != 0) << lane;
+    return votes;
+  });
+}
+
+static inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+
 static inline int __any_sync(unsigned, int predicate) {
   return emulation::exchange(predicate,
                              [](const int* warp) { return std::any_of(warp, warp + 32, [](int p) { return p; }); });

@@ -16,6 +16,18 @@ def values(*shape: int) -> cupy.ndarray:
     return cupy.asarray(np.random.default_rng(sum(shape)).standard_t(2, shape).astype(np.float32))
 
 
+def grouped(b: tuple[cupy.ndarray, cupy.ndarray], experts: cupy.ndarray) -> None:
+    """One row of each, with an expert each; one has none, and one a wrong index."""
+    (count, n, k), rows = b[0].shape, experts.size
+    x, y = values(rows, k), cupy.empty((rows, n), np.float32)
+    strides = {"outer": 1, "middle": 1, "inner": rows, "x_inner": 1, "e_inner": 1}
+    strides |= dict.fromkeys(("x_outer", "x_middle", "e_outer", "e_middle", "x_scales"), 0)
+    at = {"x": x.data.ptr, "b": b[0].data.ptr, "b_scales": b[1].data.ptr, "experts": experts.data.ptr, "y": y.data.ptr}
+    sizes = {"x_rows": rows, "indices": rows, "count": count, "n": n, "k": k}
+    plan = planner.plan("grouped", x_kind=1, b_kind=17, y_dtype=1, activation_dtype=1, **at, **sizes, **strides)
+    execution.run(plan, _queue())
+
+
 def main() -> None:
     # Each array in memory of its own and of its own size: in CuPy's pool, memcheck takes an overrun for a neighbour.
     cupy.cuda.set_allocator(None)
@@ -56,6 +68,8 @@ def main() -> None:
             cuda.weight_gemm(values(m, k), *b)
             cuda.weight_gemm(values(m, k).astype(np.float16), *b)
             cuda.weight_gemm(values(m, k), *b, activation_dtype="bfloat16")
+        for k_of_rows in (k, k - 1):  # the second is no whole number of blocks
+            grouped(cuda.quantize(values(3, n, k_of_rows)), cupy.asarray(np.array([2, 0, 3, -1, 9])))
         if _queue().device.capability == (9, 0):
             for variant in ("plain", "paired", "two_blocks"):
                 with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):

@@ -145,7 +145,7 @@ class CudaProvider:
     # --- memory ---
 
     def put(self, x: np.ndarray, dtype: int) -> Tensor:
-        x = np.ascontiguousarray(x)
+        x = np.asarray(x, order="C")
         tensor = Tensor(dtype, x.shape, self.driver.allocate(x.nbytes) if x.nbytes else 0)
         self.driver.write(tensor.address, x.tobytes())
         return tensor

@@ -12,6 +12,7 @@ from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import Driver, machine
 from grids import looped
 from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError, own_library
+from test_grouped import CASES, Case
 
 from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.cuda import loader as cuda_loader
@@ -69,6 +70,68 @@ def test_embedding_of_indices_on_the_gpu(provider, gpu, index_dtype):
     assert_same(y.reshape(4, 96)[:3], expected, "rows")
     assert np.isnan(y[1, 1]).all()
     assert [launch.kernel for launch in gpu.launches] == ["embedding<F32, E4M3, false>"]
+
+
+def grouped(provider: CudaProvider, case: Case, kinds: tuple[str, str], dtype: str = "float32", **options: Any) -> Any:
+    kind, fmt = kinds
+    if kind in ("e4m3", "e5m2"):
+        op, a = contract.GROUPED_GEMM, case.a
+    else:
+        op, a = contract.GROUPED_WEIGHT_GEMM, (case.x.astype(numerics.value_dtype(kind)),)
+    dtypes = [CODES[kind], *[UINT8] * (len(a) - 1), CODES[fmt], UINT8, contract.INT64]
+    return provider.run(op, [*a, *case.b, case.experts], dtypes, output_dtype=CODES[dtype], **options)[0]
+
+
+@looped("name, kinds", [*itertools.product(CASES, (("e4m3", "e5m2"), ("e5m2", "e4m3"), ("float32", "e4m3")))])
+def test_every_grouped_product(provider, name, kinds):
+    case = Case(name, *(kinds if kinds[0] != "float32" else ("e4m3", kinds[1])))
+    values = case.x if kinds[0] == "float32" else numpy_nodes.dequantize(*case.a, element_format=kinds[0])
+    assert_within(grouped(provider, case, kinds), case.exact(values), case.bound(values), name)
+
+
+@looped("kind, dtype", [("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_grouped_products_of_other_dtypes(provider, kind, dtype):
+    case = Case("many rows")
+    case.x = (case.x / 64).astype(numerics.value_dtype(kind)).astype(np.float32)
+    got = grouped(provider, case, (kind, "e4m3"), dtype)
+    assert_within(got, case.exact(case.x), case.bound(case.x, dtype), kind)
+
+
+def test_grouped_products_round_activations_if_asked(provider):
+    case = Case("any order, one row each")
+    rounded = case.x.astype(numerics.value_dtype("bfloat16")).astype(np.float32)
+    got = grouped(provider, case, ("float32", "e4m3"), activation_dtype=contract.BFLOAT16)
+    assert_within(got, case.exact(rounded), case.bound(rounded))
+    assert (np.abs(got - case.exact(case.x)) > case.bound(case.x)).any()
+
+
+def test_rows_of_no_expert_are_zeros_and_of_a_wrong_one_nan(provider):
+    """Indices on the GPU are not looked at. A NaN in a row that has no expert is not read."""
+    case = Case("any order, one row each")
+    case.experts[:4] = [4, 5, -5, 2**40]
+    case.x[0] = np.nan
+    y = grouped(provider, case, ("float32", "e4m3"))
+    assert (y[0] == 0).all()
+    assert np.isnan(y[1:4]).all()
+    assert np.isfinite(y[4:]).all()
+
+
+def test_a_group_is_one_slot_of_the_product(provider, gpu):
+    """64 rows of an expert read its weight together; a group that has one row more takes another slot."""
+    case = Case("many rows")
+    case.x, case.experts = case.x[:129], np.repeat([0, 1, 2], [64, 65, 0])
+    gpu.start(STREAM)
+    got = grouped(provider, case, ("bfloat16", "e4m3"))
+    x = case.x.astype(numerics.value_dtype("bfloat16")).astype(np.float32)
+    assert_within(got, case.exact(x), case.bound(x))
+    assert [launch.kernel for launch in gpu.launches] == ["group_rows", "gemm_grouped<BF16, E4M3, 8>"]
+
+
+def test_experts_that_broadcast_in_too_many_runs_are_refused(provider):
+    case = Case("any order, one row each")
+    case.x, case.experts = case.x[:1].repeat(16, 0).reshape(2, 1, 2, 1, 4, 1, 70), np.zeros((1, 2, 1, 2, 1), np.int64)
+    with pytest.raises(NodeError, match=r"in 5 runs of dimensions; expected 3 at most on a GPU"):
+        grouped(provider, case, ("float32", "e4m3"))
 
 
 def test_outputs_that_nobody_asked_for(provider):

@@ -61,7 +61,7 @@ _PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
     struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
 )
 _QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
-_STEP: Final = struct.Struct("6i2I12q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
+_STEP: Final = struct.Struct("6i2I14q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
 
 
 class Plan(Structure):

@@ -12,10 +12,9 @@ namespace {
 static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2,
               "kBfloat16Parts, kBfloat16Rounded and kTile count from kF32 and kBF16");
 const Kernel kSwizzleScales("swizzle_scales", {});
-const Kernel kFinish("finish", {flag()});                                              // ragged
-const Kernel kBfloat16Parts("bfloat16_parts", {kinds_from(kF32, kBF16), flag()});      // ragged
-const Kernel kBfloat16Rounded("bfloat16_rounded", {kinds_from(kF32, kBF16), flag()});  // the same
-const Kernel kTile("tile", {kinds_from(kBF16), flag()});                               // paired
+const Kernel kFinish("finish", {flag()});                                          // ragged
+const Kernel kBfloat16Parts("bfloat16_parts", {kinds_from(kF32, kBF16), flag()});  // ragged
+const Kernel kTile("tile", {kinds_from(kBF16), flag()});                           // paired
 const Kernel kGemmFloat32("gemm_float32", {kinds_from(0), formats()});
 // 64-row blocks - 1 (+ 2: paired), or 4: two blocks a multiprocessor.
 const Kernel kGemmFused("gemm_fused", {formats(), {"1", "2", "1, true", "2, true", "1, true, 2"}});
@@ -61,7 +60,7 @@ class GemmPlanner {
   // With `rounds`, values of x are rounded to bfloat16 first.
   Plan plan_of(Product p, bool rounds) {
     if (p.m * p.n == 0) return steps_.finished();
-    if (rounds && parts_of(p.x.kind) > 1) p.x = rounded(p.x, p.m * p.k);
+    if (rounds && parts_of(p.x.kind) > 1) p.x = {kBF16, rounded(&steps_, p.x.kind, p.x.data, p.m * p.k), 0};
     const Row row = route(p, place_);
     by(row, p);
     return steps_.finished(row);
@@ -88,14 +87,6 @@ class GemmPlanner {
     if (row == kSlices) return slices(p);
     if (row == kParts) return parts(p);
     float32(p);  // takes any product
-  }
-
-  Operand rounded(const Operand& x, int64_t total) {
-    if (total == 0) return {kBF16, x.data, 0};  // nothing is read there, and scratch memory may have no such place
-    const Argument to = steps_.take(2 * total);
-    const bool ragged = total % 16 != 0 || unaligned({x.data});
-    steps_.launch(kBfloat16Rounded({x.kind, ragged}), ceil_div(total, 16 * kThreads), {x.data, to, total});
-    return {kBF16, to, 0};
   }
 
   void skinny(const Product& p, const SkinnyCut& cut) {
@@ -304,6 +295,16 @@ mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
 }
 
 }  // namespace
+
+const Kernel kBfloat16Rounded("bfloat16_rounded", {kinds_from(kF32, kBF16), flag()});
+
+Argument rounded(Steps* steps, Kind kind, Argument x, int64_t total) {
+  if (total == 0) return x;  // nothing is read there, and scratch memory may have no such place
+  const Argument to = steps->take(2 * total);
+  const bool ragged = total % 16 != 0 || unaligned({x});
+  steps->launch(kBfloat16Rounded({kind, ragged}), ceil_div(total, 16 * kThreads), {x, to, total});
+  return to;
+}
 
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};

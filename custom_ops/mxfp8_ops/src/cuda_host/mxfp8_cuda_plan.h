@@ -81,6 +81,16 @@ typedef struct {
   int64_t y;
 } mxfp8_cuda_embedding;
 
+// y [outer middle inner, n], each row x [x_rows, k] times the transpose of one of b [count, n, k]. Row (i, j, l) of y
+// has row i x_outer + j x_middle + l x_inner of x, and the index experts [indices] at i e_outer + j e_middle + l
+// e_inner: -1 is the last matrix, `count` gives a row of zeros, and one that names none a row of NaN.
+typedef struct {
+  int64_t x_kind, b_kind, y_dtype, activation_dtype;
+  int64_t x, x_scales, b, b_scales, experts, y;
+  int64_t x_rows, indices, count, n, k;
+  int64_t outer, middle, inner, x_outer, x_middle, x_inner, e_outer, e_middle, e_inner;
+} mxfp8_cuda_grouped;
+
 // E4M3 elements [rows, k], k % 32 = 0, aligned to 16 -> folded [rows, k] with float32 row_scales [rows].
 typedef struct {
   int64_t elements, scales, rows, k;
@@ -97,7 +107,7 @@ enum {
   MXFP8_ROW_SCALED = 4,    // the same, with a float32 scale per row
   MXFP8_UNSCALED = 5,      // the same, without scales
 };
-enum { MXFP8_MOST_ARGUMENTS = 12 };
+enum { MXFP8_MOST_ARGUMENTS = 14 };
 
 typedef struct {
   int32_t step;
@@ -134,6 +144,7 @@ MXFP8_API int mxfp8_cuda_plan_gemm(const mxfp8_cuda_place*, const mxfp8_cuda_gem
 MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
+MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Queues the steps from `done` on, up to a product of a library or the end, and counts them in `done`. The arguments of

@@ -11,6 +11,7 @@ namespace mxfp8::cuda {
 // Kernels that plans of products launch too.
 extern const Kernel kDequantize;  // value dtype, format, last axis, ragged
 extern const Kernel kFoldKernel;
+extern const Kernel kBfloat16Rounded;  // float32 or float16, ragged
 
 inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
   return ceil_div(rows, 128) * 128 * (ceil_div(scale_count(k), 4) * 4);
@@ -94,5 +95,8 @@ class Steps {
   Plan plan_;
   int64_t taken_ = 0;
 };
+
+// Values x in bfloat16, in scratch memory; float32 and float16 alone are not that already.
+Argument rounded(Steps*, Kind, Argument x, int64_t total);
 
 }  // namespace mxfp8::cuda

@@ -1,4 +1,4 @@
-// MXFP8GroupedGemm and MXFP8GroupedWeightGemm, whose X has no scales. They run on the processor on every device.
+// MXFP8GroupedGemm and MXFP8GroupedWeightGemm, whose X has no scales.
 #include "../cpu/grouped.h"
 
 #include "node_kernel.h"
@@ -6,16 +6,93 @@
 namespace mxfp8::ort {
 namespace {
 
+// A run of dimensions of the result: how many rows, and how far apart the rows of a and the indices of those are.
+struct Run {
+  int64_t size, a, experts;
+};
+
+constexpr size_t kMostRuns = 3;  // those of mxfp8_cuda_grouped
+
+// The rows of the result, as few runs as there can be, the last first.
+std::vector<Run> runs_of(const Dims& leading, const Dims& a, const Dims& experts) {
+  const int64_t m = a[a.size() - 2];
+  std::vector<Run> runs = {{m, 1, 0}};
+  int64_t a_stride = m, experts_stride = 1;
+  for (size_t i = 0; i < leading.size(); ++i) {
+    const int64_t size = leading[leading.size() - 1 - i], a_size = i + 2 < a.size() ? a[a.size() - 3 - i] : 1;
+    const int64_t experts_size = i < experts.size() ? experts[experts.size() - 1 - i] : 1;
+    const Run next = {size, a_size > 1 ? a_stride : 0, experts_size > 1 ? experts_stride : 0};
+    a_stride *= a_size, experts_stride *= experts_size;
+    if (size == 1) continue;
+    Run& last = runs.back();
+    if (last.size == 1) {
+      last = next;
+    } else if (next.a == last.a * last.size && next.experts == last.experts * last.size) {
+      last.size *= size;
+    } else {
+      runs.push_back(next);
+    }
+  }
+  return runs;
+}
+
 struct GroupedGemm final : Job {
   GroupedArgs args;
+  // For a GPU:
+  std::string where;
+  const int64_t* experts;
+  int64_t indices, a_rows;
+  std::vector<Run> runs;
+
   explicit GroupedGemm(const GroupedArgs& arguments) : args(arguments) {}
 
-  // On the processor nothing moves: only an output that the graph does not use needs memory.
   void visit(Operands* operands) override {
-    const GemmArgs& g = args.gemm;
-    operands->out(&args.gemm.y, g.m * g.n * value_bytes(g.y_dtype));
+    GemmArgs& g = args.gemm;
+    const bool quantized = is_element_format(g.a_format);
+    const int64_t blocks = scale_count(g.k), a_bytes = quantized ? 1 : value_bytes(g.a_format);
+    operands->in(&g.a, a_rows * g.k * a_bytes);
+    operands->in(&g.a_scales, quantized ? a_rows * blocks : 0);
+    operands->in(&g.b, args.experts * g.n * g.k);
+    operands->in(&g.b_scales, args.experts * g.n * blocks);
+    operands->in(&experts, indices * int64_t(sizeof(int64_t)));
+    operands->out(&g.y, g.m * g.n * value_bytes(g.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { grouped_gemm(kernels, parallel, args); }
+  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
+    const GemmArgs& g = args.gemm;
+    if (runs.size() > kMostRuns) {
+      throw NodeError(where + ": experts broadcast with rows in " + std::to_string(runs.size()) +
+                      " runs of dimensions; expected " + std::to_string(kMostRuns) +
+                      " at most on a GPU; expand one of them first");
+    }
+    const uint8_t* a_scales = g.k == 0 ? nullptr : g.a_scales;
+    std::vector<Run> r = runs;
+    r.resize(kMostRuns, {1, 0, 0});
+    return cuda::plan(mxfp8_cuda_grouped{g.a_format,
+                                         g.b_format,
+                                         g.y_dtype,
+                                         args.activation_dtype,
+                                         address(g.a),
+                                         address(a_scales),
+                                         address(g.b),
+                                         address(g.b_scales),
+                                         address(experts),
+                                         address(g.y),
+                                         a_rows,
+                                         indices,
+                                         args.experts,
+                                         g.n,
+                                         g.k,
+                                         r[2].size,
+                                         r[1].size,
+                                         r[0].size,
+                                         r[2].a,
+                                         r[1].a,
+                                         r[0].a,
+                                         r[2].experts,
+                                         r[1].experts,
+                                         r[0].experts});
+  }
 };
 
 // Dimensions as those of a b of a gemm, if every index picked a matrix.
@@ -56,7 +133,10 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   if (quantized) check_scales(kernel.where, node.inputs[node.a_scales].name, a, a_scales, int64_t(a.dims.size()) - 1);
   check_scales(kernel.where, node.inputs[node.b_scales].name, b, b_scales, 2);
   const auto* expert = static_cast<const int64_t*>(experts.data);
-  check_experts(kernel.where, expert, product(experts.dims.begin(), experts.dims.end()), b.dims[0]);
+  const int64_t indices = product(experts.dims.begin(), experts.dims.end());
+  // Indices in the memory of a GPU are not looked at: that would wait for it.
+  const bool on_host = kernel.backend->on_host();
+  if (on_host) check_experts(kernel.where, expert, indices, b.dims[0]);
 
   const Dims chosen = picked(experts.dims, b.dims), leading = leading_dims(kernel.where, a.dims, chosen);
   const int64_t m = a.dims[a.dims.size() - 2], n = b.dims[1], k = b.dims[2];
@@ -66,8 +146,8 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   const int64_t batches = product(leading.begin(), leading.end()), rows = batches * m;
   if (rows * n == 0) return;
 
-  std::vector<int64_t> of_rows(static_cast<size_t>(rows)), sources(static_cast<size_t>(rows));
-  for (int64_t batch = 0, row = 0; batch < batches; ++batch) {
+  std::vector<int64_t> of_rows(on_host ? size_t(rows) : 0), sources(on_host ? size_t(rows) : 0);
+  for (int64_t batch = 0, row = 0; batch < batches && on_host; ++batch) {
     const int64_t index = batch_index(chosen, leading, batch), first = batch_index(a.dims, leading, batch) * m;
     for (int64_t i = 0; i < m; ++i, ++row) {
       of_rows[size_t(row)] = expert[index];
@@ -83,11 +163,17 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
        of_rows.data(),
        sources.data(),
        int(kernel.attributes.activation_dtype)});
+  job.where = kernel.where, job.experts = expert, job.indices = indices;
+  job.a_rows = product(a.dims.begin(), a.dims.end() - 1), job.runs = runs_of(leading, a.dims, experts.dims);
   kernel.backend->run(context, &job);
 }
 
 }  // namespace
 
-const Implemented kGroupedGemmNode({Op::kGroupedGemm, Op::kGroupedWeightGemm}, {infer, compute, nullptr});
+const Implemented kGroupedGemmNode({Op::kGroupedGemm, Op::kGroupedWeightGemm},
+                                   {infer, compute, [](const Overload& node, bool) {
+                                      return cuda::kernels<mxfp8_cuda_grouped>(node.inputs[0],
+                                                                               node.inputs[size_t(row_of(node.op).b)]);
+                                    }});
 
 }  // namespace mxfp8::ort

@@ -609,7 +609,7 @@ void plan_gemm(Random& random, Counts* counts) {
   mxfp8_cuda_plan plan;
   std::memset(&plan, kUntouched, sizeof plan);
   const bool no_place = chance(random, 50 * hostile), no_gemm = chance(random, 50 * hostile);
-  const int status = mxfp8_cuda_plan_gemm(no_place ? nullptr : &place, no_gemm ? nullptr : &g, &plan);
+  const int status = mxfp8_cuda_plan_gemm(no_place ? nullptr : &place, no_gemm ? nullptr : &g, nullptr, &plan);
   judge_plan("plan gemm" + list({g.x_kind, g.b_kind, g.y_dtype, g.m, g.n, g.k, place.capability, place.forced}), status,
              refused || no_place || no_gemm, m < 100 && n < 100 && k < 100 && place.forced == 0, plan, counts);
 }
@@ -634,33 +634,38 @@ void plan_blockwise(Random& random, Counts* counts, bool quantize) {
   if (quantize) {
     const mxfp8_cuda_quantize q = {dtype, format, 0,           MXFP8_PLAIN, values_at, outer,
                                    k,     inner,  elements_at, scales_at,   0,         0};
-    judge_plan("plan quantize" + sizes, mxfp8_cuda_plan_quantize(&q, &plan), refused, small, plan, counts);
+    judge_plan("plan quantize" + sizes, mxfp8_cuda_plan_quantize(&q, nullptr, &plan), refused, small, plan, counts);
   } else {
     const mxfp8_cuda_dequantize d = {format, dtype, elements_at, scales_at, outer, k, inner, values_at, 0};
-    judge_plan("plan dequantize" + sizes, mxfp8_cuda_plan_dequantize(&d, &plan), refused, small, plan, counts);
+    judge_plan("plan dequantize" + sizes, mxfp8_cuda_plan_dequantize(&d, nullptr, &plan), refused, small, plan, counts);
   }
 }
 
 // Any bits at all in every field: nothing is known about the outcome but that it is one.
 void plan_noise(Random& random, Counts* counts) {
-  int64_t fields[16];
+  int64_t fields[24];
   for (auto& field : fields) field = chance(random, 2) ? size(random, 4) : int64_t(random() % 20);
   for (const size_t at : {4, 8, 9, 10, 11}) {
     if (chance(random, 2)) fields[at] = int64_t(1) << 32;
   }
   if (chance(random, 2)) fields[0] = 1, fields[1] = 17, fields[3] = int64_t(random() % 4);
-  mxfp8_cuda_quantize quantize;
-  mxfp8_cuda_dequantize dequantize;
-  mxfp8_cuda_fold fold;
-  std::memcpy(&quantize, fields, sizeof quantize);
-  std::memcpy(&dequantize, fields, sizeof dequantize);
-  std::memcpy(&fold, fields, sizeof fold);
   mxfp8_cuda_plan plan;
   mxfp8_cuda_plan* to = chance(random, 50) ? nullptr : &plan;
-  const int kind = int(random() % 3);
-  const int status = kind == 0   ? mxfp8_cuda_plan_quantize(chance(random, 50) ? nullptr : &quantize, to)
-                     : kind == 1 ? mxfp8_cuda_plan_dequantize(chance(random, 50) ? nullptr : &dequantize, to)
-                                 : mxfp8_cuda_plan_fold(chance(random, 50) ? nullptr : &fold, to);
+  const bool nothing = chance(random, 50);
+  const auto request = [&](auto noise) {
+    static_assert(sizeof noise <= sizeof fields, "noise for every field");
+    std::memcpy(&noise, fields, sizeof noise);
+    return noise;
+  };
+  const auto planned = [&](auto plan_of, const auto& noise) {
+    return plan_of(nothing ? nullptr : &noise, nullptr, to);
+  };
+  const int kind = int(random() % 5);
+  const int status = kind == 0   ? planned(mxfp8_cuda_plan_quantize, request(mxfp8_cuda_quantize()))
+                     : kind == 1 ? planned(mxfp8_cuda_plan_dequantize, request(mxfp8_cuda_dequantize()))
+                     : kind == 2 ? planned(mxfp8_cuda_plan_embedding, request(mxfp8_cuda_embedding()))
+                     : kind == 3 ? planned(mxfp8_cuda_plan_grouped, request(mxfp8_cuda_grouped()))
+                                 : planned(mxfp8_cuda_plan_fold, request(mxfp8_cuda_fold()));
   if (status != MXFP8_OK && status != MXFP8_BAD_ARGUMENT) fail("plan: status " + std::to_string(status));
   if (status == MXFP8_OK && to == nullptr) fail("a plan was accepted without a place for its result");
   ++(status == MXFP8_OK ? counts->accepted : counts->refused);
@@ -694,7 +699,7 @@ void open_driver(Random& random, Counts* counts) {
   const mxfp8_cuda_loader loaders[] = {{nullptr, nullptr},
                                        {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; }, nullptr},
                                        {[](int, mxfp8_cuda_gpu*, char*, size_t) { return 1; },
-                                        [](int, const char*, void**, char*, size_t) { return 1; }}};
+                                        [](int, int, const char* const*, void**, char*, size_t) { return 1; }}};
   const char* drivers[] = {nullptr, "", "no such library.so", "/", "libc.so.6"};
   const size_t sizes[] = {0, 1, 2, 7, 1000};
   const size_t room = one_of(random, sizes);
