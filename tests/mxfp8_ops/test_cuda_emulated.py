@@ -7,11 +7,11 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import assert_same, heavy_tailed
+from compare import assert_same, assert_within, heavy_tailed
 from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of, swizzle
 from grids import looped, pairwise
 
-from mxfp8_ops import contract, formats, numerics, numpy_nodes
+from mxfp8_ops import c_abi, contract, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -242,6 +242,32 @@ def test_embedding_of_an_empty_table_is_nan():
     at = {"indices": indices.ctypes.data, "b": 0, "b_scales": 0, "y": y.ctypes.data}
     execution.run(planner.plan("embedding", **kinds, **at, count=2, v=0, d=32), queue())
     assert np.isnan(y).all()
+
+
+@looped("kind, fmt, tiles", [*itertools.product((*DTYPES, *FORMATS), FORMATS, (1, 2, 4, 8))])
+def test_grouped_products(kind, fmt, tiles):
+    """A slot is full of one expert's rows, another has few; see test_ort_cuda.py for every other case."""
+    parts = {"float32": 3, "float16": 2}.get(kind, 1)
+    rows, count, n, k = 8 * tiles // parts, 2, 20, 96
+    x, b = heavy_tailed((rows, k), 1) / 64, numpy_nodes.quantize(heavy_tailed((count, n, k), 2), element_format=fmt)
+    quantized = kind in FORMATS
+    a = numpy_nodes.quantize(x, element_format=kind) if quantized else (x.astype(numerics.value_dtype(kind)),)
+    values = numpy_nodes.dequantize(*a, element_format=kind) if quantized else a[0]
+    experts = np.arange(rows) % 3 // 2
+    held = [placed(array) for array in (*a, *b, experts)]
+    at = dict(zip((*(("x", "x_scales") if quantized else ("x",)), "b", "b_scales", "experts"), held, strict=True))
+    y = np.zeros((rows, n), np.float32)
+    fields = dict.fromkeys(c_abi.REQUESTS["grouped"], 0) | {name: array.ctypes.data for name, array in at.items()}
+    fields |= {"x_kind": CODES[kind], "b_kind": CODES[fmt], "y_dtype": 1, "activation_dtype": 1, "y": y.ctypes.data}
+    fields |= {"x_rows": rows, "indices": rows, "count": count, "n": n, "k": k}
+    fields |= {"outer": 1, "middle": 1, "inner": rows, "x_inner": 1, "e_inner": 1}
+    execution.run(planner.plan("grouped", **fields), queue())
+    weight = numpy_nodes.dequantize(*b, element_format=fmt)
+    for expert in range(count):
+        mine = experts == expert
+        expected = numpy_nodes.weight_gemm(values[mine], b[0][expert], b[1][expert], b_format=fmt)
+        bound = numpy_nodes.gemm_error_bound(values[mine], weight[expert], "float32")
+        assert_within(y[mine], expected, bound, f"expert {expert}")
 
 
 @looped("k", [32, 96, 1024, 8224])
