@@ -167,8 +167,8 @@ class Body:
         x = self("Cast", elements, to=FLOAT)
         blocks = self.blocks(x, axis, block)
         codes = self.shaped(scales, self("Concat", blocks.lead, blocks.count, blocks.trail, axis=0))
-        # 1.5 stays 1.5 in a floating-point format, and is 1 in INT8, whose values are codes times 2^-6: the second half of
-        # the table has the scales for those. A body does not know the dtype of an input in another way.
+        # 1.5 stays 1.5 in a floating-point format, and is 1 in INT8, whose values are codes times 2^-6: the second half
+        # of the table has the scales for those. A body does not know the dtype of an input in another way.
         of_format = self("Cast", self("CastLike", self.constant(np.float32(1.5)), elements), to=FLOAT)
         half = self(
             "Cast",
