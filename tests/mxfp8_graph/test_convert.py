@@ -400,7 +400,7 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     r"scales \[192\] for elements \[96, 64\]": lambda: edited(d.ort_cuda(), flat_scales),
     r"DequantizeLinear\)": lambda: b.model(
         [
-            b.node("QuantizeLinear", "x s", "q", axis=-1, block_size=32, output_dtype=TensorProto.INT8),
+            b.node("QuantizeLinear", "x s", "q", axis=-1, block_size=32, output_dtype=TensorProto.UINT8),
             b.node("DequantizeLinear", "q s", "y", axis=-1, block_size=32),
         ],
         {"x": (np.float32, [3, 64])},

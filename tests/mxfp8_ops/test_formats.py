@@ -152,6 +152,14 @@ class Cast(OpRun):
         return (x.astype(types[to]),)
 
 
+class CastLike(OpRun):
+    # ONNX's own asks for the code of the dtype.
+    op_domain = ""
+
+    def _run(self, x, like, **_):
+        return (x.astype(like.dtype),)
+
+
 class Equal(OpRun):
     # ONNX's own refuses strings of different lengths.
     op_domain = ""
@@ -163,7 +171,7 @@ class Equal(OpRun):
 def body(name, feeds, **attributes):
     function, = onnx_functions.functions(21, [name])
     defaults = dict(contract.OPS[name].attributes)
-    return ReferenceEvaluator(function, new_ops=[Cast, Equal]).run(None, feeds, attributes={**defaults, **attributes})
+    return ReferenceEvaluator(function, new_ops=[Cast, CastLike, Equal]).run(None, feeds, attributes={**defaults, **attributes})
 
 
 x = (np.exp(np.random.default_rng(1).standard_normal((5, 70)) * 4) * 3).astype(np.float32)
