@@ -23,7 +23,7 @@ _QUANTIZED: Final = {
         *("MatMulInteger", "ConvInteger"),
     },
     MICROSOFT: {
-        *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "QAttention", "QGemm", "DynamicQuantizeMatMul"),
+        *("MatMulBnb4", "GatherBlockQuantized", "QAttention", "QGemm", "DynamicQuantizeMatMul"),
         *("MatMulIntegerToFloat", "MatMulBlockQuantizedFp4Weight", "QMoE", "GemmFloat8", "QuantizeLinear"),
         *("DequantizeLinear", "QEmbedLayerNormalization", "DynamicQuantizeLSTM"),
     },

@@ -30,6 +30,7 @@ from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Operand
 from mxfp8_graph.torch_pass.replace import Call, put
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
 
 _ATEN: Final = torch.ops.aten

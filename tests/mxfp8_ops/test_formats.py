@@ -65,7 +65,9 @@ def test_the_increment_carries_just_above_the_largest_mantissa(fmt, scale_roundi
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ContractError, match=r"element_format: 'e3m4'; expected one of e4m3, e5m2, int8; correct the name"):
+    with pytest.raises(
+        ContractError, match=r"element_format: 'e3m4'; expected one of e4m3, e5m2, int8; correct the name"
+    ):
         formats.element_format("e3m4")
     with pytest.raises(ContractError, match=r"scale_rounding: 'up'; expected one of ceil, floor, even; correct"):
         formats.scale_increment(E4M3, "up")
@@ -171,7 +173,8 @@ class Equal(OpRun):
 def body(name, feeds, **attributes):
     function, = onnx_functions.functions(21, [name])
     defaults = dict(contract.OPS[name].attributes)
-    return ReferenceEvaluator(function, new_ops=[Cast, CastLike, Equal]).run(None, feeds, attributes={**defaults, **attributes})
+    evaluator = ReferenceEvaluator(function, new_ops=[Cast, CastLike, Equal])
+    return evaluator.run(None, feeds, attributes={**defaults, **attributes})
 
 
 x = (np.exp(np.random.default_rng(1).standard_normal((5, 70)) * 4) * 3).astype(np.float32)
