@@ -202,7 +202,7 @@ def test_files_that_a_program_wrote_are_judged(tmp_path, capsys):
     (path / "quantize/partial/e4m3-ceil/elements.bin").unlink()
     assert cli.main(["check", str(path)]) == 1
     told = capsys.readouterr().out
-    for words in ("block [0, 0]: ", "elements.bin has 3 bytes instead of 1536", "No such file", "69 of 72 cases"):
+    for words in ("block [0, 0]: ", "elements.bin has 3 bytes instead of 1952", "No such file", "69 of 72 cases"):
         assert words in told
 
 

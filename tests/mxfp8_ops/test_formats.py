@@ -65,9 +65,7 @@ def test_the_increment_carries_just_above_the_largest_mantissa(fmt, scale_roundi
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ContractError, match=r"element_format: 'e3m4'; expected one of e4m3, e5m2, int8; correct the name"
-    ):
+    with pytest.raises(ContractError, match=r"element_format: 'e3m4'; expected one of e4m3, e5m2, int8; correct"):
         formats.element_format("e3m4")
     with pytest.raises(ContractError, match=r"scale_rounding: 'up'; expected one of ceil, floor, even; correct"):
         formats.scale_increment(E4M3, "up")

@@ -33,6 +33,8 @@ _INT8_ACTIVATIONS: Final = 4
 
 _LOSS: Final = "activations are quantized as ONNX Runtime does (accuracy_level 4), not in MXINT8"
 
+_SUFFIX: Final = "_nbits"
+
 _ADVICE: Final = "start from the model that is not quantized"
 
 
@@ -68,8 +70,8 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     edit.counts["nbits", "weights"] += 1
     whole, graph = edit.codes(elements).reshape(n, -1)[:, :k] ^ np.uint8(_ZERO), b.graph
     packed = [
-        edit.shared(graph, "elements", b, make=lambda: _store(edit, b, INT8.onnx_dtype, whole)),
-        edit.shared(graph, "codes", scale, make=lambda: _store(edit, scale, contract.UINT8, codes.reshape(blocks))),
+        edit.shared(graph, "elements", b, make=lambda: _store(edit, b, "", INT8.onnx_dtype, whole)),
+        edit.shared(graph, "codes", b, make=lambda: _store(edit, b, "_scales", contract.UINT8, codes.reshape(blocks))),
     ]
     bias = operand(node, 5)
     inputs = [a, *packed, *([] if bias is None else [edit.cast(node, bias, contract.FLOAT, "float")])]
@@ -81,8 +83,10 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     return [gemm, ir.node("Cast", [y], {"to": dtype}, outputs=outputs, name=y.name)]
 
 
-def _store(edit: Edit, like: ir.Value, dtype: int, codes: Codes) -> ir.Value:
-    return edit.store(like.graph, f"{like.name}_mxint8", dtype, np.ascontiguousarray(codes))
+def _store(edit: Edit, b: ir.Value, ending: str, dtype: int, codes: Codes) -> ir.Value:
+    # The name from which `unpack` finds that of the weight.
+    name = str(b.name).removesuffix(_SUFFIX).removesuffix("_mxfp8")
+    return edit.store(b.graph, f"{name}_mxfp8{ending}", dtype, np.ascontiguousarray(codes))
 
 
 def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
@@ -128,11 +132,11 @@ def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | N
 def _codes_of(edit: Edit, b: ir.Value, elements: Codes) -> ir.Value:
     n, k = elements.shape
     padded = np.pad(elements ^ np.uint8(_ZERO), ((0, 0), (0, -k % BLOCK_SIZE)), constant_values=_ZERO)
-    return edit.store(b.graph, f"{b.name}_nbits", contract.UINT8, padded.reshape(n, -1, BLOCK_SIZE))
+    return edit.store(b.graph, f"{b.name}{_SUFFIX}", contract.UINT8, padded.reshape(n, -1, BLOCK_SIZE))
 
 
 def _scales_of(edit: Edit, scales: ir.Value, codes: Codes) -> ir.Value:
-    return edit.store(scales.graph, f"{scales.name}_nbits", contract.FLOAT, float_scales(codes, INT8.onnx_dtype))
+    return edit.store(scales.graph, f"{scales.name}{_SUFFIX}", contract.FLOAT, float_scales(codes, INT8.onnx_dtype))
 
 
 write = standard.write
