@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
