@@ -128,6 +128,8 @@ def test_mxint8_is_gfloats(count: int) -> None:
     # It has no negative zero.
     found = FakeQuantize(PEERS["mxint8-block32"].activations)(x)
     assert_same_bits(found + np.float32(0), expected.reshape(x.shape) + 0.0, x)
+    codes = numpy_nodes.quantize(x, element_format="int8", scale_rounding="floor")
+    assert_same_bits(numpy_nodes.dequantize(*codes, element_format="int8"), expected.reshape(x.shape) + 0.0, x)
 
 
 def test_mxint8_by_its_definition() -> None:

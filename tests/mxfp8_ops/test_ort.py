@@ -19,6 +19,7 @@ from mxfp8_ops.errors import BackendError, ContractError
 FORMAT_NAMES = {fmt.onnx_dtype: name for name, fmt in formats.ELEMENT_FORMATS.items()}
 VALUES = contract.VALUES
 FLOAT, UINT8, E4M3 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.FLOAT8E4M3FN
+FLOAT8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 
 
 def node(op: str, inputs: str, outputs: str, **attributes) -> onnx.NodeProto:
@@ -57,13 +58,21 @@ def run(model_bytes: bytes, **feeds: np.ndarray) -> list[np.ndarray]:
 # --- each node, each dtype -------------------------------------------------------------------------------------------
 
 
-@looped(
-    "x_dtype, b_format, y_dtype, with_bias",
-    pairwise(
-        x_dtype=[*contract.ELEMENTS, *VALUES], b_format=contract.ELEMENTS, y_dtype=VALUES, with_bias=[False, True]
-    ),
-)
+def gemm_cases(formats):
+    return pairwise(x_dtype=[*formats, *VALUES], b_format=formats, y_dtype=VALUES, with_bias=[False, True])
+
+
+@looped("x_dtype, b_format, y_dtype, with_bias", gemm_cases(FLOAT8))
 def test_gemms(x_dtype, b_format, y_dtype, with_bias):
+    check_gemm(x_dtype, b_format, y_dtype, with_bias)
+
+
+@looped("x_dtype, b_format, y_dtype, with_bias", [c for c in gemm_cases(contract.ELEMENTS) if TensorProto.INT8 in c])
+def test_gemms_of_int8(x_dtype, b_format, y_dtype, with_bias):
+    check_gemm(x_dtype, b_format, y_dtype, with_bias)
+
+
+def check_gemm(x_dtype, b_format, y_dtype, with_bias):
     """Of elements, and of values with a packed weight."""
     x, b = heavy_tailed((2, 5, 2048), 1), heavy_tailed((33, 2048), 2)
     bias = heavy_tailed((33,), 3) if with_bias else None

@@ -106,7 +106,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     edit.infer()
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
-    made = _to_ours(edit, fused=was_foreign) if to == "mxfp8" else _to_other(edit, to, allow)
+    made = _to_ours(edit, fused=was_foreign or "nbits" in found) if to == "mxfp8" else _to_other(edit, to, allow)
     _import_domains(opened.proto)
     _record_losses(edit)
     return {"found": found, "losses": dict(edit.losses), **made}

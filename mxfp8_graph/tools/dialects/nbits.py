@@ -43,10 +43,6 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     if dialect_of(node) != "nbits":
         return None
     a, b, scale = operands(node, count=3)
-    bits, block = attribute(node, "bits", 4), attribute(node, "block_size", 0)
-    if (bits, block) != (8, BLOCK_SIZE):
-        expected = f"8 bits in blocks of {BLOCK_SIZE}, which MXINT8 has"
-        raise edit.refuse(node, f"{bits} bits in blocks of {block}", expected=expected, advice=_ADVICE)
     if operand(node, 4) is not None:
         raise edit.refuse(node, "an order of columns (g_idx)", expected="columns in their order", advice=_ADVICE)
     zeros = operand(node, 3)
