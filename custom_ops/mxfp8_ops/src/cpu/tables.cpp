@@ -68,8 +68,10 @@ constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 constexpr GemmRow gemms[] = {
     {Values::kInt8, 1, kFewRowsInt8, &avx512_vnni::gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &avx512_vnni::gemm_int8},
-    {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16}, {Values::kBf16, kManyRows + 1, kGemmRows, &gemm_many_bf16},
-    {Values::kBf16, 1, kManyRows, &gemm_bf16},          {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
+    {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16},
+    {Values::kBf16, kManyRows + 1, kGemmRows, &gemm_many_bf16},
+    {Values::kBf16, 1, kManyRows, &gemm_bf16},
+    {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
 MXFP8_ISA_TABLE("avx512_bf16", 2, gemms, true, kGemmRows)
