@@ -73,7 +73,8 @@ template <class F>
 MXFP8_INLINE bool fit(Ints scales) {
   constexpr int highest = F::is_integer ? 254 : 254 - Shift<F>::bias_gap;
   constexpr int lowest = F::is_integer ? 1 - Shift<F>::bias_gap : 0;
-  if (lowest > 0 && any_less(reinterpret_cast<SignedBytes>(scales ^ int(0x80808080)), int8_t(lowest - 128))) return false;
+  if (lowest > 0 && any_less(reinterpret_cast<SignedBytes>(scales ^ int(0x80808080)), int8_t(lowest - 128)))
+    return false;
   return !any_less(reinterpret_cast<SignedBytes>(scales ^ 0x7f7f7f7f), int8_t(127 - highest));
 }
 

@@ -1,6 +1,6 @@
 // Elements become float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for the
-// element's value times 2^-bias_gap; INT8 codes by conversion. A register of bytes gives four registers of floats, element 4 l + i in lane l of
-// register i.
+// element's value times 2^-bias_gap; INT8 codes by conversion. A register of bytes gives four registers of floats,
+// element 4 l + i in lane l of register i.
 //
 // Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. They
 // are to be found - all_plain of many elements, else look_at - and `lift`ed. NaN and Inf come out as numbers.

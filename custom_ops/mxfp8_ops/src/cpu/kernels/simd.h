@@ -14,14 +14,17 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-#define MXFP8_CHECK(NAME, ...) \
-  static_assert(NAME::is_integer || NAME::bias == (NAME::has_infinity ? 15 : 7), "halves_to_floats does not know it yet");
+#define MXFP8_CHECK(NAME, ...)                                                   \
+  static_assert(NAME::is_integer || NAME::bias == (NAME::has_infinity ? 15 : 7), \
+                "halves_to_floats does not know it yet");
 MXFP8_ELEMENT_FORMATS(MXFP8_CHECK)
 #undef MXFP8_CHECK
 
 // What a scale is multiplied by to make the factor of halves_to_floats.
 template <class F>
-constexpr float kHalfFactor = F::is_integer ? 1.0f / (1 << F::mantissa_bits) : F::has_infinity ? 1.0f : 256.0f;
+constexpr float kHalfFactor = F::is_integer     ? 1.0f / (1 << F::mantissa_bits)
+                              : F::has_infinity ? 1.0f
+                                                : 256.0f;
 
 #if defined(__AVX512F__)
 
