@@ -53,12 +53,15 @@ from harness import THREADS, options, publish
 from peers import Feeds, Peer
 
 from mxfp8_graph import Recipe
+from mxfp8_graph.policy import presets
 
 RECIPES = {
     "mxfp8": {},
     "mxfp8, not fused": {"fuse": False},
     "mxfp8-bf16": {"activations": "bfloat16"},
     "mxfp8-weight-only": {"activations": "unchanged"},
+    "mxint8": presets.PRESETS["mxint8"],
+    "mxint8-weight-only": presets.PRESETS["mxint8-weight-only"],
 }
 ROUNDS = 9
 PAST = 256

@@ -14,12 +14,9 @@ from mxfp8_graph.options import StoredWeight
 from mxfp8_ops import cpu
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError, Option
-from mxfp8_ops.formats import BLOCK_SIZE
+from mxfp8_ops.formats import BLOCK_SIZE, element_format
 
 Array = npt.NDArray[Any]
-
-_LARGEST_FINITE: Final = {"e4m3": 0x7E, "e5m2": 0x7B}
-"""Largest finite code of a format, without the sign bit."""
 
 _CHECKED_ROWS: Final = 256
 """Rows that are checked at once for NaN and Inf."""
@@ -59,10 +56,12 @@ def take(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
     """
     packed = Packed(weight.elements, weight.scales, math.nan, math.nan)
     if not allow_nonfinite:
-        largest = _LARGEST_FINITE[weight.element_format]
+        fmt = element_format(weight.element_format)
+        # Every INT8 code is a number; in the other formats the greatest codes, without the sign, are not.
+        largest, magnitude = (0xFF, 0xFF) if fmt.twos_complement else (fmt.max_code, 0x7F)
         for what, codes, most, mask in (
             ("scale", packed.scales, 254, 0xFF),
-            ("element", packed.elements, largest, 0x7F),
+            ("element", packed.elements, largest, magnitude),
         ):
             # In slices: `codes & mask` of a whole weight would be a copy of it.
             for row in range(0, codes.shape[0], _CHECKED_ROWS):
@@ -119,7 +118,7 @@ def pack(
             sizes only, and takes no memory.
         transposed: whether K is the last axis but one.
         factor: multiplied in float32 before rounding.
-        element_format: "e4m3" or "e5m2".
+        element_format: "e4m3", "e5m2" or "int8".
         scale_rounding: "ceil", "floor" or "even".
         allow_nonfinite: whether to pack a NaN or Inf (its block becomes NaN) instead of refusing it.
 

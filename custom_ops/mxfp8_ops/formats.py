@@ -45,7 +45,7 @@ class Dtype:
     onnx_dtype: int
     """That code; the native library has the same."""
     cuda_name: str
-    """Type in src/cuda/codec.cuh."""
+    """Type in src/cuda/codec.cuh; "" where no CUDA kernel takes it."""
     cuda_data_type: int
     """cudaDataType, which cuBLAS and cuBLASLt take."""
     safetensors_name: str
@@ -108,9 +108,11 @@ class Minifloat:
 
 @dataclass(frozen=True, kw_only=True)
 class ElementFormat(Dtype, Minifloat):
-    """An 8-bit floating-point element that kernels read and write."""
+    """An 8-bit element that kernels read and write."""
 
     bytes: int = 1
+    twos_complement: bool = False
+    """A negative code is 256 less its magnitude, and each code is a number; else the top bit is the sign."""
 
 
 FLOAT32: Final = ValueDtype(
@@ -136,9 +138,14 @@ E5M2: Final = ElementFormat(
     max_code=0x7B,  # 57344; 0x7c is infinity, 0x7d..0x7f are NaN
     onnx_name="FLOAT8E5M2", onnx_dtype=19, cuda_name="E5M2", cuda_data_type=29, safetensors_name="F8_E5M2",
 )  # fmt: skip
+INT8: Final = ElementFormat(
+    name="int8", numpy_name="int8", exponent_bits=1, mantissa_bits=6, bias=1, twos_complement=True,
+    max_code=0x7F,  # 127 / 64; -128 is read, and never written
+    onnx_name="INT8", onnx_dtype=3, cuda_name="", cuda_data_type=3, safetensors_name="I8",
+)  # fmt: skip
 
 VALUE_DTYPES: Final[Mapping[str, ValueDtype]] = MappingProxyType({d.name: d for d in (FLOAT32, FLOAT16, BFLOAT16)})
-ELEMENT_FORMATS: Final[Mapping[str, ElementFormat]] = MappingProxyType({f.name: f for f in (E4M3, E5M2)})
+ELEMENT_FORMATS: Final[Mapping[str, ElementFormat]] = MappingProxyType({f.name: f for f in (E4M3, E5M2, INT8)})
 DTYPES: Final[Mapping[str, Dtype]] = MappingProxyType({**VALUE_DTYPES, **ELEMENT_FORMATS})
 
 SCALE_ROUNDINGS: Final = ("ceil", "floor", "even")

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
 
 from mxfp8_ops import numerics
-from mxfp8_ops.formats import BLOCK_SIZE
+from mxfp8_ops.formats import BLOCK_SIZE, INT8
 from mxfp8_ops.node import DOMAIN, FLOAT, INT64, Op
 
 Value = tuple[str, int, Sequence[int | None] | None]
@@ -167,14 +167,26 @@ class Body:
         x = self("Cast", elements, to=FLOAT)
         blocks = self.blocks(x, axis, block)
         codes = self.shaped(scales, self("Concat", blocks.lead, blocks.count, blocks.trail, axis=0))
-        codes = self("Cast", codes, to=INT64)
+        # 1.5 stays 1.5 in a floating-point format, and is 1 in INT8, whose values are codes times 2^-6: the second half
+        # of the table has the scales for those. A body does not know the dtype of an input in another way.
+        of_format = self("Cast", self("CastLike", self.constant(np.float32(1.5)), elements), to=FLOAT)
+        half = self(
+            "Cast",
+            self("Mul", self("Sub", self.constant(np.float32(1.5)), of_format), self.constant(np.float32(512))),
+            to=INT64,
+        )
+        codes = self("Add", self("Cast", codes, to=INT64), half)
         one = self.constant([1])
         codes = self("Reshape", codes, self("Concat", blocks.p, blocks.count, one, blocks.q, axis=0), allowzero=1)
-        return blocks.join(self("Mul", blocks.split(x), self("Gather", self.powers(), codes)))
+        return blocks.join(self("Mul", blocks.split(x), self("Gather", self.powers((0, INT8.mantissa_bits)), codes)))
 
-    def powers(self) -> str:
-        """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN."""
-        return self.constant(numerics.decode_scale(np.arange(256, dtype=np.uint8)))
+    def powers(self, shifts: tuple[int, ...] = (0,)) -> str:
+        """Returns the table code -> float32 value of all E8M0 scales: [0] is 2^-127, [254] 2^127, [255] NaN.
+
+        Times 2^-shift; a table of 256 for each of `shifts`.
+        """
+        scales = numerics.decode_scale(np.arange(256, dtype=np.uint8))
+        return self.constant(np.concatenate([np.ldexp(scales, -shift) for shift in shifts]))
 
     def index_of(self, name: str, values: Sequence[int | str]) -> str:
         """Returns where in `values` the attribute `name` stands, as an int64 scalar.

@@ -75,13 +75,16 @@ def encode(x: npt.NDArray[np.float32], fmt: ElementFormat) -> Codes:
     first_normal = (128 - fmt.bias) << 23  # bits of 2^(1 - bias), the smallest normal element
     codes = np.where(magnitude < first_normal, np.nan_to_num(subnormal).astype(np.int64), normal)
     # Saturation (OCP MX v1.0, section 6.3): a larger magnitude becomes the largest element, never E5M2's infinity.
-    codes = np.minimum(codes, fmt.max_code).astype(np.uint8) | sign
+    codes = np.minimum(codes, fmt.max_code).astype(np.uint8)
+    codes = np.where(sign, 0 - codes, codes) if fmt.twos_complement else codes | sign
     return np.where(magnitude > 0x7F800000, np.uint8(ELEMENT_NAN), codes).astype(np.uint8)
 
 
 def decode(codes: Codes, fmt: ElementFormat) -> npt.NDArray[np.float32]:
     """Returns the float32 values of element codes."""
     # A table of all 256 codes, indexed at the end: each value is computed once, from the definition.
+    if fmt.twos_complement:
+        return np.ldexp(np.arange(256, dtype=np.uint8).view(np.int8).astype(np.float32), -fmt.mantissa_bits)[codes]
     code = np.arange(256)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)

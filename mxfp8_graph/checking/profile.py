@@ -48,7 +48,7 @@ _FACTORS: Final = {
 }
 """Op -> the two inputs that it multiplies."""
 
-_DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2"}
+_DTYPES: Final = {"float": "float32", "double": "float64", "Float8E4M3FN": "e4m3", "Float8E5M2": "e5m2", "int8": "int8"}
 """ONNX Runtime's names of dtypes -> ours, where they differ."""
 
 

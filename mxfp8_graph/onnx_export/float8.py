@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
@@ -109,7 +108,7 @@ def _set_type(value: ir.Value, name: str) -> None:
     row = formats.element_format(name)
     value.dtype = ir.DataType(row.onnx_dtype)
     if value.const_value is not None:
-        data = np.asarray(value.const_value.numpy()).view(getattr(ml_dtypes, row.numpy_name))
+        data = np.asarray(value.const_value.numpy()).view(np.dtype(row.numpy_name))
         value.const_value = ir.Tensor(data, name=value.name)
 
 

@@ -33,7 +33,12 @@ _QUANTIZED: Final = {
 
 
 def may_be_mxfp8(node: onnx.NodeProto) -> bool:
-    """Whether it is ONNX's DequantizeLinear, whose operands decide, or QuantizeLinear with the block size of MXFP8."""
+    """Whether it is ONNX's DequantizeLinear, whose operands decide, or QuantizeLinear with the block size of MXFP8.
+
+    Or MatMulNBits with 8 bits in such blocks, whose operands decide too.
+    """
+    if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits"):
+        return _is_blocked(node) and any(a.name == "bits" and a.i == 8 for a in node.attribute)
     if node.domain not in STANDARD or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
         return False
     return node.op_type == "DequantizeLinear" or _is_blocked(node)
@@ -60,12 +65,15 @@ def is_quantized(node: onnx.NodeProto) -> bool:
 
 
 def foreign(model: onnx.ModelProto) -> tuple[str, onnx.NodeProto] | None:
-    """Returns (dialect, node) of the first node that is MXFP8 of another dialect than ours, or None."""
+    """Returns (dialect, node) of the first node that is MXFP8 of another dialect than ours, or None.
+
+    MatMulNBits does not count: most models that have it are quantized in another way, and stay as they are.
+    """
     for graph in iter_graphs(model.graph):
         stored = stored_in(graph)
         for node in graph.node:
             found = dialect_of(node)
-            if found is not None and found != "mxfp8":
+            if found is not None and found not in {"mxfp8", "nbits"}:
                 return found, node
             tensor = stored.get(node.input[0]) if node.input else None
             is_qdq = node.op_type == "DequantizeLinear" and node.domain in STANDARD and _is_blocked(node)

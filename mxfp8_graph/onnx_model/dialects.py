@@ -69,6 +69,14 @@ _ROWS: Final = (
         attributes=("block_size",),
         versions={"com.microsoft": 1},
     ),
+    Dialect(
+        name="nbits",
+        help="ONNX Runtime's MatMulNBits, for MXINT8 weights",
+        module="nbits",
+        ops={("com.microsoft", "MatMulNBits"): (3, 6, 1)},
+        attributes=("K", "N", "bits", "block_size", "accuracy_level", "weight_prepacked"),
+        versions={"com.microsoft": 1},
+    ),
     Dialect(name="standard", help="only standard ops", module="standard"),
     Dialect(
         name="quark",

@@ -24,6 +24,7 @@ from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
 
 _FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
+_FLOAT8: Final = frozenset({safetensors.E4M3, safetensors.E5M2})
 _SCALE_DTYPES: Final = frozenset({safetensors.U8, safetensors.E8M0})
 
 _INDEX: Final = "model.safetensors.index.json"
@@ -54,7 +55,7 @@ class Checkpoint:
         """Raises ContractError if a tensor is quantized in another way."""
         if self.foreign:
             what = f"{len(self.foreign)} tensors are quantized in another way: {listed(self.foreign)}"
-            expected = "float8 elements and one E8M0 scale per 32 values of the last axis"
+            expected = "float8 or int8 elements and one E8M0 scale per 32 values of the last axis"
             raise ContractError(self.path, what, expected=expected, advice="name an MXFP8 checkpoint")
 
 
@@ -102,12 +103,12 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     foreign = tuple(
         f"{name} ({tensor.dtype} {list(tensor.shape)})"
         for name, tensor in sorted(stored.items())
-        if name not in used and (tensor.dtype in _FORMATS or name.endswith(_FOREIGN))
+        if name not in used and (tensor.dtype in _FLOAT8 or name.endswith(_FOREIGN))
     )
     foreign = (*conventions.comfy_others(said, stored, weights), *foreign)
     if not weights:
         what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
-        expected = "X.weight of float8 with X.weight_scale or X.weight_scale_inv of uint8"
+        expected = "X.weight of float8 or int8 with X.weight_scale or X.weight_scale_inv of uint8"
         raise ContractError(path, what, expected=expected, advice="name a checkpoint with MXFP8 weights")
     return Checkpoint(
         path=path,

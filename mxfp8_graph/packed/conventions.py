@@ -7,7 +7,7 @@
 
 Despite its name, weight_scale_inv is a factor of the elements, as weight_scale is; the bytes are the same.
 Ours alone, which other readers may refuse: a K that is no multiple of 32 (the last block is partial, so there are
-ceil(K / 32) scales), F8_E5M2 elements, and stacks [..., N, K].
+ceil(K / 32) scales), F8_E5M2 elements, I8 elements (MXINT8), and stacks [..., N, K].
 
 In ComfyUI's checkpoints a layer X has a tensor X.comfy_quant, uint8, whose bytes are JSON such as {"format": "mxfp8"};
 or the file's metadata have "_quantization_metadata", JSON with {"layers": {X: {"format": "mxfp8"}}}. An MXFP8 layer has
@@ -69,10 +69,10 @@ def is_known(config: str | None) -> bool:
         return False
 
 
-def quantization_config(chosen: Convention, quantized: Sequence[str], weight_only: Sequence[str]) -> dict[str, Any]:
+def quantization_config(chosen: Convention, modules: Mapping[tuple[str, bool], Sequence[str]]) -> dict[str, Any]:
     """Returns what belongs under "quantization_config" in the checkpoint's config.json.
 
-    `quantized` are the modules whose activations are quantized too, `weight_only` the others.
+    `modules` has the names of modules by element format, and whether they are weight-only.
     """
     # This convention has one config for all modules: it cannot say which of them are weight-only.
     if chosen is SCALE_INV:
@@ -82,34 +82,33 @@ def quantization_config(chosen: Convention, quantized: Sequence[str], weight_onl
             "weight_block_size": [1, formats.BLOCK_SIZE],
             "scale_fmt": "ue8m0",
         }
-    groups = ((quantized, _arguments(dynamic=True)), (weight_only, None))
+    groups: dict[str, dict[str, Any]] = {}
+    for (element_format, weight_only), targets in modules.items():
+        is_int = element_format == formats.INT8.name
+        settings = {
+            "num_bits": 8,
+            "type": "int" if is_int else "float",
+            "strategy": "group",
+            "group_size": formats.BLOCK_SIZE,
+            "symmetric": True,
+            "scale_dtype": "torch.uint8",
+        }
+        # compressed-tensors has no name for MXINT8: a reader that knows others alone refuses this one.
+        name = "mxint8-quantized" if is_int else "mxfp8-quantized"
+        groups[f"group_{len(groups)}"] = {
+            "targets": sorted(targets),
+            "weights": {**settings, "dynamic": False},
+            "input_activations": None if weight_only else {**settings, "dynamic": True},
+            "output_activations": None,
+            "format": name,
+        }
+    kinds = {group["format"] for group in groups.values()}
     return {
         "quant_method": "compressed-tensors",
-        "format": "mxfp8-quantized",
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": {
-            f"group_{index}": {
-                "targets": sorted(targets),
-                "weights": _arguments(dynamic=False),
-                "input_activations": activations,
-                "output_activations": None,
-                "format": "mxfp8-quantized",
-            }
-            for index, (targets, activations) in enumerate(group for group in groups if group[0])
-        },
+        "config_groups": groups,
         "ignore": [],
-    }
-
-
-def _arguments(*, dynamic: bool) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": "group",
-        "group_size": formats.BLOCK_SIZE,
-        "symmetric": True,
-        "dynamic": dynamic,
-        "scale_dtype": "torch.uint8",
     }
 
 

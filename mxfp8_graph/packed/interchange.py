@@ -19,7 +19,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import open_checkpoint
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, quantization_config
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, SCALE_INV, quantization_config
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
@@ -91,7 +91,8 @@ def export_safetensors(
         trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
-        ContractError: the model holds no packed weights or cannot be read, or the file cannot be written.
+        ContractError: the model holds no packed weights or cannot be read, the convention lacks their elements, or the
+            file cannot be written.
     """
     path = Path(path)
     if convention not in CONVENTIONS:
@@ -101,6 +102,11 @@ def export_safetensors(
     if not source.weights:
         what = "no packed weights"
         raise ContractError(source.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
+    others = [w.name for w in source.weights.values() if w.element_format == formats.INT8.name]
+    if chosen is SCALE_INV and others:
+        what, expected = f"weight {others[0]!r} has int8 elements", "float8 elements, as this convention has"
+        advice = f"export it with convention={COMPRESSED_TENSORS.name!r}"
+        raise ContractError(source.where, what, expected=expected, advice=advice)
     # Weights are read while the file is written, so it must not be one of theirs.
     if is_any_of(path, source.files):
         what = "is the model or its external data"
@@ -120,12 +126,14 @@ def export_safetensors(
         other = safetensors.NAMES.get(tensor.dtype)
         if other is not None:
             entries.append(safetensors.Entry(_other_name(tensor, taken), other, tensor.shape, tensor.read))
-    modules: dict[bool, list[str]] = {True: [], False: []}
-    for name, weight in weights.items():
-        modules[bool(weight.weight_only)].append(name.removesuffix(".weight"))
+    modules: dict[tuple[str, bool], list[str]] = {}
+    # E4M3 and E5M2 are one kind of config; the dtype of the tensors tells them apart. Quantized modules come first.
+    for name, weight in sorted(weights.items(), key=lambda item: bool(item[1].weight_only)):
+        kind = weight.element_format if weight.element_format == formats.INT8.name else formats.E4M3.name
+        modules.setdefault((kind, bool(weight.weight_only)), []).append(name.removesuffix(".weight"))
     metadata = {
         "format": "pt",  # transformers insists on it
-        CONFIG_KEY: json.dumps(quantization_config(chosen, quantized=modules[False], weight_only=modules[True])),
+        CONFIG_KEY: json.dumps(quantization_config(chosen, modules)),
         **provenance.entries(source.recipe),
     }
     safetensors.write(path, entries, metadata, overwrite=overwrite, check=source.check)

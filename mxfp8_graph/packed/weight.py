@@ -36,7 +36,7 @@ class PackedWeight:
     shape: tuple[int, ...]
     """Shape of the elements."""
     element_format: str
-    """"e4m3" or "e5m2"."""
+    """"e4m3", "e5m2" or "int8"."""
     weight_only: bool | None
     """Whether its matmuls do not quantize their activations (true if it has none); None if the model does not say."""
     read_elements: Callable[[], Codes] = field(repr=False)

@@ -13,6 +13,8 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "mxfp8-bf16": {"activations": "bfloat16"},
     "mxfp8-weight-only": {"activations": "unchanged"},
     "ocp": {"scale_rounding": "floor"},
+    "mxint8": {"weight_format": "int8", "activations": "int8", "scale_rounding": "floor"},
+    "mxint8-weight-only": {"weight_format": "int8", "activations": "unchanged", "scale_rounding": "floor"},
     "all": {"output_projections": True, "routers": True, "embeddings": True, "fp8_dpa": True},
 }
 """Name -> the fields of `Recipe` that differ from their defaults."""

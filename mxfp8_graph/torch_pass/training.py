@@ -30,6 +30,7 @@ from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Operand
 from mxfp8_graph.torch_pass.replace import Call, put
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
+from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
 
 _ATEN: Final = torch.ops.aten
@@ -65,8 +66,9 @@ def check(recipe: Recipe, sites: Sequence[Site], decisions: Sequence[Decision]) 
             raise RecipeError(where, what, expected=expected, advice="set activations: e4m3")
         # linear_train has one setting for all its formats, TransformerEngine's, so a format of a single operand has no
         # place.
-        if decision.quantize and "e5m2" in {decision.activations, decision.weight_format}:
-            what = f"e5m2 for {name!r}"
+        others = sorted({decision.activations, decision.weight_format} - {formats.E4M3.name})
+        if decision.quantize and others:
+            what = f"{others[0]} for {name!r}"
             expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
             raise RecipeError(where, what, expected=expected, advice="set that instead")
         # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out

@@ -197,6 +197,7 @@ _SEEDS: Final[tuple[Callable[[], onnx.ModelProto], ...]] = (
     *(d.qdq, lambda: d.qdq("cast"), lambda: d.qdq("float32", rows_last=False), lambda: d.qdq("float16")),
     lambda: d.with_zero_point(d.qdq(), "w", d.stored("z", d.E4M3, np.zeros((96, 2), np.uint8))),
     *(lambda to=to: _ours(chain_model((64, 32, 64)), to=to) for to in ("", "trt", "qdq", "standard", "ort-cuda")),
+    *(lambda to=to: _ours(chain_model((64, 32, 64)), "mxint8-weight-only", to) for to in ("qdq", "standard", "nbits")),
     lambda: _ours(attention_model(32, 2), "mxfp8-bf16"),
     lambda: _ours(matmul_model(64, 32, dtype=np.float16, bias=True), "mxfp8-weight-only", "ort-cuda"),
     *(lambda to=to: _ours(attention_models.decoder(), to=to) for to in ("", "standard", "trt")),

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import onnx_ir as ir
+import onnxruntime
 import oracle
 import pytest
 from commands import refused, run
@@ -28,7 +29,7 @@ from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
 
-LOSSES = {"qdq": ["activations"], "ort-cuda": ["activations", "half"]}
+LOSSES = {"qdq": ["activations"], "ort-cuda": ["activations", "half"], "nbits": ["activations"]}
 
 
 def violations(proto: onnx.ModelProto) -> list[str]:
@@ -60,6 +61,7 @@ MODELS = {
     "float16": (lambda: b.matmul_model(dtype=np.float16, bias=True), (2, 5, 64)),
 }
 RECIPES, DIALECTS = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"), ("trt", "qdq", "standard", "ort-cuda")
+INT8_RECIPES, INT8_DIALECTS = ("mxint8", "mxint8-weight-only"), ("qdq", "standard", "nbits")
 
 
 @functools.cache
@@ -67,7 +69,13 @@ def rewritten(name: str, recipe: str = "mxfp8") -> onnx.ModelProto:
     return mxfp8_graph.rewrite(MODELS[name][0](), recipe)[0]
 
 
-@looped("name, recipe, to", pairwise(name=tuple(MODELS), recipe=RECIPES, to=DIALECTS))
+@looped(
+    "name, recipe, to",
+    [
+        *pairwise(name=tuple(MODELS), recipe=RECIPES, to=DIALECTS),
+        *pairwise(name=tuple(MODELS), recipe=INT8_RECIPES, to=INT8_DIALECTS),
+    ],
+)
 def test_there_and_back(name: str, recipe: str, to: str) -> None:
     before = rewritten(name, recipe)
     there, report = mxfp8_graph.convert(before, to, allow=LOSSES.get(to, ()))
@@ -77,8 +85,8 @@ def test_there_and_back(name: str, recipe: str, to: str) -> None:
     assert codes_of(back) == codes_of(before)
     oracle.check_well_formed(back)
     feeds = x_of(*MODELS[name][1], dtype=numpy_dtype(before))
-    if "activations are not quantized any more" in report.losses:  # then it is the model of weights alone
-        before = rewritten(name, "mxfp8-weight-only")
+    if any(loss.startswith("activations are") and "quantized" in loss for loss in report.losses):
+        before = rewritten(name, f"{recipe.partition('-')[0]}-weight-only")  # then it is the model of weights alone
         assert codes_of(back) == codes_of(before)
     # A float32 sum in another order, perhaps a bfloat16 the other way; operands of attention rounded to bfloat16.
     assert relative(oracle.run(back, feeds)[0], oracle.run(before, feeds)[0]) < 1e-2
@@ -400,7 +408,7 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     r"scales \[192\] for elements \[96, 64\]": lambda: edited(d.ort_cuda(), flat_scales),
     r"DequantizeLinear\)": lambda: b.model(
         [
-            b.node("QuantizeLinear", "x s", "q", axis=-1, block_size=32, output_dtype=TensorProto.INT8),
+            b.node("QuantizeLinear", "x s", "q", axis=-1, block_size=32, output_dtype=TensorProto.UINT8),
             b.node("DequantizeLinear", "q s", "y", axis=-1, block_size=32),
         ],
         {"x": (np.float32, [3, 64])},
@@ -499,6 +507,7 @@ def test_activations_rounded_to_bfloat16_are_so_in_the_cuda_op(dtype: str) -> No
         ("qdq", "mxfp8", "quantizes at run time, which this dialect cannot express"),
         ("ort-cuda", "mxfp8-weight-only", "takes float16 and bfloat16"),
         ("ort-cuda", "mxfp8", "quantizes at run time"),
+        ("nbits", "mxint8", "quantizes at run time"),
         ("trt", "ocp", "scale_rounding 'floor', and TensorRT rounds scales of activations up"),
     ],
 )
@@ -508,6 +517,72 @@ def test_what_a_dialect_cannot_say_is_an_error(to: str, recipe: str, message: st
         mxfp8_graph.convert(ours, to)
     _, report = mxfp8_graph.convert(ours, to, allow=["activations", "rounding", "half"])
     assert report.losses
+
+
+@looped(
+    "to, recipe, message",
+    [
+        ("nbits", "mxfp8-weight-only", "float8e4m3fn elements; expected int8 elements, .*mxint8"),
+        ("trt", "mxint8-weight-only", "elements are not float8_e4m3fn"),
+    ],
+)
+def test_elements_that_a_dialect_does_not_have_are_an_error(to: str, recipe: str, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        mxfp8_graph.convert(rewritten("chain", recipe), to)
+
+
+@looped("to, k", [(to, k) for to in INT8_DIALECTS for k in (64, 70)])
+def test_stock_onnx_runtime_runs_mxint8_weights(to: str, k: int) -> None:
+    """Blocks of zeros too, whose scales are below what E8M0 can store for integers."""
+    weight = b.weight(k, 33)
+    weight[:32] = 0
+    shapes = {"x": (np.float32, [3, k])}, {"y": (np.float32, [3, 33])}
+    model = b.model([b.node("MatMul", "x w", "h"), b.node("Relu", "h", "y")], *shapes, {"w": weight})
+    ours, _ = mxfp8_graph.rewrite(model, "mxint8-weight-only")
+    there, _ = mxfp8_graph.convert(ours, to)
+    assert all(node.domain != "mxfp8" for node in there.graph.node)
+    feeds = x_of(3, k)
+    y = onnxruntime.InferenceSession(there.SerializeToString()).run(None, feeds)[0]
+    assert relative(y, oracle.run(ours, feeds)[0]) < 1e-6  # a float32 sum in another order
+    assert codes_of(mxfp8_graph.convert(there, "mxfp8")[0]) == codes_of(ours)
+
+
+def nbits(**changes: Any) -> onnx.ModelProto:
+    """Returns a model with one MatMulNBits as others write it: scales [N * K / 32], zero points of 128."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "b": rng.integers(0, 256, (96, 2, 32), np.uint8),
+        "s": np.exp2(rng.integers(-12, -4, 192)).astype(np.float32),
+        "z": np.full(192, 128, np.uint8),
+    }
+    settings = {"K": 64, "N": 96, "bits": 8, "block_size": 32, "accuracy_level": 4}
+    for name in tensors.keys() & changes.keys():
+        tensors[name][-1] = changes.pop(name)
+    node = b.node("MatMulNBits", "x b s z", "y", domain="com.microsoft", **settings | changes)
+    stored = [numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    return d.made([node], stored, x=[5, 64], domain="com.microsoft")
+
+
+def test_matmulnbits_of_others_is_read() -> None:
+    ours, _ = mxfp8_graph.convert(nbits(), "mxfp8")
+    assert oracle.kinds(ours) == {"MXFP8WeightGemm": 1}
+    feeds = x_of(5, 64)
+    stock = onnxruntime.InferenceSession(nbits(accuracy_level=0).SerializeToString())
+    assert relative(oracle.run(ours, feeds)[0], stock.run(None, feeds)[0]) < 1e-6
+
+
+@looped(
+    "changes, message",
+    [
+        ({"block_size": 64}, "quantized, but not in MXFP8 .*MatMulNBits"),
+        ({"z": 127}, "zero points 'z'; expected none, or stored ones of 128"),
+        ({"s": 0.3}, "its scales are not stored powers of two"),
+        ({"N": 97}, r"B \[96, 2, 32\] and scales \[192\]; expected \[97, 2, 32\]"),
+    ],
+)
+def test_matmulnbits_of_another_format_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        mxfp8_graph.convert(nbits(**changes), "mxfp8")
 
 
 def test_partial_blocks_are_not_for_tensorrt() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
+from grids import looped
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -407,6 +408,23 @@ def test_modelopt_says_that_activations_are_not_dynamic(bert: Folder, tmp_path: 
     told = {"quant_method": "modelopt", "quant_algo": "MXFP8", "config_groups": {"group_0": group}}
     _, report = mxfp8_graph.from_hf(changed(bert, tmp_path / "a", quantization_config=told))
     assert report.recipe["activations"] == "e4m3"
+
+
+@looped("dynamic, activations", [(True, "int8"), (False, "unchanged")])
+def test_a_checkpoint_of_mxint8_is_taken_byte_for_byte(
+    dynamic: bool, activations: str, bert: Folder, tmp_path: Path
+) -> None:
+    arguments_of_int = {**arguments(True), "type": "int"}
+    group = {"targets": ["Linear"], "input_activations": arguments_of_int if dynamic else None}
+    told = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    path = changed(bert, tmp_path / activations, quantization_config=told)
+    stored = load_file(path / "model.safetensors")
+    stored |= {name: stored[name].view(torch.int8) for name in bert.weights}
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    rewritten, report = mxfp8_graph.from_hf(path)
+    assert (report.recipe["activations"], report.recipe["weight_format"]) == (activations, "int8")
+    ck.check_bytes(mxfp8_graph.unpack(rewritten), bert.weights)
+    assert {w.element_format for w in mxfp8_graph.unpack(rewritten).values()} == {"int8"}
 
 
 @pytest.mark.parametrize(("marked", "activations"), [("all", "unchanged"), ("none", "e4m3"), ("some", None)])

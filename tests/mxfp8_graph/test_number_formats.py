@@ -126,8 +126,10 @@ def test_mxint8_is_gfloats(count: int) -> None:
     scaled = np.clip(scaled, -127 / 64, 127 / 64)  # -2 is not used
     expected = gfloat.round_ndarray(format_info_ocp_int8, scaled, sat=True) * scale
     # It has no negative zero.
-    found = FakeQuantize(PEERS["mxint8"].activations)(x)
+    found = FakeQuantize(PEERS["mxint8-block32"].activations)(x)
     assert_same_bits(found + np.float32(0), expected.reshape(x.shape) + 0.0, x)
+    codes = numpy_nodes.quantize(x, element_format="int8", scale_rounding="floor")
+    assert_same_bits(numpy_nodes.dequantize(*codes, element_format="int8"), expected.reshape(x.shape) + 0.0, x)
 
 
 def test_mxint8_by_its_definition() -> None:
@@ -137,7 +139,9 @@ def test_mxint8_by_its_definition() -> None:
     amax = np.abs(blocks).max(-1, keepdims=True)
     scale = np.exp2(np.floor(np.log2(np.where(amax, amax, 1))))
     expected = np.clip(np.rint(blocks / scale * 64), -127, 127) / 64 * scale
-    assert np.array_equal(FakeQuantize(PEERS["mxint8"].activations)(x), expected.reshape(x.shape).astype(np.float32))
+    assert np.array_equal(
+        FakeQuantize(PEERS["mxint8-block32"].activations)(x), expected.reshape(x.shape).astype(np.float32)
+    )
 
 
 @pytest.mark.parametrize("count", SIZES)

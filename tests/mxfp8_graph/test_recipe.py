@@ -93,8 +93,8 @@ def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("mxfp4")
     assert str(caught.value) == (
-        "recipe: 'mxfp4'; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, all, or a "
-        ".yaml or .toml file; correct the name"
+        "recipe: 'mxfp4'; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
+        "mxint8-weight-only, all, or a .yaml or .toml file; correct the name"
     )
 
 
@@ -145,7 +145,7 @@ def test_a_file_that_is_not_text(tmp_path: Path) -> None:
         ("scale_rounding: up\n", "mine.yaml:1: scale_rounding: 'up'; expected 'ceil', 'floor' or 'even'; correct it"),
         (
             "activations: fp8\n",
-            "mine.yaml:1: activations: 'fp8'; expected 'e4m3', 'e5m2', 'bfloat16' or 'unchanged'; correct it",
+            "mine.yaml:1: activations: 'fp8'; expected 'e4m3', 'e5m2', 'int8', 'bfloat16' or 'unchanged'; correct it",
         ),
         ("routers: maybe\n", "mine.yaml:1: routers: 'maybe'; expected true or false; correct it"),
         ("include: up_proj\n", "mine.yaml:1: include: 'up_proj'; expected a list; correct it"),

@@ -12,13 +12,13 @@ import onnxruntime
 from onnx import helper
 
 from mxfp8_ops import contract, numerics, ort
-from mxfp8_ops.contract import BFLOAT16, FLOAT8E4M3FN, FLOAT8E5M2, UINT8
+from mxfp8_ops.contract import BFLOAT16, ELEMENTS, UINT8
 from mxfp8_ops.onnx_functions import functions
 
 NUMPY = {code: numerics.value_dtype(name) for code, name in contract.VALUE_NAMES.items()}
-NUMPY |= dict.fromkeys([UINT8, FLOAT8E4M3FN, FLOAT8E5M2], np.dtype(np.uint8))
+NUMPY |= dict.fromkeys([UINT8, *ELEMENTS], np.dtype(np.uint8))
 
-TYPED_BY_HAND = {BFLOAT16: np.uint16, FLOAT8E4M3FN: np.uint8, FLOAT8E5M2: np.uint8}
+TYPED_BY_HAND = {BFLOAT16: np.uint16} | dict.fromkeys(ELEMENTS, np.uint8)
 """The dtypes that ONNX Runtime takes only as raw integers with the type beside them."""
 
 Feed = tuple[np.ndarray, int]

@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, Mxfp8Error
-from mxfp8_ops.formats import E4M3, E5M2, Dtype, ElementFormat, ValueDtype
+from mxfp8_ops.formats import E4M3, E5M2, INT8, Dtype, ElementFormat, ValueDtype
 
 PACKAGE = Path(__file__).parents[2] / "custom_ops" / "mxfp8_ops"
 """The package in the checkout: an installed one has no C++ sources."""
@@ -65,7 +65,7 @@ def test_the_increment_carries_just_above_the_largest_mantissa(fmt, scale_roundi
 
 
 def test_unknown_names_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ContractError, match=r"element_format: 'e3m4'; expected one of e4m3, e5m2; correct the name"):
+    with pytest.raises(ContractError, match=r"element_format: 'e3m4'; expected one of e4m3, e5m2, int8; correct"):
         formats.element_format("e3m4")
     with pytest.raises(ContractError, match=r"scale_rounding: 'up'; expected one of ceil, floor, even; correct"):
         formats.scale_increment(E4M3, "up")
@@ -78,9 +78,13 @@ def test_unknown_names_are_refused_with_the_known_ones() -> None:
 
 @ROWS
 def test_the_row_says_what_others_call_the_dtype(row: Dtype) -> None:
+    assert TensorProto.DataType.Value(row.onnx_name) == row.onnx_dtype
+    if row is INT8:  # 127 / 64 is its largest code
+        info = np.iinfo(row.numpy_name)
+        assert (row.max * 64, 8 * row.bytes) == (info.max, info.bits)
+        return
     info = ml_dtypes.finfo(row.numpy_name)
     assert (row.mantissa_bits, 8 * row.bytes) == (info.nmant, info.bits)
-    assert TensorProto.DataType.Value(row.onnx_name) == row.onnx_dtype
     if isinstance(row, ValueDtype):
         assert row.name == row.numpy_name
         assert row.min_exponent == info.minexp
@@ -94,6 +98,9 @@ def test_torch_has_the_dtype(row: Dtype) -> None:
 
 @ROWS
 def test_the_cuda_kernels_have_the_type(row: Dtype) -> None:
+    if not row.cuda_name:
+        assert row is INT8  # the only one without CUDA kernels
+        return
     text = (PACKAGE / "src/cuda/codec.cuh").read_text(encoding="utf-8")
     found = re.search(rf"struct {row.cuda_name} {{(.*?)\n}};", text, re.DOTALL)
     assert found is not None
@@ -145,6 +152,14 @@ class Cast(OpRun):
         return (x.astype(types[to]),)
 
 
+class CastLike(OpRun):
+    # ONNX's own asks for the code of the dtype.
+    op_domain = ""
+
+    def _run(self, x, like, **_):
+        return (x.astype(like.dtype),)
+
+
 class Equal(OpRun):
     # ONNX's own refuses strings of different lengths.
     op_domain = ""
@@ -156,7 +171,8 @@ class Equal(OpRun):
 def body(name, feeds, **attributes):
     function, = onnx_functions.functions(21, [name])
     defaults = dict(contract.OPS[name].attributes)
-    return ReferenceEvaluator(function, new_ops=[Cast, Equal]).run(None, feeds, attributes={**defaults, **attributes})
+    evaluator = ReferenceEvaluator(function, new_ops=[Cast, CastLike, Equal])
+    return evaluator.run(None, feeds, attributes={**defaults, **attributes})
 
 
 x = (np.exp(np.random.default_rng(1).standard_normal((5, 70)) * 4) * 3).astype(np.float32)
@@ -182,7 +198,7 @@ def copy(tmp_path: Path) -> Path:
     (tmp_path / "sitecustomize.py").write_text(PATH_ONLY, encoding="utf-8")
     for file, old, new in (
         ("formats.py", "VALUE_DTYPES: Final", E3M4),
-        ("formats.py", "(E4M3, E5M2)})", "(E4M3, E5M2, E3M4)})"),
+        ("formats.py", "(E4M3, E5M2, INT8)})", "(E4M3, E5M2, INT8, E3M4)})"),
         ("src/mxfp8_ops.h", "MXFP8_E5M2 = 19", "MXFP8_E5M2 = 19, MXFP8_E3M4 = 99"),
     ):
         text = (tmp_path / "mxfp8_ops" / file).read_text(encoding="utf-8")

@@ -32,7 +32,7 @@ ROOM = 4096
 FLOAT32, INT64, E4M3 = 1, 7, 17
 
 # name of the argument: (a value that is right, values that are not). A pointer's name says what it points to.
-CODE = {"value_dtype": (FLOAT32, [*CODES, 3, 17, 19]), "element_format": (E4M3, [*CODES, 1, 3, 10, 16]),
+CODE = {"value_dtype": (FLOAT32, [*CODES, 3, 17, 19]), "element_format": (E4M3, [*CODES, 1, 2, 10, 16]),
         "activation_dtype": (FLOAT32, [*CODES, 10]), "scale_rounding": (0, [3, 99, -1]),
         "epilogue": (2, [5, 99, -1]), "norm": (0, [2, 99, -1])}  # fmt: skip
 THREADS = {"threads": (1, [-1, -(2**31)])}

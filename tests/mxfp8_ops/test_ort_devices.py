@@ -221,7 +221,7 @@ class TestEverythingTheCpuKernelsDo:
 
 
 for _name, _test in inspect.getmembers(test_ort, inspect.isfunction):
-    if _name.startswith("test_"):
+    if _name.startswith("test_") and _name != "test_gemms_of_int8":  # no CUDA kernel takes INT8 yet
         setattr(TestEverythingTheCpuKernelsDo, _name, staticmethod(_test))
 
 

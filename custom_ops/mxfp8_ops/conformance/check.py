@@ -33,7 +33,7 @@ def check_quantizer(
     Args:
         quantizer: called as quantizer(x, axis=, element_format=, scale_rounding=) with x float32 [rows, K]; gives
             elements and scales of one byte each, as NumPy sees them, of the shapes that `numpy_nodes.quantize` has.
-        element_formats: those it knows, of "e4m3" and "e5m2".
+        element_formats: those it knows, of "e4m3", "e5m2" and "int8".
         scale_roundings: those it knows, of "ceil", "floor" and "even".
         axes: those it quantizes along, of -1 and 0.
         partial_blocks: False pads x with zeros to whole blocks of 32, and cuts the elements.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import numerics
-from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN, ElementFormat
+from mxfp8_ops.formats import BLOCK_SIZE, E4M3, E5M2, ELEMENT_FORMATS, INT8, SCALE_BIAS, SCALE_NAN, ElementFormat
 
 Floats = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.uint8]
@@ -48,12 +48,12 @@ def _of_product(amax: Floats, fmt: ElementFormat) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """A quantizer of E4M3 or E5M2 elements in blocks of 32."""
+    """A quantizer of elements in blocks of 32."""
 
     name: str
     source: str
     exponents: Exponents
-    element_formats: tuple[str, ...] = tuple(ELEMENT_FORMATS)
+    element_formats: tuple[str, ...] = (E4M3.name, E5M2.name)
     nan: int | None = SCALE_NAN
     """Scale code of a block with a NaN; None: amax is that of the other values."""
     inf: int | None = 254
@@ -125,13 +125,14 @@ RULES: Final = (
         name="modelopt 0.47",
         source="nvidia-modelopt 0.47, MXFP8QTensor",
         exponents=_log2_of_quotient,
-        element_formats=("e4m3",),
+        element_formats=(E4M3.name,),
         nan=0,
     ),
     Rule(
         name="microxcaling",
         source="microsoft/microxcaling, mx_ops._quantize_mx with round='nearest'",
         exponents=_log2,
+        element_formats=(E4M3.name, E5M2.name, INT8.name),
         inf=SCALE_NAN,
         poisons=True,
         ties_away=True,

@@ -15,6 +15,7 @@ from mxfp8_ops.formats import (
     BLOCK_SIZE,
     ELEMENT_FORMATS,
     ELEMENT_NAN,
+    INT8,
     SCALE_BIAS,
     SCALE_NAN,
     SCALE_ROUNDINGS,
@@ -184,12 +185,31 @@ def _quantize_body(g: Body) -> None:
     # 2^(127 - s) is the power of two with code 254 - s; s = 254 makes it the subnormal 2^-127.
     inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), scale), out="inverse")
     scaled = g("Mul", values, inverse, out="scaled")
+    scaled = _whole_codes(g, scaled, format_index)
     # The NaN stands second on purpose: ONNX Runtime's Where turns -0 in its second operand into +0.
-    scaled = g("Where", bad, g.constant(np.float32(np.nan)), scaled)
+    nans = [np.float32(ELEMENT_NAN if fmt.twos_complement else np.nan) for fmt in ELEMENT_FORMATS.values()]
+    scaled = g("Where", bad, g("Gather", g.constant(np.array(nans)), format_index), scaled)
     g("Cast", blocks.join(scaled), to=g.attribute("output_dtype"), out="elements")
 
     codes = g("Cast", g("Where", bad, g.constant(SCALE_NAN), scale), to=UINT8)
     g("Reshape", codes, g("Concat", blocks.lead, blocks.count, blocks.trail, axis=0), allowzero=1, out="scales")
+
+
+def _whole_codes(g: Body, scaled: str, format_index: str) -> str:
+    """Returns `scaled` as codes for INT8, to which Cast neither rounds nor saturates; `scaled` for other formats."""
+
+    def codes(g: Body) -> str:
+        rounded = g("Round", g("Mul", scaled, g.constant(np.float32(2.0**INT8.mantissa_bits))))
+        return g("Clip", rounded, g.constant(np.float32(-INT8.max_code)), g.constant(np.float32(INT8.max_code)))
+
+    if g.given is not None:
+        return codes(g) if g.given["output_dtype"] == INT8.onnx_dtype else scaled
+    # A branch that the attribute chooses: ONNX Runtime folds it, and the others do not pay for INT8.
+    whole, same = g.inner(), g.inner()
+    branches = [(whole, codes(whole)), (same, same("Identity", scaled))]
+    graphs = [each.graph(f"branch_{i}", [], [(out, FLOAT, None)]) for i, (each, out) in enumerate(branches)]
+    is_int8 = g("Equal", format_index, g.constant([*ELEMENT_FORMATS].index(INT8.name)))
+    return g("If", is_int8, then_branch=graphs[0], else_branch=graphs[1], out="codes")
 
 
 def magnitudes(g: Body, values: str) -> str:

@@ -31,13 +31,14 @@ struct Node {
 // Below, up to the last line, is what custom_ops/generate.py writes. Op is the index of kNodes; the format rows
 // are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude).
 // clang-format off
-#define MXFP8_ELEMENT_FORMATS(ROW) ROW(E4M3, 3, 7, 0x7e) ROW(E5M2, 2, 15, 0x7b)
+#define MXFP8_ELEMENT_FORMATS(ROW) ROW(E4M3, 3, 7, 0x7e) ROW(E5M2, 2, 15, 0x7b) ROW(INT8, 6, 1, 0x7f)
 
 static_assert(MXFP8_FLOAT32 == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_FLOAT16 == 10, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_BFLOAT16 == 16, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_E4M3 == 17, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_E5M2 == 19, "mxfp8_ops.h says otherwise");
+static_assert(MXFP8_INT8 == 3, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_CEIL == 0, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_FLOOR == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_EVEN == 2, "mxfp8_ops.h says otherwise");
@@ -80,6 +81,7 @@ inline constexpr Dtype kValueDtypes[] = {
 inline constexpr Dtype kElementFormats[] = {
     {MXFP8_E4M3, "float8e4m3fn", "E4M3", 1, {0x1fffff, 0x0, 0x80000}},
     {MXFP8_E5M2, "float8e5m2", "E5M2", 1, {0x1fffff, 0x0, 0x100000}},
+    {MXFP8_INT8, "int8", "", 1, {0x1ffff, 0x0, 0x10000}},
 };
 inline constexpr Dtype kActivationDtypes[] = {
     {MXFP8_FLOAT32, "float", "F32", 4, {}},
@@ -87,33 +89,33 @@ inline constexpr Dtype kActivationDtypes[] = {
 };
 inline constexpr Node kNodes[] = {
     {"MXFP8Quantize", {{"X", {1, 10, 16}, false}},
-     {{"elements", {17, 19}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1, -1, -1},
-    {"MXFP8Dequantize", {{"elements", {17, 19}, false}, {"scales", {2}, false}},
+     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}}, 17, -1, -1, -1, -1, -1, -1, -1},
+    {"MXFP8Dequantize", {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}},
      {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1, -1},
-    {"MXFP8Gemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+    {"MXFP8Gemm", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4, -1, -1},
-    {"MXFP8WeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+    {"MXFP8WeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3, -1, -1},
-    {"MXFP8Embedding", {{"indices", {6, 7}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}},
+    {"MXFP8Embedding", {{"indices", {6, 7}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}},
      {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1, -1},
-    {"MXFP8GroupedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
+    {"MXFP8GroupedGemm", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, -1, 4, -1},
-    {"MXFP8GroupedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
+    {"MXFP8GroupedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"experts", {7}, false}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, -1, 3, -1},
-    {"MXFP8FusedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+    {"MXFP8FusedGemm", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 4, -1, -1},
-    {"MXFP8FusedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+    {"MXFP8FusedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 3, -1, -1},
-    {"MXFP8GatedGemm", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
+    {"MXFP8GatedGemm", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 5, -1, 4},
-    {"MXFP8GatedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
+    {"MXFP8GatedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 4, -1, 3},
-    {"MXFP8GemmQuantize", {{"A", {17, 19}, false}, {"A_scales", {2}, false}, {"B", {17, 19}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
-     {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"Y", {1}, true}}, 17, 0, 1, 2, 3, 4, -1, -1},
+    {"MXFP8GemmQuantize", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
+     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"Y", {1}, true}}, 17, 0, 1, 2, 3, 4, -1, -1},
     {"MXFP8NormQuantize", {{"X", {1, 10, 16}, false}, {"scale", {1}, false}, {"bias", {1}, true}},
-     {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
+     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8AddNormQuantize", {{"X", {1, 10, 16}, false}, {"residual", {1, 10, 16}, false, 0}, {"scale", {1}, false}, {"bias", {1}, true}},
-     {{"elements", {17, 19}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}, {"sum", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
+     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}, {"sum", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8Attention", {{"Q", {1, 10, 16}, false}, {"K", {1, 10, 16}, false, 0}, {"V", {1, 10, 16}, false, 0}, {"attn_mask", {1, 10, 16, 9}, false}, {"past_key", {1, 10, 16}, false, 0}, {"past_value", {1, 10, 16}, false, 0}},
      {{"Y", {1, 10, 16}, false, 0}, {"present_key", {1, 10, 16}, true, 0}, {"present_value", {1, 10, 16}, true, 0}}, 0, -1, -1, -1, -1, -1, -1, -1},
 };

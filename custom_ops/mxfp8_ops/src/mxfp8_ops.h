@@ -30,7 +30,7 @@ extern "C" {
 
 // Value dtypes, element formats and dtypes of indices carry their onnx.TensorProto.DataType codes; roundings, epilogues
 // and norms their index in formats.SCALE_ROUNDINGS, contract.EPILOGUES and contract.NORMS.
-enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19 };
+enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19, MXFP8_INT8 = 3 };
 enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7, MXFP8_BOOL = 9 };
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
 enum { MXFP8_NONE = 0, MXFP8_RELU = 1, MXFP8_GELU = 2, MXFP8_GELU_TANH = 3, MXFP8_SILU = 4 };

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from mxfp8_ops import formats
 from mxfp8_ops.formats import E4M3, Minifloat
 
 E3M2: Final = Minifloat(name="e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max_code=0x1F)  # 28
 E2M3: Final = Minifloat(name="e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max_code=0x1F)  # 7.5
 E2M1: Final = Minifloat(name="e2m1", exponent_bits=2, mantissa_bits=1, bias=1, max_code=0x07)  # 6
-MX_INT8: Final = Minifloat(name="int8", exponent_bits=1, mantissa_bits=6, bias=1, max_code=127)  # 127 / 64
-"""OCP MX v1.0, 5.3.4: an integer times 2^-6; -2 is not used."""
 INT8: Final = Minifloat(name="int8", exponent_bits=1, mantissa_bits=6, bias=-5, max_code=127)
 
 ScaleRule = Literal["ceil", "floor", "even", "divide", "divide_pow2", "integer", "two_level", "delayed", "asymmetric"]
@@ -108,7 +107,7 @@ PEERS: Final[Mapping[str, Peer]] = {
         _mx("mxfp8-block16", E4M3, "ceil", "E4M3, ceil scales, blocks of 16", 16),
         _mx("mxfp8-block32", E4M3, "ceil", "E4M3, ceil scales, blocks of 32: what mxfp8 is, emulated"),
         _mx("mxfp8-block64", E4M3, "ceil", "E4M3, ceil scales, blocks of 64", 64),
-        _mx("mxint8", MX_INT8, "floor", f"INT8, {_OCP}, blocks of 32"),
+        _mx("mxint8-block32", formats.INT8, "floor", f"INT8, {_OCP}, blocks of 32: what mxint8 is, emulated"),
         _mx("mxfp6-e2m3", E2M3, "floor", f"E2M3, {_OCP}, blocks of 32"),
         _mx("mxfp6-e3m2", E3M2, "floor", f"E3M2, {_OCP}, blocks of 32"),
         _mx("mxfp4", E2M1, "floor", f"E2M1, {_OCP}, blocks of 32"),

@@ -48,6 +48,8 @@ WORDS: Final[Mapping[str, str]] = {
     "MXFP8BlockScaling": "mxfp8 by TransformerEngine's name",
     "mxfp8-bf16": "E4M3 weights, ceil scales; activations in bfloat16",
     "mxfp8-weight-only": "E4M3 weights, ceil scales; activations as they are",
+    "mxint8": "INT8, floor scales (MXINT8 of the OCP specification)",
+    "mxint8-weight-only": "INT8 weights, floor scales; activations as they are",
     "ocp": "E4M3, floor scales (the OCP specification's)",
     "all": "E4M3, ceil scales; also output projections, routers, embeddings and attention products",
     "mxfp8-even": "E4M3, even scales",

@@ -2,7 +2,7 @@
 
 convert.py       the public call: read, then write
 edit.py          a model whose nodes are replaced one by one
-trt.py qdq.py ort_cuda.py quark.py   a dialect each: `read` a node as ours, `write` ours as its own
+trt.py qdq.py ort_cuda.py nbits.py quark.py   a dialect each: `read` a node as ours, `write` ours as its own
 standard.py      no dialect: standard ops alone, activation quantization too
 decompose.py     our gemms and fused nodes as MXFP8Quantize, MXFP8Dequantize and standard ops
 gemms.py         the way back: products of dequantized operands as gemms

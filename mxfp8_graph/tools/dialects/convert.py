@@ -48,9 +48,10 @@ def convert(
 
     Args:
         model: an ONNX file or model with MXFP8 of any dialect: ours, TensorRT's (modelopt, TransformerEngine), standard
-            Q/DQ, ONNX Runtime's MatMulBlockQuantizedFp8Weight, Quark's.
+            Q/DQ, ONNX Runtime's MatMulBlockQuantizedFp8Weight and MatMulNBits, Quark's.
         to: "mxfp8" (ours, with function bodies), "qdq" (standard Q/DQ: Cast and DequantizeLinear), "trt" (TensorRT),
-            "ort-cuda" (ONNX Runtime's CUDA op) or "standard" (standard ops alone, quantized activations too).
+            "ort-cuda" (ONNX Runtime's CUDA op), "nbits" (its MatMulNBits, for MXINT8 weights) or "standard" (standard
+            ops alone, quantized activations too).
         output: file to write. Default: MODEL.TO.onnx next to a path, nothing for a model in memory.
         allow: what may be lost where the dialect cannot say it: "activations", that they are quantized; "rounding", how
             scales of activations are; "half", float32 activations and results of products.
@@ -105,7 +106,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     edit.infer()
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
-    made = _to_ours(edit, fused=was_foreign) if to == "mxfp8" else _to_other(edit, to, allow)
+    made = _to_ours(edit, fused=was_foreign or "nbits" in found) if to == "mxfp8" else _to_other(edit, to, allow)
     _import_domains(opened.proto)
     _record_losses(edit)
     return {"found": found, "losses": dict(edit.losses), **made}

@@ -45,7 +45,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         raise edit.refuse(node, what, expected=f"{BLOCK_SIZE}, which MXFP8 has", advice=advice)
     elements, scales, codes = tensor_of(b), tensor_of(scale), None
     if scales is not None and scales.dtype == contract.FLOAT:
-        codes = power_codes(scales.numpy())
+        codes = power_codes(scales.numpy(), contract.FLOAT8E4M3FN)
     if codes is None or elements is None or elements.dtype != contract.FLOAT8E4M3FN:
         what, expected = "its scales are not stored powers of two", "float8_e4m3fn and scales 2^-127 to 2^127"
         raise edit.refuse(node, what, expected=expected, advice="start from the model that is not quantized")

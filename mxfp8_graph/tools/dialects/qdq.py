@@ -1,9 +1,10 @@
-"""Standard Q/DQ: DequantizeLinear with a block_size of 32 on stored float8 elements.
+"""Standard Q/DQ: DequantizeLinear with a block_size of 32 on stored float8 or int8 elements.
 
 Read: scales of FLOAT8E8M0, with or without a Cast, and float scales that are powers of two.
 Written: Cast(FLOAT8E8M0 -> float32) + DequantizeLinear of opset 24. ONNX Runtime has no kernel for E8M0 scales, but
 runs that; OpenVINO runs both, but no partial blocks. No standard op finds scales while a model runs, so dynamic
-activations cannot be said.
+activations cannot be said. DequantizeLinear multiplies int8 elements as integers; those of MXINT8 are integers times
+2^-6, which goes into its scales.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from mxfp8_graph.tools.dialects.node_check import check_zero_point
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
-from mxfp8_ops.formats import BLOCK_SIZE, SCALE_BIAS, SCALE_NAN
+from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN
 
 E8M0: Final = int(ir.DataType.FLOAT8E8M0)
+
+_SHIFTS: Final = {row.onnx_dtype: row.mantissa_bits if row.twos_complement else 0 for row in ELEMENT_FORMATS.values()}
+"""By how many powers of two a scale of DequantizeLinear is below that of MX, by the dtype of the elements."""
 
 _OTHER: Final = "convert reads MXFP8 only; start from the model that is not quantized"
 
@@ -36,11 +40,13 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     block, elements = attribute(node, "block_size", 0), tensor_of(value)
     static = is_op(value.producer(), "QuantizeLinear") and dtype_of(value) in contract.ELEMENTS
     if not static and (elements is None or elements.dtype not in contract.ELEMENTS):
-        raise edit.refuse(node, "quantized, but not in MXFP8", expected="stored float8 elements", advice=_OTHER)
+        raise edit.refuse(node, "quantized, but not in MXFP8", expected="stored float8 or int8 elements", advice=_OTHER)
+    kind = int(elements.dtype if elements is not None else dtype_of(value) or 0)
     if block != BLOCK_SIZE:
-        what = f"float8 with block_size {block}" if block else "float8 without blocks"
+        name = "int8" if _SHIFTS[kind] else "float8"
+        what = f"{name} with block_size {block}" if block else f"{name} without blocks"
         raise edit.refuse(node, what, expected=f"block_size {BLOCK_SIZE}, which MXFP8 has", advice=_OTHER)
-    scale, codes, dtype = _scales(edit, node, scale)
+    scale, codes, dtype = _scales(edit, node, scale, kind)
     axis = attribute(node, "axis", 1)
     if elements is not None:
         shape = dims(elements)
@@ -51,47 +57,51 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     tensor = tensor_of(scale)
     is_code = tensor is not None and tensor.dtype == contract.UINT8  # what `standard` looks up
     edit.counts["standard" if is_code else "qdq", "activations" if static else "weights"] += 1
-    scales = scale if is_code else stored_codes(edit, scale, f"{value.name}_scales", codes)
+    scales = scale if is_code else stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])
     return [ours(node, contract.DEQUANTIZE, [value, scales], heirs(node), axis=axis, output_dtype=dtype)]
 
 
-def stored_codes(edit: Edit, scales: ir.Value, wanted: str, codes: Codes) -> ir.Value:
+def stored_codes(edit: Edit, scales: ir.Value, wanted: str, codes: Codes, shift: int = 0) -> ir.Value:
     """Returns E8M0 codes, stored beside the stored `scales` that they are: one tensor for all that read those."""
     graph = scales.graph
-    return edit.shared(graph, "codes", scales, make=lambda: edit.store(graph, wanted, contract.UINT8, codes))
+    return edit.shared(graph, "codes", scales, shift, make=lambda: edit.store(graph, wanted, contract.UINT8, codes))
 
 
-def _scales(edit: Edit, node: ir.Node, scale: ir.Value) -> tuple[ir.Value, Codes, int]:
-    """Returns the stored scales of a DequantizeLinear, their E8M0 codes, and the dtype of its result."""
+def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.Value, Codes, int]:
+    """Returns the stored scales of a DequantizeLinear on elements of dtype `kind`, their E8M0 codes as MX has them, and
+    the dtype of its result.
+    """
     check_zero_point(edit, node, _OTHER)
     value, views = source(scale, CASTS)
     casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
     tensor = tensor_of(value)
     codes, dtype = None, contract.FLOAT
     if tensor is None:
-        value, codes = _looked_up(edit, value)
+        value, codes = _looked_up(edit, value, kind)
     elif tensor.dtype == E8M0:
-        codes = edit.codes(tensor)
+        codes = power_codes(numerics.decode_scale(edit.codes(tensor)), kind)
     elif tensor.dtype in contract.VALUES:
-        codes, dtype = power_codes(tensor.numpy()), int(tensor.dtype)
-    if codes is None or not _exact(codes, casts):
+        codes, dtype = power_codes(tensor.numpy(), kind), int(tensor.dtype)
+    if codes is None or not _exact(codes, casts, _SHIFTS[kind]):
         what = f"scales {value.name!r} are not stored powers of two"
-        raise edit.refuse(node, what, expected="E8M0 scales, or floats 2^-127 to 2^127", advice=_OTHER)
+        least, most = -SCALE_BIAS - _SHIFTS[kind], SCALE_BIAS - _SHIFTS[kind]
+        expected = f"E8M0 scales, or floats 2^{least} to 2^{most}"
+        raise edit.refuse(node, what, expected=expected, advice=_OTHER)
     dtype = attribute(node, "output_dtype", 0) or (casts[0] if casts else dtype)
     if dtype not in contract.VALUES:
         raise edit.refuse(node, f"a result of dtype {dtype}", expected="float32, float16 or bfloat16", advice=_OTHER)
     return value, codes, dtype
 
 
-def _exact(codes: Codes, casts: list[int]) -> bool:
+def _exact(codes: Codes, casts: list[int], shift: int) -> bool:
     """Whether casts to these dtypes keep the scales; float16 has 2^-24 to 2^15."""
     if not {*casts} <= {*contract.VALUES}:
         return False
-    lowest, highest = SCALE_BIAS - 24, SCALE_BIAS + 15
+    lowest, highest = SCALE_BIAS + shift - 24, SCALE_BIAS + shift + 15
     return contract.FLOAT16 not in casts or bool(np.all((codes >= lowest) & (codes <= highest)))
 
 
-def _looked_up(edit: Edit, value: ir.Value) -> tuple[ir.Value, Codes | None]:
+def _looked_up(edit: Edit, value: ir.Value, kind: int) -> tuple[ir.Value, Codes | None]:
     """Returns the codes that `standard` looks up in the table of all scales, as value and array; else None as array."""
     gather = value.producer()
     if gather is None or not is_op(gather, "Gather"):
@@ -101,20 +111,26 @@ def _looked_up(edit: Edit, value: ir.Value) -> tuple[ir.Value, Codes | None]:
     codes = tensor_of(index)
     if values is None or codes is None or codes.dtype != contract.UINT8 or dims(values) != (256,):
         return value, None
-    same = np.array_equal(values.numpy(), table_of_scales(), equal_nan=True)
+    same = np.array_equal(values.numpy(), table_of_scales(kind), equal_nan=True)
     return (index, edit.codes(codes)) if same else (value, None)
 
 
-def table_of_scales() -> npt.NDArray[np.float32]:
-    """Returns the float32 value of every E8M0 code, [256]."""
-    return numerics.decode_scale(np.arange(256, dtype=np.uint8))
+def float_scales(codes: Codes, kind: int) -> npt.NDArray[np.float32]:
+    """Returns what DequantizeLinear multiplies elements of dtype `kind` by, for their E8M0 codes."""
+    # Powers of two down to 2^-133, a subnormal: exact.
+    return numerics.decode_scale(codes) * np.float32(2.0 ** -_SHIFTS[kind])
 
 
-def power_codes(scales: npt.NDArray[np.floating]) -> Codes | None:
-    """Returns the E8M0 codes of scales that are powers of two (or NaN), or None if one is not."""
+def table_of_scales(kind: int) -> npt.NDArray[np.float32]:
+    """Returns `float_scales` of every E8M0 code, [256]."""
+    return float_scales(np.arange(256, dtype=np.uint8), kind)
+
+
+def power_codes(scales: npt.NDArray[np.floating], kind: int) -> Codes | None:
+    """Returns the E8M0 codes of which `float_scales` are these, powers of two or NaN; None if one is not."""
     values = np.asarray(scales, np.float64)
     mantissa, exponent = np.frexp(np.where(np.isnan(values), 0.5, values))
-    codes = exponent - 1 + SCALE_BIAS
+    codes = exponent - 1 + SCALE_BIAS + _SHIFTS[kind]
     if np.any(mantissa != 0.5) or (codes.size and (codes.min() < 0 or codes.max() >= SCALE_NAN)):
         return None
     return np.where(np.isnan(values), SCALE_NAN, codes).astype(np.uint8)
@@ -133,9 +149,16 @@ def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
     if codes is None:
         what, advice = "its scales are computed while the model runs", "convert to standard"
         raise edit.refuse(node, what, expected="stored scales: Q/DQ has no others", advice=advice)
-    graph = scales.graph
-    wanted = f"{value.name}_e8m0"
-    e8m0 = edit.shared(graph, "e8m0", scales, make=lambda: edit.store(graph, wanted, E8M0, edit.codes(codes)))
+    graph, elements = scales.graph, tensor_of(value)
+    kind = int(elements.dtype if elements is not None else dtype_of(value) or contract.FLOAT8E4M3FN)
+    whole, shift = edit.codes(codes), _SHIFTS[kind]
+    if whole.size and whole.min() < shift:
+        # Below E8M0's least power of two; a block of zeros has such a scale.
+        make = lambda: edit.store(graph, f"{value.name}_scales_float", contract.FLOAT, float_scales(whole, kind))  # noqa: E731
+        return dequantize_linear(edit, node, edit.shared(graph, "float", scales, shift, make=make))
+    stored = np.where(whole == SCALE_NAN, SCALE_NAN, whole - np.uint8(shift)).astype(np.uint8)
+    make = lambda: edit.store(graph, f"{value.name}_e8m0", E8M0, stored)  # noqa: E731
+    e8m0 = edit.shared(graph, "e8m0", scales, shift, make=make)
     return dequantize_linear(edit, node, edit.cast(node, e8m0, contract.FLOAT, "float"))
 
 
@@ -149,14 +172,20 @@ def dequantize_linear(edit: Edit, node: ir.Node, scales: ir.Value) -> Nodes:
     return nodes if y is outputs else [*nodes, ir.node("Cast", y, {"to": dtype}, outputs=outputs, name=y[0].name)]
 
 
-def dropped_activation(edit: Edit, node: ir.Node, quantize: ir.Node, allow: frozenset[str]) -> Nodes | None:
+def dropped_activation(
+    edit: Edit,
+    node: ir.Node,
+    quantize: ir.Node,
+    allow: frozenset[str],
+    loss: str = "activations are not quantized any more",
+) -> Nodes | None:
     """Returns the values themselves in place of those quantized while the model runs, where that loss is allowed."""
     if "activations" not in allow:
         what = "quantizes at run time, which this dialect cannot express"
         losing = ("convert to standard or trt, or lose that with ", Option("allow", "activations"))
         raise edit.refuse(quantize, what, expected="weights alone in MXFP8", advice=losing)
     if node is quantize:
-        edit.losses["activations are not quantized any more"] += 1
+        edit.losses[loss] += 1
         return None  # nothing reads it when the others are replaced
     dtype = attribute(node, "output_dtype", contract.FLOAT)
     return [ir.node("Cast", operands(quantize, count=1), {"to": dtype}, outputs=heirs(node), name=node.name)]

@@ -26,15 +26,16 @@ def write(edit: Edit, node: ir.Node, _: frozenset[str]) -> Nodes | None:
         value, scales = operands(node)
         elements, axis = tensor_of(value), attribute(node, "axis", -1)
         if elements is not None and tensor_of(scales) is not None and dims(elements)[axis] % BLOCK_SIZE == 0:
-            looked_up = edit.shared(node.graph, "scales", scales, make=lambda: _looked_up(edit, scales))
+            kind = int(elements.dtype)
+            looked_up = edit.shared(node.graph, "scales", scales, kind, make=lambda: _looked_up(edit, scales, kind))
             return dequantize_linear(edit, node, looked_up)
     return taken_apart(edit, node)
 
 
-def _looked_up(edit: Edit, scales: ir.Value) -> ir.Value:
-    """Returns the float32 scales of a stored weight."""
-    top = edit.model.graph
-    make = lambda: edit.store(top, "mxfp8_scale_values", contract.FLOAT, table_of_scales())  # noqa: E731
-    table = edit.shared(top, "table", make=make)
+def _looked_up(edit: Edit, scales: ir.Value, kind: int) -> ir.Value:
+    """Returns the float32 scales of a stored weight of dtype `kind`."""
+    top, values = edit.model.graph, table_of_scales(kind)
+    make = lambda: edit.store(top, "mxfp8_scale_values", contract.FLOAT, values)  # noqa: E731
+    table = edit.shared(top, "table", values.tobytes(), make=make)
     index = edit.make("Cast", scales, wanted=f"{scales.name}_index", to=contract.INT32)
     return edit.make("Gather", table, index, wanted=f"{scales.name}_float")

@@ -189,7 +189,7 @@ def _static(edit: Edit, node: ir.Node) -> Nodes | None:
     is_e4m3 = attribute(node, "output_dtype", 0) == contract.FLOAT8E4M3FN
     if floats is None or floats.dtype != contract.FLOAT or not blocked or not is_e4m3:
         return None
-    codes = power_codes(floats.numpy())
+    codes = power_codes(floats.numpy(), contract.FLOAT8E4M3FN)
     if codes is None:
         return None
     known = (operand(user, 1) for user in node.outputs[0].consumers() if user.graph is not None)

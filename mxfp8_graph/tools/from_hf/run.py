@@ -150,8 +150,12 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
     # auto-round's field: 16 bits means that activations are not quantized.
+    # With INT8 elements in all weights it is a checkpoint of MXINT8, whose activations are INT8 too.
+    is_int = {weight.element_format for weight in checkpoint.weights.values()} == {formats.INT8.name}
+    both, weight_only = ("mxint8", "mxint8-weight-only") if is_int else (presets.DEFAULT, _WEIGHT_ONLY)
+    expected = {**_ACTIVATIONS, "type": "int" if is_int else "float"}
     if quantization.get("act_bits", 8) == 16:
-        return _WEIGHT_ONLY
+        return weight_only
     quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
     groups = quantization.get("config_groups")
     where = folder / "config.json"
@@ -160,12 +164,12 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
         said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
         ours = {"dynamic": True} if quantization.get("quant_method") == "modelopt" else {}
         for each in filter(None, said):
-            if not (isinstance(each, dict) and _ACTIVATIONS.items() <= {**each, **ours}.items()):
+            if not (isinstance(each, dict) and expected.items() <= {**each, **ours}.items()):
                 what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
-                raise ContractError(where, what, expected=str(_ACTIVATIONS), advice=advice)
+                raise ContractError(where, what, expected=str(expected), advice=advice)
         quantized = [bool(each) for each in said]
     # A preset has one setting for all sites, and a guess would change results.
     if any(quantized) and not all(quantized):
         what = "the activations of some layers alone are quantized"
         raise ContractError(where, what, expected="the same for all", advice=advice)
-    return presets.DEFAULT if any(quantized) else _WEIGHT_ONLY
+    return both if any(quantized) else weight_only

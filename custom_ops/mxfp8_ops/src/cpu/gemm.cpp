@@ -30,11 +30,15 @@ struct Strip {
 // The first row of the table after `last` for these rows; null stands for before the first.
 const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
   const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
-  const bool all_e4m3 = args.a_scales != nullptr && args.a_format == MXFP8_E4M3 && args.b_format == MXFP8_E4M3;
+  const auto all = [&](int format) {
+    return args.a_scales != nullptr && args.a_format == format && args.b_format == format;
+  };
+  const bool all_e4m3 = all(MXFP8_E4M3), all_int8 = all(MXFP8_INT8);
   const Values values = fits_bf16 && kernels.has_bf16 ? Values::kBf16 : Values::kOther;
   const auto takes = [&](const GemmRow& row) {
     if (rows < row.least_rows || rows > row.most_rows) return false;
-    return row.values == values || row.values == Values::kAny || (row.values == Values::kE4M3 && all_e4m3);
+    return row.values == values || row.values == Values::kAny || (row.values == Values::kE4M3 && all_e4m3) ||
+           (row.values == Values::kInt8 && all_int8);
   };
   const GemmRow* next = last == nullptr ? kernels.gemms : last + 1;
   while (!takes(*next)) ++next;  // ends at the last, which takes anything

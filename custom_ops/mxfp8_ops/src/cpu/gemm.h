@@ -9,6 +9,8 @@ constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so
 constexpr int64_t kSkinnyRows = 16;     // the most rows of A that B is decoded in registers for
 // Up to here gemm_skinny_f32 adds sums across lanes in less time than other kernels turn B, as measured.
 constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
+constexpr int64_t kFewRowsInt8 = 6;   // and gemm_skinny_int8
+constexpr int64_t kInt8Group = 8;     // rows of A that it multiplies at a time
 constexpr int64_t kGemmColumns = 64;  // columns of one accumulator strip
 
 // a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype); `rounds_a`
@@ -48,8 +50,8 @@ constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold
 constexpr int kAllZero = 1 << 20;
 
 // The operands that a kernel is for: values of A that bf16 holds, on a processor that multiplies bf16; other values;
-// any; or elements of A and B that are all E4M3.
-enum class Values { kBf16, kOther, kAny, kE4M3 };
+// any; or elements of A and B that are all E4M3, or all INT8.
+enum class Values { kBf16, kOther, kAny, kE4M3, kInt8 };
 
 struct GemmKernel {
   const char* name;

@@ -30,8 +30,10 @@ MXFP8_ISA_TABLE("avx2", 1, gemms, false, kGemmRows)
 }  // namespace avx2
 
 namespace avx2_vnni {
-extern const GemmKernel gemm_int16;
+extern const GemmKernel gemm_int16, gemm_int8, gemm_skinny_int8;
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, 1, kFewRowsInt8, &gemm_skinny_int8},
+    {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &avx2::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx2 + 1, kGemmRows, &gemm_int16},
     {Values::kAny, 1, kGemmRows, &avx2::gemm_f32},
@@ -49,8 +51,10 @@ MXFP8_ISA_TABLE("avx512", 2, gemms, false, kGemmRows)
 }  // namespace avx512
 
 namespace avx512_vnni {
-extern const GemmKernel gemm_int16;
+extern const GemmKernel gemm_int16, gemm_int8, gemm_skinny_int8;
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, 1, kFewRowsInt8, &gemm_skinny_int8},
+    {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx512, &avx512::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx512 + 1, kGemmRows, &gemm_int16},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
@@ -62,8 +66,12 @@ namespace avx512_bf16 {
 extern const GemmKernel gemm_skinny_bf16, gemm_bf16, gemm_many_bf16;
 constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 constexpr GemmRow gemms[] = {
-    {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16}, {Values::kBf16, kManyRows + 1, kGemmRows, &gemm_many_bf16},
-    {Values::kBf16, 1, kManyRows, &gemm_bf16},          {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
+    {Values::kInt8, 1, kFewRowsInt8, &avx512_vnni::gemm_skinny_int8},
+    {Values::kInt8, 1, kGemmRows, &avx512_vnni::gemm_int8},
+    {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16},
+    {Values::kBf16, kManyRows + 1, kGemmRows, &gemm_many_bf16},
+    {Values::kBf16, 1, kManyRows, &gemm_bf16},
+    {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
 MXFP8_ISA_TABLE("avx512_bf16", 2, gemms, true, kGemmRows)

@@ -11,7 +11,13 @@ namespace mxfp8::cuda {
 
 // Position of a dtype among kValueDtypes, then kElementFormats: its bit in mxfp8_cuda_route, and how kernels.h counts.
 using Kind = int;
-constexpr int kValueKinds = int(std::size(kValueDtypes)), kKinds = kValueKinds + int(std::size(kElementFormats));
+// Formats without a name in CUDA are the last rows: no kernel there takes them.
+constexpr int cuda_formats() {
+  int count = 0;
+  for (const Dtype& format : kElementFormats) count += format.cuda[0] != 0;
+  return count;
+}
+constexpr int kValueKinds = int(std::size(kValueDtypes)), kKinds = kValueKinds + cuda_formats();
 
 constexpr const Dtype& row_of(Kind kind) {
   return kind < kValueKinds ? kValueDtypes[kind] : kElementFormats[kind - kValueKinds];
@@ -23,7 +29,8 @@ constexpr Kind kind_of(int64_t code) {
   for (Kind kind = 0; kind < kKinds; ++kind) {
     if (row_of(kind).code == code) return kind;
   }
-  throw Error(MXFP8_BAD_ARGUMENT, "dtype " + std::to_string(code), "a code of mxfp8_ops.h", "report this as a bug");
+  throw Error(MXFP8_BAD_ARGUMENT, "dtype " + std::to_string(code) + " on CUDA",
+              "float32, float16, bfloat16, or elements of E4M3 or E5M2", "use the CPU kernels");
 }
 Kind value_kind(int64_t dtype);
 Kind element_kind(int64_t format);

@@ -12,10 +12,13 @@ constexpr int kScaleValues = 512;  // elements whose 16 scales are loaded at onc
 // Exponent of the lowest bit an element can have, relative to its scale.
 template <class F>
 constexpr int kElementExponent = 1 - F::bias - F::mantissa_bits;
+// That of the highest one; the code -128 is a binade above what encode gives.
+template <class F>
+constexpr int kHighestExponent = F::emax + (F::is_integer ? 1 : 0);
 
 // The scales for which every finite element, scaled, is finite and every nonzero one is normal.
 template <class F>
-constexpr int kMaxScale = 254 - F::emax;
+constexpr int kMaxScale = 254 - kHighestExponent<F>;
 template <class F>
 constexpr int kMinScale = 1 - kElementExponent<F>;
 
@@ -96,6 +99,14 @@ class Decoder {
   // has_special.
   MXFP8_INLINE_MEMBER Values values(__m512i codes, __m512i* highest) const {
     asm("" : "+v"(codes));  // or GCC loads them once per use, and they may cross cache lines
+    if constexpr (F::is_integer) {
+      // A sign and a magnitude. 128, which the tables take for 0, is 2 = 0x4000.
+      const __m512i magnitude = _mm512_abs_epi8(codes), two = _mm512_srli_epi16(magnitude, 1);
+      const __m512i low = look_up(magnitude, low_[0], low_[1]);
+      __m512i high = look_up(magnitude, high_[0], high_[1]);
+      high = _mm512_ternarylogic_epi32(high, two, _mm512_set1_epi8(0x40), 0xf8);  // high | (two & 0x40)
+      return joined(low, _mm512_ternarylogic_epi32(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8));
+    }
     const __m512i magnitude = look_up(codes, high_[0], high_[1]);
     *highest = _mm512_max_epu8(*highest, magnitude);
     // magnitude | (codes & 0x80)
@@ -106,7 +117,7 @@ class Decoder {
 
   // Whether a NaN or Inf was among the codes whose upper bytes were collected.
   MXFP8_INLINE_MEMBER static bool has_special(__m512i highest) {
-    return _mm512_cmpeq_epi8_mask(highest, _mm512_set1_epi8(0x7f)) != 0;
+    return !F::is_integer && _mm512_cmpeq_epi8_mask(highest, _mm512_set1_epi8(0x7f)) != 0;
   }
 
  private:
@@ -204,14 +215,14 @@ MXFP8_INLINE bool pack_some(const Decoder<F>& decoder, const uint8_t* elements, 
       const int scale = codes[i];
       if (scale == kScaleNan || (scale == 0 && is_zero(elements + i * kBlock, count - i * kBlock, 0))) continue;
       if (scale < kMinScale<F> || scale > kMaxScale<F>) return false;
-      extent->add(scale - 127 + kElementExponent<F>, scale - 127 + F::emax);
+      extent->add(scale - 127 + kElementExponent<F>, scale - 127 + kHighestExponent<F>);
     }
   } else {
     const __m128i absent = _mm_movm_epi8(__mmask16(~((1u << blocks) - 1)));
     const int low = smallest(_mm_or_si128(vector, absent));
     const int high = 255 - smallest(_mm_xor_si128(vector, _mm_set1_epi8(-1)));
     if (low < kMinScale<F> || high > kMaxScale<F>) return false;
-    extent->add(low - 127 + kElementExponent<F>, high - 127 + F::emax);
+    extent->add(low - 127 + kElementExponent<F>, high - 127 + kHighestExponent<F>);
   }
   const __m512i exponents = exponents_of(vector);
   __m512i highest = _mm512_setzero_si512();

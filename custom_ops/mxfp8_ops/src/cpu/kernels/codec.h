@@ -23,12 +23,12 @@ constexpr uint32_t kQuietNan = 0x7fc00000;
 constexpr uint32_t kElementNan = 0x7f;
 constexpr int kScaleNan = 255;
 
-// Types E4M3, E5M2: formats.ELEMENT_FORMATS.
+// Types E4M3, E5M2, INT8: formats.ELEMENT_FORMATS. A format without NaN is of integers, in two's complement.
 template <int MantissaBits, int Bias, uint32_t MaxCode>
 struct ElementFormat {
   static constexpr int mantissa_bits = MantissaBits, bias = Bias, emax = int(MaxCode >> MantissaBits) - Bias;
   static constexpr uint32_t max_code = MaxCode;
-  static constexpr bool has_infinity = MaxCode + 1 < kElementNan;
+  static constexpr bool has_infinity = MaxCode + 1 < kElementNan, is_integer = MaxCode == kElementNan;
 };
 #define MXFP8_TYPE(NAME, ...) \
   struct NAME : ElementFormat<__VA_ARGS__> {};
@@ -61,18 +61,21 @@ MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
   return units + (power >> shift) - (uint32_t(128 - Bias + shift) << MantissaBits);
 }
 
-// Element code of a finite value that is already divided by its scale. -0 stays -0.
+// Element code of a finite value that is already divided by its scale. -0 stays -0, where there is one.
 template <class F>
 MXFP8_INLINE uint32_t encode(float value) {
   const uint32_t bits = bits_of(value);
-  const uint32_t code = round_magnitude<F::mantissa_bits, F::bias>(bits & kMagnitude);
-  return (code < F::max_code ? code : F::max_code) | ((bits >> 24) & 0x80);
+  const uint32_t rounded = round_magnitude<F::mantissa_bits, F::bias>(bits & kMagnitude);
+  const uint32_t code = rounded < F::max_code ? rounded : F::max_code;
+  if (F::is_integer) return uint8_t(int32_t(bits) < 0 ? 0 - code : code);
+  return code | ((bits >> 24) & 0x80);
 }
 
 // Bits of the float32 value of an element code. Subnormal elements are made from a normal float by subtraction, so that
 // no denormal float32 is ever an operand.
 template <class F>
 MXFP8_INLINE uint32_t decode_bits(uint32_t code) {
+  if (F::is_integer) return bits_of(float(int8_t(code)) * (1.0f / (1 << F::mantissa_bits)));
   constexpr int shift = 23 - F::mantissa_bits;
   constexpr uint32_t first_normal = uint32_t(128 - F::bias) << 23;
   const uint32_t magnitude = code & 0x7f;

@@ -50,16 +50,17 @@ MXFP8_NOINLINE void turn_fringe(const Stretch& from, int64_t k, Bytes* words) {
   turn_rows(padded, kDecoded, words);
 }
 
-// A stretch's scales, a byte for each block. Zeros where there is nothing.
+// A stretch's scales, a byte for each block. 2^0 where there is nothing, which fits in every format.
 MXFP8_INLINE Ints load_scales(const Stretch& from) {
-  alignas(64) uint32_t words[kLanes] = {};
+  alignas(64) uint32_t words[kLanes];
+  for (uint32_t& word : words) word = 0x7f7f7f7f;
   const int64_t blocks = blocks_of(from.left);
   for (int64_t c = 0; c < min_of(from.columns, kLanes); ++c) {
     const uint8_t* scales = from.scales + c * from.next_scales;
     if (__builtin_expect(blocks >= kWord, 1)) {
       std::memcpy(words + c, scales, sizeof words[c]);
     } else {
-      for (int64_t i = 0; i < blocks; ++i) words[c] |= uint32_t(scales[i]) << (8 * i);
+      std::memcpy(words + c, scales, size_t(blocks > 0 ? blocks : 0));
     }
   }
   Ints all;
@@ -70,7 +71,10 @@ MXFP8_INLINE Ints load_scales(const Stretch& from) {
 // Whether each of them, times 2^bias_gap, is a normal float.
 template <class F>
 MXFP8_INLINE bool fit(Ints scales) {
-  constexpr int highest = 254 - Shift<F>::bias_gap;
+  constexpr int highest = F::is_integer ? 254 : 254 - Shift<F>::bias_gap;
+  constexpr int lowest = F::is_integer ? 1 - Shift<F>::bias_gap : 0;
+  if (lowest > 0 && any_less(reinterpret_cast<SignedBytes>(scales ^ int(0x80808080)), int8_t(lowest - 128)))
+    return false;
   return !any_less(reinterpret_cast<SignedBytes>(scales ^ 0x7f7f7f7f), int8_t(127 - highest));
 }
 

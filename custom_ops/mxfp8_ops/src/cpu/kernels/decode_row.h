@@ -14,8 +14,8 @@ constexpr int kHighestPlainScale = 246;  // above, the product with 2^8 that und
 template <class F>
 MXFP8_INLINE void decode_block(const uint8_t* elements, float scale, float* values) {
 #if defined(__AVX2__)
-  if (F::has_infinity || !any_nan_code(elements)) {
-    return halves_to_floats<F>(elements, F::has_infinity ? scale : scale * 256.0f, values);
+  if (F::has_infinity || F::is_integer || !any_nan_code(elements)) {
+    return halves_to_floats<F>(elements, scale * kHalfFactor<F>, values);
   }
 #endif
   for (int i = 0; i < kBlock; ++i) values[i] = decode<F>(elements[i]) * scale;

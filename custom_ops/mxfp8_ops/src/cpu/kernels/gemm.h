@@ -52,9 +52,8 @@ MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t s
 #if defined(__AVX2__)
   if (count >= kBlock) {
     // An E4M3 factor is 2^8 larger, see simd.h, and must not overflow; and 0x7f, its NaN, would be a float16 number.
-    if (F::has_infinity) return halves_to_floats<F>(elements, scale, out);
-    if (scale_of_block <= 246 && !any_nan_code(elements)) {
-      return halves_to_floats<F>(elements, float_of((uint32_t(scale_of_block) + 8) << 23), out);
+    if (F::has_infinity || F::is_integer || (scale_of_block <= 246 && !any_nan_code(elements))) {
+      return halves_to_floats<F>(elements, scale * kHalfFactor<F>, out);
     }
   }
 #endif

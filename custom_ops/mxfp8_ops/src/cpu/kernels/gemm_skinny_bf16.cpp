@@ -196,7 +196,8 @@ int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
   // No product with an unscaled weight, and no sum of four, may leave the range of normal floats.
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
-    fits = fits && extent.lowest + kElementExponent<F> >= kLowestNormal && extent.highest + F::emax + 4 <= 127;
+    fits =
+        fits && extent.lowest + kElementExponent<F> >= kLowestNormal && extent.highest + kHighestExponent<F> + 4 <= 127;
   });
   return fits ? extent.lowest : kNotExact;
 }

@@ -112,6 +112,14 @@ struct Squares {
 // themselves, with signed saturation, leaves their signs.
 template <class F>
 MXFP8_INLINE __m512i encode_four(__m512 v0, __m512 v1, __m512 v2, __m512 v3) {
+  if constexpr (F::is_integer) {
+    const auto whole = [](__m512 v) MXFP8_INLINE_LAMBDA {
+      return _mm512_cvtps_epi32(_mm512_mul_ps(v, _mm512_set1_ps(1 << F::mantissa_bits)));
+    };
+    const __m512i packed =
+        _mm512_packs_epi16(_mm512_packs_epi32(whole(v0), whole(v1)), _mm512_packs_epi32(whole(v2), whole(v3)));
+    return _mm512_max_epi8(packed, _mm512_set1_epi8(-int(F::max_code)));
+  }
   const __m512i offset = _mm512_set1_epi16(short((128 - F::bias + Rounding<F>::shift) << F::mantissa_bits));
   const __m512i low = _mm512_packus_epi32(Rounding<F>(v0).code(), Rounding<F>(v1).code());
   const __m512i high = _mm512_packus_epi32(Rounding<F>(v2).code(), Rounding<F>(v3).code());

@@ -1,6 +1,6 @@
 // Elements become float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for the
-// element's value times 2^-bias_gap. A register of bytes gives four registers of floats, element 4 l + i in lane l of
-// register i.
+// element's value times 2^-bias_gap; INT8 codes by conversion. A register of bytes gives four registers of floats,
+// element 4 l + i in lane l of register i.
 //
 // Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. They
 // are to be found - all_plain of many elements, else look_at - and `lift`ed. NaN and Inf come out as numbers.
@@ -24,7 +24,7 @@ template <class F>
 struct Shift {
   static constexpr int right = 1 + F::mantissa_bits;
   static constexpr uint32_t mask = 0x80000000 | (0x7fu << (24 - right));
-  static constexpr int bias_gap = 127 - F::bias;
+  static constexpr int bias_gap = F::is_integer ? -F::mantissa_bits : 127 - F::bias;
   static constexpr int subnormals = (1 << F::mantissa_bits) - 1;  // codes 1 .. this
   static constexpr uint8_t special = 0x80 | (F::max_code + 1);    // codes with the sign set from here on: NaN, Inf
 };
@@ -79,6 +79,7 @@ MXFP8_INLINE Bytes load_bytes(const uint8_t* elements) {
 // Whether elements are all normal numbers: those of codes(0) to codes(Count - 1).
 template <class F, int Count, class Codes>
 MXFP8_INLINE bool all_plain(const Codes& codes) {
+  if (F::is_integer) return true;
   constexpr int specials = 0x80 - int(F::max_code + 1);
   Bytes least = Bytes{} + uint8_t(0x7f);
 #pragma GCC unroll 16
@@ -106,6 +107,7 @@ MXFP8_INLINE bool all_plain_or_zero(const Codes& codes) {
 // Collects codes in `specials`, see Shift::special, and returns whether one of them is subnormal.
 template <class F>
 MXFP8_INLINE bool look_at(Bytes codes, Bytes* specials) {
+  if (F::is_integer) return false;
   const Bytes signed_codes = codes | uint8_t(0x80);
   *specials = larger(*specials, signed_codes);
   // Less 1, zero is the largest signed byte, and subnormal codes are the smallest ones.
@@ -115,6 +117,7 @@ MXFP8_INLINE bool look_at(Bytes codes, Bytes* specials) {
 // Whether there is a NaN or Inf among codes that were looked at.
 template <class F>
 MXFP8_INLINE bool any_special(Bytes specials) {
+  if (F::is_integer) return false;
   uint64_t masks[kDecoded / 8], any = 0;
   const auto special = specials >= Shift<F>::special;
   std::memcpy(masks, &special, sizeof masks);
@@ -125,6 +128,11 @@ MXFP8_INLINE bool any_special(Bytes specials) {
 // The floats of kDecoded elements, times 2^-bias_gap.
 template <class F>
 MXFP8_INLINE void decode_step(Bytes codes, Vec* out) {
+  if constexpr (F::is_integer) {
+    const Ints words = reinterpret_cast<Ints>(codes);
+    for (int i = 0; i < 4; ++i) out[i] = __builtin_convertvector((words << (24 - 8 * i)) >> 24, Vec);
+    return;
+  }
   const Shorts bytes = reinterpret_cast<Shorts>(codes);
   const Ints odd = reinterpret_cast<Ints>(bytes >> Shift<F>::right);
   const Ints even = reinterpret_cast<Ints>((bytes << 8) >> Shift<F>::right);

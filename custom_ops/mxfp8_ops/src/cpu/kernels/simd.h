@@ -2,6 +2,7 @@
 //
 // halves_to_floats decodes 32 elements through float16: an E5M2 code is the upper byte of one, an E4M3 code becomes one
 // by moving its magnitude a bit down, 2^-8 too small. The conversion treats subnormals as it should, at full speed.
+// INT8 codes are converted as integers.
 #pragma once
 #include <cstring>
 
@@ -13,10 +14,17 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-#define MXFP8_CHECK(NAME, ...) \
-  static_assert(NAME::bias == (NAME::has_infinity ? 15 : 7), "halves_to_floats does not know this format yet");
+#define MXFP8_CHECK(NAME, ...)                                                   \
+  static_assert(NAME::is_integer || NAME::bias == (NAME::has_infinity ? 15 : 7), \
+                "halves_to_floats does not know it yet");
 MXFP8_ELEMENT_FORMATS(MXFP8_CHECK)
 #undef MXFP8_CHECK
+
+// What a scale is multiplied by to make the factor of halves_to_floats.
+template <class F>
+constexpr float kHalfFactor = F::is_integer     ? 1.0f / (1 << F::mantissa_bits)
+                              : F::has_infinity ? 1.0f
+                                                : 256.0f;
 
 #if defined(__AVX512F__)
 
@@ -55,6 +63,13 @@ MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) {
 
 template <class F>
 MXFP8_INLINE void halves_to_floats(const uint8_t* elements, float factor, float* out) {
+  if constexpr (F::is_integer) {
+    for (int i = 0; i < kBlock; i += kLanes) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(elements + i));
+      _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), _mm512_set1_ps(factor)));
+    }
+    return;
+  }
   const __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements)));
   __m512i halves = _mm512_slli_epi16(codes, 8);
   if (!F::has_infinity) halves = _mm512_and_si512(_mm512_srai_epi16(halves, 1), _mm512_set1_epi16(short(0xbfff)));
@@ -89,6 +104,13 @@ MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) { return _mm256_s
 
 template <class F>
 MXFP8_INLINE void halves_to_floats(const uint8_t* elements, float factor, float* out) {
+  if constexpr (F::is_integer) {
+    for (int i = 0; i < kBlock; i += kLanes) {
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(elements + i));
+      _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)), _mm256_set1_ps(factor)));
+    }
+    return;
+  }
   for (int i = 0; i < kBlock; i += 16) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(elements + i));
     __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 8);

@@ -1,0 +1,124 @@
+// The gemm of INT8 elements for few rows, on dot products of 8-bit integers (VPDPBUSD): B is read once, as it lies.
+//
+// y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + A + the result. A register
+// of B takes 3 operations, and 5 more for each row of A: dot product, conversion, two multiplications, and scales.
+//
+// Packed A has A's elements plus 128, which the instruction takes as unsigned. A sum is too large by 128 times the sum
+// of B's elements, which one dot product gives for all rows. The scales of a block are multiplied first, then its sum;
+// a row of B with a scale that float32 products cannot hold goes to exact_dot, such a row of A to another kernel.
+#include "gemm_skinny.h"
+#include "int8.h"
+
+namespace mxfp8::MXFP8_ISA {
+namespace {
+
+constexpr int kStep = kDecoded;
+constexpr int64_t kFarBytes = 16384;  // B is fetched into L2 this far ahead
+constexpr int64_t kNearBytes = 1024;  // and from there into L1
+
+// The scales of up to kGroupBytes elements of a row of B, times 2^-6. False if one does not fit, and its block is not
+// zero.
+MXFP8_INLINE bool convert_scales(const Pass& pass, float* scales) {
+  uint32_t all = 1;
+  for (int64_t i = 0; i < blocks_of(pass.count); ++i) {
+    const uint32_t code = pass.scales[i], fits = (code >= kLowestScale) & (code <= kHighestScale);
+    scales[i] = float_of((code - kElementBits) << 23);
+    all &= fits;
+  }
+  return all != 0;
+}
+
+template <int R>
+MXFP8_INLINE bool dot(const uint8_t* a, const float* a_scales, int64_t a_stride, const Pass& pass, float* out) {
+  alignas(64) float scales[kGroupBytes / kBlock + kLanes];
+  if (!convert_scales(pass, scales)) return false;
+  for (int64_t i = 0; i < blocks_of(pass.count); i += 64) __builtin_prefetch(pass.scales + pass.ahead_scales + i);
+  Vec sums[R];
+  for (int r = 0; r < R; ++r) sums[r] = zero();
+  const Ints offset = Ints{} + int(0x80808080);
+  const auto step = [&](const uint8_t* elements, int64_t k) MXFP8_INLINE_LAMBDA {
+    const Ints b = reinterpret_cast<Ints>(load_bytes(elements));
+    Ints correction{};
+    add_dots(offset, b, &correction);
+    correction = -correction;
+    const Vec scale = spread_scales(scales, k);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      Ints sum = correction;
+      add_dots(reinterpret_cast<Ints>(load_bytes(a + k * R + r * kStep)), b, &sum);
+      const Vec both = scale * spread_scales(a_scales + r * a_stride, k);
+      sums[r] = multiply_add(__builtin_convertvector(sum, Vec), both, sums[r]);
+    }
+  };
+  int64_t k = 0;
+  for (; k + 4 * kStep <= pass.count; k += 4 * kStep) {
+    for (int i = 0; i < 4 * kStep; i += 64) {
+      __builtin_prefetch(pass.elements + k + i + pass.ahead, 0, 2);
+      __builtin_prefetch(pass.elements + k + i + kNearBytes);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) step(pass.elements + k + i * kStep, k + i * kStep);
+  }
+  for (; k + kStep <= pass.count; k += kStep) step(pass.elements + k, k);
+  if (k < pass.count) {
+    alignas(64) uint8_t padded[kStep] = {};
+    std::memcpy(padded, pass.elements + k, size_t(pass.count - k));
+    for (int64_t i = blocks_of(pass.count); i < (k + kStep) / kBlock; ++i) scales[i] = 0;
+    step(padded, k);
+  }
+  add_lanes<R>(sums, out);
+  return true;
+}
+
+// Where packed A lies: elements plus 128 [group, step, row, kStep], then scales [row, block].
+MXFP8_INLINE float* scales_of(void* packed, int64_t rows, int64_t padded) {
+  return reinterpret_cast<float*>(static_cast<char*>(packed) + rows * padded);
+}
+constexpr int64_t padded_depth(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
+
+}  // namespace
+
+int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, void* packed) {
+  const int64_t padded = padded_depth(args.k), blocks = padded / kBlock;
+  auto* out = static_cast<uint8_t*>(packed);
+  float* scales = scales_of(packed, rows, padded);
+  const Groups groups(rows, kInt8Group);
+  for (int64_t group = 0; group < groups.count; ++group) {
+    const int64_t group_rows = groups.rows(group), first = groups.first(group);
+    for (int64_t r = 0; r < group_rows; ++r) {
+      const auto* elements = static_cast<const uint8_t*>(args.a) + (row + first + r) * args.a_stride;
+      const uint8_t* codes = args.a_scales + (row + first + r) * blocks_of(args.k);
+      for (int64_t k = 0; k < padded; k += kStep) {
+        uint8_t* to = out + first * padded + k * group_rows + r * kStep;
+        std::memset(to, 0x80, size_t(kStep));
+        for (int64_t i = 0; i < min_of(kStep, args.k - k); ++i) to[i] = elements[k + i] ^ 0x80;
+      }
+      for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t k = block * kBlock;
+        const Int8Scale scale = k < args.k ? int8_scale(codes[block], elements + k, args.k - k) : Int8Scale{0, true};
+        if (!scale.fits) return kNotExact;
+        scales[(first + r) * blocks + block] = scale.value;
+      }
+    }
+  }
+  return 0;
+}
+
+void gemm_skinny_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, int64_t column_begin,
+                               int64_t column_end, const void* packed, int) {
+  const int64_t padded = padded_depth(args.k), blocks = padded / kBlock;
+  const float* scales = scales_of(const_cast<void*>(packed), rows, padded);
+  for_each_group<uint8_t, kStep, 1, kInt8Group, kGroupBytes, kFarBytes>(
+      args, row, rows, column_begin, column_end, static_cast<const uint8_t*>(packed),
+      [&](auto r, const Work<uint8_t>& work) {
+        constexpr int R = decltype(r)::value;
+        const float* of_group = scales + (work.row - row) * blocks + work.k / kBlock;
+        for_each_column<INT8, R, 1>(work, [&](auto, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
+          return dot<R>(work.a, of_group, blocks, pass, sums);
+        });
+      });
+}
+
+MXFP8_GEMM_KERNEL(gemm_skinny_int8, int(kSkinnyRows), kPackedBytes);
+
+}  // namespace mxfp8::MXFP8_ISA
