@@ -1,4 +1,4 @@
-"""Claim: one MXFP8 linear on the CPU against ONNX Runtime (fp32, 8-bit, int8) and torch (fp32, bf16), by M.
+"""Claim: one MXFP8 or MXINT8 linear on the CPU against ONNX Runtime (fp32, 8-bit, int8) and torch (fp32, bf16), by M.
 
 A few rows are bound by reading the weights, and a model's weights come from memory. So up to M = 16 every contender
 runs `LAYERS` linears in turn, each with its own weight and input, so that no cache keeps a weight from one turn to the
@@ -28,6 +28,7 @@ from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
+from mxfp8_graph.policy import presets
 from mxfp8_ops import cpu, ort
 
 LAYERS = 8
@@ -41,6 +42,8 @@ def sessions_of(model: onnx.ModelProto, folder: Path) -> dict[str, onnxruntime.I
     sessions = {"ORT fp32": onnxruntime.InferenceSession(model.SerializeToString(), options())}
     recipes = {"mxfp8": Recipe(output_projections=True)}
     recipes["mxfp8 weight-only"] = Recipe(output_projections=True, activations="unchanged")
+    recipes["mxint8"] = Recipe(output_projections=True, **presets.PRESETS["mxint8"])
+    recipes["mxint8 weight-only"] = Recipe(output_projections=True, **presets.PRESETS["mxint8-weight-only"])
     for name, recipe in recipes.items():
         packed = mxfp8_graph.rewrite(model, recipe)[0].SerializeToString()
         sessions[name] = ort.session(packed, session_options=options())
@@ -109,8 +112,8 @@ def table(k: int, n: int, m: int, timings: dict[str, Timing], floors: Floors) ->
                 f"{timing.spread / timing.median:.0%}",
                 "" if name == READ else f"{2 * m * n * k / timing.median / 1e9:.0f}",
                 f"{timing.median / timings['mxfp8'].median:.2f}x",
-                f"{timings[READ].median / timing.median:.0%}" if name.startswith("mxfp8") and m <= FEW_ROWS else "",
-                f"{peak:.0%}" if name.startswith("mxfp8") and m > FEW_ROWS else "",
+                f"{timings[READ].median / timing.median:.0%}" if name.startswith("mx") and m <= FEW_ROWS else "",
+                f"{peak:.0%}" if name.startswith("mx") and m > FEW_ROWS else "",
             ]
         )
     return rows

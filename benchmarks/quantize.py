@@ -22,7 +22,7 @@ from mxfp8_ops import contract, cpu
 
 BYTES = 256 << 20
 ROWS, K = BYTES // 4 // 4096, 4096
-E4M3, CEIL = 17, 0
+E4M3, INT8, CEIL = 17, 3, 0
 
 Case = tuple[Callable[[], object], float]
 """A call, and the bytes it moves."""
@@ -42,18 +42,20 @@ class Library:
         self.y = np.ones((ROWS, K), np.float32)
         self.stats = np.zeros(3)
 
-    def quantize(self, x: np.ndarray, threads: int, *, columns: bool = False) -> Case:
+    def quantize(self, x: np.ndarray, threads: int, *, columns: bool = False, element_format: int = E4M3) -> Case:
         """Returns the case of quantizing `x` along rows or columns."""
         sizes = (1, ROWS, K) if columns else (ROWS, K, 1)
         results = self.elements.ctypes.data, self.scales.ctypes.data
-        arguments = (code(x), x.ctypes.data, *sizes, E4M3, CEIL, *results, threads)
+        arguments = (code(x), x.ctypes.data, *sizes, element_format, CEIL, *results, threads)
         return lambda: self.library.mxfp8_quantize(*arguments), x.nbytes + self.packed
 
-    def dequantize(self, dtype: int, size: int, threads: int, *, columns: bool = False) -> Case:
+    def dequantize(
+        self, dtype: int, size: int, threads: int, *, columns: bool = False, element_format: int = E4M3
+    ) -> Case:
         """Returns the case of dequantizing to a dtype of `size` bytes."""
         sizes = (1, ROWS, K) if columns else (ROWS, K, 1)
         sources = self.elements.ctypes.data, self.scales.ctypes.data
-        arguments = (E4M3, *sources, *sizes, dtype, self.y.ctypes.data, threads)
+        arguments = (element_format, *sources, *sizes, dtype, self.y.ctypes.data, threads)
         return lambda: self.library.mxfp8_dequantize(*arguments), size * ROWS * K + self.packed
 
     def pack(self, x: np.ndarray, threads: int, *, transposed: bool) -> Case:
@@ -109,6 +111,10 @@ def main() -> None:
             "mxfp8 quantize bf16": library.quantize(brain, threads),
             "mxfp8 quantize f32, along columns": library.quantize(x, threads, columns=True),
             "mxfp8 quantize bf16, along columns": library.quantize(brain, threads, columns=True),
+            "mxint8 quantize f32": library.quantize(x, threads, element_format=INT8),
+            "mxint8 quantize bf16": library.quantize(brain, threads, element_format=INT8),
+            "mxint8 quantize f32, along columns": library.quantize(x, threads, columns=True, element_format=INT8),
+            "mxint8 dequantize f32": library.dequantize(1, 4, threads, element_format=INT8),
             "mxfp8 dequantize f32": library.dequantize(1, 4, threads),
             "mxfp8 dequantize bf16": library.dequantize(16, 2, threads),
             "mxfp8 dequantize f32, along columns": library.dequantize(1, 4, threads, columns=True),
