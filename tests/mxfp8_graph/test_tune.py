@@ -219,6 +219,13 @@ def test_other_scale_roundings_are_chosen_where_they_win() -> None:
     assert found.recipe.scale_rounding == "floor"
 
 
+def test_weights_of_int8_are_tuned_with_activations_of_int8() -> None:
+    found = tune(chain(), "worst_relative_l2<=0.05", recipe="mxint8")
+    tried = {str(way) for step in found.steps for way in step.plan}
+    assert tried == {"int8", "bfloat16", "weight-only"}
+    assert found.chosen.recipe.weight_format == "int8"
+
+
 def test_matmuls_of_one_weight_are_kept_or_packed_together() -> None:
     nodes = [b.node("MatMul", "x w", "a", "first"), b.node("Tanh", "a", "t"), b.node("MatMul", "t w", "c", "second")]
     nodes += [b.node("Tanh", "c", "u"), b.node("MatMul", "u v", "d", "third"), b.node("Tanh", "d", "y")]

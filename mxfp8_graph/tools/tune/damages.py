@@ -13,7 +13,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.tools.metrics import METRICS
 from mxfp8_graph.tools.switched import open_switchable
 from mxfp8_graph.tools.tune.folder import Measurements
-from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Recipes, Unit, Way, wins, with_way
+from mxfp8_graph.tools.tune.plans import KEPT, Cost, Recipes, Unit, Way, ways_of, wins, with_way
 from mxfp8_graph.tools.tune.trials import Ticker, Trial, Trials
 
 MOST_RANKED: Final = 4
@@ -65,8 +65,10 @@ class Damages:
     def of(self, units: Sequence[Unit]) -> list[Unit]:
         """Returns the units, which have none, with their damages."""
         damages: list[dict[Way, float]] = [{} for _ in units]
-        for way in WAYS:
-            wanted = [i for i, unit in enumerate(units) if unit.may_be(way) and _is_worth_it(way, damages[i])]
+        ways = ways_of(self._base)
+        for way in ways:
+            first = ways[0].activations
+            wanted = [i for i, unit in enumerate(units) if unit.may_be(way) and _is_worth_it(way, first, damages[i])]
             for index, value in self._alone(units, wanted, way).items():
                 damages[index][way] = value
             self._ticker.tick(str(way), (len(units) - len(wanted)) * len(self.feeds))
@@ -101,9 +103,8 @@ class Damages:
         return {index: sum(e * e for e in errors) / len(errors) for index, errors in found.items() if errors}
 
 
-def _is_worth_it(way: Way, before: Mapping[Way, float]) -> bool:
-    """Whether a way has to be measured: roundings that do not win with E4M3 activations do not with others."""
-    first = WAYS[0].activations
+def _is_worth_it(way: Way, first: str, before: Mapping[Way, float]) -> bool:
+    """Whether a way has to be measured: roundings that do not win with quantized activations do not with others."""
     usual, same = Way(first), Way(first, way.scale_rounding)
     return way.activations == first or way.scale_rounding == "ceil" or wins(same, usual, before)
 
@@ -124,7 +125,7 @@ def latency_cost(units: Sequence[Unit], decisions: Sequence[Decision], recipes: 
     ways = {site: {way.activations for way in unit.damages} for unit in units for site in unit.sites}
     seconds: dict[tuple[str, str], float] = {}
     for shape, sites in shapes.items():
-        for activations in ACTIVATIONS:
+        for activations in dict.fromkeys(way.activations for unit in units for way in unit.damages):
             timed = [site for site in sites if activations in ways.get(site, ())]
             if not timed:
                 continue

@@ -21,7 +21,7 @@ from mxfp8_graph.policy.plan import plan as decide
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_graph.tools.exclusion import anchored
 from mxfp8_ops.errors import RecipeError
-from mxfp8_ops.formats import BFLOAT16, E4M3, SCALE_ROUNDINGS
+from mxfp8_ops.formats import BFLOAT16, E4M3, ELEMENT_FORMATS, INT8, SCALE_ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -33,16 +33,12 @@ class Way:
     scale_rounding: str = "ceil"
 
     def __str__(self) -> str:
-        """Returns it in words: kept, weight-only, bfloat16, e4m3; with scales that are not rounded up as well."""
+        """Returns it in words: kept, weight-only, bfloat16, e4m3, int8; with scales that are not rounded up as well."""
         words = {"": "kept", "unchanged": "weight-only"}.get(self.activations, self.activations)
         return words if self.scale_rounding == "ceil" else f"{words}, {self.scale_rounding} scales"
 
 
 KEPT: Final = Way("")
-ACTIVATIONS: Final = (E4M3.name, BFLOAT16.name, "unchanged")
-"""From the cheapest to multiply on hardware that has MXFP8 to the dearest."""
-WAYS: Final = tuple(Way(*way) for way in itertools.product(ACTIVATIONS, SCALE_ROUNDINGS))
-"""The cheapest first; scales that are rounded up before the others."""
 
 WINS: Final = 0.95
 """Scales are rounded otherwise than up only where that does less than this share of the damage: less is chance. So is a
@@ -65,7 +61,7 @@ class Unit:
 
     def may_be(self, way: Way) -> bool:
         """Whether it can be packed in a way: a product of two activations has no weight to be quantized alone."""
-        return way in self.damages if self.damages else bool(self.bytes_after) or way.activations == ACTIVATIONS[0]
+        return way in self.damages if self.damages else bool(self.bytes_after) or way.activations in ELEMENT_FORMATS
 
     def damage(self, way: Way) -> float:
         """Returns the square of the relative L2 error; 0 if it is kept."""
@@ -83,6 +79,18 @@ class Move:
 
     unit: int
     way: Way
+
+
+def activations_of(base: Recipe) -> tuple[str, ...]:
+    """Returns what activations may become, from the cheapest to multiply on hardware that has the format."""
+    # INT8 elements are multiplied fast with their own kind alone; E4M3 is the format for weights in E4M3 and E5M2.
+    quantized = INT8.name if base.weight_format == INT8.name else E4M3.name
+    return quantized, BFLOAT16.name, "unchanged"
+
+
+def ways_of(base: Recipe) -> tuple[Way, ...]:
+    """Returns what a matmul may become: the cheapest first; scales that are rounded up before the others."""
+    return tuple(Way(*way) for way in itertools.product(activations_of(base), SCALE_ROUNDINGS))
 
 
 def size_cost(unit: Unit, way: Way) -> float:
@@ -115,7 +123,7 @@ def _corners(unit: Unit, cost: Cost) -> list[tuple[float, Way]]:
 def _sensible(damages: Mapping[Way, float]) -> list[Way]:
     """Returns one way for each kind of activations: with ceil scales, unless others win."""
     found = []
-    for activations in ACTIVATIONS:
+    for activations in dict.fromkeys(way.activations for way in damages):
         usual = Way(activations)
         others = [way for way in damages if way.activations == activations and wins(way, usual, damages)]
         if usual in damages:

@@ -48,9 +48,9 @@ def tune(
 ) -> Tuning:
     """Returns the smallest or fastest plan that keeps a budget, of those that the search tried, with its recipe.
 
-    Each matmul is kept, or packed with its activations in E4M3, in bfloat16 or as they are. Every plan that is tried is
-    rewritten for real and run on all samples. Measurements are written down as they are made: after a kill, the same
-    call goes on from them.
+    Each matmul is kept, or packed with its activations in E4M3 (INT8, if the recipe's weights are), in bfloat16 or as
+    they are. Every plan that is tried is rewritten for real and run on all samples. Measurements are written down as
+    they are made: after a kill, the same call goes on from them.
 
     Args:
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`. Not modified.

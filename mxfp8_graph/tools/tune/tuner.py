@@ -20,7 +20,18 @@ from mxfp8_graph.report.data import RewriteReport
 from mxfp8_graph.tools.tune.budget import Budget, all_met, metrics_of
 from mxfp8_graph.tools.tune.damages import Damages, latency_cost, shapes_of, units_of
 from mxfp8_graph.tools.tune.folder import Measurements, Place, metric_digest, model_digest, samples_digest
-from mxfp8_graph.tools.tune.plans import ACTIVATIONS, KEPT, WAYS, Cost, Recipes, Unit, Way, path, size_cost, with_way
+from mxfp8_graph.tools.tune.plans import (
+    KEPT,
+    Cost,
+    Recipes,
+    Unit,
+    Way,
+    activations_of,
+    path,
+    size_cost,
+    ways_of,
+    with_way,
+)
 from mxfp8_graph.tools.tune.result import BudgetNotMetError, Tuning
 from mxfp8_graph.tools.tune.search import Search, Step, most_steps
 from mxfp8_graph.tools.tune.trials import Ticker, Trials
@@ -99,7 +110,7 @@ class Tuner:
     def _planned(self) -> RewriteReport:
         """Returns the report of a dry run: every site, and what the recipe does with it."""
         path = self.folder / f"planned.{'pt2' if is_program(self.source) else 'onnx'}"
-        recipe = with_way(self.base, WAYS[0])
+        recipe = with_way(self.base, ways_of(self.base)[0])
         _, report = rewriting.rewrite(self.source, recipe, output=path, dry_run=True)
         if report.already_rewritten:
             name, advice = self.signature.name, "name the model it was made from"
@@ -120,9 +131,10 @@ class Tuner:
 
     def _count(self, decisions: Sequence[Decision]) -> None:
         units = sum(decision.quantize for decision in decisions)
-        plans = len(ACTIVATIONS) + most_steps(units)
-        timed = len(shapes_of(decisions)) * len(ACTIVATIONS) + 1 if self.objective == "latency" else 0
-        ranked = len(self._damages().feeds) * len(WAYS) * units
+        kinds = len(activations_of(self.base))
+        plans = kinds + most_steps(units)
+        timed = len(shapes_of(decisions)) * kinds + 1 if self.objective == "latency" else 0
+        ranked = len(self._damages().feeds) * len(ways_of(self.base)) * units
         self.ticker.total = len(self.samples) * (plans + 1) + ranked + timed
 
     def _damages(self) -> Damages:
@@ -131,7 +143,8 @@ class Tuner:
 
     def _try_plans(self, decisions: Sequence[Decision]) -> None:
         """Measures what it takes to choose, and leaves the steps in the search."""
-        cheapest = self._trials.trial(with_way(self.base, WAYS[0]), f"everything {WAYS[0]}")
+        first = ways_of(self.base)[0]
+        cheapest = self._trials.trial(with_way(self.base, first), f"everything {first}")
         if not {d.site.name for d in decisions if d.quantize} <= {one.site for one in cheapest.packed}:
             raise self._measurements.damaged()
         self._units = units_of(decisions, cheapest)
@@ -146,7 +159,7 @@ class Tuner:
 
     def _uniform(self, cost: Cost) -> list[Step]:
         """Returns a step for each kind of activations, with every unit packed in that way, where it can be."""
-        ways = [way for way in map(Way, ACTIVATIONS) if any(unit.may_be(way) for unit in self._units)]
+        ways = [way for way in map(Way, activations_of(self.base)) if any(unit.may_be(way) for unit in self._units)]
         plans = {way: tuple(way if unit.may_be(way) else KEPT for unit in self._units) for way in ways}
         return [
             self._search.try_plan(self._units, plan, cost, f"everything {way}", ranked=self._ranked)
