@@ -2,7 +2,8 @@
 
 torch's `ExportedProgram.module` shares tensors with the program. What replaces them in the module (`fully_shard`,
 `setattr`, `load_state_dict(assign=True)`) or copies them (`unflatten`, `deepcopy`) trains others, which the program
-lacks: rewriting or saving it would take the values from before the training.
+lacks: rewriting or saving it would take the values from before the training. The modules of `distributed.module` share
+tensors with the program, too, until they are sharded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from mxfp8_graph.torch_program import internals, training_mode
 from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
+_COLLECT: Final = "call mxfp8_graph.distributed.collect(module, program) first, in every process"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 
 CHANGED: Final = "undo what changed it, such as module.half(), or export the model in that dtype"
@@ -30,9 +32,9 @@ CHANGED: Final = "undo what changed it, such as module.half(), or export the mod
 _STORED: Final = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 # Weak on both sides: the record must keep neither programs nor their weights alive.
-_modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[GraphModule, int | None]]
+_modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[torch.nn.Module, int | None]]
 _modules = weakref.WeakKeyDictionary()
-"""Program -> module() results -> checksum of the module when the program last took its values, or None."""
+"""Program -> its modules -> checksum of the module when the program last took its values, or None."""
 
 
 class CheckedProgram(ExportedProgram):
@@ -44,8 +46,7 @@ class CheckedProgram(ExportedProgram):
     def module(self, check_guards: bool = True) -> GraphModule:
         """Returns the module of `ExportedProgram.module`, with a train() and an eval() that switch dropout."""
         module: GraphModule = super().module(check_guards)
-        training_mode.follow(module)
-        _modules.setdefault(self, weakref.WeakKeyDictionary())[module] = None
+        watch(self, module)
         return module
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -56,21 +57,53 @@ class CheckedProgram(ExportedProgram):
         Raises:
             ContractError: a name is missing or unknown, or a shape differs.
         """
-        whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in state_dict.items()}
-        module = super().module()
-        ours, theirs = ({name: list(t.shape) for name, t in state.items()} for state in (module.state_dict(), whole))
-        # torch would raise that, too, but after it took the values that fit.
-        if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
-            what = f"{name!r} has shape {theirs[name]}" if name in theirs else f"{name!r} is missing"
-            expected = f"shape {ours[name]}" if name in ours else "no such name"
-            advice = "pass the names of program.state_dict, without those of wrappers"
-            raise ContractError("load_state_dict", what, expected=expected, advice=advice)
-        module.load_state_dict(whole)
+        self.check_names(state_dict)
+        for name, value in state_dict.items():
+            self.put(name, whole(value))
+        self.taken()
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Copies the values of a tensor; a tensor of the program that has none, such as one on meta, is replaced."""
+        own = self.state_dict[name]
+        if internals.has_values(own):
+            with torch.no_grad():
+                own.copy_(value)
+        else:
+            new = value.detach().to(own.dtype).clone()
+            is_parameter = isinstance(own, torch.nn.Parameter)
+            self.state_dict[name] = torch.nn.Parameter(new, own.requires_grad) if is_parameter else new
+
+    def taken(self) -> None:
+        """Says that the program has the values of the modules that were trained."""
         self.prepared = None
         # Modules that were made before keep other values, on purpose. Their checksum detects a training after this
         # call.
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)
+
+    def check_names(self, state_dict: Mapping[str, torch.Tensor], where: str = "load_state_dict") -> None:
+        """Raises ContractError as `load_state_dict` does."""
+        own = super().module().state_dict()
+        ours, theirs = ({name: list(t.shape) for name, t in state.items()} for state in (own, state_dict))
+        # Before the first tensor: an error must not leave a program with values of two models.
+        if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
+            what = f"{name!r} has shape {theirs[name]}" if name in theirs else f"{name!r} is missing"
+            expected = f"shape {ours[name]}" if name in ours else "no such name"
+            advice = "pass the names of program.state_dict, without those of wrappers"
+            raise ContractError(where, what, expected=expected, advice=advice)
+
+
+def watch(program: ExportedProgram, module: torch.nn.Module) -> None:
+    """Makes train() and eval() switch the mode of `module`, and `check_values` compare its tensors."""
+    training_mode.follow(module)
+    _modules.setdefault(program, weakref.WeakKeyDictionary())[module] = None
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor with all its values; one that is sharded (DTensor) is gathered, in every process."""
+    gather: Any = getattr(tensor, "full_tensor", None)
+    result: torch.Tensor = tensor if gather is None else gather()
+    return result
 
 
 def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
@@ -85,11 +118,13 @@ def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProg
 def check_values(program: ExportedProgram, where: str | Path) -> None:
     """Raises ContractError if a module of `program` has tensors with other values than the program."""
     for module, taken in list(_modules.get(program, {}).items()):
-        has = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        has = {name.replace(internals.CHECKPOINT_PREFIX, ""): tensor for name, tensor in tensors.items()}
         lost = [name for name, mine in program.state_dict.items() if not _equal(mine, has.get(name))]
         if lost and taken != _checksum(module):
             what = f"{lost[0]!r} of its module() is another tensor now, with values that the program lacks"
-            raise ContractError(where, what, expected="the program's own", advice=_ADVICE)
+            advice = _ADVICE if isinstance(module, GraphModule) else _COLLECT
+            raise ContractError(where, what, expected="the program's own", advice=advice)
 
 
 def check_stored(program: ExportedProgram, where: object, advice: str = "save it again") -> None:
@@ -139,6 +174,7 @@ def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
     result = 0
     for tensor in owner.parameters():
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = getattr(local, "master", local)  # of a weight that `distributed.shard` gathers in MXFP8
         if type(local) in _PLAIN and internals.has_values(local):
             values = local.detach().reshape(-1)
             sample = values[:: max(1, values.numel() // 4096)].contiguous().cpu()

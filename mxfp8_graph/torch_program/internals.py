@@ -11,6 +11,9 @@ The undocumented names, and why each is used:
     torch._export.serde                reads what torch.export.save writes, see serialized.py and code_in_programs.py
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
     torch._dispatch.python             evaluates ops in Python, see `python_dispatch`
+    torch._C._current_graph_task_id    says whether a backward pass runs, see `in_backward`
+    Tensor._make_wrapper_subclass      the documented way to a tensor that consists of others; see `empty_wrapper`
+    CHECKPOINT_PREFIX                  what checkpoint_wrapper adds to the names of parameters
 """
 
 from __future__ import annotations
@@ -41,6 +44,9 @@ NEWEST_TESTED: Final = (2, 15)
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
 """Containers that torch unpickles without importing a class; None stands for a leaf."""
+
+CHECKPOINT_PREFIX: Final = "_checkpoint_wrapped_module."
+"""The name of the module inside a `checkpoint_wrapper`, a part of the names of its parameters and modules."""
 
 _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
 
@@ -199,6 +205,20 @@ def fake_mode(module: GraphModule) -> Any:
 def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
     """Returns the fake twin of `tensor`, every size static."""
     return mode.from_tensor(tensor, static_shapes=True)
+
+
+def in_backward() -> bool:
+    """Whether the engine of autograd runs a backward pass in this thread.
+
+    FSDP2 asks in the same way. Hooks do not serve: FSDP2 prefetches a block before any hook of that block runs.
+    """
+    running: int = torch._C._current_graph_task_id()
+    return running != -1
+
+
+def empty_wrapper(kind: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns a tensor of the class `kind` without memory, contiguous; its `__torch_dispatch__` computes."""
+    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(size), dtype=dtype, device=device)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

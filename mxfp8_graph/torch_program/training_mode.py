@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import operator
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from mxfp8_graph.torch_program import internals
 
@@ -17,10 +18,10 @@ _FLAGS: Final = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments that set the mode of aten ops (dropout, lstm; batch_norm, rrelu; attention) -> their evaluation values."""
 
 
-def switches(module: GraphModule) -> Iterator[tuple[Node, str, Any]]:
+def switches(module: torch.nn.Module) -> Iterator[tuple[Node, str, Any]]:
     """Yields (node, name of the argument, its value) of each call that differs between the modes."""
     for each in module.modules():
-        for node in each.graph.nodes if isinstance(each, GraphModule) else ():
+        for node in each.graph.nodes if isinstance(getattr(each, "graph", None), Graph) else ():
             # A dropout of probability 0 is the same in both modes.
             drops = internals.argument(node, "p", 1) and internals.argument(node, "dropout", 1)
             # Normalizations that keep no statistics use the batch's in both modes.
@@ -40,8 +41,8 @@ def evaluated(program: ExportedProgram) -> ExportedProgram:
     return internals.updated(program, module, signature.input_specs, program.state_dict, program.constants)
 
 
-def follow(module: GraphModule) -> None:
-    """Makes train() and eval() switch the mode of a module that `ExportedProgram.module` returned, in place."""
+def follow(module: torch.nn.Module) -> None:
+    """Makes train() and eval() switch the mode of a module of `ExportedProgram.module` or `unflatten`, in place."""
     off = sorted({internals.op_name(node) for node, _, value in switches(module) if value is False})
 
     def flag(node: Node, name: str, value: Any) -> Node:
@@ -50,7 +51,7 @@ def follow(module: GraphModule) -> None:
             # A probability times the flag is 0 in evaluation mode.
             return training if value is True else node.graph.call_function(operator.mul, (training, value))
 
-    def train(mode: bool = True) -> torch.nn.Module:
+    def train(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
         if mode and off:
             what = f"train() leaves {', '.join(off)} in evaluation mode, as the program was exported or packed"
             warnings.warn(f"{what}; export the model in training mode to train with dropout", stacklevel=2)
@@ -59,11 +60,12 @@ def follow(module: GraphModule) -> None:
     _set(module, flag)
     # torch's own raise NotImplementedError. A local function keeps modules from being pickled, which would trace them
     # again and write the mode of that moment into the calls.
-    module.train = train  # type: ignore[method-assign, assignment]
+    # A method, not a function: a deep copy of an unflattened module binds it to the copy.
+    module.train = types.MethodType(train, module)  # type: ignore[method-assign]
     module.__dict__.pop("eval", None)  # nn.Module's calls train(False)
 
 
-def _set(module: GraphModule, change: Any) -> None:
+def _set(module: torch.nn.Module, change: Any) -> None:
     """Sets the arguments that are in training mode to `change(node, name, value)`."""
     active = [switch for switch in switches(module) if switch[2]]
     for node, name, value in active:

@@ -1,0 +1,13 @@
+"""Training of rewritten programs in many processes. Needs torch; imported by `from mxfp8_graph import distributed`.
+
+modules.py     the module of a program with its submodules; its trained values back in the program
+fsdp.py        FSDP2 over such a module: which weights are gathered in MXFP8
+weights.py     the tensors that FSDP2 gathers in MXFP8
+reduction.py   sums of gradients in place of means
+"""
+
+from mxfp8_graph.distributed.fsdp import ShardReport, shard
+from mxfp8_graph.distributed.modules import CollectReport, collect, module
+from mxfp8_graph.distributed.reduction import sum_gradients
+
+__all__ = ["CollectReport", "ShardReport", "collect", "module", "shard", "sum_gradients"]

@@ -1,0 +1,239 @@
+"""FSDP2 over the module of a rewritten program: block by block, weights in MXFP8 on the wire where possible."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.fx import Graph, Node
+
+from mxfp8_graph.distributed.weights import ShardedWeight
+from mxfp8_graph.torch_program import internals
+from mxfp8_ops.errors import ContractError
+
+_WHERE = "distributed.shard"
+
+
+@dataclass(frozen=True)
+class ShardReport:
+    """What `shard` did."""
+
+    blocks: tuple[str, ...]
+    """The submodules that are gathered one by one; what is in none of them is gathered with the root."""
+    mxfp8: tuple[str, ...] = ()
+    """The weights that are gathered in MXFP8."""
+    high_precision: Mapping[str, str] = field(default_factory=dict)
+    """All other parameters, and why."""
+
+    def __str__(self) -> str:
+        """Returns a line for each parameter."""
+        lines = [f"{len(self.blocks)} blocks; {len(self.mxfp8)} weights are gathered in MXFP8"]
+        lines += [f"  {name}: MXFP8" for name in self.mxfp8]
+        return "\n".join(lines + [f"  {name}: high precision, {why}" for name, why in self.high_precision.items()])
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    gather: Literal["mxfp8", "high_precision"] = "mxfp8",
+    blocks: str = "blocks.*",
+    *,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+) -> ShardReport:
+    """Applies `fully_shard` to the blocks of a module and to the module, in place; returns how weights are gathered.
+
+    With gather="mxfp8", weights that MXFP8 products alone read are quantized before they are gathered: the codes are those
+    that each process would compute from the whole weight, in 1.03 bytes per value. Optimizer, gradients and checkpoints
+    (state_dict) have the master weights, as without it.
+
+    Args:
+        module: what `distributed.module` returned; the activations of its blocks may be checkpointed.
+        mesh: of the processes; if it has two dimensions, they replicate and shard, as `fully_shard` says.
+        gather: "mxfp8", or "high_precision" for what FSDP2 does by itself.
+        blocks: pattern for the names of the submodules that are gathered one by one; "*" stands for one part of a name.
+        reshard_after_forward: whether to free a block's weights after the forward pass and gather them again for the
+            backward pass: the rows first, then the columns. If not, one gather brings both copies, and so does that of
+            the root, which stays.
+        mp_policy: as for `fully_shard`. Weights are quantized from their own dtype, whatever its `param_dtype`.
+
+    Returns:
+        The weights that are gathered in MXFP8, and the reason for each other parameter.
+
+    Raises:
+        ContractError: the module is another one or sharded already, or no submodule that it calls matches `blocks`.
+    """
+    if gather not in {"mxfp8", "high_precision"}:
+        raise ContractError.unknown("gather", gather, ("mxfp8", "high_precision"))
+    _check(module)
+    matched = _blocks(module, blocks)
+    _leave_meta(module, mesh.device_type)
+    reasons = {name: "as asked for" for name, _ in module.named_parameters()}
+    wrapped: list[str] = []
+    if gather == "mxfp8":
+        inside = {id(p) for block in matched.values() for p in block.parameters()}
+        for name, reason in _reasons(module, mesh.size(mesh.ndim - 1)).items():
+            reasons[name] = reason.why
+            if not reason.why:
+                # FSDP2 keeps the root's own parameters between the passes.
+                both = not reshard_after_forward or id(reason.parameter) not in inside
+                _wrap(module, name, reason.scale_rounding, both)
+                wrapped.append(name)
+    policy = mp_policy or MixedPrecisionPolicy()
+    for block in matched.values():
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+    clean = [name.replace(internals.CHECKPOINT_PREFIX, "") for name in wrapped]
+    left = {n.replace(internals.CHECKPOINT_PREFIX, ""): why for n, why in reasons.items() if n not in wrapped}
+    return ShardReport(tuple(matched), tuple(clean), left)
+
+
+def _check(module: nn.Module) -> None:
+    advice = "pass what mxfp8_graph.distributed.module(tuned) returned"
+    if any(isinstance(each, FSDPModule) for each in module.modules()):
+        raise ContractError(_WHERE, "the module is sharded already", expected="one that is not", advice=advice)
+    if isinstance(module, torch.fx.GraphModule) or not list(_graphs(module)):
+        what = f"a {type(module).__name__}, which calls no submodules of a program"
+        raise ContractError(_WHERE, what, expected="the module of a program with its submodules", advice=advice)
+
+
+def _graphs(module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
+    """Yields (name, submodule, its graph) of all that have one."""
+    for name, each in module.named_modules():
+        graph = getattr(each, "graph", None)
+        # A wrapper of checkpoint_wrapper forwards attributes to the module inside.
+        if isinstance(graph, Graph) and "graph" in each.__dict__ or isinstance(each, torch.fx.GraphModule):
+            yield name.replace(internals.CHECKPOINT_PREFIX, ""), each, graph
+
+
+def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Returns the submodules that match the pattern, and that the graph calls: hooks of others never run."""
+    called = {
+        ".".join(filter(None, (name, str(node.target))))
+        for name, _, graph in _graphs(module)
+        for node in graph.nodes
+        if node.op == "call_module"
+    }
+    parts = pattern.split(".")
+    matched: dict[str, nn.Module] = {}
+    for name, each in module.named_modules():
+        clean = name.replace(internals.CHECKPOINT_PREFIX, "").removesuffix("." + internals.CHECKPOINT_PREFIX[:-1])
+        names = clean.split(".")
+        fits = len(names) == len(parts) and all(map(fnmatchcase, names, parts))
+        if fits and clean in called:
+            matched.setdefault(clean, each)  # the wrapper comes before what it wraps
+    if not matched:
+        what = f"blocks={pattern!r} matches no submodule that the program calls"
+        some = sorted(called, key=lambda name: (name.count("."), name))[:8]
+        raise ContractError(_WHERE, what, expected=f"one of {', '.join(some)}, ...", advice="correct the pattern")
+    return matched
+
+
+@dataclass(frozen=True)
+class _Reason:
+    parameter: nn.Parameter
+    why: str
+    """Why it cannot be gathered in MXFP8; empty if it can."""
+    scale_rounding: str = "ceil"
+
+
+def _reasons(module: nn.Module, processes: int) -> dict[str, _Reason]:
+    """Returns for each parameter why it cannot be gathered in MXFP8."""
+    reads: dict[int, list[tuple[Node, Node]]] = {}
+    for _, owner, graph in _graphs(module):
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                parameter = operator.attrgetter(str(node.target))(owner)
+                reads.setdefault(id(parameter), []).extend((node, user) for user in node.users)
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    result = {}
+    for name, parameter in module.named_parameters():
+        users = reads.get(id(parameter), [])
+        roundings = {str(internals.argument(user, "scale_rounding")) for _, user in users}
+        why = _obstacle(parameter, users, processes)
+        if not why and len(names[id(parameter)]) > 1:
+            why = f"tied to {names[id(parameter)][1]}"
+        if not why and len(roundings) > 1:
+            why = f"read with scale_rounding {' and '.join(sorted(roundings))}"
+        result[name] = _Reason(parameter, why, *roundings if not why else ())
+    return result
+
+
+def _obstacle(parameter: nn.Parameter, reads: list[tuple[Node, Node]], processes: int) -> str:
+    """Returns why a parameter with these reads cannot be gathered in MXFP8, or nothing."""
+    others = {internals.op_name(user) or user.op for node, user in reads if not _is_weight(node, user)}
+    if not reads or not any(_is_weight(node, user) for node, user in reads):
+        return "not the weight of an MXFP8 product"
+    if others:
+        return f"{', '.join(sorted(others))} reads it, too"
+    if isinstance(parameter, DTensor):
+        return "sharded already"
+    if parameter.dim() != 2:
+        return f"shape {list(parameter.shape)} is no matrix"
+    if parameter.shape[0] % (32 * processes):
+        return f"its {parameter.shape[0]} rows are no multiple of 32 rows in each of {processes} processes"
+    return ""
+
+
+def _is_weight(node: Node, user: Node) -> bool:
+    is_train = user.op == "call_function" and user.target is torch.ops.mxfp8.linear_train.default
+    return is_train and internals.argument(user, "weight") is node and internals.argument(user, "x") is not node
+
+
+def _wrap(module: nn.Module, name: str, scale_rounding: str, both: bool) -> None:
+    """Makes a parameter a ShardedWeight, and its module's state dicts those of the plain parameter."""
+    path, _, attribute = name.rpartition(".")
+    owner = module.get_submodule(path)
+    parameter = getattr(owner, attribute)
+    weight = ShardedWeight(parameter.detach(), scale_rounding, both)
+    setattr(owner, attribute, nn.Parameter(weight, parameter.requires_grad))
+
+    def saved(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        key = prefix + attribute
+        if isinstance(state.get(key), Tensor):
+            state[key] = _with_local(state[key], lambda local: getattr(local, "master", local))
+
+    def loaded(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        key = prefix + attribute
+        # load_state_dict(assign=True) makes what it is given the parameter.
+        if isinstance(state.get(key), DTensor):
+            state[key] = _with_local(state[key], partial(_as_weight, weight))
+
+    owner.register_state_dict_post_hook(saved)
+    owner.register_load_state_dict_pre_hook(loaded)
+
+
+def _as_weight(like: ShardedWeight, local: Tensor) -> Tensor:
+    return local if isinstance(local, ShardedWeight) else like.like(local)
+
+
+def _with_local(tensor: Tensor, change: Any) -> Tensor:
+    """Returns a tensor with `change` of its local part, which is the tensor itself where none is sharded."""
+    with torch.no_grad():
+        if not isinstance(tensor, DTensor):
+            changed: Tensor = change(tensor)
+            return changed
+        local = change(tensor.to_local())
+        mesh, placements = tensor.device_mesh, tensor.placements
+        shape, stride = tensor.shape, tensor.stride()
+        result: Tensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+        return result
+
+
+def _leave_meta(module: nn.Module, device: str) -> None:
+    """Makes ops that create tensors on the meta device, where the model was exported, create them on `device`."""
+    for _, _, graph in _graphs(module):
+        for node in graph.nodes:
+            if str(node.kwargs.get("device")) == "meta":
+                node.update_kwarg("device", torch.device(device))
