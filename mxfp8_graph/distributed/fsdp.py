@@ -52,9 +52,9 @@ def shard(
 ) -> ShardReport:
     """Applies `fully_shard` to the blocks of a module and to the module, in place; returns how weights are gathered.
 
-    With gather="mxfp8", weights that MXFP8 products alone read are quantized before they are gathered: the codes are those
-    that each process would compute from the whole weight, in 1.03 bytes per value. Optimizer, gradients and checkpoints
-    (state_dict) have the master weights, as without it.
+    With gather="mxfp8", weights that MXFP8 products alone read are quantized before they are gathered: the codes are
+    those that each process would compute from the whole weight, in 1.03 bytes per value. Optimizer, gradients and
+    checkpoints (state_dict) have the master weights, as without it.
 
     Args:
         module: what `distributed.module` returned; the activations of its blocks may be checkpointed.
@@ -109,9 +109,9 @@ def _check(module: nn.Module) -> None:
 def _graphs(module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
     """Yields (name, submodule, its graph) of all that have one."""
     for name, each in module.named_modules():
-        graph = getattr(each, "graph", None)
-        # A wrapper of checkpoint_wrapper forwards attributes to the module inside.
-        if isinstance(graph, Graph) and "graph" in each.__dict__ or isinstance(each, torch.fx.GraphModule):
+        # Not getattr: a checkpoint_wrapper has the attributes of the module inside.
+        graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
+        if isinstance(graph, Graph):
             yield name.replace(internals.CHECKPOINT_PREFIX, ""), each, graph
 
 
@@ -210,8 +210,8 @@ def _wrap(module: nn.Module, name: str, scale_rounding: str, both: bool) -> None
         if isinstance(state.get(key), DTensor):
             state[key] = _with_local(state[key], partial(_as_weight, weight))
 
-    owner.register_state_dict_post_hook(saved)
-    owner.register_load_state_dict_pre_hook(loaded)
+    owner.register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(loaded)  # type: ignore[no-untyped-call]
 
 
 def _as_weight(like: ShardedWeight, local: Tensor) -> Tensor:

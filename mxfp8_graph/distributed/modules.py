@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,10 @@ class CollectReport:
 def module(tuned: ExportedProgram) -> nn.Module:
     """Returns the module of a program to train, with the submodules of the model: "blocks.0", "blocks.0.up".
 
-    It computes what `tuned.module()` computes, and train() and eval() switch dropout and batch normalization in the same
-    way. It shares its parameters with the program, until something replaces them, such as `shard`. Submodules are what
-    FSDP2 and activation checkpointing of a block need: their hooks run when a submodule is called, and in the graph of
-    `tuned.module()` none is.
+    It computes what `tuned.module()` computes, and train() and eval() switch dropout and batch normalization in the
+    same way. It shares its parameters with the program, until something replaces them, such as `shard`. FSDP2 and
+    activation checkpointing of a block need the submodules: their hooks run when a submodule is called, and the graph
+    of `tuned.module()` calls none.
 
     Args:
         tuned: what `mxfp8_graph.rewrite(..., training=True)` returned, also with parameters on the meta device.
@@ -55,10 +56,10 @@ def module(tuned: ExportedProgram) -> nn.Module:
 
 
 def collect(module: nn.Module, tuned: ExportedProgram, *, rank0_only: bool = False) -> CollectReport:
-    """Brings the values of a module that was trained into its program, so that `rewrite`, `save` and `to_onnx` take them.
+    """Brings the values of a trained module into its program, for `rewrite`, `save` and `to_onnx`; returns a report.
 
-    Call it in every process: tensors that are sharded are gathered one by one, in their own dtype. A process needs memory
-    for the whole model, and for one tensor more.
+    Call it in every process: tensors that are sharded are gathered one by one, in their own dtype. A process needs
+    memory for the whole model, and for one tensor more.
 
     Args:
         module: what `distributed.module(tuned)` returned, sharded or not, inside of DDP or not.
@@ -67,11 +68,11 @@ def collect(module: nn.Module, tuned: ExportedProgram, *, rank0_only: bool = Fal
             `save` refuse, and need memory for one tensor.
 
     Raises:
-        ContractError: the names or shapes of the module are not those of the program, or a constant of the program, which
-            no training has, is on the meta device.
+        ContractError: the names or shapes of the module are not those of the program, or a constant of the program is
+            on the meta device.
     """
     tuned = _training_program(tuned, "distributed.collect")
-    state = get_model_state_dict(module)
+    state: dict[str, Any] = get_model_state_dict(module)
     tuned.check_names(state, "distributed.collect")
     here = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
     on_meta = not all(map(internals.has_values, tuned.state_dict.values()))
@@ -92,8 +93,8 @@ def _training_program(program: ExportedProgram, where: str) -> CheckedProgram:
     found = record.find(program) if isinstance(program, ExportedProgram) else None
     if not isinstance(program, CheckedProgram) or found is None or not found.training:
         what = f"a {type(program).__name__} without nodes to train"
-        expected = "a program that was rewritten for training"
-        raise ContractError(where, what, expected=expected, advice="pass that of mxfp8_graph.rewrite(..., training=True)")
+        expected, advice = "a program to train", "pass what mxfp8_graph.rewrite(..., training=True) returned"
+        raise ContractError(where, what, expected=expected, advice=advice)
     return program
 
 

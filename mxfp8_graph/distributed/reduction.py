@@ -16,13 +16,13 @@ from mxfp8_ops.errors import ContractError
 def sum_gradients(module: nn.Module) -> None:
     """Makes the processes add their gradients, in place: by default, DDP and FSDP2 divide the sum by their number.
 
-    The loss of a process is then a sum over its own tokens, divided by the number of tokens in all processes. In this way
-    the gradients of activations have the values that one process would compute, and the same codes. With a mean over its
-    own tokens they are larger by the number of processes; if this is no power of two, scales, which are powers of two,
-    cannot take it up: in 3 processes 4% of a weight's gradient differ, as much as MXFP8 itself adds.
+    The loss of a process is then a sum over its own tokens, divided by the number of tokens in all processes, and the
+    gradients of activations have the values, and so the codes, that one process would compute. With a mean over its own
+    tokens they are larger by the number of processes. If this is no power of two, as scales are, other codes result: in
+    3 processes, gradients of weights differ by 4% (relative L2), as much as by MXFP8 itself.
 
     Args:
-        module: of DistributedDataParallel, or of `distributed.shard` or `fully_shard`. Call it once, before the training.
+        module: of DistributedDataParallel, `distributed.shard` or `fully_shard`. Call it once, before the training.
 
     Raises:
         ContractError: another module.
@@ -37,7 +37,7 @@ def sum_gradients(module: nn.Module) -> None:
             each.set_force_sum_reduction_for_comms(True)
     else:
         what, expected = f"a {type(module).__name__}", "a module of DistributedDataParallel or fully_shard"
-        raise ContractError("distributed.sum_gradients", what, expected=expected, advice="wrap or shard the module first")
+        raise ContractError("distributed.sum_gradients", what, expected=expected, advice="wrap or shard it first")
 
 
 def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -64,12 +64,12 @@ class ShardedWeight(Tensor):
     """Whether one gather brings both copies, for a block that is not resharded between the passes."""
 
     @staticmethod
-    def __new__(cls, master: Tensor, scale_rounding: str, both: bool) -> ShardedWeight:
+    def __new__(cls, master: Tensor, scale_rounding: str, both: bool) -> ShardedWeight:  # noqa: D102
         self: ShardedWeight = internals.empty_wrapper(cls, master.shape, master.dtype, master.device)
         self.master, self.scale_rounding, self.both = master, scale_rounding, both
         return self
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedWeight({self.master}, {self.scale_rounding!r}, both={self.both})"
 
     def like(self, master: Tensor) -> ShardedWeight:
@@ -77,7 +77,7 @@ class ShardedWeight(Tensor):
         return ShardedWeight(master, self.scale_rounding, self.both)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Computes with the plain tensors."""
         weights: list[ShardedWeight] = []
 
@@ -101,10 +101,11 @@ class ShardedWeight(Tensor):
             row = torch.cat([part.reshape(-1) for part in codes])
             return torch.nn.functional.pad(row, (0, n * k + math.prod(scale_shape((n, k), -1)) - row.numel()))
 
-    def fsdp_pre_all_gather(  # noqa: D102, PLR0917 - FSDP2's protocol
+    def fsdp_pre_all_gather(  # noqa: D102 - FSDP2's protocol
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], Any]:
-        copies: Sequence[Copy] = ["rows", "columns"] if self.both else ["columns" if internals.in_backward() else "rows"]
+        phase: Copy = "columns" if internals.in_backward() else "rows"
+        copies: Sequence[Copy] = ["rows", "columns"] if self.both else [phase]
         return (torch.cat([self.coded(copy) for copy in copies]),), (copies, mesh, outer_size)
 
     def fsdp_post_all_gather(  # noqa: D102 - FSDP2's protocol
@@ -127,13 +128,13 @@ class GatheredWeight(Tensor):
     transposed: bool
 
     @staticmethod
-    def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> GatheredWeight:
+    def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> GatheredWeight:  # noqa: D102
         self: GatheredWeight = internals.empty_wrapper(cls, size, dtype, device)
         self.gathered, self.transposed = {}, False
         return self
 
-    def __repr__(self, **_: Any) -> str:
-        return f"GatheredWeight({list(self.shape)}, {[key for key, value in self.gathered.items() if value is not None]})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"GatheredWeight({list(self.shape)}, transposed={self.transposed})"
 
     def _view(self, *, transpose: bool = False) -> GatheredWeight:
         size = self.shape[::-1] if transpose else self.shape
@@ -142,7 +143,7 @@ class GatheredWeight(Tensor):
         return view
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Computes what training in MXFP8 and FSDP2 ask for; ContractError for other ops."""
         self = args[0]
         if func is torch.ops.mxfp8.linear_train.default:

@@ -1,0 +1,128 @@
+"""A small decoder to train in many processes, its data, and what one process computes from the same batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.nn import functional as F  # noqa: N812
+
+import mxfp8_graph
+from mxfp8_graph import distributed
+
+VOCABULARY, LENGTH, BATCH = 32, 32, 12
+WIDTH = 128
+"""Rows of the smallest weight: 32 in each of 4 processes."""
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("scale", torch.ones(WIDTH))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(LENGTH, device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x) * self.scale)
+
+
+def prepared(model: nn.Module | None = None, device: str = "cpu", **recipe: Any) -> ExportedProgram:
+    """Returns a program to train, by default of a decoder with the values of seed 0."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model or Decoder()
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+    sizes = {"tokens": {0: torch.export.Dim("batch", max=1024)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ep = torch.export.export(model, (tokens,), dynamic_shapes=sizes)
+        return mxfp8_graph.rewrite(ep, mxfp8_graph.MXFP8BlockScaling(**recipe), training=True)[0]
+
+
+def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields tokens and the tokens to predict."""
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        tokens = torch.randint(0, VOCABULARY, (BATCH, LENGTH), generator=generator)
+        yield tokens, (tokens * 5 + tokens.roll(1, 1)) % VOCABULARY
+
+
+def loss_of(module: Callable[[Tensor], Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    return F.cross_entropy(module(batch[0]).float().flatten(0, 1), batch[1].flatten())
+
+
+def parts(batch: tuple[Tensor, Tensor], count: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(*(tensor.chunk(count) for tensor in batch), strict=True))
+
+
+class Run:
+    """A training: the losses of each step, the gradients of the first one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        self.losses: list[float] = []
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, micro_batches: list[tuple[Tensor, Tensor]], backward: Callable[..., None]) -> None:
+        """Trains on batches whose gradients `backward(loss, index)` accumulates."""
+        self.optimizer.zero_grad()
+        for index, batch in enumerate(micro_batches):
+            loss = loss_of(self.module, batch)
+            backward(loss, index)
+            self.losses.append(loss.item())
+        if not self.gradients:
+            self.gradients = {name: whole(p.grad).clone() for name, p in self.module.named_parameters()}
+        self.optimizer.step()
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        return {name: whole(p.detach()) for name, p in self.module.named_parameters()}
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def one_process(tuned: ExportedProgram, processes: int, steps: int, micro_batches: int = 1) -> Run:
+    """Returns the training of one process that takes the batches of all processes in turn, as they are added up."""
+    run = Run(distributed.module(tuned))
+    for batch in batches(steps):
+        run.step(parts(batch, processes * micro_batches), lambda loss, _: (loss / processes).backward())
+    return run
+
+
+def different(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    """Returns the names of tensors that are not bitwise equal, with their relative distance."""
+    return [f"{n}: {distance(got[n], wanted[n]):.1e}" for n in wanted if not torch.equal(got[n], wanted[n])]
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).norm() / wanted.norm().clamp_min(1e-30))
+
+
+def total_distance(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Returns the relative L2 distance of all tensors as one vector."""
+    return distance(torch.cat([got[n].flatten() for n in wanted]), torch.cat([t.flatten() for t in wanted.values()]))
