@@ -76,6 +76,7 @@ def shard(
         raise ContractError.unknown("gather", gather, ("mxfp8", "high_precision"))
     _check(module)
     matched = _blocks(module, blocks)
+    _check_ties(module, matched)
     _leave_meta(module, mesh.device_type)
     reasons = {name: "as asked for" for name, _ in module.named_parameters()}
     wrapped: list[str] = []
@@ -136,6 +137,20 @@ def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
         some = sorted(called, key=lambda name: (name.count("."), name))[:8]
         raise ContractError(_WHERE, what, expected=f"one of {', '.join(some)}, ...", advice="correct the pattern")
     return matched
+
+
+def _check_ties(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+    """Raises ContractError if a parameter belongs to two blocks, or to a block and the root: FSDP2 gathers it once."""
+    blocks_of: dict[int, set[str]] = {}
+    inside = {id(each): block for block, owner in blocks.items() for each in owner.modules()}
+    for path, owner in module.named_modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            homes = blocks_of.setdefault(id(parameter), set())
+            homes.add(inside.get(id(owner), "the root"))
+            if len(homes) > 1:
+                what = f"{f'{path}.{name}'!r} is tied to a parameter of another block ({' and '.join(sorted(homes))})"
+                advice = "choose `blocks` so that one block has both, or untie them"
+                raise ContractError(_WHERE, what, expected="tied parameters in one block", advice=advice)
 
 
 @dataclass(frozen=True)

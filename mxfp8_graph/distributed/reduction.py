@@ -1,6 +1,6 @@
 """Gradients of many processes: sums in place of means."""
 
-from __future__ import annotations
+# No annotations from __future__: DDP reads those of a hook, and takes no strings.
 
 from typing import Any
 

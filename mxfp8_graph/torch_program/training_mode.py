@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import types
 import warnings
 from collections.abc import Iterator
 from typing import Any, Final
@@ -52,7 +51,7 @@ def follow(module: torch.nn.Module) -> None:
             # A probability times the flag is 0 in evaluation mode.
             return training if value is True else node.graph.call_function(operator.mul, (training, value))
 
-    def train(module: torch.nn.Module, mode: bool = True) -> torch.nn.Module:
+    def train(mode: bool = True) -> torch.nn.Module:
         if mode and off:
             what = f"train() leaves {', '.join(off)} in evaluation mode, as the program was exported or packed"
             warnings.warn(f"{what}; export the model in training mode to train with dropout", stacklevel=2)
@@ -61,8 +60,7 @@ def follow(module: torch.nn.Module) -> None:
     _set(module, flag)
     # torch's own raise NotImplementedError. A local function keeps modules from being pickled, which would trace them
     # again and write the mode of that moment into the calls.
-    # A method, not a function: a deep copy of an unflattened module binds it to the copy.
-    module.train = types.MethodType(train, module)  # type: ignore[method-assign]
+    module.train = train  # type: ignore[method-assign, assignment]
     module.__dict__.pop("eval", None)  # nn.Module's calls train(False)
 
 

@@ -12,26 +12,27 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from distributed_models import (
     BATCH,
-    Decoder,
     Run,
     batches,
     different,
-    distance,
     loss_of,
     one_process,
     parts,
     prepared,
     total_distance,
-    whole,
 )
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.export import ExportedProgram
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mxfp8_graph
@@ -40,7 +41,12 @@ from mxfp8_graph.distributed import ShardReport
 from mxfp8_ops.errors import ContractError
 
 REDUCED = 5e-7
-"""Bound of the relative L2 error of float32 sums over a few thousand tokens in another order."""
+"""Bound of the relative L2 error of gradients that are float32 sums of the same terms in another order."""
+
+FLIPPED = 1e-4
+"""Bound of the same where matrices have another number of rows. A float32 gemm may then round its last bit otherwise, and
+a value near the middle of two codes gets the other one, up to 2^-4 away: a few of 10^5 values do.
+"""
 
 
 def sharded(tuned: ExportedProgram | None = None, **options: Any) -> tuple[nn.Module, ShardReport]:
@@ -52,13 +58,15 @@ def mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
-def trained(module: nn.Module, steps: int, micro_batches: int = 1) -> Run:
-    """Returns the training of this process on its parts of the batches."""
+def trained(module: nn.Module, steps: int, micro_batches: int = 1, *, keep: bool = False) -> Run:
+    """Returns the training of this process on its parts of the batches; `keep` weights between micro-batches."""
     run, rank = Run(module), dist.get_rank()
 
     def backward(loss: Tensor, index: int) -> None:
+        last = index == micro_batches - 1
         if isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(index == micro_batches - 1)
+            module.set_requires_gradient_sync(last)
+            module.set_reshard_after_backward(last or not keep)
         loss.backward()
 
     for batch in batches(steps):
@@ -79,13 +87,13 @@ def trains_as_one_process(steps: int, recipe: dict[str, Any], reshard: bool) -> 
     module, report = sharded(prepared(**recipe), reshard_after_forward=reshard)
     assert len(report.mxfp8) == 8, str(report)
     assert report.blocks == ("blocks.0", "blocks.1")
-    same(trained(module, steps), one_process(prepared(**recipe), dist.get_world_size(), steps))
+    same(trained(module, steps), one_process(dist.get_world_size(), steps, **recipe))
 
 
 def trains_close_to_one_process(steps: int) -> None:
     """In more processes the sums of gradients have another order."""
     run = trained(sharded()[0], steps)
-    wanted = one_process(prepared(), dist.get_world_size(), steps)
+    wanted = one_process(dist.get_world_size(), steps)
     count = dist.get_world_size()
     assert run.losses[0] == wanted.losses[dist.get_rank()]
     assert total_distance(run.gradients, wanted.gradients) < REDUCED
@@ -93,19 +101,33 @@ def trains_close_to_one_process(steps: int) -> None:
 
 
 def the_whole_batch_gives_the_same_gradients() -> None:
-    run, wanted = trained(sharded()[0], 1), one_process(prepared(), 1, 1)
-    assert total_distance(run.gradients, wanted.gradients) < REDUCED
+    run, wanted = trained(sharded()[0], 1), one_process(1, 1)
+    assert total_distance(run.gradients, wanted.gradients) < FLIPPED
 
 
-class GatheredBytes(TorchDispatchMode):
-    """Counts the bytes that all-gathers bring to a process, its own among them."""
+class GatheredBytes:
+    """Counts the bytes that all-gathers bring to a process, its own among them. A context manager."""
 
-    count = 0
+    names = [name for name in ("all_gather", "all_gather_into_tensor", "all_gather_single") if hasattr(dist, name)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "allgather" in str(func):
-            self.count += sum(t.nbytes for t in torch.utils._pytree.tree_leaves(args[0]) if isinstance(t, Tensor))
-        return func(*args, **(kwargs or {}))
+    def __enter__(self) -> GatheredBytes:
+        self.count = 0
+        self.originals = {name: getattr(dist, name) for name in self.names}
+        for name, function in self.originals.items():
+            setattr(dist, name, self.counting(function))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self.originals.items():
+            setattr(dist, name, function)
+
+    def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def gather(*args: Any, **kwargs: Any) -> Any:
+            output = args[0] if args else kwargs["output_tensor"]
+            self.count += sum(t.nbytes for t in (output if isinstance(output, list) else [output]))
+            return function(*args, **kwargs)
+
+        return gather
 
 
 def bytes_on_the_wire(wrapped: bool, options: dict[str, Any]) -> float:
@@ -138,7 +160,7 @@ class Checkpointed(nn.Module):
 
 
 def checkpointing_changes_nothing() -> None:
-    wanted = one_process(prepared(), dist.get_world_size(), 2)
+    wanted = one_process(dist.get_world_size(), 2)
     tuned = prepared()
     module = distributed.module(tuned)
     checkpoint_blocks(module)
@@ -158,10 +180,8 @@ def checkpointing_changes_nothing() -> None:
     assert not different({n.removeprefix("module."): p for n, p in run.parameters.items()}, wanted.parameters)
 
 
-def micro_batches_are_added_up(reshard_after_backward: bool) -> None:
-    module, _ = sharded()
-    module.set_reshard_after_backward(reshard_after_backward)
-    run = trained(module, 2, 2)
+def micro_batches_are_added_up(keep: bool) -> None:
+    run = trained(sharded()[0], 2, 2, keep=keep)
     # The reference adds the batches of process 0 first, then those of process 1; two processes add two sums.
     wanted = Run(distributed.module(prepared()))
     for batch in batches(2):
@@ -187,6 +207,7 @@ def micro_batches_are_added_up(reshard_after_backward: bool) -> None:
 def mixed_precision_quantizes_the_master_weights() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     module, report = sharded(mp_policy=policy)
+    module.scale = module.scale.bfloat16()  # as in eager mode: FSDP2 casts parameters, not buffers
     batch = parts(next(batches(1)), dist.get_world_size())[dist.get_rank()]
     loss = loss_of(module, batch)
     # What one process computes with master weights in MXFP8 products and all other parameters in bfloat16.
@@ -194,8 +215,7 @@ def mixed_precision_quantizes_the_master_weights() -> None:
     other = {n: p.detach().bfloat16().requires_grad_() for n, p in alone.named_parameters() if n not in report.mxfp8}
     buffers = {n: b.bfloat16() for n, b in alone.named_buffers()}
     wanted = loss_of(lambda tokens: torch.func.functional_call(alone, {**other, **buffers}, (tokens,)), batch)
-    module.get_buffer("scale").data = module.get_buffer("scale").bfloat16()
-    assert loss_of(module, batch).item() == wanted.item() != loss.item() or loss.item() == wanted.item()
+    assert loss.item() == wanted.item()
     run = trained(module, 3)
     assert run.losses[2] < run.losses[0]
     assert {p.dtype for p in run.gradients.values()} == {torch.float32}
@@ -231,7 +251,7 @@ def saves(folder: Path, steps: int) -> list[float]:
 
 def resumes(folder: Path, steps: int) -> list[float]:
     """Returns the mean losses of a training that goes on from what `saves` wrote."""
-    module, _ = sharded(prepared(Decoder()))
+    module, _ = sharded(prepared())
     run = Run(module)
     state, optimizer = get_state_dict(module, run.optimizer)
     dcp.load({"model": state, "optimizer": optimizer}, checkpoint_id=folder)
@@ -262,7 +282,9 @@ def collects(folder: Path) -> None:
     parameters = run.parameters
     assert not different({name: plain.state_dict[name] for name in parameters}, parameters)
     for call in (mxfp8_graph.rewrite, lambda ep: mxfp8_graph.save(ep, folder.parent / f"stale{dist.get_rank()}.pt2")):
-        with pytest.raises(ContractError, match=r"values that the program lacks.* call mxfp8_graph\.distributed\.collect"):
+        with pytest.raises(
+            ContractError, match=r"values that the program lacks.* call mxfp8_graph\.distributed\.collect"
+        ):
             call(tuned)
     report = distributed.collect(module, tuned, rank0_only=True)
     assert report.here == (dist.get_rank() == 0)
@@ -285,7 +307,7 @@ def collects(folder: Path) -> None:
 
 
 def starts_on_meta(empty: bool) -> None:
-    wanted = one_process(prepared(), dist.get_world_size(), 2)
+    wanted = one_process(dist.get_world_size(), 2)
     tuned = prepared(device="meta")
     assert all(tensor.is_meta for tensor in tuned.state_dict.values())
     module, report = sharded(tuned)
@@ -308,7 +330,7 @@ def starts_on_meta(empty: bool) -> None:
 def data_parallel_needs_no_collect() -> None:
     tuned = prepared()
     run = trained(DistributedDataParallel(distributed.module(tuned)), 2)
-    wanted = one_process(prepared(), dist.get_world_size(), 2)
+    wanted = one_process(dist.get_world_size(), 2)
     assert not different({n.removeprefix("module."): p for n, p in run.parameters.items()}, wanted.parameters)
     assert not different({n: tuned.state_dict[n] for n in wanted.parameters}, wanted.parameters)
     mxfp8_graph.rewrite(tuned)
@@ -316,9 +338,7 @@ def data_parallel_needs_no_collect() -> None:
 
 def sums_have_the_codes_of_one_process(wrap: str) -> list[float]:
     """Returns the distances to one process of the gradients with sum_gradients and with means."""
-    (batch,) = batches(1)
-    alone = Run(distributed.module(prepared()))
-    alone.step([batch], lambda loss, _: loss.backward())
+    (batch,), alone = batches(1), one_process(1, 1)
     own = parts(batch, dist.get_world_size())[dist.get_rank()]
     distances = []
     for summed in (True, False):
@@ -343,9 +363,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(16, 80)
-        self.blocks = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(80, 128), "down": nn.Linear(128, 80)}) for _ in "ab")
         self.blocks = nn.ModuleList(OddBlock() for _ in "ab")
-        self.blocks[1].up.weight = self.blocks[0].up.weight
         self.stem = nn.Linear(80, 128)
         self.back = nn.Linear(128, 80)
 
@@ -360,21 +378,23 @@ class OddBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.wide, self.down = nn.Linear(80, 128), nn.Linear(80, 128), nn.Linear(128, 80)
+        self.tied = nn.Linear(80, 128)
+        self.tied.weight = self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)) * self.wide(x)) + self.wide.weight.mean()
+        return x + self.down(torch.relu(self.up(x)) * self.wide(x) + self.tied(x)) + self.wide.weight.mean()
 
 
 def reports_why_weights_are_in_high_precision() -> None:
-    module, report = sharded(prepared(Odd(), exclude=[]))
+    module, report = sharded(prepared(Odd))
     assert report.mxfp8 == ("stem.weight",)
     reasons = report.high_precision
-    assert reasons["blocks.0.up.weight"].startswith("tied to blocks.1.up.weight")
+    assert reasons["blocks.0.up.weight"].startswith("tied to blocks.0.tied.weight")
     assert reasons["blocks.0.wide.weight"] == "mean reads it, too"
     assert reasons["blocks.1.down.weight"] == "its 80 rows are no multiple of 32 rows in each of 2 processes"
     assert reasons["stem.bias"] == "not the weight of an MXFP8 product"
     run = trained(module, 2)
-    same(run, one_process(prepared(Odd()), dist.get_world_size(), 2))
+    same(run, one_process(dist.get_world_size(), 2, Odd))
 
 
 def refuses() -> None:
@@ -392,13 +412,16 @@ def refuses() -> None:
 
 
 REFUSED: list[tuple[Callable[[Any], Any], str]] = [
-    (lambda module: distributed.shard(module, mesh(), blocks="layers.*"), r"'layers\.\*' matches no submodule .* blocks\.0"),
+    (
+        lambda module: distributed.shard(module, mesh(), blocks="layers.*"),
+        r"'layers\.\*' matches no submodule .* blocks\.0",
+    ),
     (lambda module: distributed.shard(module, mesh(), blocks="blocks.*.norm.x"), "matches no submodule"),
     (lambda module: distributed.shard(module, mesh(), gather="fp4"), "gather"),
     (lambda module: distributed.shard(prepared().module(), mesh()), r"GraphModule, which calls no submodules"),
     (lambda module: distributed.shard(nn.Linear(2, 2), mesh()), r"pass what mxfp8_graph\.distributed\.module"),
     (lambda module: distributed.module(mxfp8_graph.rewrite(prepared())[0]), "expected a program to train"),
-    (lambda module: distributed.collect(nn.Linear(2, 2), prepared()), "distributed.collect: 'embedding.weight' is missing"),
+    (lambda module: distributed.collect(nn.Linear(2, 2), prepared()), r"distributed\.collect: '\w+' is missing"),
     (lambda module: distributed.sum_gradients(module), "expected a module of DistributedDataParallel or fully_shard"),
 ]
 
@@ -408,9 +431,6 @@ def replicated_and_sharded(steps: int) -> None:
     module = distributed.module(prepared())
     distributed.shard(module, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
     run = trained(module, steps)
-    wanted = one_process(prepared(), 4, steps)
+    wanted = one_process(4, steps)
     assert total_distance(run.gradients, wanted.gradients) < REDUCED
     assert run.losses == pytest.approx(wanted.losses[dist.get_rank() :: 4], abs=REDUCED * 4)
-
-
-__all__ = ["distance", "whole"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -48,11 +49,11 @@ class Decoder(nn.Module):
         return self.head(self.norm(x) * self.scale)
 
 
-def prepared(model: nn.Module | None = None, device: str = "cpu", **recipe: Any) -> ExportedProgram:
-    """Returns a program to train, by default of a decoder with the values of seed 0."""
+def prepared(kind: Callable[[], nn.Module] = Decoder, device: str = "cpu", **recipe: Any) -> ExportedProgram:
+    """Returns a program to train, by default of a decoder, with the values of seed 0."""
     torch.manual_seed(0)
     with torch.device(device):
-        model = model or Decoder()
+        model = kind()
         tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     sizes = {"tokens": {0: torch.export.Dim("batch", max=1024)}}
     with warnings.catch_warnings():
@@ -106,11 +107,12 @@ def whole(tensor: Any) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def one_process(tuned: ExportedProgram, processes: int, steps: int, micro_batches: int = 1) -> Run:
+@functools.cache
+def one_process(processes: int, steps: int, kind: Callable[[], nn.Module] = Decoder, **recipe: Any) -> Run:
     """Returns the training of one process that takes the batches of all processes in turn, as they are added up."""
-    run = Run(distributed.module(tuned))
+    run = Run(distributed.module(prepared(kind, **recipe)))
     for batch in batches(steps):
-        run.step(parts(batch, processes * micro_batches), lambda loss, _: (loss / processes).backward())
+        run.step(parts(batch, processes), lambda loss, _: (loss / processes).backward())
     return run
 
 

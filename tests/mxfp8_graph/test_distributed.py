@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,9 +70,9 @@ def test_checkpointing_of_blocks_and_of_the_whole_module_changes_nothing(two: Pr
     two(checks.checkpointing_changes_nothing)
 
 
-@looped("reshard_after_backward", [True, False])
-def test_gradients_of_micro_batches_are_added_up(two: ProcessPool, reshard_after_backward: bool) -> None:
-    two(checks.micro_batches_are_added_up, reshard_after_backward)
+@looped("keep", [True, False])
+def test_gradients_of_micro_batches_are_added_up(two: ProcessPool, keep: bool) -> None:
+    two(checks.micro_batches_are_added_up, keep)
 
 
 def test_mixed_precision_quantizes_the_master_weights(two: ProcessPool) -> None:
@@ -116,12 +115,12 @@ def test_a_training_of_two_processes_goes_on_in_one_and_in_two(two: ProcessPool,
         assert one(checks.resumes, tmp_path, 2)[0] == pytest.approx(wanted, abs=1e-6)
 
 
-@looped("wrap", ["ddp", "fsdp"])
-def test_sums_of_gradients_have_the_codes_of_one_process(wrap: str) -> None:
+def test_sums_of_gradients_have_the_codes_of_one_process() -> None:
     with ProcessPool(3) as three:
-        for summed, mean in three(checks.sums_have_the_codes_of_one_process, wrap):
-            assert summed < checks.REDUCED
-            assert mean > 1e-3, "three processes would need no helper"
+        for wrap in ("ddp", "fsdp"):
+            for summed, mean in three(checks.sums_have_the_codes_of_one_process, wrap):
+                assert summed < checks.FLIPPED, wrap
+                assert mean > 1e-2, "without the helper the error is as large"
 
 
 @pytest.mark.slow
@@ -173,19 +172,18 @@ class SwitchedBlock(nn.Module):
 
 @looped("mode", [True, False])
 def test_the_module_computes_what_that_of_the_program_does(mode: bool) -> None:
-    flat, module = (make(prepared(Switched())).train(mode) for make in (lambda ep: ep.module(), distributed.module))
-    copied = copy.deepcopy(module).train(mode)
+    flat, module = (make(prepared(Switched)).train(mode) for make in (lambda ep: ep.module(), distributed.module))
     (batch,) = batches(1)
     results = []
-    for each in (flat, module, copied):
+    for each in (flat, module):
         torch.manual_seed(3)
         loss = loss_of(each, batch)
         loss.backward()
         results.append((loss, {n: p.grad for n, p in each.named_parameters()}, dict(each.named_buffers())))
-    for loss, gradients, buffers in results[1:]:
-        assert torch.equal(loss, results[0][0])
-        assert not checks.different(gradients, results[0][1])
-        assert not checks.different(buffers, results[0][2])
+    (wanted, loss), *named = zip(*results, strict=True)
+    assert torch.equal(loss, wanted)
+    for expected, got in named:
+        assert not checks.different(got, expected)
 
 
 def test_the_module_shares_its_parameters_with_the_program() -> None:
@@ -193,4 +191,4 @@ def test_the_module_shares_its_parameters_with_the_program() -> None:
     module = distributed.module(tuned)
     for name, parameter in module.named_parameters():
         assert parameter is tuned.state_dict[name]
-    assert BATCH == len(next(batches(1))[0])
+    assert len(next(batches(1))[0]) == BATCH
