@@ -116,10 +116,9 @@ def main() -> None:
 
     distributed.collect(module, tuned, rank0_only=True)
     if rank == 0:
-        path, report = mxfp8_graph.rewrite(tuned, output=options.folder / "decoder.mxfp8.pt2")
-        print(
-            f"{path}: {len(report.rewritten)} matmuls in MXFP8, {report.bytes_after / report.bytes_before:.2f} of the size"
-        )
+        packed = options.folder / "decoder.mxfp8.pt2"
+        _, rewritten = mxfp8_graph.rewrite(tuned, output=packed, overwrite=True)
+        print(f"{packed}: {len(rewritten.rewritten)} matmuls in MXFP8")
     dist.destroy_process_group()
 
 
