@@ -21,6 +21,7 @@ LONGEST = (
     "test_cuda_build.py",
     "test_cuda_fused.py",
     "test_torch_training.py",
+    "test_distributed.py",
     "test_torch_models.py",
     "test_random_graphs.py",
     "test_cpu.py",
