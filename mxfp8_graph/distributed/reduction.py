@@ -40,7 +40,7 @@ def sum_gradients(module: nn.Module) -> None:
         raise ContractError("distributed.sum_gradients", what, expected=expected, advice="wrap or shard it first")
 
 
-def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Returns the sum of a bucket over the processes, as DDP asks a communication hook."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])

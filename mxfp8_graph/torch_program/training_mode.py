@@ -60,7 +60,7 @@ def follow(module: torch.nn.Module) -> None:
     _set(module, flag)
     # torch's own raise NotImplementedError. A local function keeps modules from being pickled, which would trace them
     # again and write the mode of that moment into the calls.
-    module.train = train  # type: ignore[method-assign, assignment]
+    module.train = train  # type: ignore[method-assign]
     module.__dict__.pop("eval", None)  # nn.Module's calls train(False)
 
 
