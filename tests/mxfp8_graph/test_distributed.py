@@ -141,7 +141,7 @@ def test_four_processes_train_as_one(four: ProcessPool) -> None:
 
 @pytest.mark.slow
 def test_shards_of_which_there_are_two_copies(four: ProcessPool) -> None:
-    four(checks.replicated_and_sharded, 3)
+    four(checks.replicated_and_sharded)
 
 
 @pytest.mark.slow
