@@ -6,7 +6,6 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -76,26 +75,15 @@ def shard(
         raise ContractError.unknown("gather", gather, ("mxfp8", "high_precision"))
     _check(module)
     matched = _blocks(module, blocks)
-    _check_ties(module, matched)
     _leave_meta(module, mesh.device_type)
-    reasons = {name: "as asked for" for name, _ in module.named_parameters()}
-    wrapped: list[str] = []
-    if gather == "mxfp8":
-        inside = {id(p) for block in matched.values() for p in block.parameters()}
-        for name, reason in _reasons(module, mesh.size(mesh.ndim - 1)).items():
-            reasons[name] = reason.why
-            if not reason.why:
-                # FSDP2 keeps the root's own parameters between the passes.
-                both = not reshard_after_forward or id(reason.parameter) not in inside
-                _wrap(module, name, reason.scale_rounding, both)
-                wrapped.append(name)
+    reasons = _wrap_weights(module, mesh, matched, gather, reshard_after_forward)
     policy = mp_policy or MixedPrecisionPolicy()
     for block in matched.values():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    # What is in no block stays between the passes: the last layer's backward pass follows its forward pass at once.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    clean = [name.replace(internals.CHECKPOINT_PREFIX, "") for name in wrapped]
-    left = {n.replace(internals.CHECKPOINT_PREFIX, ""): why for n, why in reasons.items() if n not in wrapped}
-    return ShardReport(tuple(matched), tuple(clean), left)
+    mxfp8 = tuple(name for name, why in reasons.items() if not why)
+    return ShardReport(tuple(matched), mxfp8, {name: why for name, why in reasons.items() if why})
 
 
 def _check(module: nn.Module) -> None:
@@ -113,7 +101,11 @@ def _graphs(module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
         # Not getattr: a checkpoint_wrapper has the attributes of the module inside.
         graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
         if isinstance(graph, Graph):
-            yield name.replace(internals.CHECKPOINT_PREFIX, ""), each, graph
+            yield _clean(name), each, graph
+
+
+def _clean(name: str) -> str:
+    return name.replace(internals.CHECKPOINT_PREFIX, "")
 
 
 def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
@@ -127,7 +119,7 @@ def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     parts = pattern.split(".")
     matched: dict[str, nn.Module] = {}
     for name, each in module.named_modules():
-        clean = name.replace(internals.CHECKPOINT_PREFIX, "").removesuffix("." + internals.CHECKPOINT_PREFIX[:-1])
+        clean = _clean(name).removesuffix("." + internals.CHECKPOINT_PREFIX[:-1])
         names = clean.split(".")
         fits = len(names) == len(parts) and all(map(fnmatchcase, names, parts))
         if fits and clean in called:
@@ -139,59 +131,44 @@ def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return matched
 
 
-def _check_ties(module: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-    """Raises ContractError if a parameter belongs to two blocks, or to a block and the root: FSDP2 gathers it once."""
-    blocks_of: dict[int, set[str]] = {}
-    inside = {id(each): block for block, owner in blocks.items() for each in owner.modules()}
-    for path, owner in module.named_modules():
-        for name, parameter in owner.named_parameters(recurse=False):
-            homes = blocks_of.setdefault(id(parameter), set())
-            homes.add(inside.get(id(owner), "the root"))
-            if len(homes) > 1:
-                what = f"{f'{path}.{name}'!r} is tied to a parameter of another block ({' and '.join(sorted(homes))})"
-                advice = "choose `blocks` so that one block has both, or untie them"
-                raise ContractError(_WHERE, what, expected="tied parameters in one block", advice=advice)
-
-
-@dataclass(frozen=True)
-class _Reason:
-    parameter: nn.Parameter
-    why: str
-    """Why it cannot be gathered in MXFP8; empty if it can."""
-    scale_rounding: str = "ceil"
-
-
-def _reasons(module: nn.Module, processes: int) -> dict[str, _Reason]:
-    """Returns for each parameter why it cannot be gathered in MXFP8."""
+def _wrap_weights(
+    module: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module], gather: str, reshard: bool
+) -> dict[str, str]:
+    """Wraps the weights to gather in MXFP8; returns for each parameter why it is not, or nothing."""
     reads: dict[int, list[tuple[Node, Node]]] = {}
     for _, owner, graph in _graphs(module):
         for node in graph.nodes:
             if node.op == "get_attr":
-                parameter = operator.attrgetter(str(node.target))(owner)
-                reads.setdefault(id(parameter), []).extend((node, user) for user in node.users)
+                value = operator.attrgetter(str(node.target))(owner)
+                reads.setdefault(id(value), []).extend((node, user) for user in node.users)
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    result = {}
-    for name, parameter in module.named_parameters():
-        users = reads.get(id(parameter), [])
-        roundings = {str(internals.argument(user, "scale_rounding")) for _, user in users}
-        why = _obstacle(parameter, users, processes)
-        if not why and len(names[id(parameter)]) > 1:
-            why = f"tied to {names[id(parameter)][1]}"
-        if not why and len(roundings) > 1:
-            why = f"read with scale_rounding {' and '.join(sorted(roundings))}"
-        result[name] = _Reason(parameter, why, *roundings if not why else ())
-    return result
+        names.setdefault(id(parameter), []).append(_clean(name))
+    reasons = {}
+    for name, parameter in list(module.named_parameters()):
+        users, (first, *ties) = reads.get(id(parameter), []), names[id(parameter)]
+        homes = {
+            next((block for block in blocks if each.startswith(f"{block}.")), "the root") for each in (first, *ties)
+        }
+        if len(homes) > 1:  # FSDP2 gathers a parameter in one place
+            what = f"{first!r} is tied to {ties[0]!r}, and they are in {' and in '.join(sorted(homes))}"
+            advice = "choose `blocks` so that one block has both, or untie them"
+            raise ContractError(_WHERE, what, expected="tied parameters in one block", advice=advice)
+        why = "as asked for" if gather != "mxfp8" else _obstacle(parameter, users, mesh.size(mesh.ndim - 1))
+        reasons[first] = why or (f"tied to {ties[0]}" if ties else "")
+        if not reasons[first]:
+            _wrap(module, name, _roundings(users)[0], not reshard or homes == {"the root"})
+    return reasons
 
 
 def _obstacle(parameter: nn.Parameter, reads: list[tuple[Node, Node]], processes: int) -> str:
     """Returns why a parameter with these reads cannot be gathered in MXFP8, or nothing."""
-    others = {internals.op_name(user) or user.op for node, user in reads if not _is_weight(node, user)}
-    if not reads or not any(_is_weight(node, user) for node, user in reads):
+    if not any(_is_weight(node, user) for node, user in reads):
         return "not the weight of an MXFP8 product"
-    if others:
-        return f"{', '.join(sorted(others))} reads it, too"
+    if others := sorted({internals.op_name(user) or user.op for node, user in reads if not _is_weight(node, user)}):
+        return f"{', '.join(others)} reads it, too"
+    if len(roundings := _roundings(reads)) > 1:
+        return f"read with scale_rounding {' and '.join(roundings)}"
     if isinstance(parameter, DTensor):
         return "sharded already"
     if parameter.dim() != 2:
@@ -199,6 +176,10 @@ def _obstacle(parameter: nn.Parameter, reads: list[tuple[Node, Node]], processes
     if parameter.shape[0] % (32 * processes):
         return f"its {parameter.shape[0]} rows are no multiple of 32 rows in each of {processes} processes"
     return ""
+
+
+def _roundings(reads: list[tuple[Node, Node]]) -> list[str]:
+    return sorted({str(internals.argument(user, "scale_rounding")) for _, user in reads})
 
 
 def _is_weight(node: Node, user: Node) -> bool:
@@ -221,16 +202,12 @@ def _wrap(module: nn.Module, name: str, scale_rounding: str, both: bool) -> None
 
     def loaded(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         key = prefix + attribute
-        # load_state_dict(assign=True) makes what it is given the parameter.
+        # load_state_dict(assign=True) makes the new tensor the parameter.
         if isinstance(state.get(key), DTensor):
-            state[key] = _with_local(state[key], partial(_as_weight, weight))
+            state[key] = _with_local(state[key], lambda local: weight.like(getattr(local, "master", local)))
 
     owner.register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(loaded)  # type: ignore[no-untyped-call]
-
-
-def _as_weight(like: ShardedWeight, local: Tensor) -> Tensor:
-    return local if isinstance(local, ShardedWeight) else like.like(local)
 
 
 def _with_local(tensor: Tensor, change: Any) -> Tensor:

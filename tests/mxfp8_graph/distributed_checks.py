@@ -338,6 +338,7 @@ def data_parallel_needs_no_collect() -> None:
     assert not different({n.removeprefix("module."): p for n, p in run.parameters.items()}, wanted.parameters)
     assert not different({n: tuned.state_dict[n] for n in wanted.parameters}, wanted.parameters)
     mxfp8_graph.rewrite(tuned)
+    assert distributed.collect(run.module, tuned).gathered == ()
 
 
 def sums_have_the_codes_of_one_process(wrap: str) -> list[float]:
@@ -376,6 +377,19 @@ class Odd(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.back(self.stem(x)) + x
+
+
+class Tied(nn.Module):
+    """A weight in a block and in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([nn.Linear(64, 64)]), nn.Linear(64, 64)
+        self.head.weight = self.blocks[0].weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.blocks[0](nn.functional.one_hot(tokens, 64).float())
+        return x + self.head(x)
 
 
 class OddBlock(nn.Module):
@@ -426,6 +440,10 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda module: distributed.shard(nn.Linear(2, 2), mesh()), r"pass what mxfp8_graph\.distributed\.module"),
     (lambda module: distributed.module(mxfp8_graph.rewrite(prepared())[0]), "expected a program to train"),
     (lambda module: distributed.collect(nn.Linear(2, 2), prepared()), r"distributed\.collect: '\w+' is missing"),
+    (
+        lambda module: distributed.shard(distributed.module(prepared(Tied)), mesh()),
+        "the root.* tied parameters in one block",
+    ),
     (distributed.sum_gradients, "expected a module of DistributedDataParallel or fully_shard"),
 ]
 
