@@ -198,16 +198,20 @@ def _wrap(module: nn.Module, name: str, scale_rounding: str, both: bool) -> None
     def saved(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         key = prefix + attribute
         if isinstance(state.get(key), Tensor):
-            state[key] = _with_local(state[key], lambda local: getattr(local, "master", local))
+            state[key] = _with_local(state[key], _plain)
 
     def loaded(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         key = prefix + attribute
         # load_state_dict(assign=True) makes the new tensor the parameter.
         if isinstance(state.get(key), DTensor):
-            state[key] = _with_local(state[key], lambda local: weight.like(getattr(local, "master", local)))
+            state[key] = _with_local(state[key], lambda local: weight.like(_plain(local)))
 
     owner.register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
     owner.register_load_state_dict_pre_hook(loaded)  # type: ignore[no-untyped-call]
+
+
+def _plain(local: Tensor) -> Tensor:
+    return local.master if isinstance(local, ShardedWeight) else local
 
 
 def _with_local(tensor: Tensor, change: Any) -> Tensor:

@@ -396,16 +396,17 @@ class OddBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.wide, self.down = nn.Linear(80, 128), nn.Linear(80, 128), nn.Linear(128, 80)
-        self.tied = nn.Linear(80, 128)
+        self.tied, self.gate = nn.Linear(80, 128), nn.Linear(80, 64)
         self.tied.weight = self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)) * self.wide(x) + self.tied(x)) + self.wide.weight.mean()
+        h = torch.relu(self.up(x)) * self.wide(x) + self.tied(x)
+        return x + self.down(h * self.gate(x).repeat(1, 1, 2)) + self.wide.weight.mean()
 
 
 def reports_why_weights_are_in_high_precision() -> None:
     module, report = sharded(prepared(Odd))
-    assert report.mxfp8 == ("stem.weight",)
+    assert sorted(report.mxfp8) == ["blocks.0.gate.weight", "blocks.1.gate.weight", "stem.weight"]
     reasons = report.high_precision
     assert reasons["blocks.0.up.weight"].startswith("tied to blocks.0.tied.weight")
     assert reasons["blocks.0.wide.weight"] == "mean reads it, too"
