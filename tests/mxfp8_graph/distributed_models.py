@@ -51,15 +51,25 @@ class Decoder(nn.Module):
 
 def prepared(kind: Callable[[], nn.Module] = Decoder, device: str = "cpu", **recipe: Any) -> ExportedProgram:
     """Returns a program to train, by default of a decoder, with the values of seed 0."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tuned, _ = mxfp8_graph.rewrite(_exported(kind, device), mxfp8_graph.MXFP8BlockScaling(**recipe), training=True)
+    # A rewritten program shares its parameters with the exported one, which is kept.
+    copies = {id(tensor): tensor.detach().clone() for tensor in tuned.state_dict.values()}
+    parameters = {id(p): nn.Parameter(copies[id(p)], p.requires_grad) for p in tuned.parameters()}
+    tuned.state_dict.update({n: {**copies, **parameters}[id(t)] for n, t in tuned.state_dict.items()})
+    return tuned
+
+
+@functools.cache
+def _exported(kind: Callable[[], nn.Module], device: str) -> ExportedProgram:
     torch.manual_seed(0)
     with torch.device(device):
-        model = kind()
-        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64)
+        model, tokens = kind(), torch.zeros(BATCH, LENGTH, dtype=torch.int64)
     sizes = {"tokens": {0: torch.export.Dim("batch", max=1024)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ep = torch.export.export(model, (tokens,), dynamic_shapes=sizes)
-        return mxfp8_graph.rewrite(ep, mxfp8_graph.MXFP8BlockScaling(**recipe), training=True)[0]
+        return torch.export.export(model, (tokens,), dynamic_shapes=sizes)
 
 
 def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
