@@ -27,8 +27,8 @@ class MemoryReport:
     """
 
     processes: int
-    weights: int
-    """Number of weights that are gathered in MXFP8."""
+    weights: tuple[str, ...]
+    """Those that are gathered in MXFP8."""
     parameters: int
     """Shards of the parameters in their own dtype; as many of the gradients, twice as many of AdamW's states."""
     block: tuple[int, int]
@@ -44,7 +44,7 @@ class MemoryReport:
         """Returns a table in GB (10^9 bytes)."""
         head = f"{f'GB in each of {self.processes} processes':42}{'MXFP8':>10}{'high precision':>16}"
         rows = [f"{name:42}{a / 1e9:10.3f}{b / 1e9:16.3f}" for name, (a, b) in self.rows().items()]
-        return "\n".join([head, *rows, f"{self.weights} weights are gathered in MXFP8"])
+        return "\n".join([head, *rows, f"{len(self.weights)} weights are gathered in MXFP8"])
 
     def rows(self) -> dict[str, tuple[int, int]]:
         """Returns the rows of the table, in bytes."""
@@ -93,7 +93,7 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
     received = [(2 * sum(each.values()) - each[_ROOT]) * (processes - 1) // processes for each in (coded, plain)]
     return MemoryReport(
         processes=processes,
-        weights=len(codes),
+        weights=tuple(codes),
         parameters=shards,
         block=(coded[largest], plain[largest]),
         root=(coded[_ROOT], plain[_ROOT]),
