@@ -66,8 +66,8 @@ def main() -> None:
         "Computed from shapes, not measured. Activations, buffers and the allocator's overhead are not in it.",
         f"{numbers / 1e9:.2f} billion parameters in float32, one block of FSDP2 per layer ({BLOCKS}), resharded after "
         "the forward pass; embedding, output projection and last norm are gathered with the root.",
-        "High precision is float32 here; MixedPrecisionPolicy(param_dtype=torch.bfloat16) halves what is gathered in it.",
-        f"8 processes receive {coded / plain:.2f} of the bytes of parameters in float32; at most {MUST:.2f}: {verdict}.",
+        "High precision is float32; MixedPrecisionPolicy(param_dtype=torch.bfloat16) halves what is gathered in it.",
+        f"8 processes receive {coded / plain:.2f} of the bytes in float32; at most {MUST:.2f}: {verdict}.",
         *layout(program, reports),
     ]
     title = "Training a Llama of 8 billion parameters with FSDP2: bytes in each process"
