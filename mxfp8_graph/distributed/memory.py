@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch.export import ExportedProgram
-from torch.fx import Node
 
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops import formats
@@ -75,7 +73,7 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
     """
     if processes < 1:
         raise ContractError(_WHERE, f"{processes} processes", expected="1 or more", advice="correct the number")
-    codes = dict(_codes(tuned, processes))
+    codes = _codes(tuned, processes)
     shards, coded, plain = 0, Counter[str](), Counter[str]()
     for name in tuned.graph_signature.parameters:
         parameter = tuned.state_dict[name]
@@ -102,25 +100,20 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
     )
 
 
-def _codes(tuned: ExportedProgram, processes: int) -> Iterator[tuple[str, int]]:
-    """Yields (name, bytes of one copy) of the weights that MXFP8 products alone read, in whole blocks per process."""
-    names = tuned.graph_signature.inputs_to_parameters
-    products = 0
-    for node in tuned.graph.nodes:
-        products += _is_product(node)
-        if node.op != "placeholder" or node.name not in names or not node.users:
-            continue
-        only = all(_is_product(user) and user.args[1] is node and user.args[0] is not node for user in node.users)
-        shape = tuned.state_dict[names[node.name]].shape
-        if only and len(shape) == 2 and shape[0] % (formats.BLOCK_SIZE * processes) == 0:
-            yield names[node.name], shape[0] * (shape[1] + math.ceil(shape[1] / formats.BLOCK_SIZE))
+def _codes(tuned: ExportedProgram, processes: int) -> dict[str, int]:
+    """Returns name -> bytes of one copy, of the weights that MXFP8 products alone read, in whole blocks per process."""
+    products = [node for node in tuned.graph.nodes if internals.op_name(node) == "mxfp8::linear_train"]
     if not products:
         what, expected = "a program without products to train", "a program to train in MXFP8"
         raise ContractError(_WHERE, what, expected=expected, advice="rewrite it with training=True")
-
-
-def _is_product(node: Node) -> bool:
-    return internals.op_name(node) == "mxfp8::linear_train"
+    reads = Counter(node.args[1] for node in products if node.args[0] is not node.args[1])
+    names, sizes = tuned.graph_signature.inputs_to_parameters, {}
+    for node, count in reads.items():
+        if count == len(node.users) and node.name in names:
+            rows, k = tuned.state_dict[names[node.name]].shape
+            if rows % (formats.BLOCK_SIZE * processes) == 0:
+                sizes[names[node.name]] = rows * (k + math.ceil(k / formats.BLOCK_SIZE))
+    return sizes
 
 
 def _block_of(name: str, blocks: str) -> str:

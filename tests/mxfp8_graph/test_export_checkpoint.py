@@ -319,6 +319,17 @@ def test_weights_that_servers_cannot_read_are_refused(options, recipe, what, tmp
         mxfp8_graph.export_checkpoint(program, tmp_path / "a", config=tmp_path / "original")
 
 
+def test_experts_are_refused_because_checkpoints_have_a_tensor_for_each(tmp_path):
+    config = transformers.MixtralConfig(
+        **{**SIZES, "num_hidden_layers": 1}, num_key_value_heads=1, num_local_experts=2, use_cache=False
+    )
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "original")
+    program, _ = mxfp8_graph.rewrite(exported(model))
+    with pytest.raises(ContractError, match=r"'model.layers.0.mlp.experts.gate_up_proj' stacks experts, which servers"):
+        mxfp8_graph.export_checkpoint(program, tmp_path / "a", config=tmp_path / "original")
+
+
 def test_a_config_of_another_model_is_refused_with_the_tensors_that_do_not_fit(packed, tmp_path):
     llama(num_hidden_layers=3, vocab_size=60).save_pretrained(tmp_path / "original")
     with pytest.raises(ContractError) as error:

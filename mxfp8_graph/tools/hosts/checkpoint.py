@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import listed
@@ -95,8 +94,7 @@ def export_checkpoint(
     return target, notes
 
 
-@dataclass(frozen=True)
-class _Parameter:
+class _Parameter(NamedTuple):
     """A tensor of the class of transformers."""
 
     names: tuple[str, ...]
