@@ -309,6 +309,12 @@ def test_weight_only_weights_have_a_note_that_servers_quantize_activations(origi
         ({"intermediate_size": 80}, Recipe(), "'model.layers.0.mlp.down_proj.weight' has K = 80"),
         ({}, Recipe(weight_format="e5m2"), "'model.layers.0.self_attn.q_proj.weight' has e5m2 elements, not e4m3"),
         ({}, Recipe(embeddings=True), "'model.embed_tokens.weight' is packed, but servers read it in high precision"),
+        ({}, Recipe(output_projections=True), "'lm_head.weight' is packed, but servers read it in high precision"),
+        (
+            {"tie_word_embeddings": True},
+            Recipe(output_projections=True),
+            "'model.embed_tokens.weight' is packed, but servers read it in high precision",
+        ),
     ],
 )
 def test_weights_that_servers_cannot_read_are_refused(options, recipe, what, tmp_path):

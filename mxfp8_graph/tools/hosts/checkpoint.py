@@ -146,7 +146,9 @@ def _matched(reference: list[_Parameter], source: Contents) -> tuple[dict[str, P
     problems = []
     for parameter in reference:
         name = parameter.names[0]
-        tensor = next((known[each] for n in parameter.names if (each := f"{prefix}{n}") in known), None)
+        tied = [known[each] for n in parameter.names if (each := f"{prefix}{n}") in known]
+        # The packed one first: `_check` refuses a packed output projection that is tied to a table.
+        tensor = min(tied, key=lambda each: not isinstance(each, PackedWeight), default=None)
         if tensor is None:
             problems.append(f"no {name!r} {list(parameter.shape)}")
         elif tensor.shape != parameter.shape:
