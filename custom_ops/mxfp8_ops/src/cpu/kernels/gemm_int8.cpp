@@ -20,10 +20,10 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kDepth = 512;                // depth of a chunk
-constexpr int64_t kPadding = 64;               // packed rows are padded to a multiple of it
-constexpr int kVectors = 2;                    // vectors of columns in a register tile
-constexpr int64_t kPanel = kVectors * kLanes;  // rows of B turned at a time
+constexpr int64_t kDepth = 512;                                // depth of a chunk
+constexpr int64_t kPadding = 64;                               // packed rows are padded to a multiple of it
+constexpr int kVectors = 2;                                    // vectors of columns in a register tile
+constexpr int64_t kPanel = kVectors * kLanes;                  // rows of B turned at a time
 constexpr int kWords = int(kBlock) * int(sizeof(Factor)) / 4;  // lanes that the factors of a block take
 
 using ByteTiles = Tiles<kFloatRows>;

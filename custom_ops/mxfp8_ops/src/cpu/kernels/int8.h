@@ -1,5 +1,5 @@
-// INT8 elements, their scales, and their dot products: of bytes (VPDPBUSD), at four times the rate of float32; in the set
-// avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice its rate.
+// INT8 elements, their scales, and their dot products: of bytes (VPDPBUSD), at four times the rate of float32; in the
+// set avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice its rate.
 #pragma once
 #include "shift_decode.h"
 
