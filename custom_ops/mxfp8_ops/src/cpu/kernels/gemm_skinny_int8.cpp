@@ -109,8 +109,11 @@ int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
       const uint8_t* codes = args.a_scales + (row + first + r) * blocks_of(args.k);
       for (int64_t k = 0; k < padded; k += kStep) {
         uint8_t* to = out + first * padded + k * group_rows + r * kStep;
-        std::memset(to, 0x80, size_t(kStep));
-        for (int64_t i = 0; i < min_of(kStep, args.k - k); ++i) to[i] = elements[k + i] ^ 0x80;
+        alignas(64) uint8_t padded_step[kStep] = {};
+        const bool whole = args.k - k >= kStep;
+        if (!whole) std::memcpy(padded_step, elements + k, size_t(args.k - k));
+        const Bytes moved = load_bytes(whole ? elements + k : padded_step) ^ uint8_t(0x80);
+        std::memcpy(to, &moved, sizeof moved);
       }
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t k = block * kBlock;
