@@ -9,13 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from grids import looped, pairwise
-from tensors import array, values
-from tensors import name as name_of
+from tensors import assert_is_mxfp8_product, values
 
-from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -30,34 +27,6 @@ FINAL_LOSS = 0.05
 """How far the final loss of MXFP8 training may lie from that of float32, relatively (the paper's check)."""
 PARAMETERS = 0.03
 """How far its parameters may, in relative L2."""
-
-
-def assert_is_mxfp8_product(
-    got: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    a_format: str = "e4m3",
-    scale_rounding: str = "ceil",
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Fails unless `got` is a [M, K] x b [N, K], both quantized along K by the reference, within the sum's bound."""
-    name = name_of(got.dtype)
-    wide_bias = None if bias is None else array(bias).astype(np.float32)
-    operands = [
-        numpy_nodes.dequantize(
-            *numpy_nodes.quantize(array(t), element_format=f, scale_rounding=scale_rounding), element_format=f
-        )
-        for t, f in ((a, a_format), (b, "e4m3"))
-    ]
-    expected = operands[0].astype(np.float64) @ operands[1].T.astype(np.float64)
-    expected = expected if wide_bias is None else expected + wide_bias
-    bound = numpy_nodes.gemm_error_bound(*operands, name, wide_bias)
-    error = np.abs(array(got).astype(np.float64) - expected)
-    assert error.shape == expected.shape
-    if error.size and (error - bound).max() > 0:
-        at = np.unravel_index(int((error - bound).argmax()), error.shape)
-        pytest.fail(f"at {at}: {array(got)[at]!r}, not {expected[at]!r} within {bound[at]:.3e}")
 
 
 # --- The three products -------------------------------------------------------------------------------------------

@@ -43,12 +43,12 @@ from typing import Any, Final
 import torch
 
 from mxfp8_ops import contract
-from mxfp8_ops.torch_ops import embedding, gemm, grouped, packed, quantize, train_product, training
+from mxfp8_ops.torch_ops import embedding, gemm, grouped, grouped_training, packed, quantize, train_product, training
 from mxfp8_ops.torch_ops.operands import Op
 
 OPS: Final[tuple[Op, ...]] = (
     *(*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS),
-    *(*train_product.OPS, *packed.OPS, *training.OPS),
+    *(*train_product.OPS, *packed.OPS, *training.OPS, *grouped_training.OPS),
 )
 """Every op of namespace `mxfp8`."""
 

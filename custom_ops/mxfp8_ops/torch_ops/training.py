@@ -82,17 +82,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     if fp8_format not in GRADIENT_FORMATS:
         raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
-    if weight.dtype is torch.uint8:
-        raise ShapeError(
-            "linear_train",
-            "the weight is packed (uint8 codes)",
-            expected="a master weight in float32, float16 or bfloat16: an optimizer's steps are smaller than the "
-            "distances between MXFP8 values",
-            advice="train the original weight and pack it then, or train the layers around it (mxfp8::linear_packed)",
-        )
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    for tensor in tensors:
-        check_dtype("linear_train", tensor.dtype)
+    check_master("linear_train", x, weight)
+    if bias is not None:
+        check_dtype("linear_train", bias.dtype)
     if weight.dim() != 2 and not (weight.dim() == x.dim() > 2 and weight.shape[:-2] == x.shape[:-2]):
         raise ShapeError(
             "linear_train",
@@ -102,6 +94,20 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
         )
     bias_shape = None if bias is None else tuple(bias.shape)
     check_gemm_shapes("linear_train", tuple(x.shape), tuple(weight.shape), bias_shape)
+
+
+def check_master(where: str, x: Tensor, weight: Tensor) -> None:
+    """Raises ShapeError unless both are float32, float16 or bfloat16; a packed weight cannot be trained."""
+    if weight.dtype is torch.uint8:
+        raise ShapeError(
+            where,
+            "the weight is packed (uint8 codes)",
+            expected="a master weight in float32, float16 or bfloat16: an optimizer's steps are smaller than the "
+            "distances between MXFP8 values",
+            advice="train the original weight and pack it then, or train the layers around it (mxfp8::linear_packed)",
+        )
+    for tensor in (x, weight):
+        check_dtype(where, tensor.dtype)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
