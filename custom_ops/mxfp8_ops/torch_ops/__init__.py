@@ -18,18 +18,19 @@ along the blocked axis between blocks only, both alike: elements[..., 32 * i : 3
 begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op detects that.
 
 linear_train uses quantize_both for a gradient [M, N]: it gives quantize(x) and quantize(x.t()), and on a GPU reads x
-once.
+once. grouped_linear_train is linear_train for each group of rows; quantize_groups and grouped_wgrad make the gradients
+of its weights.
 
 Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
 weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
-torch.func, and can be differentiated again, as often as wanted: rounding is passed straight through. Forward mode
-raises. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize and embedding take
+torch.func, and can be differentiated again, as often as wanted (grouped_linear_train by torch.func only): rounding is
+passed straight through. Forward mode raises. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize and embedding take
 integers, which have none. torch cannot differentiate a compiled backward pass again and does not
 always say so, whatever the layers: compile the function that calls torch.func.grad instead.
 
-Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
+Autocast casts the x of linear_train and its grouped form, as it does that of F.linear, and never a weight; the other ops compute in the
 dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of embedding for each
-table; it refuses linear_train, and loops over the others, with a warning. Results are contiguous.
+table; it refuses linear_train and its grouped form, and loops over the others, with a warning. Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
