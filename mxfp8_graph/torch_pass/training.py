@@ -28,7 +28,7 @@ from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.matmul_forms import GROUPED_TRAIN, LINEAR_TRAIN, Operand
-from mxfp8_graph.torch_pass.replace import Call, put
+from mxfp8_graph.torch_pass.replace import Call, prune, put
 from mxfp8_graph.torch_pass.static_operands import permutation
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
@@ -110,6 +110,7 @@ def apply(
     if added.bias is not None and not _absorbed(site, added.bias, weight):
         added = replace(added, bias=None, addend=added.bias)
     # Whatever it is stored as, the weight is an operand like another one here: nothing is folded into it.
+    stored = site.w.node
     site = replace(site, w=Operand(node=weight), added=added)
     settings = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
     call = Call("train", torch.ops.mxfp8.linear_train.default, (x, weight, added.bias), settings)
@@ -117,6 +118,8 @@ def apply(
         call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
         _note_original(site.node)
     put(site, call, build, rewrite_record)
+    # A transpose that was dropped: it would keep the weight in the program once that is packed.
+    prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.
     size = site.matmul.weight_bytes
     names = (*(new.name for new in build.new), added.output.name)
