@@ -1,4 +1,4 @@
-"""Mixtures of experts train in MXFP8: their grouped matmuls become `mxfp8::grouped_linear_train`, and are packed after."""
+"""Mixtures of experts train in MXFP8: grouped matmuls become `mxfp8::grouped_linear_train`, and are packed after."""
 
 from __future__ import annotations
 

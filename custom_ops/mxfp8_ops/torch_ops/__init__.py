@@ -24,13 +24,14 @@ of its weights.
 Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
 weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
 torch.func, and can be differentiated again, as often as wanted (grouped_linear_train by torch.func only): rounding is
-passed straight through. Forward mode raises. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize and embedding take
-integers, which have none. torch cannot differentiate a compiled backward pass again and does not
-always say so, whatever the layers: compile the function that calls torch.func.grad instead.
+passed straight through. Forward mode raises. quantize returns integers, which pass no gradient on: it raises if x
+requires one. dequantize and embedding take integers, which have none. torch cannot differentiate a compiled backward
+pass again and does not always say so, whatever the layers: compile the function that calls torch.func.grad instead.
 
-Autocast casts the x of linear_train and its grouped form, as it does that of F.linear, and never a weight; the other ops compute in the
-dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of embedding for each
-table; it refuses linear_train and its grouped form, and loops over the others, with a warning. Results are contiguous.
+Autocast casts the x of linear_train and its grouped form, as it does that of F.linear, and never a weight; the other
+ops compute in the dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of
+embedding for each table; it refuses linear_train and its grouped form, and loops over the others, with a warning.
+Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
