@@ -87,6 +87,7 @@ def test_a_program_that_survives_a_file_becomes_what_it_was_where_a_recipe_keeps
 # --- It trains ----------------------------------------------------------------------------------------------------
 
 TOKENS = 16
+RATE = 3e-4
 
 
 def mixtral() -> ExportedProgram:
@@ -106,7 +107,7 @@ def mixtral() -> ExportedProgram:
 
 def train(module: nn.Module, steps: int) -> list[float]:
     """Trains in place by next-token prediction on noisy counting; returns the losses."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-4)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=RATE)
     generator = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(steps):

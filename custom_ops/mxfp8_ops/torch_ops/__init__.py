@@ -12,6 +12,7 @@ operands.py  the rows of OPS, and the checks of all ops
 products.py  the matrix products of a gemm with leading dimensions
 schemas.py   the schema of a node's op, from its row of the contract
 gradients.py, batching.py  shared by the ops for autograd and torch.vmap
+cached_weights.py  quantized weights that live for several calls
 
 Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
 along the blocked axis between blocks only, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. Views that
@@ -46,7 +47,10 @@ import torch
 
 from mxfp8_ops import contract
 from mxfp8_ops.torch_ops import embedding, gemm, grouped, grouped_training, packed, quantize, train_product, training
+from mxfp8_ops.torch_ops.cached_weights import weight_cache
 from mxfp8_ops.torch_ops.operands import Op
+
+__all__ = ["LIBRARY", "OPS", "register", "weight_cache"]
 
 OPS: Final[tuple[Op, ...]] = (
     *(*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS),

@@ -24,6 +24,7 @@ from torch import Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
 from mxfp8_ops.torch_ops import gradients
+from mxfp8_ops.torch_ops.cached_weights import quantized_weight
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.grouped import check_offs, groups, options
 from mxfp8_ops.torch_ops.operands import Op, Pair, check_devices, check_dtype, check_memory
@@ -55,7 +56,7 @@ def grouped_linear_train(
     _check(x, weight, offs, fp8_format, scale_rounding)
     ops = torch.ops.mxfp8
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
-    columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
+    columns = quantized_weight(weight, scale_rounding)
     result: Tensor = ops.grouped_gemm.default(*rows, *columns, offs, "e4m3", "e4m3", x.dtype)
     return result
 
@@ -113,7 +114,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     dx = dw = None
     if weight is not None:
         rows = ops.quantize.default(dy, -1, fmt, rounding)
-        columns = ops.quantize.default(weight.mT, -1, "e4m3", rounding)
+        columns = quantized_weight(weight.mT, rounding)
         dx = ops.grouped_gemm.default(*rows, *columns, offs, fmt, "e4m3", ctx.x_dtype)
     if x_elements is not None:
         columns = ops.quantize_groups.default(dy, offs, fmt, rounding)

@@ -36,6 +36,7 @@ from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.nodes.gemm import check_gemm_shapes
 from mxfp8_ops.torch_ops import gradients
+from mxfp8_ops.torch_ops.cached_weights import quantized_weight
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
 
@@ -68,7 +69,7 @@ def linear_train(
     ops = torch.ops.mxfp8
     # Both along K, the axis that this product sums over; the gradients need their own copies along other axes.
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
-    columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
+    columns = quantized_weight(weight, scale_rounding)
     # The kernels add a float32 bias to float32 sums, whatever the dtype of the master parameter.
     if bias is not None:
         (bias,) = readable("linear_train", "bias", bias)
@@ -126,7 +127,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         saved_x = (x, None) if ctx.under_transform else _columnwise(columns, "e4m3", ctx.scale_rounding)
     if needs_x:
         copies = ctx.stack and not ctx.under_transform
-        saved_weight = _columnwise(weight, "e4m3", ctx.scale_rounding) if copies else (weight, None)
+        saved_weight = quantized_weight(weight.mT, ctx.scale_rounding) if copies else (weight, None)
     # Zeros in the graph in place of operands of which only a quantized copy is saved: second derivatives flow through
     # them to x and to a stack of weights.
     if needs_x and needs_weight and not ctx.under_transform:
@@ -165,8 +166,8 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     if needs_weight and not columns:
         columns = _columnwise(dy, fmt, ctx.scale_rounding)
     if needs_x:
-        # A weight matrix is quantized along N only now: its copy lives as long as this product.
-        w = weight if ctx.stack else _columnwise(weight[0], "e4m3", ctx.scale_rounding)
+        # A weight matrix is quantized along N only now: its copy lives as long as this product, or in the cache.
+        w = weight if ctx.stack else quantized_weight(weight[0].mT, ctx.scale_rounding)
         dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype)
     if needs_weight:
         dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
