@@ -58,11 +58,11 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
     over the rows of all processes. So a loss has to be a sum over the rows here divided by a number for all processes,
     and gradients of other parameters have to be summed, not averaged. DDP and FSDP2 must leave these weights alone.
 
-    Against one process with all rows, results and gradients of rows are the same bits, except with scale_rounding
-    "even", where values that are subnormal in their block may be rounded twice. In gradients of weights only values
-    that are subnormal in their block of 32 along K (N for dy) may differ: that gradient needs blocks along the rows of
-    an expert, which come from several processes, and is made of rows that were rounded along the other axis before.
-    A float16 above 63488 arrives as infinity. torch.compile does not compile the exchange.
+    Against one process with all rows, results and gradients of rows are the same bits. A gradient of weights needs
+    blocks along the rows of an expert, which come from several processes, and is made of x and dy that were rounded
+    along the other axis before. Both blocks round a value to the same 4 significant bits (3 in E5M2), so it is the same
+    unless the value is subnormal in a block of either axis or, with scale_rounding "floor" or "even", saturates in one.
+    A float16 of 63488 or more arrives as infinity. torch.compile does not compile the exchange.
 
     Args:
         module: of a program that `mxfp8_graph.rewrite(..., training=True)` returned: `tuned.module()`, or

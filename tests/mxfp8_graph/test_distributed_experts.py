@@ -22,14 +22,14 @@ def two() -> Iterator[ProcessPool]:
         yield pool
 
 
-@looped("fp8_format, scale_rounding", [("E4M3", "ceil"), ("HYBRID", "floor"), ("HYBRID", "even")])
+@looped("fp8_format", ["E4M3", "HYBRID"])
 def test_all_is_bitwise_what_one_process_computes_if_no_value_is_subnormal_in_its_block(
-    two: ProcessPool, fp8_format: str, scale_rounding: str
+    two: ProcessPool, fp8_format: str
 ) -> None:
-    two(checks.same_as_one_process, (fp8_format, scale_rounding), True, scale_rounding == "ceil")
+    two(checks.same_as_one_process, (fp8_format, "ceil"), True, fp8_format == "E4M3")
 
 
-@looped("fp8_format, scale_rounding", itertools.product(["E4M3", "HYBRID"], ["ceil", "floor"]))
+@looped("fp8_format, scale_rounding", itertools.product(["E4M3", "HYBRID"], ["ceil", "floor", "even"]))
 def test_gradients_of_weights_alone_see_rows_that_were_rounded_twice(
     two: ProcessPool, fp8_format: str, scale_rounding: str
 ) -> None:
