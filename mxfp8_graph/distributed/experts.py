@@ -167,7 +167,7 @@ def _stored(product: Node) -> Node:
     Raises:
         ContractError: it is computed, or another node reads it.
     """
-    node = internals.argument(product, "weight")
+    node: Node = internals.argument(product, "weight")
     alone = len(node.users) == 1
     while internals.op_name(node) in {"permute", "transpose", "mT"}:
         node = node.all_input_nodes[0]

@@ -102,11 +102,13 @@ class _Combine(torch.autograd.Function):
 
 def dispatch(x: Tensor, route: Route, scale_rounding: str) -> Tensor:
     """Returns `Route.there` of x in E4M3, whose gradient comes back as it is."""
-    result: Tensor = _Dispatch.apply(x, route, scale_rounding)
+    apply: Any = _Dispatch.apply
+    result: Tensor = apply(x, route, scale_rounding)
     return result
 
 
 def combine(y: Tensor, route: Route, element_format: str, scale_rounding: str) -> Tensor:
     """Returns `Route.back` of y, whose gradient goes there in MXFP8."""
-    result: Tensor = _Combine.apply(y, route, element_format, scale_rounding)
+    apply: Any = _Combine.apply
+    result: Tensor = apply(y, route, element_format, scale_rounding)
     return result

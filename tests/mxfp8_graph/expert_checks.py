@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +16,7 @@ from torch_programs import DYNAMIC, Apply, export, values
 
 import mxfp8_graph
 from mxfp8_graph import distributed
-from mxfp8_graph.distributed import ExpertReport
+from mxfp8_graph.distributed import ExpertReport, routes
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import ContractError
 
@@ -154,6 +155,33 @@ def a_rewritten_program_trains(steps: int) -> list[float]:
     for name, parameter in alone.module().named_parameters():
         distance = float((trained[name].full_tensor().float() - parameter.float()).norm() / parameter.float().norm())
         assert distance < 2.0**-8, f"{name}: {distance}, more than a rounding to bfloat16"
+    return losses
+
+
+def a_language_model_trains(path: Path, tokens: Tensor, steps: int) -> list[float]:
+    """Returns pairs of losses, of all processes and of one, of the program in a file."""
+    module, alone = torch.export.unflatten(mxfp8_graph.load(path)), mxfp8_graph.load(path).module()
+    report = distributed.expert_parallel(module, mesh())
+    assert len(report.weights) == 2
+    graphs = [each.graph for each in module.modules() if "graph" in each.__dict__]
+    targets = [node.target for graph in graphs for node in graph.nodes]
+    assert (targets.count(routes.dispatch), targets.count(routes.combine)) == (1, 1), "rows travel once"
+    modules, inputs = (module, alone), (tokens[dist.get_rank()], tokens.flatten(0, 1))
+    losses: list[float] = []
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in modules]
+    for _ in range(steps):
+        for each, part, optimizer in zip(modules, inputs, optimizers, strict=True):
+            logits = each(part[:, :-1]).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, part[:, 1:].flatten(), reduction="sum") / tokens[..., 1:].numel()
+            optimizer.zero_grad()
+            loss.backward()
+            if each is module:
+                for name, parameter in module.named_parameters():
+                    if name not in report.weights:
+                        dist.all_reduce(parameter.grad)
+                dist.all_reduce(loss.detach_())
+            optimizer.step()
+            losses.append(float(loss))
     return losses
 
 

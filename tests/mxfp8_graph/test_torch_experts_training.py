@@ -87,22 +87,24 @@ def test_a_program_that_survives_a_file_becomes_what_it_was_where_a_recipe_keeps
 # --- It trains ----------------------------------------------------------------------------------------------------
 
 TOKENS = 16
-RATE = 3e-4
+RATE = 1e-4
 
 
-def mixtral() -> ExportedProgram:
-    """Returns a small Mixtral with transformers' grouped experts, in training mode, for 16 rows of 24 tokens."""
+def mixtral(*, dynamic: bool = False) -> ExportedProgram:
+    """Returns a small Mixtral with transformers' grouped experts, in training mode, for 16 rows of 24 tokens or any."""
     transformers = pytest.importorskip("transformers", "5.14")
     torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=TOKENS, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2,
-        experts_implementation="grouped_mm",
+        experts_implementation="grouped_mm", initializer_range=0.125,
     )  # fmt: skip
     model = transformers.MixtralForCausalLM(config).train()
     wrapped = Apply(lambda m, ids: model(input_ids=ids, use_cache=False).logits, {})
     wrapped.model = model
-    return torch.export.export(wrapped, (torch.zeros(16, 24, dtype=torch.int64),), strict=False)
+    shapes = ({0: DYNAMIC},) if dynamic else None
+    ids = torch.zeros(16, 24, dtype=torch.int64)
+    return torch.export.export(wrapped, (ids,), dynamic_shapes=(shapes,) if dynamic else None, strict=False)
 
 
 def train(module: nn.Module, steps: int) -> list[float]:
@@ -137,7 +139,7 @@ def in_float32(steps: int) -> tuple[ExportedProgram, list[float], nn.Module]:
 def test_a_small_mixtral_trains_as_in_float32(steps: int, fp8_format: Any, capsys: pytest.CaptureFixture[str]) -> None:
     program, expected, reference = in_float32(steps)
     tuned, _ = mxfp8_graph.rewrite(copy.deepcopy(program), Recipe(fp8_format=fp8_format), training=True)
-    assert count(tuned, TRAIN) == 4
+    assert count(tuned, TRAIN) == 2
     module = tuned.module()
     losses = train(module, steps)
     final, wanted = (sum(each[-20:]) / 20 for each in (losses, expected))
@@ -147,7 +149,8 @@ def test_a_small_mixtral_trains_as_in_float32(steps: int, fp8_format: Any, capsy
     )
     with capsys.disabled():
         print(
-            f"\n{fp8_format}, {steps} steps: loss {final:.4f}, float32 {wanted:.4f}, parameters {apart / size:.2%} apart"
+            f"\n{fp8_format}, {steps} steps: loss {final:.4f}, float32 {wanted:.4f};",
+            f"parameters {apart / size:.2%} apart",
         )
     assert steps < 300 or wanted < 0.7 * expected[0], "float32 itself did not learn: the comparison says nothing"
     assert abs(final - wanted) <= 0.005 * wanted

@@ -41,7 +41,8 @@ def weight_cache() -> Iterator[None]:
     if _active is not None:
         yield
         return
-    _active = cache = WeakKeyDictionary()
+    cache: WeakKeyDictionary[torch.UntypedStorage, _Entries] = WeakKeyDictionary()
+    _active = cache
     handle = register_optimizer_step_post_hook(lambda *_: cache.clear())
     try:
         yield
@@ -57,11 +58,9 @@ def quantized_weight(weight: Tensor, scale_rounding: str) -> Pair:
         pair: Pair = torch.ops.mxfp8.quantize.default(weight, -1, "e4m3", scale_rounding)
         return pair
     layout = weight.storage_offset(), weight.shape, weight.stride(), weight.dtype, scale_rounding
-    version, pair = entries.get(layout, (-1, None))
-    if version != weight._version:
-        pair = torch.ops.mxfp8.quantize.default(weight, -1, "e4m3", scale_rounding)
-        entries[layout] = weight._version, pair
-    return pair
+    if layout not in entries or entries[layout][0] != weight._version:
+        entries[layout] = weight._version, torch.ops.mxfp8.quantize.default(weight, -1, "e4m3", scale_rounding)
+    return entries[layout][1]
 
 
 def _entries(weight: Tensor) -> _Entries | None:
