@@ -460,6 +460,21 @@ def test_two_uses_of_one_weight_add_their_gradients() -> None:
     torch.testing.assert_close(w.grad, 3 * one.grad, rtol=2.0**-22, atol=0)  # doubling is exact in MXFP8
 
 
+def test_gradients_of_a_bfloat16_weight_add_up_in_float32_if_its_grad_dtype_says_so() -> None:
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("torch 2.10 and later")
+    low, stack = (values(*s, seed=9).bfloat16().requires_grad_() for s in ((64, 45), (1, 64, 45)))
+    high, ends = low.detach().float().requires_grad_(), torch.tensor([40])
+    low.grad_dtype = stack.grad_dtype = torch.float32
+    for x in (values(40, 45, seed=seed).bfloat16() for seed in range(4)):
+        linear_train(x, low).float().square().sum().backward()
+        linear_train(x, high).float().square().sum().backward()
+        torch.ops.mxfp8.grouped_linear_train(x, stack, ends).float().square().sum().backward()
+        assert low.grad.dtype == torch.float32
+    assert torch.equal(low.grad, high.grad)
+    assert stack.grad.shape == (1, 64, 45)
+
+
 def test_gradients_of_several_batches_add_up_in_the_dtype_of_the_weight() -> None:
     batches = [values(40, 64, seed=seed) for seed in range(4)]
     for dtype in (torch.float32, torch.bfloat16):

@@ -91,7 +91,7 @@ def _loop(x: Tensor, weight: Tensor, offs: Tensor, fp8_format: str = "E4M3", sca
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves the operands of `_backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, offs, ctx.fp8_format, ctx.scale_rounding = inputs
-    ctx.x_dtype, ctx.weight_dtype = x.dtype, weight.dtype
+    ctx.x_dtype, ctx.weight_dtype = x.dtype, gradients.dtype_of(weight)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     copy: tuple[Tensor | None, ...] = (None, None)
     if needs_weight:

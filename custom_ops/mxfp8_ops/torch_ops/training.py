@@ -114,7 +114,8 @@ def check_master(where: str, x: Tensor, weight: Tensor) -> None:
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves the operands of `backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() > 2
+    ctx.x_shape, ctx.x_dtype, ctx.stack = x.shape, x.dtype, weight.dim() > 2
+    ctx.weight_dtype = gradients.dtype_of(weight)
     ctx.bias_dtype = None if bias is None else bias.dtype
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.under_transform = torch._C._are_functorch_transforms_active()
