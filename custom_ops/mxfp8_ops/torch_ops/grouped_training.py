@@ -28,7 +28,7 @@ from mxfp8_ops.torch_ops.cached_weights import quantized_weight
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.grouped import check_offs, groups, options
 from mxfp8_ops.torch_ops.operands import Op, Pair, check_devices, check_dtype, check_memory
-from mxfp8_ops.torch_ops.training import check_master
+from mxfp8_ops.torch_ops.training import autocast, check_master
 
 _INSTEAD: Final = "loop over the experts with mxfp8::linear_train"
 
@@ -136,16 +136,6 @@ def _autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
     return _loop(*args) if torch._C._are_functorch_transforms_active() else _kernel(keys, *args)
 
 
-def _autocast(x: Tensor, *args: Any) -> Tensor:
-    """Returns `grouped_linear_train` with x, and so the result, in the autocast dtype; the weight is used as it is."""
-    device = x.device.type
-    # Disabled inside, or the op would be dispatched to this function again.
-    with torch.autocast(device, enabled=False):
-        x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
-        result: Tensor = torch.ops.mxfp8.grouped_linear_train.default(x, *args)
-    return result
-
-
 def _vmap(*_: Any) -> Any:
     raise ShapeError(
         "grouped_linear_train",
@@ -230,8 +220,8 @@ OPS: Final = (
         {
             "CompositeExplicitAutograd": grouped_linear_train,
             "Autograd": _autograd,
-            "AutocastCPU": _autocast,
-            "AutocastCUDA": _autocast,
+            "AutocastCPU": autocast("grouped_linear_train"),
+            "AutocastCUDA": autocast("grouped_linear_train"),
         },
         vmap=_vmap,
     ),

@@ -26,6 +26,7 @@ Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -213,19 +214,20 @@ _PLACES: Final = (0, 1, 2)
 _record: Final = gradients.recorder("linear_train", _PLACES, setup_context, backward)
 
 
-def _autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
-) -> Tensor:
-    """Returns `linear_train` with x, and so the result, in the autocast dtype.
+def autocast(name: str) -> Callable[..., Any]:
+    """Returns the kernel that calls an op with x, and so with its result, in the autocast dtype.
 
     Weight and bias are used as they are: the weight is quantized anyway, and from its master precision.
     """
-    device = x.device.type
-    # Disabled inside, or the op would be dispatched to this function again.
-    with torch.autocast(device, enabled=False):
-        x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
-        result: Tensor = torch.ops.mxfp8.linear_train.default(x, weight, bias, fp8_format, scale_rounding)
-    return result
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        device = x.device.type
+        # Disabled inside, or the op would be dispatched to this function again.
+        with torch.autocast(device, enabled=False):
+            x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+            return getattr(torch.ops.mxfp8, name).default(x, *args)
+
+    return kernel
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -257,8 +259,8 @@ OPS: Final = (
         {
             "CompositeExplicitAutograd": linear_train,
             "Autograd": gradients.kernel("linear_train", _PLACES, _record, "keep this layer in high precision"),
-            "AutocastCPU": _autocast,
-            "AutocastCUDA": _autocast,
+            "AutocastCPU": autocast("linear_train"),
+            "AutocastCUDA": autocast("linear_train"),
         },
         vmap=_vmap,
     ),
