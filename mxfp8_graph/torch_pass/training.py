@@ -193,7 +193,7 @@ def undo(program: Program, site: Site) -> None:
 
 def _note_original(node: Node) -> None:
     """Records which op a grouped matmul is: torch's takes float32 in eager mode only, transformers' takes any."""
-    name = node.target._schema.name  # type: ignore[union-attr]
+    name = internals.op_name(node)
     if name != GROUPED_TRAIN:
         node.meta["custom"] = {**(node.meta.get("custom") or {}), _ORIGINAL_KEY: name}
 
@@ -205,7 +205,7 @@ def _original(node: Node) -> Any:
         ContractError: its library is not loaded.
     """
     name = node.meta["custom"].pop(_ORIGINAL_KEY)
-    namespace, _, op = name.partition("::")
+    namespace, op = name.split("::") if "::" in name else ("aten", name)
     if not hasattr(getattr(torch.ops, namespace), op):
         what = f"becomes {name} again, which is not registered"
         raise ContractError(node.name, what, expected="the library that has it", advice=f"import {namespace} first")

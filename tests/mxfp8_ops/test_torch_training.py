@@ -461,8 +461,6 @@ def test_two_uses_of_one_weight_add_their_gradients() -> None:
 
 
 def test_gradients_of_a_bfloat16_weight_add_up_in_float32_if_its_grad_dtype_says_so() -> None:
-    if not hasattr(torch.Tensor, "grad_dtype"):
-        pytest.skip("torch 2.10 and later")
     low, stack = (values(*s, seed=9).bfloat16().requires_grad_() for s in ((64, 45), (1, 64, 45)))
     high, ends = low.detach().float().requires_grad_(), torch.tensor([40])
     low.grad_dtype = stack.grad_dtype = torch.float32

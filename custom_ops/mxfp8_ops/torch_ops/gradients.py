@@ -165,8 +165,8 @@ def _defaults(name: str) -> tuple[Any, ...]:
 
 def dtype_of(weight: Tensor) -> torch.dtype:
     """Returns the dtype of the gradient of a weight: its own, or what a parameter's `grad_dtype` asks for."""
-    # torch < 2.10 has no grad_dtype, later versions have it for leaves only; None there stands for any.
-    wanted: torch.dtype | None = getattr(weight, "grad_dtype", None) if weight.is_leaf else None
+    # Only leaves have it, and None there stands for any dtype.
+    wanted: torch.dtype | None = weight.grad_dtype if weight.is_leaf else None
     return wanted or weight.dtype
 
 
