@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch_programs import DYNAMIC, Apply, export, values
 
 import mxfp8_graph
@@ -19,6 +20,7 @@ from mxfp8_graph import distributed
 from mxfp8_graph.distributed import ExpertReport, routes
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import ContractError
+from mxfp8_ops.torch_ops import weight_cache
 
 SIZES = ((3, 0, 40, 5), (33, 0, 1, 0), (0, 0, 0, 0), (64, 0, 2, 7))
 """Rows of each expert in each process; two rows more belong to none."""
@@ -120,6 +122,10 @@ def assert_equal(name: str, got: Tensor, wanted: Tensor) -> None:
     assert torch.equal(got, wanted), f"{name}: differs by {float((got.double() - wanted.double()).abs().max())}"
 
 
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
 
@@ -218,6 +224,29 @@ def _experts(between: Callable[[Any, Tensor], Tensor], *, then: bool = False) ->
 
     stacks = {"up": torch.ones(4, 64, 64), "down": torch.ones(4, 64, 64), "bias": torch.ones(5, 64)}
     return Apply(function, stacks)
+
+
+def weights_are_quantized_once_per_step() -> None:
+    ends = torch.tensor(SIZES[dist.get_rank()]).cumsum(0).to(torch.int32)
+    x, dy = (rows(dist.get_rank(), 64, seed, flat=False) for seed in (3, 4))
+    module = export(Written(), rows(0, 64, 3, flat=False), ends, dynamic=({0: DYNAMIC}, None)).module()
+    distributed.expert_parallel(module, mesh())
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    wanted = step(module, x, ends, dy)
+    counts = []
+    with weight_cache():
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.profiler.profile(record_shapes=True) as profile:
+                got = step(module, x, ends, dy)
+            shapes = [event.input_shapes[0] for event in profile.events() if event.name == "mxfp8::quantize"]
+            counts.append(sum(len(shape) == 3 for shape in shapes))
+            if len(counts) < 3:
+                for name in NAMES:
+                    assert_equal(name, *(whole(each[name]) for each in (got, wanted)))
+            if len(counts) == 2:
+                optimizer.step()
+    assert counts == [4, 0, 4], "two copies of two stacks, once more after a step"
 
 
 def what_cannot_be_cut_is_refused() -> None:

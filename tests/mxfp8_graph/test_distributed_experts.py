@@ -64,6 +64,10 @@ def test_rows_take_33_bytes_for_32_values_and_results_their_own_dtype(two: Proce
         assert sent["backward"] == [own * 66, received * 64 * 4]
 
 
+def test_weights_of_experts_are_quantized_once_per_step(two: ProcessPool) -> None:
+    two(checks.weights_are_quantized_once_per_step)
+
+
 def test_what_cannot_be_cut_is_refused_and_nothing_is_changed(two: ProcessPool) -> None:
     two(checks.what_cannot_be_cut_is_refused)
 

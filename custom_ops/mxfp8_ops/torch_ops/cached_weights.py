@@ -70,8 +70,9 @@ def _entries(weight: Tensor) -> _Entries | None:
     if torch._C._len_torch_dispatch_stack():  # a trace has to record how the copy is made
         return None
     storage = weight.untyped_storage()
-    # A stack may be an activation, which no second call reads; in the backward pass a view has lost its parameter.
+    # A stack may be an activation, which no second call reads; in the backward pass a view has lost its parameter. The
+    # local part of a DTensor is a view of a leaf that itself has no gradient.
     owner = weight if weight._base is None else weight._base
-    if owner.is_leaf and owner.requires_grad:
+    if owner.is_leaf and weight.requires_grad:
         _active.setdefault(storage, {})
     return _active.get(storage)
