@@ -32,6 +32,8 @@ from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS
 
 _WHERE: Final = "distributed.expert_parallel"
 _TRAIN: Final = "mxfp8::grouped_linear_train"
+_OWN: Final = "a parameter that one product of experts reads"
+_KEEP: Final = "keep these experts in each process"
 _LAST_AXIS: Final = internals.op_names("chunk split split_with_sizes slice narrow")
 """Ops with an argument `dim`, by which each row is cut alike if it is the last."""
 _NO_VALUE: Final = "_assert_tensor_metadata"
@@ -62,7 +64,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
     blocks along the rows of an expert, which come from several processes, and is made of x and dy that were rounded
     along the other axis before. Both blocks round a value to the same 4 significant bits (3 in E5M2), so it is the same
     unless the value is subnormal in a block of either axis or, with scale_rounding "floor" or "even", saturates in one.
-    A float16 of 63488 or more arrives as infinity. torch.compile does not compile the exchange.
+    A float16 of 63488 or more (61440 in E5M2) arrives as infinity. torch.compile does not compile the exchange.
 
     Args:
         module: of a program that `mxfp8_graph.rewrite(..., training=True)` returned: `tuned.module()`, or
@@ -83,13 +85,19 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
     if not regions:
         advice = "pass the module of what mxfp8_graph.rewrite(..., training=True) returned"
         raise ContractError(_WHERE, f"the module has no {_TRAIN}", expected="experts to train", advice=advice)
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
     held: dict[str, range] = {}
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
     for owner, products in regions:  # all checks come before the first change
         _check_between(owner, products)
         for product in products:
-            parameter = _parameter(owner, _stored(product))
-            held[names[id(parameter)]] = _held(names[id(parameter)], parameter, mesh)
+            stack = _parameter(owner, _stored(product))
+            called = names.get(id(stack), [])
+            if len(called) != 1 or called[0] in held:
+                what = f"the weight of {product.name!r} is {'tied' if called else 'no parameter'}"
+                raise ContractError(_WHERE, what, expected=_OWN, advice=_KEEP)
+            held[called[0]] = _held(called[0], stack, mesh)
     for owner, products in regions:
         for stored in dict.fromkeys(map(_stored, products)):
             _shard(owner, stored, mesh)
@@ -143,7 +151,7 @@ def _check_between(owner: nn.Module, products: list[Node]) -> None:
             what = f"node {node.name!r} between experts {'reads' if others else 'is read by'} {(others or users)[0]!r}"
         if what:
             expected = "results of experts only, and each row computed on its own"
-            raise ContractError(_WHERE, what, expected=expected, advice="keep these experts in each process")
+            raise ContractError(_WHERE, what, expected=expected, advice=_KEEP)
 
 
 def _keeps_rows(owner: nn.Module, node: Node) -> bool:
@@ -174,8 +182,7 @@ def _stored(product: Node) -> Node:
         alone = alone and len(node.users) == 1
     if node.op != "get_attr" or not alone:
         what = f"the weight of {product.name!r} is computed, or read by another node"
-        expected = "a parameter that one product of experts reads"
-        raise ContractError(_WHERE, what, expected=expected, advice="keep these experts in each process")
+        raise ContractError(_WHERE, what, expected=_OWN, advice=_KEEP)
     return node
 
 

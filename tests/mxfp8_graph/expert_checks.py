@@ -256,7 +256,9 @@ def what_cannot_be_cut_is_refused() -> None:
     with pytest.raises(ContractError, match=r"a mesh of 2 dimensions; expected one dimension; pass one of its"):
         distributed.expert_parallel(nn.Linear(2, 2), init_device_mesh("cpu", (dist.get_world_size(), 1)))
     computed = Apply(lambda m, x, ends: ops.grouped_linear_train(x, m.up * 2, ends), {"up": torch.ones(4, 64, 64)})
+    frozen = Apply(lambda m, x, ends: ops.grouped_linear_train(x, m.up, ends), {}, {"up": torch.ones(4, 64, 64)})
     cases = {
+        "the weight of 'grouped_linear_train' is no parameter; expected a parameter": (frozen, ends),
         "3 experts in 'up'; expected a plain parameter with a multiple of 2": (Written(3), ends[:3]),
         "between experts is softmax": (_experts(lambda m, h: torch.softmax(h, 0)), ends),
         "between experts is split": (_experts(lambda m, h: torch.cat(h.split([2, 3], 0))), ends),
