@@ -10,8 +10,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch_programs import DYNAMIC, Apply, export, values
 
@@ -272,3 +275,32 @@ def what_cannot_be_cut_is_refused() -> None:
         with pytest.raises(ContractError, match=message):
             distributed.expert_parallel(sharded, mesh())
         assert all(parameter is before[name] for name, parameter in sharded.named_parameters()), message
+
+
+def fsdp2_shards_the_rest_and_checkpoints_hold_all(path: Path, tokens: Tensor, folder: Path) -> None:
+    rank = dist.get_rank()
+    trained = []
+    for sharded in (False, True):
+        module = torch.export.unflatten(mxfp8_graph.load(path))
+        report = distributed.expert_parallel(module, mesh())
+        experts = {p for name, p in module.named_parameters() if name in report.weights}
+        if sharded:
+            fully_shard(module, mesh=mesh(), ignored_params=experts)
+            module.set_gradient_divide_factor(1.0)  # sums, no means
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        logits = module(tokens[rank, :, :-1]).flatten(0, 1)
+        targets = tokens[rank, :, 1:].flatten()
+        (nn.functional.cross_entropy(logits, targets, reduction="sum") / tokens[..., 1:].numel()).backward()
+        for name, parameter in module.named_parameters():
+            if not sharded and name not in report.weights:
+                dist.all_reduce(parameter.grad)
+        optimizer.step()
+        trained.append({name: whole(p.detach()) for name, p in module.named_parameters()})
+    for name, parameter in trained[0].items():
+        torch.testing.assert_close(trained[1][name], parameter, rtol=2.0**-20, atol=2.0**-20, msg=name)
+    dcp.save(get_model_state_dict(module), checkpoint_id=folder)
+    plain = mxfp8_graph.load(path).module()
+    dcp.load(state := plain.state_dict(), checkpoint_id=folder)
+    for name, parameter in trained[1].items():
+        assert_equal(name, state[name], parameter)

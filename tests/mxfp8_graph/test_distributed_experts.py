@@ -49,6 +49,7 @@ def test_a_mixtral_trains_as_in_one_process(two: ProcessPool, tmp_path: Path) ->
     tuned, _ = mxfp8_graph.rewrite(mixtral(dynamic=True), training=True)
     path = mxfp8_graph.save(tuned, tmp_path / "mixtral.pt2")
     tokens = torch.randint(0, TOKENS, (2, 4, 25), generator=torch.Generator().manual_seed(5))
+    two(checks.fsdp2_shards_the_rest_and_checkpoints_hold_all, path, tokens, tmp_path / "checkpoint")
     for here in two(checks.a_language_model_trains, path, tokens, 3):
         for distributed, alone in zip(here[::2], here[1::2], strict=True):
             assert distributed == pytest.approx(alone, rel=1e-3), "a token near the border between experts may change"
