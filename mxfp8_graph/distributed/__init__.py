@@ -2,8 +2,10 @@
 
 experts.py     experts of a module in the processes that hold them
 routes.py      the rows of experts, sent to those processes in MXFP8 and back
+memory.py      bytes that a process holds and receives, from shapes
 """
 
 from mxfp8_graph.distributed.experts import ExpertReport, expert_parallel
+from mxfp8_graph.distributed.memory import MemoryReport, bytes_per_process
 
-__all__ = ["ExpertReport", "expert_parallel"]
+__all__ = ["ExpertReport", "MemoryReport", "bytes_per_process", "expert_parallel"]

@@ -21,8 +21,9 @@ MXFP8_ISA_TABLE("portable", 0, gemms, false, kGemmRows)
 
 #if defined(MXFP8_X86)
 namespace avx2 {
-extern const GemmKernel gemm_skinny_f32, gemm_f32;
+extern const GemmKernel gemm_skinny_f32, gemm_f32, gemm_int8;
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, kFewRowsInt8 + 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &gemm_f32},
 };
