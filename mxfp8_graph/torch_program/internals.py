@@ -11,6 +11,7 @@ The undocumented names, and why each is used:
     torch._export.serde                reads what torch.export.save writes, see serialized.py and code_in_programs.py
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
     torch._dispatch.python             evaluates ops in Python, see `python_dispatch`
+    _resolve_process_group             the process group of a name: a graph holds names only
 """
 
 from __future__ import annotations
@@ -199,6 +200,14 @@ def fake_mode(module: GraphModule) -> Any:
 def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
     """Returns the fake twin of `tensor`, every size static."""
     return mode.from_tensor(tensor, static_shapes=True)
+
+
+def process_group(name: str) -> Any:
+    """Returns the torch.distributed.ProcessGroup whose `group_name` is `name`."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch does not export it
+    return resolve(name)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
