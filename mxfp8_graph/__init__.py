@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.tools.compare.run import compare as compare
     from mxfp8_graph.tools.dialects.convert import convert as convert
     from mxfp8_graph.tools.from_hf import from_hf as from_hf
+    from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as export_checkpoint
     from mxfp8_graph.tools.hosts.write import package as package
     from mxfp8_graph.tools.tune.run import tune as tune
 
@@ -40,6 +41,7 @@ _HOMES = {
     "PackedWeight": "packed",
     "export_safetensors": "packed",
     "import_safetensors": "packed",
+    "export_checkpoint": "tools.hosts.checkpoint",
     "NothingEligibleError": "policy.plan",
     "MXFP8BlockScaling": "policy.recipe",
     "Recipe": "policy.recipe",

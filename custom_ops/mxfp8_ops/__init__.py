@@ -3,7 +3,8 @@
 Importing this package loads no native code, no ONNX, no ONNX Runtime and no torch; import the module you need:
 `numpy_nodes` (the reference), `cpu` (native kernels), `ort` (ONNX Runtime), `onnx_functions` (portable bodies).
 
-`is_mxfp8_native(device)` and `native_reason(device)` say whether a device multiplies MXFP8 itself (`cuda/hardware.py`).
+`is_mxfp8_native(device)` and `native_reason(device)` say whether a device multiplies MXFP8 itself (`cuda/hardware.py`);
+`is_mxfp8_available(return_reason=False)` says it of GPU 0, as TransformerEngine's function of that name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_OF_HARDWARE = ("is_mxfp8_native", "native_reason")
+_OF_HARDWARE = ("is_mxfp8_native", "native_reason", "is_mxfp8_available")
 
 
 def __getattr__(name: str) -> Any:

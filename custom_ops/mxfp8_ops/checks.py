@@ -68,7 +68,7 @@ def check_scales(where: str, elements: Shape, scales: Shape, axis: int) -> None:
         raise ShapeError(
             where,
             f"scales have shape {scales}",
-            expected=f"{expected} for elements {elements} blocked along axis {axis % len(elements)}",
+            expected=f"{expected} for elements {elements} in blocks of {BLOCK_SIZE} along axis {axis % len(elements)}",
             advice="pass the scales that quantize returned",
         )
 

@@ -127,6 +127,7 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
         for op in (
             TorchOp("quantize", QUANTIZE),
             TorchOp("quantize_both"),
+            TorchOp("quantize_groups"),
             TorchOp("dequantize", DEQUANTIZE, ("elements", "scales", "element_format")),
             TorchOp("gemm", GEMM, _B, multiplies=True),
             TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
@@ -134,6 +135,8 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
             TorchOp("grouped_gemm", GROUPED_GEMM, _B, multiplies=True),
             TorchOp("linear_packed", None, _B, multiplies=True, trains=True),
             TorchOp("linear_train", multiplies=True, trains=True),
+            TorchOp("grouped_linear_train", multiplies=True, trains=True),
+            TorchOp("grouped_wgrad"),
             TorchOp("product", multiplies=True, trains=True),
         )
     }

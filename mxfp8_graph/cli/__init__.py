@@ -5,7 +5,7 @@ arguments.py     arguments of several commands
 results.py       results as text, as JSON and in files
 models.py        rewrite, verify, run
 evidence.py      compare, analyze, tune
-other_tools.py   from-hf, convert, package
+other_tools.py   from-hf, convert, package, export-checkpoint
 installation.py  doctor, library-path
 """
 
@@ -29,6 +29,7 @@ for _command in (
     evidence.tune,
     other_tools.convert,
     other_tools.package,
+    other_tools.export_checkpoint,
     installation.doctor,
     installation.library_path,
 ):

@@ -64,8 +64,9 @@ def compare(
 ) -> None:
     """Measures each recipe on MODEL: errors at its outputs, size and latency.
 
-    Recipes are rewritten and run; formats of other tools are emulated, and marked so. Needs room for the rewritten
-    models in the temporary folder (TMPDIR).
+    Recipes are rewritten and run. Formats of other tools (TransformerEngine's DelayedScaling, Float8CurrentScaling and
+    Float8BlockScaling, NVFP4, MXFP4, MXFP6, INT8) are emulated in float32, and marked so: no model is written in them.
+    Needs room for the rewritten models in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.tools.compare.run import METRICS
     from mxfp8_graph.tools.compare.run import compare as run_comparison

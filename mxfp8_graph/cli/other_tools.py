@@ -1,4 +1,4 @@
-"""from-hf, convert and package: commands on the files of other tools."""
+"""from-hf, convert, package and export-checkpoint: commands on the files of other tools."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from mxfp8_graph.cli.arguments import (
     AllowNonfinite,
     ExternalData,
     Json,
+    ModelPath,
     Overwrite,
     Reports,
     Settings,
+    TrustPickle,
     Verbose,
     completed,
     recipe_option,
@@ -159,3 +161,26 @@ def package(
     from mxfp8_graph.tools.hosts.write import package as write_folder
 
     typer.echo(printable(str(write_folder(model, host, output, config=config, root=root))))
+
+
+def export_checkpoint(
+    model: ModelPath,
+    *,
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
+    config: Annotated[
+        Path,
+        typer.Option("--config", metavar="FOLDER", help="Hugging Face folder of the original: config.json, tokenizer."),
+    ],
+    convention: Annotated[
+        Literal["compressed-tensors", "scale-inv"],
+        typer.Option("--convention", help="compressed-tensors for vLLM, scale-inv for SGLang and transformers."),
+    ] = "compressed-tensors",
+    trust_pickle: TrustPickle = False,
+) -> None:
+    """Writes a Hugging Face folder with the packed weights of MODEL, which vLLM, SGLang and transformers load."""
+    from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as write_checkpoint
+
+    folder, notes = write_checkpoint(model, output, config=config, convention=convention, trust_pickle=trust_pickle)
+    for note in notes:
+        typer.echo(printable(f"note: {note}"), err=True)
+    typer.echo(printable(str(folder)))

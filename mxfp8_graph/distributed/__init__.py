@@ -4,10 +4,26 @@ modules.py     the module of a program with its submodules; its trained values b
 fsdp.py        FSDP2 over such a module: which weights are gathered in MXFP8
 weights.py     the tensors that FSDP2 gathers in MXFP8
 reduction.py   sums of gradients in place of means
+experts.py     experts of a module in the processes that hold them
+routes.py      the rows of experts, sent to those processes in MXFP8 and back
+memory.py      bytes that a process holds and receives, from shapes
 """
 
+from mxfp8_graph.distributed.experts import ExpertReport, expert_parallel
 from mxfp8_graph.distributed.fsdp import ShardReport, shard
+from mxfp8_graph.distributed.memory import MemoryReport, bytes_per_process
 from mxfp8_graph.distributed.modules import CollectReport, collect, module
 from mxfp8_graph.distributed.reduction import sum_gradients
 
-__all__ = ["CollectReport", "ShardReport", "collect", "module", "shard", "sum_gradients"]
+__all__ = [
+    "CollectReport",
+    "ExpertReport",
+    "MemoryReport",
+    "ShardReport",
+    "bytes_per_process",
+    "collect",
+    "expert_parallel",
+    "module",
+    "shard",
+    "sum_gradients",
+]

@@ -27,7 +27,7 @@ from mxfp8_graph.onnx_model.walk import (
     node_label,
     subgraphs,
 )
-from mxfp8_ops import contract
+from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
 
 EXPORT_AGAIN: Final = "export the model again"
@@ -393,6 +393,8 @@ def _check_against(node: onnx.NodeProto, schema: Schema, place: Place) -> None:
         if expected is not None and attribute.type != expected:
             what = f"attribute {attribute.name!r} is of kind {_Attribute.AttributeType.Name(attribute.type)}"
             raise place.node_error(node, what, _Attribute.AttributeType.Name(expected))
+        if attribute.name == "block_size" and not attribute.ref_attr_name and attribute.i != formats.BLOCK_SIZE:
+            raise place.node_error(node, f"block_size {attribute.i}", f"{formats.BLOCK_SIZE}, the only one that runs")
     if missing := set(schema.needed) - {attribute.name for attribute in node.attribute}:
         raise place.node_error(node, f"has no attribute {min(missing)!r}", "one")
 

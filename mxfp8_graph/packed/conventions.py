@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -69,10 +69,13 @@ def is_known(config: str | None) -> bool:
         return False
 
 
-def quantization_config(chosen: Convention, modules: Mapping[tuple[str, bool], Sequence[str]]) -> dict[str, Any]:
+def quantization_config(
+    chosen: Convention, modules: Mapping[tuple[str, bool], Sequence[str]], ignored: Iterable[str]
+) -> dict[str, Any]:
     """Returns what belongs under "quantization_config" in the checkpoint's config.json.
 
-    `modules` has the names of modules by element format, and whether they are weight-only.
+    `modules` has the names of modules by element format, and whether they are weight-only; `ignored` those of modules
+    whose weights are not packed.
     """
     # This convention has one config for all modules: it cannot say which of them are weight-only.
     if chosen is SCALE_INV:
@@ -81,6 +84,8 @@ def quantization_config(chosen: Convention, modules: Mapping[tuple[str, bool], S
             "activation_scheme": "dynamic",
             "weight_block_size": [1, formats.BLOCK_SIZE],
             "scale_fmt": "ue8m0",
+            # Without it readers take every linear layer for an MXFP8 one.
+            "modules_to_not_convert": sorted(ignored),
         }
     groups: dict[str, dict[str, Any]] = {}
     for (element_format, weight_only), targets in modules.items():
@@ -108,7 +113,7 @@ def quantization_config(chosen: Convention, modules: Mapping[tuple[str, bool], S
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": [],
+        "ignore": sorted(ignored),
     }
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,14 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import open_checkpoint
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, SCALE_INV, quantization_config
+from mxfp8_graph.packed.conventions import (
+    COMPRESSED_TENSORS,
+    CONFIG_KEY,
+    CONVENTIONS,
+    SCALE_INV,
+    Convention,
+    quantization_config,
+)
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
@@ -116,28 +123,47 @@ def export_safetensors(
         # Two weights of one module would have the same name X.weight.
         weights[unique_name(weight.parameter, weights)] = weight
     taken = set(weights)
+    tensors: dict[str, PackedWeight | Tensor] = {**weights}
+    ignored = []
+    for tensor in source.others:
+        name = _other_name(tensor, taken)
+        if len(tensor.shape) > 1 and name.endswith(".weight"):
+            ignored.append(name.removesuffix(".weight"))
+        if not weights_only:
+            tensors[name] = tensor
+    metadata = file_metadata(config_of(weights, chosen, ignored), source)
+    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite, check=source.check)
+    return path
+
+
+def entries_of(tensors: Mapping[str, PackedWeight | Tensor], chosen: Convention) -> list[safetensors.Entry]:
+    """Returns the tensors of a checkpoint, a weight's scales after its elements; dtypes without a name are left out."""
     entries = []
-    for name, weight in weights.items():
-        dtype, scales = formats.element_format(weight.element_format).safetensors_name, name + chosen.scale_suffix
-        blocks = scale_shape(weight.shape, -1)
-        entries.append(safetensors.Entry(name, dtype, weight.shape, partial(getattr, weight, "elements")))
-        entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, weight, "scales")))
-    for tensor in [] if weights_only else source.others:
-        other = safetensors.NAMES.get(tensor.dtype)
-        if other is not None:
-            entries.append(safetensors.Entry(_other_name(tensor, taken), other, tensor.shape, tensor.read))
+    for name, tensor in tensors.items():
+        if isinstance(tensor, PackedWeight):
+            dtype, scales = formats.element_format(tensor.element_format).safetensors_name, name + chosen.scale_suffix
+            blocks = scale_shape(tensor.shape, -1)
+            entries.append(safetensors.Entry(name, dtype, tensor.shape, partial(getattr, tensor, "elements")))
+            entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, tensor, "scales")))
+        elif (other := safetensors.NAMES.get(tensor.dtype)) is not None:
+            entries.append(safetensors.Entry(name, other, tensor.shape, tensor.read))
+    return entries
+
+
+def config_of(weights: Mapping[str, PackedWeight], chosen: Convention, ignored: Iterable[str]) -> dict[str, Any]:
+    """Returns the quantization_config of weights by their names in the checkpoint; see `quantization_config`."""
     modules: dict[tuple[str, bool], list[str]] = {}
     # E4M3 and E5M2 are one kind of config; the dtype of the tensors tells them apart. Quantized modules come first.
     for name, weight in sorted(weights.items(), key=lambda item: bool(item[1].weight_only)):
         kind = weight.element_format if weight.element_format == formats.INT8.name else formats.E4M3.name
         modules.setdefault((kind, bool(weight.weight_only)), []).append(name.removesuffix(".weight"))
-    metadata = {
-        "format": "pt",  # transformers insists on it
-        CONFIG_KEY: json.dumps(quantization_config(chosen, modules)),
-        **provenance.entries(source.recipe),
-    }
-    safetensors.write(path, entries, metadata, overwrite=overwrite, check=source.check)
-    return path
+    return quantization_config(chosen, modules, ignored)
+
+
+def file_metadata(config: Mapping[str, Any], source: Contents) -> dict[str, str]:
+    """Returns the metadata of a file of a checkpoint that is made of a model."""
+    # transformers insists on the first.
+    return {"format": "pt", CONFIG_KEY: json.dumps(config), **provenance.entries(source.recipe)}
 
 
 def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:

@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.naming import printable
+from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
 
 if sys.version_info >= (3, 11):
@@ -170,6 +171,10 @@ def _explain(error: Any, where: object, model: type[BaseModel], lines: Lines) ->
     if not at:  # an invariant of the whole recipe: its message starts with the key that breaks it
         key = message.split()[0].rstrip(":")
         at, text = tuple(int(part) if part.isdecimal() else part for part in key.split(".")), message
+    elif at == ("block_size",):
+        expected = f"{formats.BLOCK_SIZE}, which all recipes have without a key"
+        advice = "remove it; `mxfp8-graph compare` emulates mxfp8-block16 and mxfp8-block64"
+        text = f"block_size: {_shown(error['input'])}; expected {expected}; {advice}"
     elif error["type"] == "extra_forbidden":
         fields = _fields(model, at)
         # Cut: the time of a match grows with the product of the lengths, and a key may have a megabyte.

@@ -21,7 +21,7 @@ OTHERS: Final[Mapping[str, str]] = {
 }
 """TransformerEngine's other recipes, and what each of them is."""
 
-_COMPARE: Final = "`mxfp8-graph compare` shows the error it makes on your model"
+_COMPARE: Final = "`mxfp8-graph compare` emulates it and shows the error it makes on your model"
 
 
 class Predicates:

@@ -31,6 +31,7 @@ from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, torchao_weights
 from mxfp8_graph.torch_pass.matmul_forms import (
+    GROUPED_TRAIN,
     LINEAR_TRAIN,
     Form,
     Lookup,
@@ -173,7 +174,7 @@ class _Finder:
         dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
         matmul = MatMulSite(
             name=take_name(node.name, self._names, "#"),
-            op=("linear" if static else "matmul") if op == LINEAR_TRAIN else op,
+            op={LINEAR_TRAIN: "linear" if static else "matmul", GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,
             role=self._roles.of_linear(node) if static else self._roles.of_product(node),

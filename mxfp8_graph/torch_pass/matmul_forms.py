@@ -4,6 +4,7 @@ linear(x, w [N, K], b)                mxfp8::linear_train(x, w [N, K], b)
 matmul(a, b [K, N]), mm, bmm, mv
 addmm(c, a, b, beta, alpha), baddbmm
 grouped_mm(a, b [E, K, N], offs), and transformers' fallback for it
+mxfp8::grouped_linear_train(x, w [E, N, K], offs)
 scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
 
 and the ops whose ids pick rows of a table, which is b, [N, K] = [V, D], with the ids as a:
@@ -31,6 +32,7 @@ from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, permu
 from mxfp8_graph.torch_program import internals
 
 LINEAR_TRAIN: Final = "mxfp8::linear_train"
+GROUPED_TRAIN: Final = "mxfp8::grouped_linear_train"
 ATTENTION: Final = "scaled_dot_product_attention"
 _GROUPED: Final = ("grouped_mm", "grouped_mm_fallback")
 """Ends of the names of ops that run one matmul per group of rows, each group with its own weight."""
@@ -108,8 +110,9 @@ def form_of(node: Node) -> Form | None:
     op = internals.op_name(node)
     operands: list[Any]
     rest: dict[str, Any]
-    if op.endswith(_GROUPED):
-        operands, rest = list(node.args[:2]), {"offs": internals.argument(node, "offs")}
+    if op.endswith(_GROUPED) or op == GROUPED_TRAIN:
+        operands = list(node.args[:2])
+        rest = {"offs": internals.argument(node, "offs"), "b_transposed": op != GROUPED_TRAIN}
     elif names := FORMS.get(op):
         operands = [internals.argument(node, name) for name in (names.a, names.b)]
         alpha, beta = (float(internals.argument(node, name, 1)) for name in ("alpha", "beta"))

@@ -4,6 +4,7 @@ linear(x, w [N, K], b)      -> linear_train(x, w, b)
 addmm(b, x, w [K, N])       -> linear_train(x, transpose(w), b)
 bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
 matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, once attention is taken apart
+grouped_mm(x, w [E, K, N])  -> grouped_linear_train(x, transpose(w))
 matmul(w, x)                -> clone(transpose(linear_train(transpose(x), w)))
 baddbmm(c, x, w)            -> c + linear_train(x, transpose(w))
 
@@ -26,16 +27,19 @@ from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.matmul_forms import LINEAR_TRAIN, Operand
-from mxfp8_graph.torch_pass.replace import Call, put
+from mxfp8_graph.torch_pass.matmul_forms import GROUPED_TRAIN, LINEAR_TRAIN, Operand
+from mxfp8_graph.torch_pass.replace import Call, prune, put
+from mxfp8_graph.torch_pass.static_operands import permutation
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops import formats
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import ContractError, RecipeError
 
 _ATEN: Final = torch.ops.aten
 _PRODUCTS: Final = {"attention_scores", "attention_values", "product"}
 """Roles that a recipe has to ask for by name."""
+_ORIGINAL_KEY: Final = "mxfp8_graph.original"
+"""Key in a node's custom metadata, which files keep."""
 _SHOWN: Final = 5
 """Names that a note lists at most."""
 
@@ -48,8 +52,6 @@ def obstacle(site: Site) -> str | None:
         return "torchao packed this weight; expected one in high precision, to train it"
     if site.lookup:
         return "embeddings stay in high precision in training, which quantizes matmuls only"
-    if site.form.offs is not None:
-        return "training does not support groups of rows with a matrix for each; they stay in high precision"
     if site.x.rank < 2 < int(site.w.node.meta["val"].dim()):
         return "training does not support a vector times a stack of matrices; expected [..., M, K]"
     return None
@@ -108,10 +110,16 @@ def apply(
     if added.bias is not None and not _absorbed(site, added.bias, weight):
         added = replace(added, bias=None, addend=added.bias)
     # Whatever it is stored as, the weight is an operand like another one here: nothing is folded into it.
+    stored = site.w.node
     site = replace(site, w=Operand(node=weight), added=added)
     settings = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
     call = Call("train", torch.ops.mxfp8.linear_train.default, (x, weight, added.bias), settings)
+    if site.form.offs is not None:
+        call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
+        _note_original(site.node)
     put(site, call, build, rewrite_record)
+    # A transpose that was dropped: it would keep the weight in the program once that is packed.
+    prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.
     size = site.matmul.weight_bytes
     names = (*(new.name for new in build.new), added.output.name)
@@ -126,7 +134,10 @@ def _absorbed(site: TorchSite, bias: Node, weight: Node) -> bool:
 
 
 def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
-    """Returns x [..., M, K] in the dtype of the result, and w [N, K] or [..., N, K] with the leading sizes of x."""
+    """Returns x [..., M, K] in the dtype of the result, and w [N, K] or [..., N, K] with the leading sizes of x.
+
+    Of a grouped matmul they are x [S, K] and w [E, N, K].
+    """
     x, w = build.k_last(site.x), _weight(site.w, build)
     dtype = site.added.output.meta["val"].dtype
     if x.meta["val"].dtype != dtype:  # inside of autocast, where the matmul itself would cast
@@ -135,7 +146,7 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
     # A leading 1 only broadcasts: without it the weight is one matrix for all rows of x.
     while 2 < w.meta["val"].dim() <= x_rank and _is_one(w.meta["val"].shape[0]):
         w = build.add(f"{w.name}_matrix", _ATEN.select.int, w, 0, 0)
-    if w.meta["val"].dim() == 2:
+    if w.meta["val"].dim() == 2 or site.form.offs is not None:
         return x, w
     return _expanded(build, x, w), _expanded(build, w, x)
 
@@ -158,8 +169,16 @@ def _is_one(size: Any) -> bool:
 
 
 def undo(program: Program, site: Site) -> None:
-    """Replaces a `linear_train` by the linear, bmm or matmul that it stands for; leaves other nodes alone."""
+    """Replaces a `linear_train` by the linear, bmm or matmul that it stands for; leaves other nodes alone.
+
+    One of groups becomes the op that it was.
+    """
     node = site.node
+    if internals.op_name(node) == GROUPED_TRAIN:
+        x, weight, offs = (internals.argument(node, name) for name in ("x", "weight", "offs"))
+        node.target, node.kwargs = _original(node), {}
+        node.args = (x, Builder(program, node).permute(weight, k_last(range(3))), offs)
+        record.unmark(node)
     if internals.op_name(node) == LINEAR_TRAIN:
         x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
         if weight.meta["val"].dim() == 2:
@@ -172,6 +191,27 @@ def undo(program: Program, site: Site) -> None:
         record.unmark(node)
 
 
+def _note_original(node: Node) -> None:
+    """Records which op a grouped matmul is: torch's takes float32 in eager mode only, transformers' takes any."""
+    name = internals.op_name(node)
+    if name != GROUPED_TRAIN:
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), _ORIGINAL_KEY: name}
+
+
+def _original(node: Node) -> Any:
+    """Returns the op that `_note_original` recorded, and forgets it.
+
+    Raises:
+        ContractError: its library is not loaded.
+    """
+    name = node.meta["custom"].pop(_ORIGINAL_KEY)
+    namespace, op = name.split("::") if "::" in name else ("aten", name)
+    if not hasattr(getattr(torch.ops, namespace), op):
+        what = f"becomes {name} again, which is not registered"
+        raise ContractError(node.name, what, expected="the library that has it", advice=f"import {namespace} first")
+    return getattr(getattr(torch.ops, namespace), op).default
+
+
 def _weight(w: Operand, build: Builder) -> Node:
     """Returns the second operand as [..., N, K]; a transpose in the program is dropped instead of being undone."""
     if w.static is None:
@@ -179,6 +219,7 @@ def _weight(w: Operand, build: Builder) -> Node:
     node = w.node
     if not w.transposed:
         return node
-    if internals.op_name(node) == "t":
+    rank = node.meta["val"].dim()
+    if permutation(node, rank) == k_last(range(rank)):
         return node.all_input_nodes[0]
-    return build.permute(node, k_last(range(node.meta["val"].dim())))
+    return build.permute(node, k_last(range(rank)))

@@ -14,6 +14,7 @@ The undocumented names, and why each is used:
     torch._C._current_graph_task_id    says whether a backward pass runs, see `in_backward`
     Tensor._make_wrapper_subclass      the documented way to a tensor that consists of others; see `empty_wrapper`
     CHECKPOINT_PREFIX                  what checkpoint_wrapper adds to the names of parameters
+    _resolve_process_group             the process group of a name: a graph holds names only
 """
 
 from __future__ import annotations
@@ -219,6 +220,14 @@ def in_backward() -> bool:
 def empty_wrapper(kind: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
     """Returns a tensor of the class `kind` without memory, contiguous; its `__torch_dispatch__` computes."""
     return torch.Tensor._make_wrapper_subclass(kind, torch.Size(size), dtype=dtype, device=device)
+
+
+def process_group(name: str) -> Any:
+    """Returns the torch.distributed.ProcessGroup whose `group_name` is `name`."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch does not export it
+    return resolve(name)
 
 
 def has_values(tensor: torch.Tensor) -> bool:

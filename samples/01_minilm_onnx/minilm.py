@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 import mxfp8_graph
 from mxfp8_ops import ort
 
+RECIPES = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "mxint8", "mxint8-weight-only")
 SENTENCES = 320
 BATCH = 16
 MAX_TOKENS = 128
@@ -107,7 +108,7 @@ def latency(sessions: dict[str, onnxruntime.InferenceSession], repeats: int = 7)
 
 
 def main() -> None:
-    """Exports the model once, rewrites it with three recipes, and prints how far the embeddings moved."""
+    """Exports the model once, rewrites it with each recipe of RECIPES, and prints how far the embeddings moved."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="where the models go")
     folder: Path = parser.parse_args().folder
@@ -118,7 +119,7 @@ def main() -> None:
         export(original)
 
     paths = {"fp32": original}
-    for recipe in ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"):
+    for recipe in RECIPES:
         output = folder / f"minilm.{recipe}.onnx"
         paths[recipe], report = mxfp8_graph.rewrite(original, recipe, output=output, overwrite=True)
         print(f"{recipe}: {len(report.rewritten)} of {len(report.sites)} matmuls and embeddings rewritten -> {output}")

@@ -161,8 +161,8 @@ def test_a_recipe_of_transformer_engine_that_is_not_mxfp8() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "Float8BlockScaling") == (
         "error: recipe: Float8BlockScaling is FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight, "
         "not MXFP8; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-weight-only, all, or a .yaml or .toml file; `mxfp8-graph compare` shows the error it makes on your "
-        "model"
+        "mxint8-weight-only, all, or a .yaml or .toml file; `mxfp8-graph compare` emulates it and shows the error "
+        "it makes on your model"
     )
 
 

@@ -242,6 +242,16 @@ def test_an_attribute_with_a_value_of_another_kind(other: dict[str, Any]) -> Non
     )
 
 
+@looped("size", [16, 64])
+def test_a_node_of_ours_with_blocks_of_another_size(size: int) -> None:
+    proto, _ = mxfp8_graph.rewrite(linear())
+    (quantize,) = (node for node in proto.graph.node if node.op_type == "MXFP8Quantize")
+    (attribute,) = (attribute for attribute in quantize.attribute if attribute.name == "block_size")
+    attribute.i = size
+    expected = f"node 'x_mxfp8_quantize' (MXFP8Quantize): block_size {size}; expected 32, the only one that runs"
+    assert refusal(proto) == expected
+
+
 def test_forty_shared_functions_that_are_never_called_together() -> None:
     """Each calls all the later ones, in a subgraph or not, and has no matmul: nothing is expanded."""
     functions = [function(f"F{i}", [f(f"F{i + 1}")]) for i in range(40)]

@@ -174,6 +174,13 @@ def test_a_field_that_is_wrong(complaint, text: str, expected: str) -> None:
     assert complaint(text) == expected
 
 
+def test_another_block_size_is_answered_with_the_one_there_is(complaint) -> None:
+    assert complaint("block_size: 16\n") == (
+        "mine.yaml:1: block_size: 16; expected 32, which all recipes have without a key; remove it; `mxfp8-graph "
+        "compare` emulates mxfp8-block16 and mxfp8-block64"
+    )
+
+
 def test_an_unknown_key_that_resembles_none(complaint) -> None:
     message = complaint("xyzzy: 1\n")
     assert message.startswith("mine.yaml:1: xyzzy: unknown key; expected one of name, fp8_format, margin, ")

@@ -120,7 +120,7 @@ def test_another_recipe_is_answered_with_what_it_is(name: str) -> None:
     assert complaint(lambda: load_recipe(name)) == (
         f"recipe: {name} is {OTHERS[name]}, not MXFP8; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, "
         "mxfp8-weight-only, ocp, mxint8, mxint8-weight-only, all, or a .yaml or .toml file; `mxfp8-graph compare` "
-        "shows the error it makes on your model"
+        "emulates it and shows the error it makes on your model"
     )
 
 
@@ -130,7 +130,7 @@ def test_so_it_is_in_a_file(tmp_path: Path, name: str) -> None:
     path.write_text(f"margin: 0\nrecipe_type: {name}\n")
     assert complaint(lambda: load_recipe(path)) == (
         f"{path}:2: recipe_type: {name} is {OTHERS[name]}, not MXFP8; expected MXFP8BlockScaling; "
-        "`mxfp8-graph compare` shows the error it makes on your model"
+        "`mxfp8-graph compare` emulates it and shows the error it makes on your model"
     )
 
 

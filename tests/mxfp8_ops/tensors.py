@@ -6,6 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from mxfp8_ops import numpy_nodes
+
 torch = pytest.importorskip("torch")
 
 
@@ -25,3 +27,31 @@ def array(t: torch.Tensor) -> np.ndarray:
 def name(dtype: torch.dtype) -> str:
     """Returns the name that the reference has for a dtype."""
     return str(dtype).removeprefix("torch.")
+
+
+def assert_is_mxfp8_product(
+    got: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    a_format: str = "e4m3",
+    scale_rounding: str = "ceil",
+    bias: torch.Tensor | None = None,
+) -> None:
+    """Fails unless `got` is a [M, K] x b [N, K], both quantized along K by the reference, within the sum's bound."""
+    dtype = name(got.dtype)
+    wide_bias = None if bias is None else array(bias).astype(np.float32)
+    operands = [
+        numpy_nodes.dequantize(
+            *numpy_nodes.quantize(array(t), element_format=f, scale_rounding=scale_rounding), element_format=f
+        )
+        for t, f in ((a, a_format), (b, "e4m3"))
+    ]
+    expected = operands[0].astype(np.float64) @ operands[1].T.astype(np.float64)
+    expected = expected if wide_bias is None else expected + wide_bias
+    bound = numpy_nodes.gemm_error_bound(*operands, dtype, wide_bias)
+    error = np.abs(array(got).astype(np.float64) - expected)
+    assert error.shape == expected.shape
+    if error.size and (error - bound).max() > 0:
+        at = np.unravel_index(int((error - bound).argmax()), error.shape)
+        pytest.fail(f"at {at}: {array(got)[at]!r}, not {expected[at]!r} within {bound[at]:.3e}")

@@ -60,7 +60,7 @@ CALLS: list[Call] = [
     (CPU, lambda f: f.quantize(X, threads="all"), ShapeError, "quantize: threads is 'all'"),
     (CPU, lambda f: f.quantize(HUGE), BackendError, "quantize: no memory for an array of shape (1048576, "),
     (ALL, lambda f: f.dequantize(E, S[:, :1]), ShapeError,
-     "dequantize: scales have shape (4, 1); expected (4, 2) for elements (4, 64) blocked along axis 1"),
+     "dequantize: scales have shape (4, 1); expected (4, 2) for elements (4, 64) in blocks of 32 along axis 1"),
     (NUMPY, lambda f: f.dequantize(E, S, dtype="float64"), ShapeError, "dtype: 'float64'; expected one of"),
     (("torch",), lambda f: f.dequantize(E, S, dtype="int8"), ShapeError, "dequantize: dtype int8"),
     (CPU, lambda f: f.dequantize(E.view(np.int8), S), ShapeError, "elements have dtype int8; expected uint8"),

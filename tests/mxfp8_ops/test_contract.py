@@ -156,7 +156,8 @@ def test_every_node_but_those_of_onnx_alone_has_one_torch_op() -> None:
     assert exported == [op for name, op in contract.OPS.items() if name not in onnx_only]
     inference = {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"}
     assert inference | {"mxfp8::linear_packed"} == contract.PACKED_OPS
-    assert {"mxfp8::linear_train", "mxfp8::linear_packed", "mxfp8::product"} == contract.TRAINING_OPS
+    training = {f"mxfp8::{name}" for name in ("linear_train", "grouped_linear_train", "linear_packed", "product")}
+    assert training == contract.TRAINING_OPS
     assert (contract.PACKED_OPS | contract.TRAINING_OPS) - {"mxfp8::embedding"} == contract.TORCH_GEMMS
 
 

@@ -12,7 +12,7 @@ import pytest
 from grids import looped, pairwise
 
 import mxfp8_ops
-from mxfp8_ops import cpu, is_mxfp8_native, native, native_reason
+from mxfp8_ops import cpu, is_mxfp8_available, is_mxfp8_native, native, native_reason
 from mxfp8_ops.cuda import system
 from mxfp8_ops.errors import BackendError
 
@@ -60,6 +60,17 @@ def test_every_gpu_answers_for_itself(gpus: list[system.Gpu]) -> None:
     assert [is_mxfp8_native(device) for device in ("cuda", "cuda:0", "cuda:1")] == [False, False, True]
     assert not is_mxfp8_native("cuda:2")
     assert native_reason("cuda:2") == "the CUDA driver shows 2 GPUs, none with number 2"
+
+
+def test_transformer_engines_function_answers_for_the_first_gpu_with_a_reason_or_without(
+    gpus: list[system.Gpu],
+) -> None:
+    gpus += [gpu("NVIDIA B200", (10, 0)), gpu("NVIDIA H200", (9, 0))]
+    reason = f"NVIDIA B200 has compute capability 10.0, {YES}"
+    assert (is_mxfp8_available(), is_mxfp8_available(return_reason=True)) == (True, (True, reason))
+    del gpus[0]
+    reason = f"NVIDIA H200 has compute capability 9.0, {BEFORE}"
+    assert (is_mxfp8_available(), is_mxfp8_available(return_reason=True)) == (False, (False, reason))
 
 
 def test_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

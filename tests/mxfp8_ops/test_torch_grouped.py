@@ -88,7 +88,7 @@ def test_it_exports_and_compiles_whole() -> None:
 
 REFUSED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {
     "descending": ((*A, *W, torch.tensor([3, 2, 8, 10])), ShapeError, r"offs \[3, 2, 8, 10\]; expected ascending"),
-    "beyond the rows": ((*A, *W, torch.tensor([3, 3, 8, 11])), ShapeError, r"within 0\.\.10, the rows of a; pass"),
+    "beyond the rows": ((*A, *W, torch.tensor([3, 3, 8, 11])), ShapeError, r"within 0\.\.10, the number of rows; pass"),
     "negative": ((*A, *W, torch.tensor([-1, 3, 8, 10])), ShapeError, "expected ascending ends of groups within"),
     "too few ends": ((*A, *W, torch.tensor([3, 3])), ShapeError, r"offs is int64 \(2,\); expected int32 or int64 \(4,"),
     "float ends": ((*A, *W, torch.ones(4)), ShapeError, r"offs is float32 \(4,\); expected int32"),

@@ -222,6 +222,8 @@ def operands(name: str) -> dict[str, torch.Tensor]:
     x = values(6, 64)
     a, b, w = ops.quantize(x), ops.quantize(values(8, 64, seed=1)), values(8, 64, seed=1)
     product = {"b": b[0], "b_scales": b[1], "bias": values(8)}
+    offs = torch.tensor([6])
+    groups = *ops.quantize_groups(x, offs), *ops.quantize_groups(x, offs)
     return {
         "quantize": {"x": x},
         "quantize_both": {"x": x},
@@ -232,12 +234,15 @@ def operands(name: str) -> dict[str, torch.Tensor]:
         "product": {"a": x, "b": w},
         "linear_packed": {"x": x} | product,
         "linear_train": {"x": x, "weight": w, "bias": values(8).half()},
+        "grouped_linear_train": {"x": x, "weight": w[None], "offs": offs},
+        "quantize_groups": {"x": x, "offs": offs},
+        "grouped_wgrad": dict(zip(("a", "a_scales", "b", "b_scales", "offs"), (*groups, offs), strict=True)),
         "grouped_gemm": {
             "a": a[0],
             "a_scales": a[1],
             "b": b[0][None],
             "b_scales": b[1][None],
-            "offs": torch.tensor([6]),
+            "offs": offs,
         },
     }[name]
 
@@ -278,10 +283,11 @@ def test_operands_on_two_devices_are_refused(op: str, argument: str) -> None:
     """Without the error, the result would be memory that was never written."""
     given = operands(op)
     moved = given | {argument: given[argument].to("meta")}
-    if len(given) == 1:
+    if argument == "offs":
+        # As torch has it: offsets may be elsewhere, and here have no data.
+        assert not getattr(ops, op)(**moved)[0].is_meta
+    elif given.keys() <= {argument, "offs"}:
         assert getattr(ops, op)(**moved)[0].device.type == "meta"
-    elif argument == "offs":
-        assert not getattr(ops, op)(**moved).is_meta  # as torch has it: offsets may be elsewhere, and here have no data
     else:
         with pytest.raises(ShapeError, match="tensors on cpu, meta; expected one device"):
             getattr(ops, op)(**moved)

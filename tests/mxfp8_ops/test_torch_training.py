@@ -9,13 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from grids import looped, pairwise
-from tensors import array, values
-from tensors import name as name_of
+from tensors import assert_is_mxfp8_product, values
 
-from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
 
 torch = pytest.importorskip("torch")
@@ -30,34 +27,6 @@ FINAL_LOSS = 0.05
 """How far the final loss of MXFP8 training may lie from that of float32, relatively (the paper's check)."""
 PARAMETERS = 0.03
 """How far its parameters may, in relative L2."""
-
-
-def assert_is_mxfp8_product(
-    got: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    *,
-    a_format: str = "e4m3",
-    scale_rounding: str = "ceil",
-    bias: torch.Tensor | None = None,
-) -> None:
-    """Fails unless `got` is a [M, K] x b [N, K], both quantized along K by the reference, within the sum's bound."""
-    name = name_of(got.dtype)
-    wide_bias = None if bias is None else array(bias).astype(np.float32)
-    operands = [
-        numpy_nodes.dequantize(
-            *numpy_nodes.quantize(array(t), element_format=f, scale_rounding=scale_rounding), element_format=f
-        )
-        for t, f in ((a, a_format), (b, "e4m3"))
-    ]
-    expected = operands[0].astype(np.float64) @ operands[1].T.astype(np.float64)
-    expected = expected if wide_bias is None else expected + wide_bias
-    bound = numpy_nodes.gemm_error_bound(*operands, name, wide_bias)
-    error = np.abs(array(got).astype(np.float64) - expected)
-    assert error.shape == expected.shape
-    if error.size and (error - bound).max() > 0:
-        at = np.unravel_index(int((error - bound).argmax()), error.shape)
-        pytest.fail(f"at {at}: {array(got)[at]!r}, not {expected[at]!r} within {bound[at]:.3e}")
 
 
 # --- The three products -------------------------------------------------------------------------------------------
@@ -489,6 +458,19 @@ def test_two_uses_of_one_weight_add_their_gradients() -> None:
     one = values(64, 64).requires_grad_()
     linear_train(x, one).sum().backward()
     torch.testing.assert_close(w.grad, 3 * one.grad, rtol=2.0**-22, atol=0)  # doubling is exact in MXFP8
+
+
+def test_gradients_of_a_bfloat16_weight_add_up_in_float32_if_its_grad_dtype_says_so() -> None:
+    low, stack = (values(*s, seed=9).bfloat16().requires_grad_() for s in ((64, 45), (1, 64, 45)))
+    high, ends = low.detach().float().requires_grad_(), torch.tensor([40])
+    low.grad_dtype = stack.grad_dtype = torch.float32
+    for x in (values(40, 45, seed=seed).bfloat16() for seed in range(4)):
+        linear_train(x, low).float().square().sum().backward()
+        linear_train(x, high).float().square().sum().backward()
+        torch.ops.mxfp8.grouped_linear_train(x, stack, ends).float().square().sum().backward()
+        assert low.grad.dtype == torch.float32
+    assert torch.equal(low.grad, high.grad)
+    assert stack.grad.shape == (1, 64, 45)
 
 
 def test_gradients_of_several_batches_add_up_in_the_dtype_of_the_weight() -> None:

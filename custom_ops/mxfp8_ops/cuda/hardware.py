@@ -39,6 +39,14 @@ def native_reason(device: object = "cuda") -> str:
     return f"{reason}; the kernels emulate it on {native.isa()}" if index is None else reason
 
 
+def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
+    """Returns `is_mxfp8_native("cuda")`, or (that, the reason): TransformerEngine's function under its name.
+
+    Unlike TransformerEngine's, the reason is not empty where the answer is True.
+    """
+    return (is_mxfp8_native(), native_reason()) if return_reason else is_mxfp8_native()
+
+
 def _gpu_index(device: object) -> int | None:
     """Returns the number of a GPU, None for the processor."""
     match = re.fullmatch(r"cpu|cuda(:(\d{1,9}))?", str(device))

@@ -12,24 +12,27 @@ operands.py  the rows of OPS, and the checks of all ops
 products.py  the matrix products of a gemm with leading dimensions
 schemas.py   the schema of a node's op, from its row of the contract
 gradients.py, batching.py  shared by the ops for autograd and torch.vmap
+cached_weights.py  quantized weights that live for several calls
 
 Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
 along the blocked axis between blocks only, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. Views that
 begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op detects that.
 
 linear_train uses quantize_both for a gradient [M, N]: it gives quantize(x) and quantize(x.t()), and on a GPU reads x
-once.
+once. grouped_linear_train is linear_train for each group of rows; quantize_groups and grouped_wgrad make the gradients
+of its weights.
 
 Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
 weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
-torch.func, and can be differentiated again, as often as wanted: rounding is passed straight through. Forward mode
-raises. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize and embedding take
-integers, which have none. torch cannot differentiate a compiled backward pass again and does not
-always say so, whatever the layers: compile the function that calls torch.func.grad instead.
+torch.func, and can be differentiated again, as often as wanted (grouped_linear_train by torch.func only): rounding is
+passed straight through. Forward mode raises. quantize returns integers, which pass no gradient on: it raises if x
+requires one. dequantize and embedding take integers, which have none. torch cannot differentiate a compiled backward
+pass again and does not always say so, whatever the layers: compile the function that calls torch.func.grad instead.
 
-Autocast casts the x of linear_train, as it does that of F.linear, and never a weight; the other ops compute in the
-dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of embedding for each
-table; it refuses linear_train, and loops over the others, with a warning. Results are contiguous.
+Autocast casts the x of linear_train and its grouped form, as it does that of F.linear, and never a weight; the other
+ops compute in the dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of
+embedding for each table; it refuses linear_train and its grouped form, and loops over the others, with a warning.
+Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.
@@ -43,12 +46,15 @@ from typing import Any, Final
 import torch
 
 from mxfp8_ops import contract
-from mxfp8_ops.torch_ops import embedding, gemm, grouped, packed, quantize, train_product, training
+from mxfp8_ops.torch_ops import embedding, gemm, grouped, grouped_training, packed, quantize, train_product, training
+from mxfp8_ops.torch_ops.cached_weights import weight_cache
 from mxfp8_ops.torch_ops.operands import Op
+
+__all__ = ["LIBRARY", "OPS", "register", "weight_cache"]
 
 OPS: Final[tuple[Op, ...]] = (
     *(*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS),
-    *(*train_product.OPS, *packed.OPS, *training.OPS),
+    *(*train_product.OPS, *packed.OPS, *training.OPS, *grouped_training.OPS),
 )
 """Every op of namespace `mxfp8`."""
 

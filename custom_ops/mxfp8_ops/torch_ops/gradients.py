@@ -163,6 +163,13 @@ def _defaults(name: str) -> tuple[Any, ...]:
     return tuple(argument.default_value for argument in getattr(torch.ops.mxfp8, name).default._schema.arguments)
 
 
+def dtype_of(weight: Tensor) -> torch.dtype:
+    """Returns the dtype of the gradient of a weight: its own, or what a parameter's `grad_dtype` asks for."""
+    # Only leaves have it, and None there stands for any dtype.
+    wanted: torch.dtype | None = weight.grad_dtype if weight.is_leaf else None
+    return wanted or weight.dtype
+
+
 def of_bias(ctx: Any, at: int, grad: Tensor) -> Gradient:
     """Returns the gradient of a float32 bias [N], the argument at place `at`, if it is needed."""
     # Summed in float32: a sum over many rows of bfloat16 would lose the last of them.

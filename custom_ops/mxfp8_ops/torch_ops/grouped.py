@@ -12,6 +12,7 @@ MXFP8GroupedGemm or MXFP8GroupedWeightGemm, which take an expert per row. Values
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -58,26 +59,50 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
     for name, tensor in (("a", a), ("a_scales", a_scales), ("b", b), ("b_scales", b_scales), ("offs", offs)):
         if tensor is not None:
             check_memory("grouped_gemm", name, tensor)
+    stop = 0
+    for expert, rows, _ in groups("grouped_gemm", offs, a.shape[0]):
+        weight, stop = (b[expert], b_scales[expert], None), rows.stop
+        if a_scales is None:
+            y[rows] = torch.ops.mxfp8.weight_gemm.default(a[rows], *weight, b_format, y.dtype)
+        else:
+            y[rows] = torch.ops.mxfp8.gemm.default(a[rows], a_scales[rows], *weight, a_format, b_format, y.dtype)
+    y[stop:] = 0  # rows that no group has
+    return y
+
+
+def groups(where: str, offs: Tensor, count: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yields (expert, its rows, the blocks of 32 rows of its own that they are) of each group that has rows.
+
+    Raises:
+        ShapeError: `offs` is not ascending within 0..count.
+    """
     # On the host: the sizes of the products depend on them. On a GPU this waits for the device.
     ends: list[int] = offs.tolist()
-    y[ends[-1] if ends else 0 :] = 0  # rows that no group has; the others are written below
+    block = 0
     for expert, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
-        if not 0 <= start <= stop <= a.shape[0]:
+        if not 0 <= start <= stop <= count:
             raise ShapeError(
-                "grouped_gemm",
+                where,
                 f"offs {ends}",
-                expected=f"ascending ends of groups within 0..{a.shape[0]}, the rows of a",
+                expected=f"ascending ends of groups within 0..{count}, the number of rows",
                 advice="pass the running sum of the groups' sizes",
             )
-        if start == stop:
-            continue
-        weight = b[expert], b_scales[expert], None
-        if a_scales is None:
-            y[start:stop] = torch.ops.mxfp8.weight_gemm.default(a[start:stop], *weight, b_format, y.dtype)
-        else:
-            rows = a[start:stop], a_scales[start:stop]
-            y[start:stop] = torch.ops.mxfp8.gemm.default(*rows, *weight, a_format, b_format, y.dtype)
-    return y
+        if start < stop:
+            blocks = slice(block, block + checks.scale_count(stop - start))
+            block = blocks.stop
+            yield expert, slice(start, stop), blocks
+
+
+def check_offs(where: str, offs: Tensor, experts: int | None = None) -> None:
+    """Raises ShapeError unless `offs` is int32 or int64 [experts], of any size if `experts` is None."""
+    wanted = offs.shape[:1] if experts is None else (experts,)
+    if offs.dtype not in {torch.int32, torch.int64} or tuple(offs.shape) != tuple(wanted) or offs.dim() != 1:
+        raise ShapeError(
+            where,
+            f"offs is {checks.dtype_name(offs.dtype)} {tuple(offs.shape)}",
+            expected=f"int32 or int64 ({'E' if experts is None else experts},), the end of each expert's rows",
+            advice="pass the running sum of the groups' sizes",
+        )
 
 
 def _fake(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, offs: Tensor, *rest: Any) -> Tensor:
@@ -88,7 +113,7 @@ def _fake(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, offs:
         ContractError: unknown format.
     """
     check_devices("grouped_gemm", a, a_scales, b, b_scales)
-    a_format, b_format, dtype = _options(*rest)
+    a_format, b_format, dtype = options(*rest)
     formats.element_format(b_format)
     if a_scales is None:
         check_dtype("grouped_gemm", a.dtype)
@@ -105,17 +130,11 @@ def _fake(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, offs:
             advice="store each expert's weight with K last",
         )
     check_codes("grouped_gemm", b, b_scales, -1)
-    if offs.dtype not in {torch.int32, torch.int64} or tuple(offs.shape) != (b.shape[0],):
-        raise ShapeError(
-            "grouped_gemm",
-            f"offs is {checks.dtype_name(offs.dtype)} {tuple(offs.shape)}",
-            expected=f"int32 or int64 ({b.shape[0]},), the end of each expert's rows",
-            advice="pass the running sum of the groups' sizes",
-        )
+    check_offs("grouped_gemm", offs, b.shape[0])
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
-def _options(
+def options(
     a_format: str = "e4m3", b_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> tuple[str, str, torch.dtype | None]:
     """Returns the op's last arguments with their defaults: torch leaves out those that equal them."""

@@ -26,6 +26,7 @@ Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -36,6 +37,7 @@ from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.nodes.gemm import check_gemm_shapes
 from mxfp8_ops.torch_ops import gradients
+from mxfp8_ops.torch_ops.cached_weights import quantized_weight
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op, check_dtype, readable
 
@@ -68,7 +70,7 @@ def linear_train(
     ops = torch.ops.mxfp8
     # Both along K, the axis that this product sums over; the gradients need their own copies along other axes.
     rows = ops.quantize.default(x, -1, "e4m3", scale_rounding)
-    columns = ops.quantize.default(weight, -1, "e4m3", scale_rounding)
+    columns = quantized_weight(weight, scale_rounding)
     # The kernels add a float32 bias to float32 sums, whatever the dtype of the master parameter.
     if bias is not None:
         (bias,) = readable("linear_train", "bias", bias)
@@ -82,17 +84,9 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     if fp8_format not in GRADIENT_FORMATS:
         raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
-    if weight.dtype is torch.uint8:
-        raise ShapeError(
-            "linear_train",
-            "the weight is packed (uint8 codes)",
-            expected="a master weight in float32, float16 or bfloat16: an optimizer's steps are smaller than the "
-            "distances between MXFP8 values",
-            advice="train the original weight and pack it then, or train the layers around it (mxfp8::linear_packed)",
-        )
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    for tensor in tensors:
-        check_dtype("linear_train", tensor.dtype)
+    check_master("linear_train", x, weight)
+    if bias is not None:
+        check_dtype("linear_train", bias.dtype)
     if weight.dim() != 2 and not (weight.dim() == x.dim() > 2 and weight.shape[:-2] == x.shape[:-2]):
         raise ShapeError(
             "linear_train",
@@ -104,10 +98,25 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scal
     check_gemm_shapes("linear_train", tuple(x.shape), tuple(weight.shape), bias_shape)
 
 
+def check_master(where: str, x: Tensor, weight: Tensor) -> None:
+    """Raises ShapeError unless both are float32, float16 or bfloat16; a packed weight cannot be trained."""
+    if weight.dtype is torch.uint8:
+        raise ShapeError(
+            where,
+            "the weight is packed (uint8 codes)",
+            expected="a master weight in float32, float16 or bfloat16: an optimizer's steps are smaller than the "
+            "distances between MXFP8 values",
+            advice="train the original weight and pack it then, or train the layers around it (mxfp8::linear_packed)",
+        )
+    for tensor in (x, weight):
+        check_dtype(where, tensor.dtype)
+
+
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves the operands of `backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
-    ctx.x_shape, ctx.x_dtype, ctx.weight_dtype, ctx.stack = x.shape, x.dtype, weight.dtype, weight.dim() > 2
+    ctx.x_shape, ctx.x_dtype, ctx.stack = x.shape, x.dtype, weight.dim() > 2
+    ctx.weight_dtype = gradients.dtype_of(weight)
     ctx.bias_dtype = None if bias is None else bias.dtype
     needs_x, needs_weight = ctx.needs_input_grad[:2]
     ctx.under_transform = torch._C._are_functorch_transforms_active()
@@ -120,7 +129,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         saved_x = (x, None) if ctx.under_transform else _columnwise(columns, "e4m3", ctx.scale_rounding)
     if needs_x:
         copies = ctx.stack and not ctx.under_transform
-        saved_weight = _columnwise(weight, "e4m3", ctx.scale_rounding) if copies else (weight, None)
+        saved_weight = quantized_weight(weight.mT, ctx.scale_rounding) if copies else (weight, None)
     # Zeros in the graph in place of operands of which only a quantized copy is saved: second derivatives flow through
     # them to x and to a stack of weights.
     if needs_x and needs_weight and not ctx.under_transform:
@@ -159,8 +168,8 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     if needs_weight and not columns:
         columns = _columnwise(dy, fmt, ctx.scale_rounding)
     if needs_x:
-        # A weight matrix is quantized along N only now: its copy lives as long as this product.
-        w = weight if ctx.stack else _columnwise(weight[0], "e4m3", ctx.scale_rounding)
+        # A weight matrix is quantized along N only now: its copy lives as long as this product, or in the cache.
+        w = weight if ctx.stack else quantized_weight(weight[0].mT, ctx.scale_rounding)
         dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype)
     if needs_weight:
         dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
@@ -205,19 +214,20 @@ _PLACES: Final = (0, 1, 2)
 _record: Final = gradients.recorder("linear_train", _PLACES, setup_context, backward)
 
 
-def _autocast(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8_format: str = "E4M3", scale_rounding: str = "ceil"
-) -> Tensor:
-    """Returns `linear_train` with x, and so the result, in the autocast dtype.
+def autocast(name: str) -> Callable[..., Any]:
+    """Returns the kernel that calls an op with x, and so with its result, in the autocast dtype.
 
     Weight and bias are used as they are: the weight is quantized anyway, and from its master precision.
     """
-    device = x.device.type
-    # Disabled inside, or the op would be dispatched to this function again.
-    with torch.autocast(device, enabled=False):
-        x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
-        result: Tensor = torch.ops.mxfp8.linear_train.default(x, weight, bias, fp8_format, scale_rounding)
-    return result
+
+    def kernel(x: Tensor, *args: Any) -> Any:
+        device = x.device.type
+        # Disabled inside, or the op would be dispatched to this function again.
+        with torch.autocast(device, enabled=False):
+            x = x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+            return getattr(torch.ops.mxfp8, name).default(x, *args)
+
+    return kernel
 
 
 def _matrix(x: Tensor) -> Tensor:
@@ -249,8 +259,8 @@ OPS: Final = (
         {
             "CompositeExplicitAutograd": linear_train,
             "Autograd": gradients.kernel("linear_train", _PLACES, _record, "keep this layer in high precision"),
-            "AutocastCPU": _autocast,
-            "AutocastCUDA": _autocast,
+            "AutocastCPU": autocast("linear_train"),
+            "AutocastCUDA": autocast("linear_train"),
         },
         vmap=_vmap,
     ),

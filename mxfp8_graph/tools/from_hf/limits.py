@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 from torch.nn import Module
 
-from mxfp8_graph.packed.checkpoint import Checkpoint
 from mxfp8_ops.errors import ContractError
 
 _SLACK: Final = 1000
@@ -30,18 +29,17 @@ _LAYERS: Final = re.compile("layers|layer$")
 
 
 class Limits:
-    """The limits that follow from the header of a checkpoint."""
+    """The limits that follow from the tensors of a checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, config: Path) -> None:
-        stored = [weight.shape for weight in checkpoint.weights.values()]
-        stored += [tensor.shape for tensor in checkpoint.others.values()]
+    def __init__(self, stored: Sequence[tuple[int, ...]], byte_size: int, config: Path) -> None:
+        """`stored`: the shapes of all tensors; `byte_size`: their bytes; `config`: path in messages."""
         shapes = [shape for shape in stored if shape and 0 not in shape]  # [0, 2^62] takes no room in a file
         self._config = config
         self._number = max([_ANY, *map(max, shapes)])
         self._tensors = len(stored) + _SLACK
         # One parameter may be a stack of many tensors, such as experts; one that the checkpoint lacks is named later.
         self._values = sum(map(math.prod, shapes)) + _ANY
-        self._bytes = max(_BYTES, checkpoint.byte_size)
+        self._bytes = max(_BYTES, byte_size)
 
     def check_numbers(self, config: Mapping[str, Any]) -> None:
         """Raises ContractError if a number in the config, at any depth, exceeds its limit."""

@@ -116,7 +116,8 @@ def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype
     from mxfp8_graph.tools.from_hf import architecture, graph, stored
     from mxfp8_graph.tools.from_hf.limits import Limits
 
-    limits = Limits(checkpoint, folder / "config.json")
+    shapes = [tensor.shape for group in (checkpoint.weights, checkpoint.others) for tensor in group.values()]
+    limits = Limits(shapes, checkpoint.byte_size, folder / "config.json")
     limits.check_numbers(numbers)
     with architecture.offline():
         config = architecture.load_config(folder)

@@ -32,7 +32,8 @@ def layout(request: Request) -> Layout:
             does not say of which architecture.
     """
     has_config = request.config is not None and (request.config / CONFIG).is_file()
-    described = Description(request, CONFIG if has_config else "config.json", "genai_config.json or config.json")
+    main = CONFIG if has_config else "config.json"
+    described = Description(request.config, request.name, main, "genai_config.json or config.json")
     config = _builder_config(described) if has_config else _decoder_config(request, described)
     decoder = config["model"]["decoder"]
     decoder["filename"] = MODEL

@@ -15,7 +15,7 @@ def optimum(request: Request) -> Layout:
     Raises:
         ContractError: there is no config.json.
     """
-    described = Description(request, "config.json", "the model's config.json and tokenizer")
+    described = Description(request.config, request.name, "config.json", "the model's config.json and tokenizer")
     return Layout(MODEL, None, described.files())
 
 
@@ -30,7 +30,7 @@ def sentence_transformers(request: Request) -> Layout:
     Raises:
         ContractError: there is no modules.json, or it names a folder that is not there.
     """
-    described = Description(request, "modules.json", "a sentence-transformers model")
+    described = Description(request.config, request.name, "modules.json", "a sentence-transformers model")
     modules = described.json("modules.json", list) or [None]
     paths = [_path(module, described) for module in modules]
     files = described.files()

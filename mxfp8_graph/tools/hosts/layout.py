@@ -57,11 +57,12 @@ class Description:
         ContractError: none is given, or it has no file `main`.
     """
 
-    def __init__(self, request: Request, main: str, made_by: str) -> None:
-        if request.config is None:
+    def __init__(self, config: Path | None, name: str, main: str, made_by: str) -> None:
+        """`config`: the folder; `name`: that of the model in messages; `made_by`: what the folder holds."""
+        if config is None:
             what, expected = "there is no description of the model", f"a folder with {made_by}"
-            raise ContractError(request.name, what, expected=expected, advice=("pass ", Option("config", "FOLDER")))
-        self.path = request.config
+            raise ContractError(name, what, expected=expected, advice=("pass ", Option("config", "FOLDER")))
+        self.path = config
         if not (self.path / main).is_file():
             advice = ("pass another ", Option("config", "FOLDER"))
             raise ContractError(self.path, f"has no {main}", expected=f"a folder with {made_by}", advice=advice)

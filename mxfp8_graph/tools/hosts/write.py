@@ -7,7 +7,7 @@ import functools
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
@@ -20,7 +20,7 @@ from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
 from mxfp8_graph.onnx_model.walk import iter_tensors
 from mxfp8_graph.tools.hosts import HOSTS
-from mxfp8_graph.tools.hosts.layout import Layout, Request
+from mxfp8_graph.tools.hosts.layout import Request
 from mxfp8_ops import native
 from mxfp8_ops.errors import ContractError, Option
 
@@ -63,9 +63,7 @@ def package(
         what, expected = "a description for triton", "none, since the configuration follows from the model"
         raise ContractError("config", what, expected=expected, advice="leave it out")
     opened, target = _rewritten(model), Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
-    # lexists: a dangling link is in the way of the rename too.
-    if os.path.lexists(target):
-        raise _exists(target)
+    require_new(target)
     library = native.library_path()
     request = Request(
         graph=declared(opened).graph,
@@ -77,14 +75,46 @@ def package(
     )
     module, function = HOSTS[host].split(":")
     layout = getattr(importlib.import_module(module), function)(request)
+    with whole_folder(target) as folder:
+        write_files(folder, layout.files)
+        if layout.library is not None:
+            _copy(functools.partial(open_regular, library), library, folder, layout.library)
+        _copy_model(folder, layout.model, opened)
+    return target
+
+
+def require_new(target: Path) -> None:
+    """Raises ContractError if there is something at `target`."""
+    # lexists: a dangling link is in the way of the rename too.
+    if os.path.lexists(target):
+        raise _exists(target)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which is put at `target` at the end, or removed after an error.
+
+    Raises:
+        ContractError: there is something at `target`, or it cannot be written.
+    """
+    require_new(target)
     try:
         with new_folder(target) as folder:
-            _fill(folder, layout, opened, library)
+            yield folder
     except FileExistsError:  # since it was looked for
         raise _exists(target) from None
     except OSError as error:
         raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
-    return target
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Writes files below a folder: their content, or a copy of the file at a path."""
+    for name, content in files.items():
+        if isinstance(content, bytes):
+            with _new_file(folder, name) as file:
+                file.write(content)
+        else:
+            _copy(functools.partial(open_regular, content), content, folder, name)
 
 
 def _rewritten(model: Any) -> OpenedModel:
@@ -95,18 +125,6 @@ def _rewritten(model: Any) -> OpenedModel:
     if record.find(opened.proto) is None:
         raise ContractError(opened.name, "has no MXFP8 nodes", expected="a rewritten model", advice="rewrite it first")
     return opened
-
-
-def _fill(folder: Path, layout: Layout, opened: OpenedModel, library: Path) -> None:
-    for name, content in layout.files.items():
-        if isinstance(content, bytes):
-            with _new_file(folder, name) as file:
-                file.write(content)
-        else:
-            _copy(functools.partial(open_regular, content), content, folder, name)
-    if layout.library is not None:
-        _copy(functools.partial(open_regular, library), library, folder, layout.library)
-    _copy_model(folder, layout.model, opened)
 
 
 def _copy_model(folder: Path, name: str, opened: OpenedModel) -> None:

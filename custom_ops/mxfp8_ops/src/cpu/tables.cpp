@@ -21,8 +21,9 @@ MXFP8_ISA_TABLE("portable", 0, gemms, false, kGemmRows)
 
 #if defined(MXFP8_X86)
 namespace avx2 {
-extern const GemmKernel gemm_skinny_f32, gemm_f32;
+extern const GemmKernel gemm_skinny_f32, gemm_f32, gemm_int8;
 constexpr GemmRow gemms[] = {
+    {Values::kInt8, kFewRowsInt8 + 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &gemm_f32},
 };
@@ -53,7 +54,7 @@ MXFP8_ISA_TABLE("avx512", 2, gemms, false, kGemmRows)
 namespace avx512_vnni {
 extern const GemmKernel gemm_int16, gemm_int8, gemm_skinny_int8;
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kFewRowsInt8, &gemm_skinny_int8},
+    {Values::kInt8, 1, kFewRowsInt8Avx512, &gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx512, &avx512::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx512 + 1, kGemmRows, &gemm_int16},
@@ -66,7 +67,7 @@ namespace avx512_bf16 {
 extern const GemmKernel gemm_skinny_bf16, gemm_bf16, gemm_many_bf16;
 constexpr int64_t kManyRows = 192;  // beyond, turning B pays
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kFewRowsInt8, &avx512_vnni::gemm_skinny_int8},
+    {Values::kInt8, 1, kFewRowsInt8Avx512, &avx512_vnni::gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &avx512_vnni::gemm_int8},
     {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16},
     {Values::kBf16, kManyRows + 1, kGemmRows, &gemm_many_bf16},

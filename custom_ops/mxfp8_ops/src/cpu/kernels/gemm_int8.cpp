@@ -1,16 +1,18 @@
-// The gemm of INT8 elements on dot products of 8-bit integers (VPDPBUSD), which run at four times the rate of float32.
+// The gemm of INT8 elements on dot products of integers: of 8 bits (VPDPBUSD), or of 16 in the set avx2 (int8.h).
 //
 // y [M, N] = A [M, K] . B [N, K]^T. The 32 products of a block add up in 32 bits: not rounded at all. The sum, as
 // float32, times both scales of the block is added to the result.
 //
 //   floor      a block of kLanes columns and a row: 8 dot products, 1 conversion, 2 multiply-adds; 8 of 11 operations
-//              are dot products, which is the bound on the share of the processor's rate
+//              are dot products, which is the bound on the share of the processor's rate. With 16 bits, 16 products
+//              and 16 additions: 32 of 35
 //   bytes      B once, 33 for 32 weights; packed A from L2 for each panel of B
 //
-// The instruction multiplies unsigned bytes by signed ones. A panel has B's elements plus 128, so a sum is too large by
+// VPDPBUSD multiplies unsigned bytes by signed ones. A panel has B's elements plus 128, so a sum is too large by
 // 128 times the sum of A's block: sums begin with what corrects that, which costs no operation.
 //
-// Layout: lanes of a sum are columns of the result; a lane holds four values of K. A block of B with a scale that a
+// Layout: lanes of a sum are columns of the result; a lane holds four values of K, or the even or the odd two of them:
+// of a block, all even pairs come first. A block of B with a scale that a
 // float32 product cannot hold counts as zero here, and exact_dot adds it; such a block of A is for another kernel.
 #include "columns.h"
 #include "int8.h"
@@ -18,15 +20,15 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kDepth = 512;                // depth of a chunk
-constexpr int64_t kPadding = 64;               // packed rows are padded to a multiple of it
-constexpr int kVectors = 2;                    // vectors of columns in a register tile
-constexpr int64_t kPanel = kVectors * kLanes;  // rows of B turned at a time
-constexpr int kQuads = int(kBlock) / 4;        // groups of four values in a block
+constexpr int64_t kDepth = 512;                                // depth of a chunk
+constexpr int64_t kPadding = 64;                               // packed rows are padded to a multiple of it
+constexpr int kVectors = 2;                                    // vectors of columns in a register tile
+constexpr int64_t kPanel = kVectors * kLanes;                  // rows of B turned at a time
+constexpr int kWords = int(kBlock) * int(sizeof(Factor)) / 4;  // lanes that the factors of a block take
 
 using ByteTiles = Tiles<kFloatRows>;
 
-// Where packed A lies: elements [chunk, tile, block, row, 32]; and for each block and row of the strip, its scale and
+// Where packed A lies: factors [chunk, tile, block, row, 32]; and for each block and row of the strip, its scale and
 // what a sum with it begins with.
 struct PackedA {
   int64_t rows, k;
@@ -36,19 +38,19 @@ struct PackedA {
 
   MXFP8_INLINE_MEMBER PackedA(const void* packed, int64_t rows, int64_t k)
       : rows(rows), k(k), base(static_cast<char*>(const_cast<void*>(packed))) {}
-  MXFP8_INLINE_MEMBER int8_t* elements(Chunk chunk, int64_t tile) const {
-    return reinterpret_cast<int8_t*>(base) + tiles.offset(chunk, tile);
+  MXFP8_INLINE_MEMBER Factor* factors(Chunk chunk, int64_t tile) const {
+    return reinterpret_cast<Factor*>(base) + tiles.offset(chunk, tile);
   }
   MXFP8_INLINE_MEMBER float* scales(int64_t at_k) const {
-    return reinterpret_cast<float*>(base + rows * padded) + at_k / kBlock * rows;
+    return reinterpret_cast<float*>(base + rows * padded * int64_t(sizeof(Factor))) + at_k / kBlock * rows;
   }
   MXFP8_INLINE_MEMBER int32_t* corrections(int64_t at_k) const {
     return reinterpret_cast<int32_t*>(scales(padded)) + at_k / kBlock * rows;
   }
 };
-// A panel of B: its elements plus 128 [vector, quad, column, 4], its scales [vector, block, column].
+// A panel of B: its factors [vector, block, word, column], its scales [vector, block, column].
 struct Panel {
-  alignas(64) uint8_t bytes[kPanel * kDepth];
+  alignas(64) Factor factors[kPanel * kDepth];
   alignas(64) float scales[kPanel * kDepth / kBlock];
   uint32_t strange[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: that is 0
   bool any_strange;
@@ -62,6 +64,20 @@ MXFP8_INLINE uint32_t lanes_of(Ints mask) {
 #endif
 }
 
+// Stores word `word` of a square, four elements of each column, as factors of the panel.
+MXFP8_INLINE void store_word(Bytes elements, int word, Factor* to) {
+#if defined(MXFP8_DOTS_OF_BYTES)
+  const Bytes moved = elements ^ uint8_t(0x80);
+  std::memcpy(to + word * kDecoded, &moved, sizeof moved);
+#else
+  static_assert(kDecoded == kBlock, "a square is one block deep");
+  const auto words = reinterpret_cast<__m256i>(elements);
+  auto* even = reinterpret_cast<__m256i*>(to) + word;
+  _mm256_store_si256(even, _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8));
+  _mm256_store_si256(even + kLanes, _mm256_srai_epi16(words, 8));
+#endif
+}
+
 // Turns a panel of B, one chunk deep, and fetches what lies `ahead` bytes further.
 MXFP8_NOINLINE void turn_panel(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
                                Panel* panel) {
@@ -69,7 +85,7 @@ MXFP8_NOINLINE void turn_panel(const GemmArgs& args, int64_t column, int64_t col
   panel->any_strange = false;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const Stretch from{args.b + (column + c) * args.k + chunk.k, nullptr, args.k, 0, columns - c, chunk.count};
-    uint8_t* to = panel->bytes + c * kDepth;
+    Factor* to = panel->factors + c * kDepth;
     for (int64_t k = 0; k < chunk.padded; k += kDecoded, to += kDecoded * kLanes) {
       Bytes words[kLanes];
       for (int64_t i = 0; i < kLanes; ++i) __builtin_prefetch(from.elements + i * args.k + k + ahead, 0, 2);
@@ -79,10 +95,7 @@ MXFP8_NOINLINE void turn_panel(const GemmArgs& args, int64_t column, int64_t col
         turn_fringe(from, k, words);
       }
 #pragma GCC unroll 16
-      for (int word = 0; word < kLanes; ++word) {
-        const Bytes moved = words[word] ^ uint8_t(0x80);
-        std::memcpy(to + word * kDecoded, &moved, sizeof moved);
-      }
+      for (int word = 0; word < kLanes; ++word) store_word(words[word], word, to);
     }
     for (int64_t k = 0; k < chunk.padded; k += kStretch) {
       const uint8_t* codes_of_b = args.b_scales + (column + c) * blocks + (chunk.k + k) / kBlock;
@@ -102,8 +115,8 @@ MXFP8_NOINLINE void turn_panel(const GemmArgs& args, int64_t column, int64_t col
 
 // Multiplies R rows of A, `depth` elements each, with V registers of columns of a panel.
 template <int R, int V>
-MXFP8_NOINLINE void multiply_tile(const int8_t* a, const float* a_scales, const int32_t* corrections, int64_t next,
-                                  const uint8_t* b, const float* b_scales, int64_t depth, float* strip) {
+MXFP8_NOINLINE void multiply_tile(const Factor* a, const float* a_scales, const int32_t* corrections, int64_t next,
+                                  const Factor* b, const float* b_scales, int64_t depth, float* strip) {
   for (int64_t k = 0; k < depth; k += kBlock, a_scales += next, corrections += next, b_scales += kLanes) {
     Ints sums[R][V];
 #pragma GCC unroll 16
@@ -111,14 +124,14 @@ MXFP8_NOINLINE void multiply_tile(const int8_t* a, const float* a_scales, const 
       for (int j = 0; j < V; ++j) sums[i][j] = Ints{} + corrections[i];
     }
 #pragma GCC unroll 2
-    for (int quad = 0; quad < kQuads; ++quad, b += kDecoded) {
+    for (int word = 0; word < kWords; ++word, b += kDecoded / sizeof(Factor)) {
       Ints columns[V];
       for (int j = 0; j < V; ++j) std::memcpy(columns + j, b + j * kDepth * kLanes, sizeof columns[j]);
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
-        int four;
-        std::memcpy(&four, a + i * kBlock + 4 * quad, sizeof four);
-        const Ints row = Ints{} + four;
+        int factors;
+        std::memcpy(&factors, reinterpret_cast<const int*>(a + i * kBlock) + word, sizeof factors);
+        const Ints row = Ints{} + factors;
         for (int j = 0; j < V; ++j) add_dots(columns[j], row, &sums[i][j]);
       }
     }
@@ -136,14 +149,24 @@ MXFP8_NOINLINE void multiply_tile(const int8_t* a, const float* a_scales, const 
   }
 }
 
-// The sum of a block's elements.
-MXFP8_INLINE int sum_of_block(__m256i elements) {
+#if defined(MXFP8_DOTS_OF_BYTES)
+// Stores the elements of a block as factors; returns what sums with them begin with.
+MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), elements);
   // As unsigned bytes, each 128 too large, they add up in 64-bit lanes.
   const __m256i moved = _mm256_xor_si256(elements, _mm256_set1_epi8(char(0x80)));
   const __m256i quarters = _mm256_sad_epu8(moved, _mm256_setzero_si256());
   const __m128i halves = _mm_add_epi64(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1));
-  return _mm_cvtsi128_si32(_mm_add_epi64(halves, _mm_unpackhi_epi64(halves, halves))) - 128 * int(kBlock);
+  return -128 * (_mm_cvtsi128_si32(_mm_add_epi64(halves, _mm_unpackhi_epi64(halves, halves))) - 128 * int(kBlock));
 }
+#else
+MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
+  auto* even = reinterpret_cast<__m256i*>(to);
+  _mm256_storeu_si256(even, _mm256_srai_epi16(_mm256_slli_epi16(elements, 8), 8));
+  _mm256_storeu_si256(even + 1, _mm256_srai_epi16(elements, 8));
+  return 0;
+}
+#endif
 
 // Packs a chunk of a tile of the strip that begins with `row`. False if a scale does not fit.
 MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Chunk chunk, const PackedA& to) {
@@ -159,9 +182,7 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Ch
       const Int8Scale scale = left > 0 ? int8_scale(scales[k / kBlock], elements + k, left) : Int8Scale{0, true};
       if (!scale.fits) return false;
       to.scales(k)[first + i] = scale.value;
-      to.corrections(k)[first + i] = -128 * sum_of_block(values);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to.elements(chunk, tile) + (k - chunk.k) * rows + i * kBlock),
-                          values);
+      to.corrections(k)[first + i] = store_block(values, to.factors(chunk, tile) + (k - chunk.k) * rows + i * kBlock);
     }
   }
   return true;
@@ -209,13 +230,13 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const int64_t tile_row = a.tiles.first_row(tile);
       with_rows<kFloatRows>(a.tiles.rows_of(tile), [&](auto r) {
-        multiply_tile<decltype(r)::value, V>(a.elements(chunk, tile), a.scales(chunk.k) + tile_row,
-                                             a.corrections(chunk.k) + tile_row, rows, panel.bytes, panel.scales,
+        multiply_tile<decltype(r)::value, V>(a.factors(chunk, tile), a.scales(chunk.k) + tile_row,
+                                             a.corrections(chunk.k) + tile_row, rows, panel.factors, panel.scales,
                                              chunk.padded, strip + (tile_row - first) * kGemmColumns);
       });
     }
   };
-  for_each_strip<int8_t, int(kPadding), kPanel>(
+  for_each_strip<Factor, int(kPadding), kPanel>(
       args, row + first, count, column_begin, column_end, kDepth,
       [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
         const int64_t columns = min_of(kPanel, column_end - column);

@@ -1,7 +1,7 @@
 // The gemm of INT8 elements for few rows, on dot products of 8-bit integers (VPDPBUSD): B is read once, as it lies.
 //
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + A + the result. A register
-// of B takes 3 operations, and 5 more for each row of A: dot product, conversion, two multiplications, and scales.
+// of B takes 3 operations, and 4 more for each row of A: dot product, conversion, two multiplications.
 //
 // Packed A has A's elements plus 128, which the instruction takes as unsigned. A sum is too large by 128 times the sum
 // of B's elements, which one dot product gives for all rows. The scales of a block are multiplied first, then its sum;
@@ -16,57 +16,76 @@ constexpr int kStep = kDecoded;
 constexpr int64_t kFarBytes = 16384;  // B is fetched into L2 this far ahead
 constexpr int64_t kNearBytes = 1024;  // and from there into L1
 
+// Up to here two rows of B are read together: more lines are on the way, and A is read once for both.
+constexpr int kTwoColumnRows = kLanes > 8 ? 8 : 4;
+
 // The scales of up to kGroupBytes elements of a row of B, times 2^-6. False if one does not fit, and its block is not
 // zero.
-MXFP8_INLINE bool convert_scales(const Pass& pass, float* scales) {
+MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t count, float* scales) {
   uint32_t all = 1;
-  for (int64_t i = 0; i < blocks_of(pass.count); ++i) {
-    const uint32_t code = pass.scales[i], fits = (code >= kLowestScale) & (code <= kHighestScale);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t code = codes[i], fits = (code >= kLowestScale) & (code <= kHighestScale);
     scales[i] = float_of((code - kElementBits) << 23);
     all &= fits;
   }
   return all != 0;
 }
 
-template <int R>
+// Multiplies R rows of A with C rows of B.
+template <int R, int C>
 MXFP8_INLINE bool dot(const uint8_t* a, const float* a_scales, int64_t a_stride, const Pass& pass, float* out) {
-  alignas(64) float scales[kGroupBytes / kBlock + kLanes];
-  if (!convert_scales(pass, scales)) return false;
-  for (int64_t i = 0; i < blocks_of(pass.count); i += 64) __builtin_prefetch(pass.scales + pass.ahead_scales + i);
-  Vec sums[R];
-  for (int r = 0; r < R; ++r) sums[r] = zero();
+  alignas(64) float scales[C][kGroupBytes / kBlock + kLanes];
+  const int64_t blocks = blocks_of(pass.count);
+  for (int c = 0; c < C; ++c) {
+    const uint8_t* codes = pass.scales + c * pass.next_scales;
+    if (!convert_scales(codes, blocks, scales[c])) return false;
+    for (int64_t i = 0; i < blocks; i += 64) __builtin_prefetch(codes + pass.ahead_scales + i);
+  }
+  Vec sums[C][R] = {};
   const Ints offset = Ints{} + int(0x80808080);
-  const auto step = [&](const uint8_t* elements, int64_t k) MXFP8_INLINE_LAMBDA {
-    const Ints b = reinterpret_cast<Ints>(load_bytes(elements));
-    Ints correction{};
-    add_dots(offset, b, &correction);
-    correction = -correction;
-    const Vec scale = spread_scales(scales, k);
+  const auto step = [&](const uint8_t* elements, int64_t next, int64_t k) MXFP8_INLINE_LAMBDA {
+    Ints b[C], corrections[C];
+    Vec b_scales[C];
+    for (int c = 0; c < C; ++c) {
+      b[c] = reinterpret_cast<Ints>(load_bytes(elements + c * next));
+      corrections[c] = Ints{};
+      add_dots(offset, b[c], &corrections[c]);
+      corrections[c] = -corrections[c];
+      b_scales[c] = spread_scales(scales[c], k);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      Ints sum = correction;
-      add_dots(reinterpret_cast<Ints>(load_bytes(a + k * R + r * kStep)), b, &sum);
-      const Vec both = scale * spread_scales(a_scales + r * a_stride, k);
-      sums[r] = multiply_add(__builtin_convertvector(sum, Vec), both, sums[r]);
+      const Ints row = reinterpret_cast<Ints>(load_bytes(a + k * R + r * kStep));
+      const Vec a_scale = spread_scales(a_scales + r * a_stride, k);
+      for (int c = 0; c < C; ++c) {
+        Ints sum = corrections[c];
+        add_dots(row, b[c], &sum);
+        sums[c][r] = multiply_add(__builtin_convertvector(sum, Vec), b_scales[c] * a_scale, sums[c][r]);
+      }
     }
   };
   int64_t k = 0;
   for (; k + 4 * kStep <= pass.count; k += 4 * kStep) {
-    for (int i = 0; i < 4 * kStep; i += 64) {
-      __builtin_prefetch(pass.elements + k + i + pass.ahead, 0, 2);
-      __builtin_prefetch(pass.elements + k + i + kNearBytes);
+    for (int c = 0; c < C; ++c) {
+      for (int i = 0; i < 4 * kStep; i += 64) {
+        const uint8_t* line = pass.elements + c * pass.next_elements + k + i;
+        __builtin_prefetch(line + pass.ahead, 0, 2);
+        __builtin_prefetch(line + kNearBytes);
+      }
     }
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) step(pass.elements + k + i * kStep, k + i * kStep);
+    for (int i = 0; i < 4; ++i) step(pass.elements + k + i * kStep, pass.next_elements, k + i * kStep);
   }
-  for (; k + kStep <= pass.count; k += kStep) step(pass.elements + k, k);
+  for (; k + kStep <= pass.count; k += kStep) step(pass.elements + k, pass.next_elements, k);
   if (k < pass.count) {
-    alignas(64) uint8_t padded[kStep] = {};
-    std::memcpy(padded, pass.elements + k, size_t(pass.count - k));
-    for (int64_t i = blocks_of(pass.count); i < (k + kStep) / kBlock; ++i) scales[i] = 0;
-    step(padded, k);
+    alignas(64) uint8_t padded[C][kStep] = {};
+    for (int c = 0; c < C; ++c) {
+      std::memcpy(padded[c], pass.elements + c * pass.next_elements + k, size_t(pass.count - k));
+      for (int64_t i = blocks; i < (k + kStep) / kBlock; ++i) scales[c][i] = 0;
+    }
+    step(padded[0], kStep, k);
   }
-  add_lanes<R>(sums, out);
+  for (int c = 0; c < C; ++c) add_lanes<R>(sums[c], out + c * kSumRows);
   return true;
 }
 
@@ -90,8 +109,11 @@ int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
       const uint8_t* codes = args.a_scales + (row + first + r) * blocks_of(args.k);
       for (int64_t k = 0; k < padded; k += kStep) {
         uint8_t* to = out + first * padded + k * group_rows + r * kStep;
-        std::memset(to, 0x80, size_t(kStep));
-        for (int64_t i = 0; i < min_of(kStep, args.k - k); ++i) to[i] = elements[k + i] ^ 0x80;
+        alignas(64) uint8_t padded_step[kStep] = {};
+        const bool whole = args.k - k >= kStep;
+        if (!whole) std::memcpy(padded_step, elements + k, size_t(args.k - k));
+        const Bytes moved = load_bytes(whole ? elements + k : padded_step) ^ uint8_t(0x80);
+        std::memcpy(to, &moved, sizeof moved);
       }
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t k = block * kBlock;
@@ -113,8 +135,9 @@ void gemm_skinny_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
       [&](auto r, const Work<uint8_t>& work) {
         constexpr int R = decltype(r)::value;
         const float* of_group = scales + (work.row - row) * blocks + work.k / kBlock;
-        for_each_column<INT8, R, 1>(work, [&](auto, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
-          return dot<R>(work.a, of_group, blocks, pass, sums);
+        constexpr int C = R <= kTwoColumnRows ? 2 : 1;
+        for_each_column<INT8, R, C>(work, [&](auto c, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
+          return dot<R, decltype(c)::value>(work.a, of_group, blocks, pass, sums);
         });
       });
 }

@@ -1,10 +1,11 @@
-// INT8 elements, their scales, and their dot products (VPDPBUSD), which run at four times the rate of float32.
+// INT8 elements, their scales, and their dot products: of bytes (VPDPBUSD), at four times the rate of float32; in the
+// set avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice its rate.
 #pragma once
 #include "shift_decode.h"
 
-#if defined(__AVX512F__)
+#if defined(__AVX512VNNI__)
 #define MXFP8_DOTS_OF_BYTES "vpdpbusd"
-#else
+#elif defined(__AVXVNNI__)
 #define MXFP8_DOTS_OF_BYTES "%{vex%} vpdpbusd"
 #endif
 
@@ -14,13 +15,24 @@ namespace mxfp8::MXFP8_ISA {
 constexpr uint32_t kLowestScale = 127 - 57, kHighestScale = 127 + 46;
 constexpr int kElementBits = INT8::mantissa_bits;  // an element is its code times 2^-6
 
-// Bytes of packed A for each value: one, and a few for each block.
-constexpr int64_t kPackedBytes = 2;
+#if defined(MXFP8_DOTS_OF_BYTES)
+using Factor = int8_t;  // what dot products multiply
 
 // Adds products of four bytes to sums. The instruction itself: with its intrinsic GCC 12 keeps sums in memory.
 MXFP8_INLINE void add_dots(Ints unsigned_bytes, Ints signed_bytes, Ints* sums) {
   __asm__(MXFP8_DOTS_OF_BYTES " %2, %1, %0" : "+v"(*sums) : "v"(unsigned_bytes), "v"(signed_bytes));
 }
+#else
+using Factor = int16_t;
+
+// Adds products of two 16-bit integers to sums.
+MXFP8_INLINE void add_dots(Ints a, Ints b, Ints* sums) {
+  *sums += reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+#endif
+
+// Bytes of packed A for each value: those of a factor, and a few for each block.
+constexpr int64_t kPackedBytes = int64_t(sizeof(Factor)) + 1;
 
 // The scale of a block of A, times 2^-6; 0 for a block of zeros.
 struct Int8Scale {

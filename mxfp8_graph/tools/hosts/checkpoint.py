@@ -1,0 +1,230 @@
+"""Writes a Hugging Face folder with packed weights, which vLLM, SGLang and transformers load.
+
+Their rules are written out, with their sources, in the tests of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from mxfp8_graph.packed import safetensors
+from mxfp8_graph.packed.checkpoint import listed
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS
+from mxfp8_graph.packed.interchange import config_of, contents, entries_of, file_metadata
+from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
+from mxfp8_graph.tools.hosts.layout import Description
+from mxfp8_graph.tools.hosts.write import require_new, whole_folder, write_files
+from mxfp8_ops import formats
+from mxfp8_ops.errors import BackendError, ContractError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_FUSED: Final = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("qkv_proj", ("query", "key", "value")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+)
+"""Layers that servers make of several ones of transformers: of all MXFP8 or of all high-precision weights."""
+
+_LARGEST_FILE: Final = 5_000_000_000
+"""Bytes of the tensors of a file; transformers splits there too."""
+
+
+def export_checkpoint(
+    model: Any,
+    output: str | Path,
+    *,
+    config: str | Path,
+    convention: str = COMPRESSED_TENSORS.name,
+    trust_pickle: bool = False,
+) -> tuple[Path, list[str]]:
+    """Returns (`output`, notes): a new folder that vLLM, SGLang or transformers load, with the packed bytes of a model.
+
+    The folder has model.safetensors, or model-00001-of-0000N.safetensors and an index above 5 GB; config.json with
+    its quantization_config; and the tokenizer, generation_config.json and other descriptions of `config`. Names are
+    those of the class of transformers that config.json names. Tensors that are not packed keep the model's dtype.
+
+    Args:
+        model: whatever `unpack` takes; a trained program after the `rewrite` that packs it.
+        output: the folder.
+        config: the Hugging Face folder that the model comes from, or another one with its config.json and tokenizer.
+        convention: "compressed-tensors" for vLLM, "scale-inv" for SGLang and transformers.
+        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
+
+    Raises:
+        ContractError: the model has no packed weights, or lacks tensors of the class of transformers; a weight is
+            packed that servers read in high precision, or in another way than E4M3 with K a multiple of 32; some but
+            not all weights of a layer that servers fuse are packed; or the folder exists or cannot be written.
+        BackendError: torch or transformers is missing.
+    """
+    if convention not in CONVENTIONS:
+        raise ContractError.unknown("convention", convention, CONVENTIONS)
+    target = Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
+    require_new(target)
+    source = contents(model, trust_pickle=trust_pickle)
+    described = Description(Path(config), source.where, "config.json", "config.json and a tokenizer")
+    numbers = described.json("config.json", dict)
+    reference = _reference(described.path, numbers, source)
+    tensors, notes = _matched(reference, source)
+    weights = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedWeight)}
+    _check(weights, reference, source.where)
+    if only := [name for name, weight in weights.items() if weight.weight_only]:
+        notes.append(f"{len(only)} weights do not quantize their activations; servers do (W8A8): {listed(only, 3)}")
+    quantization = config_of(weights, CONVENTIONS[convention], _ignored(reference, weights))
+    files = described.files() | {"config.json": _json({**numbers, CONFIG_KEY: quantization})}
+    shards = list(_shards(entries_of(tensors, CONVENTIONS[convention])))
+    metadata = file_metadata(quantization, source)
+    with whole_folder(target) as folder:
+        names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+        if len(shards) == 1:
+            names = ["model.safetensors"]
+        else:
+            placed = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+            size = sum(entry.byte_size for shard in shards for entry in shard)
+            index = {"metadata": {"total_size": size}, "weight_map": placed}
+            files["model.safetensors.index.json"] = _json(index)
+        write_files(folder, files)
+        for name, shard in zip(names, shards, strict=True):
+            safetensors.write(folder / name, shard, metadata, overwrite=False, check=source.check)
+    return target, notes
+
+
+class _Parameter(NamedTuple):
+    """A tensor of the class of transformers."""
+
+    names: tuple[str, ...]
+    """Its name in a checkpoint, then those of the tensors that are tied to it."""
+    shape: tuple[int, ...]
+    is_linear: bool
+    """Whether it is the weight of a linear layer that is not the output projection."""
+
+
+def _reference(folder: Path, numbers: dict[str, Any], source: Contents) -> list[_Parameter]:
+    """Returns the tensors that transformers expects of a checkpoint with this config.json; none has values."""
+    try:
+        import transformers  # noqa: F401
+        from torch import nn
+    except ImportError as error:
+        expected, advice = "torch and transformers", "pip install torch transformers"
+        raise BackendError("export_checkpoint", str(error), expected=expected, advice=advice) from error
+    from mxfp8_graph.tools.from_hf import architecture
+    from mxfp8_graph.tools.from_hf.limits import Limits
+
+    shapes = [weight.shape for weight in source.weights.values()] + [tensor.shape for tensor in source.others]
+    limits = Limits(shapes, 0, folder / "config.json")
+    limits.check_numbers(numbers)
+    with architecture.offline():
+        config = architecture.load_config(folder)
+        model: nn.Module = architecture.build(config, folder, "float32", limits, "meta")
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
+    tied: dict[int, list[str]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        tied.setdefault(id(tensor), []).append(name)
+    return [
+        _Parameter(tuple(names), tuple(state[names[0]].shape), linears >= {name.rpartition(".")[0] for name in names})
+        for names in tied.values()
+    ]
+
+
+def _matched(reference: list[_Parameter], source: Contents) -> tuple[dict[str, PackedWeight | Tensor], list[str]]:
+    """Returns (the tensors of a model by their names in transformers, notes)."""
+    known: dict[str, PackedWeight | Tensor] = {tensor.name: tensor for tensor in source.others}
+    known |= {weight.parameter: weight for weight in source.weights.values()}
+    # A program of a module that calls the model has one more name before all others.
+    wanted = {name for parameter in reference for name in parameter.names}
+    last = reference[-1].names[0]
+    prefixes = ["", *sorted(name.removesuffix(last) for name in known if name.endswith(f".{last}"))]
+    prefix = max(prefixes, key=lambda prefix: sum(f"{prefix}{name}" in known for name in wanted))
+    tensors: dict[str, PackedWeight | Tensor] = {}
+    problems = []
+    for parameter in reference:
+        name = parameter.names[0]
+        tied = [known[each] for n in parameter.names if (each := f"{prefix}{n}") in known]
+        # The packed one first: `_check` refuses a packed output projection that is tied to a table.
+        tensor = min(tied, key=lambda each: not isinstance(each, PackedWeight), default=None)
+        if tensor is None:
+            problems.append(f"no {name!r} {list(parameter.shape)}")
+        elif tensor.shape != parameter.shape:
+            problems.append(f"{name!r} is {list(tensor.shape)}, not {list(parameter.shape)}")
+        else:
+            tensors[name] = tensor
+    if problems:
+        expected = "each tensor of the class that config.json names, by its name in transformers"
+        advice = "export the model of transformers with torch.export, which keeps names, and rewrite the program"
+        raise ContractError(source.where, listed(problems), expected=expected, advice=advice)
+    others = sorted(known.keys() - {f"{prefix}{name}" for name in wanted})
+    notes = [f"{len(others)} tensors of the model are not in the checkpoint: {listed(others, 5)}"] if others else []
+    return tensors, notes
+
+
+def _check(weights: Mapping[str, PackedWeight], reference: list[_Parameter], where: str) -> None:
+    """Raises ContractError if servers cannot read packed weights as they are."""
+    linear = {parameter.names[0] for parameter in reference if parameter.is_linear}
+    names = {parameter.names[0] for parameter in reference}
+    problems = [] if weights else ["no packed weights"]
+    for name, weight in weights.items():
+        if name not in linear and ".experts." not in name:
+            problems.append(f"{name!r} is packed, but servers read it in high precision")
+        elif weight.element_format != formats.E4M3.name:
+            problems.append(f"{name!r} has {weight.element_format} elements, not e4m3")
+        elif weight.shape[-1] % formats.BLOCK_SIZE:
+            problems.append(f"{name!r} has K = {weight.shape[-1]}, which is not a multiple of {formats.BLOCK_SIZE}")
+    # transformers stacks experts when it loads them; checkpoints have tensors for each.
+    stacks = [p.names[0] for p in reference if len(p.shape) == 3 and ".experts." in p.names[0]]
+    problems += [f"{name!r} stacks experts, which servers read one by one" for name in stacks]
+    for fused, group in _groups(names):
+        kept = [name for name in group if name not in weights]
+        if 0 < len(kept) < len(group):
+            problems.append(f"{fused!r} is one layer of servers, of which {', '.join(kept)} are not packed")
+    if problems:
+        expected = "E4M3 weights of linear layers, in all or none of the weights of a fused layer"
+        advice = "rewrite with a recipe that excludes these layers, and all of a fused one"
+        raise ContractError(where, listed(problems), expected=expected, advice=advice)
+
+
+def _groups(names: set[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yields (the name of a layer in servers, the names of its weights in a checkpoint)."""
+    for fused, parts in _FUSED:
+        first = f"{parts[0]}.weight"
+        for name in sorted(name for name in names if f".{name}".endswith(f".{first}")):
+            module = name.removesuffix(first)
+            group = [f"{module}{part}.weight" for part in parts]
+            if names.issuperset(group):
+                yield f"{module}{fused}", group
+
+
+def _ignored(reference: list[_Parameter], weights: Mapping[str, PackedWeight]) -> list[str]:
+    """Returns the modules whose weights are not packed, tables and routers too, and the fused layers of them."""
+    ignored = {
+        name.rpartition(".")[0]
+        for parameter in reference
+        if parameter.names[0] not in weights and len(parameter.shape) > 1
+        for name in parameter.names
+    }
+    names = {parameter.names[0] for parameter in reference}
+    # By their own names too: a server that does not know the parts looks up the fused layer.
+    return sorted(ignored | {fused for fused, group in _groups(names) if group[0] not in weights})
+
+
+def _shards(entries: list[safetensors.Entry]) -> Iterator[list[safetensors.Entry]]:
+    """Yields the tensors of each file, in order."""
+    shard: list[safetensors.Entry] = []
+    size = 0
+    for entry in entries:
+        if shard and size + entry.byte_size > _LARGEST_FILE:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += entry.byte_size
+    yield shard
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()
