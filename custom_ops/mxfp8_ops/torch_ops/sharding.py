@@ -85,7 +85,9 @@ class _Planner:
         # A leading 1 broadcasts, so another size of that axis overrides it.
         self.sizes = dict(sorted(pairs, key=lambda pair: pair[1] != 1))
         leading = sum(name.isdigit() for name in self.sizes)
-        self.results = [_axes(term, len(term.strip(".")) + leading * term.startswith("...")) for term in outputs]
+        results = [_axes(term, len(term.strip(".")) + leading * term.startswith("...")) for term in outputs]
+        # A vector has no m.
+        self.results = [tuple(name for name in axes if name.lower() in self.sizes) for axes in results]
         named = [name for axes in (*self.axes.values(), *self.results) for name in axes]
         self.blocked = {name.lower() for name in named if name.isupper()}
         self.summed = self.blocked - {name.lower() for axes in self.results for name in axes}
@@ -187,11 +189,7 @@ def _sum(op: Any, values: dict[str, Any], plan: Plan, mesh: DeviceMesh) -> Tenso
     first = next(iter(values.values()))
     dtype = values["dtype"] or (first.dtype if first.is_floating_point() else torch.float32)
     values |= {"dtype": torch.float32, **dict.fromkeys(plan.left_out)}
-    result = DTensor.from_local(op(*values.values()), mesh, plan.results[0], run_check=False)
-    if dtype is torch.float32:
-        return result
-    reduced = [Replicate() if place.is_partial() else place for place in result.placements]
-    return result.redistribute(mesh, reduced).to(dtype)
+    return training.rounded(DTensor.from_local(op(*values.values()), mesh, plan.results[0], run_check=False), dtype)
 
 
 def _distributed(op: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:

@@ -139,7 +139,7 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient]:
     # Gradients are recorded here only with create_graph=True or under torch.func: then they must be differentiable.
     again = torch.is_grad_enabled() or ctx.under_transform or torch._C._are_functorch_transforms_active()
     dx, dw = (_products if again else _quantized_products)(ctx, dy)
-    db = dy.sum([*range(dy.dim() - 1)], dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+    db = rounded(dy.sum([*range(dy.dim() - 1)], dtype=torch.float32), ctx.bias_dtype) if needs_bias else None
     return dx if dx is None else dx.reshape(ctx.x_shape), dw, db
 
 
@@ -229,6 +229,17 @@ def _matrix(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns float32 sums in another dtype; where each process has a part of them, they are reduced first."""
+    places = getattr(total, "placements", ())  # of a DTensor
+    if dtype is not torch.float32 and any(place.is_partial() for place in places):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        assert isinstance(total, DTensor)
+        total = total.redistribute(placements=[Replicate() if place.is_partial() else place for place in places])
+    return total.to(dtype)
 
 
 def _in_parts(x: Tensor) -> bool:
