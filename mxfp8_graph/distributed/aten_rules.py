@@ -14,17 +14,14 @@ from torch.distributed.tensor.experimental import register_sharding
 _ATEN: Final = torch.ops.aten
 
 
-@register_sharding(_ATEN._scaled_dot_product_flash_attention_for_cpu.default)
 def _attention(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
     return _alike(args, operands=3, results=2, mask=attn_mask)
 
 
-@register_sharding(_ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
     return _alike(args, operands=6, results=3, mask=attn_mask)
 
 
-@register_sharding(_ATEN.lift_fresh_copy.default)
 def _constant(_: Any) -> Any:
     return [([Replicate()], [Replicate()])]
 
@@ -39,3 +36,11 @@ def _alike(args: tuple[Any, ...], operands: int, results: int, mask: Any) -> Any
             places.append(Shard(axis))
     options = [None] * (len(args) - operands) + [Replicate()] * (mask is not None)
     return [([place] * results, [place] * operands + options) for place in places]
+
+
+for _op, _rule in {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _ATEN.lift_fresh_copy.default: _constant,
+}.items():
+    register_sharding(_op)(_rule)

@@ -10,11 +10,13 @@ stay right. How the ops of this project run on shards is in `mxfp8_ops.torch_ops
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -189,10 +191,16 @@ def _distribute_created(module: nn.Module, mesh: DeviceMesh) -> None:
 def _convert_inputs_and_results(module: nn.Module, mesh: DeviceMesh) -> None:
     """Lets the module take plain tensors, as replicated DTensors, and give plain ones then."""
     distribute = _Distribute(mesh)
-    plain: list[bool] = []
+    calls: list[tuple[bool, contextlib.ExitStack]] = []
+    """Of each call that runs: whether its tensors are plain, and what ends with it."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        plain.append(not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))))
+        stack = contextlib.ExitStack()
+        if torch.is_inference_mode_enabled():
+            # In that mode torch 2.13 applies the global sizes of unflatten to the shards, and gives wrong results.
+            stack.enter_context(torch.inference_mode(mode=False))
+            stack.enter_context(torch.no_grad())
+        calls.append((not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))), stack))
 
         def convert(leaf: Any) -> Any:
             return distribute(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor) else leaf
@@ -200,9 +208,11 @@ def _convert_inputs_and_results(module: nn.Module, mesh: DeviceMesh) -> None:
         return pytree.tree_map(convert, (args, kwargs))
 
     def after(_: nn.Module, _args: Any, result: Any) -> Any:
-        if not plain.pop():
-            return result
-        return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, result)
+        plain, stack = calls.pop()
+        with stack:
+            if not plain:
+                return result
+            return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, result)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, always_call=True)  # after an error too
