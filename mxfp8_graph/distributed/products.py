@@ -58,7 +58,8 @@ class Product:
 
 def _cut(reader: Node, n: int, world: int) -> str | None:
     """Returns why `reader` needs more of the result [..., N] than a process has, or None."""
-    name, value = internals.op_name(reader), reader.meta.get("val")
+    name = internals.op_name(reader)
+    value: Any = reader.meta.get("val")
     if name in _CUTS and any(part.shape[-1] != n for part in value):
         return f"{reader.name} cuts its result along N; export the parts as linears of their own"
     if name in _VIEWS:

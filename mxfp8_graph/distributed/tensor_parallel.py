@@ -76,9 +76,9 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Literal[
     if mesh.ndim != 1:
         advice = f"pass one of them: mesh[{(mesh.mesh_dim_names or ('tensor',))[-1]!r}]"
         raise ContractError(_WHERE, f"a mesh of {mesh.ndim} dimensions", expected="one dimension", advice=advice)
-    for pattern, word in plan.items():
-        if word not in _WORDS:
-            raise ContractError.unknown(f"{_WHERE}: plan {pattern!r}", word, _WORDS)
+    for pattern, asked in plan.items():
+        if asked not in _WORDS:
+            raise ContractError.unknown(f"{_WHERE}: plan {pattern!r}", asked, _WORDS)
     tensors = dict(_tensors(module))
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
@@ -140,7 +140,7 @@ def _split(product: Product, word: str, tensors: Mapping[str, Tensor]) -> dict[s
     """Returns along which axis each tensor of a product is split."""
     last = (word == "row") != product.transposed
     places = {name: Shard(tensors[name].dim() - (1 if last else 2)) for name in product.weights}
-    if word == "column" and product.bias in tensors:
+    if word == "column" and product.bias is not None and product.bias in tensors:
         places[product.bias] = Shard(0)
     return places
 
