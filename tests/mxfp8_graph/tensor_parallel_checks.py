@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -243,6 +244,20 @@ def trained_values_go_back_into_the_program() -> None:
     packed = mxfp8_graph.rewrite(tuned)[0]
     elements = packed.state_dict["blocks.0.up.weight_mxfp8"]
     assert torch.equal(elements, torch.ops.mxfp8.quantize(2 * weight.detach())[0])
+
+
+def modules_without_values_get_them_from_one_process() -> None:
+    """No process needs memory for the whole: the module is made on the meta device."""
+    with torch.device("meta"):
+        ep = torch.export.export(Mlp(), (torch.empty(BATCH, LENGTH, WIDTH),))
+    module = mxfp8_graph.rewrite(ep, training=True)[0].module()
+    parallelize(module, mesh(), MLP_PLAN)
+    module.to_empty(device="cpu")
+    one = program(Mlp, training=True).module()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(module, one.state_dict() if dist.get_rank() == 0 else {}, options=options)
+    wanted = one(inputs(Mlp))
+    assert (module(inputs(Mlp)) - wanted).norm() < REDUCED * wanted.norm()
 
 
 def parameters_may_be_distributed_by_hand() -> None:

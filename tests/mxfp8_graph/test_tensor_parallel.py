@@ -65,6 +65,10 @@ def test_trained_values_go_back_into_the_program(two: ProcessPool) -> None:
     two(checks.trained_values_go_back_into_the_program)
 
 
+def test_a_module_without_values_gets_them_from_one_process(two: ProcessPool) -> None:
+    two(checks.modules_without_values_get_them_from_one_process)
+
+
 def test_parameters_may_be_distributed_by_hand(two: ProcessPool) -> None:
     two(checks.parameters_may_be_distributed_by_hand)
 
