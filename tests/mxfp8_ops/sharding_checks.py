@@ -43,7 +43,7 @@ def calls(name: str) -> Iterator[tuple[Tensor | None, ...]]:
         codes, packed, bias = OPS.quantize(x), OPS.quantize(weight), values(64, seed=2)
         stack = OPS.quantize(values(4, 64, size, seed=3))
         yield from {
-            "quantize": [(x,), (x, 1)],
+            "quantize": [(x,), (x, 1), (x.view(2, 2, 1, 64, size),)],
             "quantize_both": [(x[0],), (x[0, :, :80],)],
             "dequantize": [codes, (*OPS.quantize(x, 1), 1)],
             "gemm": [(*codes, *packed, bias), (*codes, *stack), (codes[0][0, 0], codes[1][0, 0], *packed)],

@@ -17,6 +17,7 @@ that is sharded, it may move a weight because it is smaller, and partial sums wo
 from __future__ import annotations
 
 import functools
+import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
@@ -139,7 +140,7 @@ def _terms(op: str, rank: int, axis: int) -> tuple[dict[str, str], list[str]]:
     """Returns the axes of each operand of a call, by its name, and those of each result; `axis` has the blocks."""
     equation = EQUATIONS[op]
     if "*" in equation:
-        axes = "abcdefgh"[:rank]
+        axes = "".join(sorted({*string.ascii_lowercase} - _WHOLE)[:rank])
         blocked = axes[checks.normalize_axis(op, rank, axis)]
         pair = f"{axes}, {axes.replace(blocked, blocked.upper())}"
         equation = f"{axes} -> {pair}" if op == "quantize" else f"{pair} -> {axes}"
