@@ -13,6 +13,7 @@ products.py  the matrix products of a gemm with leading dimensions
 schemas.py   the schema of a node's op, from its row of the contract
 gradients.py, batching.py  shared by the ops for autograd and torch.vmap
 cached_weights.py  quantized weights that live for several calls
+sharding.py  how the ops run on DTensors; only those who use these import it, as it takes half a second
 
 Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
 along the blocked axis between blocks only, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. Views that

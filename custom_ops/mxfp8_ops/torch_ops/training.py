@@ -35,6 +35,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.nodes.gemm import check_gemm_shapes
 from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.cached_weights import quantized_weight
@@ -125,7 +126,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     saved_weight: Saved = (None, None)
     # Under a torch.func transform a gradient may be differentiated again without notice, for which x itself is needed.
     if needs_weight:
-        columns = x if ctx.stack else _matrix(x)
+        columns = x if ctx.stack or _in_parts(x) else _matrix(x)
         saved_x = (x, None) if ctx.under_transform else _columnwise(columns, "e4m3", ctx.scale_rounding)
     if needs_x:
         copies = ctx.stack and not ctx.under_transform
@@ -142,12 +143,12 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient]:
     """Returns the gradients of x, weight and bias; None for each that is not needed."""
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
-    dy = grad if ctx.stack else _matrix(grad)
+    dy = grad if ctx.stack or _in_parts(grad) else _matrix(grad)
     gradients.refuse_tangents("linear_train", "keep this layer in high precision", grad)
     # Gradients are recorded here only with create_graph=True or under torch.func: then they must be differentiable.
     again = torch.is_grad_enabled() or ctx.under_transform or torch._C._are_functorch_transforms_active()
     dx, dw = (_products if again else _quantized_products)(ctx, dy)
-    db = _matrix(dy).sum(0, dtype=torch.float32).to(ctx.bias_dtype) if needs_bias else None
+    db = rounded(dy.sum([*range(dy.dim() - 1)], dtype=torch.float32), ctx.bias_dtype) if needs_bias else None
     return dx if dx is None else dx.reshape(ctx.x_shape), dw, db
 
 
@@ -160,7 +161,7 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     rows: tuple[Tensor, ...] = ()
     columns: tuple[Tensor, ...] = ()
     # dy is the only operand that both gradients read: one pass over it makes both of its copies.
-    if needs_x and needs_weight and not ctx.stack:
+    if needs_x and needs_weight and dy.dim() == 2:
         both = ops.quantize_both.default(dy, fmt, ctx.scale_rounding)
         rows, columns = both[:2], both[2:]
     if needs_x and not rows:
@@ -172,7 +173,9 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
         w = weight if ctx.stack else quantized_weight(weight[0].mT, ctx.scale_rounding)
         dx = ops.gemm.default(*rows, *w, None, fmt, "e4m3", ctx.x_dtype)
     if needs_weight:
-        dw = ops.gemm.default(*columns, x_elements, x_scales, None, fmt, "e4m3", ctx.weight_dtype)
+        operands = *columns, x_elements, x_scales
+        operands = operands if ctx.stack else tuple(map(_flat_columns, operands))
+        dw = ops.gemm.default(*operands, None, fmt, "e4m3", ctx.weight_dtype)
     return dx, dw
 
 
@@ -187,6 +190,7 @@ def _products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
         w = w if ctx.weight_ghost is None else w + ctx.weight_ghost.mT
         dx = op(dy, w, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.x_dtype)
     if ctx.needs_input_grad[1]:
+        dy = dy if ctx.stack else _matrix(dy)
         x = x if x_scales is None else dequantize(x, x_scales).mT
         x = x if ctx.stack else _matrix(x)
         if ctx.x_ghost is not None:
@@ -235,6 +239,31 @@ def _matrix(x: Tensor) -> Tensor:
     if x.dim() == 2:
         return x
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
+
+
+def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns float32 sums in another dtype; where each process has a part of them, they are reduced first."""
+    places = getattr(total, "placements", ())  # of a DTensor
+    if dtype is not torch.float32 and any(place.is_partial() for place in places):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        assert isinstance(total, DTensor)
+        total = total.redistribute(placements=[Replicate() if place.is_partial() else place for place in places])
+    return total.to(dtype)
+
+
+def _in_parts(x: Tensor) -> bool:
+    """Whether `x` [..., M, K] is a DTensor with rows in the middle sharded (a sequence), which _matrix would gather.
+
+    It is quantized first, so that codes are gathered, if no block has rows of two matrices.
+    """
+    places = getattr(x, "placements", ())
+    return any(place.is_shard() and 0 < place.dim < x.dim() - 1 for place in places) and x.shape[-2] % BLOCK_SIZE == 0
+
+
+def _flat_columns(codes: Tensor) -> Tensor:
+    """Returns columnwise codes [..., K, M] as [K, all rows]."""
+    return codes if codes.dim() == 2 else codes.movedim(-2, 0).flatten(1)
 
 
 def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,247 @@
+"""What each process of a pool checks; `test_torch_sharding.py` names the checks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from grids import pairwise
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mxfp8_ops.torch_ops.sharding  # noqa: F401
+from mxfp8_ops import numpy_nodes
+from mxfp8_ops.errors import ShapeError
+
+OPS = torch.ops.mxfp8
+R, S = Replicate(), Shard
+
+
+def mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def calls(name: str) -> Iterator[tuple[Tensor | None, ...]]:
+    """Yields the operands of calls of an op: with shards of whole blocks, and with some that are not."""
+    for size in (128, 96):
+        x, weight = values(4, 64, size), values(64, size, seed=1)
+        codes, packed, bias = OPS.quantize(x), OPS.quantize(weight), values(64, seed=2)
+        stack = OPS.quantize(values(4, 64, size, seed=3))
+        yield from {
+            "quantize": [(x,), (x, 1), (x.view(2, 2, 1, 64, size),)],
+            "quantize_both": [(x[0],), (x[0, :, :80],)],
+            "dequantize": [codes, (*OPS.quantize(x, 1), 1)],
+            "gemm": [(*codes, *packed, bias), (*codes, *stack), (codes[0][0, 0], codes[1][0, 0], *packed)],
+            "weight_gemm": [(x, *packed, bias), (x[:1], *stack)],
+            "embedding": [(torch.arange(32).view(4, 8) - 5, *packed)],
+            "grouped_gemm": [
+                (codes[0][0], codes[1][0], *stack, torch.tensor([8, 8, 40, 60])),
+                (x[0], None, *stack, torch.tensor([0, 30, 40, 64])),
+            ],
+            "linear_train": [(x, weight, bias)],
+            "linear_packed": [(x, *packed, bias)],
+            "product": [(x, weight)],
+        }[name]
+
+
+def placements(tensor: Any) -> list[Placement | None]:
+    return [R, *(S(axis) for axis in range(tensor.dim()))] if isinstance(tensor, Tensor) else [None]
+
+
+def any_placement_gives_the_result_of_one_process(name: str) -> None:
+    on, op = mesh(), getattr(OPS, name)
+    for args in calls(name):
+        wanted, bound = op(*args), bound_of(name, args)
+        for places in pairwise(**{str(at): placements(arg) for at, arg in enumerate(args)}):
+            sharded = [a if p is None else distribute_tensor(a, on, [p]) for a, p in zip(args, places, strict=True)]
+            got = op(*sharded)
+            for result, one in zip(results(got), results(wanted), strict=True):
+                assert isinstance(result, DTensor), places
+                if bound is None:
+                    assert torch.equal(whole(result), one), places
+                else:  # the kernels sum in an order that depends on the number of rows
+                    assert ((whole(result).double() - bound[0]).abs() <= bound[1]).all(), places
+
+
+def results(result: Any) -> tuple[Any, ...]:
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def bound_of(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
+    """Returns the exact result of a product, and by how much any float32 sum of the same terms differs from it."""
+    if name == "grouped_gemm":
+        return bound_of_groups(*args)
+    at = {"gemm": 2, "weight_gemm": 1, "linear_packed": 1, "linear_train": 1, "product": 1}.get(name)
+    if at is None:
+        return None
+    x = args[0] if name == "weight_gemm" else OPS.dequantize(*(args[:2] if name == "gemm" else OPS.quantize(args[0])))
+    stored = OPS.quantize(args[1]) if name in {"linear_train", "product"} else args[at : at + 2]
+    weight, bias = OPS.dequantize(*stored), args[-1] if args[-1].dim() == 1 and len(args) > 2 else None
+    exact = x.double() @ weight.double().mT + (0 if bias is None else bias.double())
+    numbers = [None if t is None else t.float().numpy() for t in (x, weight, bias)]
+    return exact, torch.from_numpy(numpy_nodes.gemm_error_bound(numbers[0], numbers[1], bias=numbers[2]))
+
+
+def bound_of_groups(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, ends: Tensor) -> Any:
+    x, weights = a if a_scales is None else OPS.dequantize(a, a_scales), OPS.dequantize(b, b_scales)
+    groups = [
+        bound_of("weight_gemm", (rows, *OPS.quantize(w)))
+        for rows, w in zip(torch.tensor_split(x, ends), [*weights, torch.zeros_like(weights[0])], strict=True)
+    ]
+    return [torch.cat(each) for each in zip(*groups, strict=True)]
+
+
+def sums_of_bfloat16_are_float32() -> None:
+    """Halves of the sums cancel: if they were rounded to bfloat16, results would be off by more than the bound."""
+    on = mesh()
+    x, weight = values(32, 256), values(64, 256, seed=1)
+    x, weight = torch.cat([x, x], 1).bfloat16(), torch.cat([weight, values(64, 256, seed=2) / 8 - weight], 1).bfloat16()
+    exact, of_sum = bound_of("linear_train", (x, weight)) or ()
+    bound = of_sum + 2**-8 * (exact.abs() + of_sum)  # half of the distance of two values with 8 bits
+    for places in ((S(1), S(1)), (R, S(1))):
+        y = OPS.linear_train(*(distribute_tensor(t, on, [p]) for t, p in zip((x, weight), places, strict=True)))
+        assert y.dtype is torch.bfloat16
+        assert y.placements == (R,)
+        assert ((whole(y).double() - exact).abs() <= bound).all(), places
+    halves = [OPS.linear_train(a, b) for a, b in zip(x.chunk(2, 1), weight.chunk(2, 1), strict=True)]
+    assert ((sum(halves).double() - exact).abs() > bound).any(), "the data has no sums that tell the two apart"
+
+
+def float32_sums_are_reduced_where_they_are_needed() -> None:
+    on = mesh()
+    y = OPS.linear_train(distribute_tensor(values(32, 128), on, [S(1)]), distribute_tensor(values(64, 128), on, [S(1)]))
+    assert y.placements == (Partial(),)
+
+
+TRAINED: dict[str, tuple[Placement, Placement, Placement, Placement]] = {
+    "column": (R, S(0), S(0), S(2)),
+    "row": (S(2), S(1), R, R),
+    "batch": (S(0), R, R, S(0)),
+    "sequence, column": (S(1), S(0), S(0), S(2)),
+    "sequence, row": (S(2), S(1), R, S(1)),
+    "sequence": (S(1), R, R, S(1)),
+}
+"""Placements of x, weight, bias and the gradient of the result."""
+
+REDUCED = 1e-6
+"""Bound of the relative L2 error of float32 sums of the same terms in another order."""
+
+
+def train(op: Any, operands: tuple[Tensor, ...], grad: Tensor) -> list[Tensor]:
+    """Returns the result and the gradients."""
+    leaves = [t.detach().clone().requires_grad_(t.is_floating_point()) for t in operands]
+    y = op(*leaves)
+    y.backward(grad)
+    return [y.detach(), *(t.grad for t in leaves if t.grad is not None)]
+
+
+def gradients_are_those_of_one_process(way: str, dtype: torch.dtype) -> None:
+    on, tensors = (
+        mesh(),
+        (values(4, 64, 256), values(128, 256, seed=1), values(128, seed=2), values(4, 64, 128, seed=3)),
+    )
+    *operands, grad = (t.to(dtype) for t in tensors)
+    one = train(OPS.linear_train, tuple(operands), grad)
+    *operands, grad = (distribute_tensor(t, on, [p]) for t, p in zip((*operands, grad), TRAINED[way], strict=True))
+    got = train(OPS.linear_train, tuple(operands), grad)
+    # A float32 sum in another order may round to the other bfloat16: a few of the results differ, by 2^-8.
+    bound = REDUCED if dtype is torch.float32 else 1e-3
+    for name, result, wanted in zip(("y", "dx", "dw", "db"), got, one, strict=True):
+        difference = (whole(result) - wanted).double().norm() / wanted.double().norm()
+        # A shard of columns is computed as the whole is.
+        exact = (way, name) in {("column", "y"), ("column", "dw"), ("column", "db"), ("row", "dx"), ("row", "dw")}
+        assert difference <= (0 if exact else bound), f"{name}: {difference}"
+        assert dtype is torch.float32 or name == "db" or not result.placements[0].is_partial(), name
+
+
+def packed_weights_pass_gradients_on() -> None:
+    on, x, grad = mesh(), values(4, 64, 256), values(4, 64, 128, seed=3)
+    weight = OPS.quantize(values(128, 256, seed=1))
+    one = train(OPS.linear_packed, (x, *weight), grad)
+    for x_place, place, grad_place in ((R, S(0), S(2)), (S(2), S(1), R)):
+        operands = [distribute_tensor(t, on, [p]) for t, p in ((x, x_place), (weight[0], place), (weight[1], place))]
+        got = train(OPS.linear_packed, tuple(operands), distribute_tensor(grad, on, [grad_place]))
+        for result, wanted in zip(got, one, strict=True):
+            assert (whole(result) - wanted).norm() <= REDUCED * wanted.norm(), (place, result.placements)
+
+
+class Collectives(TorchDispatchMode):
+    """Records (name, dtype, number of values) of each tensor that a process sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it is taken apart first
+        if func.namespace == "_c10d_functional" and func._schema.name.split("::")[1].startswith("all_"):
+            self.sent.append((func._schema.name.split("::")[1], args[0].dtype, args[0].numel()))
+        return func(*args, **(kwargs or {}))
+
+
+def sequences_are_gathered_as_codes(way: str) -> None:
+    on, tensors = (
+        mesh(),
+        (values(4, 64, 256), values(128, 256, seed=1), values(128, seed=2), values(4, 64, 128, seed=3)),
+    )
+    *operands, grad = (distribute_tensor(t, on, [p]) for t, p in zip(tensors, TRAINED[way], strict=True))
+    with Collectives() as collectives:
+        train(OPS.linear_train, tuple(operands), grad)
+    gathered = operands[0] if way == "sequence, column" else grad
+    # Elements and scales along either axis, and nothing else: no values, and no weight.
+    assert {dtype for _, dtype, _ in collectives.sent} == {torch.uint8}
+    bytes_sent = sum(count for _, _, count in collectives.sent)
+    assert bytes_sent == 2 * gathered.to_local().numel() * 33 // 32, collectives.sent
+
+
+def weights_stay(place: int) -> None:
+    """However many more values the activations have."""
+    on, x = mesh(), values(512, 256)
+    weight = [distribute_tensor(t, on, [S(place)]) for t in OPS.quantize(values(64, 256, seed=1))]
+    with Collectives() as collectives:
+        OPS.gemm(*OPS.quantize(distribute_tensor(x, on, [S(0)])), *weight)
+    assert sum(count for _, _, count in collectives.sent) == x.numel() // 2 * 33 // 32, collectives.sent
+
+
+def other_tensors_are_refused_unless_they_are_replicated() -> None:
+    x, weight = values(8, 64), distribute_tensor(values(64, 64), mesh(), [S(0)])
+    wanted = OPS.linear_train(x, whole(weight))
+    with pytest.raises(ShapeError, match=r"plain tensors; expected DTensors on one mesh; distribute them with"):
+        OPS.product(x, weight)
+    with implicit_replication():
+        assert torch.equal(whole(OPS.product(x, weight)), wanted)
+
+
+def compiles() -> None:
+    on = mesh()
+    operands = [distribute_tensor(t, on, [p]) for t, p in ((values(32, 128), R), (values(64, 128), S(0)))]
+    compiled: Callable[..., Tensor] = torch.compile(OPS.linear_train, backend="aot_eager")
+    assert torch.equal(whole(compiled(*operands)), whole(OPS.linear_train(*operands)))
+
+
+def meshes_of_two_dimensions_shard_two_axes() -> None:
+    on = init_device_mesh("cpu", (2, 2))
+    tensors = (values(4, 64, 256), values(128, 256, seed=1), values(128, seed=2), values(4, 64, 128, seed=3))
+    one = train(OPS.linear_train, tensors[:3], tensors[3])
+    for ways in itertools.product(TRAINED, repeat=2):
+        places = zip(TRAINED[ways[0]], TRAINED[ways[1]], strict=True)
+        *operands, grad = (distribute_tensor(t, on, list(p)) for t, p in zip(tensors, places, strict=True))
+        got = train(OPS.linear_train, tuple(operands), grad)
+        for name, result, wanted in zip(("y", "dx", "dw", "db"), got, one, strict=True):
+            assert (whole(result) - wanted).norm() <= REDUCED * wanted.norm(), (ways, name, result.placements)
