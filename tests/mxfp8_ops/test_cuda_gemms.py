@@ -262,7 +262,7 @@ def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
             b[::2, 7], b[1::4, 7], b[3::4, 7] = 1, *largest
 
         assert check_gemm(2, 8, 32, "bfloat16", fmt, "float32", bias=False, change=change) == ["gemm_skinny"]
-        assert bool(device().mmas()) == (code in codes[0 if fmt == "int8" else 1 : 3])
+        assert (device().mmas() == 64) == (code in codes[0 if fmt == "int8" else 1 : 3])
 
 
 def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
