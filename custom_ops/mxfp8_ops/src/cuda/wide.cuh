@@ -4,9 +4,9 @@
 // scale. Both are exact for scale codes first_exact..last_fast and elements that are neither NaN nor Inf: `fast_code`
 // and `any_special` check that. Anything else has to be summed in another way.
 //
-// An element q of INT8 is 2 + (q & 0x7f) / 64, less 2, or less 4 where q is negative: the low seven bits are the
-// mantissa of the first, and the sign is the lowest bit of the exponent of the second. One multiply-add applies the
-// scale.
+// An element q of INT8 is 2 + (q & 0x7f) / 64, less 2, or less 4 where q is negative. Times the scale, both are
+// bfloat16 numbers whose bits need no multiplication: low seven bits and the sign are added to those of 2 * 2^(s -
+// 127), as the mantissa of the one and to the exponent of the other.
 #pragma once
 #include "codec.cuh"
 
@@ -17,14 +17,12 @@ DEVICE bool fast_code(u32 s) {
 
 template <class F>
 DEVICE u32 scale_bf16x2(u32 s) {
-  if constexpr (F::is_integer) return max(s * 0x00800080u, 0x00400040u);  // code 0 is a subnormal
-  return (s + 127 - F::bias) * 0x00800080u;                               // the exponent fields of both halves
+  return (F::is_integer ? s + 1 : s + 127 - F::bias) * 0x00800080u;  // the exponent fields of both halves
 }
 
 // Two elements of INT8, the low bytes of both halves, times the scale.
 DEVICE u32 decode_int8_bf16x2(u32 w, u32 scale) {
-  const u32 minus_two = (scale & 0x7f807f80u) + 0x80808080u;  // times the scale
-  return fma_bf16x2((w & 0x007f007fu) | 0x40004000u, scale, minus_two + (w & 0x00800080u));
+  return fma_bf16x2(scale + (w & 0x00800080u), 0xbf80bf80u, scale | (w & 0x007f007fu));  // times -1
 }
 
 DEVICE u32 multiply_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }  // adds -0
