@@ -70,6 +70,10 @@ DEVICE bool fast_elements(uint4 q, u32 s) {
 template <class F>
 struct FastElements {
   DEVICE_MEMBER void see(uint4 q, u32 s) {
+    if constexpr (F::is_integer) {  // the scale alone decides; `largest` would make gemm_skinny spill registers
+      flipped |= (F::last_fast - s) >> 24;
+      return;
+    }
     // Adding special_carry flips bit 7 of a byte that is NaN or Inf. It flips others only above such a byte.
     flipped |= (q.x + F::special_carry) ^ q.x;
     flipped |= (q.y + F::special_carry) ^ q.y;
