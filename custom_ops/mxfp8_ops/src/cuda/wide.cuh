@@ -20,9 +20,9 @@ DEVICE u32 scale_bf16x2(u32 s) {
   return (F::is_integer ? s + 1 : s + 127 - F::bias) * 0x00800080u;  // the exponent fields of both halves
 }
 
-// Two elements of INT8, the low bytes of both halves, times the scale.
-DEVICE u32 decode_int8_bf16x2(u32 w, u32 scale) {
-  return fma_bf16x2(scale + (w & 0x00800080u), 0xbf80bf80u, scale | (w & 0x007f007fu));  // times -1
+// Two elements of INT8, each in a half of its own, times the scale.
+DEVICE u32 decode_int8_bf16x2(u32 q, u32 scale) {
+  return fma_bf16x2((scale + q) & 0xff80ff80u, 0xbf80bf80u, scale | (q & 0x007f007fu));  // times -1
 }
 
 DEVICE u32 multiply_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }  // adds -0
@@ -43,7 +43,7 @@ DEVICE u32 decode_bf16x2(u32 w, u32 scale) {
 template <class F, int PAIR>
 DEVICE u32 decode_apart_bf16x2(u32 w, u32 scale) {
   if constexpr (F::is_integer) {
-    return decode_int8_bf16x2(PAIR == 0 ? w : w >> 8, scale);
+    return decode_int8_bf16x2(pick_bytes(w, PAIR == 0 ? 0x4240u : 0x4341u), scale);
   } else {
     const u32 spread = PAIR == 0 ? w << 8 : w, moved = PAIR == 0 ? w << (8 - F::wide_shift) : w >> F::wide_shift;
     return multiply_bf16x2((spread & 0x80008000u) | (moved & F::wide_mask), scale);
@@ -70,10 +70,6 @@ DEVICE bool fast_elements(uint4 q, u32 s) {
 template <class F>
 struct FastElements {
   DEVICE_MEMBER void see(uint4 q, u32 s) {
-    if constexpr (F::is_integer) {  // the scale alone decides; `largest` would make gemm_skinny spill registers
-      flipped |= (F::last_fast - s) >> 24;
-      return;
-    }
     // Adding special_carry flips bit 7 of a byte that is NaN or Inf. It flips others only above such a byte.
     flipped |= (q.x + F::special_carry) ^ q.x;
     flipped |= (q.y + F::special_carry) ^ q.y;
