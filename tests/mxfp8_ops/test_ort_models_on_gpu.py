@@ -27,9 +27,9 @@ MODELS = {
 }
 NODES = {
     "quantize_rows": "MXFP8Quantize MXFP8NormQuantize MXFP8AddNormQuantize MXFP8GemmQuantize",
-    "gemm_skinny": "MXFP8Gemm MXFP8GemmQuantize MXFP8WeightGemm",
-    "gemm_grouped": "MXFP8GroupedGemm",
-    "group_rows": "MXFP8GroupedGemm",
+    "gemm_skinny": "MXFP8Gemm MXFP8GemmQuantize MXFP8WeightGemm MXFP8FusedWeightGemm",
+    "gemm_grouped": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
+    "group_rows": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
     "embedding": "MXFP8Embedding",
 }
 """What each kernel is launched for, once a node. MXFP8Attention is a body of standard ops on a GPU."""
