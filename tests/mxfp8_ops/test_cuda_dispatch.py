@@ -79,9 +79,7 @@ def test_int8_is_not_multiplied_with_float8(kinds):
     """By any route: no kernel is made for it."""
     names = f"{kinds[0].upper()} times {kinds[1].upper()}"
     for m in (1, 100):
-        with pytest.raises(
-            ShapeError, match=f"{names} on CUDA; expected INT8 with INT8, or with values"
-        ):
+        with pytest.raises(ShapeError, match=f"{names} on CUDA; expected INT8 with INT8, or with values"):
             chosen(kind=kinds[0], b_kind=kinds[1], m=m)
 
 
