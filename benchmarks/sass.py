@@ -52,8 +52,11 @@ KERNELS: Final = (
     Counted("gemm_skinny<BF16, E4M3, 2, 2>", "HMMA", True, 16, 340, 2112, 32),
     Counted("gemm_skinny<BF16, E4M3, 4>", "HMMA", True, 32, 400, 2112, 32),
     Counted("gemm_skinny<BF16, E4M3, 8>", "HMMA", True, 64, 480, 2112, 32),
+    Counted("gemm_skinny<BF16, INT8, 1, 2>", "HMMA", True, 8, 310, 2112, 32),
+    Counted("gemm_skinny<BF16, INT8, 8>", "HMMA", True, 64, 480, 2112, 32),
     Counted("dequantize<BF16, E4M3, true, false>", "STG.E.128", False, 2, 90, 48.5, 1),
     Counted("dequantize<BF16, E5M2, true, false>", "STG.E.128", False, 2, 90, 48.5, 1),
+    Counted("dequantize<BF16, INT8, true, false>", "STG.E.128", False, 2, 90, 48.5, 1),
     Counted("fold", "F2FP", True, 8, 60, 32.5, 1),
 )
 

@@ -45,7 +45,7 @@ class Dtype:
     onnx_dtype: int
     """That code; the native library has the same."""
     cuda_name: str
-    """Type in src/cuda/codec.cuh; "" where no CUDA kernel takes it."""
+    """Type in src/cuda/codec.cuh."""
     cuda_data_type: int
     """cudaDataType, which cuBLAS and cuBLASLt take."""
     safetensors_name: str
@@ -141,7 +141,7 @@ E5M2: Final = ElementFormat(
 INT8: Final = ElementFormat(
     name="int8", numpy_name="int8", exponent_bits=1, mantissa_bits=6, bias=1, twos_complement=True,
     max_code=0x7F,  # 127 / 64; -128 is read, and never written
-    onnx_name="INT8", onnx_dtype=3, cuda_name="", cuda_data_type=3, safetensors_name="I8",
+    onnx_name="INT8", onnx_dtype=3, cuda_name="INT8", cuda_data_type=3, safetensors_name="I8",
 )  # fmt: skip
 
 VALUE_DTYPES: Final[Mapping[str, ValueDtype]] = MappingProxyType({d.name: d for d in (FLOAT32, FLOAT16, BFLOAT16)})

@@ -263,8 +263,9 @@ static inline u16 to_bfloat16(float f) {
 static inline float low_half(u32 pair) { return float_of(pair << 16); }
 static inline float high_half(u32 pair) { return float_of(pair & 0xffff0000u); }
 
-static inline u32 multiply_bf16x2(u32 a, u32 b) {
-  return to_bfloat16(low_half(a) * low_half(b)) | (static_cast<u32>(to_bfloat16(high_half(a) * high_half(b))) << 16);
+static inline u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  const auto one = [](double x, double y, double z) -> u32 { return to_bfloat16(static_cast<float>(x * y + z)); };
+  return one(low_half(a), low_half(b), low_half(c)) | one(high_half(a), high_half(b), high_half(c)) << 16;
 }
 
 inline uint64_t mma_calls;  // by single threads, since the last launch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
+import itertools
 import math
 import os
 import traceback
@@ -30,8 +31,15 @@ from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.cuda.planner import CODES
 
 HERE = Path(__file__).parent
+FORMATS = tuple(formats.ELEMENT_FORMATS)
 FLAGS = "MXFP8_TEST_EMULATION_FLAGS"
 """Environment variable with more flags for g++, such as those of a sanitizer."""
+
+
+def products(x_kinds: Sequence[str]) -> list[tuple[str, str]]:
+    """Returns (kind of x, format of b) of all products: those of INT8 elements are with INT8 or with values."""
+    pairs = itertools.product(x_kinds, FORMATS)
+    return [(x, b) for x, b in pairs if x not in FORMATS or (x == "int8") == (b == "int8")]
 
 
 def source_of(kernel: str) -> str:

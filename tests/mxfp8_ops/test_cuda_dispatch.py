@@ -61,6 +61,28 @@ def test_folding_is_never_chosen_unasked():
         pass
 
 
+def test_int8_takes_the_routes_that_multiply_bfloat16():
+    libraries = planner.CUBLAS | planner.CUBLASLT | planner.SCALED_MM
+    for kind in ("int8", "bfloat16"):
+        assert chosen(kind=kind, b_kind="int8") == "skinny"
+        for capability in ((8, 0), (9, 0), (10, 0)):
+            many = {"kind": kind, "m": 100, "n": 64, "b_kind": "int8"}
+            assert chosen(capability, **many, libraries=libraries) == "large"
+            assert chosen(capability, **many, libraries=0) == "slices"
+        with dispatch.forced_route("fold"), pytest.raises(BackendError, match=r"no route for .* times int8"):
+            chosen(**many, libraries=libraries)
+    assert chosen(kind="float32", m=100, b_kind="int8") == "parts"
+
+
+@pytest.mark.parametrize("kinds", [("int8", "e4m3"), ("e5m2", "int8")])
+def test_int8_is_not_multiplied_with_float8(kinds):
+    """By any route: no kernel is made for it."""
+    names = f"{kinds[0].upper()} times {kinds[1].upper()}"
+    for m in (1, 100):
+        with pytest.raises(ShapeError, match=f"{names} on CUDA; expected INT8 with INT8, or with values"):
+            chosen(kind=kinds[0], b_kind=kinds[1], m=m)
+
+
 def test_a_forced_route_is_used_or_refused():
     with dispatch.forced_route("large"):
         assert chosen() == "large"

@@ -8,7 +8,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
-from cuda_emulation import aligned, device, kernels, launch, queue, sampled, source_of, swizzle
+from cuda_emulation import (
+    FORMATS,
+    aligned,
+    device,
+    kernels,
+    launch,
+    products,
+    queue,
+    sampled,
+    source_of,
+    swizzle,
+)
 from grids import looped, pairwise
 
 from mxfp8_ops import c_abi, contract, formats, numerics, numpy_nodes
@@ -16,7 +27,6 @@ from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import dispatch, execution, folding, planner
 from mxfp8_ops.cuda.planner import CODES
 
-FORMATS = ("e4m3", "e5m2")
 ROUNDINGS = ("ceil", "floor", "even")
 DTYPES = tuple(numerics.VALUE_DTYPES)
 KINDS = looped("dtype, fmt", [*itertools.product(DTYPES, FORMATS)])
@@ -206,7 +216,7 @@ def test_blocks_of_zeros_are_no_reason_to_repair_a_product(fmt):
 
 
 def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
-    for fmt, first_exact in (("e4m3", 3), ("e5m2", 10)):
+    for fmt, first_exact in (("e4m3", 3), ("e5m2", 10), ("int8", 0)):
         codes = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 256)).T
         scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
         wide = numpy_nodes.dequantize(codes, scales, element_format=fmt)
@@ -244,7 +254,7 @@ def test_embedding_of_an_empty_table_is_nan():
     assert np.isnan(y).all()
 
 
-@looped("kind, fmt, tiles", [*itertools.product((*DTYPES, *FORMATS), FORMATS, (1, 2, 4, 8))])
+@looped("kind, fmt, tiles", [(*kinds, tiles) for kinds in products((*DTYPES, *FORMATS)) for tiles in (1, 2, 4, 8)])
 def test_grouped_products(kind, fmt, tiles):
     """A slot is full of one expert's rows, another has few; see test_ort_cuda.py for every other case."""
     parts = {"float32": 3, "float16": 2}.get(kind, 1)

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
-from cuda_emulation import EmulatedDevice, allocate, device, matrix, multiply, queue, swizzle
+from cuda_emulation import FORMATS, EmulatedDevice, allocate, device, matrix, multiply, queue, swizzle
 from grids import looped
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
@@ -28,7 +28,6 @@ torch_training = pytest.importorskip("mxfp8_ops.torch_ops.training")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
 
-FORMATS = ("e4m3", "e5m2")
 DTYPES = tuple(numerics.VALUE_DTYPES)
 
 
@@ -126,18 +125,19 @@ def test_cupy_quantizes_into_the_callers_arrays(cupy, swizzled):
 SHAPES = (((3, 96), (5, 96)), ((96,), (5, 96)), ((2, 3, 96), (5, 96)), ((2, 1, 3, 96), (4, 5, 96)), ((96,), (4, 5, 96)))
 
 
-@looped("shapes, dtype", [*itertools.product(SHAPES, DTYPES)])
-def test_cupy_gemms(cupy, shapes, dtype):
-    x_shape, w_shape = shapes
+@looped("shapes, dtype, formats", [*itertools.product(SHAPES, DTYPES, (("e5m2", "e4m3"), ("int8", "int8")))])
+def test_cupy_gemms(cupy, shapes, dtype, formats):
+    (x_shape, w_shape), (a_format, b_format) = shapes, formats
     x, w, bias = heavy_tailed(x_shape), heavy_tailed(w_shape, 1), heavy_tailed((5,), 2)
-    a, b = numpy_nodes.quantize(x, element_format="e5m2"), numpy_nodes.quantize(w)
-    weight, values = numpy_nodes.dequantize(*b), numpy_nodes.dequantize(*a, element_format="e5m2")
-    got = cuda.gemm(*map(array, (*a, *b, bias)), a_format="e5m2", dtype=dtype)
+    a, b = numpy_nodes.quantize(x, element_format=a_format), numpy_nodes.quantize(w, element_format=b_format)
+    weight = numpy_nodes.dequantize(*b, element_format=b_format)
+    values = numpy_nodes.dequantize(*a, element_format=a_format)
+    got = cuda.gemm(*map(array, (*a, *b, bias)), a_format=a_format, b_format=b_format, dtype=dtype)
     bound = numpy_nodes.gemm_error_bound(values if x.ndim > 1 else values[None], weight, dtype, bias).reshape(got.shape)
-    assert_within(np.asarray(got), numpy_nodes.gemm(*a, *b, bias, a_format="e5m2"), bound, "gemm")
-    got = cuda.weight_gemm(*map(array, (x, *b)), dtype=dtype)
+    assert_within(np.asarray(got), numpy_nodes.gemm(*a, *b, bias, a_format=a_format, b_format=b_format), bound, "gemm")
+    got = cuda.weight_gemm(*map(array, (x, *b)), b_format=b_format, dtype=dtype)
     bound = numpy_nodes.gemm_error_bound(x if x.ndim > 1 else x[None], weight, dtype).reshape(got.shape)
-    assert_within(np.asarray(got), numpy_nodes.weight_gemm(x, *b), bound, "weight_gemm")
+    assert_within(np.asarray(got), numpy_nodes.weight_gemm(x, *b, b_format=b_format), bound, "weight_gemm")
 
 
 def test_cupy_errors(cupy):

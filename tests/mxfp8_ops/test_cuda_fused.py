@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from compare import heavy_tailed
-from cuda_emulation import device, kernels, launch, plan_gemm, queue, route, sampled, source_of
+from cuda_emulation import FORMATS, device, kernels, launch, plan_gemm, products, queue, route, sampled, source_of
 from grids import looped
-from test_cuda_emulated import DTYPES, FORMATS, placed
+from test_cuda_emulated import DTYPES, placed
 from test_cuda_gemms import X_KINDS, check_gemm
 
-from mxfp8_ops import numerics, numpy_nodes
+from mxfp8_ops import formats, numerics, numpy_nodes
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -68,7 +68,7 @@ def check_fused(flags, *product, **options):
 @sampled(
     "x_kind, fmt, instance_of",
     [("bfloat16", "e4m3", ("plain", 1)), ("e4m3", "e5m2", ("paired", 2)), ("e5m2", "e4m3", ("two_blocks", 1))],
-    [*itertools.product(X_KINDS, FORMATS, INSTANCES)],
+    [(*kinds, instance_of) for kinds in products(X_KINDS) for instance_of in INSTANCES],
 )
 def test_fused_gemm(flags, x_kind, fmt, instance_of):
     """Tails of every dimension; fewer steps than are read ahead, and more than there are stages."""
@@ -80,7 +80,7 @@ def test_fused_gemm(flags, x_kind, fmt, instance_of):
     assert taken(flags) == [0] * len(shapes)
 
 
-@sampled("x_kind, fmt", [("e4m3", "e5m2")], [*itertools.product(X_KINDS, FORMATS)])
+@sampled("x_kind, fmt", [("e4m3", "e5m2"), ("int8", "int8")], products(X_KINDS))
 def test_fused_gemm_with_k_in_splits(flags, x_kind, fmt):
     """Splits of several steps, of one, and one that has nothing to do."""
     for (blocks, splits), dtype, variant in zip(((1, 2), (2, 3), (1, 5)), DTYPES, VARIANTS, strict=True):
@@ -117,21 +117,23 @@ def test_fused_gemm_into_unaligned_memory(flags, dtype):
 
 @sampled(
     "fmt, instance_of",
-    [("e4m3", ("plain", 1)), ("e5m2", ("two_blocks", 1))],
+    [("e4m3", ("plain", 1)), ("e5m2", ("two_blocks", 1)), ("int8", ("paired", 2))],
     [*itertools.product(FORMATS, INSTANCES)],
 )
 def test_a_scale_outside_the_fast_range_is_repaired(flags, fmt, instance_of):
     """Wherever in the weight it is; and the nearest scales inside the range are not."""
-    codes = {"e4m3": (2, 135), "e5m2": (9, 143)}[fmt]
-    for code, (row, block) in itertools.product((*codes, codes[0] + 1, codes[1] - 1), ((0, 0), (199, 4), (63, 10))):
+    outside, inside = {"e4m3": ((2, 135), (3, 134)), "e5m2": ((9, 143), (10, 142)), "int8": ((253,), (0, 252))}[fmt]
+    for code, (row, block) in itertools.product((*outside, *inside), ((0, 0), (199, 4), (63, 10))):
 
         def change(x, x_scales, b, b_scales, at=(row, block), code=code):  # noqa: PLR0917 - check_gemm's and two more
             b[at[0], 32 * at[1]] = 1
             b_scales[at] = code
+            if code > 200:
+                x[:] = x.astype(np.float32) * 2.0**-60  # sums must not overflow
 
         with instance(*instance_of):
             check_fused(flags, 3, 200, 352, "bfloat16", fmt, "float32", change=change)
-        assert flags.pop() == (code in codes)
+        assert flags.pop() == (code in outside)
 
 
 @sampled("fmt, variant", [*zip(FORMATS, VARIANTS[::2], strict=False)], [*itertools.product(FORMATS, VARIANTS)])
@@ -145,7 +147,7 @@ def test_a_weight_that_is_nan_or_inf_is_repaired(flags, fmt, variant):
 
         with instance(variant, 1):
             check_fused(flags, 3, 18, 96, "bfloat16", fmt, "float32", change=change)
-        assert flags.pop() == (code & 0x7F > {"e4m3": 0x7E, "e5m2": 0x7B}[fmt]), f"{code:#x}"
+        assert flags.pop() == (code & 0x7F > formats.element_format(fmt).max_code), f"{code:#x}"
 
 
 @looped("fmt, variant", [*zip(FORMATS, VARIANTS, strict=False), ("e4m3", "two_blocks")])
@@ -162,9 +164,9 @@ def test_blocks_of_zeros_are_not_repaired(flags, fmt, variant):
     assert taken(flags) == [0]
 
 
-@sampled("x_kind, variant", [*zip(X_KINDS, VARIANTS, strict=True)], [*itertools.product(X_KINDS, VARIANTS)])
+@sampled("x_kind, variant", [*zip(X_KINDS, VARIANTS, strict=False)], [*itertools.product(X_KINDS[:3], VARIANTS)])
 def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind, variant):
-    """NaN and Inf it holds."""
+    """NaN and Inf it holds, and every INT8."""
 
     def special(x, x_scales, b, b_scales):
         x[1, 7] = np.inf if x_scales is None else 0x7F
@@ -181,7 +183,7 @@ def test_an_x_that_bfloat16_does_not_hold_is_repaired(flags, x_kind, variant):
             assert flags.pop() == 1
 
 
-@looped("x_kind", X_KINDS)
+@looped("x_kind", X_KINDS[:3])
 def test_variants_take_fewer_launches(x_kind):
     """tile clears the word for the check where it does not set it, and the check takes a multiprocessor a block."""
 
@@ -348,7 +350,7 @@ def test_a_weight_that_is_kept_in_bfloat16_is_used():
 
 def test_only_a_device_that_can_run_it_compiles_it():
     fused = {name for name in kernels() if source_of(name) == "gemm_fused"}
-    assert len(fused) == 2 * len(INSTANCES)
+    assert len(fused) == len(FORMATS) * len(INSTANCES)
     for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
         assert {*kernels()} - {*kernels(capability)} == fused
 

@@ -7,9 +7,20 @@ import itertools
 import numpy as np
 import pytest
 from compare import assert_within, heavy_tailed
-from cuda_emulation import aligned, device, kernels, launch, plan_gemm, queue, sampled, source_of
+from cuda_emulation import (
+    FORMATS,
+    aligned,
+    device,
+    kernels,
+    launch,
+    plan_gemm,
+    products,
+    queue,
+    sampled,
+    source_of,
+)
 from grids import looped
-from test_cuda_emulated import DTYPES, FORMATS, edges, placed
+from test_cuda_emulated import DTYPES, edges, placed
 
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.cuda import dispatch, execution, planner
@@ -61,15 +72,19 @@ def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, 
     return [name.partition("<")[0] for name in on.launched]
 
 
-X_KINDS = ("bfloat16", "e4m3", "e5m2")
+X_KINDS = ("bfloat16", *FORMATS)
 WIDE = ("float32", "float16")
 EVERY_KIND = (*WIDE, *X_KINDS)
-KINDS = sampled("x_kind, fmt", [("bfloat16", "e5m2"), ("e4m3", "e4m3")], [*itertools.product(X_KINDS, FORMATS)])
-WIDE_KINDS = sampled("x_kind, fmt", [("float32", "e4m3"), ("float16", "e5m2")], [*itertools.product(WIDE, FORMATS)])
+KINDS = sampled(
+    "x_kind, fmt",
+    [("bfloat16", "e5m2"), ("e4m3", "e4m3"), ("int8", "int8")],
+    products(X_KINDS),
+)
+WIDE_KINDS = sampled("x_kind, fmt", [("float32", "e4m3"), ("float16", "e5m2")], products(WIDE))
 EVERY_KINDS = sampled(
     "x_kind, fmt",
-    [("bfloat16", "e4m3"), ("float32", "e5m2"), ("e5m2", "e4m3")],
-    [*itertools.product(EVERY_KIND, FORMATS)],
+    [("bfloat16", "e4m3"), ("float32", "e5m2"), ("e5m2", "e4m3"), ("float32", "int8"), ("int8", "int8")],
+    products(EVERY_KIND),
 )
 
 
@@ -87,7 +102,7 @@ def test_skinny_gemm(x_kind, fmt):
         assert check_gemm(m, n, k, x_kind, fmt, dtype, bias=n != 16) == ["gemm_skinny"]
 
 
-@sampled("x_kind, fmt", [("float32", "e5m2"), ("e4m3", "e4m3")], [*itertools.product(EVERY_KIND, FORMATS)])
+@sampled("x_kind, fmt", [("float32", "e5m2"), ("e4m3", "e4m3")], products(EVERY_KIND))
 def test_skinny_gemm_with_every_split_of_its_warps(monkeypatch, x_kind, fmt):
     """More multiprocessors than the device has: fewer warps of a block share x."""
     for (rows, k), dtype in zip(((3, 1056), (16, 544), (25, 288), (64, 352)), itertools.cycle(DTYPES)):
@@ -131,17 +146,21 @@ def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
     assert splits(1, 16, 32) == 1
 
 
-@looped("x_kind", EVERY_KIND)
-def test_skinny_gemm_splits_k_by_that_rule(x_kind):
-    assert check_gemm(2, 16, 8192, x_kind, "e4m3", "bfloat16") == ["gemm_skinny", "finish"]
+@looped("x_kind, fmt", [*zip(EVERY_KIND, ("e4m3",) * 5 + ("int8",), strict=True)])
+def test_skinny_gemm_splits_k_by_that_rule(x_kind, fmt):
+    assert check_gemm(2, 16, 8192, x_kind, fmt, "bfloat16") == ["gemm_skinny", "finish"]
 
 
 @KINDS
 def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
-    """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them."""
+    """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them.
+
+    Of INT8 no element does, and of the scales NaN and the two below it.
+    """
+    integers = fmt == "int8"
 
     def one_scale(x, x_scales, b, b_scales):
-        b_scales[3, 20] = 0
+        b_scales[3, 20] = 255 if integers else 0
 
     def one_element(x, x_scales, b, b_scales):
         if x_scales is None:
@@ -155,7 +174,7 @@ def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
         if x_scales is not None:
             x[2], x_scales[2], x[4, :32], x_scales[4, 0] = 0, 0, 0x80, 2
 
-    for change, expected in ((None, 128), (one_scale, 120), (one_element, 120), (zeros, 128)):
+    for change, expected in ((None, 128), (one_scale, 120), (one_element, 128 if integers else 120), (zeros, 128)):
         check_gemm(8, 16, 2048, x_kind, fmt, "float32", change=change)
         assert device().mmas() == expected
 
@@ -166,7 +185,7 @@ VARIANTS = ("two_warps", "four_ahead", "two_splits")
 @sampled(
     "variant, x_kind, fmt",
     [("two_warps", "e4m3", "e5m2"), ("four_ahead", "bfloat16", "e4m3"), ("two_splits", "float32", "e4m3")],
-    [*itertools.product(VARIANTS, EVERY_KIND, FORMATS)],
+    [(variant, *kinds) for variant in VARIANTS for kinds in products(EVERY_KIND)],
 )
 def test_variants_of_the_skinny_gemm(variant, x_kind, fmt):
     """Fewer steps than are read ahead, as many, and more; edge codes in the last."""
@@ -232,17 +251,18 @@ def test_skinny_gemm_with_nan_and_inf_elements(x_kind, fmt):
 
 @looped("fmt", FORMATS)
 def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
-    """One nonzero element a row, the smallest or the largest, under the scales where the exact path begins."""
-    first, last = {"e4m3": (3, 134), "e5m2": (10, 142)}[fmt]
-    largest = {"e4m3": 0x7E, "e5m2": 0x7B}[fmt]
+    """One nonzero element a row, the smallest or one of the largest, under the scales where the exact path begins."""
+    codes = {"e4m3": (2, 3, 134, 135), "e5m2": (9, 10, 142, 143), "int8": (0, 1, 252, 253)}[fmt]
+    largest = {"e4m3": (0x7E, 0xFE), "e5m2": (0x7B, 0xFB), "int8": (0x7F, 0x80)}[fmt]
 
-    for code in (first - 1, first, last, last + 1):
+    for code in codes:
 
         def change(x, x_scales, b, b_scales, code=code):
-            b[:], x[:], b_scales[:] = 0, 2.0**30, code
-            b[::2, 7], b[1::2, 7] = 1, largest
+            b[:], x[:], b_scales[:] = 0, 2.0 ** (30 if code < 200 else -30), code
+            b[::2, 7], b[1::4, 7], b[3::4, 7] = 1, *largest
 
         assert check_gemm(2, 8, 32, "bfloat16", fmt, "float32", bias=False, change=change) == ["gemm_skinny"]
+        assert (device().mmas() == 64) == (code in codes[0 if fmt == "int8" else 1 : 3])
 
 
 def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_driver_emulation import Driver, driver, machine
-from cuda_emulation import aligned
+from cuda_emulation import FORMATS, aligned
 from grids import looped, pairwise
 from ort_emulation import STREAM, Cublas, CudaProvider, own_library
 from test_cuda_frontends import array, stand_in
@@ -27,7 +27,6 @@ from mxfp8_ops.cuda.planner import CODES
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 
-FORMATS = ("e4m3", "e5m2")
 X_KINDS = ("float32", "float16", "bfloat16", *FORMATS)
 MATMUL = "matmul"
 Memory = dict[str, tuple[int, int]]
@@ -168,14 +167,14 @@ def test_parts_of_many_values_go_in_slices(recorder, ort_steps):
 
 def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias, *, rounds=False):  # noqa: PLR0917
     m, n, k = size
-    quantized, blocks = kind in FORMATS, scale_count(k)
+    quantized, blocks, fmt = kind in FORMATS, scale_count(k), "int8" if kind in {"int8", "float16"} else "e5m2"
     operands = {"x": np.zeros((m, k), np.uint8 if quantized else numerics.value_dtype(kind))}
     if quantized:
         operands["x_scales"] = np.zeros((m, blocks), np.uint8)
     operands |= {"b": np.zeros((n, k), np.uint8), "b_scales": np.zeros((n, blocks), np.uint8)}
     if with_bias:
         operands["bias"] = np.zeros(n, np.float32)
-    codes = [CODES[kind], contract.UINT8, CODES["e5m2"], contract.UINT8, contract.FLOAT]
+    codes = [CODES[kind], contract.UINT8, CODES[fmt], contract.UINT8, contract.FLOAT]
     if not quantized:
         del codes[1]
     op = contract.GEMM if quantized else contract.WEIGHT_GEMM
@@ -184,7 +183,7 @@ def check_gemm(recorder, ort_steps, size, kind, dtype, with_bias, *, rounds=Fals
         op, [*operands], [*operands.values()], codes[: len(operands)], output_dtype=CODES[dtype], **settings
     )
 
-    formats = {"a_format": kind, "b_format": "e5m2"} if quantized else {"b_format": "e5m2"}
+    formats = {"a_format": kind, "b_format": fmt} if quantized else {"b_format": fmt}
     by_name = {"activation_dtype": "bfloat16"} if rounds else {}
     by_dtype = {"activation_dtype": torch.bfloat16} if rounds else {}
 

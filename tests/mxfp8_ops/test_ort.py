@@ -67,9 +67,14 @@ def test_gemms(x_dtype, b_format, y_dtype, with_bias):
     check_gemm(x_dtype, b_format, y_dtype, with_bias)
 
 
-@looped("x_dtype, b_format, y_dtype, with_bias", [c for c in gemm_cases(contract.ELEMENTS) if TensorProto.INT8 in c])
+@looped("x_dtype, b_format, y_dtype, with_bias", gemm_cases([TensorProto.INT8]))
 def test_gemms_of_int8(x_dtype, b_format, y_dtype, with_bias):
     check_gemm(x_dtype, b_format, y_dtype, with_bias)
+
+
+@looped("x_dtype, b_format", [pair for e in FLOAT8 for pair in ((e, TensorProto.INT8), (TensorProto.INT8, e))])
+def test_gemms_of_int8_with_float8(x_dtype, b_format):
+    check_gemm(x_dtype, b_format, FLOAT, True)
 
 
 def check_gemm(x_dtype, b_format, y_dtype, with_bias):

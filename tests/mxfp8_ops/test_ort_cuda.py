@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import Driver, machine
+from cuda_emulation import FORMATS, products
 from grids import looped
 from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError, own_library
 from test_grouped import CASES, Case
 
 from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.cuda import loader as cuda_loader
+from mxfp8_ops.cuda.planner import CODES
 
-E4M3, E5M2, UINT8 = contract.FLOAT8E4M3FN, contract.FLOAT8E5M2, contract.UINT8
-CODES = {"e4m3": E4M3, "e5m2": E5M2, **{name: code for code, name in contract.VALUE_NAMES.items()}}
+UINT8 = contract.UINT8
 
 
 @pytest.fixture
@@ -45,7 +46,7 @@ def provider(gpu, cublas) -> Iterator[CudaProvider]:
     assert provider.released_allocators == provider.asked_allocators
 
 
-@looped("dtype, fmt", [*itertools.product(numerics.VALUE_DTYPES, ("e4m3", "e5m2"))])
+@looped("dtype, fmt", [*itertools.product(numerics.VALUE_DTYPES, FORMATS)])
 def test_quantize_and_dequantize(provider, dtype, fmt):
     for shape, axis, rounding in (((40, 96), -1, "ceil"), ((3, 40, 48), 1, "floor"), ((5, 37), 1, "even")):
         x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
@@ -74,7 +75,7 @@ def test_embedding_of_indices_on_the_gpu(provider, gpu, index_dtype):
 
 def grouped(provider: CudaProvider, case: Case, kinds: tuple[str, str], dtype: str = "float32", **options: Any) -> Any:
     kind, fmt = kinds
-    if kind in ("e4m3", "e5m2"):
+    if kind in FORMATS:
         op, a = contract.GROUPED_GEMM, case.a
     else:
         op, a = contract.GROUPED_WEIGHT_GEMM, (case.x.astype(numerics.value_dtype(kind)),)
@@ -82,7 +83,10 @@ def grouped(provider: CudaProvider, case: Case, kinds: tuple[str, str], dtype: s
     return provider.run(op, [*a, *case.b, case.experts], dtypes, output_dtype=CODES[dtype], **options)[0]
 
 
-@looped("name, kinds", [*itertools.product(CASES, (("e4m3", "e5m2"), ("e5m2", "e4m3"), ("float32", "e4m3")))])
+GROUPED_KINDS = (("e4m3", "e5m2"), ("e5m2", "e4m3"), ("float32", "e4m3"), ("int8", "int8"), ("float32", "int8"))
+
+
+@looped("name, kinds", [*itertools.product(CASES, GROUPED_KINDS)])
 def test_every_grouped_product(provider, name, kinds):
     case = Case(name, *(kinds if kinds[0] != "float32" else ("e4m3", kinds[1])))
     values = case.x if kinds[0] == "float32" else numpy_nodes.dequantize(*case.a, element_format=kinds[0])
@@ -158,7 +162,7 @@ def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **opti
     x = heavy_tailed(shapes[0], 1) / 64  # float16 has to hold the result
     bias = heavy_tailed(shapes[1][-2:-1], 3) if bias else None
     b = numpy_nodes.quantize(heavy_tailed(shapes[1], 2), element_format=fmt)
-    quantized = kind in ("e4m3", "e5m2")
+    quantized = kind in FORMATS
     a = numpy_nodes.quantize(x, element_format=kind) if quantized else (x.astype(numerics.value_dtype(kind)),)
     if change is not None:
         change(a, b)
@@ -171,10 +175,10 @@ def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **opti
     assert_within(got, expected, bound, f"{shapes} {kinds} {dtype}")
 
 
-X_KINDS = ("float32", "float16", "bfloat16", "e4m3", "e5m2")
+X_KINDS = ("float32", "float16", "bfloat16", *FORMATS)
 
 
-@looped("kinds", [*itertools.product(X_KINDS, ("e4m3", "e5m2"))])
+@looped("kinds", products(X_KINDS))
 def test_gemms(provider, kinds):
     check_gemm(provider, ((2, 3, 96), (5, 96)), kinds, "float32")
     check_gemm(provider, ((2, 1, 3, 96), (4, 5, 96)), kinds, "float16", bias=False)
@@ -212,12 +216,12 @@ def keeping(gpu, cublas) -> Iterator[CudaProvider]:
     assert gpu.allocations == before
 
 
-@looped("kind", X_KINDS)
-def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind):
+@looped("kind, fmt", [*zip(X_KINDS, ("e4m3",) * 5 + ("int8",), strict=True), ("float32", "int8")])
+def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind, fmt):
     def edge(a, b):
         b[1][3] = [0, 1]
 
-    quantized = kind in ("e4m3", "e5m2")
+    quantized = kind in FORMATS
     constants = frozenset({2, 3} if quantized else {1, 2})
     made: list[str] = []
 
@@ -228,7 +232,7 @@ def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind):
     for change, m in itertools.product((None, edge), (3, 70)):
         gpu.start(LEGACY_STREAM)
         keeping.created = created
-        check_gemm(keeping, ((m, 64), (40, 64)), (kind, "e4m3"), "bfloat16", change=change, constants=constants)
+        check_gemm(keeping, ((m, 64), (40, 64)), (kind, fmt), "bfloat16", change=change, constants=constants)
         assert made == ["dequantize"]
         names = [launch.kernel.partition("<")[0] for launch in gpu.launches]
         assert names.count("dequantize") == (quantized and m == 70)

@@ -23,6 +23,7 @@ from mxfp8_ops import contract, cpu, numpy_nodes, ort
 from mxfp8_ops.cuda import build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import loader as cuda_loader
+from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
 
@@ -221,8 +222,27 @@ class TestEverythingTheCpuKernelsDo:
 
 
 for _name, _test in inspect.getmembers(test_ort, inspect.isfunction):
-    if _name.startswith("test_") and _name != "test_gemms_of_int8":  # no CUDA kernel takes INT8 yet
+    if _name.startswith("test_") and _name != "test_gemms_of_int8_with_float8":  # refused, see below
         setattr(TestEverythingTheCpuKernelsDo, _name, staticmethod(_test))
+
+
+@pytest.mark.parametrize("formats", [("int8", "e4m3"), ("e5m2", "int8")])
+def test_a_product_of_int8_with_float8_is_refused_by_name(gpu, formats):
+    """When the session is made: its kernels are compiled then, and there are none."""
+    a, b = (CODES[name] for name in formats)
+    model = onnx_model(
+        [
+            node("MXFP8Quantize", "x", "xe xs", output_dtype=a),
+            node("MXFP8Quantize", "w", "be bs", output_dtype=b),
+            node("MXFP8Gemm", "xe xs be bs", "y"),
+        ],
+        {"x": (contract.FLOAT, [None, 64])},
+        {"y": (contract.FLOAT, None)},
+        w=heavy_tailed((7, 64)),
+    )
+    names = f"{formats[0].upper()} times {formats[1].upper()}"
+    with pytest.raises(Exception, match=f"'the_y': {names} on CUDA; expected INT8 with INT8, or with values; quantize"):
+        ort.session(model, device="cuda-copies")
 
 
 def test_weights_are_copied_once_and_freed_with_the_session(gpu):

@@ -27,9 +27,9 @@ MODELS = {
 }
 NODES = {
     "quantize_rows": "MXFP8Quantize MXFP8NormQuantize MXFP8AddNormQuantize MXFP8GemmQuantize",
-    "gemm_skinny": "MXFP8Gemm MXFP8GemmQuantize",
-    "gemm_grouped": "MXFP8GroupedGemm",
-    "group_rows": "MXFP8GroupedGemm",
+    "gemm_skinny": "MXFP8Gemm MXFP8GemmQuantize MXFP8WeightGemm MXFP8FusedWeightGemm",
+    "gemm_grouped": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
+    "group_rows": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
     "embedding": "MXFP8Embedding",
 }
 """What each kernel is launched for, once a node. MXFP8Attention is a body of standard ops on a GPU."""
@@ -41,12 +41,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
         yield gpu
 
 
+@pytest.mark.parametrize("preset", [None, "mxint8", "mxint8-weight-only"])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_node_runs_on_the_gpu(gpu: Driver, tmp_path: Path, name: str) -> None:
+def test_every_node_runs_on_the_gpu(gpu: Driver, tmp_path: Path, name: str, preset: str | None) -> None:
     recipe, inputs = MODELS[name]
     original = tmp_path / "m.onnx"
     onnx.save(structures.model(name), original)
-    path, _ = mxfp8_graph.rewrite(original, recipe=recipe)
+    path, _ = mxfp8_graph.rewrite(original, recipe=preset or recipe)
     results = []
     for model, device in ((original, "cpu"), (path, "cpu"), (path, "cuda-copies")):
         session = ort.session(model, device=device)

@@ -81,7 +81,7 @@ inline constexpr Dtype kValueDtypes[] = {
 inline constexpr Dtype kElementFormats[] = {
     {MXFP8_E4M3, "float8e4m3fn", "E4M3", 1, {0x1fffff, 0x0, 0x80000}},
     {MXFP8_E5M2, "float8e5m2", "E5M2", 1, {0x1fffff, 0x0, 0x100000}},
-    {MXFP8_INT8, "int8", "", 1, {0x1ffff, 0x0, 0x10000}},
+    {MXFP8_INT8, "int8", "INT8", 1, {0x1ffff, 0x0, 0x10000}},
 };
 inline constexpr Dtype kActivationDtypes[] = {
     {MXFP8_FLOAT32, "float", "F32", 4, {}},

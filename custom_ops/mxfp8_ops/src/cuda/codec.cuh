@@ -11,14 +11,15 @@ constexpr u32 INFINITY_BITS = 0x7f800000u;
 constexpr u32 NAN_BITS = 0x7fffffffu;
 
 // formats.py has these rows too. `wide_shift` moves an element's low seven bits to where bfloat16 has its exponent and
-// mantissa; the result, times 2^(127 - bias), is the element's value, also for subnormal elements.
+// mantissa; the result, times 2^(127 - bias), is the element's value, also for subnormal elements. INT8 has neither:
+// see wide.cuh.
 struct E4M3 {
   static constexpr int parts = 1, mantissa_bits = 3, bias = 7, emax = 8, wide_shift = 4;
   static constexpr u32 max_code = 0x7e, wide_mask = 0x07f007f0u;
   static constexpr u32 special_carry = 0x01010101u;  // carries into bit 7 of a byte whose low bits exceed max_code
   static constexpr u32 first_exact = 3;              // below this code some element * 2^(s - 127) is not a bfloat16
   static constexpr u32 last_fast = 134;              // above this code 2^(s - bias) is not a bfloat16
-  static constexpr bool has_infinity = false, is_element = true;
+  static constexpr bool has_infinity = false, is_element = true, is_integer = false;
 };
 
 struct E5M2 {
@@ -27,7 +28,16 @@ struct E5M2 {
   static constexpr u32 special_carry = 0x04040404u;
   static constexpr u32 first_exact = 10;
   static constexpr u32 last_fast = 142;
-  static constexpr bool has_infinity = true, is_element = true;
+  static constexpr bool has_infinity = true, is_element = true, is_integer = false;
+};
+
+// Two's complement, in units of 2^-6. Every code is a number; -128, which is -2, is read and never written.
+struct INT8 {
+  static constexpr int parts = 1, mantissa_bits = 6, bias = 1, emax = 0;
+  static constexpr u32 max_code = 0x7f, special_carry = 0;
+  static constexpr u32 first_exact = 0;  // a multiple of 2^-133 with 8 significant bits is a bfloat16
+  static constexpr u32 last_fast = 252;  // above this code 4 * 2^(s - 127) is not a bfloat16
+  static constexpr bool has_infinity = false, is_element = true, is_integer = true;
 };
 
 // Dtypes of values. The numbers are onnx.TensorProto.DataType.
@@ -169,6 +179,12 @@ DEVICE float decode_scale(u32 s) { return float_of(s == SCALE_NAN ? NAN_BITS : s
 // Rounds to nearest even, saturating; NaN -> 0x7f; -0 stays -0.
 template <class F>
 DEVICE u32 encode(float x) {
+  if constexpr (F::is_integer) {
+    // The sum has a unit in the last place of 1, so it rounds, and its low bits are two's complement. Of NaN and a
+    // number fminf takes the number, so it comes first.
+    const float saturated = fmaxf(fminf(x, F::max_code * 0x1p-6f), F::max_code * -0x1p-6f);
+    return bits_of(fmaf(saturated, 64.0f, 0x1.8p23f)) & 0xffu;
+  }
   constexpr int shift = 23 - F::mantissa_bits;
   constexpr u32 first_normal = static_cast<u32>(128 - F::bias) << 23;
   // Its unit in the last place is the smallest subnormal element: adding it rounds to a multiple of that.
@@ -186,10 +202,9 @@ template <class F>
 DEVICE u32 encode4(float a, float b, float c, float d) {
 #ifdef HAS_FP8_CONVERSION
   if (F::emax == E4M3::emax) return to_e4m3x2(a, b) | (to_e4m3x2(c, d) << 16);
-  return to_e5m2x2(a, b) | (to_e5m2x2(c, d) << 16);
-#else
-  return encode<F>(a) | (encode<F>(b) << 8) | (encode<F>(c) << 16) | (encode<F>(d) << 24);
+  if (F::emax == E5M2::emax) return to_e5m2x2(a, b) | (to_e5m2x2(c, d) << 16);
 #endif
+  return encode<F>(a) | (encode<F>(b) << 8) | (encode<F>(c) << 16) | (encode<F>(d) << 24);
 }
 
 template <class F>
@@ -217,6 +232,8 @@ DEVICE void write_elements(u8* to, uint4 q, int count) {
 // Value of an element code.
 template <class F>
 DEVICE float decode(u32 q) {
+  // 2^17 has a unit in the last place of 2^-6; q ^ 0x80 is 128 more than the integer.
+  if constexpr (F::is_integer) return float_of(0x48000000u | (q ^ 0x80u)) - (0x1p17f + 2.0f);
   const u32 low = q & 0x7fu, sign = (q & 0x80u) << 24;
   if (low > F::max_code) return float_of(F::has_infinity && low == F::max_code + 1 ? INFINITY_BITS | sign : NAN_BITS);
   return float_of(sign | (low << (23 - F::mantissa_bits))) * float_of(static_cast<u32>(254 - F::bias) << 23);

@@ -69,10 +69,10 @@ DEVICE u16 to_bfloat16(float f) {
   return h;
 }
 
-// Two bfloat16 products, rounded to nearest even, subnormals kept: a * b + -0.
-DEVICE u32 multiply_bf16x2(u32 a, u32 b) {
+// a * b + c for two bfloat16 each, rounded once, to nearest even; subnormals are kept.
+DEVICE u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   u32 y;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(0x80008000u));
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(b), "r"(c));
   return y;
 }
 

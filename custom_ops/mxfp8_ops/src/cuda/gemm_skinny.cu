@@ -22,7 +22,12 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
                 i64 k, i64 y_dtype, i64 splits) {
   constexpr int ROWS = 16 * WARPS;
   const int across = static_cast<int>((n + ROWS - 1) / ROWS), split = static_cast<int>(blockIdx.x) / across;
-  if (split >= splits) return;
+  // With x of elements no register is left for the upper half of `split`, which a comparison of 64 bits would keep.
+  if constexpr (X::is_element) {
+    if (split >= static_cast<int>(splits)) return;
+  } else if (split >= splits) {
+    return;
+  }
   const i64 first_row = static_cast<i64>(static_cast<int>(blockIdx.x) % across) * ROWS;
   multiply_few_rows<X, F, TILES, WARPS, AHEAD>(AllRows(), x, x_scales, b, b_scales, bias, y, m, n, k, y_dtype, splits,
                                                split, first_row);

@@ -39,11 +39,21 @@ struct AllRows {
 };
 
 // Adds the products of `first` <= k < `end` to the lane's sums, in float32.
-template <class X, class F, int TILES, class Rows>
+template <class X, class F, int TILES, int WARPS, class Rows>
 DEVICE void add_exactly(float (&sums)[TILES][4], const Rows& rows_of, const u8* x, const u8* x_scales, const u8* b,
-                        const u8* b_scales, i64 row, i64 m, i64 n, i64 first, i64 end, i64 k, int lane) {
+                        const u8* b_scales, i64 first_row, i64 m, i64 n, i64 first, i64 end, i64 k) {
   // One sum after the other, and nothing prepared ahead: this must not take registers from the loop that calls it.
-  m = opaque(m), k = opaque(k), row = opaque(row);
+  // Where that has none to spare, nothing that it computes is kept for here. Elsewhere this would cost an instruction.
+  constexpr bool SCARCE = TILES >= 4 || F::is_integer;
+  int thread = static_cast<int>(threadIdx.x);
+  if constexpr (SCARCE) {
+    x = opaque(x), x_scales = opaque(x_scales), b = opaque(b), b_scales = opaque(b_scales);
+    n = opaque(n), first_row = opaque(first_row), thread = static_cast<int>(opaque(static_cast<i64>(thread)));
+  }
+  const int lane = thread & 31;
+  i64 row = first_row + (thread >> 5) % WARPS * 16 + (lane >> 2);
+  if constexpr (!SCARCE) row = opaque(row);
+  m = opaque(m), k = opaque(k);
   const i64 rows[2] = {row < n ? row : n - 1, row + 8 < n ? row + 8 : n - 1};  // past the end: summed, never stored
 #pragma unroll
   for (int i = 0; i < TILES; ++i)
@@ -206,7 +216,7 @@ DEVICE void multiply_few_rows(const Rows& rows_of, const u8* __restrict__ x, con
       }
     } else {
       const i64 first = static_cast<i64>(step) * WIDE + deep * STEP, end = first + STEP < k ? first + STEP : k;
-      add_exactly<X, F, TILES>(sums, rows_of, x, x_scales, b, b_scales, row, m, n, first, end, k, lane);
+      add_exactly<X, F, TILES, WARPS>(sums, rows_of, x, x_scales, b, b_scales, first_row, m, n, first, end, k);
     }
   };
 

@@ -3,6 +3,10 @@
 // Bits are moved to where bfloat16 has them (E4M3::wide_shift), and one multiplication by 2^(s - bias) applies the
 // scale. Both are exact for scale codes first_exact..last_fast and elements that are neither NaN nor Inf: `fast_code`
 // and `any_special` check that. Anything else has to be summed in another way.
+//
+// An element q of INT8 is 2 + (q & 0x7f) / 64, less 2, or less 4 where q is negative. Times the scale, both are
+// bfloat16 numbers whose bits need no multiplication: low seven bits and the sign are added to those of 2 * 2^(s -
+// 127), as the mantissa of the one and to the exponent of the other.
 #pragma once
 #include "codec.cuh"
 
@@ -13,22 +17,37 @@ DEVICE bool fast_code(u32 s) {
 
 template <class F>
 DEVICE u32 scale_bf16x2(u32 s) {
-  return (s + 127 - F::bias) * 0x00800080u;  // the exponent fields of both halves
+  return (F::is_integer ? s + 1 : s + 127 - F::bias) * 0x00800080u;  // the exponent fields of both halves
 }
+
+// Two elements of INT8, each in a half of its own, times the scale.
+DEVICE u32 decode_int8_bf16x2(u32 q, u32 scale) {
+  return fma_bf16x2((scale + q) & 0xff80ff80u, 0xbf80bf80u, scale | (q & 0x007f007fu));  // times -1
+}
+
+DEVICE u32 multiply_bf16x2(u32 a, u32 b) { return fma_bf16x2(a, b, 0x80008000u); }  // adds -0
 
 // Elements 2 * PAIR and 2 * PAIR + 1 of four, times the scale.
 template <class F, int PAIR>
 DEVICE u32 decode_bf16x2(u32 w, u32 scale) {
-  const u32 spread = pick_bytes(w, PAIR == 0 ? 0x1404u : 0x3424u);  // each byte to the top of its half
-  return multiply_bf16x2((spread & 0x80008000u) | ((spread >> F::wide_shift) & F::wide_mask), scale);
+  if constexpr (F::is_integer) {
+    return decode_int8_bf16x2(pick_bytes(w, PAIR == 0 ? 0x4140u : 0x4342u), scale);
+  } else {
+    const u32 spread = pick_bytes(w, PAIR == 0 ? 0x1404u : 0x3424u);  // each byte to the top of its half
+    return multiply_bf16x2((spread & 0x80008000u) | ((spread >> F::wide_shift) & F::wide_mask), scale);
+  }
 }
 
 // Elements PAIR and PAIR + 2 of four, times the scale: the same with one shift less for PAIR = 1, whose bytes are in
 // place, and with shifts alone, which more of the cores can do than picking bytes.
 template <class F, int PAIR>
 DEVICE u32 decode_apart_bf16x2(u32 w, u32 scale) {
-  const u32 spread = PAIR == 0 ? w << 8 : w, moved = PAIR == 0 ? w << (8 - F::wide_shift) : w >> F::wide_shift;
-  return multiply_bf16x2((spread & 0x80008000u) | (moved & F::wide_mask), scale);
+  if constexpr (F::is_integer) {
+    return decode_int8_bf16x2(pick_bytes(w, PAIR == 0 ? 0x4240u : 0x4341u), scale);
+  } else {
+    const u32 spread = PAIR == 0 ? w << 8 : w, moved = PAIR == 0 ? w << (8 - F::wide_shift) : w >> F::wide_shift;
+    return multiply_bf16x2((spread & 0x80008000u) | (moved & F::wide_mask), scale);
+  }
 }
 
 // Whether one of 16 elements is NaN or Inf.

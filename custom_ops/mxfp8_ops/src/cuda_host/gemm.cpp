@@ -15,12 +15,11 @@ const Kernel kSwizzleScales("swizzle_scales", {});
 const Kernel kFinish("finish", {flag()});                                          // ragged
 const Kernel kBfloat16Parts("bfloat16_parts", {kinds_from(kF32, kBF16), flag()});  // ragged
 const Kernel kTile("tile", {kinds_from(kBF16), flag()});                           // paired
-const Kernel kGemmFloat32("gemm_float32", {kinds_from(0), formats()});
+const Kernel kGemmFloat32("gemm_float32", {products()});
 // 64-row blocks - 1 (+ 2: paired), or 4: two blocks a multiprocessor.
 const Kernel kGemmFused("gemm_fused", {formats(), {"1", "2", "1, true", "2, true", "1, true, 2"}});
 // 2 log2(tiles of 8 rows of x) + 1 if few warps share x, or 8: two tiles, four steps ahead.
-const Kernel kGemmSkinny("gemm_skinny",
-                         {kinds_from(0), formats(), {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2", "2, 4, 4"}});
+const Kernel kGemmSkinny("gemm_skinny", {products(), {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2", "2, 4, 4"}});
 
 constexpr int64_t kPartsBytes = 256 << 20;  // most bytes of the sums of parts; it limits the rows of x in a slice
 
@@ -92,7 +91,7 @@ class GemmPlanner {
   void skinny(const Product& p, const SkinnyCut& cut) {
     const Product to = into_sums(p, cut.splits);
     const int shape = cut.four_ahead ? 8 : 2 * cut.tiles_log2 + cut.few;
-    const int instance = kGemmSkinny({p.x.kind, format_choice(p.b.kind), shape});
+    const int instance = kGemmSkinny({product_choice(p.x.kind, p.b.kind), shape});
     steps_.launch(instance, cut.splits * cut.blocks,
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits});
     if (cut.splits > 1) finish(p, {to.y, cut.splits});
@@ -175,7 +174,7 @@ class GemmPlanner {
   // that have nothing to do are gone.
   void float32(const Product& p, Argument only_if = 0, int64_t blocks_each = 4) {
     const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
-    steps_.launch(kGemmFloat32({p.x.kind, format_choice(p.b.kind)}), std::min(tiles, blocks_each * place_.processors),
+    steps_.launch(kGemmFloat32({product_choice(p.x.kind, p.b.kind)}), std::min(tiles, blocks_each * place_.processors),
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, p.y_dtype, only_if});
   }
 
@@ -319,20 +318,19 @@ Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
 
 std::vector<int> gemm_kernels(int64_t x_kind, int64_t b_kind, bool cublas) {
   const Kind x = kind_of(x_kind), b = element_kind(b_kind);
-  const int f = format_choice(b);
   std::vector<int> numbers;
   kFinish.append(&numbers, {Kernel::kAny});
   for (const Kind kind : {x, kBF16}) {
     if (kind != x && parts_of(x) == 1) continue;  // only float32 and float16 have parts
-    kGemmFloat32.append(&numbers, {kind, f});
-    kGemmSkinny.append(&numbers, {kind, f, Kernel::kAny});
+    kGemmFloat32.append(&numbers, {product_choice(kind, b)});
+    kGemmSkinny.append(&numbers, {product_choice(kind, b), Kernel::kAny});
   }
   if (parts_of(x) > 1) {
     kBfloat16Parts.append(&numbers, {x, Kernel::kAny});
     kBfloat16Rounded.append(&numbers, {x, Kernel::kAny});
   }
   if (!cublas) return numbers;
-  kDequantize.append(&numbers, {kBF16, f, true, Kernel::kAny});
+  kDequantize.append(&numbers, {kBF16, format_choice(b), true, Kernel::kAny});
   if (is_element(x) && x != b) kDequantize.append(&numbers, {kBF16, format_choice(x), true, Kernel::kAny});
   return numbers;
 }

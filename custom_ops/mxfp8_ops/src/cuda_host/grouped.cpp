@@ -8,7 +8,7 @@ namespace mxfp8::cuda {
 namespace {
 
 const Kernel kGroupRows("group_rows", {});
-const Kernel kGemmGrouped("gemm_grouped", {kinds_from(0), formats(), {"1", "2", "4", "8"}});  // tiles of 8 rows of x
+const Kernel kGemmGrouped("gemm_grouped", {products(), {"1", "2", "4", "8"}});  // tiles of 8 rows of x
 
 mxfp8_cuda_grouped checked(const mxfp8_cuda_grouped* request) {
   mxfp8_cuda_grouped g = not_null("grouped", request);
@@ -78,7 +78,7 @@ Plan plan(const mxfp8_cuda_grouped& g) {
   steps.launch(kGroupRows({}), g.count + 2,
                {g.experts, places, at, rows, g.count, tokens, g.middle, g.inner, g.x_outer, g.x_middle, g.x_inner,
                 g.e_outer, g.e_middle, g.e_inner});
-  steps.launch(kGemmGrouped({x_kind, format_choice(element_kind(g.b_kind)), log2}), volume({slots, blocks}),
+  steps.launch(kGemmGrouped({product_choice(x_kind, element_kind(g.b_kind)), log2}), volume({slots, blocks}),
                {x, g.x_scales, g.b, g.b_scales, g.y, places, at, g.count, g.n, g.k, row_of(value_kind(g.y_dtype)).code,
                 slots, whole});
   return steps.finished();
@@ -88,10 +88,10 @@ template <>
 std::vector<int> kernels<mxfp8_cuda_grouped>(int64_t x_kind, int64_t b_kind) {
   std::vector<int> numbers = {kGroupRows({})};
   const Kind x = kind_of(x_kind);
-  kGemmGrouped.append(&numbers, {x, format_choice(element_kind(b_kind)), Kernel::kAny});
+  kGemmGrouped.append(&numbers, {product_choice(x, element_kind(b_kind)), Kernel::kAny});
   if (parts_of(x) == 1) return numbers;
   kBfloat16Rounded.append(&numbers, {x, Kernel::kAny});
-  kGemmGrouped.append(&numbers, {kBF16, format_choice(element_kind(b_kind)), Kernel::kAny});
+  kGemmGrouped.append(&numbers, {product_choice(kBF16, element_kind(b_kind)), Kernel::kAny});
   return numbers;
 }
 

@@ -44,6 +44,8 @@ struct Catalog {
 
 namespace {
 
+bool multiplies(Kind x, Kind b) { return !is_element(x) || (x == kINT8) == (b == kINT8); }
+
 const Catalog& catalog() {
   static const Catalog kernels;
   return kernels;
@@ -57,6 +59,28 @@ Axis kinds_from(Kind begin, Kind end) {
   Axis names;
   for (Kind kind = begin; kind < end; ++kind) names.push_back(row_of(kind).cuda);
   return names;
+}
+
+Axis products() {
+  Axis names;
+  for (Kind x = 0; x < kKinds; ++x) {
+    for (Kind b = kValueKinds; b < kKinds; ++b) {
+      if (multiplies(x, b)) names.push_back(std::string(row_of(x).cuda) + ", " + row_of(b).cuda);
+    }
+  }
+  return names;
+}
+
+int product_choice(Kind x, Kind b) {
+  if (!multiplies(x, b)) {
+    throw Error(MXFP8_BAD_ARGUMENT, std::string(row_of(x).cuda) + " times " + row_of(b).cuda + " on CUDA",
+                "INT8 with INT8, or with values", "quantize both to one format, or use the CPU kernels");
+  }
+  int choice = 0;
+  for (Kind i = 0; i <= x; ++i) {
+    for (Kind j = kValueKinds; j < (i < x ? kKinds : b); ++j) choice += multiplies(i, j);
+  }
+  return choice;
 }
 
 Kernel::Kernel(const char* name, std::vector<Axis> axes) : name_(name), axes_(std::move(axes)) {

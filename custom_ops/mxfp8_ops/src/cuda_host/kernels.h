@@ -14,6 +14,11 @@ Axis flag();                                     // false, true
 Axis kinds_from(Kind begin, Kind end = kKinds);  // of contract.h
 inline Axis values() { return kinds_from(0, kValueKinds); }
 inline Axis formats() { return kinds_from(kValueKinds); }
+Axis products();  // kinds of x and b that are multiplied, as two parameters
+
+// Which of `products` it is. Throws Error for elements of INT8 with those of another format: no kernel is made for
+// them.
+int product_choice(Kind x, Kind b);
 
 // A kernel: a constant of the file that plans its launches, which adds it to the catalogue.
 class Kernel {

@@ -11,13 +11,7 @@ namespace mxfp8::cuda {
 
 // Position of a dtype among kValueDtypes, then kElementFormats: its bit in mxfp8_cuda_route, and how kernels.h counts.
 using Kind = int;
-// Formats without a name in CUDA are the last rows: no kernel there takes them.
-constexpr int cuda_formats() {
-  int count = 0;
-  for (const Dtype& format : kElementFormats) count += format.cuda[0] != 0;
-  return count;
-}
-constexpr int kValueKinds = int(std::size(kValueDtypes)), kKinds = kValueKinds + cuda_formats();
+constexpr int kValueKinds = int(std::size(kValueDtypes)), kKinds = kValueKinds + int(std::size(kElementFormats));
 
 constexpr const Dtype& row_of(Kind kind) {
   return kind < kValueKinds ? kValueDtypes[kind] : kElementFormats[kind - kValueKinds];
@@ -29,14 +23,13 @@ constexpr Kind kind_of(int64_t code) {
   for (Kind kind = 0; kind < kKinds; ++kind) {
     if (row_of(kind).code == code) return kind;
   }
-  throw Error(MXFP8_BAD_ARGUMENT, "dtype " + std::to_string(code) + " on CUDA",
-              "float32, float16, bfloat16, or elements of E4M3 or E5M2", "use the CPU kernels");
+  throw Error(MXFP8_BAD_ARGUMENT, "dtype " + std::to_string(code), "a code of mxfp8_ops.h", "report this as a bug");
 }
 Kind value_kind(int64_t dtype);
 Kind element_kind(int64_t format);
 
 constexpr Kind kF32 = kind_of(MXFP8_FLOAT32), kF16 = kind_of(MXFP8_FLOAT16), kBF16 = kind_of(MXFP8_BFLOAT16),
-               kE4M3 = kind_of(MXFP8_E4M3);
+               kE4M3 = kind_of(MXFP8_E4M3), kINT8 = kind_of(MXFP8_INT8);
 
 // How many rows of bfloat16 a row of x is.
 inline int64_t parts_of(Kind kind) { return kind == kF32 ? 3 : kind == kF16 ? 2 : 1; }

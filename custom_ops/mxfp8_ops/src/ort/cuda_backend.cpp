@@ -147,7 +147,13 @@ class CudaBackend : public Backend {
 
 Executor executor(const Overload& node, const Gpu& gpu) {
   const bool cublas = node.device == Device::kCuda && gpu.knows_cublas();
-  return Executor(gpu, implementation(node.op)->cuda_kernels(node, cublas));
+  std::vector<int> kernels;
+  try {
+    kernels = implementation(node.op)->cuda_kernels(node, cublas);
+  } catch (const Error& error) {  // there are none for these operands
+    throw CudaError(gpu.where() + ": " + error.what());
+  }
+  return Executor(gpu, kernels);
 }
 
 std::optional<Tensor> constant(const OrtKernelInfo* info, size_t index) {
