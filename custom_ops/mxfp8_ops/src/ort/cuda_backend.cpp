@@ -1,6 +1,7 @@
 // The nodes on the CUDA execution provider: in its memory and on its stream.
 #include "cuda_backend.h"
 
+#include "../error.h"
 #include "node_kernel.h"
 
 namespace mxfp8::ort {
