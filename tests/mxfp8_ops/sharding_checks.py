@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mxfp8_ops.torch_ops.sharding  # noqa: F401
 from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.torch_ops.grouped import groups
 
 OPS = torch.ops.mxfp8
 R, S = Replicate(), Shard
+ENDS = torch.tensor([8, 8, 40, 60])
 
 
 def mesh() -> DeviceMesh:
@@ -50,9 +52,14 @@ def calls(name: str) -> Iterator[tuple[Tensor | None, ...]]:
             "weight_gemm": [(x, *packed, bias), (x[:1], *stack)],
             "embedding": [(torch.arange(32).view(4, 8) - 5, *packed)],
             "grouped_gemm": [
-                (codes[0][0], codes[1][0], *stack, torch.tensor([8, 8, 40, 60])),
+                (codes[0][0], codes[1][0], *stack, ENDS),
                 (x[0], None, *stack, torch.tensor([0, 30, 40, 64])),
             ],
+            "quantize_groups": [(x[0], ENDS)],
+            "grouped_wgrad": [
+                (*OPS.quantize_groups(x[1, :, :64], ENDS), *OPS.quantize_groups(x[0], ENDS), ENDS),
+            ],
+            "grouped_linear_train": [(x[0], values(4, 64, size, seed=3), ENDS)],
             "linear_train": [(x, weight, bias)],
             "linear_packed": [(x, *packed, bias)],
             "product": [(x, weight)],
@@ -86,6 +93,10 @@ def bound_of(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
     """Returns the exact result of a product, and by how much any float32 sum of the same terms differs from it."""
     if name == "grouped_gemm":
         return bound_of_groups(*args)
+    if name == "grouped_linear_train":
+        return bound_of_groups(*OPS.quantize(args[0]), *OPS.quantize(args[1]), args[2])
+    if name == "grouped_wgrad":
+        return bound_of_wgrad(*args)
     at = {"gemm": 2, "weight_gemm": 1, "linear_packed": 1, "linear_train": 1, "product": 1}.get(name)
     if at is None:
         return None
@@ -99,11 +110,20 @@ def bound_of(name: str, args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
 
 def bound_of_groups(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, ends: Tensor) -> Any:
     x, weights = a if a_scales is None else OPS.dequantize(a, a_scales), OPS.dequantize(b, b_scales)
-    groups = [
+    bounds = [
         bound_of("weight_gemm", (rows, *OPS.quantize(w)))
         for rows, w in zip(torch.tensor_split(x, ends), [*weights, torch.zeros_like(weights[0])], strict=True)
     ]
-    return [torch.cat(each) for each in zip(*groups, strict=True)]
+    return [torch.cat(each) for each in zip(*bounds, strict=True)]
+
+
+def bound_of_wgrad(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, ends: Tensor) -> Any:
+    exact, bound = torch.zeros(2, len(ends), a.shape[0], b.shape[0], dtype=torch.float64)
+    for expert, rows, blocks in groups("test", ends, a.shape[1]):
+        dy, x = (OPS.dequantize(codes[:, rows], scales[:, blocks]) for codes, scales in ((a, a_scales), (b, b_scales)))
+        exact[expert] = dy.double() @ x.double().mT
+        bound[expert] = torch.from_numpy(numpy_nodes.gemm_error_bound(dy.numpy(), x.numpy()))
+    return exact, bound
 
 
 def sums_of_bfloat16_are_float32() -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from mxfp8_ops import checks, contract
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE
-from mxfp8_ops.torch_ops import LIBRARY, packed, train_product, training
+from mxfp8_ops.torch_ops import LIBRARY, grouped_training, packed, train_product, training
 
 EQUATIONS: Final[Mapping[str, str]] = {
     "quantize": "* -> *, *",
@@ -39,6 +39,8 @@ EQUATIONS: Final[Mapping[str, str]] = {
     "weight_gemm": "...mk, ...nk, ...nK, +n -> ...mn",
     "embedding": "..., vd, vD -> ...d",
     "grouped_gemm": "sk, sK, enk, enK, e -> sn",
+    "quantize_groups": "sk, e -> ks, kt",
+    "grouped_wgrad": "ns, nt, ks, kt, e -> enk",
 }
 """Axes of the operands and results of an op. A capital is an axis of scales: K has one for each block along k. "+" is
 an operand that is added to the sum. "*" is a tensor of any rank, with its blocks along the argument `axis`."""
@@ -47,11 +49,12 @@ MADE_OF_OTHERS: Final[Mapping[str, Callable[..., Any]]] = {
     "linear_train": training.linear_train,
     "linear_packed": packed.linear_packed,
     "product": train_product.product,
+    "grouped_linear_train": grouped_training.grouped_linear_train,
 }
 """Ops that run as those they are made of."""
 
-_WHOLE: Final = frozenset("vse")
-"""Axes that are never sharded: indices, and the ends of groups, count along them."""
+_WHOLE: Final = frozenset("vset")
+"""Axes that are never sharded: indices and the ends of groups count along them, and "t" has the blocks of groups."""
 
 Axes = tuple[str, ...]
 Placements = tuple[Placement, ...]
