@@ -1,6 +1,7 @@
 # make demo   set up, rewrite a real model, verify it and print the result
 # make test   the product's tests   make check  lint, types, layers        make bench  benchmarks
 # make test-tools  developers' tooling   make samples  the shell blocks of samples   make test-slow  what takes minutes
+# make test-processes  training and inference in several processes
 # make test-isas  the kernels on every instruction set   make test-cuda  slow tests of CUDA   make test-exports  models exported
 #                 again and compared with the committed ones
 # make mutants    changes the product in 150 places and counts which changes `make test` notices (an hour or two)
@@ -23,7 +24,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -43,13 +44,16 @@ demo: $(VENV)/.installed
 
 # The tiers of tests; docs/contributing.md says what is in each. .ci/tiers.py chooses among them by what changed.
 PYTEST := $(BIN)/python -m pytest
-QUICK := not slow and not gpu and not tools and not samples
+QUICK := not slow and not gpu and not tools and not samples and not processes
 
 test: $(VENV)/.installed
 	$(PYTEST) -m '$(QUICK)' -n 2 --dist loadfile --no-loadscope-reorder
 
 test-tools: $(VENV)/.installed
 	$(PYTEST) -m 'tools and not slow and not gpu' -n 2 --dist loadfile
+
+test-processes: $(VENV)/.installed
+	$(PYTEST) -m 'processes and not slow and not gpu' -n 2 --dist loadfile
 
 samples: $(VENV)/.installed
 	$(PYTEST) -m 'samples and not slow and not gpu' tests/test_documentation.py

@@ -13,9 +13,18 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 KERNELS = "custom_ops/mxfp8_ops/src/cpu/"
 TOOLS = ("fuzz/", "mutants/", "faults.py", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py", "test_faults.py")
+PROCESSES = (
+    "mxfp8_graph/distributed/",
+    "mxfp8_graph/torch_program/",
+    "tests/mxfp8_graph/distributed_",
+    "tests/mxfp8_graph/test_distributed",
+    "tests/mxfp8_graph/test_tensor_parallel",
+    "tests/mxfp8_ops/test_torch_sharding",
+)
 
 TIERS = {
     "test-tools": ("benchmarks/", ".ci/", *(f"tests/{name}" for name in TOOLS)),
+    "test-processes": (*PROCESSES, "custom_ops/mxfp8_ops/torch_ops/"),
     "samples": ("samples/", "mxfp8_graph/cli/"),
     "test-isas": (KERNELS, "tests/mxfp8_ops/", "custom_ops/CMakeLists.txt"),
     "test-exports": ("tests/structures", "constraints.txt"),

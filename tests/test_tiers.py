@@ -22,6 +22,7 @@ pytestmark = pytest.mark.tools
         ("README.md", []),
         ("mxfp8_graph/policy/plan.py", []),
         ("custom_ops/mxfp8_ops/src/cpu/kernels/codec.h", ["test-isas"]),
+        ("mxfp8_graph/distributed/fsdp.py", ["test-processes"]),
         ("samples/02_recipe/README.md", ["samples"]),
         ("tests/fuzz/run.py", ["test-tools"]),
         ("constraints.txt", ["test-exports"]),

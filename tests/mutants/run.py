@@ -28,7 +28,7 @@ from mutants.points import Mutant, mutants, mutated_cpp, sample
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
-TIER = "not slow and not gpu and not tools and not samples"
+TIER = "not slow and not gpu and not tools and not samples and not processes"
 """Which tests `make test` runs."""
 
 AREAS = {

@@ -23,6 +23,8 @@ from torch.nn import functional as F  # noqa: E402, N812
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import distributed  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 SAMPLE = Path(__file__).parents[2] / "samples/13_many_processes/train.py"
 
 

@@ -18,6 +18,8 @@ from test_torch_experts_training import TOKENS, mixtral  # noqa: E402
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.distributed import ExpertReport  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[ProcessPool]:

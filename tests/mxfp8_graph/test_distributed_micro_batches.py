@@ -9,6 +9,8 @@ torch = pytest.importorskip("torch")
 import micro_batch_checks as checks  # noqa: E402
 from process_pool import ProcessPool  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 
 def test_sharded_weights_are_quantized_once_per_step_with_the_same_bits() -> None:
     with ProcessPool(2) as two:

@@ -14,6 +14,8 @@ if not torch.distributed.is_available():
 import tensor_parallel_checks as checks  # noqa: E402
 from process_pool import ProcessPool  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 PRESETS = ["mxfp8", "mxfp8-weight-only", "mxint8"]
 
 

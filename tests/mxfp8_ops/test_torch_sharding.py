@@ -18,6 +18,8 @@ from process_pool import ProcessPool  # noqa: E402
 
 from mxfp8_ops.torch_ops import OPS, sharding  # noqa: E402
 
+pytestmark = pytest.mark.processes
+
 NAMES = [op.name for op in OPS]
 
 
