@@ -9,6 +9,7 @@ products.py         the products in the graphs of a module, and what stands agai
 experts.py          experts of a module in the processes that hold them
 routes.py           the rows of experts, sent to those processes in MXFP8 and back
 memory.py           bytes that a process holds and receives, from shapes
+patterns.py         patterns for the names of modules and tensors
 """
 
 from mxfp8_graph.distributed.experts import ExpertReport, expert_parallel

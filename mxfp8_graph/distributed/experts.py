@@ -15,7 +15,7 @@ combine.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -68,7 +68,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
 
     Args:
         module: of a program that `mxfp8_graph.rewrite(..., training=True)` returned: `tuned.module()`, or
-            `torch.export.unflatten(tuned)`.
+            `distributed.module(tuned)`.
         mesh: of one dimension, the processes to share experts.
 
     Returns:
@@ -81,7 +81,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
     if mesh.ndim != 1:
         advice = 'pass one of its dimensions, such as mesh["experts"]'
         raise ContractError(_WHERE, f"a mesh of {mesh.ndim} dimensions", expected="one dimension", advice=advice)
-    regions = [(each, region) for each, graph in _graphs(module) for region in _regions(graph)]
+    regions = [(each, region) for _, each, graph in internals.graphs(module) for region in _regions(graph)]
     if not regions:
         advice = "pass the module of what mxfp8_graph.rewrite(..., training=True) returned"
         raise ContractError(_WHERE, f"the module has no {_TRAIN}", expected="experts to train", advice=advice)
@@ -102,17 +102,10 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
         for stored in dict.fromkeys(map(_stored, products)):
             _shard(owner, stored, mesh)
         _send(products, mesh.get_group().group_name)
-    for each, _ in _graphs(module):
+    for _, each, _ in internals.graphs(module):
         if isinstance(each, GraphModule):
             each.recompile()
     return ExpertReport(held)
-
-
-def _graphs(module: nn.Module) -> Iterator[tuple[nn.Module, Graph]]:
-    for each in module.modules():
-        graph = each.graph if isinstance(each, GraphModule) else each.__dict__.get("graph")
-        if isinstance(graph, Graph):
-            yield each, graph
 
 
 def _regions(graph: Graph) -> list[list[Node]]:
@@ -158,7 +151,7 @@ def _keeps_rows(owner: nn.Module, node: Node) -> bool:
     """Whether a node computes each row of its result from the same row of its operands, whatever their number."""
     if node.op == "call_module":  # an activation that is a module of its own, of an unflattened program
         inner = owner.get_submodule(str(node.target))
-        graphs = [graph for each, graph in _graphs(inner) if each is inner]
+        graphs = [graph for _, each, graph in internals.graphs(inner) if each is inner]
         compute = [each for graph in graphs for each in graph.nodes if each.op not in {"placeholder", "output"}]
         return bool(graphs) and all(_keeps_rows(inner, each) for each in compute)
     if internals.op_name(node) in _LAST_AXIS:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from mxfp8_graph.distributed.patterns import leading
 from mxfp8_graph.distributed.weights import ShardedWeight
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops.errors import ContractError
@@ -90,18 +90,9 @@ def _check(module: nn.Module) -> None:
     advice = "pass what mxfp8_graph.distributed.module(tuned) returned"
     if any(isinstance(each, FSDPModule) for each in module.modules()):
         raise ContractError(_WHERE, "the module is sharded already", expected="one that is not", advice=advice)
-    if isinstance(module, torch.fx.GraphModule) or not list(_graphs(module)):
+    if isinstance(module, torch.fx.GraphModule) or not list(internals.graphs(module)):
         what = f"a {type(module).__name__}, which calls no submodules of a program"
         raise ContractError(_WHERE, what, expected="the module of a program with its submodules", advice=advice)
-
-
-def _graphs(module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
-    """Yields (name, submodule, its graph) of all that have one."""
-    for name, each in module.named_modules():
-        # Not getattr: a checkpoint_wrapper has the attributes of the module inside.
-        graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
-        if isinstance(graph, Graph):
-            yield _clean(name), each, graph
 
 
 def _clean(name: str) -> str:
@@ -111,18 +102,15 @@ def _clean(name: str) -> str:
 def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """Returns the submodules that match the pattern, and that the graph calls: hooks of others never run."""
     called = {
-        ".".join(filter(None, (name, str(node.target))))
-        for name, _, graph in _graphs(module)
+        _clean(f"{name}.{node.target}".removeprefix("."))
+        for name, _, graph in internals.graphs(module)
         for node in graph.nodes
         if node.op == "call_module"
     }
-    parts = pattern.split(".")
     matched: dict[str, nn.Module] = {}
     for name, each in module.named_modules():
         clean = _clean(name).removesuffix("." + internals.CHECKPOINT_PREFIX[:-1])
-        names = clean.split(".")
-        fits = len(names) == len(parts) and all(map(fnmatchcase, names, parts))
-        if fits and clean in called:
+        if clean in called and leading(clean, pattern) == clean:
             matched.setdefault(clean, each)  # the wrapper comes before what it wraps
     if not matched:
         what = f"blocks={pattern!r} matches no submodule that the program calls"
@@ -136,7 +124,7 @@ def _wrap_weights(
 ) -> dict[str, str]:
     """Wraps the weights to gather in MXFP8; returns for each parameter why it is not, or nothing."""
     reads: dict[int, list[tuple[Node, Node]]] = {}
-    for _, owner, graph in _graphs(module):
+    for _, owner, graph in internals.graphs(module):
         for node in graph.nodes:
             if node.op == "get_attr":
                 value = operator.attrgetter(str(node.target))(owner)
@@ -229,7 +217,7 @@ def _with_local(tensor: Tensor, change: Any) -> Tensor:
 
 def _leave_meta(module: nn.Module, device: str) -> None:
     """Makes ops that create tensors on the meta device, where the model was exported, create them on `device`."""
-    for _, _, graph in _graphs(module):
+    for _, _, graph in internals.graphs(module):
         for node in graph.nodes:
             if str(node.kwargs.get("device")) == "meta":
                 node.update_kwarg("device", torch.device(device))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from torch.export import ExportedProgram
 
+from mxfp8_graph.distributed.patterns import leading
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
@@ -34,9 +34,9 @@ class MemoryReport:
     root: tuple[int, int]
     """Parameters outside of the blocks, gathered from their first use to the end of the step."""
     received: tuple[int, int]
-    """Of parameters, from the other processes in a step: blocks for the forward and for the backward pass."""
+    """Parameters that other processes send in a step: those of blocks twice, for the forward and the backward pass."""
     reduced: int
-    """Of gradients, from the other processes in a step."""
+    """Gradients that other processes send in a step."""
 
     def __str__(self) -> str:
         """Returns a table in GB (10^9 bytes)."""
@@ -118,6 +118,5 @@ def _codes(tuned: ExportedProgram, processes: int) -> dict[str, int]:
 
 def _block_of(name: str, blocks: str) -> str:
     """Returns the block that a parameter belongs to, or the root."""
-    patterns, parts = blocks.split("."), name.split(".")
-    inside = len(parts) > len(patterns) and all(map(fnmatchcase, parts, patterns))
-    return ".".join(parts[: len(patterns)]) if inside else _ROOT
+    block = leading(name, blocks)
+    return _ROOT if block in {None, name} else str(block)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops import contract
@@ -76,26 +76,20 @@ def _cut(reader: Node, n: int, world: int) -> str | None:
     return None
 
 
-def graphs(module: nn.Module) -> Iterator[tuple[str, nn.Module, Graph]]:
-    """Yields (prefix of names, submodule, graph) of each module that runs one."""
-    for path, each in module.named_modules():
-        graph = getattr(each, "graph", None)
-        if isinstance(graph, Graph):
-            yield f"{path}." if path else "", each, graph
-
-
 def find(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Product]:
     """Returns the products of which a tensor of the module is the weight; `tensors` are all of them by name."""
     callers: dict[int, list[Node]] = defaultdict(list)
     users: dict[int, set[Node]] = defaultdict(set)
-    for prefix, owner, graph in graphs(module):
+    for path, owner, graph in internals.graphs(module):
+        prefix = f"{path}." if path else ""
         for node in graph.nodes:
             if node.op == "call_module":
                 callers[id(owner.get_submodule(str(node.target)))].append(node)
             elif node.op == "get_attr" and (tensor := tensors.get(prefix + str(node.target))) is not None:
                 users[id(tensor)].update(_readers(node))
     products = []
-    for prefix, owner, graph in graphs(module):
+    for path, owner, graph in internals.graphs(module):
+        prefix = f"{path}." if path else ""
         for node in graph.nodes:
             stored = [_stored(internals.argument(node, name)) for name in _WEIGHTS.get(internals.op_name(node), ())]
             weights = tuple(prefix + str(at.target) for at, _ in filter(None, stored))

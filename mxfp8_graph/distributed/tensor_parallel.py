@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
 import torch
@@ -25,7 +24,9 @@ from torch.utils import _pytree as pytree
 
 import mxfp8_ops.torch_ops.sharding  # noqa: F401 - registers how ops run on DTensors, as does aten_rules
 from mxfp8_graph.distributed import aten_rules  # noqa: F401
-from mxfp8_graph.distributed.products import Product, find, graphs
+from mxfp8_graph.distributed.patterns import leading
+from mxfp8_graph.distributed.products import Product, find
+from mxfp8_graph.torch_program import internals
 from mxfp8_ops.errors import ContractError
 
 _WHERE: Final = "parallelize"
@@ -132,8 +133,7 @@ def _planned(products: list[Product], plan: Mapping[str, str]) -> Iterator[tuple
 
 def _matches(name: str, pattern: str) -> bool:
     """Whether a pattern names a tensor, or the module that it is in."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) - len(wanted) in {0, 1} and all(map(fnmatchcase, parts, wanted))
+    return leading(name, pattern) in {name, name.rpartition(".")[0]}
 
 
 def _split(product: Product, word: str, tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
@@ -173,7 +173,7 @@ class _Distribute(nn.Module):
 
 def _distribute_created(module: nn.Module, mesh: DeviceMesh) -> None:
     """Makes DTensors of the tensors that graphs create, such as masks: torch refuses to combine the two kinds."""
-    for _, owner, graph in [*graphs(module)]:
+    for _, owner, graph in [*internals.graphs(module)]:
         for node in [*graph.nodes]:
             inputs = pytree.tree_leaves([each.meta.get("val") for each in node.all_input_nodes])
             creates = node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)

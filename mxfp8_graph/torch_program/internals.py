@@ -208,6 +208,15 @@ def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
+def graphs(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.fx.Graph]]:
+    """Yields (name, submodule, its graph) of the submodules that run one, those of `unflatten` among them."""
+    for name, each in module.named_modules():
+        # Not getattr: a checkpoint_wrapper has the attributes of the module inside.
+        graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
+        if isinstance(graph, torch.fx.Graph):
+            yield name, each, graph
+
+
 def in_backward() -> bool:
     """Whether the engine of autograd runs a backward pass in this thread.
 

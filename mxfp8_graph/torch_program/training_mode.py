@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from mxfp8_graph.torch_program import internals
 
@@ -19,9 +19,8 @@ _FLAGS: Final = {"train": False, "training": False, "dropout_p": 0.0}
 
 def switches(module: torch.nn.Module) -> Iterator[tuple[Node, str, Any]]:
     """Yields (node, name of the argument, its value) of each call that differs between the modes."""
-    for each in module.modules():
-        graph: Any = getattr(each, "graph", None)
-        for node in graph.nodes if isinstance(graph, Graph) else ():
+    for _, _, graph in internals.graphs(module):
+        for node in graph.nodes:
             # A dropout of probability 0 is the same in both modes.
             drops = internals.argument(node, "p", 1) and internals.argument(node, "dropout", 1)
             # Normalizations that keep no statistics use the batch's in both modes.
