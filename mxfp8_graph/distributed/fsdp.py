@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from mxfp8_graph.torch_program import internals
 from mxfp8_ops.errors import ContractError
 
 _WHERE = "distributed.shard"
+_ROOT = "the root"
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def shard(
     _check(module)
     matched = _blocks(module, blocks)
     _leave_meta(module, mesh.device_type)
-    reasons = _wrap_weights(module, mesh, matched, gather, reshard_after_forward)
+    reasons = _wrap_weights(module, gathers(module, matched, mesh.size(mesh.ndim - 1)), gather, reshard_after_forward)
     policy = mp_policy or MixedPrecisionPolicy()
     for block in matched.values():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
@@ -119,34 +120,46 @@ def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     return matched
 
 
-def _wrap_weights(
-    module: nn.Module, mesh: DeviceMesh, blocks: Mapping[str, nn.Module], gather: str, reshard: bool
-) -> dict[str, str]:
-    """Wraps the weights to gather in MXFP8; returns for each parameter why it is not, or nothing."""
+@dataclass(frozen=True)
+class Gather:
+    """How a parameter is gathered."""
+
+    why: str
+    """Why not in MXFP8; empty if it is."""
+    block: str
+    """The block that it is gathered with, or "the root"."""
+    scale_rounding: str = ""
+    """With which it is quantized."""
+
+
+def gathers(module: nn.Module, blocks: Collection[str], processes: int) -> dict[str, Gather]:
+    """Returns how FSDP2 gathers each parameter of a module with these blocks; names are those without wrappers.
+
+    Raises:
+        ContractError: parameters are tied that different blocks have.
+    """
     reads: dict[int, list[tuple[Node, Node]]] = {}
     for _, owner, graph in internals.graphs(module):
         for node in graph.nodes:
             if node.op == "get_attr":
                 value = operator.attrgetter(str(node.target))(owner)
                 reads.setdefault(id(value), []).extend((node, user) for user in node.users)
+    parameters: dict[int, nn.Parameter] = {}
     names: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameters[id(parameter)] = parameter
         names.setdefault(id(parameter), []).append(_clean(name))
-    reasons = {}
-    for name, parameter in list(module.named_parameters()):
-        users, (first, *ties) = reads.get(id(parameter), []), names[id(parameter)]
-        homes = {
-            next((block for block in blocks if each.startswith(f"{block}.")), "the root") for each in (first, *ties)
-        }
+    result = {}
+    for key, (first, *ties) in names.items():
+        users = reads.get(key, [])
+        homes = {next((block for block in blocks if each.startswith(f"{block}.")), _ROOT) for each in (first, *ties)}
         if len(homes) > 1:  # FSDP2 gathers a parameter in one place
             what = f"{first!r} is tied to {ties[0]!r}, and they are in {' and in '.join(sorted(homes))}"
             advice = "choose `blocks` so that one block has both, or untie them"
             raise ContractError(_WHERE, what, expected="tied parameters in one block", advice=advice)
-        why = "as asked for" if gather != "mxfp8" else _obstacle(parameter, users, mesh.size(mesh.ndim - 1))
-        reasons[first] = why or (f"tied to {ties[0]}" if ties else "")
-        if not reasons[first]:
-            _wrap(module, name, _roundings(users)[0], not reshard or homes == {"the root"})
-    return reasons
+        why = _obstacle(parameters[key], users, processes) or (f"tied to {ties[0]}" if ties else "")
+        result[first] = Gather(why, homes.pop(), "" if why else _roundings(users)[0])
+    return result
 
 
 def _obstacle(parameter: nn.Parameter, reads: list[tuple[Node, Node]], processes: int) -> str:
@@ -173,6 +186,17 @@ def _roundings(reads: list[tuple[Node, Node]]) -> list[str]:
 def _is_weight(node: Node, user: Node) -> bool:
     is_train = user.op == "call_function" and user.target is torch.ops.mxfp8.linear_train.default
     return is_train and internals.argument(user, "weight") is node and internals.argument(user, "x") is not node
+
+
+def _wrap_weights(module: nn.Module, how: Mapping[str, Gather], gather: str, reshard: bool) -> dict[str, str]:
+    """Wraps the weights to gather in MXFP8; returns for each parameter why it is not, or nothing."""
+    if gather != "mxfp8":
+        return dict.fromkeys(how, "as asked for")
+    for name, _ in list(module.named_parameters()):
+        each = how[_clean(name)]
+        if not each.why:
+            _wrap(module, name, each.scale_rounding, not reshard or each.block == _ROOT)
+    return {name: each.why for name, each in how.items()}
 
 
 def _wrap(module: nn.Module, name: str, scale_rounding: str, both: bool) -> None:

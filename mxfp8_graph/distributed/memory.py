@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch.export import ExportedProgram
 
+from mxfp8_graph.distributed import fsdp
+from mxfp8_graph.distributed.modules import module
 from mxfp8_graph.distributed.patterns import leading
 from mxfp8_graph.torch_program import internals
 from mxfp8_ops import formats
@@ -69,11 +71,12 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
         blocks: pattern for the names of the modules that are gathered one by one; "*" stands for one part of a name.
 
     Raises:
-        ContractError: the program is not one to train, or no parameter is in a module that matches `blocks`.
+        ContractError: the program is not one to train, no parameter is in a module that matches `blocks`, or parameters
+            are tied that different blocks have.
     """
     if processes < 1:
         raise ContractError(_WHERE, f"{processes} processes", expected="1 or more", advice="correct the number")
-    codes = _codes(tuned, processes)
+    codes = _codes(tuned, processes, blocks)
     shards, coded, plain = 0, Counter[str](), Counter[str]()
     for name in tuned.graph_signature.parameters:
         parameter = tuned.state_dict[name]
@@ -100,20 +103,18 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
     )
 
 
-def _codes(tuned: ExportedProgram, processes: int) -> dict[str, int]:
-    """Returns name -> bytes of one copy, of the weights that MXFP8 products alone read, in whole blocks per process."""
-    products = [node for node in tuned.graph.nodes if internals.op_name(node) == "mxfp8::linear_train"]
-    if not products:
+def _codes(tuned: ExportedProgram, processes: int, blocks: str) -> dict[str, int]:
+    """Returns name -> bytes of one copy, of the weights that `shard` gathers in MXFP8."""
+    if not any(internals.op_name(node) == "mxfp8::linear_train" for node in tuned.graph.nodes):
         what, expected = "a program without products to train", "a program to train in MXFP8"
         raise ContractError(_WHERE, what, expected=expected, advice="rewrite it with training=True")
-    reads = Counter(node.args[1] for node in products if node.args[0] is not node.args[1])
-    names, sizes = tuned.graph_signature.inputs_to_parameters, {}
-    for node, count in reads.items():
-        if count == len(node.users) and node.name in names:
-            rows, k = tuned.state_dict[names[node.name]].shape
-            if rows % (formats.BLOCK_SIZE * processes) == 0:
-                sizes[names[node.name]] = rows * (k + math.ceil(k / formats.BLOCK_SIZE))
-    return sizes
+    homes = {_block_of(name, blocks) for name in tuned.graph_signature.parameters} - {_ROOT}
+    coded = [name for name, how in fsdp.gathers(module(tuned), homes, processes).items() if not how.why]
+    return {name: _copy(*tuned.state_dict[name].shape) for name in coded}
+
+
+def _copy(rows: int, k: int) -> int:
+    return rows * (k + math.ceil(k / formats.BLOCK_SIZE))
 
 
 def _block_of(name: str, blocks: str) -> str:
