@@ -17,6 +17,7 @@ PROCESSES = (
     "mxfp8_graph/distributed/",
     "mxfp8_graph/torch_program/",
     "tests/mxfp8_graph/distributed_",
+    "tests/process_pool",
     "tests/mxfp8_graph/test_distributed",
     "tests/mxfp8_graph/test_tensor_parallel",
     "tests/mxfp8_ops/test_torch_sharding",

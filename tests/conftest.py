@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from process_pool import ProcessPool
 from releases import release
 
 # A shell that starts a command in the background makes it ignore SIGINT, and so do its child processes. The tests of
@@ -49,6 +50,19 @@ LONGEST = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first."""
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[ProcessPool]:
+    """Two processes with a process group."""
+    with ProcessPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[ProcessPool]:
+    with ProcessPool(4) as pool:
+        yield pool
 
 
 CANNOT = {

@@ -60,7 +60,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Literal[
     (sharded along the batch or the sequence) give DTensors.
 
     Args:
-        module: `program.module()` or `torch.export.unflatten(program)`, rewritten for training or packed. Values are
+        module: `program.module()`, packed or to train, or `distributed.module(program)` of one to train. Values are
             those of the first process of the mesh.
         mesh: of one dimension. For FSDP too, pass `mesh["tensor"]` of a mesh of two, and then call `fully_shard` with
             the other one on the submodules of an unflattened program.
@@ -192,7 +192,7 @@ def _convert_inputs_and_results(module: nn.Module, mesh: DeviceMesh) -> None:
     """Lets the module take plain tensors, as replicated DTensors, and give plain ones then."""
     distribute = _Distribute(mesh)
     calls: list[tuple[bool, contextlib.ExitStack]] = []
-    """Of each call that runs: whether its tensors are plain, and what ends with it."""
+    """For each call in progress: whether its tensors are plain, and the contexts to leave at its end."""
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         stack = contextlib.ExitStack()

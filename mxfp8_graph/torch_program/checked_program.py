@@ -174,7 +174,7 @@ def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
     result = 0
     for tensor in owner.parameters():
         local: Any = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        local = getattr(local, "master", local)  # of a weight that `distributed.shard` gathers in MXFP8
+        local = getattr(local, "master", local)  # `distributed.shard` wraps the weights that it gathers in MXFP8
         if type(local) in _PLAIN and internals.has_values(local):
             values = local.detach().reshape(-1)
             sample = values[:: max(1, values.numel() // 4096)].contiguous().cpu()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,18 +25,6 @@ from mxfp8_graph import distributed  # noqa: E402
 pytestmark = pytest.mark.processes
 
 SAMPLE = Path(__file__).parents[2] / "samples/13_many_processes/train.py"
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ProcessPool]:
-    with ProcessPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessPool]:
-    with ProcessPool(4) as pool:
-        yield pool
 
 
 RECIPES: list[dict[str, Any]] = [{"fp8_format": "E4M3"}, {"fp8_format": "HYBRID"}]

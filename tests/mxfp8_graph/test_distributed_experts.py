@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,6 @@ import mxfp8_graph  # noqa: E402
 from mxfp8_graph.distributed import ExpertReport  # noqa: E402
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ProcessPool]:
-    with ProcessPool(2) as pool:
-        yield pool
 
 
 @looped("fp8_format", ["E4M3", "HYBRID"])

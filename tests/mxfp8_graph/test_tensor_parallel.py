@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from grids import looped
 
@@ -17,18 +15,6 @@ from process_pool import ProcessPool  # noqa: E402
 pytestmark = pytest.mark.processes
 
 PRESETS = ["mxfp8", "mxfp8-weight-only", "mxint8"]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ProcessPool]:
-    with ProcessPool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[ProcessPool]:
-    with ProcessPool(4) as pool:
-        yield pool
 
 
 @looped("unflatten", [False, True])

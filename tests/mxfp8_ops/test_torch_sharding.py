@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 from grids import looped
@@ -21,12 +20,6 @@ from mxfp8_ops.torch_ops import OPS, sharding  # noqa: E402
 pytestmark = pytest.mark.processes
 
 NAMES = [op.name for op in OPS]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[ProcessPool]:
-    with ProcessPool(2) as pool:
-        yield pool
 
 
 def test_every_op_has_a_rule() -> None:

@@ -10,8 +10,8 @@ Shards have one size, and along a blocked axis they hold whole blocks of 32; ope
 replicated. Partial sums are float32, whatever the dtype of the result, and are reduced before it is rounded; a float32
 result stays partial until DTensor needs it.
 
-Not `torch.distributed.tensor.experimental.register_sharding`: it is told the size of the mesh but not of the dimension
-that is sharded, it may move a weight because it is smaller, and partial sums would have the dtype of the result.
+`torch.distributed.tensor.experimental.register_sharding` does not serve: it does not know which dimension of the mesh
+is sharded, it may move a weight because that is smaller, and partial sums have the dtype of the result there.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 // 128 times the sum of A's block: sums begin with what corrects that, which costs no operation.
 //
 // Layout: lanes of a sum are columns of the result; a lane holds four values of K, or the even or the odd two of them:
-// of a block, all even pairs come first. A block of B with a scale that a
-// float32 product cannot hold counts as zero here, and exact_dot adds it; such a block of A is for another kernel.
+// of a block, all even pairs come first. A block of B with a scale that a float32 product cannot hold counts as zero
+// here, and exact_dot adds it; such a block of A is for another kernel.
 #include "columns.h"
 #include "int8.h"
 

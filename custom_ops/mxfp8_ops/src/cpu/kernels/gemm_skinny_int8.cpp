@@ -19,8 +19,7 @@ constexpr int64_t kNearBytes = 1024;  // and from there into L1
 // Up to here two rows of B are read together: more lines are on the way, and A is read once for both.
 constexpr int kTwoColumnRows = kLanes > 8 ? 8 : 4;
 
-// The scales of up to kGroupBytes elements of a row of B, times 2^-6. False if one does not fit, and its block is not
-// zero.
+// The scales of `count` blocks of a row of B, times 2^-6. False if one does not fit.
 MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t count, float* scales) {
   uint32_t all = 1;
   for (int64_t i = 0; i < count; ++i) {
