@@ -77,7 +77,7 @@ bool is_one_of(int64_t value, std::initializer_list<int> known) {
 }
 #define VALUES {MXFP8_FLOAT32, MXFP8_FLOAT16, MXFP8_BFLOAT16}
 #define ACTIVATIONS {MXFP8_FLOAT32, MXFP8_BFLOAT16}
-#define FORMATS {MXFP8_E4M3, MXFP8_E5M2}
+#define FORMATS {MXFP8_E4M3, MXFP8_E5M2, MXFP8_INT8}
 #define INDICES {MXFP8_INT32, MXFP8_INT64}
 #define ROUNDINGS {MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN}
 #define EPILOGUES {MXFP8_NONE, MXFP8_RELU, MXFP8_GELU, MXFP8_GELU_TANH, MXFP8_SILU}
@@ -583,7 +583,7 @@ void plan_gemm(Random& random, Counts* counts) {
   bool refused = false;
   const mxfp8_cuda_place place = some_place(random, hostile, &refused);
   mxfp8_cuda_gemm g = {};
-  g.x_kind = code(random, {1, 10, 16, 17, 19}, hostile), g.b_kind = code(random, FORMATS, hostile);
+  g.x_kind = code(random, {1, 10, 16, 17, 19, 3}, hostile), g.b_kind = code(random, FORMATS, hostile);
   g.y_dtype = code(random, VALUES, hostile);
   g.m = size(random, hostile), g.n = size(random, hostile), g.k = size(random, hostile);
   g.activation_dtype = chance(random, 2) ? 0 : code(random, ACTIVATIONS, hostile);
@@ -591,6 +591,8 @@ void plan_gemm(Random& random, Counts* counts) {
   refused = refused || !(quantized || is_one_of(g.x_kind, VALUES)) ||
             (g.activation_dtype != 0 && !is_one_of(g.activation_dtype, ACTIVATIONS)) || !is_one_of(g.b_kind, FORMATS) ||
             !is_one_of(g.y_dtype, VALUES) || g.m < 0 || g.n < 0 || g.k < 0;
+  // Routes that widen both operands multiply INT8 with another format; the other ones refuse it.
+  const bool mixed = quantized && (g.x_kind == MXFP8_INT8) != (g.b_kind == MXFP8_INT8);
   bool unread = false;
   bool* bad = refused || g.m == 0 || g.n == 0 ? &unread : &refused;
   const int64_t x_bytes = bytes_of(g.x_kind), y_bytes = bytes_of(g.y_dtype);
@@ -611,7 +613,8 @@ void plan_gemm(Random& random, Counts* counts) {
   const bool no_place = chance(random, 50 * hostile), no_gemm = chance(random, 50 * hostile);
   const int status = mxfp8_cuda_plan_gemm(no_place ? nullptr : &place, no_gemm ? nullptr : &g, nullptr, &plan);
   judge_plan("plan gemm" + list({g.x_kind, g.b_kind, g.y_dtype, g.m, g.n, g.k, place.capability, place.forced}), status,
-             refused || no_place || no_gemm, m < 100 && n < 100 && k < 100 && place.forced == 0, plan, counts);
+             refused || no_place || no_gemm, m < 100 && n < 100 && k < 100 && place.forced == 0 && !mixed, plan,
+             counts);
 }
 
 void plan_blockwise(Random& random, Counts* counts, bool quantize) {
