@@ -207,8 +207,9 @@ def node_model(rounding: str) -> onnx.ModelProto:
     graph = helper.make_graph(nodes, "quantize", [values["X"]], [values["elements"], values["scales"]])
     opset = 23
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    bodies = functions(opset, ["MXFP8Quantize"])
-    return helper.make_model(graph, opset_imports=imports, ir_version=10, functions=bodies)
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model.functions.extend(functions(model))
+    return model
 
 
 def in_onnxruntime(*, registered: bool) -> Quantize:

@@ -52,7 +52,7 @@ def picker(op: str, table: Bound, dtype: int, *, kernels: bool) -> Callable[[], 
     )
     imports = [helper.make_opsetid("", OPSET), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    model.functions.extend(onnx_functions.functions(OPSET, [op] if ours else []))
+    model.functions.extend(onnx_functions.functions(model))
     content = model.SerializeToString()
     session = (
         ort.session(content, session_options=options())

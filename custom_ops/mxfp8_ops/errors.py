@@ -65,6 +65,10 @@ class Mxfp8Error(ValueError):
     def _advise(self, write: Callable[[Option], str]) -> str:
         return "".join(piece if isinstance(piece, str) else write(piece) for piece in self._advice)
 
+    def inside(self, place: str) -> Self:
+        """Returns the same error with a place in front of its own."""
+        return type(self)(f"{place}: {self.where}", self.what, expected=self.expected, advice=self._advice)
+
     @classmethod
     def unknown(cls, where: object, name: object, choices: Iterable[str]) -> Self:
         """Returns the error for a name that is not one of `choices`."""

@@ -174,6 +174,21 @@ def scale_increment(fmt: Minifloat, scale_rounding: str) -> int:
     raise ContractError.unknown("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
 
 
+def scale_threshold(fmt: Minifloat, scale_rounding: str) -> tuple[float, bool]:
+    """Returns the largest amax that a scale of 1 takes, and whether it takes that value itself.
+
+    The same rules as numbers, for those who have no bits: the scale of amax is the smallest 2^i with
+    amax <= threshold * 2^i, or amax < threshold * 2^i.
+    """
+    if scale_rounding == "ceil":
+        return fmt.max, True
+    if scale_rounding == "floor":
+        return 2.0 ** (fmt.emax + 1), False
+    if scale_rounding == "even":  # half a unit below the next power of two
+        return 2.0 ** (fmt.emax + 1) - 2.0 ** (fmt.emax - fmt.mantissa_bits - 1), False
+    raise ContractError.unknown("scale_rounding", scale_rounding, SCALE_ROUNDINGS)
+
+
 def activation_dtype(name: str | None) -> ValueDtype:
     """Returns what values are rounded to before they are multiplied: BFLOAT16 for "bfloat16".
 

@@ -24,6 +24,7 @@ FLOAT: Final = formats.FLOAT32.onnx_dtype
 UINT8: Final = 2
 INT32: Final = 6
 INT64: Final = 7
+DOUBLE: Final = 11
 BOOL: Final = 9
 FLOAT16: Final = formats.FLOAT16.onnx_dtype
 BFLOAT16: Final = formats.BFLOAT16.onnx_dtype
@@ -51,6 +52,8 @@ class Port:
     """A node leaves absent inputs out, the last ones; it writes an absent output as an empty name, wherever it is."""
     like: str = ""
     """The input whose dtype it always has; "" if it has one of its own."""
+    has_stand_in: bool = False
+    """A node writes a constant that changes nothing where it is not there: [0] or True, or a vector of no values."""
 
 
 @dataclass(frozen=True)

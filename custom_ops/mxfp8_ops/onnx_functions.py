@@ -2,38 +2,57 @@
 
 A model that carries them runs in any ONNX Runtime, with no library: the runtime inlines the body. Where our library
 is registered, its kernel of the same name wins. The gemms accumulate in float32 and stay within `gemm_error_bound`; the
-others give the bytes of the reference. `body` of a row writes its body.
+others give the bytes of the reference. `body` of a row writes its body, for what the nodes of a model have in common.
 
 Weights that are initializers are decoded once, when the session is made: from then on they take the memory, and the
-time, of float32; a table of MXFP8Embedding, those of float16.
+time, of float32; a table of MXFP8Embedding, those of float16. A `Style` says otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
-from onnx import FunctionProto, helper
+import numpy as np
+from onnx import (
+    AttributeProto,
+    FunctionProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    ValueInfoProto,
+    helper,
+    numpy_helper,
+)
 
 from mxfp8_ops import contract
+from mxfp8_ops.case import ABSENT, Case, Input, is_whole, merged
 from mxfp8_ops.errors import ContractError
-from mxfp8_ops.function_body import Body
-from mxfp8_ops.node import Op
+from mxfp8_ops.function_body import STYLE, Body, Style
+from mxfp8_ops.node import BOOL, DOMAIN, FLOAT, Op
 
 
-def functions(opset: int, ops: Iterable[str] = tuple(contract.OPS)) -> list[FunctionProto]:
-    """Returns the function bodies of `ops`, in the order given, each behind those of the nodes in it.
+def functions(
+    model: ModelProto, style: Style = STYLE, known: Mapping[str, Input] = MappingProxyType({})
+) -> list[FunctionProto]:
+    """Returns the function bodies that the nodes of ours in `model` need, those of nodes inside others too.
 
-    They are for a model whose default domain is at `opset`: ONNX Runtime resolves an inlined body at the opset of the
-    model and ignores the function's own import, so generate the bodies for the opset the model has. Attach them with
-    `model.functions.extend(...)`, and import the domain `contract.DOMAIN` at `contract.VERSION`.
+    Attach them with `model.functions.extend(...)`, and import the domain `contract.DOMAIN` at `contract.VERSION`. They
+    are for this model alone: for the formats, attributes and shapes that its nodes have; and for its opset, at which
+    ONNX Runtime resolves an inlined body, whatever the function itself imports.
 
     Args:
-        opset: version of the default domain the model imports, at least `contract.MIN_OPSET`.
-        ops: names of nodes in `contract.OPS`.
+        model: its default domain is at `contract.MIN_OPSET` or above.
+        style: how they are written.
+        known: dtypes and shapes of values by name, beside those that the model has. They make shorter bodies.
 
     Raises:
-        ContractError: the opset is too low, or there is no such node.
+        ContractError: the opset is too low, there is no such node, or an attribute has a value that it cannot have.
     """
+    opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if opset < contract.MIN_OPSET:
         raise ContractError(
             "functions",
@@ -41,34 +60,33 @@ def functions(opset: int, ops: Iterable[str] = tuple(contract.OPS)) -> list[Func
             expected=f"at least {contract.MIN_OPSET}",
             advice="convert the model up with onnx.version_converter",
         )
-    made: dict[str, FunctionProto] = {}
+    nodes = [*_cases(model.graph, known)]
+    for node, case in nodes:
+        try:
+            _body(case, opset, style)
+        except ContractError as error:
+            raise error.inside(f"node {node.name!r} ({node.op_type})") from None
+    outer = [*merged(case for _, case in nodes).values()]
+    bodies = [_body(case, opset, style) for case in outer if case.op.fuses[0]]
+    # Bodies of fused nodes hold plain ones, which share their function with those of the graph.
+    plain = [*(case for case in outer if not case.op.fuses[0]), *(case for body in bodies for case in body.called)]
+    bodies += [_body(case, opset, style) for case in merged(plain).values()]
+    order = [*contract.OPS]
+    return [_function(body) for body in sorted(bodies, key=lambda body: order.index(body.op.name))]
 
-    def make(name: str) -> None:
-        if name not in made:
-            function, called = _function(name, opset)
-            for op in called:
-                make(op.name)
-            made[name] = function
 
-    for name in ops:
-        make(name)
-    return [*made.values()]
+def _body(case: Case, opset: int, style: Style) -> Body:
+    body = Body(case, opset, style)
+    case.op.body(body)
+    return body
 
 
-def _function(name: str, opset: int) -> tuple[FunctionProto, list[Op]]:
-    """Returns the body of a node, and the nodes in it."""
-    if name not in contract.OPS:
-        raise ContractError(
-            "functions", f"no node {name!r}", expected=f"one of {', '.join(contract.OPS)}", advice="correct the name"
-        )
-    op = contract.OPS[name]
-    body = Body(op, opset)
-    op.body(body)
-    imports = [helper.make_opsetid("", opset)]
+def _function(body: Body) -> FunctionProto:
+    op, imports = body.op, [helper.make_opsetid("", body.opset)]
     if body.called:
-        imports.append(helper.make_opsetid(contract.DOMAIN, contract.VERSION))
-    function = helper.make_function(
-        contract.DOMAIN,
+        imports.append(helper.make_opsetid(DOMAIN, contract.VERSION))
+    return helper.make_function(
+        DOMAIN,
         op.name,
         [port.name for port in op.inputs],
         [port.name for port in op.outputs],
@@ -76,4 +94,106 @@ def _function(name: str, opset: int) -> tuple[FunctionProto, list[Op]]:
         imports,
         attribute_protos=[helper.make_attribute(key, default) for key, default in op.attributes.items()],
     )
-    return function, body.called
+
+
+# --- What a model says of its nodes
+
+
+def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False) -> Case:
+    """Returns the case of one node.
+
+    Args:
+        node: one of the contract.
+        known: the facts of values, by name.
+        whole: whether those who read the elements that it makes say that they have whole blocks.
+
+    Raises:
+        ContractError: the contract has no such node.
+    """
+    if node.op_type not in contract.OPS:
+        where, expected = f"node {node.name!r}", f"one of {', '.join(contract.OPS)}"
+        raise ContractError(where, f"{node.op_type} of domain {DOMAIN!r}", expected=expected, advice="correct it")
+    op = contract.OPS[node.op_type]
+    settings = {name: (value,) for name, value in settings_of(node).items() if name in op.attributes}
+    names = dict(zip((port.name for port in op.inputs), node.input, strict=False))
+    inputs = {}
+    for port in op.inputs:
+        value = known.get(names[port.name], Input()) if names.get(port.name) else ABSENT
+        inputs[port.name] = ABSENT if port.has_stand_in and value.neutral else value
+    return Case(op, settings, inputs, whole or _quantizes_whole(op, settings, inputs))
+
+
+def _quantizes_whole(op: Op, settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> bool:
+    """Whether the last axis of what a node quantizes is known to have whole blocks."""
+    if not op.quantizes or settings.get("axis", (-1,)) != (-1,):
+        return False
+    if not op.is_gemm:
+        return inputs["X"].whole or inputs.get("scale", ABSENT).whole
+    shape = inputs["B"].shape
+    return shape is not None and is_whole(shape[-2])  # the N columns of the product
+
+
+def settings_of(node: NodeProto) -> dict[str, Any]:
+    """Returns every attribute of one of `contract.OPS`: text as str, defaults for those that it leaves out."""
+    written = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
+    return {**contract.OPS[node.op_type].attributes, **written}
+
+
+def _plain(value: object) -> object:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[NodeProto, Case]]:
+    """Yields the nodes of ours in a graph and those below, each with its case."""
+    own = _values(graph)
+    known = {**outer, **{name: value for name, value in own.items() if value.shape is not None or name not in outer}}
+    # The graph may know no shapes. Then the weight of a gemm says what the blocks of its other operand are cut from.
+    read_whole = set()
+    for node in graph.node:
+        op = contract.OPS.get(node.op_type) if node.domain == DOMAIN else None
+        if op is not None and op.is_gemm and known.get(node.input[op.at("B") or 0], Input()).whole:
+            read_whole.add(node.input[0])
+    for node in graph.node:
+        if node.domain == DOMAIN:
+            case = case_of(node, known, whole=node.output[0] in read_whole)
+            yield node, case
+            if node.output[0] not in known:
+                known[node.output[0]] = _result(case)
+        for attribute in node.attribute:
+            for inner in (attribute.g,) if attribute.type == AttributeProto.GRAPH else attribute.graphs:
+                yield from _cases(inner, known)
+
+
+def _result(case: Case) -> Input:
+    """Returns what is known of the first output of a node by the node alone."""
+    dtype, first = case.attributes.get("output_dtype", (FLOAT,))[0], case.inputs[case.op.inputs[0].name]
+    shape = first.shape
+    if case.op.is_gemm and shape:
+        b = case.inputs["B"].shape
+        shape = (*shape[:-1], b[-2] if b else None) if b is not None and len(b) == 2 else None
+    return replace(Input.of(dtype, shape if case.op.quantizes or case.op.is_gemm else None), whole=case.whole)
+
+
+def _values(graph: GraphProto) -> dict[str, Input]:
+    """Returns what a graph itself says of its values."""
+    values = {info.name: _typed(info) for info in (*graph.input, *graph.value_info, *graph.output)}
+    for tensor in graph.initializer:
+        values[tensor.name] = _constant(tensor)
+    for node in graph.node:
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            values[node.output[0]] = _constant(node.attribute[0].t)
+    return values
+
+
+def _typed(info: ValueInfoProto) -> Input:
+    kind = info.type.tensor_type
+    if not kind.HasField("shape"):
+        return Input(kind.elem_type)
+    return Input.of(kind.elem_type, (d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim))
+
+
+def _constant(tensor: TensorProto) -> Input:
+    neutral = 0 in tensor.dims
+    if list(tensor.dims) == [1] and tensor.data_location != TensorProto.EXTERNAL:
+        neutral = bool(np.all(numpy_helper.to_array(tensor) == (tensor.data_type == BOOL)))
+    return Input.of(tensor.data_type, tensor.dims, constant=True, neutral=neutral)

@@ -5,23 +5,28 @@ The ops are those of the function bodies, for one node: its attributes are known
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
-from onnx import NodeProto, helper
+from onnx import NodeProto
 
 from mxfp8_ops import contract
+from mxfp8_ops.case import Case
 from mxfp8_ops.errors import ContractError
-from mxfp8_ops.function_body import Body
+from mxfp8_ops.function_body import Body, Style
+
+STYLE: Final = Style(quantize_linear=False, in_function=False)
+"""OpenVINO takes QuantizeLinear of blocks for static shapes only."""
 
 
-def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]:
+def in_place_of(node: NodeProto, case: Case, fresh: Callable[[str], str]) -> list[NodeProto]:
     """Returns nodes that compute what `node`, one of `contract.OPS`, does: standard ops, and unfused nodes of its body.
 
     They are for any opset from `contract.MIN_OPSET` on, and hold no string and no Constant but of tensors.
 
     Args:
         node: with its inputs and outputs.
+        case: what is known of them, as `onnx_functions.case_of` says.
         fresh: makes a name that nothing in the model has from the one wanted.
 
     Raises:
@@ -30,13 +35,10 @@ def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]
     op = contract.OPS[node.op_type]
     inputs = dict(zip((port.name for port in op.inputs), node.input, strict=False))
     outputs = dict(zip((port.name for port in op.outputs), node.output, strict=False))
-    absent = [port.name for port in op.inputs if not inputs.get(port.name)]
     try:
-        nodes = body_of(op, settings_of(node), absent)
-    except ValueError as error:
-        raise ContractError(
-            f"node {node.name!r}", str(error), expected="an attribute of the contract", advice="correct it"
-        ) from None
+        nodes = body_of(case)
+    except ContractError as error:
+        raise error.inside(f"node {node.name!r}") from None
     written = {name: output for name, output in outputs.items() if output}
     nodes = _needed(nodes, set(written))
     prefix = node.name or node.output[0]
@@ -44,20 +46,14 @@ def in_place_of(node: NodeProto, fresh: Callable[[str], str]) -> list[NodeProto]
     return nodes
 
 
-def settings_of(node: NodeProto) -> dict[str, Any]:
-    """Returns every attribute of one of `contract.OPS`: text as str, defaults for those that it leaves out."""
-    written = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
-    return {**contract.OPS[node.op_type].attributes, **written}
-
-
-def body_of(op: contract.Op, settings: Mapping[str, Any], absent: Iterable[str] = ()) -> list[NodeProto]:
-    """Returns the nodes that `op` with these attributes and without these inputs stands for, named as its ports are.
+def body_of(case: Case) -> list[NodeProto]:
+    """Returns the nodes that the node of a case stands for, named as its ports are.
 
     Raises:
-        ValueError: an attribute has a value that the contract does not know.
+        ContractError: an attribute has a value that the contract does not know.
     """
-    body = Body(op, contract.MIN_OPSET, given=settings, absent=frozenset(absent))
-    op.body(body)
+    body = Body(case, contract.MIN_OPSET, STYLE)
+    case.op.body(body)
     return body.nodes
 
 
@@ -76,10 +72,6 @@ def _inner(node: NodeProto) -> Iterable[NodeProto]:
         for below in attribute.g.node:
             yield below
             yield from _inner(below)
-
-
-def _plain(value: object) -> object:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def _rename(nodes: Iterable[NodeProto], names: dict[str, str], fresh: Callable[[str], str]) -> None:

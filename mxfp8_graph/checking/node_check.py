@@ -37,7 +37,7 @@ from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.graph import graphs_of
-from mxfp8_graph.onnx_model.walk import STANDARD, iter_nodes
+from mxfp8_graph.onnx_model.walk import iter_nodes
 from mxfp8_graph.report.base import Data
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
 from mxfp8_ops.contract import ATTENTION, Op
@@ -154,11 +154,10 @@ def _instrumented(
     """
     copy = ModelProto()
     copy.CopyFrom(model)
-    opset = next(entry.version for entry in copy.opset_import if entry.domain in STANDARD)
     nodes = [node for node in copy.graph.node if node.domain == contract.DOMAIN][chosen]
     # The model's own bodies are what other runtimes execute; ours stand in for those that it lacks.
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
-    for reference in onnx_functions.functions(opset, sorted({node.op_type for node in nodes})):
+    for reference in onnx_functions.functions(model):
         copy.functions.append(_twin_of(carried.get(reference.name, reference)))
     copy.opset_import.append(helper.make_opsetid(BODY_DOMAIN, contract.VERSION))
     pairs = [(node, _add_twin(copy, node, f"{BODY_DOMAIN}/{index}")) for index, node in enumerate(nodes)]

@@ -23,6 +23,8 @@ from mxfp8_graph.onnx_model import onnx_calls
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import is_apart, read
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_graphs, iter_nodes
+from mxfp8_ops import contract
+from mxfp8_ops.case import Input
 from mxfp8_ops.errors import ContractError
 
 Dim = int | str | None
@@ -307,6 +309,20 @@ def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
         return tuple(value.const_value.shape.numpy())
     shape = value.meta.get(INFERRED, value).shape
     return None if shape is None else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
+def facts(value: ir.Value) -> Input:
+    """Returns what is known of a value, for the body of a node that reads it."""
+    shape = shape_of(value)
+    sizes = None if shape is None else [dim if isinstance(dim, int) else None for dim in shape]
+    return Input.of(dtype_of(value), sizes, constant=stored(value) is not None)
+
+
+def facts_of(model: ir.Model) -> dict[str, Input]:
+    """Returns what is known of each value that a node of ours reads, by name."""
+    nodes = (node for graph in graphs_of(model.graph) for node in graph if node.domain == contract.DOMAIN)
+    values = (value for node in nodes for value in node.inputs if value is not None)
+    return {str(value.name): facts(value) for value in values if stored(value) is None}
 
 
 def is_overridable(value: ir.Value) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import onnx
 
 from mxfp8_graph import provenance
 from mxfp8_graph.onnx_model.walk import iter_graphs, node_label
 from mxfp8_ops import contract, onnx_functions
+from mxfp8_ops.case import Input
 
 
 def find(model: onnx.ModelProto) -> provenance.RewriteRecord | None:
@@ -25,10 +29,12 @@ def recipe_of(model: onnx.ModelProto) -> str | None:
     return next((p.value for p in model.metadata_props if p.key == provenance.RECIPE_KEY), None)
 
 
-def complete(model: onnx.ModelProto, opset: int, recipe: str | None) -> None:
-    """Adds function bodies for the nodes of a rewritten model, the import of their domain, and how it was made."""
-    used = {node.op_type for graph in iter_graphs(model.graph) for node in graph.node if node.domain == contract.DOMAIN}
-    model.functions.extend(onnx_functions.functions(opset, sorted(used)))
+def complete(model: onnx.ModelProto, recipe: str | None, known: Mapping[str, Input] = MappingProxyType({})) -> None:
+    """Adds function bodies for the nodes of a rewritten model, the import of their domain, and how it was made.
+
+    `known`: dtypes and shapes of values by name, beside those that the model has.
+    """
+    model.functions.extend(onnx_functions.functions(model, known=known))
     if not any(entry.domain == contract.DOMAIN for entry in model.opset_import):
         model.opset_import.add(domain=contract.DOMAIN, version=contract.VERSION)
     recorded = {entry.key: entry.value for entry in model.metadata_props}

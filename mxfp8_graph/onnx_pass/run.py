@@ -23,7 +23,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import cpu_provider, dialect_ops, record
-from mxfp8_graph.onnx_model.graph import infer, to_ir, to_proto
+from mxfp8_graph.onnx_model.graph import facts_of, infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import switch_off_dropout, take_attention_apart, upgrade
 from mxfp8_graph.onnx_model.walk import node_label
@@ -126,7 +126,7 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
         result = accounted(inventory(model), sources)
         proto = to_proto(opened, model)
-        record.complete(proto, opened.opset, recipe.to_record())
+        record.complete(proto, recipe.to_record(), facts_of(model))
         reporter.notes += cpu_provider.note(proto, widened)
         if options.dry_run:
             target.probe()

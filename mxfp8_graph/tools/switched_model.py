@@ -20,7 +20,7 @@ import onnx_ir as ir
 from mxfp8_graph.checking.inputs import Array, Inputs, Signature
 from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import to_ir, to_proto
+from mxfp8_graph.onnx_model.graph import facts_of, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target
 from mxfp8_graph.onnx_pass.find import OnnxSite
@@ -89,7 +89,7 @@ def write_switched(
         observed, observed_by = editor.observe(switched)
         editor.add_inputs(len(switched), len(observed))
         proto = to_proto(opened, model)  # both ways stay: nothing is unused
-        record.complete(proto, opened.opset, recipe.to_record())
+        record.complete(proto, recipe.to_record(), facts_of(model))
         target.finish(proto)
     return SwitchedModel(
         path=path,

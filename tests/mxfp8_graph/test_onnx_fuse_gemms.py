@@ -12,7 +12,7 @@ from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph
 from grids import looped, pairwise
 from oracle import kinds
 
-from mxfp8_ops.standard_ops import settings_of
+from mxfp8_ops.onnx_functions import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

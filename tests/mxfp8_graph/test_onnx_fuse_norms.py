@@ -14,7 +14,7 @@ from oracle import kinds
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_ops.standard_ops import settings_of
+from mxfp8_ops.onnx_functions import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
 

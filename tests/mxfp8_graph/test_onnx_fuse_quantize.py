@@ -16,7 +16,7 @@ from oracle import kinds, run
 from test_onnx_fuse_gemms import OPS
 
 from mxfp8_ops import contract, onnx_functions
-from mxfp8_ops.standard_ops import settings_of
+from mxfp8_ops.onnx_functions import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
@@ -53,8 +53,8 @@ def apart(model: onnx.ModelProto) -> onnx.ModelProto:
     nodes = [*copy.graph.node[:at], *two, *copy.graph.node[at + 1 :]]
     del copy.graph.node[:]
     copy.graph.node.extend(nodes)
-    have = {function.name for function in copy.functions}
-    copy.functions.extend(f for f in onnx_functions.functions(21, ["MXFP8FusedGemm"]) if f.name not in have)
+    del copy.functions[:]
+    copy.functions.extend(onnx_functions.functions(copy))
     return copy
 
 

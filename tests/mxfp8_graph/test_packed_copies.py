@@ -142,8 +142,9 @@ def one_gemm(name: str, codes: tuple[np.ndarray, np.ndarray]) -> onnx.ModelProto
     output = helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["rows", 5])
     graph = helper.make_graph([node], "gemm", inputs, [output], stored)
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    bodies = onnx_functions.functions(23, [name])
-    return helper.make_model(graph, opset_imports=imports, ir_version=10, functions=bodies)
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model.functions.extend(onnx_functions.functions(model))
+    return model
 
 
 def test_unpack_finds_the_weights_of_fused_gemms() -> None:

@@ -49,7 +49,9 @@ def one_node_model(
          for name in constants],
     )  # fmt: skip
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    return helper.make_model(graph, opset_imports=imports, ir_version=10, functions=functions(opset, [op_type]))
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model.functions.extend(functions(model))
+    return model
 
 
 def run(model: onnx.ModelProto, inputs: Mapping[str, Feed], *, kernels: bool = False) -> list[np.ndarray]:

@@ -37,15 +37,17 @@ class Case(NamedTuple):
     changed: str
     """The difference from the usual case, in words."""
     shapes: Shapes
+    is_legal: bool = False
+    """Whether the contract has a result for it."""
 
 
 def cases(op: Op) -> Iterator[Case]:
     """Yields the node as it should be, with sizes of 0, and with each operand of other shapes."""
     usual = _shapes(op, SIZES)
-    yield Case(op.name, "nothing", usual)
+    yield Case(op.name, "nothing", usual, is_legal=True)
     for size in SIZES:
         if (shapes := _shapes(op, {**SIZES, size: 0})) != usual:
-            yield Case(op.name, f"{size} = 0", shapes)
+            yield Case(op.name, f"{size} = 0", shapes, is_legal=True)
     for name, shape in usual.items():
         if release("onnxruntime") >= (1, 27):  # older ones crash on an empty name
             yield Case(op.name, f"{name} absent", {**usual, name: None})
@@ -54,10 +56,15 @@ def cases(op: Op) -> Iterator[Case]:
 
 
 def difference(case: Case) -> str:
-    """Returns how our kernels differ from the function body: "" if both refuse the case or give the same bytes."""
+    """Returns how our kernels differ from the function body: "" if both give the same bytes, or the kernel refuses.
+
+    A body broadcasts operands of shapes that no rewritten file has. The kernels must refuse those: they read memory.
+    """
     stock, ours = (_outcome(case, kernels=kernels) for kernels in (False, True))
+    if isinstance(ours, str) and (isinstance(stock, str) or not case.is_legal):
+        return ""
     if isinstance(stock, str) or isinstance(ours, str):
-        return "" if type(stock) is type(ours) else f"stock: {_in_words(stock)}; ours: {_in_words(ours)}"
+        return f"stock: {_in_words(stock)}; ours: {_in_words(ours)}"
     same = all(x.shape == y.shape and x.tobytes() == y.tobytes() for x, y in zip(stock, ours, strict=True))
     return "" if same else f"stock: {stock}; ours: {ours}"
 
@@ -118,12 +125,9 @@ def _session(op_name: str, absent: str, *, kernels: bool) -> onnxruntime.Inferen
     ports = [helper.make_tensor_value_info(p.name, p.dtypes[0], None) for p in op.inputs if p.name in names]
     results = [helper.make_tensor_value_info(f"out_{p.name}", p.dtypes[0], None) for p in op.outputs]
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    model = helper.make_model(
-        helper.make_graph([node], "one", ports, results),
-        opset_imports=imports,
-        ir_version=10,
-        functions=functions(23, [op.name]),
-    )
+    graph = helper.make_graph([node], "one", ports, results)
+    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    model.functions.extend(functions(model))
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1

@@ -8,12 +8,12 @@ import pytest
 from compare import FORMATS, ROUNDINGS, assert_same, assert_within, random_values
 from grids import looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
-from test_onnx_functions import NO_SUCH_SHAPE, OPSETS, TAKES_K_OF_0, gemm_bias
+from test_onnx_functions import OPSETS, TAKES_K_OF_0, gemm_bias
 
 from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
+from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import ELEMENT_FORMATS
-from mxfp8_ops.onnx_functions import functions
 
 E4M3 = contract.FLOAT8E4M3FN
 OPSET, BOTH = (21, 23, 25, 26), (False, True)
@@ -132,16 +132,15 @@ def test_bad_values_surface(epilogue: str) -> None:
 
 
 @pytest.mark.parametrize("attribute", ["epilogue", "norm"])
-def test_an_unknown_epilogue_or_norm_fails_and_does_not_fall_back(attribute: str) -> None:
+def test_an_unknown_epilogue_or_norm_has_no_body(attribute: str) -> None:
     if attribute == "norm":
         op, outputs = "MXFP8NormQuantize", {"e": E4M3, "s": UINT8, "n": FLOAT}
         inputs: dict[str, Feed] = {"X": (random_values(0, 2, 64), FLOAT), "scale": (np.ones(64, np.float32), FLOAT)}
     else:
         inputs = gemm_inputs((3, 70), (7, 70), None, gated=False, biased=False)
         op, outputs = gemm_op(inputs), {"Y": FLOAT}
-    model = one_node_model(op, inputs, outputs, 23, {attribute: "swish"})
-    with pytest.raises(Exception, match=NO_SUCH_SHAPE):
-        run(model, inputs)
+    with pytest.raises(ContractError, match=rf"node 'one' \({op}\): {attribute}: 'swish'; expected one of .*; correct the name"):
+        one_node_model(op, inputs, outputs, 23, {attribute: "swish"})
 
 
 # --- Norms ---------------------------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def test_norms_take_the_settings_of_quantize(element_format: str, scale_rounding
     check_norm(inputs, run(model, inputs), element_format=element_format, scale_rounding=scale_rounding)
 
 
-@looped("shape", [(70,), (0, 40), (2, 0), (1, 1), (2, 3, 4, 33)])
+@looped("shape", [(70,), (0, 40), (1, 1), (2, 3, 4, 33)])
 def test_norms_of_any_shape(shape: tuple[int, ...]) -> None:
     inputs = norm_inputs(shape, FLOAT, biased=True, added=True)
     check_norm(inputs, run(one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), 23, {}), inputs))
@@ -227,16 +226,9 @@ def test_outputs_that_nobody_wants_have_empty_names(norm: str) -> None:
 
 
 def test_the_nodes_inside_come_with_their_bodies() -> None:
-    def names(*ops: str) -> list[str]:
-        return [function.name for function in functions(23, ops)]
-
-    assert names("MXFP8FusedGemm") == ["MXFP8Gemm", "MXFP8FusedGemm"]
-    assert names("MXFP8GatedWeightGemm", "MXFP8WeightGemm") == ["MXFP8WeightGemm", "MXFP8GatedWeightGemm"]
-    assert names("MXFP8AddNormQuantize", "MXFP8NormQuantize") == [
-        "MXFP8Quantize",
-        "MXFP8AddNormQuantize",
-        "MXFP8NormQuantize",
-    ]
+    inputs = gemm_inputs((3, 70), (7, 70), None, gated=False, biased=False)
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {})
+    assert [function.name for function in model.functions] == ["MXFP8Gemm", "MXFP8FusedGemm"]
 
 
 @OPSETS

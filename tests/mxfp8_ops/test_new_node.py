@@ -27,8 +27,8 @@ def multiple(elements: np.ndarray, scales: np.ndarray, *, times: float = 2.0) ->
 
 
 def _body(g: Body) -> None:
-    values = g("Mul", g.values("elements", "scales"), g.number("times"))
-    g("Cast", values, to=g.attribute("output_dtype"), out="Y")
+    values = g("Mul", g.values("elements", "scales", g.known("elements")), g.number("times"))
+    g.result(g.cast(values, "output_dtype"), "Y")
 
 
 MULTIPLE = Op(
@@ -48,7 +48,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contract, "OPS", MappingProxyType({**contract.OPS, MULTIPLE.name: MULTIPLE}))
 
 
-def model(nodes: list[Any], functions: list[Any]) -> bytes:
+def model(nodes: list[Any]) -> bytes:
     inputs = [
         helper.make_tensor_value_info("codes", TensorProto.UINT8, ["m", "k"]),
         helper.make_tensor_value_info("scales", UINT8, ["m", "b"]),
@@ -56,7 +56,8 @@ def model(nodes: list[Any], functions: list[Any]) -> bytes:
     output = helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", "k"])
     graph = helper.make_graph(nodes, "g", inputs, [output])
     imports = [helper.make_opsetid("", 21), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    made = helper.make_model(graph, opset_imports=imports, ir_version=10, functions=functions)
+    made = helper.make_model(graph, opset_imports=imports, ir_version=10)
+    made.functions.extend(onnx_functions.functions(made))
     return bytes(made.SerializeToString())
 
 
@@ -74,9 +75,10 @@ def test_its_body_runs_in_stock_onnx_runtime_as_a_function_and_as_standard_ops()
     codes, scales = rng.integers(0, 8, (5, 70), np.uint8), rng.integers(100, 150, (5, 3), np.uint8)
     expected = multiple(codes + np.uint8(0x38), scales, times=3.0)
     names = iter(range(1000))
-    plain = standard_ops.in_place_of(node, lambda name: f"{name}_{next(names)}")
-    for nodes, functions in (([node], onnx_functions.functions(21, [MULTIPLE.name])), (plain, [])):
-        session = onnxruntime.InferenceSession(model([*to_elements, *nodes], functions))
+    case = onnx_functions.case_of(node, {})
+    plain = standard_ops.in_place_of(node, case, lambda name: f"{name}_{next(names)}")
+    for nodes in ([node], plain):
+        session = onnxruntime.InferenceSession(model([*to_elements, *nodes]))
         (y,) = session.run(None, {"codes": codes, "scales": scales})
         np.testing.assert_array_equal(y, expected)
 

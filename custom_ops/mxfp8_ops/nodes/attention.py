@@ -340,129 +340,124 @@ def _unmasked_sizes(
     return AttentionSizes(q[0], q[1], k[1], past, q_heads, kv_heads, q[2] // q_heads, v[2] // kv_heads)
 
 
-# --- The portable body: for every opset from 21 on, in float32. A group of query heads that share keys is one matrix
-# [G * S, D], so that no key is repeated.
+# --- The portable body, in float32
 
 
 def _attention_body(g: Body) -> None:
     """Q, K, V, attn_mask, past_key, past_value -> Y, present_key, present_value."""
-    batch, rows = g("Shape", "Q", end=1, out="batch"), g("Shape", "Q", start=1, end=2, out="rows")
-    heads, groups = g.vector("q_num_heads"), g.vector("kv_num_heads")
-    past = None if "past_key" in g.absent else _past_length(g)
-    keys = _with_past(g, "K", "past_key", groups, past)
-    values = _with_past(g, "V", "past_value", groups, past)
-    g("CastLike", keys, "Q", out="present_key")
-    g("CastLike", values, "Q", out="present_value")
-
-    q = _split_heads(g, _floats(g, "Q"), heads)
-    d, total = g("Shape", q, start=3, out="d"), g("Shape", keys, start=2, end=3, out="total")
-    stacked = g("Mul", g("Div", heads, groups), rows, out="stacked")  # G * S
-    # Stacks of matrices, one for each B and Hkv: ONNX Runtime before 1.24 would move a Transpose of four dimensions up
-    # to a past without values, and divides by zero there.
-    stacks = g("Mul", batch, groups, out="stacks")
-    q = _reshape(g, _rounded(g, q), stacks, stacked, d)
-    keys = _reshape(g, _rounded(g, keys), stacks, total, d)
-    scores = g("MatMul", q, g("Transpose", keys, perm=[0, 2, 1]))
-    scores = _reshape(g, g("Mul", scores, _scale(g, d)), batch, heads, rows, total)
-    if "attn_mask" not in g.absent:
+    keys, values = (_with_past(g, *names) for names in (("K", "past_key"), ("V", "past_value")))
+    q = _split_heads(g, "Q", "q_num_heads")
+    sizes = g("Shape", q, end=3, out="of_q")  # [B, Hq, S]
+    total = g("Shape", keys, start=2, end=3, out="total")  # [P + T]
+    # Query heads that share keys are one matrix [G * S, D], so that no key is repeated.
+    heads = {*g.case.attributes["q_num_heads"], *g.case.attributes["kv_num_heads"]}
+    shared = None if len(heads) == 1 else g("Concat", g("Shape", keys, end=2), g.constant([-1]), axis=0)
+    rows = g("Mul", _rounded(g, q), _scale(g, q))
+    scores = _product(g, _stacked(g, rows, shared, g("Shape", keys, start=3)), _rounded(g, keys))
+    if shared:
+        scores = g("Reshape", scores, g("Concat", sizes, total, axis=0), allowzero=1)
+    if g.known("attn_mask").present is not False:
         scores = g("Add", scores, _additive_mask(g))
-    if g.given is None or g.given["is_causal"]:
-        scores = g("Where", _seen(g, rows, past, total), scores, _infinity(g, -1))
-    weights = _reshape(g, _rounded(g, _softmax_body(g, scores)), stacks, stacked, total)
-    dv = g("Shape", values, start=3, out="dv")
-    values = _reshape(g, _rounded(g, values), stacks, total, dv)
-    y = _reshape(g, g("MatMul", weights, values), batch, heads, rows, dv)
-    y = _reshape(g, g("Transpose", y, perm=[0, 2, 1, 3]), batch, rows, g("Mul", heads, dv))
-    g("CastLike", y, "Q", out="Y")
-
-
-def _reshape(g: Body, x: str, *sizes: str) -> str:
-    return g("Reshape", x, g("Concat", *sizes, axis=0), allowzero=1)
-
-
-def _infinity(g: Body, sign: int) -> str:
-    return g.constant(np.float32(sign * np.inf))
-
-
-def _floats(g: Body, x: str) -> str:
-    return g("Cast", x, to=FLOAT)
+    scores = g.choose("is_causal", lambda g, causal: _seen(g, scores, sizes, total) if causal else scores)
+    # ONNX Runtime's Softmax makes NaN of a row with a NaN or Inf, or of -Inf throughout.
+    weights = g("Softmax", scores, axis=-1)
+    weights = g.choose("nan_guard", lambda g, guard: _without_nan(g, weights) if guard else weights)
+    y = g("MatMul", _stacked(g, _rounded(g, weights), shared, total), _rounded(g, values))
+    if shared:
+        y = g("Reshape", y, g("Concat", sizes, g("Shape", values, start=3), axis=0), allowzero=1)
+    y = g("Transpose", y, perm=[0, 2, 1, 3])
+    last = g("Mul", g.vector("q_num_heads"), g("Shape", values, start=3))
+    y = g("Reshape", y, g("Concat", g("Shape", "Q", end=2), last, axis=0), allowzero=1)
+    for value, port in ((y, "Y"), (keys, "present_key"), (values, "present_value")):
+        g.result(g.like(value, "Q"), port)
 
 
 def _rounded(g: Body, x: str) -> str:
-    """Returns float32 values rounded to activation_dtype; a Cast to float32, the default, changes nothing."""
-    return _floats(g, g("Cast", x, to=g.attribute("activation_dtype")))
+    """Returns float32 values rounded to activation_dtype."""
+    rounded = g.cast(x, "activation_dtype")
+    return x if rounded == x else g("Cast", rounded, to=FLOAT)
 
 
-def _split_heads(g: Body, x: str, heads: str) -> str:
-    """Returns x [B, L, heads * D] as [B, heads, L, D]."""
-    lead = g("Shape", x, end=2)
-    d = g("Div", g("Shape", x, start=2), heads)
-    return g("Transpose", _reshape(g, x, lead, heads, d), perm=[0, 2, 1, 3])
+def _split_heads(g: Body, port: str, heads: str) -> str:
+    """Returns an input [B, L, heads * D] as float32 [B, heads, L, D]."""
+    count = g.vector(heads)
+    d = g("Div", g("Shape", port, start=2), count)
+    shape = g("Concat", g("Shape", port, end=2), count, d, axis=0)
+    return g("Transpose", g("Reshape", g.floats(port), shape, allowzero=1), perm=[0, 2, 1, 3])
+
+
+def _with_past(g: Body, new: str, past: str) -> str:
+    """Returns `past` [B, Hkv, P, D] and, behind it, `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
+    values, there = _split_heads(g, new, "kv_num_heads"), g.known(past)
+    if there.present is False:
+        return values
+    before = g.floats(past)
+    if there.rank != 4:  # it may be a vector of no values
+        shape = g("Concat", g("Shape", values, end=2), _past_length(g), g("Shape", values, start=3), axis=0)
+        before = g("Reshape", before, shape, allowzero=1)
+    return g("Concat", before, values, axis=2)
 
 
 def _past_length(g: Body) -> str:
     """Returns [P], the third dimension of past_key; 0 if it has none, which stands for no past."""
-    size = g("Shape", "past_key", start=2, end=3)
-    return g("ReduceSum", size, g.constant([0]), keepdims=1, out="past")
+    if g.known("past_key").present is False:
+        return g.constant([0])
+    return g("ReduceSum", g("Shape", "past_key", start=2, end=3), g.constant([0]), keepdims=1)
 
 
-def _with_past(g: Body, new: str, past: str, groups: str, length: str | None) -> str:
-    """Returns `past` [B, Hkv, P, D] and, behind it, `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
-    new = _split_heads(g, _floats(g, new), groups)
-    if length is None:
-        return new
-    lead, d = g("Shape", new, end=2), g("Shape", new, start=3)
-    sizes = [lead, length, d]
-    if g.given is None:  # no more sizes: this fails for a past of more dimensions
-        sizes.append(g("Reshape", g("Shape", past, start=4), g.constant([0]), allowzero=1))
-    return g("Concat", _reshape(g, _floats(g, past), *sizes), new, axis=2)
+def _stacked(g: Body, x: str, shared: str | None, last: str) -> str:
+    """Returns x [B, Hq, S, last] as [B, Hkv, G * S, last] where heads share keys."""
+    if not shared:
+        return x
+    return g("Reshape", x, g("Concat", shared, last, axis=0))
 
 
-def _scale(g: Body, d: str) -> str:
+def _product(g: Body, q: str, keys: str) -> str:
+    """Returns q @ transpose(keys)."""
+    if g.known("past_key").present is False:
+        return g("MatMul", q, g("Transpose", keys, perm=[0, 1, 3, 2]))
+    # ONNX Runtime before 1.24 would move the Transpose up to a past without values, and divides by zero there.
+    return g("Einsum", q, keys, equation="bhsd,bhtd->bhst")
+
+
+def _scale(g: Body, q: str) -> str:
     """Returns the attribute, or 1 / sqrt(D) where that is 0."""
-    given = g.number("scale")
-    usual = g("Reciprocal", g("Sqrt", _floats(g, d)))
-    return g("Where", g("Equal", given, g.constant(np.float32(0))), usual, given)
+    scales = g.case.attributes["scale"]
+    if 0 not in scales:
+        return g.number("scale")
+    usual = g("Reciprocal", g("Sqrt", g("Cast", g("Shape", q, start=3), to=FLOAT)))
+    if len(scales) == 1:
+        return usual
+    scale = g.number("scale")
+    return g("Where", g("Equal", scale, g.constant(np.float32(0))), usual, scale)
 
 
 def _additive_mask(g: Body) -> str:
     """Returns attn_mask as what to add to the scores, whether it is boolean or not."""
-    mask = _floats(g, "attn_mask")
+    dtype, zero, hidden = g.known("attn_mask").dtype, g.constant(np.float32(0)), g.constant(np.float32(-np.inf))
+    if dtype == BOOL:
+        return g("Where", "attn_mask", zero, hidden)
+    if dtype:
+        return g.floats("attn_mask")
+    mask = g("Cast", "attn_mask", to=FLOAT)
     # 2 becomes 1 in a boolean's dtype alone.
-    two = _floats(g, g("CastLike", g.constant(np.float32(2)), "attn_mask"))
-    added = g("Where", g("Equal", mask, g.constant(np.float32(0))), _infinity(g, -1), g.constant(np.float32(0)))
+    two = g("Cast", g("CastLike", g.constant(np.float32(2)), "attn_mask"), to=FLOAT)
+    added = g("Where", g("Equal", mask, zero), hidden, zero)
     return g("Where", g("Less", two, g.constant(np.float32(2))), added, mask)
 
 
-def _seen(g: Body, rows: str, past: str | None, total: str) -> str:
-    """Returns [S, P + T]: whether row i may see key j, which is j <= P + i if is_causal and always if not."""
+def _seen(g: Body, scores: str, sizes: str, total: str) -> str:
+    """Returns the scores of the keys that a row may see, j <= P + i, and -Inf for others."""
     zero, one = g.constant(0), g.constant(1)
-    start = zero if past is None else g("Squeeze", past)
-    i = g("Range", start, g("Add", start, g("Squeeze", rows)), one)
+    start = g("Squeeze", _past_length(g))
+    i = g("Range", start, g("Add", start, g("Gather", sizes, g.constant(2))), one)
     j = g("Range", zero, g("Squeeze", total), one)
-    before = g("LessOrEqual", j, g("Unsqueeze", i, g.constant([1])))
-    if g.given is not None:
-        return before
-    everything = g("Equal", g.number("is_causal"), zero)
-    return g("Or", before, everything)
+    seen = g("LessOrEqual", j, g("Unsqueeze", i, g.constant([1])))
+    return g("Where", seen, scores, g.constant(np.float32(-np.inf)))
 
 
-def _softmax_body(g: Body, scores: str) -> str:
-    """Returns the softmax of each row. Rows without one - NaN, Inf, or -Inf throughout - are NaN, or 0 if nan_guard."""
-    # ONNX Runtime's Softmax makes numbers of such rows. A sum finds them: 1 for each finite score, NaN for NaN and Inf,
-    # 0 for -Inf.
-    finite = g("Add", g("Mul", scores, g.constant(np.float32(0))), g.constant(np.float32(1)))
-    finite = g("Where", g("Equal", scores, _infinity(g, -1)), g.constant(np.float32(0)), finite)
-    good = g("Greater", g("ReduceSum", finite, g.constant([-1]), keepdims=1), g.constant(np.float32(0)))
-    return g("Where", good, g("Softmax", scores, axis=-1), _otherwise(g))
-
-
-def _otherwise(g: Body) -> str:
-    """Returns NaN, or 0 if nan_guard."""
-    if g.given is not None:  # ONNX Runtime's symbolic shape inference cannot compute a Where with NaN
-        return g.constant(np.float32(0 if g.given["nan_guard"] else np.nan))
-    unguarded = g("Equal", g.number("nan_guard"), g.constant(0))
-    return g("Where", unguarded, g.constant(np.float32(np.nan)), g.constant(np.float32(0)))
+def _without_nan(g: Body, weights: str) -> str:
+    return g("Where", g("IsNaN", weights), g.constant(np.float32(0)), weights)
 
 
 # --- The contract
@@ -474,9 +469,9 @@ ATTENTION: Final = Op(
         Port("Q", VALUES, "[B, S, Hq * D]"),
         Port("K", VALUES, "[B, T, Hkv * D]", like="Q"),
         Port("V", VALUES, "[B, T, Hkv * Dv]", like="Q"),
-        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True"),
-        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", like="Q"),
-        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", like="Q"),
+        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True", has_stand_in=True),
+        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", like="Q", has_stand_in=True),
+        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", like="Q", has_stand_in=True),
     ),
     (
         Port("Y", VALUES, "[B, S, Hq * Dv]", like="Q"),

@@ -10,6 +10,7 @@ import numpy as np
 from mxfp8_ops import formats
 from mxfp8_ops.checks import Shape, check_scales, dtype_name
 from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.formats import INT8
 from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT16, INDICES, SCALES, VALUES, Op, Port
 from mxfp8_ops.nodes.quantize import dequantize
 from mxfp8_ops.numerics import Array, Codes, value_dtype
@@ -97,11 +98,15 @@ def check_indices(where: str, indices: Any, rows: int) -> None:
 
 def _embedding_body(g: Body) -> None:
     """indices, B, B_scales -> Y."""
-    # Float16 holds every element: Gather takes that, and a table that is an initializer is widened no further.
-    elements = g("Gather", g("Cast", "B", to=FLOAT16), "indices", axis=0)
-    scales = g("Gather", "B_scales", "indices", axis=0)
-    y = g.values(elements, scales)
-    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+    known = g.known("B")
+    b, scales = "B", g("Gather", "B_scales", "indices", axis=0)
+    if known.dtype != INT8.onnx_dtype:
+        # ONNX Runtime has no Gather of float8. Float16 holds every element; a constant table is widened no further.
+        b = g("Cast", b, to=FLOAT16)
+    rows = g("Cast", g("Gather", b, "indices", axis=0), to=FLOAT)
+    blocks, back = g.blocks(rows, whole=known.whole)
+    factors = g("Reshape", g.factors(scales, "B", known), g.constant([-1, 1]))
+    g.result(g.cast(back(g("Mul", blocks, factors)), "output_dtype"), "Y")
 
 
 # --- The contract

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import numerics, op_options
+from mxfp8_ops.case import Input
 from mxfp8_ops.checks import Shape, check_value_dtype
 from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT8E4M3FN, SCALES, VALUES, Op, Port
@@ -22,7 +23,6 @@ from mxfp8_ops.nodes.quantize import dequantize, quantize, quantized_rows
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
-    from onnx import GraphProto
     from typing_extensions import Unpack
 
     from mxfp8_ops.function_body import Body
@@ -221,74 +221,50 @@ def fused_gemm_error_bound(
 # --- The portable bodies, which call the nodes that they fuse
 
 
-_Activation = Callable[["Body", str], str]
-
-
 def _fused_gemm_body(g: Body, gemm: Op) -> None:
     """The inputs of `gemm`, perhaps a factor, bias -> Y."""
-    y = _activated(g, gemm)
+    y = _product(g, gemm)
     if g.op.at("factor") is not None:
-        y = g("Mul", y, g("Cast", g.shaped("factor", g("Shape", y)), to=FLOAT))
-    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+        y = g("Mul", y, g.floats("factor"))
+    g.result(g.cast(y, "output_dtype"), "Y")
 
 
 def _gemm_quantize_body(g: Body) -> None:
     """The inputs of MXFP8Gemm -> elements, scales, Y."""
-    quantized_rows(g, g("Identity", _activated(g, GEMM), out="Y"))
+    g.result(_product(g, GEMM), "Y")
+    quantized_rows(g, "Y", FLOAT)
 
 
-def _activated(g: Body, gemm: Op) -> str:
+def _product(g: Body, gemm: Op) -> str:
     """Returns the epilogue of what `gemm` gives, in float32."""
-    operands = [port.name for port in gemm.inputs if port.name not in g.absent]
-    if g.given is None:
-        # The gemm always gets a bias: ONNX Runtime before 1.27 crashes on the empty name of an absent one. It derives
-        # what dtypes an input may have from the standard ops it goes to, and takes no float8 without.
-        bias = g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1))
-        operands = [*(g("Identity", name) for name in operands if name != "bias"), bias]
+    inputs = {p.name: (p.name, g.known(p.name)) for p in gemm.inputs if p.name != "bias"}
+    if g.style.in_function:
+        # ONNX Runtime derives what dtypes an input may have from the standard ops it goes to; without, it has no float8.
+        inputs = {name: (g("Identity", value), known) for name, (value, known) in inputs.items()}
+    if g.known("bias").present is not False:
+        # Never an empty name: ONNX Runtime before 1.27 crashes on one.
+        n = g("Shape", "B_scales", start=-2, end=-1)
+        inputs["bias"] = (g.or_zeros("bias", n), Input(FLOAT))
     settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
-    (y,) = g.call(gemm, *operands, out=["sums"], **settings)
-    if g.given is not None:
-        return _ACTIVATIONS[g.given["epilogue"]](g, y)
-    return _chosen(g, y, g.index_of("epilogue", EPILOGUES), EPILOGUES)
+    (y,) = g.call(gemm, inputs, out=["sums"], **settings)
+    return g.choose("epilogue", lambda g, epilogue: _activated(g, y, epilogue))
 
 
-def _chosen(g: Body, x: str, index: str, names: Sequence[str]) -> str:
-    """Returns the last of the activations `names` of x, or the one that `index`, counted from EPILOGUES, picks."""
-    name, *others = names
-    if not others:
-        return _ACTIVATIONS[name](g, x)
-    here, beyond = g.inner(), g.inner()
-    branches = {
-        "then_branch": _branch(here, _ACTIVATIONS[name](here, x)),
-        "else_branch": _branch(beyond, _chosen(beyond, x, index, others)),
-    }
-    return g("If", g("Equal", index, g.constant(EPILOGUES.index(name))), out="activated", **branches)
-
-
-def _branch(g: Body, result: str) -> GraphProto:
-    return g.graph("branch", [], [(result, FLOAT, None)])
-
-
-def _relu_body(g: Body, x: str) -> str:
-    if g.given is not None:
-        return g("Relu", x)
-    zero = g.constant(np.float32(0))
-    return g("Where", g("Less", x, zero), zero, x)  # ONNX Runtime's Relu may drop a NaN
-
-
-def _silu_body(g: Body, x: str) -> str:
-    return g("Mul", x, g("Sigmoid", x))
-
-
-_ACTIVATIONS: Final[Mapping[str, _Activation]] = MappingProxyType(
-    {
-        "none": lambda g, x: g("Identity", x),
-        "relu": _relu_body,
-        "gelu": lambda g, x: g("Gelu", x),
-        "gelu_tanh": lambda g, x: g("Gelu", x, approximate="tanh"),
-        "silu": _silu_body,
-    }
-)
+def _activated(g: Body, x: str, name: str) -> str:
+    """Returns the activation `name` of x."""
+    match name:
+        case "none":
+            return x
+        case "relu":  # ONNX Runtime's Relu may drop a NaN
+            zero = g.constant(np.float32(0))
+            return g("Where", g("Less", x, zero), zero, x)
+        case "gelu":
+            return g("Gelu", x)
+        case "gelu_tanh":
+            return g("Gelu", x, approximate="tanh")
+        case "silu":
+            return g("Mul", x, g("Sigmoid", x))
+    raise ContractError.unknown("epilogue", name, EPILOGUES)
 
 
 # --- The contract

@@ -144,7 +144,7 @@ def product_shape(
 
 def _gemm_body(g: Body) -> None:
     """A, A_scales, B, B_scales, bias -> Y."""
-    _matmul(g, g.values("A", "A_scales"))
+    _matmul(g, a_values(g))
 
 
 def _weight_gemm_body(g: Body) -> None:
@@ -152,18 +152,32 @@ def _weight_gemm_body(g: Body) -> None:
     _matmul(g, rounded_values(g))
 
 
+def a_values(g: Body) -> str:
+    """Returns the float32 values of A, whose K is that of B."""
+    return g.values("A", "A_scales", g.known("A"), whole=g.known("B").whole)
+
+
+def b_values(g: Body) -> str:
+    """Returns the float32 values of B [..., N, K] as [..., K, N]."""
+    known = g.known("B")
+    b = g.values("B", "B_scales", known)
+    if known.rank is None:
+        return g("Einsum", b, equation="...nk->...kn")
+    return g("Transpose", b, perm=[*range(known.rank - 2), known.rank - 1, known.rank - 2])
+
+
 def rounded_values(g: Body) -> str:
-    """Returns the float32 values of X. That holds every X: a Cast to it, the default, changes nothing."""
-    return g("Cast", g("Cast", "X", to=g.attribute("activation_dtype")), to=FLOAT)
+    """Returns the float32 values of X, rounded to activation_dtype first."""
+    x = g.cast("X", "activation_dtype")
+    return g.floats("X") if x == "X" else g("Cast", x, to=FLOAT)
 
 
 def _matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B) + bias."""
-    b = g.values("B", "B_scales")
-    y = g("MatMul", a, g("Einsum", b, equation="...nk->...kn"))
-    if "bias" not in g.absent:
-        y = g("Add", y, g.or_zeros("bias", g("Shape", b, start=-2, end=-1)))
-    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+    y = g("MatMul", a, b_values(g))
+    if g.known("bias").present is not False:
+        y = g("Add", y, g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1)))
+    g.result(g.cast(y, "output_dtype"), "Y")
 
 
 def weight_gemm_dtype(wanted: int) -> int:

@@ -13,7 +13,7 @@ from mxfp8_ops import op_options
 from mxfp8_ops.checks import Shape, check_scales, check_value_dtype
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.node import BOOL, ELEMENTS, FLOAT, INT64, SCALES, VALUES, Op, Port
-from mxfp8_ops.nodes.gemm import product_shape, rounded_values, weight_gemm
+from mxfp8_ops.nodes.gemm import a_values, b_values, product_shape, rounded_values, weight_gemm
 from mxfp8_ops.nodes.quantize import dequantize
 from mxfp8_ops.numerics import Array, Codes
 
@@ -135,7 +135,7 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
 
 def _grouped_gemm_body(g: Body) -> None:
     """A, A_scales, B, B_scales, experts -> Y."""
-    _grouped_matmul(g, g.values("A", "A_scales"))
+    _grouped_matmul(g, a_values(g))
 
 
 def _grouped_weight_gemm_body(g: Body) -> None:
@@ -145,7 +145,7 @@ def _grouped_weight_gemm_body(g: Body) -> None:
 
 def _grouped_matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B[experts]), one MatMul per expert that is picked: no matrix of B is repeated per row."""
-    b = g("Transpose", g.values("B", "B_scales"), perm=[0, 2, 1], out="b")
+    b = b_values(g)
     count = g("Squeeze", g("Shape", b, end=1), out="count")
     experts = g("Unsqueeze", _experts(g, count), g.constant([-1]))
     experts = g("Expand", experts, g("Shape", a, end=-1), out="of_rows")
@@ -159,7 +159,7 @@ def _grouped_matmul(g: Body, a: str) -> None:
     zero = g("ConstantOfShape", g("Concat", rows, n, axis=0), out="no_expert")
     y = g("Loop", g("Size", picked), "", zero, body=_expert(g, a, b, experts, picked), out="y")
     y = g("Reshape", y, g("Concat", lead, n, axis=0), allowzero=1)
-    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+    g.result(g.cast(y, "output_dtype"), "Y")
 
 
 def _experts(g: Body, count: str) -> str:

@@ -158,44 +158,33 @@ def check_norm(where: str, x: Any, scale: Any, bias: Any, residual: Any) -> None
 
 def _norm_quantize_body(g: Body) -> None:
     """X, scale, bias -> elements, scales, normalized."""
-    _norm(g, "X")
+    _norm(g, g.floats("X"))
 
 
 def _add_norm_quantize_body(g: Body) -> None:
     """X, residual, scale, bias -> elements, scales, normalized, sum."""
-    residual = g.shaped("residual", g("Shape", "X"))
-    x, residual = (g("Cast", name, to=FLOAT) for name in ("X", residual))
-    _norm(g, g("CastLike", g("Add", x, residual), "X", out="sum"))
+    g.result(g.like(g("Add", g.floats("X"), g("Cast", "residual", to=FLOAT)), "X"), "sum")
+    _norm(g, "sum" if g.known("X").dtype == FLOAT else g("Cast", "sum", to=FLOAT))
 
 
 def _norm(g: Body, x: str) -> None:
-    """Rows of x -> elements, scales, normalized."""
-    x = g("Cast", x, to=FLOAT)
-    y = _normalized(g, x) if g.given is None or g.given["norm"] != "layer" else _layer_norm(g, x)
-    quantized_rows(g, g("CastLike", y, "X", out="normalized"))
+    """Rows of float32 values -> elements, scales, normalized."""
+    y = g.choose("norm", lambda g, norm: _normalized(g, x, norm))
+    g.result(g.like(y, "X"), "normalized")
+    quantized_rows(g, "normalized", g.known("X").dtype)
 
 
-def _layer_norm(g: Body, x: str) -> str:
-    """Returns x normalized by the standard op, which all attributes are known for."""
-    inputs = [x, "scale", *(name for name in ("bias",) if name not in g.absent)]
-    return g("LayerNormalization", *inputs, axis=-1, epsilon=g.attribute("epsilon"))
-
-
-def _normalized(g: Body, x: str) -> str:
-    """Returns x normalized, times scale, plus bias; without its mean if the norm is that of layers."""
-    last = g.constant([-1])
-    centred = x
-    if g.given is None:
-        is_layer = g("Equal", g.index_of("norm", NORMS), g.constant(NORMS.index("layer")))
-        mean = g("Where", is_layer, g("ReduceMean", x, last), g.constant(np.float32(0)))
-        centred = g("Sub", x, mean, out="centred")
-    variance = g("ReduceMean", g("Mul", centred, centred), last, out="variance")
-    y = g(
-        "Mul",
-        g("Div", centred, g("Sqrt", g("Add", variance, g.number("epsilon")))),
-        g.shaped("scale", g("Shape", x, start=-1)),
-    )
-    return y if "bias" in g.absent else g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
+def _normalized(g: Body, x: str, norm: str) -> str:
+    """Returns x normalized, times scale, plus bias."""
+    if norm not in NORMS:
+        raise ContractError.unknown("norm", norm, NORMS)
+    biased = g.known("bias").present
+    if norm == "layer":
+        inputs = [x, "scale"] if biased is False else [x, "scale", "bias"]
+        return g("LayerNormalization", *inputs, axis=-1, epsilon=g.attribute("epsilon"))
+    variance = g("ReduceMean", g("Mul", x, x), g.constant([-1]))
+    y = g("Mul", g("Div", x, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
+    return y if biased is False else g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
 
 
 # --- The contract

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import numpy.typing as npt
 
 from mxfp8_ops import formats
+from mxfp8_ops.case import Input
 from mxfp8_ops.checks import Shape, check_scales, check_value_dtype, normalize_axis, scale_count, scale_shape
-from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.formats import (
     BLOCK_SIZE,
     ELEMENT_FORMATS,
     ELEMENT_NAN,
-    INT8,
     SCALE_BIAS,
     SCALE_NAN,
-    SCALE_ROUNDINGS,
-    scale_increment,
+    scale_threshold,
 )
-from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT8E4M3FN, INT32, INT64, SCALES, UINT8, VALUES, Op, Port
+from mxfp8_ops.node import DOUBLE, ELEMENTS, FLOAT, FLOAT8E4M3FN, INT32, SCALES, UINT8, VALUES, Op, Port
 from mxfp8_ops.numerics import Array, Codes, decode, decode_scale, encode, value_dtype
 
 if TYPE_CHECKING:
     from mxfp8_ops.function_body import Body
-
-BITCAST_OPSET: Final = 26
-"""First opset with BitCast. Below it, exponents are found by comparison instead."""
 
 
 def quantize(
@@ -163,102 +160,150 @@ def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tupl
 # --- The portable body
 
 
+_ROWS: Final = {fmt.onnx_dtype: fmt for fmt in ELEMENT_FORMATS.values()}
+
+_SLACK: Final = 2e-8
+"""A quarter of the least distance of the logarithms of two float32 numbers, 8.6e-8. Those of float64 are 1e-13 off."""
+
+
 def _quantize_body(g: Body) -> None:
     """X -> elements, scales."""
-    axis, block = g.attribute("axis"), g.vector("block_size")
-    x = g("Cast", "X", to=FLOAT)
-    blocks = g.blocks(x, axis, block)
-    values = blocks.split(x)
-
-    amax = _largest(g, magnitudes(g, values))
-    bad = g("IsInf", amax, out="bad")
-
-    format_index = g.index_of("output_dtype", [fmt.onnx_dtype for fmt in ELEMENT_FORMATS.values()])
-    rounding_index = g.index_of("scale_rounding", SCALE_ROUNDINGS)
-    increments = np.array(
-        [[scale_increment(fmt, name) for name in SCALE_ROUNDINGS] for fmt in ELEMENT_FORMATS.values()], np.int32
-    )
-    exponent = biased_exponent(g, amax, increments, (format_index, rounding_index))
-    emax = g("Gather", g.constant([fmt.emax for fmt in ELEMENT_FORMATS.values()]), format_index)
-    scale = g("Max", g("Sub", exponent, emax), g.constant(0), out="scale")
-
-    # 2^(127 - s) is the power of two with code 254 - s; s = 254 makes it the subnormal 2^-127.
-    inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), scale), out="inverse")
-    scaled = g("Mul", values, inverse, out="scaled")
-    scaled = _whole_codes(g, scaled, format_index)
-    # The NaN stands second on purpose: ONNX Runtime's Where turns -0 in its second operand into +0.
-    nans = [np.float32(ELEMENT_NAN if fmt.twos_complement else np.nan) for fmt in ELEMENT_FORMATS.values()]
-    scaled = g("Where", bad, g("Gather", g.constant(np.array(nans)), format_index), scaled)
-    g("Cast", blocks.join(scaled), to=g.attribute("output_dtype"), out="elements")
-
-    codes = g("Cast", g("Where", bad, g.constant(SCALE_NAN), scale), to=UINT8)
-    g("Reshape", codes, g("Concat", blocks.lead, blocks.count, blocks.trail, axis=0), allowzero=1, out="scales")
+    x = g.floats("X")
+    lines = Lines.of(g, x)
+    results = _quantized(g, lines.last(x) if lines else x)
+    for value, port in zip(results, ("elements", "scales"), strict=True):
+        g.result(lines.back(value) if lines else value, port)
 
 
-def _whole_codes(g: Body, scaled: str, format_index: str) -> str:
-    """Returns `scaled` as codes for INT8, to which Cast neither rounds nor saturates; `scaled` for other formats."""
-
-    def codes(g: Body) -> str:
-        rounded = g("Round", g("Mul", scaled, g.constant(np.float32(2.0**INT8.mantissa_bits))))
-        return g("Clip", rounded, g.constant(np.float32(-INT8.max_code)), g.constant(np.float32(INT8.max_code)))
-
-    if g.given is not None:
-        return codes(g) if g.given["output_dtype"] == INT8.onnx_dtype else scaled
-    # A branch that the attribute chooses: ONNX Runtime folds it, and the others do not pay for INT8.
-    whole, same = g.inner(), g.inner()
-    branches = [(whole, codes(whole)), (same, same("Identity", scaled))]
-    graphs = [each.graph(f"branch_{i}", [], [(out, FLOAT, None)]) for i, (each, out) in enumerate(branches)]
-    is_int8 = g("Equal", format_index, g.constant([*ELEMENT_FORMATS].index(INT8.name)))
-    return g("If", is_int8, then_branch=graphs[0], else_branch=graphs[1], out="codes")
-
-
-def magnitudes(g: Body, values: str) -> str:
-    """Returns |values|, a NaN as infinity: ReduceMax drops a NaN that does not come first."""
-    return g("Where", g("IsNaN", values), g.constant(np.float32(np.inf)), g("Abs", values))
-
-
-def _largest(g: Body, magnitudes: str) -> str:
-    """Returns the largest value along axis 2, which stays with size 1."""
-    if g.given is None:
-        return g("ReduceMax", magnitudes, g.constant([2]), keepdims=1, out="amax")
-    values, _ = g.several("TopK", magnitudes, g.constant([1]), out=("amax", "place"), axis=2)
-    return values
+def _quantized(g: Body, x: str) -> tuple[str, str]:
+    """Returns the elements and scales of float32 values [..., K]."""
+    blocks, back = g.blocks(x, whole=g.case.whole)
+    one = g.constant([1])
+    amax = g("ReduceMax", g("Abs", blocks), one, out="amax")
+    # Zero times a NaN or an infinity is NaN. ReduceMax may drop a NaN.
+    bad = g("IsNaN", g("ReduceSum", g("Mul", blocks, g.constant(np.float32(0))), one), out="bad")
+    code = g("Where", bad, g.constant(np.int32(SCALE_NAN)), g("Cast", _scale_code(g, amax), to=INT32), out="code")
+    dtypes, dtype = g.case.attributes["output_dtype"], g.attribute("output_dtype")
+    if is_mixed := len({_row(each).twos_complement for each in dtypes}) > 1:
+        elements = g.choose(
+            "output_dtype",
+            lambda g, each: g("Cast", _elements(g, (blocks, amax, bad, code), _row(each), each), to=FLOAT),
+        )
+    else:
+        elements = _elements(g, (blocks, amax, bad, code), _row(dtypes[0]), dtype)
+    if not g.case.whole and not is_mixed:  # ONNX Runtime has no Slice of float8
+        elements = g("Cast", elements, to=FLOAT)
+    elements = back(elements)
+    if not g.case.whole or is_mixed:
+        elements = g("Cast", elements, to=dtype)
+    # A slice of every 32nd value has one for each block.
+    ends, axes = (g.constant([value]) for value in (np.iinfo(np.int64).max, -1))
+    sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
+    return elements, g("Reshape", g("Cast", code, to=UINT8), sizes, allowzero=1)
 
 
-def biased_exponent(g: Body, amax: str, increments: npt.NDArray[np.int32], row: tuple[str, str]) -> str:
-    """Returns (bits(amax) + increment) >> 23 as int64: the biased exponent of amax, rounded as the increment says.
+def _row(dtype: int) -> formats.ElementFormat:
+    if dtype not in _ROWS:
+        raise ContractError.unknown("output_dtype", dtype, map(str, _ROWS))
+    return _ROWS[dtype]
+
+
+def _scale_code(g: Body, amax: str) -> str:
+    """Returns the scale codes of amax as float64, to be truncated; what it is for a NaN or infinity is not defined.
+
+    The smallest i with amax <= threshold * 2^i is floor(log2(amax) - log2(threshold) - slack) + 1; where the threshold
+    itself belongs to the next scale, the slack is added. Neither side of a threshold has another number so close.
+    """
+
+    def offset(g: Body, rounding: str, dtype: int) -> str:
+        threshold, is_included = scale_threshold(_row(dtype), rounding)
+        slack = -_SLACK if is_included else _SLACK
+        return g.constant(np.float64(SCALE_BIAS + 1 - math.log2(threshold) + slack))
+
+    def of_rounding(g: Body, rounding: str) -> str:
+        return g.choose("output_dtype", lambda g, dtype: offset(g, rounding, dtype), DOUBLE)
+
+    log2 = g("Mul", g("Log", g("Cast", amax, to=DOUBLE)), g.constant(np.float64(1 / math.log(2))))
+    code = g("Add", log2, g.choose("scale_rounding", of_rounding, DOUBLE))
+    return g("Clip", code, g.constant(np.float64(0)), g.constant(np.float64(SCALE_NAN - 1)))
+
+
+def _elements(g: Body, values: tuple[str, str, str, str], fmt: formats.ElementFormat, dtype: Any) -> str:
+    """Returns the elements of blocks [n, 32], of `dtype`.
 
     Args:
         g: the body.
-        amax: float32 [P, ceil(K / 32), 1, Q], no NaN; the result at Inf is arbitrary but small enough for a table.
-        increments: one per element format and scale rounding, see `formats.scale_increment`.
-        row: names of the two indices into `increments`.
+        values: the blocks; their amax, whether each is bad, and its scale code, all [n, 1].
+        fmt: a format with the same kind of codes as that of `dtype`.
+        dtype: an onnx.DataType, or the reference to one.
     """
-    if g.opset >= BITCAST_OPSET:
-        bits = g("BitCast", amax, to=INT32)
-        rounded = g("Add", bits, g.lookup(increments, row))
-        return g("Cast", g("Div", rounded, g.constant(np.int32(1 << 23))), to=INT64, out="exponent")
-
-    # Without the bits: the addition carries when the mantissa exceeds 0x7fffff - increment, so the result is the
-    # smallest i with amax <= m * 2^(i - 127), m being 1.that-mantissa. With e = floor(log2(amax)) that i is e + 127 or
-    # e + 128: two exact comparisons from e + 126 on find it. They also repair a logarithm that is off by one: low just
-    # above a power of two (where i = e + 127), high just below the next. Zero and subnormals, whose logarithm is -inf
-    # or below the clip, come out as 0 or 1: less than emax, so scale 0.
-    mantissas = (np.int32(0x3F800000) | (np.int32(0x7FFFFF) - increments)).view(np.float32)
-    log2 = g("Mul", g("Log", amax), g.constant(np.float32(1 / np.log(2))))
-    guess = g("Add", g("Floor", log2), g.constant(np.float32(SCALE_BIAS - 1)))
-    guess = g("Clip", guess, g.constant(np.float32(0)), g.constant(np.float32(253)))  # 255 at most
-    guess = g("Cast", guess, to=INT64, out="guess")
-    candidates = g("Add", guess, g.constant([[0], [1]]))  # along axis 2, the axis amax was reduced over
-    thresholds = g("Mul", g("Gather", g.powers(), candidates), g.lookup(mantissas, row))
-    exceeded = g("Cast", g("Greater", amax, thresholds), to=INT64)
-    return g("Add", guess, g("ReduceSum", exceeded, g.constant([2]), keepdims=1), out="exponent")
+    blocks, amax, bad, code = values
+    if g.style.quantize_linear:
+        # Any scale does for zeros. 2^-127 is subnormal: where a session takes it for 0, it would make 0 / 0 of them.
+        one, zero = g.constant(np.float32(1)), g.constant(np.float32(0))
+        scale = g("Gather", g.powers(fmt.mantissa_bits * fmt.twos_complement), code)
+        if fmt.twos_complement:  # infinity / 1 becomes the largest code, which is ELEMENT_NAN
+            scale = g("Where", g("Or", bad, g("Equal", amax, zero)), one, scale)
+        else:
+            scale = g("Where", g("Equal", amax, zero), one, scale)
+        # The constant stands second: ONNX Runtime's Where turns -0 in its second operand into +0.
+        filler = np.float32(np.inf if fmt.twos_complement else np.nan)
+        blocks = g("Where", bad, g.constant(filler), blocks)
+        elements = g("QuantizeLinear", blocks, scale, axis=-1, block_size=BLOCK_SIZE, output_dtype=dtype)
+        return g("Clip", elements, g.constant(np.int8(-fmt.max_code))) if fmt.twos_complement else elements
+    # 2^(127 - s) is the power of two with code 254 - s; s = 254 makes it the subnormal 2^-127, s = 255 a NaN.
+    inverse = g("Gather", g.powers(), g("Sub", g.constant(np.int32(2 * SCALE_BIAS)), code))
+    scaled, filler = g("Mul", blocks, inverse), np.float32(np.nan)
+    if fmt.twos_complement:  # Cast neither rounds nor saturates to integers
+        most, filler = np.float32(fmt.max_code), np.float32(ELEMENT_NAN)
+        scaled = g("Round", g("Mul", scaled, g.constant(np.float32(2.0**fmt.mantissa_bits))))
+        scaled = g("Clip", scaled, g.constant(-most), g.constant(most))
+    return g("Cast", g("Where", bad, g.constant(filler), scaled), to=dtype)
 
 
 def _dequantize_body(g: Body) -> None:
     """elements, scales -> Y."""
-    y = g.values("elements", "scales", g.attribute("axis"), g.vector("block_size"))
-    g("Cast", y, to=g.attribute("output_dtype"), out="Y")
+    elements, scales, known = "elements", "scales", g.known("elements")
+    lines = Lines.of(g, elements)
+    if lines:
+        elements, scales, known = lines.last(elements), lines.last(scales), Input(known.dtype)
+    y = g.values(elements, scales, known)
+    g.result(g.cast(lines.back(y) if lines else y, "output_dtype"), "Y")
+
+
+@dataclass(frozen=True)
+class Lines:
+    """A tensor [..., K, ...] as [P, Q, K], whose last axis is the blocked one, and back."""
+
+    body: Body
+    axis: Any
+    lead: str
+    """The sizes before K, in front of a 1; P is their product."""
+    trail: str
+    """Those after K; Q is their product."""
+
+    @classmethod
+    def of(cls, g: Body, x: str) -> Lines | None:
+        """Returns those of `x`, whose blocks are along the attribute `axis`; None if that is the last one."""
+        axis, rank = g.attribute("axis"), g.known(g.op.inputs[0].name).rank
+        if axis == -1 or (rank is not None and axis == rank - 1):
+            return None
+        trail = g("Slice", g("Shape", x, start=axis), g.constant([1]), g.constant([np.iinfo(np.int64).max]))
+        return cls(g, axis, g("Shape", x, end=axis), trail)
+
+    def last(self, x: str) -> str:
+        """Returns x, elements or scales, as [P, Q, K]."""
+        g, one = self.body, self.body.constant([1])
+        # A reduction over [1, ...] rather than a -1 in Reshape: with an empty axis the -1 would be ambiguous.
+        p, q = (g("ReduceProd", g("Concat", one, sizes, axis=0)) for sizes in (self.lead, self.trail))
+        k = g("Slice", g("Shape", x, start=self.axis), g.constant([0]), one)
+        return g("Transpose", g("Reshape", x, g("Concat", p, k, q, axis=0), allowzero=1), perm=[0, 2, 1])
+
+    def back(self, x: str) -> str:
+        """Returns [P, Q, K] as [..., K, ...]."""
+        g = self.body
+        shape = g("Concat", self.lead, g("Shape", x, start=-1), self.trail, axis=0)
+        return g("Reshape", g("Transpose", x, perm=[0, 2, 1]), shape, allowzero=1)
 
 
 # --- The contract
@@ -282,10 +327,10 @@ DEQUANTIZE: Final = Op(
 )
 
 
-def quantized_rows(g: Body, y: str) -> None:
-    """Quantizes rows of y, to elements and scales, by a call of MXFP8Quantize with the attributes of the caller."""
+def quantized_rows(g: Body, y: str, dtype: int) -> None:
+    """Quantizes rows of y, values of `dtype`, to elements and scales: by a node of its own, which may have a kernel."""
     settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
-    g.call(QUANTIZE, y, out=["elements", "scales"], **settings)
+    g.call(QUANTIZE, {"X": (y, Input(dtype, whole=g.case.whole))}, out=["elements", "scales"], **settings)
 
 
 OPS: Final = (QUANTIZE, DEQUANTIZE)

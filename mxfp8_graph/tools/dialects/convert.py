@@ -17,7 +17,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of, foreign, is_quantized, may_be_mxfp8
 from mxfp8_graph.onnx_model.dialects import DIALECTS, Dialect
-from mxfp8_graph.onnx_model.graph import graphs_of, put_graph
+from mxfp8_graph.onnx_model.graph import facts_of, graphs_of, put_graph
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_nodes, node_label
@@ -169,7 +169,7 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
         fusions += len(fuse(edit.model, recipe))
     put_graph(opened, edit.model)
-    record.complete(opened.proto, opened.opset, record.recipe_of(opened.proto))
+    record.complete(opened.proto, record.recipe_of(opened.proto), facts_of(edit.model))
     nodes = _nodes_of_ours(edit)
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]
     return {

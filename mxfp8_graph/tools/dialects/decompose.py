@@ -8,7 +8,7 @@
 Products are of float32 values, as in the nodes.
 
 A node that becomes the standard ops of its body leaves a mark on the one that makes its first output: the op, its
-attributes and name. `recompose.py` reads it.
+name, and what its body was written for. `recompose.py` reads it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
+from mxfp8_graph.onnx_model.graph import attribute, dtype_of, facts, label
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, row_of
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, settings_of, tensor_of
-from mxfp8_ops import contract, standard_ops
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
+from mxfp8_ops import contract, onnx_functions, standard_ops
+from mxfp8_ops.case import Case
 
 MARK: Final = "mxfp8_graph.body_of."
 """Start of the metadata key of a mark; the op follows."""
@@ -45,9 +46,8 @@ def taken_apart(edit: Edit, node: ir.Node) -> Nodes:
         stored = tensor_of(inputs[at]) if port.name in ABSENT else None
         if stored is not None and _is_absent(port.name, stored):
             absent[port.name], inputs[at] = (stored_name(inputs[at]), int(stored.dtype)), None
-    settings = settings_of(node)
     try:
-        nodes = _body(edit, node, inputs)
+        nodes, case = _body(edit, node, inputs)
     except (ValueError, TypeError, OverflowError, LookupError) as error:
         advice = "rewrite the original model again"
         expected = "attributes of the contract"
@@ -61,7 +61,7 @@ def taken_apart(edit: Edit, node: ir.Node) -> Nodes:
         if each.domain == contract.DOMAIN:
             each.doc_string = node.doc_string
         if makes_first:
-            mark = {"name": node.name, "attributes": settings, "absent": absent}
+            mark = {"name": node.name, "case": case.to_json(), "absent": absent}
             each.metadata_props[MARK + node.op_type] = json.dumps(mark)
         for value in each.outputs:
             if (heir := outputs.get(str(value.name))) is not None:
@@ -76,17 +76,18 @@ def stored_name(value: ir.Value | None) -> str | None:
     return None if value is None else value.name
 
 
-def _body(edit: Edit, node: ir.Node, inputs: Sequence[ir.Value | None]) -> Nodes:
+def _body(edit: Edit, node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple[Nodes, Case]:
     """Returns the nodes of the body of `node` with these inputs, whose outputs are named as those of `node`."""
     plain = ir.to_proto(node)
     plain.input[:] = ["" if value is None else str(value.name) for value in inputs]
     ports = {str(value.name): value for value in inputs if value is not None}
-    graph = graph_of(standard_ops.in_place_of(plain, edit.fresh), ports)
+    case = onnx_functions.case_of(plain, {name: facts(value) for name, value in ports.items()})
+    graph = graph_of(standard_ops.in_place_of(plain, case, edit.fresh), ports)
     for port in graph.inputs:
         port.replace_all_uses_with(ports[str(port.name)])
     nodes = list(graph)
     graph.remove(nodes)
-    return nodes
+    return nodes, case
 
 
 def graph_of(body: Sequence[onnx.NodeProto], inputs: Iterable[str], outputs: Iterable[str] = ()) -> ir.Graph:

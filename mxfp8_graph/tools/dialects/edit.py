@@ -63,7 +63,7 @@ class Edit:
         put_graph(self.opened, self.model)
         whole = onnx.ModelProto()
         whole.CopyFrom(self.opened.proto)
-        record.complete(whole, self.opened.opset, None)
+        record.complete(whole, None)
         inferred = onnx_calls.infer_shapes(whole, self.opened.name, [])
         self.model = infer(self.opened, to_ir(self.opened), inferred)
 

@@ -22,6 +22,7 @@ from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, graph_of, is_marked
 from mxfp8_graph.tools.dialects.edit import Edit, settings_of
 from mxfp8_ops import contract
+from mxfp8_ops.case import Case
 from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.standard_ops import body_of
 
@@ -58,7 +59,7 @@ def _mark(text: str) -> dict[str, Any] | None:
         mark = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    kinds = {"name": str, "attributes": dict, "absent": dict}
+    kinds = {"name": str, "case": dict, "absent": dict}
     if not isinstance(mark, dict) or not all(isinstance(mark.get(key), kind) for key, kind in kinds.items()):
         return None
     known = (contract.BOOL, *contract.VALUES)
@@ -69,25 +70,25 @@ def _mark(text: str) -> dict[str, Any] | None:
 
 
 def _whole(node: ir.Node, op: contract.Op, mark: dict[str, Any], fresh: Callable[[str], str]) -> Replacement | None:
-    settings, absent = mark["attributes"], mark["absent"]
-    same = {key: type(value) for key, value in settings.items()} == {k: type(v) for k, v in op.attributes.items()}
+    absent = mark["absent"]
     ports = {port.name for port in op.inputs if port.optional or port.name in ABSENT}
-    if not same or settings.get("block_size", BLOCK_SIZE) != BLOCK_SIZE or not absent.keys() <= ports:
-        return None
-    left_out = {port.name for port in op.inputs if port.optional} | absent.keys()
-    for without in (absent.keys(), left_out):
-        try:
-            match = _BodyMatch(op, body_of(op, settings, without))
-        except (ValueError, TypeError, OverflowError, LookupError):  # attributes of values that there are not
+    try:
+        case = Case.from_json(op, mark["case"])
+        if case.attributes.get("block_size", (BLOCK_SIZE,)) != (BLOCK_SIZE,) or not absent.keys() <= ports:
             return None
-        if match.finds(node) and {p.name for p in op.inputs} - match.inputs.keys() <= {*without}:
-            return _replacement(node, op, mark, match, fresh)
+        match = _BodyMatch(op, body_of(case))
+    except (ValueError, TypeError, OverflowError, LookupError, AttributeError):  # none of ours, or changed
+        return None
+    left_out = {name for name, value in case.inputs.items() if value.present is False}
+    if match.finds(node) and {p.name for p in op.inputs} - match.inputs.keys() <= left_out:
+        return _replacement(node, case, mark, match, fresh)
     return None
 
 
 def _replacement(
-    node: ir.Node, op: contract.Op, mark: dict[str, Any], match: _BodyMatch, fresh: Callable[[str], str]
+    node: ir.Node, case: Case, mark: dict[str, Any], match: _BodyMatch, fresh: Callable[[str], str]
 ) -> Replacement | None:
+    op = case.op
     outputs = [match.outputs.get(port.name) for port in op.outputs]
     operands = [*match.inputs.values()]
     gone = unneeded([output for output in outputs if output is not None], operands)
@@ -108,7 +109,9 @@ def _replacement(
             inputs.append(match.inputs.get(port.name))
     while inputs and inputs[-1] is None:
         inputs.pop()
-    whole = ours(node, op, inputs, list(map(heir, outputs)), **mark["attributes"])
+    whole = ours(
+        node, op, inputs, list(map(heir, outputs)), **{name: value for name, (value,) in case.attributes.items()}
+    )
     whole.name = mark["name"]
     del whole.metadata_props[MARK + op.name]
     return Replacement(kind=op.name, node=whole, gone=tuple(gone), before=tuple(before))
