@@ -238,22 +238,23 @@ def test_a_nan_in_only_one_model() -> None:
     assert report.failures == ("output 'y': NaN or Inf in only one of rewritten and original at 4 of 384 positions",)
 
 
-def tamper(model: onnx.ModelProto, op: str, output: str, change: str, by: float) -> None:
-    """Makes the function body of `op` change (Mul, Add) what goes into the node that makes `output`."""
+def tamper(model: onnx.ModelProto, op: str, at: str, change: str, by: float) -> None:
+    """Makes the function body of `op` change (Mul, Add) what goes into its first node of type `at`."""
     function = next(f for f in model.functions if f.name == op)
-    last = next(n for n in function.node if output in n.output)
-    function.node.remove(last)
+    index, node = next((i, n) for i, n in enumerate(function.node) if n.op_type == at)
     constant = helper.make_node("Constant", [], ["tampered"], value_float=by)
-    changed = helper.make_node(change, [last.input[0], "tampered"], ["tampered_value"])
-    last.input[0] = "tampered_value"
-    function.node.extend([constant, changed, last])
+    changed = helper.make_node(change, [node.input[0], "tampered"], ["tampered_value"])
+    node.input[0] = "tampered_value"
+    nodes = [*function.node[:index], constant, changed, *function.node[index:]]
+    del function.node[:]
+    function.node.extend(nodes)
 
 
 def test_a_gemm_kernel_that_disagrees_with_its_body() -> None:
     model = b.matmul_model(k=512)
     broken, _ = mxfp8_graph.rewrite(model, Recipe(fuse=False))
     # 1.001 of the result is above the bound of (512 + 2) * 2^-24 of the sum of magnitudes, at least somewhere.
-    tamper(broken, "MXFP8Gemm", "Y", "Mul", 1.001)
+    tamper(broken, "MXFP8Gemm", "MatMul", "Mul", 1.001)
     report = verify(model, broken)
     assert [node.op for node in report.nodes if not node.passed] == ["MXFP8Gemm"]
     (failure,) = report.failures
@@ -264,7 +265,7 @@ def test_a_gemm_kernel_that_disagrees_with_its_body() -> None:
 def test_a_quantize_kernel_that_disagrees_with_its_body() -> None:
     model = b.matmul_model()
     broken = rewritten(model)
-    tamper(broken, "MXFP8Quantize", "elements", "Mul", 1.5)
+    tamper(broken, "MXFP8Quantize", "QuantizeLinear", "Mul", 1.5)
     report = verify(model, broken, shapes={"batch": 1, "seq": 2})
     (node,) = [node for node in report.nodes if not node.passed]
     assert (node.op, 64 < node.excess <= 128) == ("MXFP8Quantize", True)
@@ -277,7 +278,7 @@ def test_one_negative_zero_is_a_difference() -> None:
     """-0 and 0 are equal numbers and different bytes; adding 0 makes one of the other."""
     model = b.matmul_model(k=32)
     broken = rewritten(model)
-    tamper(broken, "MXFP8Quantize", "elements", "Add", 0.0)
+    tamper(broken, "MXFP8Quantize", "QuantizeLinear", "Add", 0.0)
     x = np.ones((1, 1, 32), np.float32)
     x[0, 0, 7] = -0.0
     report = verify(model, broken, inputs={"x": x})

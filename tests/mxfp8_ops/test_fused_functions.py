@@ -139,7 +139,9 @@ def test_an_unknown_epilogue_or_norm_has_no_body(attribute: str) -> None:
     else:
         inputs = gemm_inputs((3, 70), (7, 70), None, gated=False, biased=False)
         op, outputs = gemm_op(inputs), {"Y": FLOAT}
-    with pytest.raises(ContractError, match=rf"node 'one' \({op}\): {attribute}: 'swish'; expected one of .*; correct the name"):
+    with pytest.raises(
+        ContractError, match=rf"node 'one' \({op}\): {attribute}: 'swish'; expected one of .*; correct the name"
+    ):
         one_node_model(op, inputs, outputs, 23, {attribute: "swish"})
 
 

@@ -179,7 +179,7 @@ def _quantized(g: Body, x: str) -> tuple[str, str]:
     """Returns the elements and scales of float32 values [..., K]."""
     blocks, back = g.blocks(x, whole=g.case.whole)
     one = g.constant([1])
-    amax = g("ReduceMax", g("Abs", blocks), one, out="amax")
+    amax = _largest(g, g("Abs", blocks))
     # Zero times a NaN or an infinity is NaN. ReduceMax may drop a NaN.
     bad = g("IsNaN", g("ReduceSum", g("Mul", blocks, g.constant(np.float32(0))), one), out="bad")
     code = g("Where", bad, g.constant(np.int32(SCALE_NAN)), g("Cast", _scale_code(g, amax), to=INT32), out="code")
@@ -200,6 +200,15 @@ def _quantized(g: Body, x: str) -> tuple[str, str]:
     ends, axes = (g.constant([value]) for value in (np.iinfo(np.int64).max, -1))
     sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
     return elements, g("Reshape", g("Cast", code, to=UINT8), sizes, allowzero=1)
+
+
+def _largest(g: Body, rows: str) -> str:
+    """Returns the largest value of each row [n, 32] as [n, 1]."""
+    one = g.constant([1])
+    if g.style.in_function:
+        return g("ReduceMax", rows, one, out="amax")
+    # ONNX Runtime's symbolic shape inference, which programs run on graphs alone, does not know ReduceMax.
+    return g("Squeeze", g("MaxPool", g("Unsqueeze", rows, one), kernel_shape=[BLOCK_SIZE]), one, out="amax")
 
 
 def _row(dtype: int) -> formats.ElementFormat:

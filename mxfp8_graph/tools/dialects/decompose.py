@@ -20,7 +20,7 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, facts, label
+from mxfp8_graph.onnx_model.graph import attribute, dtype_of, facts, is_op, label
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, row_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
 from mxfp8_ops import contract, onnx_functions, standard_ops
@@ -85,6 +85,10 @@ def _body(edit: Edit, node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple
     graph = graph_of(standard_ops.in_place_of(plain, case, edit.fresh), ports)
     for port in graph.inputs:
         port.replace_all_uses_with(ports[str(port.name)])
+    # Initializers, not Constant nodes: what infers shapes finds the values of an input there, and equal ones are one.
+    for each in [each for each in graph if is_op(each, "Constant")]:
+        each.outputs[0].replace_all_uses_with(edit.constant(each.attributes["value"].as_tensor()))
+        graph.remove(each)
     nodes = list(graph)
     graph.remove(nodes)
     return nodes, case

@@ -114,6 +114,18 @@ class Edit:
         graph.register_initializer(value)
         return value
 
+    def constant(self, tensor: ir.TensorProtocol) -> ir.Value:
+        """Returns the initializer of the whole model for a small constant; equal ones share it."""
+        whole, top = ir.to_proto(tensor), self.model.graph
+
+        def make() -> ir.Value:
+            whole.name = self.fresh("mxfp8_constant")
+            value = ir.Value(name=whole.name, const_value=ir.serde.TensorProtoTensor(whole))
+            top.register_initializer(value)
+            return value
+
+        return self.shared(top, "constant", whole.SerializeToString(), make=make)
+
     def retype(self, value: ir.Value, dtype: int) -> None:
         """Says that the bytes of an initializer are of another 8-bit dtype."""
         name, tensor = str(value.name), value.const_value
