@@ -79,7 +79,7 @@ def record(case: Case, folder: Path) -> dict[str, str]:
 
 
 def without_bodies(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the model without the function bodies of our nodes, whose text may change as long as their results stay."""
+    """Returns the model without the function bodies of our nodes, whose text may change."""
     copy = onnx.ModelProto()
     copy.CopyFrom(proto)
     del copy.functions[:]

@@ -157,7 +157,7 @@ def body(name, feeds, **attributes):
     case = onnx_functions.case_of(node, {"elements": Input(99)})
     nodes, opset = standard_ops.body_of(case), [helper.make_opsetid("", 21)]
     function = helper.make_function("test", name, node.input, node.output, nodes, opset)
-    return ReferenceEvaluator(function, new_ops=[Cast]).run(None, feeds)
+    return ReferenceEvaluator(function, new_ops=[Cast]).run(None, feeds, attributes={})
 
 
 x = (np.exp(np.random.default_rng(1).standard_normal((5, 70)) * 4) * 3).astype(np.float32)

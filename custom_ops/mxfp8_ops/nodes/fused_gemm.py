@@ -239,7 +239,7 @@ def _product(g: Body, gemm: Op) -> str:
     """Returns the epilogue of what `gemm` gives, in float32."""
     inputs = {p.name: (p.name, g.known(p.name)) for p in gemm.inputs if p.name != "bias"}
     if g.style.in_function:
-        # ONNX Runtime derives what dtypes an input may have from the standard ops it goes to; without, it has no float8.
+        # ONNX Runtime derives what dtypes an input may have from the standard ops that read it.
         inputs = {name: (g("Identity", value), known) for name, (value, known) in inputs.items()}
     if g.known("bias").present is not False:
         # Never an empty name: ONNX Runtime before 1.27 crashes on one.
