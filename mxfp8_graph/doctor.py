@@ -306,7 +306,9 @@ def diagnose_file(path: str | Path) -> Check:
         return Check(_MODEL, "broken", detail, advice)
     if found := foreign(model):
         advice = f"for our kernels: mxfp8-graph convert {path} --to mxfp8"
-        what = f"MXFP8 as {found[0]}" if written in {None, found[0]} else f"MXFP8 in standard ops (as {found[0]})"
+        # Packed weights: MXFP8 or MXINT8, which one dialect may have both of.
+        form = f"as {found[0]}" if written in {None, found[0]} else f"in standard ops (as {found[0]})"
+        what = f"packed weights {form}"
         return Check(_MODEL, "ok", "; ".join(filter(None, (f"{path}: {what}", by))), advice)
     return _loadable(model, (by and f"{path}: {by}") or f"{path}: no MXFP8 in it", "")
 

@@ -681,7 +681,9 @@ def test_doctor_says_what_happened_to_a_file() -> None:
     assert "has no node of domain 'mxfp8' any more: a tool has inlined them" in diagnosis("inlined.onnx")
     there, _ = mxfp8_graph.convert(ours, "trt")
     assert metadata(there)["mxfp8_graph.dialect"] == "trt"
-    assert f"MXFP8 as trt; written by mxfp8-graph {__version__} as trt with recipe mxfp8" in diagnosis(there)
+    assert f"packed weights as trt; written by mxfp8-graph {__version__} as trt with recipe mxfp8" in diagnosis(there)
+    codes, _ = mxfp8_graph.convert(integers, "qdq", allow=["activations"])
+    assert "packed weights as qdq; " in diagnosis(codes)
 
 
 @pytest.mark.usefixtures("own_folder")
