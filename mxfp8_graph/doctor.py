@@ -291,7 +291,10 @@ def diagnose_file(path: str | Path) -> Check:
         return Check(_MODEL, "broken", error.problem, error.advice)
     recorded = {entry.key: entry.value for entry in model.metadata_props}
     written = recorded.get(provenance.DIALECT_KEY, "mxfp8" if provenance.CONTRACT_KEY in recorded else None)
-    by = f"written by mxfp8-graph {recorded.get(provenance.VERSION_KEY, '')} as {written}" if written else ""
+    # Our own dialect has the name of the nodes' domain, and says nothing of the element formats.
+    dialect = "" if written == "mxfp8" else f" as {written}"
+    recipe = f" with recipe {provenance.recipe_name(recorded.get(provenance.RECIPE_KEY))}"
+    by = f"written by mxfp8-graph {recorded.get(provenance.VERSION_KEY, '')}{dialect}{recipe}" if written else ""
     if by and provenance.LOST_KEY in recorded:
         by += f"; lost in conversion: {recorded[provenance.LOST_KEY]}"
     used = {node.op_type for node in iter_nodes(model.graph.node) if node.domain == contract.DOMAIN}
@@ -303,7 +306,9 @@ def diagnose_file(path: str | Path) -> Check:
         return Check(_MODEL, "broken", detail, advice)
     if found := foreign(model):
         advice = f"for our kernels: mxfp8-graph convert {path} --to mxfp8"
-        what = f"MXFP8 as {found[0]}" if written in {None, found[0]} else f"MXFP8 in standard ops (as {found[0]})"
+        # Packed weights: MXFP8 or MXINT8, which one dialect may have both of.
+        form = f"as {found[0]}" if written in {None, found[0]} else f"in standard ops (as {found[0]})"
+        what = f"packed weights {form}"
         return Check(_MODEL, "ok", "; ".join(filter(None, (f"{path}: {what}", by))), advice)
     return _loadable(model, (by and f"{path}: {by}") or f"{path}: no MXFP8 in it", "")
 

@@ -78,7 +78,8 @@ class RewriteOptions(ExportOptions, PackOptions, total=False):
     """The options of `rewrite` for any model."""
 
     dry_run: Annotated[
-        bool, "plan, report, check that the output could be written, write nothing; the first result is then None."
+        bool,
+        "plan, report, check that the output could be written (it may exist), write nothing; the first result is None.",
     ]
 
 

@@ -59,6 +59,8 @@ def rewrite(
         NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
     """
     check_options("rewrite", options, RewriteOptions)
+    if options.get("dry_run"):
+        options["overwrite"] = True  # it writes nothing, so an output that exists is no error
     chosen = load_recipe(recipe)
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:

@@ -114,6 +114,11 @@ class ElementFormat(Dtype, Minifloat):
     twos_complement: bool = False
     """A negative code is 256 less its magnitude, and each code is a number; else the top bit is the sign."""
 
+    @property
+    def mx_name(self) -> str:
+        """Name of the format of blocks of these elements, OCP MX v1.0 section 5: MXFP8 or MXINT8."""
+        return "MXINT8" if self.twos_complement else "MXFP8"
+
 
 FLOAT32: Final = ValueDtype(
     name="float32", numpy_name="float32", bytes=4, mantissa_bits=23, min_exponent=-126,

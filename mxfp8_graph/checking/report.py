@@ -66,7 +66,7 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyReport(Report):
-    """The result of a verification. It passed if `failures` is empty."""
+    """The result of a verification. It passed if `failures` is empty and an output was judged."""
 
     TITLE = "Verification of {rewritten}"
     FILES = ("original", "rewritten")
@@ -91,8 +91,9 @@ class VerifyReport(Report):
 
     @property
     def passed(self) -> bool:
-        """Whether nothing failed."""
-        return not self.failures
+        """Whether an output was judged, and nothing failed."""
+        # Kernels alone say nothing of the rewrite: they are compared with the function bodies of the same file.
+        return bool(self.outputs_close) and not self.failures
 
     @property
     def kernels_agree(self) -> bool | None:
@@ -109,8 +110,12 @@ class VerifyReport(Report):
         """Returns the answers to both questions in words."""
         kernels, outputs = self.kernels_agree, self.outputs_close
         said = [] if kernels is None else [f"kernels {'' if kernels else 'do NOT '}compute what the nodes say"]
-        are = "were not judged" if outputs is None else f"are {'' if outputs else 'NOT '}close to the original's"
-        return f"{'passed' if self.passed else 'FAILED'}: {', '.join([*said, f'outputs {are}'])}"
+        if outputs is None:
+            said.append("no output was judged")
+        else:
+            said.append(f"outputs are {'' if outputs else 'NOT '}close to the original's")
+        outcome = "FAILED" if self.failures else "passed" if self.passed else "undecided"
+        return f"{outcome}: {', '.join(said)}"
 
     @property
     def worst_relative_l2(self) -> float:

@@ -164,5 +164,5 @@ def options(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:
-    """Rewrites exported models to MXFP8, checks them, and runs them."""
+    """Rewrites exported models to MXFP8 or MXINT8, checks them, and runs them."""
     _debug.set(debug)

@@ -23,7 +23,7 @@ from mxfp8_graph.cli.arguments import (
     recipe_option,
     shapes,
 )
-from mxfp8_graph.cli.guard import FAILED
+from mxfp8_graph.cli.guard import FAILED, NOTHING_ELIGIBLE
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar
@@ -89,7 +89,7 @@ def rewrite(
     verbose: Verbose = False,
     trust_pickle: TrustPickle = False,
 ) -> None:
-    """Rewrites the matmuls of MODEL to MXFP8."""
+    """Rewrites the matmuls of MODEL to MXFP8 or MXINT8."""
     from mxfp8_graph import rewriting
     from mxfp8_graph.policy.recipe import load_recipe
 
@@ -143,7 +143,8 @@ def verify(
     Prints the error of each output, and the distance of the native kernels from the function bodies in the file. The
     verdict answers two questions: do kernels compute what the nodes say, and are the outputs close to the original's?
     Exit code 1 if a kernel disagrees with its function body, if an error is above --max-rel-l2, if a NaN or Inf is in
-    only one of the outputs, or if an output has no finite value to compare.
+    only one of the outputs, or if an output has no finite value to compare. Exit code 3 if nothing failed, but no
+    output could be judged: all are integers without --max-rel-l2, texts, sequences or maps, or have no values.
     """
     from mxfp8_graph.checking.verify import verify as run_verify
 
@@ -160,7 +161,7 @@ def verify(
     tell(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
     if not result.passed:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(FAILED if result.failures else NOTHING_ELIGIBLE)
 
 
 def run(

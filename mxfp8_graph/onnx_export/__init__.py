@@ -2,6 +2,8 @@
 
 export.py       to_onnx, step by step; plain_to_onnx, for a program as it is
 translation.py  which node each op becomes
+attention.py    scaled_dot_product_attention, where a mask may hide all keys
+experts.py      packed experts that are picked at run time
 float8.py       gives elements, which torch keeps as uint8, their float8 types
 """
 

@@ -60,7 +60,7 @@ def to_onnx(
     Args:
         program: a `torch.export.ExportedProgram` that `rewrite` packed, or the path of one that `save` wrote.
         path: file to write.
-        opset: version of the default operator domain, at least 21.
+        opset: version of the default operator domain, at least 21. ONNX Runtime 1.20 reads 21, 1.23 also 23.
         input_names: what to call the inputs; by default as the program does.
         output_names: what to call the outputs.
         dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
@@ -237,7 +237,7 @@ def translate(
                 dynamo=True,
                 opset_version=opset,
                 verbose=False,
-                custom_translation_table=translation.table(),
+                custom_translation_table=translation.table(opset),
                 optimize=False,
                 **names,
             )

@@ -14,6 +14,7 @@ import onnx
 import torch
 from onnxscript import opset18, values
 
+from mxfp8_graph.onnx_export import attention
 from mxfp8_ops import contract, formats, onnx_functions, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 from mxfp8_ops.torch_ops import schemas
@@ -26,12 +27,13 @@ FORMATS: Final = "element_formats"
 the format is the type of the tensor, and until then all elements are uint8."""
 
 
-def table() -> dict[Any, Callable[..., Any]]:
-    """Returns the function that builds the node of each op, for `torch.onnx.export`."""
+def table(opset: int) -> dict[Any, Callable[..., Any]]:
+    """Returns the function that builds the nodes of each op at an opset, for `torch.onnx.export`."""
     functions = {op.name: translation(op.node) for op in contract.TORCH_OPS.values() if op.node is not None}
     # Its arguments are not the inputs of its nodes.
     functions["grouped_gemm"] = _grouped_gemm
-    return {getattr(torch.ops.mxfp8, name).default: function for name, function in functions.items()}
+    built = {getattr(torch.ops.mxfp8, name).default: function for name, function in functions.items()}
+    return {**built, torch.ops.aten.scaled_dot_product_attention.default: attention.translation(opset)}
 
 
 def translation(node: contract.Op) -> Callable[..., Any]:

@@ -89,6 +89,15 @@ class Report(Data, ABC):
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
         return text.render(self.headline(), self.sections(), every=every)
 
+    def __str__(self) -> str:
+        """Returns what a terminal shows, as plain text."""
+        return text.plain(self.to_text())
+
+    def _repr_html_(self) -> str:
+        """Returns what a terminal shows as HTML, for notebooks."""
+        shown = (section for section in self.sections() if not section.detail)
+        return html.fragment(self.headline(), shown)
+
     def to_html(self) -> str:
         """Returns one self-contained page: nothing is fetched, and all is there without its script."""
         title, files = self.TITLE.format_map(vars(self)), (getattr(self, name) for name in self.FILES)

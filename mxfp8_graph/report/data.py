@@ -19,6 +19,7 @@ from mxfp8_graph.report import text
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Cell, Columns, Section, added, byte_size, filled, number
+from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
 """Version of the layout of a report's JSON; it grows when a key changes its meaning or goes away."""
@@ -166,6 +167,12 @@ class RewriteReport(Report):
         return tuple(site for site in self.sites if not site.decision.quantize)
 
     @property
+    def formats(self) -> tuple[str, ...]:
+        """The formats of rewritten weights and activations: "MXFP8", "MXINT8"."""
+        used = ((site.decision.weight_format, site.decision.activation_format) for site in self.rewritten)
+        return tuple(dict.fromkeys(element_format(name).mx_name for pair in used for name in pair if name))
+
+    @property
     def rewritten_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
         """The rewritten sites by reason, most frequent first."""
         return _by_reason(self.rewritten)
@@ -210,7 +217,8 @@ class RewriteReport(Report):
         if self.already_rewritten:
             return f"already rewritten with recipe {recipe}; {'copied' if self.output else 'nothing to do'}"
         verb = "would be rewritten" if self.dry_run else "rewritten"
-        return f"{self._counts()} {verb} to MXFP8 with recipe {recipe}"
+        formats = " and ".join(self.formats)
+        return f"{self._counts()} {verb}{formats and f' to {formats}'} with recipe {recipe}"
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs: size, weight error, time, notes, and the path of the result."""

@@ -99,6 +99,11 @@ def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: It
     return "\n".join([head, *first, *map(section_html, sections), footer, script, "</body>", "</html>", ""])
 
 
+def fragment(headline: str, sections: Iterable[Section]) -> str:
+    """Returns a headline and sections without page, styles or script, to be part of another page."""
+    return "\n".join([f"<p>{_text(headline)}</p>" if headline else "", *map(section_html, sections)])
+
+
 def section_html(section: Section) -> str:
     """Returns a section as HTML; empty if it has nothing to show."""
     parts = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import StringIO
 from itertools import zip_longest
 from textwrap import wrap
 from typing import Final
@@ -43,6 +44,14 @@ def render(headline: str, sections: Iterable[Section], *, every: bool) -> Render
             shown_text = "\n".join(map(printable, section.text.rstrip("\n").split("\n")))
             parts += [Text(f"\n{section.title}:\n"), Text(shown_text)]
     return Group(*parts)
+
+
+def plain(shown: RenderableType) -> str:
+    """Returns what `render` returns as text, for `print` and logs; `PIPE_WIDTH` wide, without blanks at line ends."""
+    console = Console(width=PIPE_WIDTH, color_system=None, file=StringIO(), markup=False, highlight=False, emoji=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def grid(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Table:

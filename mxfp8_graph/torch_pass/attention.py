@@ -48,7 +48,9 @@ def expand(program: Program, node: Node) -> None:
     # Reports and rules keep the name of the op that the source program calls.
     program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
-    weights = build.add(f"{node.name}_softmax", _ATEN.softmax.int, masked, -1)
+    # Where a mask hides all keys from a row, the row is 0; a plain softmax and its gradients would be NaN.
+    softmax = _ATEN.softmax.int if internals.argument(node, "attn_mask") is None else _ATEN._safe_softmax.default
+    weights = build.add(f"{node.name}_softmax", softmax, masked, -1)
     # True: the node's own probability is 0 outside of training, see `training_mode`.
     if dropped := internals.argument(node, "dropout_p", 0.0):
         weights = build.add(f"{node.name}_dropout", _ATEN.dropout.default, weights, dropped, True)

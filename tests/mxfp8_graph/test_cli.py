@@ -8,6 +8,7 @@ from pathlib import Path
 
 import builders as b
 import numpy as np
+import onnx
 import pytest
 from commands import process, refused, run, save
 
@@ -52,6 +53,21 @@ def test_verify_past_the_limit(pair: tuple[str, str]) -> None:
     assert "is above the limit 0.001" in result.stdout.splitlines()[-2]
 
 
+def test_verify_of_a_model_without_an_output_to_judge() -> None:
+    """A classifier that returns labels alone: nothing says that the rewrite is right."""
+    model = b.chain_model()
+    model.graph.node.append(b.node("Cast", "y", "label", to=onnx.TensorProto.INT64))
+    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("label", onnx.TensorProto.INT64, [None, 64]))
+    source = save(model)
+    rewriting.rewrite(source)
+    result = run("verify", source, "m.mxfp8.onnx")
+    last = result.stdout.splitlines()[-1]
+    assert (result.exit_code, last) == (
+        3,
+        "verdict  undecided: kernels compute what the nodes say, no output was judged",
+    )
+
+
 def test_verify_below_the_limit(pair: tuple[str, str]) -> None:
     assert run("verify", *pair, "--max-rel-l2", "0.5").exit_code == 0
 
@@ -75,7 +91,8 @@ def test_verify_with_given_sizes(pair: tuple[str, str]) -> None:
 
 
 def test_verify_an_empty_batch(pair: tuple[str, str]) -> None:
-    assert run("verify", *pair, "--dim", "batch=0").exit_code == 0
+    """Nothing fails, and nothing is compared."""
+    assert run("verify", *pair, "--dim", "batch=0").exit_code == 3
 
 
 def test_the_seed_changes_the_inputs(pair: tuple[str, str]) -> None:

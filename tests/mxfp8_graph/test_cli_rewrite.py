@@ -114,6 +114,21 @@ def test_dry_run_prints_a_line_per_site_and_writes_nothing() -> None:
     assert [p.name for p in Path.cwd().iterdir()] == ["lm.onnx"]
 
 
+def test_a_dry_run_after_the_rewrite_prints_the_plan_also_as_json() -> None:
+    source = save(b.chain_model())
+    run("rewrite", source)
+    written = Path("m.mxfp8.onnx").read_bytes()
+    assert run("rewrite", source, "--dry-run").exit_code == 0
+    result = run("rewrite", source, "--dry-run", "--json")
+    plan = json.loads(result.stdout or "null")
+    assert (result.exit_code, plan["dry_run"], plan["bytes_after"]) == (0, True, None)
+    assert [(site["name"], site["quantize"]) for site in plan["sites"]] == [
+        ("layers.0.linear", True),
+        ("layers.1.linear", True),
+    ]
+    assert Path("m.mxfp8.onnx").read_bytes() == written
+
+
 def test_the_plan_shows_the_module_paths_that_rules_match() -> None:
     model = b.chain_model()
     for i, node in enumerate(n for n in model.graph.node if n.op_type == "MatMul"):

@@ -22,6 +22,7 @@ from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
 
 import mxfp8_graph
+from mxfp8_graph._version import __version__
 from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model.graph import to_ir
 from mxfp8_graph.onnx_model.open import open_model
@@ -664,6 +665,9 @@ def test_doctor_says_what_happened_to_a_file() -> None:
     ours, _ = mxfp8_graph.rewrite(path)
     assert metadata(ours)["mxfp8_graph.dialect"] == "mxfp8"
     assert "with function bodies" in diagnosis(ours)
+    integers, _ = mxfp8_graph.rewrite(path, "mxint8", output="integers.onnx")
+    for file, recipe in ((ours, "mxfp8"), (integers, "mxint8")):
+        assert f"; written by mxfp8-graph {__version__} with recipe {recipe};" in diagnosis(file)
     shutil.copy(ours, "lost.onnx")
     lost = onnx.load("lost.onnx")
     del lost.functions[:]
@@ -677,7 +681,9 @@ def test_doctor_says_what_happened_to_a_file() -> None:
     assert "has no node of domain 'mxfp8' any more: a tool has inlined them" in diagnosis("inlined.onnx")
     there, _ = mxfp8_graph.convert(ours, "trt")
     assert metadata(there)["mxfp8_graph.dialect"] == "trt"
-    assert "MXFP8 as trt; written by mxfp8-graph" in diagnosis(there)
+    assert f"packed weights as trt; written by mxfp8-graph {__version__} as trt with recipe mxfp8" in diagnosis(there)
+    codes, _ = mxfp8_graph.convert(integers, "qdq", allow=["activations"])
+    assert "packed weights as qdq; " in diagnosis(codes)
 
 
 @pytest.mark.usefixtures("own_folder")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,8 @@ from mxfp8_graph import distributed  # noqa: E402
 
 pytestmark = pytest.mark.processes
 
-SAMPLE = Path(__file__).parents[2] / "samples/13_many_processes/train.py"
+ROOT = Path(__file__).parents[2]
+SAMPLE = ROOT / "samples/13_many_processes/train.py"
 
 
 RECIPES: list[dict[str, Any]] = [{"fp8_format": "E4M3"}, {"fp8_format": "HYBRID"}]
@@ -157,6 +159,21 @@ def test_a_training_goes_on_after_a_process_failed(tmp_path: Path) -> None:
         losses.append((tmp_path / folder / "losses.txt").read_text().splitlines())
     whole, failed = losses
     assert failed == whole[:6] + whole[4:], "steps 4 and 5 were trained again from the checkpoint"
+
+
+def test_the_pipeline_of_the_page_has_a_stage_without_a_block(tmp_path: Path) -> None:
+    """With 3 processes the first stage is the embedding alone, which has nothing to quantize."""
+    page = (ROOT / "docs/distributed.md").read_text(encoding="utf-8")
+    prepare, *others = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    pipeline = next(block for block in others if "PipelineStage" in block)
+    end = "assert all(parameter.grad is not None for parameter in part.parameters()), rank\n"
+    (tmp_path / "page.py").write_text("\n".join((prepare, pipeline, end)), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", "page.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
 
 
 class Switched(nn.Module):

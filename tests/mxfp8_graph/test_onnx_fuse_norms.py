@@ -155,11 +155,49 @@ def test_two_formats_of_one_norm() -> None:
     check_same(proto, fused, plain, limit=2e-3)
 
 
+ROW_FORMS = ("LayerNormalization", "without a bias", "RMSNormalization", "Div", "decomposed LayerNorm")
+
+
+@looped("form, rank", [(form, rank) for form in ROW_FORMS for rank in (2, 3)])
+def test_a_scale_of_one_row_is_one_of_a_vector(form: str, rank: int) -> None:
+    """[1, D] and [1, 1, D] broadcast to the values that [D] does."""
+    kind, nodes, arrays = FORMS[form]
+    rows = {name: array.reshape(*[1] * (rank - 1), 64) for name, array in arrays.items() if name in {"scale", "bias"}}
+    weights = {name: np.asarray(array, None if name == "last" else F32) for name, array in {**arrays, **rows}.items()}
+    spec = {"rank": rank, "opset": 23, "inputs": {"x": ["batch", *[4] * (rank - 2), 64]}}
+    nodes = [*nodes, node("MatMul", "n w", "m", "linear"), node("Neg", "m", "y")]
+    if form == "without a bias":
+        nodes = [node("LayerNormalization", "x scale", "n", axis=-1), *nodes[1:]]
+    proto = graph_model(nodes, {"w": weight(64, 96), **weights}, **spec)
+    fused, plain, report = both_ways(proto)
+    assert kinds_fused(report) == [f"{kind} norm + quantize"]
+    check_same(proto, fused, plain, limit=2e-3)
+
+
+def test_a_bias_may_have_another_rank_than_the_scale() -> None:
+    row = BIAS.reshape(1, 64)
+    proto = normalized(*FORMS["decomposed LayerNorm"][1], **{**RMS_NUMBERS, "bias": row})
+    fused, plain, report = both_ways(proto)
+    assert kinds_fused(report) == ["layer norm + quantize"]
+    check_same(proto, fused, plain, limit=2e-3)
+
+
 NEAR_MISSES: dict[str, onnx.ModelProto] = {
     "another axis": normalized(*steps("LayerNormalization x scale>n|axis=0"), scale=np.broadcast_to(SCALE, (5, 64))),
     "the mean is read": normalized(*steps("LayerNormalization x scale>n mean"), scale=SCALE, outputs=("y", "mean")),
     "a scale that is computed": normalized(*steps("Abs s0>scale; LayerNormalization x scale>n"), s0=SCALE),
     "a scale of one number": normalized(*steps("RMSNormalization x scale>n"), scale=np.ones(1)),
+    "a scale that adds a dimension": graph_model(
+        [*FORMS["Div"][1], node("MatMul", "n w", "m", "linear"), node("Neg", "m", "y")],
+        {
+            "w": weight(64, 96),
+            "scale": SCALE.reshape(1, 1, 64).astype(F32),
+            "last": LAST,
+            "two": np.array(2, F32),
+            "e": np.array(1e-6, F32),
+        },
+        rank=3,
+    ),
     "an epsilon that is computed": normalized(
         *steps("Abs e0>e"), *FORMS["Div"][1], e0=1e-6, two=2, last=LAST, scale=SCALE
     ),

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import math
+from dataclasses import replace
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
@@ -102,6 +103,38 @@ def test_the_dict() -> None:
         "scale_rounding": "ceil", "nodes": [], "packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000,
         "relative_l2": 0.03, "sqnr_db": pytest.approx(30.4575749),
     }  # fmt: skip
+
+
+def test_printed_it_is_what_a_terminal_shows() -> None:
+    lines = str(REPORT).splitlines()
+    assert lines[0] == "3 of 5 matmuls rewritten to MXFP8 with recipe mxfp8"
+    assert "size          40.0 kB -> 10.0 kB (4.00x smaller)" in lines
+    assert max(map(len, lines)) <= 120
+    assert not any("SiteReport(" in line or line != line.rstrip() for line in lines)
+
+
+def test_a_notebook_shows_the_same_as_a_part_of_its_page() -> None:
+    page = Page(REPORT._repr_html_())
+    assert "40.0 kB -> 10.0 kB (4.00x smaller)" in {cell.strip() for cell in page.cells}
+    assert page.tags.isdisjoint({"html", "style", "script", "link", "img"})
+    assert "&lt;head&gt;" not in REPORT._repr_html_(), "the table of all sites is a detail"
+
+
+@looped(
+    "formats, wanted",
+    [
+        ((("int8", "int8"), ("int8", "unchanged")), "MXINT8"),
+        ((("e4m3", "bfloat16"), ("e5m2", "e4m3")), "MXFP8"),
+        ((("e4m3", "e4m3"), ("int8", "bfloat16")), "MXFP8 and MXINT8"),
+    ],
+)
+def test_the_headline_names_the_formats(formats: tuple[tuple[str, str], ...], wanted: str) -> None:
+    sites = tuple(
+        replace(site, decision=replace(site.decision, weight_format=weights, activations=activations))
+        for site, (weights, activations) in zip(REPORT.rewritten, formats, strict=False)
+    )
+    headline = make_report(sites=sites).headline()
+    assert headline == f"2 of 2 matmuls rewritten to {wanted} with recipe mxfp8"
 
 
 def test_json_is_the_dict_with_a_line_per_site(tmp_path: Path) -> None:

@@ -120,8 +120,10 @@ def test_rewriting_files(tmp_path: Path) -> None:
         mxfp8_graph.rewrite(source, output=source, overwrite=True)
     assert mxfp8_graph.rewrite(source, output=tmp_path / "dry.pt2", dry_run=True)[0] is None
     assert not (tmp_path / "dry.pt2").exists()
+    written = output.read_bytes()
+    assert mxfp8_graph.rewrite(source, output=output, dry_run=True)[0] is None
+    assert output.read_bytes() == written
     for wrong, reason in (
-        (output, "exists already"),
         (tmp_path / "none" / "dry.pt2", "does not exist"),
         (source, "is the"),
     ):

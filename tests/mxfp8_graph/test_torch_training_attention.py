@@ -68,7 +68,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gradients: s
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     product = (lambda x, w: Product.apply(x, w, gradients)) if gradients else (lambda x, w: x @ w.mT)
     scores = product(q, k) / math.sqrt(q.shape[-1])
-    return product(torch.softmax(scores if mask is None else scores + mask, -1), v.mT)
+    # A row from which the mask hides all keys is 0.
+    return product(torch.ops.aten._safe_softmax(scores if mask is None else scores + mask, -1), v.mT)
 
 
 def hidden(allowed: Tensor) -> Tensor:
@@ -78,12 +79,15 @@ def hidden(allowed: Tensor) -> Tensor:
 
 CAUSAL: Final = torch.ones(KEYS, KEYS, dtype=torch.bool).tril()
 SOME: Final = values(2, 1, KEYS, KEYS, seed=7) > -1
+NONE_AT_3: Final = SOME & (torch.arange(KEYS) != 3)[:, None]
 ADDED: Final = values(1, HEADS, KEYS, KEYS, seed=8)
 CASES: Final[dict[str, tuple[dict[str, Any], int, Tensor | None]]] = {
     "plain": ({}, HEADS, None),
     "causal": ({"is_causal": True}, HEADS, hidden(CAUSAL)),
     "additive mask": ({"attn_mask": ADDED}, HEADS, ADDED.double()),
     "boolean mask": ({"attn_mask": SOME}, HEADS, hidden(SOME)),
+    "a row sees no key": ({"attn_mask": NONE_AT_3}, HEADS, hidden(NONE_AT_3)),
+    "a row sees no key, additive mask": ({"attn_mask": hidden(NONE_AT_3).float()}, HEADS, hidden(NONE_AT_3)),
     "grouped heads, causal": ({"enable_gqa": True, "is_causal": True}, 2, hidden(CAUSAL)),
 }
 
@@ -123,6 +127,24 @@ def test_every_product_is_rounded_along_what_it_sums(case: str, fp8_format: Any)
     assert max(distances(got, reference(wanted))) <= FLIPPED
     assert min(distances(got, reference(None))) > 50 * FLIPPED, "too coarse a test: it takes exact products for rounded"
     assert min(distances(got[1:], reference(other)[1:])) > 50 * FLIPPED, "or one format of gradients for the other"
+
+
+@looped("is_bool, training", itertools.product((True, False), (True, False)))
+def test_a_row_that_sees_no_key_is_0_as_in_torch(is_bool: bool, training: bool) -> None:
+    settings = {"attn_mask": NONE_AT_3 if is_bool else hidden(NONE_AT_3).float()}
+    leaves = operands()
+    module = Apply(lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {})
+    program = export(module, *leaves)
+    rewritten, _ = mxfp8_graph.rewrite(program, Recipe(fp8_dpa=True), training=training)
+    with torch.set_grad_enabled(training):
+        result = rewritten.module()(*leaves)
+    want = scaled_dot_product_attention(*leaves, **settings)
+    assert want[:, :, 3].abs().max() == 0
+    assert result[:, :, 3].abs().max() == 0, f"the row is {result[0, 0, 3].tolist()[:3]} ..."
+    if training:
+        dq, dk, dv = torch.autograd.grad(result, leaves, torch.ones_like(result))
+        assert dq[:, :, 3].abs().max() == 0
+        assert [int(d.isnan().sum()) for d in (dq, dk, dv)] == [0, 0, 0], "NaN in gradients of q, k, v"
 
 
 @looped("product", ["attention_scores", "attention_values"])

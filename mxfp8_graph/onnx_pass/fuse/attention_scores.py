@@ -1,9 +1,10 @@
 """Attention as the graph computes it: scores, masks, softmax, values; or ONNX's op that is all of them.
 
-MatMul(guard(Softmax(mask(scale(MatMul(q, k^T))))), v)
+rows(MatMul(guard(Softmax(mask(scale(MatMul(q, k^T))))), v))
     scale    Mul or Div by numbers, any of them
     mask     Add(scores, mask), Where(condition, scores, lowest), Where(condition, lowest, scores), any of them
     guard    Where(IsNaN(p), 0, p), or none
+    rows     Where(Equal(ReduceMax(mask), -Inf), 0, y), as `to_onnx` writes it, or none
 Attention(q, k, v, mask, past_key, past_value)
 """
 
@@ -115,10 +116,12 @@ def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | None:
     scale = scores.factor * q.factor * k.factor
     if scale == 0 or not math.isfinite(scale):
         return None
-    inside = (scores.product, softmax, last)
+    rows = _row_guard(last.outputs[0], scores.masks)
+    inside = (scores.product, softmax, last, *([rows] if rows else []))
     return Attention(
-        q=q, k=k, v=v, masks=scores.masks, scale=scale, nan_guard=guarded, result=last.outputs[0], inside=inside
-    )
+        q=q, k=k, v=v, masks=scores.masks, scale=scale, nan_guard=guarded or rows is not None,
+        result=inside[-1].outputs[0], inside=inside,
+    )  # fmt: skip
 
 
 def _weights(value: ir.Value) -> tuple[ir.Value, bool]:
@@ -139,6 +142,27 @@ def _is_guard(node: ir.Node, value: ir.Value) -> bool:
         return False
     condition = made_by(node.inputs[0], "IsNaN")
     return condition is not None and condition.inputs[0] is value
+
+
+def _row_guard(result: ir.Value, masks: tuple[Mask, ...]) -> ir.Node | None:
+    """Returns the node that gives 0 for the rows of `result` from which a mask hides all keys; None if none does."""
+    hidden = {mask.value for mask in masks if mask.fill is None}
+    for node in result.consumers():
+        if not is_op(node, "Where") or node.inputs[2] is not result or scalar(node.inputs[1]) != 0:
+            continue
+        equal = made_by(node.inputs[0], "Equal")
+        largest = (
+            None if equal is None or scalar(equal.inputs[1]) != -math.inf else made_by(equal.inputs[0], "ReduceMax")
+        )
+        if largest is not None and largest.inputs[0] in hidden and _is_over_keys(largest):
+            return node
+    return None
+
+
+def _is_over_keys(node: ir.Node) -> bool:
+    """Whether a reduction is over the last axis, which stays with size 1."""
+    axes = constant(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
+    return axes is not None and axes.tolist() == [-1] and attribute(node, "keepdims", 1) == 1
 
 
 def _scores(value: _Value, masks: int = 0) -> _Scores | None:

@@ -11,7 +11,8 @@ is written with:
     x * rsqrt(mean(x^2) + epsilon) * scale                                    as transformers' RMSNorm is exported
     c / sqrt(mean(c^2) + epsilon) * scale + bias, c = x - mean(x)             as LayerNorm was before opset 17
 
-x^2 is Pow or Mul, the root is Sqrt with Reciprocal or Div, or a Pow. In float16 there are Casts around.
+x^2 is Pow or Mul, the root is Sqrt with Reciprocal or Div, or a Pow. In float16 there are Casts around. Scale and bias
+are [D], or [1, D], [1, 1, D], up to the rank of x, which broadcast to the same values.
 """
 
 from __future__ import annotations
@@ -84,13 +85,15 @@ def fuse_norm(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | No
 
 def _fits(norm: _Norm) -> bool:
     """Whether the fused node computes that normalization: dtypes and shapes."""
-    x, scale, bias = type_of(norm.x), stored_shape(norm.scale), stored_shape(norm.bias)
-    dtype = type_of(norm.scale).dtype  # that of the result
-    if scale is None or len(scale) != 1 or (norm.bias and bias != scale) or dtype not in contract.VALUES:
+    x, dtype = type_of(norm.x), type_of(norm.scale).dtype  # that of the result
+    if norm.scale is None or not x.shape or x.dtype != dtype or dtype not in contract.VALUES:
         return False
+    for vector in filter(None, (norm.scale, norm.bias)):
+        dims = stored_shape(vector)
+        # With more dimensions than x has, the result would have them too.
+        if dims is None or not _is_vector(dims) or dims[-1] != x.shape[-1] or len(dims) > len(x.shape):
+            return False
     if norm.bias and type_of(norm.bias).dtype != dtype:
-        return False
-    if x.shape is None or not x.shape or x.shape[-1] != scale[0] or x.dtype != dtype:
         return False
     return not norm.residual or (type_of(norm.residual) == x and None not in x.shape)
 
@@ -113,16 +116,25 @@ def _if_used(value: _Value, gone: tuple[ir.Node, ...]) -> _Value:
 
 
 def _float32(norm: _Norm, fresh: Callable[[str], str]) -> tuple[tuple[ir.Node, ...], list[ir.Value]]:
-    """Returns scale and bias in float32, and the Casts that make them so."""
-    casts, vectors = [], []
+    """Returns scale and bias as the fused node takes them, float32 [D], and the nodes that make them so."""
+    nodes, vectors = [], []
     for vector in filter(None, (norm.scale, norm.bias)):
-        if type_of(vector).dtype == contract.FLOAT:
-            vectors.append(vector)
-            continue
-        wide = ir.Value(name=fresh(f"{vector.name}_f32"))
-        casts.append(ir.node("Cast", [vector], {"to": contract.FLOAT}, outputs=[wide], name=wide.name))
-        vectors.append(wide)
-    return tuple(casts), vectors
+        result = vector
+        if type_of(vector).dtype != contract.FLOAT:
+            result = ir.Value(name=fresh(f"{vector.name}_f32"))
+            nodes.append(ir.node("Cast", [vector], {"to": contract.FLOAT}, outputs=[result], name=result.name))
+        if len(stored_shape(vector) or ()) > 1:
+            shape, flat = ir.Value(name=fresh(f"{vector.name}_shape")), ir.Value(name=fresh(f"{vector.name}_flat"))
+            nodes.append(ir.node("Constant", [], {"value_ints": [-1]}, outputs=[shape], name=shape.name))
+            nodes.append(ir.node("Reshape", [result, shape], outputs=[flat], name=flat.name))
+            result = flat
+        vectors.append(result)
+    return tuple(nodes), vectors
+
+
+def _is_vector(dims: tuple[int, ...]) -> bool:
+    """Whether a shape is [D], or has dimensions of 1 before that."""
+    return len(dims) > 0 and all(dim == 1 for dim in dims[:-1])
 
 
 def _norm_of(value: ir.Value) -> _Norm | None:
@@ -241,7 +253,7 @@ def _vector(node: ir.Node) -> tuple[_Value, _Value]:
     """Returns the stored vector that a node adds or multiplies with, and its other operand; None if there is none."""
     for vector, other in (node.inputs, reversed(node.inputs)):
         dims = stored_shape(vector)
-        if dims is not None and len(dims) == 1:
+        if dims is not None and _is_vector(dims):
             return vector, other
     return None, None
 
