@@ -25,6 +25,7 @@ from mxfp8_graph.onnx_model.walk import (
     iter_tensors,
     subgraphs,
 )
+from mxfp8_ops.errors import ContractError
 
 MOST_LEVELS: Final = 33
 """Graphs inside graphs; protobuf reads no more from a file (100 messages inside each other, 3 for each graph)."""
@@ -85,6 +86,19 @@ def validate_structure(model: onnx.ModelProto, name: str) -> None:
         copy = Copy(function.opset_import, functions, inner, in_function=True)
         copies[f"{name}: {inner.inside[0]}"] = copy.of_function(function)
     check_copies(copies, name)
+
+
+def check_result(model: onnx.ModelProto, name: str) -> None:
+    """Raises RuntimeError if a model that we made of a valid one has damaged names or nodes: a defect of ours.
+
+    Args:
+        model: before it is written; tensors may lack their data.
+        name: what to call the original in messages.
+    """
+    try:
+        validate_structure(model, name)
+    except ContractError as error:
+        raise RuntimeError(f"{error.problem}, in the result, which is not written") from error
 
 
 # --- Header, types, depth ----------------------------------------------------------------------------------------
