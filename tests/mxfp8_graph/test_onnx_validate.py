@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import itertools
 import os
+import resource
 import signal
 import threading
 import time
@@ -507,6 +509,40 @@ def test_a_child_ends_a_call_that_does_not():
 
 def test_a_child_bounds_its_memory():
     assert child.call(lambda: bytes(child.MOST_MEMORY + 1), 10).kind == "MemoryError"
+
+
+def test_a_child_of_a_process_with_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, limits = os.pipe, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(2048, limits[1])), limits[1]))
+
+    def high() -> tuple[int, int]:
+        reading, writing = pipe()
+        copy = fcntl.fcntl(reading, fcntl.F_DUPFD, 1024)
+        os.close(reading)
+        return copy, writing
+
+    monkeypatch.setattr(os, "pipe", high)
+    try:
+        assert child.call(lambda: b"done", 10) == b"done"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@looped("limit, less", [("RLIMIT_CPU", 5), ("RLIMIT_AS", 2**28), ("RLIMIT_CORE", 0)])
+def test_a_child_of_a_process_with_a_lower_limit(limit: str, less: int) -> None:
+    def inner() -> bytes:
+        number = getattr(resource, limit)
+        lower = resource.getrlimit(number)[1] - less
+        resource.setrlimit(number, (lower, lower))
+        result = child.call(lambda: b"done", 10)
+        return result if isinstance(result, bytes) else result.message.encode()
+
+    assert child.call(inner, 10) == b"done"
+
+
+def test_a_child_that_the_system_kills():
+    said = "is killed, as systems do when memory runs out"
+    assert child.call(lambda: bytes(os.kill(os.getpid(), signal.SIGKILL) or 0), 10) == child.Failure("", said)
 
 
 def test_a_child_leaves_the_garbage_of_its_parent_alone():
