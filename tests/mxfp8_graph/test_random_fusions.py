@@ -1,7 +1,7 @@
-"""Random attentions: wherever their constants are stored and whatever else reads those, fusing changes no result.
+"""Wherever constants are stored, and whatever else reads them and what is between nodes, fusing changes no result.
 
-A shape, a scale, a mask is an initializer or a Constant node, of one attention or of all; a node beside or behind the
-attention, a branch, or a caller of the model reads it too.
+A shape, a scale, a mask of a random attention is an initializer or a Constant node, of one attention or of all; a node
+beside or behind the attention, a branch, or a caller of the model reads it too. Likewise of the other fusions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from random import Random
 
 import numpy as np
 import onnx
+import pytest
 from attention_models import BATCH, HEADS, HIDDEN, ROWS, SIZE
-from builders import model, node, value, weight
+from builders import model, node, steps, value, weight
+from fused_models import activated, both_ways, check_same, graph_model, normalized
 from grids import looped
 from onnx import helper, numpy_helper
 from oracle import kinds
@@ -31,6 +33,17 @@ NORMS = 6 * SIZE
 MOST_DIFFERENT = LAYERS * 2.0**-23 * (2 * (SIZE + 2) * NORMS + ROWS + 2)
 """Relative. Here and there a score is off by the roundings of a sum and two factors, and a weight by that in its
 numerator and its denominator; then so many values are summed."""
+
+
+def reader(random: Random, read: onnx.ValueInfoProto) -> onnx.NodeProto:
+    """Returns a node that gives a value once more, perhaps from its branches; it may need a constant `no`."""
+    name, branches = read.name, {}
+    if random.random() < 0.5:
+        return node("Identity", name, f"{name}_also")
+    for op in ("then", "else"):
+        again = onnx.ValueInfoProto(name=f"{name}_{op}", type=read.type)
+        branches[f"{op}_branch"] = helper.make_graph([node("Identity", name, again.name)], op, [], [again])
+    return node("If", "no", f"{name}_also", **branches)
 
 
 class RandomAttention:
@@ -66,18 +79,8 @@ class RandomAttention:
 
     def read(self, name: str, numbers: np.ndarray) -> None:
         """Lets a node beside the attention read a constant, or one in a branch."""
-        also, dtype, shape = f"{name}_also", numbers.dtype.type, [*numbers.shape]
-        self.outputs[also] = (dtype, shape)
-        if self.random.random() < 0.5:
-            self.nodes.append(node("Identity", name, also))
-        else:
-            branches = {
-                f"{op}_branch": helper.make_graph(
-                    [node("Identity", name, f"{name}_{op}")], op, [], [value(f"{name}_{op}", dtype, shape)]
-                )
-                for op in ("then", "else")
-            }
-            self.nodes.append(node("If", "no", also, **branches))
+        self.outputs[f"{name}_also"] = (numbers.dtype.type, [*numbers.shape])
+        self.nodes.append(reader(self.random, value(name, numbers.dtype, numbers.shape)))
 
     def emit(self, op: str, inputs: str, **attributes: object) -> str:
         self.nodes.append(node(op, inputs, f"v{len(self.nodes)}", **attributes))
@@ -126,8 +129,8 @@ class RandomAttention:
         return model(self.nodes, {"x": (F32, self.sizes)}, {"y": (F32, [None] * 3), **self.outputs}, stored)
 
 
-@looped("seed", range(200))
-def test_fused_or_not_it_is_the_same(seed: int) -> None:
+def check(seed: int) -> None:
+    """Fails if an attention of a random model is not fused, or gives something else where it is."""
     proto = RandomAttention(seed).proto()
     feeds = {"x": np.random.default_rng(seed).standard_normal(SHAPE).astype(F32)}
     unfused, _ = mxfp8_graph.rewrite(proto, EXACT.without_fusion())
@@ -140,3 +143,71 @@ def test_fused_or_not_it_is_the_same(seed: int) -> None:
             assert found.shape == before.shape, f"{name}: shape {found.shape}, not fused {before.shape}"
             off = np.linalg.norm(found - before) / max(np.linalg.norm(before), 1e-30)
             assert off <= MOST_DIFFERENT, f"{name}, kernels {kernels}: off by {off:.3g}, at most {MOST_DIFFERENT:.3g}"
+
+
+@looped("seed", range(100))
+def test_attention_is_the_same_fused_or_not(seed: int) -> None:
+    check(seed)
+
+
+@pytest.mark.slow
+@looped("seed", range(100, 200))
+def test_more_attentions_are_the_same_fused_or_not(seed: int) -> None:
+    check(seed)
+
+
+VECTORS = {"scale": np.linspace(0.5, 1.5, HIDDEN), "bias": np.linspace(-1, 1, HIDDEN)}
+NORM = "ReduceMean x last>a; Sub x a>d; Pow d two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; Div d r>c; "
+FORMS = {
+    "layer norm + quantize": normalized(*steps("LayerNormalization x scale bias>n"), **VECTORS),
+    "decomposed norm": normalized(
+        *steps(NORM + "Mul c scale>s; Add s bias>n"), two=2, e=1e-6, last=np.array([-1]), **VECTORS
+    ),
+    "add + norm": normalized(*steps("Abs x>z; Add x z>t; RMSNormalization t scale>n"), scale=VECTORS["scale"]),
+    "gelu": activated(
+        *steps("Div h root>d; Erf d>e; Add e one>f; Mul h f>g; Mul g half>y"), root=2**0.5, one=1, half=0.5
+    ),
+    "silu and gate": graph_model(
+        steps("MatMul x w>h; Sigmoid h>s; Mul h s>g; MatMul x up>u; Mul g u>m; MatMul m down>d; Neg d>y"),
+        {"w": weight(64, 96), "up": weight(64, 96, seed=1), "down": weight(96, 64, seed=2)},
+    ),
+}
+"""What other fusions take."""
+
+
+def scattered(random: Random, original: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the model with some constants as nodes, and some values read or given to the caller once more."""
+    proto = onnx.ModelProto()
+    proto.CopyFrom(original)
+    graph = proto.graph
+    tensors = [*graph.initializer]
+    known = {each.name: each for each in onnx.shape_inference.infer_shapes(original).graph.value_info}
+    for tensor in tensors:
+        known[tensor.name] = helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+    del graph.initializer[:]
+    for tensor in tensors:
+        if random.random() < 0.5:
+            graph.initializer.append(tensor)
+        else:
+            graph.node.insert(0, node("Constant", "", tensor.name, value=tensor))
+    graph.initializer.append(numpy_helper.from_array(np.array(False), "no"))
+    for name, info in known.items():
+        if (chance := random.random()) < 0.15:
+            graph.node.append(reader(random, info))
+            graph.output.add().CopyFrom(info)
+            graph.output[-1].name = f"{name}_also"
+        elif chance < 0.25:
+            graph.output.append(info)
+    return proto
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("runtime")
+def test_other_fusions_are_the_same(form: str) -> None:
+    fused_once = 0
+    for seed in range(20):
+        proto = scattered(Random(seed), FORMS[form])
+        fused, plain, report = both_ways(proto)
+        check_same(proto, fused, plain, limit=2e-3)  # an element may be rounded to the other side
+        fused_once += bool(report.fusions)
+    assert fused_once > 0
