@@ -25,6 +25,7 @@ from mxfp8_graph.onnx_model.walk import (
     iter_tensors,
     subgraphs,
 )
+from mxfp8_ops.errors import ContractError
 
 MOST_LEVELS: Final = 33
 """Graphs inside graphs; protobuf reads no more from a file (100 messages inside each other, 3 for each graph)."""
@@ -42,8 +43,8 @@ MOST_CALLS_DEEP: Final = 100
 """Functions that call functions: onnx and ONNX Runtime call themselves for each."""
 
 MOST_NODES: Final = 100_000
-MOST_GROWTH: Final = 50
-"""A model may expand to the first, or to the second times the nodes it has."""
+MOST_GROWTH: Final = 1_000
+"""A model may expand to the first, or to the second times the nodes it has: those of ours, to some 300 each."""
 
 _Proto = onnx.TensorProto
 
@@ -85,6 +86,21 @@ def validate_structure(model: onnx.ModelProto, name: str) -> None:
         copy = Copy(function.opset_import, functions, inner, in_function=True)
         copies[f"{name}: {inner.inside[0]}"] = copy.of_function(function)
     check_copies(copies, name)
+
+
+def check_result(model: onnx.ModelProto, name: str) -> None:
+    """Raises RuntimeError if the graph that we made of a valid one has damaged names or nodes: a defect of ours.
+
+    Args:
+        model: before it is written; tensors may lack their data. Its local functions are ours, or as they were.
+        name: what to call the original in messages.
+    """
+    try:
+        place = Place(name)
+        copy = Copy(model.opset_import, {function_key(each): each for each in model.functions}, place)
+        check_copies({name: copy.of_graph(model.graph)}, name)
+    except ContractError as error:
+        raise RuntimeError(f"{error.problem}, in the result, which is not written") from error
 
 
 # --- Header, types, depth ----------------------------------------------------------------------------------------

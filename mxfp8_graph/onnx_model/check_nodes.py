@@ -160,6 +160,8 @@ class Copy:
         self._opsets = _opsets(imports, place)
         self._functions, self._place, self._in_function = functions, place, in_function
         self._domains = {"", _UNKNOWN}
+        self._visible: list[set[str]] = []
+        """The names of the values of each graph around the one that is being copied, and of that."""
 
     def of_graph(self, graph: onnx.GraphProto) -> onnx.ModelProto:
         """Returns a model of the main graph, its nodes in order if there is one."""
@@ -170,7 +172,7 @@ class Copy:
     def of_function(self, function: onnx.FunctionProto) -> onnx.ModelProto:
         """Returns a model of the body of a local function."""
         copy = onnx.ModelProto(ir_version=10)
-        self._put_values(function.input, function.output, function.node, copy.graph, self._place)
+        self._visible.append(self._put_values(function.input, function.output, function.node, copy.graph, self._place))
         for node in function.node:
             self._put_node(node, copy.graph.node.add(), self._place)
         return self._with_imports(copy)
@@ -189,11 +191,17 @@ class Copy:
         twice, times = next(iter(Counter(stored).most_common(1)), ("", 0))
         if times > 1:
             raise place.error(f"an initializer called {twice!r} is defined twice", "each name once")
+        # onnx.checker sees this of outputs of nodes only. What reads the name gets one value in ONNX Runtime, and the
+        # other in onnx's passes and reference.
+        if hidden := [name for name in stored if any(name in names for names in self._visible)]:
+            what = f"the initializer {hidden[0]!r} has the name of a value of a graph around it"
+            raise place.error(what, "another name", f"rename it, or {EXPORT_AGAIN}")
         # Their values are checked already; as inputs, no data is copied.
         names = [*given, *(name for name in stored if name not in set(given))]
-        self._put_values(names, [value.name for value in graph.output], graph.node, copy, place)
+        self._visible.append(self._put_values(names, [value.name for value in graph.output], graph.node, copy, place))
         for node in _sorted(graph.node, set(names)) if sort else graph.node:
             self._put_node(node, copy.node.add(), place)
+        self._visible.pop()
 
     def _put_values(
         self,
@@ -202,7 +210,8 @@ class Copy:
         nodes: Sequence[onnx.NodeProto],
         copy: onnx.GraphProto,
         place: Place,
-    ) -> None:
+    ) -> set[str]:
+        """Puts the inputs and outputs of a graph into its copy; returns the names of all its values."""
         check_text((*inputs, *outputs), place)
         copy.name = "graph"
         defined = {*inputs, *(output for node in nodes for output in node.output)}
@@ -211,6 +220,7 @@ class Copy:
                 raise place.error(f"output {name!r} is not defined", "an input, an initializer or a node's output")
         for values, kind in ((inputs, copy.input), (outputs, copy.output)):
             kind.extend(onnx.ValueInfoProto(name=name, type=_TYPE) for name in values)
+        return defined
 
     def _put_node(self, node: onnx.NodeProto, copy: onnx.NodeProto, place: Place) -> None:
         check_text(

@@ -62,8 +62,10 @@ def call(function: Callable[[], bytes], seconds: int) -> bytes | Failure:
     if not child:
         _run(function, writing, seconds)
     os.close(writing)
+    deadline = time.monotonic() + PATIENCE * seconds
     try:
-        content = _read(reading, time.monotonic() + PATIENCE * seconds)
+        content = _read(reading, deadline)
+        is_late = time.monotonic() >= deadline
     finally:
         os.close(reading)
         with contextlib.suppress(ProcessLookupError):
@@ -73,8 +75,12 @@ def call(function: Callable[[], bytes], seconds: int) -> bytes | Failure:
         return content[1:]
     if content[:1] == _RAISED:
         return Failure(*content[1:].decode(errors="replace").split("\n", 1))
-    slow = os.WIFSIGNALED(status) and os.WTERMSIG(status) in {signal.SIGXCPU, signal.SIGKILL}
-    return Failure("", f"takes more than {seconds} s" if slow else "crashes on it")
+    ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if is_late or ended_by == signal.SIGXCPU:
+        return Failure("", f"takes more than {seconds} s")
+    return Failure(
+        "", "is killed, as systems do when memory runs out" if ended_by == signal.SIGKILL else "crashes on it"
+    )
 
 
 def _fork() -> int:
@@ -116,18 +122,27 @@ def _limit(seconds: int) -> None:
     for signum in _INTERRUPTS:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _INTERRUPTS)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
+    _lower(resource.RLIMIT_CORE, 0, 0)
+    _lower(resource.RLIMIT_CPU, seconds, seconds + 1)
     own = Path("/proc/self/statm")
     if own.exists():
         held = int(own.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (held + MOST_MEMORY, held + MOST_MEMORY))
+        _lower(resource.RLIMIT_AS, held + MOST_MEMORY, held + MOST_MEMORY)
+
+
+def _lower(limit: int, soft: int, hard: int) -> None:
+    """Sets a limit of this process; where the system allows less, to that."""
+    allowed = resource.getrlimit(limit)[1]
+    most = hard if allowed == resource.RLIM_INFINITY else min(hard, allowed)
+    resource.setrlimit(limit, (min(soft, most), most))
 
 
 def _read(reading: int, deadline: float) -> bytes:
     """Returns what the child writes; what there is by then if it has not ended at the deadline."""
     chunks: list[bytes] = []
-    while select.select([reading], [], [], max(0.0, deadline - time.monotonic()))[0]:
+    ready = select.poll()  # select.select() takes no descriptor from 1,024 on
+    ready.register(reading, select.POLLIN)
+    while ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
         chunk = os.read(reading, _CHUNK)
         if not chunk:
             return b"".join(chunks)

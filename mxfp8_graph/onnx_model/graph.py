@@ -39,6 +39,12 @@ EDITED: Final = "edited"
 FOREIGN: Final = "foreign"
 """Key of `Graph.meta`: declared types that onnx_ir does not have, by the name of the value."""
 
+_DEVICES: Final = "device configurations"
+"""Key of `Node.meta`: the device configurations of the node in the file.
+
+onnx_ir cannot write one without a name, and drops the sharding of values that get another producer.
+"""
+
 _SPARSE: Final = frozenset({onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS})
 """Types of attributes that onnx_ir does not have."""
 
@@ -87,9 +93,9 @@ def to_ir(opened: OpenedModel) -> ir.Model:
     for graph, proto in zip(graphs_of(model.graph), iter_graphs(opened.proto.graph), strict=True):
         graph.meta[FOREIGN] = {info.name: info.type for info in _declarations(proto) if _is_foreign(info.type)}
         _restore_initializers(opened, graph, proto)
-        _restore_attributes(opened, graph, proto.node)
+        _restore_nodes(opened, graph, proto.node)
     for function, body in zip(model.functions.values(), opened.proto.functions, strict=True):
-        _restore_attributes(opened, function, body.node)
+        _restore_nodes(opened, function, body.node)
     return model
 
 
@@ -192,9 +198,11 @@ def _restore_initializers(opened: OpenedModel, graph: ir.Graph, proto: onnx.Grap
             value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
 
 
-def _restore_attributes(opened: OpenedModel, nodes: Iterable[ir.Node], protos: Iterable[onnx.NodeProto]) -> None:
-    """Replaces external tensors in attributes, of which onnx_ir keeps only file, offset and length."""
+def _restore_nodes(opened: OpenedModel, nodes: Iterable[ir.Node], protos: Iterable[onnx.NodeProto]) -> None:
+    """Replaces what onnx_ir keeps in part: external tensors in attributes, and device configurations."""
     for node, proto in zip(nodes, protos, strict=True):
+        if proto.device_configurations:
+            node.meta[_DEVICES], node.device_configurations = tuple(proto.device_configurations), ()
         for attribute in proto.attribute or ():  # most have none, and large models many nodes
             if attribute.type != onnx.AttributeProto.TENSOR or attribute.ref_attr_name:
                 continue
@@ -215,9 +223,12 @@ def to_proto(opened: OpenedModel, model: ir.Model) -> onnx.ModelProto:
         for node, node_proto in zip(graph, proto.node, strict=True):
             # onnx_ir leaves out absent outputs at the end, which nodes of ours must have.
             node_proto.output.extend([""] * (len(node.outputs) - len(node_proto.output)))
+            node_proto.device_configurations.extend(node.meta.get(_DEVICES, ()))
     for function, body in zip(model.functions.values(), whole.functions, strict=True):
         if function.meta.get(EDITED):
             body.CopyFrom(ir.serde.serialize_function(function))
+            for node, node_proto in zip(function, body.node, strict=True):
+                node_proto.device_configurations.extend(node.meta.get(_DEVICES, ()))
     return whole
 
 

@@ -6,7 +6,7 @@ find, plan      find_and_plan
 replace         Editor.apply
 remove unused   Editor.finish          before `fuse`, which asks who uses a value
 fuse            fuse
-save            to_proto, Target       serializes the graph once, streams the tensors
+save            to_proto, Target       serializes the graph once, checks it, streams the tensors
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import cpu_provider, dialect_ops, record
+from mxfp8_graph.onnx_model.check import check_result
 from mxfp8_graph.onnx_model.graph import facts_of, infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import switch_off_dropout, take_attention_apart, upgrade
@@ -127,6 +128,7 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         result = accounted(inventory(model), sources)
         proto = to_proto(opened, model)
         record.complete(proto, recipe.to_record(), facts_of(model))
+        check_result(proto, opened.name)
         reporter.notes += cpu_provider.note(proto, widened)
         if options.dry_run:
             target.probe()

@@ -23,7 +23,7 @@ from mxfp8_graph.onnx_model.graph import attribute, declared, default, label, wi
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.walk import NAME_SCOPES, module_of
 from mxfp8_graph.onnx_model.write import input_files
-from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, original_name, plain_name
+from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
@@ -63,9 +63,9 @@ def contents(opened: OpenedModel) -> Contents:
         # A weight that several nodes share counts as quantized on both sides if one of them quantizes its activations.
         elif weights[use.value].weight_only and only is False:
             weights[use.value] = replace(weights[use.value], weight_only=False)
-    names = set(graph.initializers)
+    names, biases = set(graph.initializers), _biases(graph)
     others = [
-        _other(value, tensor, plain_name(str(value.name), names))
+        _other(value, tensor, bias_name(str(value.name), names) if value in biases else str(value.name))
         for value in graph.initializers.values()
         if (tensor := value.const_value) is not None and tensor not in packed
         if tensor.dtype in _FLOATS and len(tensor.shape)
@@ -86,6 +86,13 @@ def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
         tensors = [value and default(value) for value in values]
         if len(tensors) == 2 and tensors[0] and tensors[1] and tensors[0].dtype in _FORMATS and values[0]:
             yield _Use(node, values[0], tensors[0], tensors[1], _axis(node, tensors[0], tensors[1], where))
+
+
+def _biases(main: ir.Graph) -> set[ir.Value | None]:
+    """Returns what gemms of ours add, in the graph and its subgraphs."""
+    nodes = [node for top in main for node in with_inner(top) if node.domain == contract.DOMAIN]
+    places = ((node, op.at("bias")) for node in nodes if (op := contract.OPS.get(node.op_type)) and op.is_gemm)
+    return {node.inputs[at] for node, at in places if at is not None and at < len(node.inputs)}
 
 
 def _axis(node: ir.Node, elements: ir.TensorProtocol, scales: ir.TensorProtocol, where: str) -> int:

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, original_name, plain_name
+from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_program import internals, record
 from mxfp8_graph.torch_program.internals import to_numpy
@@ -30,9 +30,12 @@ def contents(program: ExportedProgram, where: str) -> Contents:
     weights: dict[str, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[str] = set()
+    biases: set[str | None] = set()
     for scope in view.scopes:
         for node in scope.module.graph.nodes:
             op = internals.op_name(node)
+            if op in contract.TORCH_OPS:
+                biases.add(_stored(view, internals.argument(node, "bias")))
             if op not in _NAMES:
                 continue
             elements, scales = (_stored(view, internals.argument(node, name)) for name in _NAMES[op][:2])
@@ -47,7 +50,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
                 weights[elements] = replace(weights[elements], weight_only=False)
     users = {view.stored_name(node): next(iter(node.users), None) for node in view.scopes[0].placeholders}
     others = [
-        _other(plain_name(name, view.state.keys()), _module(users.get(name)), tensor)
+        _other(bias_name(name, view.state.keys()) if name in biases else name, _module(users.get(name)), tensor)
         for name, tensor in view.state.items()
         if name not in packed
     ]

@@ -134,8 +134,8 @@ def original_name(elements: str) -> str:
     return f"{match['name']}{match['number'] or ''}" if match else elements
 
 
-def plain_name(name: str, taken: Collection[str]) -> str:
-    """Returns the name of the original parameter if `name` is that of a float32 copy of a bias, else `name`."""
+def bias_name(name: str, taken: Collection[str]) -> str:
+    """Returns the name of the original parameter if a gemm's bias is a float32 copy, as its name then says."""
     plain = name.removesuffix("_f32")
     return name if plain in taken else plain
 

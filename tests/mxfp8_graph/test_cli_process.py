@@ -10,10 +10,14 @@ from typing import Any
 
 import builders as b
 import numpy as np
+import onnx_ir as ir
 import pytest
 from commands import process, refused, run, save
 
+import mxfp8_graph
 from mxfp8_graph import __version__, rewriting, terminal
+from mxfp8_graph.onnx_pass import run as onnx_pass_run
+from mxfp8_graph.policy.recipe import Recipe
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -59,6 +63,25 @@ def test_a_defect_asks_for_a_report_and_says_how_to_reproduce_it(monkeypatch: py
     assert versions.startswith(f"versions: mxfp8-graph {__version__}, Python 3.")
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # SHA-256's own example
     assert file == f"file: a b.onnx, 3 bytes, SHA-256 {digest}"
+
+
+def test_a_result_that_no_one_could_load_is_a_defect_and_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lose_a_node(model: ir.Model, recipe: Recipe) -> tuple[()]:
+        model.graph.remove(model.graph[0])
+        return ()
+
+    monkeypatch.setattr(onnx_pass_run, "fuse", lose_a_node)
+    proto = b.matmul_model()
+    said = (
+        "Nodes in a graph must be topologically sorted, however input 'x_mxfp8' of node: name: linear OpType: "
+        "MXFP8Gemm is not output of any previous nodes, in the result, which is not written"
+    )
+    assert refused("rewrite", save(proto), "-o", "out.onnx", code=70).startswith(
+        f"internal error: RuntimeError: m.onnx: {said}\nThis is a defect of mxfp8-graph, not of your model."
+    )
+    with pytest.raises(RuntimeError) as caught:
+        mxfp8_graph.rewrite(proto)
+    assert str(caught.value) == f"model: {said}"
 
 
 def test_debug_alone_prints_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

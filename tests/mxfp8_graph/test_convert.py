@@ -26,6 +26,7 @@ from mxfp8_graph._version import __version__
 from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model.graph import to_ir
 from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.tools import dialects
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
@@ -50,6 +51,24 @@ def x_of(*shape: int, dtype: Any = np.float32) -> dict[str, np.ndarray]:
 def relative(actual: np.ndarray, expected: np.ndarray) -> float:
     difference = actual.astype(np.float64) - expected.astype(np.float64)
     return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_result_that_no_one_could_load_is_a_defect_and_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = dialects.convert.__globals__
+    convert = inside["_convert"]
+
+    def lose_a_node(opened: Any, *rest: Any) -> dict[str, Any]:
+        facts = convert(opened, *rest)
+        del opened.proto.graph.node[0]
+        return facts
+
+    monkeypatch.setitem(inside, "_convert", lose_a_node)
+    b.save(mxfp8_graph.rewrite(b.matmul_model())[0], Path("m.onnx"))
+    said = refused("convert", "m.onnx", "--to", "standard", code=70)
+    assert said.startswith(
+        "internal error: RuntimeError: m.onnx: Nodes in a graph must be topologically sorted, however"
+    )
 
 
 # --- There and back ------------------------------------------------------------------------------------------------

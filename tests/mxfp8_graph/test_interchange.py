@@ -174,6 +174,26 @@ def test_parameters_keep_their_16_bit_dtypes(tmp_path: Path) -> None:
     assert torch.equal(tensors["linear.bias"], module.linear.bias.detach().float())  # the kernels take it in float32
 
 
+@pytest.mark.parametrize("front_end", ["torch", "onnx"])
+def test_only_names_of_biases_that_were_copied_lose_their_suffix(front_end: str, tmp_path: Path) -> None:
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+            self.register_buffer("table_f32", torch.arange(64.0).to(torch.float16))
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.linear(x)) * self.table_f32
+
+    model: Any = torch.export.export(Table().half(), (torch.zeros(2, 64, dtype=torch.float16),))
+    if front_end == "onnx":
+        model = torch.onnx.export(model, dynamo=True, verbose=False).model_proto
+    rewritten, _ = mxfp8_graph.rewrite(model, Recipe(output_projections=True))
+    tensors = theirs(mxfp8_graph.export_safetensors(rewritten, tmp_path / "a.safetensors"))
+    assert sorted(tensors) == ["linear.bias", "linear.weight", "linear.weight_scale", "table_f32"]
+    assert tensors["linear.bias"].dtype == torch.float32
+
+
 def test_the_quantization_config_says_which_modules_quantize_activations(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "activations": "unchanged"}]})
     path = mxfp8_graph.export_safetensors(chain.__wrapped__(recipe), tmp_path / "a.safetensors")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
 import itertools
 import os
+import resource
 import signal
 import threading
 import time
@@ -17,7 +19,7 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from builders import matmul_model, model, node, save, steps, weight
+from builders import matmul_model, model, node, save, steps, value, weight
 from commands import refused
 from grids import looped
 from onnx import NodeProto, TensorProto, helper, numpy_helper
@@ -93,6 +95,13 @@ def branch(*nodes: NodeProto) -> onnx.GraphProto:
 def choosing(then: onnx.GraphProto, other: onnx.GraphProto | None = None, outputs: str = "z") -> onnx.ModelProto:
     graphs = {"then_branch": then, **({"else_branch": other} if other is not None else {})}
     return linear(node("If", "c", outputs, "if", **graphs), c=np.array(True))
+
+
+def storing(name: str) -> onnx.GraphProto:
+    """Returns a branch with an initializer of that name."""
+    stored = branch(node("MatMul", f"x {name}", "b"))
+    stored.initializer.append(numpy_helper.from_array(weight(64, 96, seed=1), name))
+    return stored
 
 
 def nested(levels: int) -> onnx.ModelProto:
@@ -189,6 +198,15 @@ MODELS: dict[str, onnx.ModelProto] = {
     "node 'if' (If): " + TWICE.format("'w' has been used as output"): choosing(
         branch(node("Neg", "x", "w"), node("MatMul", "x w", "b")), branch()
     ),
+    **{
+        f"if/else_branch: the initializer {name!r} has the name of a value of a graph around it...": choosing(
+            branch(), storing(name)
+        )
+        for name in ("w", "x", "h", "z")
+    },
+    "if/then_branch/if/then_branch: the initializer 'k' has the name of a value of a graph around it...": choosing(
+        branch(node("Neg", "x", "k"), node("If", "c", "b", "if", then_branch=storing("k"), else_branch=branch()))
+    ),
     UNSORTED.format("k", "Relu_b"): choosing(branch(node("Relu", "k", "b"), node("Neg", "x", "k")), branch()),
     "subgraphs inside subgraphs, more than 33 levels; expected fewer": nested(34),
     "tensor 'odd': has 0 entries of float_data; expected 3 for float [3]": choosing(
@@ -222,6 +240,21 @@ def test_a_damaged_model_is_refused(said: str) -> None:
         assert found.startswith(said[:-3])
     else:
         assert found == said
+
+
+def test_inputs_of_a_body_may_have_the_name_of_a_value_outside() -> None:
+    """ONNX does not forbid it: the name is the input in the body."""
+    takes = [value("i", np.int64, []), value("c", np.bool_, []), value("w", F32, [96, 96])]
+    gives = [value("d", np.bool_, []), value("b", F32, ["n", 96])]
+    body = helper.make_graph([node("Identity", "c", "d"), node("MatMul", "h w", "b")], "inner", takes, gives)
+    body.node.append(node("Identity", "w", "same"))
+    body.output.insert(1, value("same", F32, [96, 96]))
+    proto = linear(node("Loop", "count true other", "last z", "loop", body=body), **COUNTS, other=weight(96, 96))
+    proto.graph.output.append(value("z", F32, [3, "n", 96]))
+    feeds = {"x": np.ones((2, 64), F32)}
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    for found, expected in zip(run(rewritten, feeds), run(proto, feeds), strict=True):
+        assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
 
 
 @looped("size", [2**33, 2**62])
@@ -476,6 +509,40 @@ def test_a_child_ends_a_call_that_does_not():
 
 def test_a_child_bounds_its_memory():
     assert child.call(lambda: bytes(child.MOST_MEMORY + 1), 10).kind == "MemoryError"
+
+
+def test_a_child_of_a_process_with_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe, limits = os.pipe, resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], min(2048, limits[1])), limits[1]))
+
+    def high() -> tuple[int, int]:
+        reading, writing = pipe()
+        copy = fcntl.fcntl(reading, fcntl.F_DUPFD, 1024)
+        os.close(reading)
+        return copy, writing
+
+    monkeypatch.setattr(os, "pipe", high)
+    try:
+        assert child.call(lambda: b"done", 10) == b"done"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@looped("limit, less", [("RLIMIT_CPU", 5), ("RLIMIT_AS", 2**28), ("RLIMIT_CORE", 0)])
+def test_a_child_of_a_process_with_a_lower_limit(limit: str, less: int) -> None:
+    def inner() -> bytes:
+        number = getattr(resource, limit)
+        lower = resource.getrlimit(number)[1] - less
+        resource.setrlimit(number, (lower, lower))
+        result = child.call(lambda: b"done", 10)
+        return result if isinstance(result, bytes) else result.message.encode()
+
+    assert child.call(inner, 10) == b"done"
+
+
+def test_a_child_that_the_system_kills():
+    said = "is killed, as systems do when memory runs out"
+    assert child.call(lambda: bytes(os.kill(os.getpid(), signal.SIGKILL) or 0), 10) == child.Failure("", said)
 
 
 def test_a_child_leaves_the_garbage_of_its_parent_alone():

@@ -44,7 +44,9 @@ def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Rep
         presents = [each for each in (attention.k.present, attention.v.present) if each is not None]
         # Sorted, so that the report names the nodes in the same order in every process.
         replaced = (result.replaced, *sorted(dict.fromkeys(presents), key=lambda each: str(each.name)))
-        gone = unneeded(replaced, attention.operands)
+        # The Reshape that follows reads a shape that, until it is in place, only the Reshape before it reads.
+        kept = () if result.reshape is None else result.reshape.inputs[1:]
+        gone = unneeded(replaced, {*attention.operands, *filter(None, kept)})
         if all(inner in gone for inner in attention.inside) and not is_circular(presents, attention.operands, gone):
             writer = _Writer(type_of(attention.q.value).dtype, fresh)
             return writer.replacement(attention, result, tuple(gone), activation_dtype)

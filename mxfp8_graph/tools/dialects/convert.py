@@ -15,6 +15,7 @@ import onnx_ir as ir
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
+from mxfp8_graph.onnx_model.check import check_result
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of, foreign, is_quantized, may_be_mxfp8
 from mxfp8_graph.onnx_model.dialects import DIALECTS, Dialect
 from mxfp8_graph.onnx_model.graph import facts_of, graphs_of, put_graph
@@ -80,6 +81,7 @@ def convert(
     external = wants_external(opened, opened.byte_size, path, external_data)
     with open_target(opened, path, external=external, overwrite=overwrite) as target:
         facts = _convert(opened, to, frozenset(allow))
+        check_result(opened.proto, opened.name)
         target.finish(opened.proto)
     facts |= {"notes": tuple(opened.notes), "output": str(path) if path else None, "bytes_after": target.byte_size}
     return target.path or opened.proto, Conversion(source=opened.name, to=to, bytes_before=opened.byte_size, **facts)
