@@ -61,16 +61,19 @@ def functions(
             advice="convert the model up with onnx.version_converter",
         )
     nodes = [*_cases(model.graph, known)]
-    for node, case in nodes:
-        try:
-            _body(case, opset, style)
-        except ContractError as error:
-            raise error.inside(f"node {node.name!r} ({node.op_type})") from None
     outer = [*merged(case for _, case in nodes).values()]
-    bodies = [_body(case, opset, style) for case in outer if case.op.fuses[0]]
-    # Bodies of fused nodes hold plain ones, which share their function with those of the graph.
-    plain = [*(case for case in outer if not case.op.fuses[0]), *(case for body in bodies for case in body.called)]
-    bodies += [_body(case, opset, style) for case in merged(plain).values()]
+    try:
+        bodies = [_body(case, opset, style) for case in outer if case.op.fuses[0]]
+        # Bodies of fused nodes hold plain ones, which share their function with those of the graph.
+        plain = [*(case for case in outer if not case.op.fuses[0]), *(case for body in bodies for case in body.called)]
+        bodies += [_body(case, opset, style) for case in merged(plain).values()]
+    except ContractError:
+        for node, case in nodes:  # which of them it is
+            try:
+                _body(case, opset, style)
+            except ContractError as error:
+                raise error.inside(f"node {node.name!r} ({node.op_type})") from None
+        raise
     order = [*contract.OPS]
     return [_function(body) for body in sorted(bodies, key=lambda body: order.index(body.op.name))]
 

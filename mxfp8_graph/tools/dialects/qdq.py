@@ -54,10 +54,8 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         if not shape or codes.shape != scale_shape(shape, axis):
             what = f"scales {list(codes.shape)} for elements {list(shape)} along axis {axis}"
             raise edit.refuse(node, what, expected=f"one for {BLOCK_SIZE} elements", advice="export the model again")
-    tensor = tensor_of(scale)
-    is_code = tensor is not None and tensor.dtype == contract.UINT8  # what `standard` looks up
-    edit.counts["standard" if is_code else "qdq", "activations" if static else "weights"] += 1
-    scales = scale if is_code else stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])
+    edit.counts["qdq", "activations" if static else "weights"] += 1
+    scales = stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])
     return [ours(node, contract.DEQUANTIZE, [value, scales], heirs(node), axis=axis, output_dtype=dtype)]
 
 
@@ -76,11 +74,9 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
     tensor = tensor_of(value)
     codes, dtype = None, contract.FLOAT
-    if tensor is None:
-        value, codes = _looked_up(edit, value, kind)
-    elif tensor.dtype == E8M0:
+    if tensor is not None and tensor.dtype == E8M0:
         codes = power_codes(numerics.decode_scale(edit.codes(tensor)), kind)
-    elif tensor.dtype in contract.VALUES:
+    elif tensor is not None and tensor.dtype in contract.VALUES:
         codes, dtype = power_codes(tensor.numpy(), kind), int(tensor.dtype)
     if codes is None or not _exact(codes, casts, _SHIFTS[kind]):
         what = f"scales {value.name!r} are not stored powers of two"
@@ -101,29 +97,10 @@ def _exact(codes: Codes, casts: list[int], shift: int) -> bool:
     return contract.FLOAT16 not in casts or bool(np.all((codes >= lowest) & (codes <= highest)))
 
 
-def _looked_up(edit: Edit, value: ir.Value, kind: int) -> tuple[ir.Value, Codes | None]:
-    """Returns the codes that `standard` looks up in the table of all scales, as value and array; else None as array."""
-    gather = value.producer()
-    if gather is None or not is_op(gather, "Gather"):
-        return value, None
-    table, index = operands(gather)
-    values, (index, _) = tensor_of(table), source(index, CASTS)
-    codes = tensor_of(index)
-    if values is None or codes is None or codes.dtype != contract.UINT8 or dims(values) != (256,):
-        return value, None
-    same = np.array_equal(values.numpy(), table_of_scales(kind), equal_nan=True)
-    return (index, edit.codes(codes)) if same else (value, None)
-
-
 def float_scales(codes: Codes, kind: int) -> npt.NDArray[np.float32]:
     """Returns what DequantizeLinear multiplies elements of dtype `kind` by, for their E8M0 codes."""
     # Powers of two down to 2^-133, a subnormal: exact.
     return numerics.decode_scale(codes) * np.float32(2.0 ** -_SHIFTS[kind])
-
-
-def table_of_scales(kind: int) -> npt.NDArray[np.float32]:
-    """Returns `float_scales` of every E8M0 code, [256]."""
-    return float_scales(np.arange(256, dtype=np.uint8), kind)
 
 
 def power_codes(scales: npt.NDArray[np.floating], kind: int) -> Codes | None:
