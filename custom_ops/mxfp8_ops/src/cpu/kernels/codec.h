@@ -19,6 +19,7 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
+constexpr uint32_t kFirstNormal = 0x00800000;
 constexpr uint32_t kQuietNan = 0x7fc00000;
 constexpr uint32_t kElementNan = 0x7f;
 constexpr int kScaleNan = 255;
@@ -104,10 +105,17 @@ MXFP8_INLINE float inverse_scale_value(uint32_t code) {
   return float_of(code == 254 ? 0x00400000 : (254 - code) << 23);
 }
 
-// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment.
+// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment, of which a
+// subnormal number takes half: the bits of one with the exponent -127 have its mantissa shifted right by one. In a
+// format with a larger emax than 0 its scale code is 0 either way.
 template <class F>
 MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
   if (amax >= kInfinity) return kScaleNan;
+  if constexpr (F::emax == 0) {
+    // Signed because every instruction set compares those; a difference because not every one has shifts by lanes.
+    const uint32_t other_half = increment - increment / 2;
+    increment -= int32_t(amax) < int32_t(kFirstNormal) ? other_half : 0;
+  }
   const int code = int((amax + increment) >> 23) - F::emax;
   return uint32_t(code < 0 ? 0 : code > 254 ? 254 : code);
 }
