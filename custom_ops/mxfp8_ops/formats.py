@@ -168,6 +168,9 @@ def scale_increment(fmt: Minifloat, scale_rounding: str) -> int:
 
     All three roundings are this one integer addition: it carries into the exponent exactly where the rounding
     says the next power of two is needed. No logarithm, so nothing is off by one near a boundary.
+
+    A subnormal amax takes half of it, without its last bit. From 2^-127 on its bits are the leading one, which is not
+    implied, and the mantissa shifted right by one. Below, neither carries: the scale code is 0.
     """
     # With bits = exponent << 23 | mantissa, the sum carries into the exponent where mantissa + increment >= 2^23.
     if scale_rounding == "ceil":

@@ -21,6 +21,7 @@ from cuda_emulation import (
     swizzle,
 )
 from grids import looped, pairwise
+from scale_definition import boundary_values
 
 from mxfp8_ops import c_abi, contract, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
@@ -87,6 +88,16 @@ def test_quantize_rows_every_upper_16_bit_pattern(dtype, fmt):
         patterns = np.arange(65536, dtype=np.uint16).view(np.float16)
     for rounding in ROUNDINGS:
         check_quantize(patterns.astype(numerics.value_dtype(dtype)).reshape(-1, 64), fmt, rounding)
+
+
+@looped("fmt, rounding", [*itertools.product(FORMATS, ROUNDINGS)])
+def test_quantize_where_scale_codes_step(fmt, rounding):
+    """float32 and bfloat16 alone in their blocks, by rows and by columns; see test_scale_patterns.py."""
+    bfloat16 = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
+    for x in (boundary_values(), bfloat16):
+        check_quantize(x[:, None], fmt, rounding)
+        check_quantize(x[None, :], fmt, rounding, axis=0)
+    check_quantize(bfloat16[:256].reshape(-1, 64), fmt, rounding)
 
 
 @sampled(

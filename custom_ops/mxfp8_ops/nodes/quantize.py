@@ -82,7 +82,9 @@ def quantize(
     finite = amax_bits < 0x7F800000  # the bits of Inf; NaN has larger ones
     # The exponent field of float32 is log2(amax) + 127, and E8M0 has the bias 127 too (OCP MX v1.0, section 5.4):
     # shifting the mantissa out and taking off emax gives the scale code. Code 255 is NaN, so 254 is the largest.
-    scales = np.clip(((amax_bits + increment) >> 23) - fmt.emax, 0, 254)
+    # Subnormals, below 0x800000, have no implied leading one: `scale_increment` says why they take half.
+    added = np.where(amax_bits < 0x800000, increment >> 1, increment)
+    scales = np.clip(((amax_bits + added) >> 23) - fmt.emax, 0, 254)
     # A product with a power of two is exact, so encode is the only rounding. Scale code 254 needs 2^-127 here, a
     # subnormal of float32, which ldexp makes; kernels that flush subnormals to zero would lose such blocks.
     inverse = np.ldexp(np.float32(1), SCALE_BIAS - scales).astype(np.float32)

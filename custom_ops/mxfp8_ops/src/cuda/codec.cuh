@@ -9,6 +9,7 @@ constexpr u32 SCALE_NAN = 255;
 constexpr u32 ELEMENT_NAN = 0x7f;
 constexpr u32 INFINITY_BITS = 0x7f800000u;
 constexpr u32 NAN_BITS = 0x7fffffffu;
+constexpr u32 FIRST_NORMAL_BITS = 0x00800000u;
 
 // formats.py has these rows too. `wide_shift` moves an element's low seven bits to where bfloat16 has its exponent and
 // mantissa; the result, times 2^(127 - bias), is the element's value, also for subnormal elements. INT8 has neither:
@@ -159,11 +160,13 @@ DEVICE bool lost_in_bfloat16(float v) { return (bits_of(v) & 0xffffu) != 0 && v 
 
 DEVICE u32 magnitude(float x) { return bits_of(x) & 0x7fffffffu; }
 
-// Bits of amax -> scale code; `increment` is formats.scale_increment. NaN and Inf give the NaN code.
+// Bits of amax -> scale code; `increment` is formats.scale_increment, of which a subnormal number takes half: the bits
+// of one with the exponent -127 have its mantissa shifted right by one. NaN and Inf give the NaN code.
 template <class F>
 DEVICE u32 scale_code(u32 amax_bits, u32 increment) {
   if (amax_bits >= INFINITY_BITS) return SCALE_NAN;
-  const int s = static_cast<int>((amax_bits + increment) >> 23) - F::emax;
+  const u32 added = amax_bits < FIRST_NORMAL_BITS ? increment >> 1 : increment;
+  const int s = static_cast<int>((amax_bits + added) >> 23) - F::emax;
   return s < 0 ? 0u : s > 254 ? 254u : static_cast<u32>(s);
 }
 

@@ -70,7 +70,10 @@ namespace {
 
 void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   const SymbolicDims a = input_dims(context, size_t(node.a)), b = input_dims(context, size_t(node.b));
-  if (a.empty() || b.size() < 2) return;
+  if (a.empty() || b.size() < 2) {
+    if (quantizes(node)) set_elements_of_any_rank(context, node, attributes);
+    return;
+  }
   SymbolicDims dims = gemm_dims(a, b);
   set_output(context, 0, int(attributes.output_dtype), dims);
   if (!quantizes(node)) return;

@@ -35,7 +35,7 @@ Inputs inputs_of(Op op) { return op == Op::kAddNormQuantize ? Inputs{1, 2, 3} : 
 
 void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   SymbolicDims dims = input_dims(context, 0);
-  if (dims.empty()) return;
+  if (dims.empty()) return set_elements_of_any_rank(context, node, attributes);
   set_output(context, kElements, int(attributes.output_dtype), dims);
   for (size_t i = kNormalized; node.outputs[i].name != nullptr; ++i)
     set_output(context, i, input_dtype(context, 0), dims);

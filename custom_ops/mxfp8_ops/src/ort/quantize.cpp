@@ -37,6 +37,7 @@ struct Quantize final : Job {
 
 void infer_quantize(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   SymbolicDims dims = input_dims(context, 0);
+  if (dims.empty()) return set_elements_of_any_rank(context, node, attributes);
   const auto rank = int64_t(dims.size());
   if (attributes.axis < -rank || attributes.axis >= rank) return;
   const auto axis = size_t(attributes.axis < 0 ? attributes.axis + rank : attributes.axis);

@@ -7,9 +7,11 @@
 namespace mxfp8::ort {
 namespace {
 
-std::string unique_symbol() {
+constexpr char kAnyRank[] = "mxfp8_any_rank_";  // begins the symbol that stands for dimensions of unknown number
+
+std::string unique_symbol(const char* begin) {
   static std::atomic<uint64_t> count{0};
-  return "mxfp8_dim_" + std::to_string(count.fetch_add(1));
+  return begin + std::to_string(count.fetch_add(1));
 }
 
 void read(const OrtShapeInferContext* context, const char* name, int64_t* value) {
@@ -38,6 +40,7 @@ SymbolicDims input_dims(const OrtShapeInferContext* context, size_t index) {
   check(GetSymbolicDimensions(shape, symbols.data(), rank));
   SymbolicDims dims(rank);
   for (size_t i = 0; i < rank; ++i) dims[i] = {sizes[i], symbols[i] == nullptr ? "" : symbols[i]};
+  if (rank == 1 && dims[0].symbol.rfind(kAnyRank, 0) == 0) return {};
   return dims;
 }
 
@@ -56,7 +59,7 @@ void set_output(OrtShapeInferContext* context, size_t index, int dtype, Symbolic
     if (dim.size >= 0) {
       dim.symbol.clear();
     } else if (dim.symbol.empty()) {
-      dim.symbol = unique_symbol();
+      dim.symbol = unique_symbol("mxfp8_dim_");
     }
     sizes.push_back(dim.size);
     symbols.push_back(dim.symbol.c_str());
@@ -68,6 +71,11 @@ void set_output(OrtShapeInferContext* context, size_t index, int dtype, Symbolic
   check(SetDimensions(shape, sizes.data(), sizes.size()));
   check(SetSymbolicDimensions(shape, symbols.data(), symbols.size()));
   check(ShapeInferContext_SetOutputTypeShape(context, index, shape));
+}
+
+void set_elements_of_any_rank(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
+  if (attributes.output_dtype == node.outputs[0].dtypes[0]) return;
+  set_output(context, 0, int(attributes.output_dtype), {{-1, unique_symbol(kAnyRank)}});
 }
 
 Dim scale_dim(const Dim& dim) {

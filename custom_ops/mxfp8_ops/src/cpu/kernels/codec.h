@@ -19,6 +19,7 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr uint32_t kMagnitude = 0x7fffffff;
 constexpr uint32_t kInfinity = 0x7f800000;
+constexpr uint32_t kFirstNormal = 0x00800000;
 constexpr uint32_t kQuietNan = 0x7fc00000;
 constexpr uint32_t kElementNan = 0x7f;
 constexpr int kScaleNan = 255;
@@ -104,12 +105,32 @@ MXFP8_INLINE float inverse_scale_value(uint32_t code) {
   return float_of(code == 254 ? 0x00400000 : (254 - code) << 23);
 }
 
-// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment.
+// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment. Right unless it
+// is in doubt: then scale_code is to be asked.
 template <class F>
-MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
+MXFP8_INLINE uint32_t fast_scale_code(uint32_t amax, uint32_t increment) {
   if (amax >= kInfinity) return kScaleNan;
   const int code = int((amax + increment) >> 23) - F::emax;
   return uint32_t(code < 0 ? 0 : code > 254 ? 254 : code);
+}
+
+// Whether a code is in doubt: NaN, or 1 in a format whose emax is 0, which may be of a subnormal magnitude. In bytes,
+// so that a register holds many.
+template <class F>
+MXFP8_INLINE bool any_in_doubt(const uint8_t* codes, int64_t count) {
+  uint8_t any = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto next = uint8_t(codes[i] + 1);  // 0 and, in doubt if emax is 0, 2
+    any = uint8_t(any | uint8_t(F::emax == 0 ? (next & 0xfd) == 0 : next == 0));
+  }
+  return any != 0;
+}
+
+// The same for any magnitude. A subnormal one takes half of the increment: the bits of one with the exponent -127 have
+// its mantissa shifted right by one. Where emax is larger, its scale code is 0 either way.
+template <class F>
+MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
+  return fast_scale_code<F>(amax, F::emax == 0 && amax < kFirstNormal ? increment / 2 : increment);
 }
 
 // Value dtypes: how each is stored, a signed integer of that size, and its conversion from and to float32, rounding to

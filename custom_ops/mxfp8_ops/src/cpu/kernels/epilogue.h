@@ -104,7 +104,7 @@ MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
 // Sums of some rows of the result, from column `column` on; `stride` values from one row's to the next's.
 struct Finished {
   int64_t row, rows, column, width;
-  const float* sums;
+  float* sums;
   int64_t stride;
 };
 

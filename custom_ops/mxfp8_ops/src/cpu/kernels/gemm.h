@@ -138,10 +138,69 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
   return sum;
 }
 
+// One row of A times one row of B whose sum in float32 overflowed. A multiply-add adds the exact product: to a sum that
+// is -Inf already, +2^174 changes nothing, though it is +Inf in float32. Here such a product is an infinity, and others
+// are added in float64, where no sum of them overflows: the result is infinite only as the products or their sum are.
+template <class F>
+MXFP8_NOINLINE float dot_of_overflow(const GemmArgs& args, int64_t row, int64_t column) {
+  const auto* b = args.b + column * args.k;
+  const uint8_t* b_scales = args.b_scales + column * blocks_of(args.k);
+  double sums[kBlock] = {};
+  for (int64_t k = 0; k < args.k; k += kBlock) {
+    alignas(64) float x[kBlock], w[kBlock];
+    load_a_block(args, row, k / kBlock, x);
+    decode_block<F>(b + k, args.k - k, b_scales[k / kBlock], w);
+    for (int i = 0; i < kBlock; ++i) sums[i] += double(x[i] * w[i]);
+  }
+  double sum = 0;
+  for (const double part : sums) sum += part;
+  return float(sum);
+}
+
+// Computes the infinite sums of a strip again.
+template <class F>
+MXFP8_NOINLINE void correct_overflow(const GemmArgs& args, const Finished& part) {
+  for (int64_t i = 0; i < part.rows; ++i) {
+    for (int64_t j = 0; j < part.width; ++j) {
+      float& sum = part.sums[i * part.stride + j];
+      if ((bits_of(sum) & kMagnitude) == kInfinity) sum = dot_of_overflow<F>(args, part.row + i, part.column + j);
+    }
+  }
+}
+
+// Whether one of the values is infinite or NaN: times 0 they are NaN, others 0.
+MXFP8_INLINE bool any_nonfinite(const float* values, int64_t count) {
+  constexpr int unrolled = 4;
+  Vec zeros[unrolled] = {zero(), zero(), zero(), zero()};
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + unrolled * kLanes <= count; i += unrolled * kLanes) {
+    for (int j = 0; j < unrolled; ++j) zeros[j] = multiply_add(load(values + i + j * kLanes), zero(), zeros[j]);
+  }
+  for (; i < count; ++i) rest += values[i] * 0.0f;
+  float sums[kLanes];
+  store(sums, (zeros[0] + zeros[1]) + (zeros[2] + zeros[3]));
+  for (const float sum : sums) rest += sum;
+  return rest != 0;  // NaN is not equal to 0
+}
+
 // Finishes a strip [rows, width] of the result, its rows `stride` values apart.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
-                              const float* strip, int64_t stride = kGemmColumns) {
-  finish(args, {row, rows, column, width, strip, stride});
+                              float* strip, int64_t stride = kGemmColumns) {
+  constexpr int64_t most = 32;  // rows that are looked at and stored while they are in L1
+  for (int64_t first = 0; first < rows; first += most) {
+    const Finished part = {row + first, min_of(most, rows - first), column, width, strip + first * stride, stride};
+    bool overflow = false;
+    if (width == stride) {
+      overflow = any_nonfinite(part.sums, part.rows * width);
+    } else {
+      for (int64_t i = 0; i < part.rows; ++i) overflow |= any_nonfinite(part.sums + i * stride, width);
+    }
+    if (__builtin_expect(overflow, 0)) {
+      with_format(args.b_format, [&](auto format) { correct_overflow<decltype(format)>(args, part); });
+    }
+    finish(args, part);
+  }
 }
 
 // Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows

@@ -160,7 +160,7 @@ MXFP8_INLINE void multiply_few(const GemmArgs& args, int64_t row, int64_t rows, 
 
 // With K = 0 every sum is empty.
 void store_nothing(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin, int64_t column_end) {
-  const float sums[kPairColumns] = {};
+  float sums[kPairColumns] = {};
   for (int64_t column = column_begin; column < column_end; column += kPairColumns) {
     store_strip(args, row, rows, column, min_of(kPairColumns, column_end - column), sums, 0);
   }

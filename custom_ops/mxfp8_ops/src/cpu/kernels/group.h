@@ -195,8 +195,8 @@ struct ApartBlocks {
 //   of column c is turned[c * stride + k]. Returns whether it did the tile.
 // encode_columns: encodes a row of columns, each with its own scale.
 //
-// The first and the third stop at a block that holds a NaN or Inf, or whose largest element may be infinite, or do
-// nothing at all; what was written past that does not count.
+// The first and the third stop at a block that holds a NaN or Inf, whose largest element may be infinite, or whose
+// scale code is in doubt, or do nothing at all; what was written past that does not count.
 #if defined(__AVX512BW__)
 #include "group_avx512.h"
 #else
@@ -226,12 +226,12 @@ MXFP8_INLINE bool quantize_group(const From& x, uint32_t increment, const To& el
   }
   bool finite = true;
   for (int b = 0; b < kGroup; ++b) {
-    const uint32_t scale = scale_code<F>(amax[b], increment);
+    const uint32_t scale = fast_scale_code<F>(amax[b], increment);
     scales[b] = uint8_t(scale);
     inverse[b] = inverse_scale_value(scale);
     finite = finite && scale != kScaleNan;
   }
-  if (!finite) return false;
+  if (F::emax == 0 ? any_in_doubt<F>(scales, kGroup) : !finite) return false;  // each the faster, as measured
   for (int b = 0; b < kGroup; ++b) {
     alignas(64) float room[kBlock];
     const float* values = D::load_block(x[b], room);

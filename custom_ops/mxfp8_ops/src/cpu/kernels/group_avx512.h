@@ -172,11 +172,22 @@ MXFP8_INLINE double squared_scale(uint32_t code) {
   return value;
 }
 
+// The biased exponents of the largest magnitudes, rounded as scale_code does.
+template <class F>
+MXFP8_INLINE __m512i raised_exponents(__m512i amax, uint32_t increment) {
+  __m512i added = _mm512_set1_epi32(int(increment));
+  if constexpr (F::emax == 0) {
+    const __mmask16 subnormal = _mm512_cmplt_epu32_mask(amax, _mm512_set1_epi32(int(kFirstNormal)));
+    added = _mm512_mask_srli_epi32(added, subnormal, added, 1);
+  }
+  return _mm512_srli_epi32(_mm512_add_epi32(amax, added), 23);
+}
+
 // Scales and elements of a group whose largest magnitudes are known. False if a block needs more care.
 template <class D, class F, class From, class To>
 MXFP8_INLINE bool quantize_group(const From& x, __m512i amax, uint32_t increment, const To& elements, uint8_t* scales,
                                  Sums* sums) {
-  const __m512i raised = _mm512_srli_epi32(_mm512_add_epi32(amax, _mm512_set1_epi32(int(increment))), 23);
+  const __m512i raised = raised_exponents<F>(amax, increment);
   const __m512i codes = _mm512_max_epi32(_mm512_sub_epi32(raised, _mm512_set1_epi32(F::emax)), _mm512_setzero_si512());
   if (_mm512_cmpge_epu32_mask(raised, _mm512_set1_epi32(254)) != 0) return false;
   alignas(64) float inverse[kGroup];
@@ -244,7 +255,7 @@ MXFP8_INLINE bool quantize_turned(const typename D::Storage* x, int64_t x_stride
   }
   __m512i codes[4];
   for (int i = 0; i < 4; ++i) {
-    const __m512i raised = _mm512_srli_epi32(_mm512_add_epi32(amax[i], _mm512_set1_epi32(int(increment))), 23);
+    const __m512i raised = raised_exponents<F>(amax[i], increment);
     if (_mm512_cmpge_epu32_mask(raised, _mm512_set1_epi32(254)) != 0) return false;
     codes[i] = _mm512_max_epi32(_mm512_sub_epi32(raised, _mm512_set1_epi32(F::emax)), _mm512_setzero_si512());
     _mm_storeu_si128(reinterpret_cast<__m128i*>(scales + 16 * i), _mm512_cvtepi32_epi8(codes[i]));

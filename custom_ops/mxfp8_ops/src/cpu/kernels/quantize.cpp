@@ -107,19 +107,22 @@ void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
     int64_t row = 0;
     for (; row + 4 <= run.depth; row += 4) raise_magnitudes<D, 4>(x + row * args.inner, args.inner, run.width, amax);
     for (; row < run.depth; ++row) raise_magnitudes<D, 1>(x + row * args.inner, args.inner, run.width, amax);
-    int bad = 0;
-    for (int64_t i = 0; i < run.width; ++i) {
+    const auto set_scale = [&](int64_t i, const auto& code_of) MXFP8_INLINE_LAMBDA {
       typename D::Storage largest;
       std::memcpy(&largest, amax + i, sizeof largest);
-      const uint32_t code = scale_code<F>(bits_of(D::load(largest)), args.increment);
+      const uint32_t code = code_of(bits_of(D::load(largest)), args.increment);
       scales[i] = uint8_t(code);
       inverse[i] = code == kScaleNan ? 0.0f : inverse_scale_value(code);
-      bad += code == kScaleNan;
+    };
+    for (int64_t i = 0; i < run.width; ++i) set_scale(i, fast_scale_code<F>);
+    const bool in_doubt = any_in_doubt<F>(scales, run.width);
+    if (F::emax == 0 && __builtin_expect(in_doubt, 0)) {
+      for (int64_t i = 0; i < run.width; ++i) set_scale(i, scale_code<F>);
     }
     for (row = 0; row < run.depth; ++row) {
       encode_columns<D, F>(x + row * args.inner, inverse, run.width, elements + row * args.inner);
     }
-    for (int64_t i = 0; bad > 0 && i < run.width; ++i) {
+    for (int64_t i = 0; in_doubt && i < run.width; ++i) {
       if (scales[i] != kScaleNan) continue;
       for (row = 0; row < run.depth; ++row) elements[row * args.inner + i] = kElementNan;
     }
