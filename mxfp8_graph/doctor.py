@@ -316,6 +316,11 @@ def diagnose_file(path: str | Path) -> Check:
 def _rewritten(path: str | Path, model: Any, used: set[str], by: str) -> Check:
     there = {name for domain, name, _ in map(function_key, model.functions) if domain == contract.DOMAIN}
     detail = "; ".join(filter(None, (f"{path}: {', '.join(sorted(used))}", by)))
+    if not there and any((e.key, e.value) == (provenance.BODIES_KEY, "none") for e in model.metadata_props):
+        advice = f"for runtimes without our library: mxfp8-graph convert {path} --to mxfp8"
+        return _loadable(
+            model, f"{detail}; without function bodies, as asked", f": runs with our library only; {advice}"
+        )
     if lost := sorted(used - there):
         detail += f"; without the function bodies of {', '.join(lost)}, so it runs with our library only"
         advice = f"a tool has dropped them; put them back: mxfp8-graph convert {path} --to mxfp8"

@@ -44,6 +44,12 @@ def documented(options: _Class) -> _Class:
     return options
 
 
+Bodies = Annotated[
+    Literal["folded", "small", "none"],
+    'how an ONNX file computes its nodes where our library is not registered: "folded" decodes weights to float32 when '
+    'a session opens, "small" keeps them in 8 bits and decodes them at every run, "none" cannot run there.',
+]
+
 TrustPickle = Annotated[bool, "let a .pt2 file run code that it brings; see `mxfp8_graph.load`."]
 
 
@@ -63,6 +69,7 @@ class ExportOptions(WriteOptions, total=False):
     """The options of a function that reads a model, perhaps a .pt2 file, and writes one."""
 
     trust_pickle: TrustPickle
+    bodies: Bodies
 
 
 @documented
@@ -157,5 +164,6 @@ class Options:
     allow_nonfinite: bool = False
     training: bool = False
     trust_pickle: bool = False
+    bodies: str = "folded"
     weights: CheckpointWeights | None = None
     progress: Progress | None = None

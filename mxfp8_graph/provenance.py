@@ -29,6 +29,8 @@ VERSION_KEY: Final = "mxfp8_graph.version"
 CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 DIALECT_KEY: Final = "mxfp8_graph.dialect"
 """Dialect of an ONNX file: "mxfp8" is our nodes with their function bodies; see `mxfp8_graph.convert`."""
+BODIES_KEY: Final = "mxfp8_graph.bodies"
+"""How the function bodies are written, if not as usual: "small" or "none"."""
 LOST_KEY: Final = "mxfp8_graph.lost"
 """Losses of conversions after the rewrite; absent if there are none."""
 

@@ -53,6 +53,13 @@ def rewrite(
         Literal["cpu"] | None,
         typer.Option("--for", help="ONNX: use float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
     ] = None,
+    bodies: Annotated[
+        Literal["folded", "small", "none"],
+        typer.Option(
+            "--bodies",
+            help="ONNX, without our library: weights in float32; in 8 bits, slow; or none, it does not run there.",
+        ),
+    ] = "folded",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: Reports = None,
     json: Json = False,
@@ -104,6 +111,7 @@ def rewrite(
             output=output,
             external_data=external_data.value,
             overwrite=overwrite,
+            bodies=bodies,
             dry_run=dry_run,
             allow_nonfinite=allow_nonfinite,
             training=training,

@@ -89,7 +89,7 @@ def to_onnx(
             value.name = name
     opened, tensors = _skeleton(model)
     _check_result(opened.proto, (*(input_names or ()), *(output_names or ())))
-    record.complete(opened.proto, _unfused(recipe))
+    record.complete(opened.proto, _unfused(recipe), bodies=options.get("bodies", "folded"))
     oldest = onnx.helper.find_min_ir_version_for([onnx.helper.make_opsetid("", opset)])
     opened.proto.ir_version = max(opened.proto.ir_version, oldest, 10)  # 10: the first with float8 in functions
     before = recorded(recipe)

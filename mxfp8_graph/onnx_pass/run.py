@@ -127,7 +127,7 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
         result = accounted(inventory(model), sources)
         proto = to_proto(opened, model)
-        record.complete(proto, recipe.to_record(), facts_of(model))
+        record.complete(proto, recipe.to_record(), facts_of(model), bodies=options.bodies)
         check_result(proto, opened.name)
         reporter.notes += cpu_provider.note(proto, widened)
         if options.dry_run:
