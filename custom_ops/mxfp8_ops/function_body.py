@@ -194,15 +194,14 @@ class Body:
             return value
         return self("Cast", value, to=dtype) if dtype else self("CastLike", value, port)
 
-    def or_zeros(self, name: str, n: str) -> str:
-        """Returns the optional float32 input `name` [N], or zeros where it is absent; `n` holds N as a 1-D tensor."""
-        # A function has no If for that: its branches would name the absent value. Gemm's C is optional too, and
-        # 0 * 0 + C is "C or zero".
+    def or_zeros(self, name: str, like: str, axis: int) -> str:
+        """Returns the optional float32 input `name` [N], or zeros where it is absent; N is that of `axis` of `like`."""
         if self.known(name).present:
             return name
+        # A function has no If for that: its branches would name the absent value. Gemm's C is optional too, and
+        # 0 * 0 + C is "C or zero".
+        n = self("Shape", like, start=axis, end=axis + 1)
         zero = self("ConstantOfShape", self("Concat", self.constant([1]), n, axis=0))
-        if self.known(name).present is False:
-            return self("Reshape", zero, n, allowzero=1)
         there = self("Gemm", self.constant(np.zeros((1, 1), np.float32)), zero, name)
         return self("Reshape", there, n, allowzero=1)
 

@@ -122,7 +122,7 @@ def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False)
     inputs = {}
     for port in op.inputs:
         value = known.get(names[port.name], Input()) if names.get(port.name) else ABSENT
-        inputs[port.name] = ABSENT if port.has_stand_in and value.neutral else value
+        inputs[port.name] = replace(value, present=False) if port.has_stand_in and value.neutral else value
     return Case(op, settings, inputs, whole or _quantizes_whole(op, settings, inputs))
 
 
@@ -160,7 +160,7 @@ def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[Node
         if node.domain == DOMAIN:
             case = case_of(node, known, whole=node.output[0] in read_whole)
             yield node, case
-            if node.output[0] not in known:
+            if known.get(node.output[0], Input()).dtype == 0:
                 known[node.output[0]] = _result(case)
         for attribute in node.attribute:
             for inner in (attribute.g,) if attribute.type == AttributeProto.GRAPH else attribute.graphs:

@@ -184,7 +184,7 @@ def _normalized(g: Body, x: str, norm: str) -> str:
         return g("LayerNormalization", *inputs, axis=-1, epsilon=g.attribute("epsilon"))
     variance = g("ReduceMean", g("Mul", x, x), g.constant([-1]))
     y = g("Mul", g("Div", x, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
-    return y if biased is False else g("Add", y, g.or_zeros("bias", g("Shape", "scale")))
+    return y if biased is False else g("Add", y, g.or_zeros("bias", "scale", 0))
 
 
 # --- The contract

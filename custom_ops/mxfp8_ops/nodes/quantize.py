@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from mxfp8_ops import formats
 from mxfp8_ops.case import Input
@@ -17,11 +18,12 @@ from mxfp8_ops.formats import (
     BLOCK_SIZE,
     ELEMENT_FORMATS,
     ELEMENT_NAN,
+    INT8,
     SCALE_BIAS,
     SCALE_NAN,
     scale_threshold,
 )
-from mxfp8_ops.node import DOUBLE, ELEMENTS, FLOAT, FLOAT8E4M3FN, INT32, SCALES, UINT8, VALUES, Op, Port
+from mxfp8_ops.node import DOUBLE, ELEMENTS, FLOAT, FLOAT8E4M3FN, INT32, SCALES, VALUES, Op, Port
 from mxfp8_ops.numerics import Array, Codes, decode, decode_scale, encode, value_dtype
 
 if TYPE_CHECKING:
@@ -168,6 +170,10 @@ _SLACK: Final = 2e-8
 """A quarter of the least distance of the logarithms of two float32 numbers, 8.6e-8. Those of float64 are 1e-13 off."""
 
 
+_OF_ZEROS: Final = -64
+"""The index of blocks of zeros, whose logarithm is infinite; others are -37 at least: 2^-149 in E5M2."""
+
+
 def _quantize_body(g: Body) -> None:
     """X -> elements, scales."""
     x = g.floats("X")
@@ -179,20 +185,20 @@ def _quantize_body(g: Body) -> None:
 
 def _quantized(g: Body, x: str) -> tuple[str, str]:
     """Returns the elements and scales of float32 values [..., K]."""
+    # An infinity marks a bad block as well as a NaN, which ReduceMax may drop. Where is slow if it has to broadcast.
+    x = g("Where", g("IsNaN", x), g.constant(np.float32(np.inf)), x)
     blocks, back = g.blocks(x, whole=g.case.whole)
-    one = g.constant([1])
     amax = _largest(g, g("Abs", blocks))
-    # Zero times a NaN or an infinity is NaN. ReduceMax may drop a NaN.
-    bad = g("IsNaN", g("ReduceSum", g("Mul", blocks, g.constant(np.float32(0))), one), out="bad")
-    code = g("Where", bad, g.constant(np.int32(SCALE_NAN)), g("Cast", _scale_code(g, amax), to=INT32), out="code")
     dtypes, dtype = g.case.attributes["output_dtype"], g.attribute("output_dtype")
-    if is_mixed := len({_row(each).twos_complement for each in dtypes}) > 1:
-        elements = g.choose(
-            "output_dtype",
-            lambda g, each: g("Cast", _elements(g, (blocks, amax, bad, code), _row(each), each), to=FLOAT),
-        )
+    code, has_int8 = _scale_index(g, amax), INT8.onnx_dtype in dtypes
+    if has_int8:  # no code of it is NaN: all values of a bad block become infinite
+        least = np.full(256, -np.inf, np.float32)
+        least[SCALE_NAN] = np.inf
+        blocks = g("Max", blocks, g("Gather", _table(g, least), code))
+    if is_mixed := has_int8 and len(dtypes) > 1:
+        elements = g.choose("output_dtype", lambda g, each: g("Cast", _elements(g, blocks, code, each), to=FLOAT))
     else:
-        elements = _elements(g, (blocks, amax, bad, code), _row(dtypes[0]), dtype)
+        elements = _elements(g, blocks, code, dtype)
     if not g.case.whole and not is_mixed:  # ONNX Runtime has no Slice of float8
         elements = g("Cast", elements, to=FLOAT)
     elements = back(elements)
@@ -201,7 +207,8 @@ def _quantized(g: Body, x: str) -> tuple[str, str]:
     # A slice of every 32nd value has one for each block.
     ends, axes = (g.constant([value]) for value in (np.iinfo(np.int64).max, -1))
     sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
-    return elements, g("Reshape", g("Cast", code, to=UINT8), sizes, allowzero=1)
+    codes = g("Gather", _table(g, np.arange(256, dtype=np.uint8)), code)
+    return elements, g("Reshape", codes, sizes, allowzero=1)
 
 
 def _largest(g: Body, rows: str) -> str:
@@ -219,8 +226,8 @@ def _row(dtype: int) -> formats.ElementFormat:
     return _ROWS[dtype]
 
 
-def _scale_code(g: Body, amax: str) -> str:
-    """Returns the scale codes of amax as float64, to be truncated; what it is for a NaN or infinity is not defined.
+def _scale_index(g: Body, amax: str) -> str:
+    """Returns where `_table` has what belongs to the scale codes of amax, as int32.
 
     The smallest i with amax <= threshold * 2^i is floor(log2(amax) - log2(threshold) - slack) + 1; where the threshold
     itself belongs to the next scale, the slack is added. Neither side of a threshold has another number so close.
@@ -236,40 +243,45 @@ def _scale_code(g: Body, amax: str) -> str:
 
     log2 = g("Mul", g("Log", g("Cast", amax, to=DOUBLE)), g.constant(np.float64(1 / math.log(2))))
     code = g("Add", log2, g.choose("scale_rounding", of_rounding, DOUBLE))
-    return g("Clip", code, g.constant(np.float64(0)), g.constant(np.float64(SCALE_NAN - 1)))
+    code = g("Clip", code, g.constant(np.float64(_OF_ZEROS)), g.constant(np.float64(SCALE_NAN + 1)))
+    return g("Cast", code, to=INT32, out="code")  # truncates
 
 
-def _elements(g: Body, values: tuple[str, str, str, str], fmt: formats.ElementFormat, dtype: Any) -> str:
-    """Returns the elements of blocks [n, 32], of `dtype`.
+def _table(g: Body, values: npt.NDArray[Any], of_zeros: float | None = None) -> str:
+    """Returns `values` [256] by scale code, for indices from `_scale_index`.
+
+    -64 is a block of zeros, -63 to 0 are code 0. 255 is that of finite values, code 254, and 256 that of an infinity.
+    """
+    below = np.full(-_OF_ZEROS, values[0])
+    below[0] = values[0] if of_zeros is None else of_zeros
+    return g.constant(np.concatenate([values[:-1], values[-2:], below]))
+
+
+def _elements(g: Body, blocks: str, code: str, dtype: Any) -> str:
+    """Returns the elements of blocks [n, 32].
 
     Args:
         g: the body.
-        values: the blocks; their amax, whether each is bad, and its scale code, all [n, 1].
-        fmt: a format with the same kind of codes as that of `dtype`.
-        dtype: an onnx.DataType, or the reference to one.
+        blocks: no NaN; with INT8, infinite throughout where one value was bad.
+        code: from `_scale_index`.
+        dtype: an onnx.DataType, or the reference to one of several floating-point formats.
     """
-    blocks, amax, bad, code = values
+    fmt = _row(dtype if isinstance(dtype, int) else g.case.attributes["output_dtype"][0])
+    scales = decode_scale(np.arange(256, dtype=np.uint8))
+    if fmt.twos_complement:  # an infinity becomes the largest code, which is ELEMENT_NAN
+        scales[SCALE_NAN] = 1
+    # Any scale does for zeros. Where a session takes the subnormal 2^-127 for 0, it would make NaN of them.
     if g.style.quantize_linear:
-        # Any scale does for zeros. 2^-127 is subnormal: where a session takes it for 0, it would make 0 / 0 of them.
-        one, zero = g.constant(np.float32(1)), g.constant(np.float32(0))
-        scale = g("Gather", g.powers(fmt.mantissa_bits * fmt.twos_complement), code)
-        if fmt.twos_complement:  # infinity / 1 becomes the largest code, which is ELEMENT_NAN
-            scale = g("Where", g("Or", bad, g("Equal", amax, zero)), one, scale)
-        else:
-            scale = g("Where", g("Equal", amax, zero), one, scale)
-        # The constant stands second: ONNX Runtime's Where turns -0 in its second operand into +0.
-        filler = np.float32(np.inf if fmt.twos_complement else np.nan)
-        blocks = g("Where", bad, g.constant(filler), blocks)
-        elements = g("QuantizeLinear", blocks, scale, axis=-1, block_size=BLOCK_SIZE, output_dtype=dtype)
+        table = _table(g, np.ldexp(scales, -fmt.mantissa_bits * fmt.twos_complement), 1)
+        settings = {"axis": -1, "block_size": BLOCK_SIZE, "output_dtype": dtype}
+        elements = g("QuantizeLinear", blocks, g("Gather", table, code), **settings)
         return g("Clip", elements, g.constant(np.int8(-fmt.max_code))) if fmt.twos_complement else elements
-    # 2^(127 - s) is the power of two with code 254 - s; s = 254 makes it the subnormal 2^-127, s = 255 a NaN.
-    inverse = g("Gather", g.powers(), g("Sub", g.constant(np.int32(2 * SCALE_BIAS)), code))
-    scaled, filler = g("Mul", blocks, inverse), np.float32(np.nan)
+    scaled = g("Mul", blocks, g("Gather", _table(g, 1 / scales, 1), code))
     if fmt.twos_complement:  # Cast neither rounds nor saturates to integers
-        most, filler = np.float32(fmt.max_code), np.float32(ELEMENT_NAN)
+        most = np.float32(fmt.max_code)
         scaled = g("Round", g("Mul", scaled, g.constant(np.float32(2.0**fmt.mantissa_bits))))
         scaled = g("Clip", scaled, g.constant(-most), g.constant(most))
-    return g("Cast", g("Where", bad, g.constant(filler), scaled), to=dtype)
+    return g("Cast", scaled, to=dtype)
 
 
 def _dequantize_body(g: Body) -> None:
