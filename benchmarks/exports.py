@@ -57,7 +57,7 @@ def export_decoder(path: Path, config: Any) -> None:
     past = [torch.randn(1, heads, 8, config.head_dim) for _ in range(2 * layers)]
     names = [f"past.{i}.{kind}" for i in range(layers) for kind in ("key", "value")]
     length, cached = torch.export.Dim("sequence"), torch.export.Dim("cached")
-    _export(
+    export_module(
         path,
         Decoder(config),
         args=(torch.ones(1, 4, dtype=torch.int64), past),
@@ -79,7 +79,7 @@ def export_vit(path: Path, *, quick: bool) -> None:
     from transformers import ViTConfig, ViTModel
 
     torch.manual_seed(0)
-    _export(
+    export_module(
         path,
         ViTModel(ViTConfig(num_hidden_layers=2 if quick else 12)).eval(),
         kwargs={"pixel_values": torch.randn(2, 3, 224, 224)},
@@ -105,7 +105,7 @@ def export_long_minilm(path: Path, opset: int | None, positions: int) -> None:
     torch.manual_seed(0)
     names = ("input_ids", "attention_mask")
     dynamic = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    _export(
+    export_module(
         path,
         BertModel(config).eval(),
         kwargs={name: torch.ones(2, 8, dtype=torch.int64) for name in names},
@@ -132,7 +132,8 @@ def linears(k: int, n: int, layers: int) -> Any:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
-def _export(path: Path, model: torch.nn.Module, *, external_data: bool = False, **arguments: Any) -> None:
+def export_module(path: Path, model: torch.nn.Module, *, external_data: bool = False, **arguments: Any) -> None:
+    """Writes what torch's exporter makes of a module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(model, dynamo=True, verbose=False, external_data=external_data, **arguments)
