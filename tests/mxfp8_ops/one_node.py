@@ -33,8 +33,12 @@ def one_node_model(
     attributes: Mapping[str, Any],
     *,
     constants: Sequence[str] = (),
+    bodies: bool = True,
 ) -> onnx.ModelProto:
-    """Returns a model of one node and its function. Inputs named in `constants` become initializers."""
+    """Returns a model of one node and its function, if it is to have one.
+
+    Inputs named in `constants` become initializers.
+    """
     node = helper.make_node(op_type, list(inputs), list(outputs), "one", domain=contract.DOMAIN, **attributes)
     fed = {name: feed for name, feed in inputs.items() if name not in constants}
     graph = helper.make_graph(
@@ -50,7 +54,7 @@ def one_node_model(
     )  # fmt: skip
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    model.functions.extend(functions(model))
+    model.functions.extend(functions(model) if bodies else [])
     return model
 
 
