@@ -237,12 +237,19 @@ class Body:
             known: what is known of the elements.
             whole: whether it is known from others that their blocks are whole.
         """
-        factors = self.factors(scales, elements, known)
-        if known.constant and not self.style.folds_weights and known.rank != 1:
-            # ONNX Runtime folds every other op with constant inputs, but not this one.
+        factors, style = self.factors(scales, elements, known), self.style
+        # ONNX Runtime folds every op with constant inputs but DequantizeLinear, which is slow for INT8, takes one scale
+        # for that of a tensor, and divides by zero if there are no values.
+        computed = style.quantize_linear and not known.constant and known.dtype != INT8.onnx_dtype
+        whole = known.whole or whole
+        if (
+            (computed or (known.constant and not style.folds_weights))
+            and known.least_rank > 1
+            and (whole or known.last)
+        ):
             return self("DequantizeLinear", elements, factors, axis=-1, block_size=BLOCK_SIZE)
         x = elements if known.dtype == FLOAT else self("Cast", elements, to=FLOAT)
-        blocks, back = self.blocks(x, whole=known.whole or whole)
+        blocks, back = self.blocks(x, whole=whole)
         return back(self("Mul", blocks, self("Reshape", factors, self.constant([-1, 1]))))
 
     def factors(self, scales: str, elements: str, known: Input) -> str:

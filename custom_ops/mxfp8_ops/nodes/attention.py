@@ -369,8 +369,7 @@ def _attention_body(g: Body) -> None:
     if shared:
         y = g("Reshape", y, g("Concat", sizes, g("Shape", values, start=3), axis=0), allowzero=1)
     y = g("Transpose", y, perm=[0, 2, 1, 3])
-    last = g("Mul", g.vector("q_num_heads"), g("Shape", values, start=3))
-    y = g("Reshape", y, g("Concat", g("Shape", "Q", end=2), last, axis=0), allowzero=1)
+    y = _merged_heads(g, y, values)
     for value, port in ((y, "Y"), (keys, "present_key"), (values, "present_value")):
         g.result(g.like(value, "Q"), port)
 
@@ -383,10 +382,22 @@ def _rounded(g: Body, x: str) -> str:
 
 def _split_heads(g: Body, port: str, heads: str) -> str:
     """Returns an input [B, L, heads * D] as float32 [B, heads, L, D]."""
-    count = g.vector(heads)
+    count, last = g.vector(heads), g.known(port).last
+    if isinstance(number := g.attribute(heads), int) and last is not None:
+        shape = g.constant([0, 0, number, last // number])  # 0 stands for the size that is there
+        return g("Transpose", g("Reshape", g.floats(port), shape), perm=[0, 2, 1, 3])
     d = g("Div", g("Shape", port, start=2), count)
     shape = g("Concat", g("Shape", port, end=2), count, d, axis=0)
     return g("Transpose", g("Reshape", g.floats(port), shape, allowzero=1), perm=[0, 2, 1, 3])
+
+
+def _merged_heads(g: Body, y: str, values: str) -> str:
+    """Returns y [B, S, Hq, Dv] as [B, S, Hq * Dv]."""
+    heads, shared, last = g.attribute("q_num_heads"), g.attribute("kv_num_heads"), g.known("V").last
+    if isinstance(heads, int) and isinstance(shared, int) and last is not None:
+        return g("Reshape", y, g.constant([0, 0, last // shared * heads]))
+    merged = g("Mul", g.vector("q_num_heads"), g("Shape", values, start=3))
+    return g("Reshape", y, g("Concat", g("Shape", "Q", end=2), merged, axis=0), allowzero=1)
 
 
 def _with_past(g: Body, new: str, past: str) -> str:
