@@ -139,8 +139,11 @@ def write_product(edit: Edit, node: ir.Node, _: frozenset[str]) -> Nodes | None:
         wanted = f"{elements.name}_values"
         return edit.make("DequantizeLinear", elements, scales, wanted=wanted, axis=0, block_size=BLOCK_SIZE)
 
-    # One for all gemms of a weight: ONNX Runtime fuses none of those, and decodes it once.
-    return product(edit, node, edit.shared(node.graph, "values", gemm.b, gemm.scales, make=make))
+    # One for all gemms of a weight: ONNX Runtime fuses none of them, with a node for each neither, and decodes it once.
+    values = edit.shared(node.graph, "values", gemm.b, gemm.scales, make=make)
+    if values.consumers():
+        edit.note(f"{gemm.b.name}: several gemms read it, so ONNX Runtime decodes it at every run; nbits avoids that")
+    return product(edit, node, values)
 
 
 def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
