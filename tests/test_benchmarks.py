@@ -133,6 +133,33 @@ def test_our_rows_say_which_targets_they_miss_and_to_whom_they_lose(benchmarks):
         assert (ours["ms"], ours["mean cosine"], ours["worst cosine"]) == ("50", "0.75000", "0.50000")
 
 
+@NEEDS_8_BITS
+def test_every_case_in_stock_onnx_runtime_is_the_same_product(benchmarks):
+    pytest.importorskip("exports", reason="needs torch")
+    import floors
+    import stock_linears
+    from harness import Timing
+
+    done = stock_linears.cases(64, 64)
+    x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
+    fused = release("onnxruntime") >= (1, 31)
+    for name, limit in {**dict.fromkeys(done, 1e-6), "nbits": 1e-2, "qdq": 1e-2 if fused else 1e-6}.items():
+        error = done[name].error(x)
+        assert error < limit, (name, error)
+    timings = [dict.fromkeys(done, Timing(0.1, 0.0)) | {"qdq": Timing(seconds, 0.0)} for seconds in (0.1, 0.05, 0.01)]
+    rows = stock_linears.table(x, done, timings, floors.Floors(read=1e9, copy=1e9, fp32=1e9, bf16=0))
+    cells = {row[0]: dict(zip(stock_linears.COLUMNS, row, strict=True)) for row in rows}
+    assert cells.keys() == done.keys()
+    assert [cells["qdq"][name] for name in ("ms", "x float32", "least", "most")] == [
+        "50",
+        "2.00 >= 1.4",
+        "1.00",
+        "10.00",
+    ]
+    assert cells["nbits"]["x float32"] == "1.00 < 1.4"
+    assert cells["nbits"]["op"] == "MatMulNBits"
+
+
 def test_another_process_answers_as_a_session_of_this_one(small_linears):
     from peers import Peer
 

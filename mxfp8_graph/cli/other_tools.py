@@ -112,6 +112,13 @@ def convert(
             "differently), half (products in float16 or bfloat16). Repeatable.",
         ),
     ] = None,
+    accuracy_level: Annotated[
+        Literal[0, 4],
+        typer.Option(
+            "--accuracy-level",
+            help="nbits only: at 4 ONNX Runtime rounds activations to int8, at 0 it computes in float32, slower.",
+        ),
+    ] = 4,
     external_data: Annotated[
         ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL.")
     ] = ExternalData.auto,
@@ -128,7 +135,13 @@ def convert(
 
     check_reports(report, [model, output], overwrite=overwrite)
     _, done = run_conversion(
-        model, to, output=output, allow=allow or (), external_data=external_data.value, overwrite=overwrite
+        model,
+        to,
+        output=output,
+        allow=allow or (),
+        accuracy_level=accuracy_level,
+        external_data=external_data.value,
+        overwrite=overwrite,
     )
     tell(done, json=json, reports=report, overwrite=overwrite)
 

@@ -34,6 +34,8 @@ class Dialect:
     ir_version: int = 0
     """The least that a model in this dialect has."""
     is_written: bool = True
+    has_levels: bool = False
+    """Whether its `write_product` takes an accuracy_level."""
 
 
 TRT: Final = "trt"
@@ -76,6 +78,7 @@ _ROWS: Final = (
         ops={("com.microsoft", "MatMulNBits"): (3, 6, 1)},
         attributes=("K", "N", "bits", "block_size", "accuracy_level", "weight_prepacked"),
         versions={"com.microsoft": 1},
+        has_levels=True,
     ),
     Dialect(name="standard", help="only standard ops", module="standard"),
     Dialect(

@@ -20,10 +20,12 @@ import pytest
 from commands import refused, run
 from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
+from releases import release
 
 import mxfp8_graph
 from mxfp8_graph._version import __version__
 from mxfp8_graph.doctor import diagnose_file
+from mxfp8_graph.onnx_model.dialects import WRITTEN
 from mxfp8_graph.onnx_model.graph import to_ir
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.tools import dialects
@@ -551,20 +553,114 @@ def test_elements_that_a_dialect_does_not_have_are_an_error(to: str, recipe: str
         mxfp8_graph.convert(rewritten("chain", recipe), to)
 
 
+def integers(weight: np.ndarray) -> onnx.ModelProto:
+    """Returns y = relu(x @ w) with MXINT8 weights; x is [3, K] or [.., 3, K]."""
+    *batch, k, n = weight.shape
+    shapes = {"x": (np.float32, [*batch, 3, k])}, {"y": (np.float32, [*batch, 3, n])}
+    model = b.model([b.node("MatMul", "x w", "h"), b.node("Relu", "h", "y")], *shapes, {"w": weight})
+    return mxfp8_graph.rewrite(model, "mxint8-weight-only")[0]
+
+
+def in_stock(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: int | None = None) -> np.ndarray:
+    """Returns the first output of ONNX Runtime, whose fused Q/DQ has this accuracy_level."""
+    options = onnxruntime.SessionOptions()
+    if level is not None:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(level))
+    return np.asarray(onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feeds)[0])
+
+
 @looped("to, k", [(to, k) for to in INT8_DIALECTS for k in (64, 70)])
 def test_stock_onnx_runtime_runs_mxint8_weights(to: str, k: int) -> None:
     """Blocks of zeros too, whose scales are below what E8M0 can store for integers."""
     weight = b.weight(k, 33)
     weight[:32] = 0
-    shapes = {"x": (np.float32, [3, k])}, {"y": (np.float32, [3, 33])}
-    model = b.model([b.node("MatMul", "x w", "h"), b.node("Relu", "h", "y")], *shapes, {"w": weight})
-    ours, _ = mxfp8_graph.rewrite(model, "mxint8-weight-only")
-    there, _ = mxfp8_graph.convert(ours, to)
+    ours = integers(weight)
+    there, _ = mxfp8_graph.convert(ours, to, **({"accuracy_level": 0} if to == "nbits" else {}))
     assert all(node.domain != "mxfp8" for node in there.graph.node)
     feeds = x_of(3, k)
-    y = onnxruntime.InferenceSession(there.SerializeToString()).run(None, feeds)[0]
-    assert relative(y, oracle.run(ours, feeds)[0]) < 1e-6  # a float32 sum in another order
+    # A float32 sum in another order.
+    assert relative(in_stock(there, feeds, level=0), oracle.run(ours, feeds)[0]) < 1e-6
     assert codes_of(mxfp8_graph.convert(there, "mxfp8")[0]) == codes_of(ours)
+
+
+@looped("to, k", [(to, k) for to in ("qdq", "nbits") for k in (64, 70)])
+def test_int8_activations_of_onnx_runtime_are_as_far_off_as_int8_is(to: str, k: int) -> None:
+    """An activation is off by half a step at most, and a step is the largest of its block over 127."""
+    ours = integers(b.weight(k, 33))
+    there, report = mxfp8_graph.convert(ours, to)
+    assert "rounds activations to int8 (accuracy_level 4), a relative L2 error of 0.0055" in report.notes[-1]
+    feeds = x_of(3, k)
+    blocks = np.abs(np.pad(feeds["x"], ((0, 0), (0, -k % 32))).reshape(3, -1, 32)).max(axis=-1)
+    (weight,) = mxfp8_graph.unpack(ours).values()
+    values = np.abs(weight.dequantize().astype(np.float64))
+    sums = np.abs(feeds["x"]) @ values.T
+    bound = np.repeat(blocks / 254, 32, axis=-1)[:, :k] @ values.T + k * 2.0**-23 * sums
+    error = np.abs(in_stock(there, feeds) - oracle.run(ours, feeds)[0])
+    assert np.all(error <= bound), (to, k, error, bound)
+
+
+@looped("name", MODELS)
+def test_qdq_of_mxint8_comes_back_to_the_same_nodes(name: str) -> None:
+    before = rewritten(name, "mxint8-weight-only")
+    there, _ = mxfp8_graph.convert(before, "qdq")
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    assert oracle.kinds(back) == oracle.kinds(before)
+    assert {t.name for t in back.graph.initializer} == {t.name for t in before.graph.initializer}
+
+
+@pytest.mark.skipif(release("onnxruntime") < (1, 31), reason="before ONNX Runtime 1.31 no Q/DQ is fused at 8 bits")
+@looped("name, recipe", pairwise(name=(*MODELS, "partial blocks"), recipe=INT8_RECIPES))
+def test_onnx_runtime_fuses_every_weight_of_qdq(name: str, recipe: str, tmp_path: Path) -> None:
+    build = MODELS[name][0] if name in MODELS else lambda: b.chain_model((70, 96, 64))
+    there, _ = mxfp8_graph.convert(mxfp8_graph.rewrite(build(), recipe)[0], "qdq", allow=["activations"])
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(there.SerializeToString(), options)
+    optimized = onnx.load(tmp_path / "optimized.onnx").graph.node
+    before, after = oracle.kinds(there)["DequantizeLinear"], [n for n in optimized if n.op_type == "MatMulNBits"]
+    assert before > 0
+    assert [len(after), sum(node.op_type == "DequantizeLinear" for node in optimized)] == [before, 0]
+    assert {a.i for node in after for a in node.attribute if a.name == "accuracy_level"} == {4}
+
+
+def test_gemms_of_one_weight_share_it_in_qdq() -> None:
+    nodes = [b.node("MatMul", "x w", "h"), b.node("Relu", "h", "r"), b.node("MatMul", "r w", "s")]
+    shapes = {"x": (np.float32, [3, 64])}, {"y": (np.float32, [3, 64])}
+    model = b.model([*nodes, b.node("Relu", "s", "y")], *shapes, {"w": b.weight(64, 64)})
+    ours, _ = mxfp8_graph.rewrite(model, "mxint8-weight-only")
+    there, report = mxfp8_graph.convert(ours, "qdq")
+    assert report.notes[-1].startswith("w_mxfp8: several gemms read it, so ONNX Runtime decodes it"), report.notes
+    assert oracle.kinds(there)["DequantizeLinear"] == 1
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    assert {t.name for t in back.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales"}
+    assert codes_of(back) == codes_of(ours)
+
+
+def test_a_batch_of_mxint8_weights_is_right_in_qdq() -> None:
+    ours = integers(b.weight(2, 64, 33))
+    assert oracle.kinds(ours)["MXFP8FusedWeightGemm"] == 1
+    there, report = mxfp8_graph.convert(ours, "qdq")
+    assert report.notes == ("converted opset 21 to 24",)
+    feeds = x_of(2, 3, 64)
+    assert relative(in_stock(there, feeds), oracle.run(ours, feeds)[0]) < 1e-6
+    assert codes_of(mxfp8_graph.convert(there, "mxfp8")[0]) == codes_of(ours)
+
+
+@looped("recipe, level", [(recipe, level) for recipe in INT8_RECIPES for level in (None, 4, 0)])
+def test_nbits_has_the_accuracy_level_that_is_asked_for(recipe: str, level: int | None) -> None:
+    settings: Any = {} if level is None else {"accuracy_level": level}
+    there, report = mxfp8_graph.convert(rewritten("bias", recipe), "nbits", allow=["activations"], **settings)
+    (node,) = (node for node in there.graph.node if node.op_type == "MatMulNBits")
+    assert attribute(node, "accuracy_level").i == (4 if level is None else level)
+    assert any("rounds activations to int8" in note for note in report.notes) == (level != 0)
+    how = "are not quantized any more" if level == 0 else "are quantized as ONNX Runtime does (accuracy_level 4)"
+    assert all(loss.startswith(f"activations {how}") for loss in report.losses), report.losses
+
+
+@looped("to", [to for to in WRITTEN if to != "nbits"])
+def test_an_accuracy_level_is_for_nbits(to: str) -> None:
+    with pytest.raises(ContractError, match=f"{to} has no accuracy level; expected nbits, .*accuracy_level=0"):
+        mxfp8_graph.convert(rewritten("chain"), to, accuracy_level=0)
 
 
 def nbits(**changes: Any) -> onnx.ModelProto:
@@ -616,6 +712,8 @@ def test_unknown_names_are_refused() -> None:
         mxfp8_graph.convert(rewritten("chain"), "onnx")
     with pytest.raises(ContractError, match="expected one of activations, rounding, half"):
         mxfp8_graph.convert(rewritten("chain"), "qdq", allow=["everything"])
+    with pytest.raises(ContractError, match="expected one of 0, 4"):
+        mxfp8_graph.convert(rewritten("chain"), "nbits", accuracy_level=2)  # type: ignore[arg-type]
 
 
 # --- The rules of TensorRT's parser --------------------------------------------------------------------------------
@@ -667,6 +765,17 @@ def test_rewrite_says_to_convert(dialect: str, build: Callable[[], onnx.ModelPro
     message = refused("rewrite", "theirs.onnx")
     assert f"MXFP8 already, as {dialect}" in message
     assert "mxfp8-graph convert theirs.onnx --to mxfp8" in message
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_accuracy_level_of_the_command() -> None:
+    b.save(rewritten("bias", "mxint8-weight-only"), Path("m.onnx"))
+    result = run("convert", "m.onnx", "--to", "nbits", "--accuracy-level", "0")
+    assert result.exit_code == 0, result.output
+    (node,) = (node for node in onnx.load("m.nbits.onnx").graph.node if node.op_type == "MatMulNBits")
+    assert attribute(node, "accuracy_level").i == 0
+    said = refused("convert", "m.onnx", "--to", "qdq", "--accuracy-level", "0")
+    assert "qdq has no accuracy level; expected nbits, whose op has one; leave --accuracy-level 0 out" in said
 
 
 def metadata(path: Path) -> dict[str, str]:

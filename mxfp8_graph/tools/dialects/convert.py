@@ -24,16 +24,21 @@ from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_nodes, node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
 from mxfp8_graph.onnx_pass.fuse import fuse
+from mxfp8_graph.options import Unpack, WriteOptions, check_options
 from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.tools.dialects import decompose, gemms, recompose
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.node_check import check_node
 from mxfp8_graph.tools.dialects.report import Conversion, Counts
 from mxfp8_ops import contract
-from mxfp8_ops.errors import ContractError
+from mxfp8_ops.errors import ContractError, Option
 
 LOSSES: Final = ("activations", "rounding", "half")
 """The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
+
+
+LEVELS: Final = (0, 4)
+"""The accuracy levels of MatMulNBits that `convert` writes; the last if nothing else is asked for."""
 
 
 def convert(
@@ -42,8 +47,8 @@ def convert(
     *,
     output: str | Path | None = None,
     allow: Collection[str] = (),
-    external_data: Literal["auto", "always", "never"] = "auto",
-    overwrite: bool = False,
+    accuracy_level: Literal[0, 4] = 4,
+    **options: Unpack[WriteOptions],
 ) -> tuple[Path | onnx.ModelProto, Conversion]:
     """Returns an MXFP8 model in another dialect, and the report; elements and scales are the same bytes.
 
@@ -56,8 +61,9 @@ def convert(
         output: file to write. Default: MODEL.TO.onnx next to a path, nothing for a model in memory.
         allow: what may be lost where the dialect cannot say it: "activations", that they are quantized; "rounding", how
             scales of activations are; "half", float32 activations and results of products.
-        external_data: as in `mxfp8_graph.rewrite`.
-        overwrite: whether an existing output may be replaced. The input never is.
+        accuracy_level: of MatMulNBits, to "nbits" only: at 4 ONNX Runtime rounds activations to int8, at 0 it computes
+            in float32, slower. The report has the errors.
+        **options: those of `WriteOptions`.
 
     Returns:
         The path that was written, or a model for a model without `output`; and what was found, written and lost.
@@ -66,10 +72,12 @@ def convert(
         ContractError: nothing in the model is MXFP8; something in it is quantized in another way; the dialect cannot
             say what the model does; the model cannot be read, or the output not written.
     """
+    check_options("convert", options, WriteOptions)
     written = tuple(name for name, row in DIALECTS.items() if row.is_written)
     for name, known in ((to, written), *((name, LOSSES) for name in allow)):
         if name not in known:
             raise ContractError.unknown("convert", name, known)
+    _check_level(to, accuracy_level)
     kind = kind_of(model)
     if kind is Kind.UNKNOWN or kind.is_program or kind is Kind.GRAPHSURGEON:
         what, advice = "not an ONNX model or file", "export programs with mxfp8_graph.to_onnx first"
@@ -78,16 +86,24 @@ def convert(
     if kind.is_file and output is None:
         output = Path(str(model)).with_suffix(f".{to}.onnx")
     path = Path(output) if output else None
-    external = wants_external(opened, opened.byte_size, path, external_data)
-    with open_target(opened, path, external=external, overwrite=overwrite) as target:
-        facts = _convert(opened, to, frozenset(allow))
+    external = wants_external(opened, opened.byte_size, path, options.get("external_data", "auto"))
+    with open_target(opened, path, external=external, overwrite=options.get("overwrite", False)) as target:
+        facts = _convert(opened, to, frozenset(allow), accuracy_level)
         check_result(opened.proto, opened.name)
         target.finish(opened.proto)
     facts |= {"notes": tuple(opened.notes), "output": str(path) if path else None, "bytes_after": target.byte_size}
     return target.path or opened.proto, Conversion(source=opened.name, to=to, bytes_before=opened.byte_size, **facts)
 
 
-def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, Any]:
+def _check_level(to: str, level: int) -> None:
+    if level not in LEVELS:
+        raise ContractError.unknown("convert", str(level), tuple(map(str, LEVELS)))
+    if level != LEVELS[-1] and not DIALECTS[to].has_levels:
+        advice = ("leave ", Option("accuracy_level", level), " out, or convert to nbits")
+        raise ContractError("convert", f"{to} has no accuracy level", expected="nbits, whose op has one", advice=advice)
+
+
+def _convert(opened: OpenedModel, to: str, allow: frozenset[str], accuracy_level: int) -> dict[str, Any]:
     """Converts an opened model in place; returns what the report says of it."""
     _refuse_others(opened)
     was_foreign = foreign(opened.proto) is not None
@@ -108,7 +124,10 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str]) -> dict[str, A
     edit.infer()
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
-    made = _to_ours(edit, fused=was_foreign or "nbits" in found) if to == "mxfp8" else _to_other(edit, to, allow)
+    if to == "mxfp8":
+        made = _to_ours(edit, fused=was_foreign or "nbits" in found)
+    else:
+        made = _to_other(edit, to, allow, accuracy_level)
     _import_domains(opened.proto)
     _record_losses(edit)
     return {"found": found, "losses": dict(edit.losses), **made}
@@ -181,7 +200,7 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     }
 
 
-def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
+def _to_other(edit: Edit, to: str, allow: frozenset[str], accuracy_level: int) -> dict[str, Any]:
     """Writes every node of ours in the dialect `to`."""
     opened = edit.opened
     while edit.each(decompose.unfuse):
@@ -189,7 +208,8 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str]) -> dict[str, Any]:
     edit.infer()
     row, module = DIALECTS[to], module_of(DIALECTS[to])
     if write_product := getattr(module, "write_product", None):
-        edit.each(lambda edit, node: write_product(edit, node, allow))
+        settings = {"accuracy_level": accuracy_level} if row.has_levels else {}
+        edit.each(lambda edit, node: write_product(edit, node, allow, **settings))
     edit.each(decompose.take_apart)
     edit.each(lambda edit, node: module.write(edit, node, allow))
     if left := _nodes_of_ours(edit):  # what reads quantized values, rather than what quantizes them for it

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import onnx
 import onnx_ir as ir
@@ -31,6 +31,17 @@ MARK: Final = "mxfp8_graph.body_of."
 
 ABSENT: Final[Mapping[str, Sequence[float]]] = {"attn_mask": [0], "past_key": [], "past_value": []}
 """What stands for an input that is not there: vectors; a mask of False would hide everything, so a Boolean is True."""
+
+
+class Gemm(NamedTuple):
+    """What a gemm of a stored matrix [N, K] has."""
+
+    b: ir.Value
+    scales: ir.Value
+    bias: ir.Value | None
+    elements: ir.TensorProtocol
+    codes: ir.TensorProtocol
+    weight_only: bool
 
 
 def unfuse(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -118,12 +129,23 @@ def take_apart(edit: Edit, node: ir.Node) -> Nodes | None:
     if op is None or op.packed_at is None or not op.is_plain:
         return None
     if op.is_gemm and op.indices_at is None:
-        a = _activation(edit, node) if op.weight_only else _dequantized(edit, node, 0)
-        return _product(edit, node, a, op.packed_at)
+        return product(edit, node, _transposed(edit, node, op.packed_at))
     if not op.is_gemm and op.indices_at is not None:
         table = _dequantized(edit, node, op.packed_at, attribute(node, "output_dtype", contract.FLOAT))
         return [in_place_of(node, "Gather", [table, node.inputs[op.indices_at]], heirs(node))]
     return None
+
+
+def gemm_of(node: ir.Node) -> Gemm | None:
+    """Returns the parts of a gemm of one stored matrix that is not fused; None for other nodes."""
+    op = row_of(node)
+    if op is None or op.packed_at is None or not op.is_gemm or not op.is_plain or op.indices_at is not None:
+        return None
+    b, scales = operands(node, op.packed_at)
+    elements, codes = tensor_of(b), tensor_of(scales)
+    if elements is None or codes is None or len(dims(elements)) != 2:
+        return None
+    return Gemm(b, scales, operand(node, op.packed_at + 2), elements, codes, op.weight_only)
 
 
 def _dequantized(edit: Edit, node: ir.Node, at: int, dtype: int = contract.FLOAT) -> ir.Value:
@@ -148,9 +170,11 @@ def _activation(edit: Edit, node: ir.Node) -> ir.Value:
     return edit.cast(node, x, contract.FLOAT, "float")
 
 
-def _product(edit: Edit, node: ir.Node, a: ir.Value, at: int) -> Nodes:
-    """Returns MatMul(a, transpose(B)) + bias in the dtype of `node`, whose input `at` has the elements of B."""
-    b, dtype, bias = _transposed(edit, node, at), attribute(node, "output_dtype", contract.FLOAT), operand(node, at + 2)
+def product(edit: Edit, node: ir.Node, b: ir.Value) -> Nodes:
+    """Returns MatMul(A, b) + bias in the dtype of a gemm, for the values `b` [..., K, N] of its B."""
+    row = contract.OPS[node.op_type]
+    a = _activation(edit, node) if row.weight_only else _dequantized(edit, node, 0)
+    dtype, bias = attribute(node, "output_dtype", contract.FLOAT), operand(node, (row.packed_at or 0) + 2)
     outputs = heirs(node)
     steps: list[tuple[str, list[ir.Value], dict[str, int]]] = []
     if bias is not None:

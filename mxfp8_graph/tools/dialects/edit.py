@@ -146,6 +146,11 @@ class Edit:
             raise ContractError(where, what, expected="elements or scales of 8 bits", advice=advice)
         return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(dims(tensor))
 
+    def note(self, text: str) -> None:
+        """Tells something in the report, once."""
+        if text not in self.opened.notes:
+            self.opened.notes.append(text)
+
     def refuse(self, node: ir.Node, what: str, *, expected: str, advice: Advice) -> ContractError:
         """Returns the error for a node that cannot be read or written."""
         where = f"{self.opened.name}: node {label(node)!r} ({node.op_type})"

@@ -12,7 +12,7 @@ Whatever is quantized in another way, along another axis say, stays MXFP8Dequant
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -36,6 +36,9 @@ from mxfp8_graph.tools.dialects.edit import (
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
+KN: Final = "_kn"
+"""Ends the name of elements that `convert` has written as [K, N]."""
+
 
 class _Weight(NamedTuple):
     """B of a product: its elements [..., N, K] and scales, and the dtype of its values."""
@@ -43,12 +46,8 @@ class _Weight(NamedTuple):
     elements: ir.Value
     scales: ir.Value
     dtype: int
-
-    @property
-    def n(self) -> int | None:
-        """N of stored elements."""
-        stored = tensor_of(self.elements)
-        return None if stored is None else dims(stored)[-2]
+    n: int | None
+    """N of stored elements."""
 
 
 def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -194,12 +193,16 @@ def _weight(edit: Edit, product: ir.Node, *, make: bool = False) -> _Weight | No
     if dtype is None:
         return None
     if turned:
-        return _Weight(elements, scales, dtype) if axis % rank == rank - 1 else None
+        n = None if stored is None else dims(stored)[-2]
+        return _Weight(elements, scales, dtype, n) if axis % rank == rank - 1 else None
     if axis % rank != rank - 2 or stored is None or tensor_of(scales) is None:
         return None
     if make:
-        elements, scales = _swapped(edit, elements), _swapped(edit, scales)
-    return _Weight(elements, scales, dtype)
+        name = str(elements.name)
+        # As it was before `qdq.write_product`, so that `unpack` finds the weight by its name.
+        wanted = name.removesuffix(KN) if name.endswith(KN) else f"{name}_nk"
+        elements, scales = swapped(edit, elements, wanted), swapped(edit, scales, f"{wanted}_scales")
+    return _Weight(elements, scales, dtype, dims(stored)[-1])
 
 
 def _cast_dtype(node: ir.Node, views: Nodes) -> int | None:
@@ -219,14 +222,14 @@ def _swaps_last_two(view: ir.Node, rank: int) -> bool:
     return perm == [*range(rank - 2), rank - 1, rank - 2]
 
 
-def _swapped(edit: Edit, value: ir.Value) -> ir.Value:
-    """Returns a stored tensor of bytes with its last two axes exchanged."""
+def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
+    """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
 
     def make() -> ir.Value:
         tensor = value.const_value if value.const_value is not None else tensor_of(value)
-        if tensor is None:  # `_weight` has seen that it is stored
+        if tensor is None:  # the caller has seen that it is stored
             raise TypeError(value)
         codes = np.ascontiguousarray(np.swapaxes(edit.codes(tensor), -1, -2))
-        return edit.store(value.graph, f"{value.name}_nk", int(tensor.dtype), codes)
+        return edit.store(value.graph, wanted, int(tensor.dtype), codes)
 
-    return edit.shared(value.graph, "nk", value, make=make)
+    return edit.shared(value.graph, "swapped", value, make=make)

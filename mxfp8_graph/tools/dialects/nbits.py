@@ -15,10 +15,11 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
 from mxfp8_graph.onnx_model.walk import MICROSOFT
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours, row_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
 from mxfp8_graph.tools.dialects import standard
+from mxfp8_graph.tools.dialects.decompose import gemm_of
 from mxfp8_graph.tools.dialects.edit import Codes, Edit, Nodes, dims, heirs, operand, operands, tensor_of
-from mxfp8_graph.tools.dialects.qdq import dropped_activation, float_scales, power_codes
+from mxfp8_graph.tools.dialects.qdq import ROUNDED, UNROUNDED, dropped_activation, float_scales, power_codes
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE, INT8
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
@@ -85,27 +86,24 @@ def _store(edit: Edit, b: ir.Value, ending: str, dtype: int, codes: Codes) -> ir
     return edit.store(b.graph, f"{name}_mxfp8{ending}", dtype, np.ascontiguousarray(codes))
 
 
-def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
+def write_product(edit: Edit, node: ir.Node, allow: frozenset[str], accuracy_level: int) -> Nodes | None:
     """Returns ONNX Runtime's node for a gemm of a stored INT8 matrix, or None for others."""
-    op = row_of(node)
-    at = op.packed_at if op is not None and op.is_gemm and op.is_plain and op.indices_at is None else None
-    if op is None or at is None:
+    gemm = gemm_of(node)
+    if gemm is None:
         return None
-    b, scales = operands(node, at)
-    elements, codes = tensor_of(b), tensor_of(scales)
-    if elements is None or codes is None or len(dims(elements)) != 2:
-        return None
+    b, scales, elements, codes = gemm.b, gemm.scales, gemm.elements, gemm.codes
     if elements.dtype != INT8.onnx_dtype:
         what, advice = f"its weight has {elements.dtype.name.lower()} elements", "rewrite with --recipe mxint8"
         raise edit.refuse(node, what, expected="int8 elements, which MatMulNBits can hold", advice=advice)
-    x, level = operands(node)[0], 0
-    if not op.weight_only:
+    x = operands(node)[0]
+    if not gemm.weight_only:
         quantize = x.producer()
         if quantize is None or not is_ours(quantize, contract.QUANTIZE):
             what, advice = "its activation is quantized with stored scales", "convert to qdq or standard"
             raise edit.refuse(node, what, expected="activations that are not", advice=advice)
-        dropped_activation(edit, quantize, quantize, allow, _LOSS)
-        x, level = operands(quantize)[0], _INT8_ACTIVATIONS
+        loss = {"loss": _LOSS} if accuracy_level == _INT8_ACTIVATIONS else {}
+        dropped_activation(edit, quantize, quantize, allow, **loss)
+        x = operands(quantize)[0]
     if attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16 != dtype_of(x):
         x = edit.cast(node, x, contract.BFLOAT16, "bfloat16")
     # In float32, whose exponents reach every scale; float16 has 2^-24 to 2^15.
@@ -116,9 +114,10 @@ def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | N
         edit.shared(b.graph, "nbits", b, make=lambda: _codes_of(edit, b, edit.codes(elements))),
         edit.shared(scales.graph, "nbits", scales, make=lambda: _scales_of(edit, scales, edit.codes(codes))),
     ]
-    bias = operand(node, at + 2)
-    inputs = [x, *packed, *([] if bias is None else [None, None, bias])]
-    settings = {"K": k, "N": n, "bits": 8, "block_size": BLOCK_SIZE, "accuracy_level": level}
+    inputs = [x, *packed, *([] if gemm.bias is None else [None, None, gemm.bias])]
+    settings = {"K": k, "N": n, "bits": 8, "block_size": BLOCK_SIZE, "accuracy_level": accuracy_level}
+    if accuracy_level == _INT8_ACTIVATIONS:
+        edit.note(f"ONNX Runtime's {ROUNDED}; accuracy level 0 {UNROUNDED}")
     result, outputs = attribute(node, "output_dtype", contract.FLOAT), heirs(node)
     y = outputs if result == contract.FLOAT else [ir.Value(name=edit.fresh(f"{label(node)}_float"))]
     nodes = [in_place_of(node, OP, inputs, y, domain=MICROSOFT, **settings)]

@@ -13,8 +13,9 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
 from mxfp8_graph.onnx_model.walk import MICROSOFT
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours, row_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
 from mxfp8_graph.tools.dialects import standard
+from mxfp8_graph.tools.dialects.decompose import gemm_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.qdq import dropped_activation, power_codes, stored_codes
 from mxfp8_ops import contract, numerics
@@ -68,20 +69,15 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
 
 def write_product(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
     """Returns ONNX Runtime's node for a gemm of a stored E4M3 matrix, or None for others."""
-    op = row_of(node)
-    at = op.packed_at if op is not None and op.is_gemm and op.is_plain and op.indices_at is None else None
-    if op is None or at is None:
+    gemm = gemm_of(node)
+    if gemm is None or gemm.elements.dtype != contract.FLOAT8E4M3FN:
         return None
-    b, scales = operands(node, at)
-    elements, codes = tensor_of(b), tensor_of(scales)
-    if elements is None or codes is None or elements.dtype != contract.FLOAT8E4M3FN or len(dims(elements)) != 2:
-        return None
-    x, dtype = _activation(edit, node, op, allow)
-    graph, values = scales.graph, numerics.decode_scale(edit.codes(codes))
+    x, dtype = _activation(edit, node, allow, weight_only=gemm.weight_only)
+    b, graph, values = gemm.b, gemm.scales.graph, numerics.decode_scale(edit.codes(gemm.codes))
     make = lambda: edit.store(graph, f"{b.name}_b_scale", contract.FLOAT, values)  # noqa: E731
-    inputs: list[ir.Value | None] = [x, b, edit.shared(graph, "b_scale", scales, make=make)]
-    if (bias := operand(node, at + 2)) is not None:
-        inputs += [None, edit.make("Cast", bias, wanted=f"{label(node)}_bias", to=dtype)]
+    inputs: list[ir.Value | None] = [x, b, edit.shared(graph, "b_scale", gemm.scales, make=make)]
+    if gemm.bias is not None:
+        inputs += [None, edit.make("Cast", gemm.bias, wanted=f"{label(node)}_bias", to=dtype)]
     result, outputs = attribute(node, "output_dtype", contract.FLOAT), heirs(node)
     y = outputs if result == dtype else [ir.Value(name=edit.fresh(f"{label(node)}_half"))]
     nodes = [in_place_of(node, OP, inputs, y, domain=MICROSOFT, block_size=BLOCK_SIZE)]
@@ -92,10 +88,10 @@ write = standard.write
 """What is left when its own op has taken the products."""
 
 
-def _activation(edit: Edit, node: ir.Node, op: contract.Op, allow: frozenset[str]) -> tuple[ir.Value, int]:
+def _activation(edit: Edit, node: ir.Node, allow: frozenset[str], *, weight_only: bool) -> tuple[ir.Value, int]:
     """Returns what A is, and its dtype: float16 or bfloat16, where that is so or may be lost."""
     x = operands(node)[0]
-    if not op.weight_only:
+    if not weight_only:
         quantize = x.producer()
         if quantize is None or not is_ours(quantize, contract.QUANTIZE):
             what, advice = "its activation is quantized with stored scales", "convert to qdq or standard"

@@ -1,10 +1,13 @@
 """Standard Q/DQ: DequantizeLinear with a block_size of 32 on stored float8 or int8 elements.
 
 Read: scales of FLOAT8E8M0, with or without a Cast, and float scales that are powers of two.
-Written: Cast(FLOAT8E8M0 -> float32) + DequantizeLinear of opset 24. ONNX Runtime has no kernel for E8M0 scales, but
-runs that; OpenVINO runs both, but no partial blocks. No standard op finds scales while a model runs, so dynamic
-activations cannot be said. DequantizeLinear multiplies int8 elements as integers; those of MXINT8 are integers times
-2^-6, which goes into its scales.
+Written: Cast(FLOAT8E8M0 -> float32) + DequantizeLinear of opset 24 for float8 elements. ONNX Runtime has no kernel for
+E8M0 scales, but runs that; OpenVINO runs both, but no partial blocks. No standard op finds scales while a model runs,
+so dynamic activations cannot be said.
+
+DequantizeLinear multiplies int8 elements as integers; those of MXINT8 are integers times 2^-6, which goes into its
+scales, stored as float32. A gemm of a stored INT8 matrix becomes MatMul(A, DequantizeLinear(B [K, N], axis = 0)), which
+ONNX Runtime 1.31 runs as one MatMulNBits (its qdq_selectors.cc). [N, K] and Transpose it decodes at every run.
 """
 
 from __future__ import annotations
@@ -17,17 +20,26 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.tools.dialects.decompose import gemm_of, product
 from mxfp8_graph.tools.dialects.edit import CASTS, Codes, Edit, Nodes, dims, heirs, operands, source, tensor_of
+from mxfp8_graph.tools.dialects.gemms import KN, swapped
 from mxfp8_graph.tools.dialects.node_check import check_zero_point
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
-from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, SCALE_BIAS, SCALE_NAN
+from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, INT8, SCALE_BIAS, SCALE_NAN
 
 E8M0: Final = int(ir.DataType.FLOAT8E8M0)
 
 _SHIFTS: Final = {row.onnx_dtype: row.mantissa_bits if row.twos_complement else 0 for row in ELEMENT_FORMATS.values()}
 """By how many powers of two a scale of DequantizeLinear is below that of MX, by the dtype of the elements."""
+
+ROUNDED: Final = "MatMulNBits rounds activations to int8 (accuracy_level 4), a relative L2 error of 0.0055"
+"""Measured with linears of 2048 x 2048 and normal data, against float64: docs/other_tools.md."""
+
+UNROUNDED: Final = "keeps float32 (3e-07) and is slower"
+
+_EXACT: Final = f"the session option session.qdq_matmulnbits_accuracy_level = 0 {UNROUNDED}"
 
 _OTHER: Final = "convert reads MXFP8 only; start from the model that is not quantized"
 
@@ -113,6 +125,27 @@ def power_codes(scales: npt.NDArray[np.floating], kind: int) -> Codes | None:
     return np.where(np.isnan(values), SCALE_NAN, codes).astype(np.uint8)
 
 
+def write_product(edit: Edit, node: ir.Node, _: frozenset[str]) -> Nodes | None:
+    """Returns MatMul(A, DequantizeLinear(B [K, N])) for a gemm of a stored INT8 matrix, or None for others."""
+    gemm = gemm_of(node)
+    if gemm is None or gemm.elements.dtype != INT8.onnx_dtype:
+        return None
+    edit.note(f"ONNX Runtime 1.31 and later: {ROUNDED}; {_EXACT}")
+
+    def make() -> ir.Value:
+        elements = swapped(edit, gemm.b, f"{gemm.b.name}{KN}")
+        floats = np.ascontiguousarray(float_scales(edit.codes(gemm.codes).T, INT8.onnx_dtype))
+        scales = edit.store(gemm.b.graph, f"{elements.name}_scales", contract.FLOAT, floats)
+        wanted = f"{elements.name}_values"
+        return edit.make("DequantizeLinear", elements, scales, wanted=wanted, axis=0, block_size=BLOCK_SIZE)
+
+    # One for all gemms of a weight: ONNX Runtime fuses none of them, with a node for each neither, and decodes it once.
+    values = edit.shared(node.graph, "values", gemm.b, gemm.scales, make=make)
+    if values.consumers():
+        edit.note(f"{gemm.b.name}: several gemms read it, so ONNX Runtime decodes it at every run; nbits avoids that")
+    return product(edit, node, values)
+
+
 def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
     """Returns standard ops for MXFP8Dequantize, or None for other nodes."""
     if not is_ours(node, contract.QUANTIZE, contract.DEQUANTIZE):
@@ -126,16 +159,14 @@ def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
     if codes is None:
         what, advice = "its scales are computed while the model runs", "convert to standard"
         raise edit.refuse(node, what, expected="stored scales: Q/DQ has no others", advice=advice)
-    graph, elements = scales.graph, tensor_of(value)
+    graph, elements, whole = scales.graph, tensor_of(value), edit.codes(codes)
     kind = int(elements.dtype if elements is not None else dtype_of(value) or contract.FLOAT8E4M3FN)
-    whole, shift = edit.codes(codes), _SHIFTS[kind]
-    if whole.size and whole.min() < shift:
-        # Below E8M0's least power of two; a block of zeros has such a scale.
+    if _SHIFTS[kind]:
+        # E8M0 lacks the least of them (a block of zeros has that), and ONNX Runtime fuses stored floats alone.
         make = lambda: edit.store(graph, f"{value.name}_scales_float", contract.FLOAT, float_scales(whole, kind))  # noqa: E731
-        return dequantize_linear(edit, node, edit.shared(graph, "float", scales, shift, make=make))
-    stored = np.where(whole == SCALE_NAN, SCALE_NAN, whole - np.uint8(shift)).astype(np.uint8)
-    make = lambda: edit.store(graph, f"{value.name}_e8m0", E8M0, stored)  # noqa: E731
-    e8m0 = edit.shared(graph, "e8m0", scales, shift, make=make)
+        return dequantize_linear(edit, node, edit.shared(graph, "float", scales, make=make))
+    make = lambda: edit.store(graph, f"{value.name}_e8m0", E8M0, whole)  # noqa: E731
+    e8m0 = edit.shared(graph, "e8m0", scales, make=make)
     return dequantize_linear(edit, node, edit.cast(node, e8m0, contract.FLOAT, "float"))
 
 

@@ -102,9 +102,7 @@ def _dtype(edit: Edit, node: ir.Node) -> int:
     if dtype not in contract.VALUES:
         raise edit.refuse(node, f"output_dtype {dtype}", expected="1, 10 or 16", advice="export it again")
     if dtype == contract.FLOAT16 and not edit.float_dtypes - {contract.FLOAT}:
-        note = "output_dtype is float16, as modelopt writes it, and nothing else in the model: read as float32"
-        if note not in edit.opened.notes:
-            edit.opened.notes.append(note)
+        edit.note("output_dtype is float16, as modelopt writes it, and nothing else in the model: read as float32")
         return contract.FLOAT
     return dtype
 
