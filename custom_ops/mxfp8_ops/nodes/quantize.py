@@ -251,12 +251,12 @@ def _elements(g: Body, values: tuple[str, str, str, str], fmt: formats.ElementFo
         # Any scale does for zeros. 2^-127 is subnormal: where a session takes it for 0, it would make 0 / 0 of them.
         one, zero = g.constant(np.float32(1)), g.constant(np.float32(0))
         scale = g("Gather", g.powers(fmt.mantissa_bits * fmt.twos_complement), code)
-        if fmt.twos_complement:  # infinity / 1 becomes the largest code, which is ELEMENT_NAN
+        if fmt.twos_complement:
             scale = g("Where", g("Or", bad, g("Equal", amax, zero)), one, scale)
         else:
             scale = g("Where", g("Equal", amax, zero), one, scale)
         # The constant stands second: ONNX Runtime's Where turns -0 in its second operand into +0.
-        filler = np.float32(np.inf if fmt.twos_complement else np.nan)
+        filler = np.float32(ELEMENT_NAN if fmt.twos_complement else np.nan)
         blocks = g("Where", bad, g.constant(filler), blocks)
         elements = g("QuantizeLinear", blocks, scale, axis=-1, block_size=BLOCK_SIZE, output_dtype=dtype)
         return g("Clip", elements, g.constant(np.int8(-fmt.max_code))) if fmt.twos_complement else elements
