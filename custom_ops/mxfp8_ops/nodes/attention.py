@@ -351,7 +351,10 @@ def _attention_body(g: Body) -> None:
     total = g("Shape", keys, start=2, end=3, out="total")  # [P + T]
     # Query heads that share keys are one matrix [G * S, D], so that no key is repeated.
     heads = {*g.case.attributes["q_num_heads"], *g.case.attributes["kv_num_heads"]}
-    shared = None if len(heads) == 1 else g("Concat", g("Shape", keys, end=2), g.constant([-1]), axis=0)
+    shared = None
+    if len(heads) > 1:  # no -1: it would be ambiguous where another size is 0
+        stacked = g("Mul", g("Div", g.vector("q_num_heads"), g.vector("kv_num_heads")), g("Shape", q, start=2, end=3))
+        shared = g("Concat", g("Shape", keys, end=2), stacked, axis=0)
     rows = g("Mul", _rounded(g, q), _scale(g, q))
     scores = _product(g, _stacked(g, rows, shared, g("Shape", keys, start=3)), _rounded(g, keys))
     if shared:
@@ -409,7 +412,7 @@ def _stacked(g: Body, x: str, shared: str | None, last: str) -> str:
     """Returns x [B, Hq, S, last] as [B, Hkv, G * S, last] where heads share keys."""
     if not shared:
         return x
-    return g("Reshape", x, g("Concat", shared, last, axis=0))
+    return g("Reshape", x, g("Concat", shared, last, axis=0), allowzero=1)
 
 
 def _product(g: Body, q: str, keys: str) -> str:
