@@ -176,7 +176,7 @@ def _matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B) + bias."""
     y = g("MatMul", a, b_values(g))
     if g.known("bias").present is not False:
-        y = g("Add", y, g.or_zeros("bias", g("Shape", "B_scales", start=-2, end=-1)))
+        y = g("Add", y, g.or_zeros("bias", "B_scales", -2))
     g.result(g.cast(y, "output_dtype"), "Y")
 
 
