@@ -29,7 +29,7 @@ class Input:
     neutral: bool = False
     """Whether it is a constant that changes nothing, as the contract has one for an input that is not there."""
     present: bool | None = True
-    """None: in some of the nodes."""
+    """None: in some of the nodes. An input that is not there may have a stand-in, whose dtype and shape are known."""
 
     @classmethod
     def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: bool) -> Input:
@@ -49,8 +49,8 @@ class Input:
 
     def __or__(self, other: Input) -> Input:
         """Returns what holds for both."""
-        if self.present is False or other.present is False:
-            there = other if self.present is False else self
+        if ABSENT in (self, other):
+            there = other if self == ABSENT else self
             return there if self == other else replace(there, present=None)
         shape = None
         if self.shape is not None and other.shape is not None and len(self.shape) == len(other.shape):
