@@ -56,6 +56,8 @@ class Setting:
 
     fmt: str = "e4m3"
     """That of what it reads and of what it writes."""
+    b_fmt: str = ""
+    """That of B, if it is another."""
     rounding: str = "ceil"
     dtype: int = FLOAT
     """That of values it reads."""
@@ -79,6 +81,11 @@ class Setting:
         """The format."""
         return ELEMENT_FORMATS[self.fmt]
 
+    @property
+    def of_b(self) -> ElementFormat:
+        """The format of B."""
+        return ELEMENT_FORMATS[self.b_fmt or self.fmt]
+
 
 def example(op: str, **changes: Any) -> Example:
     """Returns a node of `op`; see `Setting`."""
@@ -89,8 +96,8 @@ def _values(s: Setting, shape: Sequence[int], dtype: int, seed: int) -> np.ndarr
     return (SMALL * random_values(10 * s.seed + seed, *shape)).astype(NUMPY[dtype])
 
 
-def _packed(s: Setting, shape: Sequence[int], seed: int) -> tuple[np.ndarray, np.ndarray]:
-    return numpy_nodes.quantize(_values(s, shape, FLOAT, seed), element_format=s.fmt, scale_rounding=s.rounding)
+def _packed(s: Setting, shape: Sequence[int], seed: int, fmt: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
+    return numpy_nodes.quantize(_values(s, shape, FLOAT, seed), element_format=fmt.name, scale_rounding=s.rounding)
 
 
 def _exactly(*expected: np.ndarray) -> Check:
@@ -122,37 +129,37 @@ def _dequantize(op: str, s: Setting) -> Example:
 
 
 def _embedding(op: str, s: Setting) -> Example:
-    b = _packed(s, (V, s.x[-1]), 1)
+    b = _packed(s, (V, s.x[-1]), 1, s.of_b)
     ids = np.random.default_rng(s.seed).integers(-V, V, s.x[:-1])
     dtype = contract.VALUE_NAMES[s.output]
-    expected = numpy_nodes.embedding(ids, *b, b_format=s.fmt, dtype=dtype)
-    inputs = {"indices": (ids, TensorProto.INT64), "B": (b[0], s.element.onnx_dtype), "B_scales": (b[1], UINT8)}
+    expected = numpy_nodes.embedding(ids, *b, b_format=s.of_b.name, dtype=dtype)
+    inputs = {"indices": (ids, TensorProto.INT64), "B": (b[0], s.of_b.onnx_dtype), "B_scales": (b[1], UINT8)}
     return Example(op, inputs, {"Y": s.output}, {"output_dtype": s.output}, _exactly(expected))
 
 
 def _gemm(op: str, s: Setting) -> Example:
     row = contract.OPS[op]
     lead = (E,) if row.at("experts") is not None else s.lead
-    b = _packed(s, (*lead, s.n, s.x[-1]), 1)
+    b = _packed(s, (*lead, s.n, s.x[-1]), 1, s.of_b)
     if row.weight_only:
         x = _values(s, s.x, s.dtype, 0)
         inputs: dict[str, Feed] = {"X": (x, s.dtype)}
         x = x.astype(NUMPY[s.activation]) if s.activation != FLOAT else x
     else:
-        a = _packed(s, s.x, 0)
+        a = _packed(s, s.x, 0, s.element)
         inputs = {"A": (a[0], s.element.onnx_dtype), "A_scales": (a[1], UINT8)}
         x = numpy_nodes.dequantize(*a, element_format=s.fmt)
-    inputs |= {"B": (b[0], s.element.onnx_dtype), "B_scales": (b[1], UINT8)}
+    inputs |= {"B": (b[0], s.of_b.onnx_dtype), "B_scales": (b[1], UINT8)}
     optional: dict[str, Any] = {}
-    weight = numpy_nodes.dequantize(*b, element_format=s.fmt)
+    weight = numpy_nodes.dequantize(*b, element_format=s.of_b.name)
     dtype = contract.VALUE_NAMES[FLOAT if row.quantizes else s.output]
     if row.at("experts") is not None:
         experts = np.arange(s.x[0], dtype=np.int64) % (E + 1)
         inputs["experts"] = experts, TensorProto.INT64
-        expected = numpy_nodes.grouped_weight_gemm(x, *b, experts, b_format=s.fmt)
+        expected = numpy_nodes.grouped_weight_gemm(x, *b, experts, b_format=s.of_b.name)
         bound = numpy_nodes.gemm_error_bound(x, weight[experts % E], dtype)
     else:
-        expected = numpy_nodes.weight_gemm(x, *b, b_format=s.fmt)
+        expected = numpy_nodes.weight_gemm(x, *b, b_format=s.of_b.name)
         if row.at("factor") is not None:
             inputs["factor"] = _values(s, expected.shape, s.dtype, 2), s.dtype
             optional["factor"] = inputs["factor"][0]
@@ -160,7 +167,7 @@ def _gemm(op: str, s: Setting) -> Example:
             inputs["bias"] = _values(s, (s.n,), FLOAT, 3), FLOAT
             optional["bias"] = inputs["bias"][0]
         optional["epilogue"] = s.epilogue if row.fuses[0] else "none"
-        expected = numpy_nodes.fused_weight_gemm(x, *b, b_format=s.fmt, **optional)
+        expected = numpy_nodes.fused_weight_gemm(x, *b, b_format=s.of_b.name, **optional)
         bound = numpy_nodes.fused_gemm_error_bound(x, weight, dtype, **optional)
         if not row.fuses[0]:
             bound = numpy_nodes.gemm_error_bound(x, weight, dtype, optional.get("bias"))
