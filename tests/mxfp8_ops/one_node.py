@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import helper
+from releases import release
 
 from mxfp8_ops import contract, numerics, ort
 from mxfp8_ops.contract import BFLOAT16, ELEMENTS, UINT8
@@ -20,6 +21,9 @@ NUMPY |= dict.fromkeys([UINT8, *ELEMENTS], np.dtype(np.uint8))
 
 TYPED_BY_HAND = {BFLOAT16: np.uint16} | dict.fromkeys(ELEMENTS, np.uint8)
 """The dtypes that ONNX Runtime takes only as raw integers with the type beside them."""
+
+OPSETS = (21, 23, 26) if release("onnxruntime") >= (1, 24) else (21,)
+"""Opsets of the default domain that tests of bodies run at; older releases know none of the others."""
 
 Feed = tuple[np.ndarray, int]
 """An array and its ONNX dtype."""

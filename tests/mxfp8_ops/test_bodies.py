@@ -30,8 +30,6 @@ from mxfp8_ops.function_body import STYLE, Style
 from mxfp8_ops.onnx_functions import functions
 
 FORMATS = tuple(ELEMENT_FORMATS)
-OPSETS = (21, 23, 26) if release("onnxruntime") >= (1, 24) else (21,)
-"""Older releases know no opset after it."""
 PLACES = ("inputs", "folded", "not folded", "standard ops")
 """Where weights are, and whose nodes compute: those of a body, or the same in the graph itself."""
 NOT_FOLDED = Style(folds_weights=False)
@@ -57,7 +55,7 @@ def built(one: Example, opset: int, place: str, shapes: str = "ranks") -> tuple[
         rounding=ROUNDINGS,
         dtype=contract.VALUES,
         output=contract.VALUES,
-        opset=OPSETS,
+        opset=one_node.OPSETS,
         place=PLACES,
         k=[70, 64],
         n=[40, 64],
@@ -336,7 +334,7 @@ MIXED: dict[str, list[Example]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("opset", OPSETS)
+@pytest.mark.parametrize("opset", one_node.OPSETS)
 @looped("name, shapes, kept", [(name, *row) for name in MIXED for row in (("ranks", False), ("nothing", True))])
 def test_nodes_that_differ_each_give_what_they_give_alone(opset: int, name: str, shapes: str, kept: bool) -> None:
     """The examples hold what a node gives alone. Weights are inputs, or initializers that are not decoded ahead."""
@@ -398,7 +396,7 @@ def inner(one: Example, at: int, name: str, rows: str) -> onnx.GraphProto:
     )
 
 
-@looped("shapes, opset", itertools.product(("all", "ranks", "nothing"), OPSETS))
+@looped("shapes, opset", itertools.product(("all", "ranks", "nothing"), one_node.OPSETS))
 def test_nodes_inside_if_and_loop(shapes: str, opset: int) -> None:
     """Three nodes of other formats and roundings: in the branches of an If, and over the rows in a Loop."""
     x = numpy_nodes.dequantize(*numpy_nodes.quantize(with_amax(np.float32([1, 3, 1e-3])).repeat(2, 1)))
