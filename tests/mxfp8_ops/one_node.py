@@ -58,11 +58,15 @@ def one_node_model(
     return model
 
 
-def run(model: onnx.ModelProto, inputs: Mapping[str, Feed], *, kernels: bool = False) -> list[np.ndarray]:
+def run(
+    model: onnx.ModelProto, inputs: Mapping[str, Feed], *, kernels: bool = False, optimized: bool = True
+) -> list[np.ndarray]:
     """Returns the outputs of `model` in stock ONNX Runtime or with our kernels, float8 ones as uint8."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if kernels:
         ort.register(options)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -67,6 +67,21 @@ def built(one: Example, opset: int, place: str, shapes: str = "ranks") -> tuple[
     ),
 )
 def test_a_body_and_a_kernel_give_what_the_reference_gives(op, opset, place, k, shapes, **changes) -> None:
+    check(op, opset, place, k, shapes, **changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", contract.OPS)
+@looped(
+    "fmt, rounding, dtype, output, opset, place, k",
+    itertools.product(FORMATS, ROUNDINGS, contract.VALUES, contract.VALUES, one_node.OPSETS, PLACES, [70, 64]),
+)
+def test_a_body_and_a_kernel_in_every_combination(op, opset, place, k, **changes) -> None:
+    check(op, opset, place, k, "all", **changes)
+
+
+def check(op: str, opset: int, place: str, k: int, shapes: str, **changes: Any) -> None:
+    """Fails unless the body and the kernel of a node give what they must."""
     one = example(op, x=(3, 5, k), **changes)
     model, fed = built(one, opset, place, shapes)
     check_all([one], model, fed)
@@ -341,6 +356,13 @@ def test_nodes_that_differ_each_give_what_they_give_alone(opset: int, name: str,
     stored = ("B", "B_scales", "elements", "scales") if kept else ()
     model, fed = model_of(MIXED[name], opset, style=NOT_FOLDED if kept else STYLE, shapes=shapes, constants=stored)
     check_all(MIXED[name], model, fed)
+
+
+@looped("name", MIXED)
+def test_each_of_them_where_nothing_is_optimized_and_onnx_infers_types(name: str) -> None:
+    model, fed = model_of(MIXED[name])
+    check_all(MIXED[name], model, fed, optimized=False)
+    onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
 
 
 @looped("name", MIXED)
