@@ -248,13 +248,14 @@ def _elements(g: Body, values: tuple[str, str, str, str], fmt: formats.ElementFo
     """
     blocks, amax, bad, code = values
     if g.style.quantize_linear:
-        # Any scale does for zeros. 2^-127 is subnormal: where a session takes it for 0, it would make 0 / 0 of them.
         one, zero = g.constant(np.float32(1)), g.constant(np.float32(0))
         scale = g("Gather", g.powers(fmt.mantissa_bits * fmt.twos_complement), code)
+        # Any scale does for zeros. A session may take subnormal numbers for 0, and 2^-127 is one: it would make NaN of
+        # 0 / 0 and the largest element of other values. As the session takes such scales for 0, so are their blocks.
+        takes_one = g("Equal", g("Min", amax, scale), zero)
         if fmt.twos_complement:
-            scale = g("Where", g("Or", bad, g("Equal", amax, zero)), one, scale)
-        else:
-            scale = g("Where", g("Equal", amax, zero), one, scale)
+            takes_one = g("Or", bad, takes_one)
+        scale = g("Where", takes_one, one, scale)
         # The constant stands second: ONNX Runtime's Where turns -0 in its second operand into +0.
         filler = np.float32(ELEMENT_NAN if fmt.twos_complement else np.nan)
         blocks = g("Where", bad, g.constant(filler), blocks)
