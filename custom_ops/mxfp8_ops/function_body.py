@@ -38,10 +38,8 @@ class Style:
 
     folds_weights: bool = True
     """Constant weights are decoded when a session opens, and held as float32; else at every run."""
-    quantize_linear: bool = True
-    """Blocks are rounded by QuantizeLinear, which takes half the time of Cast in ONNX Runtime."""
     in_function: bool = True
-    """The nodes are those of a function; else they stand in a graph."""
+    """The nodes are those of a function, for ONNX Runtime; else they stand in a graph, for other programs too."""
 
 
 STYLE: Final = Style()
@@ -194,13 +192,13 @@ class Body:
             return value
         return self("Cast", value, to=dtype) if dtype else self("CastLike", value, port)
 
-    def or_zeros(self, name: str, like: str, axis: int) -> str:
-        """Returns the optional float32 input `name` [N], or zeros where it is absent; N is that of `axis` of `like`."""
-        if self.known(name).present:
-            return name
+    def or_zeros(self, name: str, like: str, axis: int = -1) -> str:
+        """Returns the optional float32 input `name` [N], or zeros where it is absent; N is the size of `like` there."""
         # A function has no If for that: its branches would name the absent value. Gemm's C is optional too, and
         # 0 * 0 + C is "C or zero".
-        n = self("Shape", like, start=axis, end=axis + 1)
+        if self.known(name).present:
+            return name
+        n = self("Shape", like, start=axis) if axis == -1 else self("Shape", like, start=axis, end=axis + 1)
         zero = self("ConstantOfShape", self("Concat", self.constant([1]), n, axis=0))
         there = self("Gemm", self.constant(np.zeros((1, 1), np.float32)), zero, name)
         return self("Reshape", there, n, allowzero=1)
@@ -240,13 +238,9 @@ class Body:
         factors, style = self.factors(scales, elements, known), self.style
         # ONNX Runtime folds every op with constant inputs but DequantizeLinear, which is slow for INT8, takes one scale
         # for that of a tensor, and divides by zero if there are no values.
-        computed = style.quantize_linear and not known.constant and known.dtype != INT8.onnx_dtype
         whole = known.whole or whole
-        if (
-            (computed or (known.constant and not style.folds_weights))
-            and known.least_rank > 1
-            and (whole or known.last)
-        ):
+        at_run = not style.folds_weights if known.constant else style.in_function and known.dtype != INT8.onnx_dtype
+        if at_run and known.least_rank > 1 and (whole or known.last):
             return self("DequantizeLinear", elements, factors, axis=-1, block_size=BLOCK_SIZE)
         x = elements if known.dtype == FLOAT else self("Cast", elements, to=FLOAT)
         blocks, back = self.blocks(x, whole=whole)

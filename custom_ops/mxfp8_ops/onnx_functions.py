@@ -32,7 +32,7 @@ from mxfp8_ops import contract
 from mxfp8_ops.case import ABSENT, Case, Input, is_whole, merged
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.function_body import STYLE, Body, Style
-from mxfp8_ops.node import BOOL, DOMAIN, FLOAT, Op
+from mxfp8_ops.node import BOOL, DOMAIN, Op
 
 
 def functions(
@@ -169,7 +169,8 @@ def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[Node
 
 def _result(case: Case) -> Input:
     """Returns what is known of the first output of a node by the node alone."""
-    dtype, first = case.attributes.get("output_dtype", (FLOAT,))[0], case.inputs[case.op.inputs[0].name]
+    like, first = case.op.outputs[0].like, case.inputs[case.op.inputs[0].name]
+    dtype = case.inputs[like].dtype if like else case.attributes["output_dtype"][0]
     shape = first.shape
     if case.op.is_gemm and shape:
         b = case.inputs["B"].shape
@@ -180,8 +181,10 @@ def _result(case: Case) -> Input:
 def _values(graph: GraphProto) -> dict[str, Input]:
     """Returns what a graph itself says of its values."""
     values = {info.name: _typed(info) for info in (*graph.input, *graph.value_info, *graph.output)}
+    fed = {info.name for info in graph.input}  # a caller may feed another value than the initializer of that name
     for tensor in graph.initializer:
-        values[tensor.name] = _constant(tensor)
+        if tensor.name not in fed:
+            values[tensor.name] = _constant(tensor)
     for node in graph.node:
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
             values[node.output[0]] = _constant(node.attribute[0].t)

@@ -15,8 +15,7 @@ from mxfp8_ops.case import Case
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.function_body import Body, Style
 
-STYLE: Final = Style(quantize_linear=False, in_function=False)
-"""OpenVINO takes QuantizeLinear of blocks for static shapes only."""
+STYLE: Final = Style(in_function=False)
 
 
 def in_place_of(node: NodeProto, case: Case, fresh: Callable[[str], str]) -> list[NodeProto]:

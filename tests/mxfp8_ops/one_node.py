@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import helper
+from releases import release
 
 from mxfp8_ops import contract, numerics, ort
 from mxfp8_ops.contract import BFLOAT16, ELEMENTS, UINT8
@@ -20,6 +21,9 @@ NUMPY |= dict.fromkeys([UINT8, *ELEMENTS], np.dtype(np.uint8))
 
 TYPED_BY_HAND = {BFLOAT16: np.uint16} | dict.fromkeys(ELEMENTS, np.uint8)
 """The dtypes that ONNX Runtime takes only as raw integers with the type beside them."""
+
+OPSETS = (21, 23, 26) if release("onnxruntime") >= (1, 24) else (21,)
+"""Opsets of the default domain that tests of bodies run at; older releases know none of the others."""
 
 Feed = tuple[np.ndarray, int]
 """An array and its ONNX dtype."""
@@ -58,11 +62,15 @@ def one_node_model(
     return model
 
 
-def run(model: onnx.ModelProto, inputs: Mapping[str, Feed], *, kernels: bool = False) -> list[np.ndarray]:
+def run(
+    model: onnx.ModelProto, inputs: Mapping[str, Feed], *, kernels: bool = False, optimized: bool = True
+) -> list[np.ndarray]:
     """Returns the outputs of `model` in stock ONNX Runtime or with our kernels, float8 ones as uint8."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     if kernels:
         ort.register(options)
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])

@@ -9,6 +9,7 @@ import pytest
 from attention_cases import CASES, Case, run_stock, widened
 from compare import assert_within
 from grids import looped, pairwise
+from one_node import OPSETS
 from releases import release
 
 from mxfp8_ops import contract
@@ -82,7 +83,7 @@ def test_rows_that_see_nothing_are_nan_or_zero() -> None:
 # --- the body -----------------------------------------------------------------------------------------------------
 
 
-@looped("case, opset, activation_dtype", pairwise(c=CASES, opset=[21, 23, 26], a=[None, "bfloat16"]))
+@looped("case, opset, activation_dtype", pairwise(c=CASES, opset=OPSETS, a=[None, "bfloat16"]))
 def test_the_body_is_within_the_bound(case: Case, opset: int, activation_dtype: str | None) -> None:
     got = run_stock(case, opset, activation_dtype=activation_dtype, nan_guard=True)
     settings = {**case.settings, "activation_dtype": activation_dtype}

@@ -151,13 +151,20 @@ class Cast(OpRun):
         return (x.astype(types[to]),)
 
 
+class QuantizeLinear(OpRun):
+    op_domain = ""
+
+    def _run(self, x, scale, output_dtype=None, **_):
+        return (np.clip(x / scale, -15.5, 15.5).astype(E3M4),)
+
+
 def body(name, feeds, **attributes):
     op = contract.OPS[name]
     node = helper.make_node(name, [*feeds], [port.name for port in op.outputs], **attributes)
     case = onnx_functions.case_of(node, {"elements": Input(99)})
     nodes, opset = standard_ops.body_of(case), [helper.make_opsetid("", 21)]
     function = helper.make_function("test", name, node.input, node.output, nodes, opset)
-    return ReferenceEvaluator(function, new_ops=[Cast]).run(None, feeds, attributes={})
+    return ReferenceEvaluator(function, new_ops=[Cast, QuantizeLinear]).run(None, feeds, attributes={})
 
 
 x = (np.exp(np.random.default_rng(1).standard_normal((5, 70)) * 4) * 3).astype(np.float32)

@@ -1,14 +1,14 @@
-"""The bodies of the fused nodes, run by stock ONNX Runtime with no library, against the reference."""
+"""The bodies of the fused nodes, run by stock ONNX Runtime with no library; their results are in test_bodies.py."""
 
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from compare import FORMATS, ROUNDINGS, assert_same, assert_within, random_values
-from grids import looped, pairwise
+from compare import assert_same, assert_within, random_values
+from grids import looped
 from one_node import NUMPY, Feed, one_node_model, run
-from test_onnx_functions import OPSETS, TAKES_K_OF_0, gemm_bias
+from test_onnx_functions import OPSETS, gemm_bias
 
 from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.contract import FLOAT, FLOAT16, UINT8
@@ -16,7 +16,6 @@ from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import ELEMENT_FORMATS
 
 E4M3 = contract.FLOAT8E4M3FN
-OPSET, BOTH = (21, 23, 25, 26), (False, True)
 
 
 def gemm_inputs(
@@ -53,30 +52,6 @@ def gemm_reference(inputs: dict[str, Feed], epilogue: str, dtype: str) -> tuple[
     return expected, numpy_nodes.fused_gemm_error_bound(x, numpy_nodes.dequantize(*b), dtype, **optional)
 
 
-@looped(
-    "dtype, biased, gated, epilogue, opset, output",
-    pairwise(dtype=[None, *contract.VALUES], b=BOTH, g=BOTH, e=contract.EPILOGUES, opset=OPSET, output=contract.VALUES),
-)
-def test_a_fused_gemm_is_within_its_bound(
-    *, dtype: int | None, biased: bool, gated: bool, epilogue: str, opset: int, output: int
-) -> None:
-    inputs = gemm_inputs((2, 5, 70), (7, 70), dtype, gated=gated, biased=biased)
-    attributes = {"epilogue": epilogue, "output_dtype": output}
-    model = one_node_model(gemm_op(inputs), inputs, {"Y": output}, opset, attributes)
-    assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, contract.VALUE_NAMES[output]))
-
-
-SHAPES = [((70,), (7, 70)), ((0, 40), (7, 40)), ((3, 8), (0, 8)), ((2, 1, 3, 33), (2, 5, 33))]
-SHAPES += [((3, 0), (7, 0))] if TAKES_K_OF_0 else []
-
-
-@looped("shapes, epilogue", pairwise(shapes=SHAPES, epilogue=contract.EPILOGUES))
-def test_fused_gemms_of_any_shape(shapes: tuple[tuple[int, ...], tuple[int, ...]], epilogue: str) -> None:
-    inputs = gemm_inputs(*shapes, None, gated=True, biased=True)
-    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {"epilogue": epilogue})
-    assert_within(run(model, inputs)[0], *gemm_reference(inputs, epilogue, "float32"))
-
-
 def gemm_quantize_outputs(element_format: str = "e4m3") -> dict[str, int]:
     return {"elements": ELEMENT_FORMATS[element_format].onnx_dtype, "scales": UINT8, "Y": FLOAT}
 
@@ -88,34 +63,6 @@ def check_gemm_quantize(inputs: dict[str, Feed], got: list[np.ndarray], epilogue
     expected_elements, expected_scales = numpy_nodes.quantize(y, **settings)
     assert_same(scales, expected_scales, "scales")
     assert_same(elements, expected_elements, "elements", y)
-
-
-@looped("biased, epilogue, opset", pairwise(biased=BOTH, epilogue=contract.EPILOGUES, opset=OPSET))
-def test_a_gemm_that_quantizes(biased: bool, epilogue: str, opset: int) -> None:
-    inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
-    attributes = {"epilogue": epilogue}
-    model = one_node_model("MXFP8GemmQuantize", inputs, gemm_quantize_outputs(), opset, attributes)
-    check_gemm_quantize(inputs, run(model, inputs), epilogue)
-
-
-@looped("element_format, scale_rounding", pairwise(element_format=FORMATS, scale_rounding=ROUNDINGS))
-def test_a_gemm_quantizes_to_every_format(element_format: str, scale_rounding: str) -> None:
-    inputs = gemm_inputs((3, 70), (40, 70), None, gated=False, biased=True)
-    outputs = gemm_quantize_outputs(element_format)
-    attributes = {"epilogue": "gelu", "output_dtype": outputs["elements"], "scale_rounding": scale_rounding}
-    got = run(one_node_model("MXFP8GemmQuantize", inputs, outputs, 23, attributes), inputs)
-    check_gemm_quantize(inputs, got, "gelu", element_format=element_format, scale_rounding=scale_rounding)
-
-
-@looped("epilogue, biased", pairwise(epilogue=contract.EPILOGUES, biased=BOTH))
-def test_weights_that_are_initializers_and_a_rounded_activation(epilogue: str, biased: bool) -> None:
-    inputs = gemm_inputs((3, 70), (7, 70), FLOAT, gated=True, biased=biased)
-    constants = [name for name in ("B", "B_scales", "bias") if name in inputs]
-    attributes = {"epilogue": epilogue, "activation_dtype": contract.BFLOAT16}
-    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, attributes, constants=constants)
-    got = run(model, inputs)[0]
-    inputs["X"] = (inputs["X"][0].astype(NUMPY[contract.BFLOAT16]), contract.BFLOAT16)
-    assert_within(got, *gemm_reference(inputs, epilogue, "float32"))
 
 
 @looped("epilogue", contract.EPILOGUES)
@@ -183,30 +130,6 @@ def check_norm(inputs: dict[str, Feed], got: list[np.ndarray], **settings: Any) 
     codes = numpy_nodes.quantize(normalized, **format_and_rounding)
     assert_same(scales, codes[1], "scales")
     assert_same(elements, codes[0], "elements", normalized)
-
-
-@looped(
-    "added, biased, dtype, norm, opset", pairwise(a=BOTH, b=BOTH, d=contract.VALUES, norm=contract.NORMS, opset=OPSET)
-)
-def test_a_norm_is_within_its_bound_and_its_codes_are_exact(added, biased, dtype: int, norm: str, opset: int) -> None:
-    inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
-    model = one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), opset, {"norm": norm, "epsilon": 1e-3})
-    check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)))
-
-
-@looped("element_format, scale_rounding", pairwise(element_format=FORMATS, scale_rounding=ROUNDINGS))
-def test_norms_take_the_settings_of_quantize(element_format: str, scale_rounding: str) -> None:
-    inputs = norm_inputs((9, 64), FLOAT, biased=True, added=True)
-    outputs = norm_outputs(inputs, element_format)
-    attributes = {"output_dtype": outputs["elements"], "scale_rounding": scale_rounding}
-    model = one_node_model(norm_op(inputs), inputs, outputs, 23, attributes)
-    check_norm(inputs, run(model, inputs), element_format=element_format, scale_rounding=scale_rounding)
-
-
-@looped("shape", [(70,), (0, 40), (1, 1), (2, 3, 4, 33)])
-def test_norms_of_any_shape(shape: tuple[int, ...]) -> None:
-    inputs = norm_inputs(shape, FLOAT, biased=True, added=True)
-    check_norm(inputs, run(one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), 23, {}), inputs))
 
 
 @looped("norm", contract.NORMS)

@@ -172,8 +172,10 @@ def test_what_does_not_fit_is_named(inputs, changed, attributes, message):
     inputs = {**inputs, **{name: (array, FLOAT) for name, array in changed.items()}}
     gemm = "B" in inputs
     op, outputs = (gemm_op(inputs), {"Y": FLOAT}) if gemm else (norm_op(inputs), norm_outputs(inputs))
+    model = one_node_model(op, inputs, outputs, 23, {})
+    model.graph.node[0].attribute.extend(helper.make_attribute(*item) for item in attributes.items())
     with pytest.raises(Exception, match=re.escape(message)):
-        run(one_node_model(op, inputs, outputs, 23, attributes, bodies=False), inputs)
+        run(model, inputs)
 
 
 def test_a_chain_runs_as_a_whole():

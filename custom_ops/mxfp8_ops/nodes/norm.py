@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -169,22 +169,22 @@ def _add_norm_quantize_body(g: Body) -> None:
 
 def _norm(g: Body, x: str) -> None:
     """Rows of float32 values -> elements, scales, normalized."""
-    y = g.choose("norm", lambda g, norm: _normalized(g, x, norm))
+    # ONNX Runtime crashes where LayerNormalization has an empty name for a bias.
+    bias = [] if g.known("bias").present is False else [g.or_zeros("bias", "scale")]
+    y = g.choose("norm", lambda g, norm: _normalized(g, x, norm, bias))
     g.result(g.like(y, "X"), "normalized")
     quantized_rows(g, "normalized", g.known("X").dtype)
 
 
-def _normalized(g: Body, x: str, norm: str) -> str:
-    """Returns x normalized, times scale, plus bias."""
+def _normalized(g: Body, x: str, norm: str, bias: Sequence[str]) -> str:
+    """Returns x normalized, times scale, plus bias if there is one."""
     if norm not in NORMS:
         raise ContractError.unknown("norm", norm, NORMS)
-    biased = g.known("bias").present
     if norm == "layer":
-        inputs = [x, "scale"] if biased is False else [x, "scale", "bias"]
-        return g("LayerNormalization", *inputs, axis=-1, epsilon=g.attribute("epsilon"))
+        return g("LayerNormalization", x, "scale", *bias, axis=-1, epsilon=g.attribute("epsilon"))
     variance = g("ReduceMean", g("Mul", x, x), g.constant([-1]))
     y = g("Mul", g("Div", x, g("Sqrt", g("Add", variance, g.number("epsilon")))), "scale")
-    return y if biased is False else g("Add", y, g.or_zeros("bias", "scale", 0))
+    return g("Add", y, *bias) if bias else y
 
 
 # --- The contract

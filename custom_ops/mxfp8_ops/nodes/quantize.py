@@ -170,10 +170,6 @@ _SLACK: Final = 2e-8
 """A quarter of the least distance of the logarithms of two float32 numbers, 8.6e-8. Those of float64 are 1e-13 off."""
 
 
-_OF_ZEROS: Final = -64
-"""The index of blocks of zeros, whose logarithm is infinite; others are -37 at least: 2^-149 in E5M2."""
-
-
 def _quantize_body(g: Body) -> None:
     """X -> elements, scales."""
     x = g.floats("X")
@@ -190,15 +186,11 @@ def _quantized(g: Body, x: str) -> tuple[str, str]:
     blocks, back = g.blocks(x, whole=g.case.whole)
     amax = _largest(g, g("Abs", blocks))
     dtypes, dtype = g.case.attributes["output_dtype"], g.attribute("output_dtype")
-    code, has_int8 = _scale_index(g, amax), INT8.onnx_dtype in dtypes
-    if has_int8:  # no code of it is NaN: all values of a bad block become infinite
-        least = np.full(256, -np.inf, np.float32)
-        least[SCALE_NAN] = np.inf
-        blocks = g("Max", blocks, g("Gather", _table(g, least), code))
-    if is_mixed := has_int8 and len(dtypes) > 1:
-        elements = g.choose("output_dtype", lambda g, each: g("Cast", _elements(g, blocks, code, each), to=FLOAT))
+    index = _scale_index(g, amax)
+    if is_mixed := INT8.onnx_dtype in dtypes and len(dtypes) > 1:
+        elements = g.choose("output_dtype", lambda g, each: g("Cast", _elements(g, blocks, index, each), to=FLOAT))
     else:
-        elements = _elements(g, blocks, code, dtype)
+        elements = _elements(g, blocks, index, dtype)
     if not g.case.whole and not is_mixed:  # ONNX Runtime has no Slice of float8
         elements = g("Cast", elements, to=FLOAT)
     elements = back(elements)
@@ -207,7 +199,7 @@ def _quantized(g: Body, x: str) -> tuple[str, str]:
     # A slice of every 32nd value has one for each block.
     ends, axes = (g.constant([value]) for value in (np.iinfo(np.int64).max, -1))
     sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
-    codes = g("Gather", _table(g, np.arange(256, dtype=np.uint8)), code)
+    codes = g("Gather", _table(g, np.arange(256, dtype=np.uint8)), index)
     return elements, g("Reshape", codes, sizes, allowzero=1)
 
 
@@ -243,45 +235,39 @@ def _scale_index(g: Body, amax: str) -> str:
 
     log2 = g("Mul", g("Log", g("Cast", amax, to=DOUBLE)), g.constant(np.float64(1 / math.log(2))))
     code = g("Add", log2, g.choose("scale_rounding", of_rounding, DOUBLE))
-    code = g("Clip", code, g.constant(np.float64(_OF_ZEROS)), g.constant(np.float64(SCALE_NAN + 1)))
-    return g("Cast", code, to=INT32, out="code")  # truncates
+    code = g("Clip", code, g.constant(np.float64(0)), g.constant(np.float64(SCALE_NAN + 1)))
+    return g("Cast", code, to=INT32, out="index")  # truncates
 
 
-def _table(g: Body, values: npt.NDArray[Any], of_zeros: float | None = None) -> str:
-    """Returns `values` [256] by scale code, for indices from `_scale_index`.
-
-    -64 is a block of zeros, -63 to 0 are code 0. 255 is that of finite values, code 254, and 256 that of an infinity.
-    """
-    below = np.full(-_OF_ZEROS, values[0])
-    below[0] = values[0] if of_zeros is None else of_zeros
-    return g.constant(np.concatenate([values[:-1], values[-2:], below]))
+def _table(g: Body, values: npt.NDArray[Any]) -> str:
+    """Returns `values` [256] by scale code, for a `_scale_index`: 255 is code 254, of finite values; 256 is code 255."""
+    return g.constant(np.concatenate([values[:-1], values[-2:]]))
 
 
-def _elements(g: Body, blocks: str, code: str, dtype: Any) -> str:
+def _elements(g: Body, blocks: str, index: str, dtype: Any) -> str:
     """Returns the elements of blocks [n, 32].
 
     Args:
         g: the body.
-        blocks: no NaN; with INT8, infinite throughout where one value was bad.
-        code: from `_scale_index`.
+        blocks: no NaN.
+        index: from `_scale_index`.
         dtype: an onnx.DataType, or the reference to one of several floating-point formats.
     """
     fmt = _row(dtype if isinstance(dtype, int) else g.case.attributes["output_dtype"][0])
-    scales = decode_scale(np.arange(256, dtype=np.uint8))
-    if fmt.twos_complement:  # an infinity becomes the largest code, which is ELEMENT_NAN
-        scales[SCALE_NAN] = 1
-    # Any scale does for zeros. Where a session takes the subnormal 2^-127 for 0, it would make NaN of them.
-    if g.style.quantize_linear:
-        table = _table(g, np.ldexp(scales, -fmt.mantissa_bits * fmt.twos_complement), 1)
-        settings = {"axis": -1, "block_size": BLOCK_SIZE, "output_dtype": dtype}
-        elements = g("QuantizeLinear", blocks, g("Gather", table, code), **settings)
-        return g("Clip", elements, g.constant(np.int8(-fmt.max_code))) if fmt.twos_complement else elements
-    scaled = g("Mul", blocks, g("Gather", _table(g, 1 / scales, 1), code))
-    if fmt.twos_complement:  # Cast neither rounds nor saturates to integers
-        most = np.float32(fmt.max_code)
-        scaled = g("Round", g("Mul", scaled, g.constant(np.float32(2.0**fmt.mantissa_bits))))
-        scaled = g("Clip", scaled, g.constant(-most), g.constant(most))
-    return g("Cast", scaled, to=dtype)
+    # A product, and QuantizeLinear of a whole tensor: a quotient by the subnormal 2^-127 is no number where a session
+    # takes that for 0, and OpenVINO has QuantizeLinear of blocks for static shapes only.
+    factors = np.append(decode_scale(np.arange(254, -1, -1, dtype=np.uint8)), np.float32(np.nan))  # 2^(127 - s)
+    if not fmt.twos_complement:  # the factor of a bad block is NaN
+        scaled, unit = g("Mul", blocks, g("Gather", _table(g, factors), index)), 1.0
+    else:  # no code of it is NaN: all values of a bad block become the largest one, which has the code ELEMENT_NAN
+        least = np.full(256, -np.inf, np.float32)
+        factors[SCALE_NAN], least[SCALE_NAN] = 1, np.inf
+        scaled = g(
+            "Mul", g("Max", blocks, g("Gather", _table(g, least), index)), g("Gather", _table(g, factors), index)
+        )
+        scaled = g("Clip", scaled, *(g.constant(np.float32(sign * fmt.max)) for sign in (-1, 1)))
+        unit = 2.0**-fmt.mantissa_bits
+    return g("QuantizeLinear", scaled, g.constant(np.float32(unit)), output_dtype=dtype)
 
 
 def _dequantize_body(g: Body) -> None:
