@@ -240,7 +240,7 @@ def _scale_index(g: Body, amax: str) -> str:
 
 
 def _table(g: Body, values: npt.NDArray[Any]) -> str:
-    """Returns `values` [256] by scale code, for a `_scale_index`: 255 is code 254, of finite values; 256 is code 255."""
+    """Returns `values` [256] by scale code, for a `_scale_index`: 255 is code 254, of finite values; 256 is 255."""
     return g.constant(np.concatenate([values[:-1], values[-2:]]))
 
 

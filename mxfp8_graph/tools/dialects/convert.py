@@ -140,16 +140,21 @@ def _in_dialect(domain: str, op: str) -> bool:
 
 def _refuse_others(opened: OpenedModel) -> None:
     """Raises ContractError if something is quantized, but in no dialect of MXFP8."""
-    functions = [node for function in opened.proto.functions for node in function.node]
+    theirs = [function for function in opened.proto.functions if function.domain != contract.DOMAIN]
+    functions = [node for function in theirs for node in function.node]
     graphs = iter_graphs(opened.proto.graph)
     nodes = [*(node for graph in graphs for node in graph.node), *iter_nodes(functions)]
-    others = [node for node in nodes if is_quantized(node) and not may_be_mxfp8(node)]
+    others = [node for node in nodes if is_quantized(node) and not may_be_mxfp8(node) and not _is_marked(node)]
     if others:
         kinds = Counter(f"{node.domain + '.' if node.domain else ''}{node.op_type}" for node in others)
         what = ", ".join(f"{count} {name}" for name, count in kinds.items())
         where = f"{opened.name}: node {node_label(others[0])!r}"
         advice = "start from the model that is not quantized: mxfp8-graph rewrite"
         raise ContractError(where, f"quantized, but not in MXFP8 ({what})", expected="MXFP8 alone", advice=advice)
+
+
+def _is_marked(node: onnx.NodeProto) -> bool:
+    return any(entry.key.startswith(decompose.MARK) for entry in node.metadata_props)
 
 
 def _read(edit: Edit, node: ir.Node) -> Nodes | None:

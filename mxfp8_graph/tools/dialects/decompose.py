@@ -71,6 +71,8 @@ def taken_apart(edit: Edit, node: ir.Node) -> Nodes:
             each.metadata_props.update(node.metadata_props)
         if each.domain == contract.DOMAIN:
             each.doc_string = node.doc_string
+        if is_op(each, "QuantizeLinear"):  # of a whole tensor: it is known as ours by its mark alone
+            each.metadata_props[MARK + each.op_type] = ""
         if makes_first:
             mark = {"name": node.name, "case": case.to_json(), "absent": absent}
             each.metadata_props[MARK + node.op_type] = json.dumps(mark)
