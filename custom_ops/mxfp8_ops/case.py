@@ -30,14 +30,12 @@ class Input:
     """Whether it is a constant that changes nothing, as the contract has one for an input that is not there."""
     present: bool | None = True
     """None: in some of the nodes. An input that is not there may have a stand-in, whose dtype and shape are known."""
-    least_rank: int = 0
-    """It has as many axes, or more."""
 
     @classmethod
     def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: Any) -> Input:
         """Returns the facts of a tensor of this dtype and shape."""
         sizes = None if shape is None else tuple(shape)
-        return cls(dtype, sizes, is_whole(sizes[-1] if sizes else None), least_rank=len(sizes or ()), **facts)
+        return cls(dtype, sizes, is_whole(sizes[-1] if sizes else None), **facts)
 
     @property
     def rank(self) -> int | None:
@@ -64,7 +62,6 @@ class Input:
             self.constant and other.constant,
             self.neutral and other.neutral,
             self.present if self.present == other.present else None,
-            min(self.least_rank, other.least_rank),
         )
 
 

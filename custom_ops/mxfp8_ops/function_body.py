@@ -235,12 +235,10 @@ class Body:
             known: what is known of the elements.
             whole: whether it is known from others that their blocks are whole.
         """
-        factors, style = self.factors(scales, elements, known), self.style
-        # ONNX Runtime folds every op with constant inputs but DequantizeLinear, which is slow for INT8, takes one scale
-        # for that of a tensor, and divides by zero if there are no values.
-        whole = known.whole or whole
-        at_run = not style.folds_weights if known.constant else style.in_function and known.dtype != INT8.onnx_dtype
-        if at_run and known.least_rank > 1 and (whole or known.last):
+        factors, whole = self.factors(scales, elements, known), known.whole or whole
+        if known.constant and not self.style.folds_weights and (known.rank or 0) > 1 and known.last:
+            # ONNX Runtime folds every op with constant inputs but this one. It takes a scale [1] for that of a tensor,
+            # and divides by zero if there are no values.
             return self("DequantizeLinear", elements, factors, axis=-1, block_size=BLOCK_SIZE)
         x = elements if known.dtype == FLOAT else self("Cast", elements, to=FLOAT)
         blocks, back = self.blocks(x, whole=whole)

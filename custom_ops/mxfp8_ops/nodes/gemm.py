@@ -12,6 +12,7 @@ import numpy.typing as npt
 from mxfp8_ops import formats, op_options
 from mxfp8_ops.checks import Shape, check_value_dtype
 from mxfp8_ops.errors import ShapeError
+from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT16, SCALES, VALUES, Op, Port
 from mxfp8_ops.nodes.quantize import dequantize
 from mxfp8_ops.numerics import Array, Codes, error_bound, value_dtype
@@ -160,10 +161,18 @@ def a_values(g: Body) -> str:
 def b_values(g: Body) -> str:
     """Returns the float32 values of B [..., N, K] as [..., K, N]."""
     known = g.known("B")
-    b = g.values("B", "B_scales", known)
     if known.rank is None:
-        return g("Einsum", b, equation="...nk->...kn")
-    return g("Transpose", b, perm=[*range(known.rank - 2), known.rank - 1, known.rank - 2])
+        return g("Einsum", g.values("B", "B_scales", known), equation="...nk->...kn")
+    perm = [*range(known.rank - 2), known.rank - 1, known.rank - 2]
+    if not (known.constant and known.whole and g.style.folds_weights):
+        return g("Transpose", g.values("B", "B_scales", known), perm=perm)
+    # ONNX Runtime keeps every step of what it folds until it has folded all weights, so few steps are in float32.
+    b, scales = g("Transpose", "B", perm=perm), g("Transpose", "B_scales", perm=perm)
+    lead, n = g("Shape", b, end=-2), g("Shape", b, start=-1)
+    blocks = g("Concat", lead, g("Shape", scales, start=-2, end=-1), g.constant([BLOCK_SIZE]), n, axis=0)
+    x = g("Cast", g("Reshape", b, blocks, allowzero=1), to=FLOAT)
+    factors = g("Unsqueeze", g.factors(scales, "B", known), g.constant([-2]))
+    return g("Reshape", g("Mul", x, factors), g("Shape", b), allowzero=1)
 
 
 def rounded_values(g: Body) -> str:
