@@ -236,7 +236,7 @@ class Body:
             whole: whether it is known from others that their blocks are whole.
         """
         factors, whole = self.factors(scales, elements, known), known.whole or whole
-        if known.constant and not self.style.folds_weights and (known.rank or 0) > 1 and known.last:
+        if known.constant and not self.style.folds_weights and (known.rank or 0) > 1 and (whole or known.last):
             # ONNX Runtime folds every op with constant inputs but this one. It takes a scale [1] for that of a tensor,
             # and divides by zero if there are no values.
             return self("DequantizeLinear", elements, factors, axis=-1, block_size=BLOCK_SIZE)
