@@ -258,7 +258,13 @@ class Body:
 
     def powers(self, shift: int = 0) -> str:
         """Returns the table code -> float32 value of all E8M0 scales, times 2^-shift: [0] is 2^-127, [255] NaN."""
-        return self.constant(np.ldexp(numerics.decode_scale(np.arange(256, dtype=np.uint8)), -shift))
+        if not self.style.in_function:
+            return self.constant(np.ldexp(numerics.decode_scale(np.arange(256, dtype=np.uint8)), -shift))
+        # ONNX Runtime shares constants of a few values between functions, and then what is computed of them. So the
+        # gemms of one activation decode it once, which they would not with a table each.
+        first, end, step = (self.constant(np.float32(x)) for x in (-127 - shift, 128 - shift, 1))
+        finite = self("Pow", self.constant(np.float32(2)), self("Range", first, end, step))
+        return self("Concat", finite, self.constant(np.full(1, np.nan, np.float32)), axis=0)
 
     # --- Values and names
 

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from grids import looped
 from releases import release
+from test_backends import Onnx
 
 from mxfp8_ops import conformance, cpu, numpy_nodes
 from mxfp8_ops.conformance import __main__ as cli
 from mxfp8_ops.conformance import folder, vectors
 from mxfp8_ops.conformance.rules import RULES
 from mxfp8_ops.errors import ContractError
+from mxfp8_ops.formats import ELEMENT_FORMATS
+from mxfp8_ops.node import FLOAT, UINT8
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +82,29 @@ def test_the_kernels_conform():
         conformance.check_dequantizer(cpu.dequantize),
         conformance.check_gemm(cpu.gemm),
     ):
+        assert result.passed, str(result)
+
+
+@pytest.mark.parametrize("opset", [21, 23, 26])
+def test_the_function_bodies_conform(opset):
+    bodies = Onnx(opset)
+
+    def gemm(a, a_scales, b, b_scales, bias=None, *, a_format, b_format):
+        dtypes = [ELEMENT_FORMATS[name].onnx_dtype for name in (a_format, b_format)]
+        inputs = {
+            "A": (a, dtypes[0]),
+            "A_scales": (a_scales, UINT8),
+            "B": (b, dtypes[1]),
+            "B_scales": (b_scales, UINT8),
+        }
+        inputs |= {} if bias is None else {"bias": (bias, FLOAT)}
+        return bodies.run("MXFP8Gemm", inputs, {"Y": FLOAT})[0]
+
+    def dequantize(elements, scales, *, element_format):
+        return bodies.dequantize(elements, scales, element_format=element_format, dtype="float32")
+
+    checks = conformance.check_quantizer(bodies.quantize), conformance.check_dequantizer(dequantize)
+    for result in (*checks, conformance.check_gemm(gemm)):
         assert result.passed, str(result)
 
 
