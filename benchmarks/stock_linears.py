@@ -44,7 +44,7 @@ class Case:
     op: str
     values: np.ndarray
     bits: float
-    """Of one weight, with scales, as the op reads it."""
+    """The bytes of one weight with its scales, as the op reads it."""
 
     def error(self, x: np.ndarray) -> float:
         """Returns the relative L2 error of the first linear, against float64."""

@@ -39,7 +39,7 @@ class Style:
     folds_weights: bool = True
     """Constant weights are decoded when a session opens, and held as float32; else at every run."""
     in_function: bool = True
-    """The nodes are those of a function, for ONNX Runtime; else they stand in a graph, for other programs too."""
+    """True: a function for ONNX Runtime. False: nodes of a graph, which other programs run too."""
 
 
 STYLE: Final = Style()
