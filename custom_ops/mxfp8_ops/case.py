@@ -32,7 +32,7 @@ class Input:
     """None: in some of the nodes. An input that is not there may have a stand-in, whose dtype and shape are known."""
 
     @classmethod
-    def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: Any) -> Input:
+    def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: bool) -> Input:
         """Returns the facts of a tensor of this dtype and shape."""
         sizes = None if shape is None else tuple(shape)
         return cls(dtype, sizes, is_whole(sizes[-1] if sizes else None), **facts)

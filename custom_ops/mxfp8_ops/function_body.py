@@ -43,7 +43,7 @@ class Style:
 
 
 STYLE: Final = Style()
-"""That of function bodies in ONNX Runtime."""
+"""The style of function bodies."""
 
 
 @dataclass
@@ -230,7 +230,7 @@ class Body:
         """Returns the float32 values of (elements [..., K], scales [..., ceil(K / 32)]).
 
         Args:
-            elements: an input, or float values of such elements.
+            elements: of any element format.
             scales: uint8.
             known: what is known of the elements.
             whole: whether it is known from others that their blocks are whole.
@@ -240,8 +240,7 @@ class Body:
             # ONNX Runtime folds every op with constant inputs but this one. It takes a scale [1] for that of a tensor,
             # and divides by zero if there are no values.
             return self("DequantizeLinear", elements, factors, axis=-1, block_size=BLOCK_SIZE)
-        x = elements if known.dtype == FLOAT else self("Cast", elements, to=FLOAT)
-        blocks, back = self.blocks(x, whole=whole)
+        blocks, back = self.blocks(self("Cast", elements, to=FLOAT), whole=whole)
         return back(self("Mul", blocks, self("Reshape", factors, self.constant([-1, 1]))))
 
     def factors(self, scales: str, elements: str, known: Input) -> str:

@@ -157,8 +157,9 @@ def _instrumented(
     nodes = [node for node in copy.graph.node if node.domain == contract.DOMAIN][chosen]
     # The model's own bodies are what other runtimes execute; ours stand in for those that it lacks.
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
-    for reference in onnx_functions.functions(model):
-        copy.functions.append(_twin_of(carried.get(reference.name, reference)))
+    if not {node.op_type for node in nodes} <= carried.keys():
+        carried = {function.name: function for function in onnx_functions.functions(model)} | carried
+    copy.functions.extend(map(_twin_of, carried.values()))
     copy.opset_import.append(helper.make_opsetid(BODY_DOMAIN, contract.VERSION))
     pairs = [(node, _add_twin(copy, node, f"{BODY_DOMAIN}/{index}")) for index, node in enumerate(nodes)]
     names = dict.fromkeys(n for node, twin in pairs for n in (*node.input, *node.output, *twin.output) if n)

@@ -21,7 +21,7 @@ from mxfp8_ops.formats import (
     INT8,
     SCALE_BIAS,
     SCALE_NAN,
-    scale_threshold,
+    scale_offset,
 )
 from mxfp8_ops.node import DOUBLE, ELEMENTS, FLOAT, FLOAT8E4M3FN, INT32, SCALES, VALUES, Op, Port
 from mxfp8_ops.numerics import Array, Codes, decode, decode_scale, encode, value_dtype
@@ -166,9 +166,6 @@ def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tupl
 
 _ROWS: Final = {fmt.onnx_dtype: fmt for fmt in ELEMENT_FORMATS.values()}
 
-_SLACK: Final = 2e-8
-"""A quarter of the least distance of the logarithms of two float32 numbers, 8.6e-8. Those of float64 are 1e-13 off."""
-
 
 def _quantize_body(g: Body) -> None:
     """X -> elements, scales."""
@@ -219,19 +216,12 @@ def _row(dtype: int) -> formats.ElementFormat:
 
 
 def _scale_index(g: Body, amax: str) -> str:
-    """Returns where `_table` has what belongs to the scale codes of amax, as int32.
-
-    The smallest i with amax <= threshold * 2^i is floor(log2(amax) - log2(threshold) - slack) + 1; where the threshold
-    itself belongs to the next scale, the slack is added. Neither side of a threshold has another number so close.
-    """
-
-    def offset(g: Body, rounding: str, dtype: int) -> str:
-        threshold, is_included = scale_threshold(_row(dtype), rounding)
-        slack = -_SLACK if is_included else _SLACK
-        return g.constant(np.float64(SCALE_BIAS + 1 - math.log2(threshold) + slack))
+    """Returns where `_table` has what belongs to the scale codes of amax, as int32: see `formats.scale_offset`."""
 
     def of_rounding(g: Body, rounding: str) -> str:
-        return g.choose("output_dtype", lambda g, dtype: offset(g, rounding, dtype), DOUBLE)
+        return g.choose(
+            "output_dtype", lambda g, each: g.constant(np.float64(scale_offset(_row(each), rounding))), DOUBLE
+        )
 
     log2 = g("Mul", g("Log", g("Cast", amax, to=DOUBLE)), g.constant(np.float64(1 / math.log(2))))
     code = g("Add", log2, g.choose("scale_rounding", of_rounding, DOUBLE))

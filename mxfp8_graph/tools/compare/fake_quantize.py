@@ -23,7 +23,7 @@ from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.tools.compare.number_formats import Quantizer
 from mxfp8_ops.case import Case
 from mxfp8_ops.contract import MIN_OPSET, Op, Port
-from mxfp8_ops.formats import E4M3, SCALE_BIAS, Minifloat, scale_threshold
+from mxfp8_ops.formats import E4M3, LOG2_SLACK, SCALE_BIAS, Minifloat, scale_offset
 from mxfp8_ops.function_body import Body
 
 DOMAIN: Final = "mxfp8.emulated"
@@ -31,8 +31,6 @@ DOMAIN: Final = "mxfp8.emulated"
 
 _FLOAT_MAX: Final = np.finfo(np.float32).max
 _E4M3_MIN_NORMAL: Final = np.float32(2.0**E4M3.min_exponent)
-_SLACK: Final = 2e-8
-"""Less than the logarithms of two float32 numbers differ by, more than float64 is off by; see nodes/quantize.py."""
 _OPSET_IR: Final = 10
 """The IR version of opset 21."""
 
@@ -104,9 +102,7 @@ def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
     """Returns the values, rounded with the scales that their `amax` asks for."""
     element, rule = quantizer.element, quantizer.scale
     if rule in {"ceil", "floor", "even"}:
-        threshold, is_included = scale_threshold(element, rule)
-        slack = -_SLACK if is_included else _SLACK
-        code = _floor_log2(g, amax, SCALE_BIAS + 1 - math.log2(threshold) + slack)
+        code = _floor_log2(g, amax, scale_offset(element, rule))
         inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), code))
         scale = g("Gather", g.powers(), code)
         scale = g("Where", g("IsInf", amax), g.constant(np.float32(np.nan)), scale)  # a bad value poisons its block
@@ -118,7 +114,7 @@ def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
         return _two_level(g, values, amax, element)
     factor = g("Min", g("Div", g.constant(np.float32(element.max)), amax), g.constant(_FLOAT_MAX))
     if rule == "divide_pow2":
-        factor = g("Gather", g.powers(), _floor_log2(g, factor, SCALE_BIAS + _SLACK))  # its mantissa cleared
+        factor = g("Gather", g.powers(), _floor_log2(g, factor, SCALE_BIAS + LOG2_SLACK))  # its mantissa cleared
     factor = _or_one(g, factor, amax)
     return g("Mul", _elements(g, g("Mul", values, factor), element), g("Reciprocal", factor))
 
