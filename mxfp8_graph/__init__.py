@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from mxfp8_graph.checking.verify import verify as verify
     from mxfp8_graph.models import load as load
     from mxfp8_graph.models import save as save
     from mxfp8_graph.onnx_export import to_onnx as to_onnx
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from mxfp8_graph.policy.recipe import load_recipe as load_recipe
     from mxfp8_graph.report.data import RewriteReport as RewriteReport
     from mxfp8_graph.rewriting import rewrite as rewrite
+    from mxfp8_graph.running.verify import verify as verify
     from mxfp8_graph.tools.analyze.run import analyze as analyze
     from mxfp8_graph.tools.compare.run import compare as compare
     from mxfp8_graph.tools.dialects.convert import convert as convert
@@ -50,7 +50,7 @@ _HOMES = {
     "RewriteReport": "report.data",
     "load": "models",
     "save": "models",
-    "verify": "checking.verify",
+    "verify": "running.verify",
     "analyze": "tools.analyze.run",
     "compare": "tools.compare.run",
     "package": "tools.hosts.write",

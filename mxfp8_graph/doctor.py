@@ -196,7 +196,7 @@ def _native_mxfp8() -> str:
 
 def _session() -> str:
     """Runs MXFP8Quantize and MXFP8Gemm, without function bodies to fall back on, and compares with the reference."""
-    from mxfp8_graph.checking.sessions import Session
+    from mxfp8_graph.running.sessions import Session
 
     _require_loadable()
     _compare("session", lambda model, x: Session(model, kernels=True, where="session").run({"x": x})["y"])

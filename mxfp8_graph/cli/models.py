@@ -154,7 +154,7 @@ def verify(
     only one of the outputs, or if an output has no finite value to compare. Exit code 3 if nothing failed, but no
     output could be judged: all are integers without --max-rel-l2, texts, sequences or maps, or have no values.
     """
-    from mxfp8_graph.checking.verify import verify as run_verify
+    from mxfp8_graph.running.verify import verify as run_verify
 
     check_reports(report, [original, rewritten], overwrite=overwrite)
     result = run_verify(
@@ -188,7 +188,7 @@ def run(
     trust_pickle: TrustPickle = False,
 ) -> None:
     """Runs a model with the native kernels, on the first sample, and times it."""
-    from mxfp8_graph.checking.runner import run_model
+    from mxfp8_graph.running.runner import run_model
 
     check_reports(report, [model], overwrite=overwrite)
     result = run_model(

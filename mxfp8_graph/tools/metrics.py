@@ -1,6 +1,6 @@
 """Metrics: one number per sample that says how far a model's outputs are from the original's.
 
-`checking/compare.py` defines what is computed; here it gets a name, a direction, and its worst output. A user's own is
+`running/compare.py` defines what is computed; here it gets a name, a direction, and its worst output. A user's own is
 `module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
 """
 
@@ -13,10 +13,10 @@ from typing import Final
 
 import numpy as np
 
-from mxfp8_graph.checking.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
-from mxfp8_graph.checking.inputs import Array
-from mxfp8_graph.checking.samples import failed, is_reference, load_function
 from mxfp8_graph.report.base import Data
+from mxfp8_graph.running.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
+from mxfp8_graph.running.inputs import Array
+from mxfp8_graph.running.samples import failed, is_reference, load_function
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Outputs = Mapping[str, Array]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-from mxfp8_graph.checking.inputs import Array, Inputs, Signature
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.running.inputs import Array, Inputs, Signature
 
 
 class Switchable(ABC):

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from mxfp8_graph.checking.inputs import Signature
-from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.running.inputs import Signature
+from mxfp8_graph.running.runner import Model, is_program
 from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_graph.tools.switched_model import SwitchedSession, write_switched
 from mxfp8_ops.errors import ContractError

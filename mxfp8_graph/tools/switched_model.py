@@ -17,8 +17,6 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.checking.inputs import Array, Inputs, Signature
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import facts_of, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel
@@ -33,6 +31,8 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.running.inputs import Array, Inputs, Signature
+from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_ops.errors import ContractError
 

@@ -14,8 +14,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mxfp8_graph.checking.inputs import PASS_OTHERS, Array, Inputs, Signature
-from mxfp8_graph.checking.programs import TorchProgram, unrunnable
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.pass_steps import replace_each, require_eligible
 from mxfp8_graph.policy.plan import Decision
@@ -23,6 +21,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.running.inputs import PASS_OTHERS, Array, Inputs, Signature
+from mxfp8_graph.running.programs import TorchProgram, unrunnable
 from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 

@@ -19,10 +19,10 @@ from google.protobuf.message import DecodeError, Message
 from onnx import TensorProto, helper, numpy_helper
 
 import mxfp8_graph
-from mxfp8_graph.checking.inputs import Signature, make_inputs
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external
 from mxfp8_graph.packed.interchange import contents
+from mxfp8_graph.running.inputs import Signature, make_inputs
 from mxfp8_ops.errors import Mxfp8Error
 
 F32 = np.float32

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import mxfp8_graph
-from mxfp8_graph.checking.runner import run_model
+from mxfp8_graph.running.runner import run_model
 from mxfp8_ops.errors import Mxfp8Error
 
 _VALUES: Final[tuple[Any, ...]] = (

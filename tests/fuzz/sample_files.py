@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_graph.checking.inputs import BFLOAT16, InputSpec, Signature
-from mxfp8_graph.checking.samples import make_samples
+from mxfp8_graph.running.inputs import BFLOAT16, InputSpec, Signature
+from mxfp8_graph.running.samples import make_samples
 from mxfp8_ops.errors import Mxfp8Error
 
 _NAMES: Final = {b"z": "samples.npz", b"y": "samples/one.npy", b"j": "samples.jsonl"}

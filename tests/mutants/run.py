@@ -35,7 +35,7 @@ AREAS = {
     "policy": (18, "mxfp8_graph/policy/*.py"),
     "ONNX pass": (22, "mxfp8_graph/onnx_pass/**/*.py"),
     "torch pass": (20, "mxfp8_graph/torch_pass/*.py"),
-    "checking": (15, "mxfp8_graph/checking/*.py"),
+    "running": (15, "mxfp8_graph/running/*.py"),
     "weights, packed": (15, "mxfp8_graph/weights.py", "mxfp8_graph/packed/*.py"),
     "numerics": (
         20,

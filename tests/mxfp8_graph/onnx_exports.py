@@ -12,7 +12,7 @@ import torch
 from oracle import Expected, expect
 
 import mxfp8_graph
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.running.sessions import Session
 from mxfp8_ops import contract, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
 

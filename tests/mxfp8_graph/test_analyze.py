@@ -22,10 +22,10 @@ from onnx import numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking import sessions
-from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.runner import open_runnable
 from mxfp8_graph.policy.plan import Decision, MatMulSite
+from mxfp8_graph.running import sessions
+from mxfp8_graph.running.compare import difference
+from mxfp8_graph.running.runner import open_runnable
 from mxfp8_graph.tools import exclusion, switched
 from mxfp8_graph.tools.analyze.analysis import Analysis, by_layer
 from mxfp8_graph.tools.analyze.input_statistics import OUTLIER, InputObserver

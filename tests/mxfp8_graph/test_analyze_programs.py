@@ -17,8 +17,8 @@ from torch_programs import export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe  # noqa: E402
-from mxfp8_graph.checking.compare import difference  # noqa: E402
-from mxfp8_graph.checking.runner import open_runnable  # noqa: E402
+from mxfp8_graph.running.compare import difference  # noqa: E402
+from mxfp8_graph.running.runner import open_runnable  # noqa: E402
 from mxfp8_graph.tools.analyze.run import analyze  # noqa: E402
 
 LAYERS, HIDDEN, BAD = 24, 64, 17

@@ -15,11 +15,11 @@ from commands import refused, run, save
 from grids import looped
 
 import mxfp8_graph
-from mxfp8_graph.checking.compare import difference, sqnr
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.running.compare import difference, sqnr
+from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.compare.comparison import Comparison, Row
 from mxfp8_graph.tools.compare.number_formats import PEERS
 from mxfp8_graph.tools.compare.run import NAMED, VARIANTS, WORDS

@@ -20,8 +20,8 @@ from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking.inputs import make_inputs
-from mxfp8_graph.checking.runner import open_runnable
+from mxfp8_graph.running.inputs import make_inputs
+from mxfp8_graph.running.runner import open_runnable
 from mxfp8_ops.errors import ContractError
 
 WEIGHT_ONLY = Recipe(name="weight only", activations="unchanged")

@@ -28,9 +28,9 @@ from test_convert import DIALECTS, LOSSES, codes_of, relative
 from test_random_graphs import LENGTHS, RECIPES, SEEDS, grown
 
 import mxfp8_graph
-from mxfp8_graph.checking.inputs import make_inputs
-from mxfp8_graph.checking.runner import open_runnable
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.running.inputs import make_inputs
+from mxfp8_graph.running.runner import open_runnable
+from mxfp8_graph.running.sessions import Session
 from mxfp8_ops.errors import ContractError
 
 SMALL = {

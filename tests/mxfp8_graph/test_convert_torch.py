@@ -15,10 +15,10 @@ from grids import looped
 from test_convert import DIALECTS, LOSSES, codes_of, relative
 
 import mxfp8_graph
-from mxfp8_graph.checking.inputs import make_inputs
-from mxfp8_graph.checking.runner import open_runnable
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.running.inputs import make_inputs
+from mxfp8_graph.running.runner import open_runnable
+from mxfp8_graph.running.sessions import Session
 from mxfp8_ops import numpy_nodes
 
 torch = pytest.importorskip("torch")

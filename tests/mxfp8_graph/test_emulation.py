@@ -15,10 +15,10 @@ from grids import looped
 from onnx import numpy_helper
 
 import mxfp8_graph
-from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.running.compare import difference
+from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.compare.emulation import Emulated, RoundedWeights, _model, lay_out
 from mxfp8_graph.tools.compare.number_formats import PEERS
 from mxfp8_ops.errors import ContractError

@@ -12,8 +12,8 @@ import pytest
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.runner import open_runnable
+from mxfp8_graph.running.compare import difference
+from mxfp8_graph.running.runner import open_runnable
 from mxfp8_graph.tools.analyze.run import analyze
 from mxfp8_graph.tools.tune.plans import KEPT
 

@@ -17,7 +17,7 @@ import pytest
 from releases import release
 
 import mxfp8_graph
-from mxfp8_graph.checking.inputs import load_inputs
+from mxfp8_graph.running.inputs import load_inputs
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 LOOKS_AT_LINKS = release("onnx") >= (1, 21)

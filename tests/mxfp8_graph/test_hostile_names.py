@@ -18,9 +18,9 @@ from commands import run
 from releases import release
 
 import mxfp8_graph
-from mxfp8_graph.checking.runner import run_model
-from mxfp8_graph.checking.verify import verify
 from mxfp8_graph.naming import printable
+from mxfp8_graph.running.runner import run_model
+from mxfp8_graph.running.verify import verify
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

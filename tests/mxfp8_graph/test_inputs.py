@@ -14,9 +14,9 @@ import onnx
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.checking.inputs import Inputs, InputSpec, Signature, check_inputs, load_inputs, make_inputs
-from mxfp8_graph.checking.samples import make_samples
 from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.running.inputs import Inputs, InputSpec, Signature, check_inputs, load_inputs, make_inputs
+from mxfp8_graph.running.samples import make_samples
 from mxfp8_ops.errors import ShapeError
 
 
@@ -500,7 +500,7 @@ def test_an_array_that_claims_more_than_its_file_has(tmp_path: Path, name: str) 
 
 
 def test_an_archive_that_unpacks_to_far_more_than_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxfp8_graph.checking.inputs.MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
+    monkeypatch.setattr("mxfp8_graph.running.inputs.MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
     path = tmp_path / "data.npz"
     np.savez_compressed(path, x=np.zeros(2**18, np.float32))
     with pytest.raises(ShapeError, match=r"bytes that unpack to 1048704; the limit is 1048576; expected "):

@@ -14,8 +14,8 @@ import pytest
 from builders import chain_model, save
 
 import mxfp8_graph
-from mxfp8_graph.checking.runner import run_model
 from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.running.runner import run_model
 from mxfp8_ops.errors import ContractError
 
 UNKNOWN = (None, 3, b"bytes", gs.Node("Neg"), onnx.NodeProto())

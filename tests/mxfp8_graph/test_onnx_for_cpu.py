@@ -16,10 +16,10 @@ from oracle import kinds, normal
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking.runner import run_model
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model import cpu_provider
+from mxfp8_graph.running.runner import run_model
+from mxfp8_graph.running.sessions import Session
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError
 
 BF16 = ml_dtypes.bfloat16

@@ -14,7 +14,7 @@ import torch
 from onnx_exports import Packed, attributes, data, exported, ours, program, run
 
 import mxfp8_graph
-from mxfp8_graph.checking.node_check import check_nodes
+from mxfp8_graph.running.node_check import check_nodes
 from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.errors import BackendError
 

@@ -11,8 +11,8 @@ import pytest
 from commands import run
 
 from mxfp8_graph import Recipe, rewrite
-from mxfp8_graph.checking.profile import NodeProfile, of_session
-from mxfp8_graph.checking.runner import run_model
+from mxfp8_graph.running.profile import NodeProfile, of_session
+from mxfp8_graph.running.runner import run_model
 from mxfp8_ops import cpu, native
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 import mxfp8_graph
-from mxfp8_graph.checking.samples import SampleOptions
 from mxfp8_graph.options import Options, RewriteOptions, Unpack
+from mxfp8_graph.running.samples import SampleOptions
 
 
 @pytest.mark.parametrize("name", mxfp8_graph.__all__)

@@ -20,7 +20,7 @@ from oracle import kinds
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.running.sessions import Session
 
 F32 = np.float32
 SHAPE = (BATCH, ROWS, HIDDEN)

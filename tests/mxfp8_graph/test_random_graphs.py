@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 import mxfp8_graph
-from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.samples import make_samples
-from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.policy.recipe import load_recipe
+from mxfp8_graph.running.compare import difference
+from mxfp8_graph.running.samples import make_samples
+from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_graph.tools.switched import open_switchable
 
 SIZES = (32, 48, 64, 70, 96)

@@ -72,7 +72,7 @@ inputs = Port("X", VALUES, ""), Port("picks", (INT64,), ""), Port("B", ELEMENTS,
 toy = Op("MXFP8Toy", inputs, (Port("Y", VALUES, ""),), {}, "", print, is_gemm=True)
 fused = Op("MXFP8FusedToy", inputs, toy.outputs, {}, "", toy.body, is_gemm=True, fuses=(toy.name, "activation"))
 contract.OPS = MappingProxyType({**contract.OPS, toy.name: toy, fused.name: fused})
-from mxfp8_graph.checking import index_ranges, profile
+from mxfp8_graph.running import index_ranges, profile
 from mxfp8_graph.onnx_pass.fuse.replacement import fused_with
 from mxfp8_graph.packed.from_onnx import _elements_at
 node = ir.node(toy.name, [None] * 4, domain=contract.DOMAIN)

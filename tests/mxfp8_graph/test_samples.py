@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mxfp8_graph.checking.inputs import InputSpec, Signature
-from mxfp8_graph.checking.samples import make_samples
+from mxfp8_graph.running.inputs import InputSpec, Signature
+from mxfp8_graph.running.samples import make_samples
 from mxfp8_ops.errors import ContractError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -178,7 +178,7 @@ def test_a_function_that_yields_no_mapping() -> None:
 
 
 def test_a_function_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxfp8_graph.checking.samples.MOST_SAMPLES", 5)
+    monkeypatch.setattr("mxfp8_graph.running.samples.MOST_SAMPLES", 5)
 
     def forever() -> Iterator[dict[str, np.ndarray]]:
         while True:

@@ -15,8 +15,8 @@ from torch_programs import Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe  # noqa: E402
-from mxfp8_graph.checking.runner import open_runnable  # noqa: E402
-from mxfp8_graph.checking.samples import make_samples  # noqa: E402
+from mxfp8_graph.running.runner import open_runnable  # noqa: E402
+from mxfp8_graph.running.samples import make_samples  # noqa: E402
 from mxfp8_graph.tools.switched import open_switchable  # noqa: E402
 
 RECIPE = Recipe(attention_scores=True, attention_values=True, output_projections=True, embeddings=True, min_dim=1)

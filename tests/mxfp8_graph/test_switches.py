@@ -12,8 +12,8 @@ from onnx import helper
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking.runner import open_runnable
-from mxfp8_graph.checking.samples import make_samples
+from mxfp8_graph.running.runner import open_runnable
+from mxfp8_graph.running.samples import make_samples
 from mxfp8_graph.tools.switched import open_switchable
 
 EVERYTHING = Recipe(

@@ -14,8 +14,8 @@ from onnx_exports import packed
 from torch.nn.functional import scaled_dot_product_attention
 
 import mxfp8_graph
-from mxfp8_graph.checking.sessions import Session
 from mxfp8_graph.onnx_export import plain_to_onnx
+from mxfp8_graph.running.sessions import Session
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

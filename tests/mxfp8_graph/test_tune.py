@@ -18,7 +18,7 @@ from onnx import numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.tune.budget import parse
 from mxfp8_graph.tools.tune.plans import KEPT, Unit, Way, after, path, size_cost

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.checking.runner import open_runnable  # noqa: E402
+from mxfp8_graph.running.runner import open_runnable  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 

@@ -14,12 +14,12 @@ from onnx import helper, numpy_helper
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.checking import node_check
-from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.node_check import NodeCheck
-from mxfp8_graph.checking.report import OutputCheck, VerifyReport
-from mxfp8_graph.checking.runner import run_model
-from mxfp8_graph.checking.verify import _drift_notes, verify
+from mxfp8_graph.running import node_check
+from mxfp8_graph.running.compare import difference
+from mxfp8_graph.running.node_check import NodeCheck
+from mxfp8_graph.running.report import OutputCheck, VerifyReport
+from mxfp8_graph.running.runner import run_model
+from mxfp8_graph.running.verify import _drift_notes, verify
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 

@@ -18,9 +18,9 @@ from test_onnx_fuse_norms import FORMS, sum_model
 from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
-from mxfp8_graph.checking import node_check
-from mxfp8_graph.checking.node_check import check_nodes
-from mxfp8_graph.checking.verify import verify
+from mxfp8_graph.running import node_check
+from mxfp8_graph.running.node_check import check_nodes
+from mxfp8_graph.running.verify import verify
 from mxfp8_ops.nodes.attention import attention_error_bound
 
 F32 = np.float32

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 from typer.testing import CliRunner  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.checking.programs import TorchProgram  # noqa: E402
-from mxfp8_graph.checking.runner import run_model  # noqa: E402
 from mxfp8_graph.cli import app  # noqa: E402
+from mxfp8_graph.running.programs import TorchProgram  # noqa: E402
+from mxfp8_graph.running.runner import run_model  # noqa: E402
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError  # noqa: E402
 
 

@@ -9,10 +9,10 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_graph.checking.compare import sqnr
-from mxfp8_graph.checking.inputs import Array
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.base import Data
+from mxfp8_graph.running.compare import sqnr
+from mxfp8_graph.running.inputs import Array
 from mxfp8_ops import cpu
 from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.numerics import value_dtype

@@ -20,14 +20,14 @@ from typing import Final
 
 import numpy as np
 
-from mxfp8_graph.checking.compare import sameness
-from mxfp8_graph.checking.inputs import Array, Inputs
-from mxfp8_graph.checking.runner import Model
-from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.running.compare import sameness
+from mxfp8_graph.running.inputs import Array, Inputs
+from mxfp8_graph.running.runner import Model
+from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.tools import exclusion
 from mxfp8_graph.tools.analyze.analysis import Analysis, Exclusion, Layer, Scores, SiteDamage, by_layer
 from mxfp8_graph.tools.analyze.input_statistics import InputObserver
@@ -67,7 +67,7 @@ def analyze(
         keep: how many of the worst sites to exclude; None: the fewest that do half of the squared error.
         allow_nonfinite: pack weights that hold NaN or Inf.
         progress: called as progress(site, bytes, all bytes) while weights are packed, then with runs for bytes.
-        **inputs: see `checking.samples.SampleOptions`.
+        **inputs: see `running.samples.SampleOptions`.
 
     Raises:
         ContractError: the model cannot be read or packed, or is rewritten already; there is no such metric.

@@ -22,9 +22,6 @@ import numpy.typing as npt
 import onnx
 from onnx import TensorProto, helper
 
-from mxfp8_graph.checking.compare import difference
-from mxfp8_graph.checking.inputs import Inputs
-from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_graph.onnx_model.graph import infer, proto_of, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
@@ -38,6 +35,9 @@ from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.onnx_pass.views import open_rows
 from mxfp8_graph.policy.plan import NothingEligibleError, plan
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.running.compare import difference
+from mxfp8_graph.running.inputs import Inputs
+from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_graph.tools.compare.fake_quantize import DOMAIN, FakeQuantize, attach, function
 from mxfp8_graph.tools.compare.number_formats import HISTORY, Peer, Quantizer
 from mxfp8_ops import contract

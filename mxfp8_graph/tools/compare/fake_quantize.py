@@ -19,7 +19,7 @@ import numpy.typing as npt
 import onnx
 from onnx import FunctionProto, TensorProto, helper
 
-from mxfp8_graph.checking.sessions import Session
+from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.compare.number_formats import Quantizer
 from mxfp8_ops.case import Case
 from mxfp8_ops.contract import MIN_OPSET, Op, Port

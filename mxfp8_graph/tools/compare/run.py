@@ -14,11 +14,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph import rewriting
-from mxfp8_graph.checking.compare import sqnr
-from mxfp8_graph.checking.inputs import Inputs, Signature, describe
-from mxfp8_graph.checking.runner import Model, is_program
-from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
-from mxfp8_graph.checking.sessions import Execution, Runnable, Session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
@@ -26,6 +21,11 @@ from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets, transformer_engine
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
+from mxfp8_graph.running.compare import sqnr
+from mxfp8_graph.running.inputs import Inputs, Signature, describe
+from mxfp8_graph.running.runner import Model, is_program
+from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
+from mxfp8_graph.running.sessions import Execution, Runnable, Session
 from mxfp8_graph.tools.compare.comparison import Comparison, Row
 from mxfp8_graph.tools.compare.emulation import Emulated, Emulator, lay_out
 from mxfp8_graph.tools.compare.number_formats import PEERS, Peer
@@ -94,7 +94,7 @@ def compare(
         metrics: `metrics.METRICS` by name, or "module:function".
         repeat: how many runs of each real model are timed, at least 1.
         progress: called as progress(recipe, samples done, samples in all).
-        **inputs: see `checking.samples.SampleOptions`.
+        **inputs: see `running.samples.SampleOptions`.
 
     Raises:
         ContractError: the model cannot be read, exported or is rewritten already; an unknown metric.

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from mxfp8_graph.checking.samples import Samples
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.running.samples import Samples
 from mxfp8_graph.tools.metrics import METRICS
 from mxfp8_graph.tools.switched import open_switchable
 from mxfp8_graph.tools.tune.folder import Measurements

@@ -24,13 +24,13 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from mxfp8_graph.checking.runner import is_program
-from mxfp8_graph.checking.samples import Samples
 from mxfp8_graph.file_reading import is_folder, open_regular
 from mxfp8_graph.files import open_locked, uninterrupted
 from mxfp8_graph.models import kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import input_files
+from mxfp8_graph.running.runner import is_program
+from mxfp8_graph.running.samples import Samples
 from mxfp8_graph.tools.metrics import Metric
 from mxfp8_ops.errors import ContractError, Option
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from mxfp8_graph.checking.inputs import Signature
-from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.samples import SampleOptions, make_samples
-from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.files import scratch
 from mxfp8_graph.options import Progress, Unpack, check_options, documented
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.running.inputs import Signature
+from mxfp8_graph.running.runner import Model, is_program, open_runnable
+from mxfp8_graph.running.samples import SampleOptions, make_samples
+from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.tools.tune.budget import parse
 from mxfp8_graph.tools.tune.folder import Place
 from mxfp8_graph.tools.tune.result import Tuning
@@ -61,7 +61,7 @@ def tune(
         recipe: which matmuls may be packed, and in which weight format; its activations and scale roundings are tuned.
         output: the folder to write: the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned beside
             a path; nothing is written for a model in memory.
-        **options: see `TuneOptions` and `checking.samples.SampleOptions`.
+        **options: see `TuneOptions` and `running.samples.SampleOptions`.
 
     Raises:
         BudgetNotMetError: no plan keeps the budget; nothing is written.

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from mxfp8_graph import rewriting
-from mxfp8_graph.checking.inputs import Inputs
-from mxfp8_graph.checking.samples import Samples
-from mxfp8_graph.checking.sessions import Execution, Runnable, Session
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.running.inputs import Inputs
+from mxfp8_graph.running.samples import Samples
+from mxfp8_graph.running.sessions import Execution, Runnable, Session
 from mxfp8_graph.tools.metrics import Metric, Score, check_measurable
 from mxfp8_graph.tools.tune.folder import Measurements
 
@@ -124,7 +124,7 @@ class Trials:
 
     def _runnable(self, model: Any, *, takes_turns: bool = False) -> Runnable:
         if self._is_program:
-            from mxfp8_graph.checking.programs import TorchProgram
+            from mxfp8_graph.running.programs import TorchProgram
 
             return TorchProgram(model)
         return Session(model, kernels=True, where=self.name, execution=Execution(takes_turns=takes_turns), float32=True)

@@ -9,14 +9,14 @@ from typing import Any, BinaryIO
 
 from mxfp8_graph import rewriting
 from mxfp8_graph._version import __version__
-from mxfp8_graph.checking.inputs import Signature
-from mxfp8_graph.checking.runner import Model, is_program
-from mxfp8_graph.checking.samples import Samples
-from mxfp8_graph.checking.sessions import Runnable
 from mxfp8_graph.files import write_text
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
+from mxfp8_graph.running.inputs import Signature
+from mxfp8_graph.running.runner import Model, is_program
+from mxfp8_graph.running.samples import Samples
+from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.tools.tune.budget import Budget, all_met, metrics_of
 from mxfp8_graph.tools.tune.damages import Damages, latency_cost, shapes_of, units_of
 from mxfp8_graph.tools.tune.folder import Measurements, Place, metric_digest, model_digest, samples_digest

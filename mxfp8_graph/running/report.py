@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from mxfp8_graph.checking.compare import Difference
-from mxfp8_graph.checking.node_check import NodeCheck
 from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Columns, Section, filled, number, shape_text
+from mxfp8_graph.running.compare import Difference
+from mxfp8_graph.running.node_check import NodeCheck
 
 PLAUSIBLE: Final = 0.5
 """Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right

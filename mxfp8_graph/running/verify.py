@@ -15,17 +15,17 @@ from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.checking.compare import difference, sameness
-from mxfp8_graph.checking.inputs import Array, InputSpec, Signature, input_specs
-from mxfp8_graph.checking.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
-from mxfp8_graph.checking.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
-from mxfp8_graph.checking.runner import Model, is_program, open_runnable
-from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
-from mxfp8_graph.checking.sessions import Runnable, Session
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.options import Unpack, check_options
+from mxfp8_graph.running.compare import difference, sameness
+from mxfp8_graph.running.inputs import Array, InputSpec, Signature, input_specs
+from mxfp8_graph.running.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
+from mxfp8_graph.running.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
+from mxfp8_graph.running.runner import Model, is_program, open_runnable
+from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
+from mxfp8_graph.running.sessions import Runnable, Session
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, ShapeError
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
-from mxfp8_graph.checking.profile import NodeProfile, gemms_of, isas_of
-from mxfp8_graph.checking.sessions import Runnable, Timing
+from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
+from mxfp8_graph.running.profile import NodeProfile, gemms_of, isas_of
+from mxfp8_graph.running.sessions import Runnable, Timing
 from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops import contract, cpu, formats
 from mxfp8_ops.checks import dtype_name

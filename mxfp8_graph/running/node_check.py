@@ -31,14 +31,14 @@ import onnx
 import onnx_ir as ir
 from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
 
-from mxfp8_graph.checking.inputs import Array
-from mxfp8_graph.checking.profile import by_node, gemms_of, isas_of
-from mxfp8_graph.checking.sessions import Execution, Session
 from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model import tensor_data
 from mxfp8_graph.onnx_model.graph import graphs_of
 from mxfp8_graph.onnx_model.walk import iter_nodes
 from mxfp8_graph.report.base import Data
+from mxfp8_graph.running.inputs import Array
+from mxfp8_graph.running.profile import by_node, gemms_of, isas_of
+from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
 from mxfp8_ops.contract import ATTENTION, Op
 from mxfp8_ops.nodes import attention

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mxfp8_graph.checking.inputs import Signature, describe
-from mxfp8_graph.checking.profile import NodeProfile
-from mxfp8_graph.checking.samples import SampleOptions, make_samples
-from mxfp8_graph.checking.sessions import Runnable, Session, Timing
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.section import Columns, Section, number, shape_text
+from mxfp8_graph.running.inputs import Signature, describe
+from mxfp8_graph.running.profile import NodeProfile
+from mxfp8_graph.running.samples import SampleOptions, make_samples
+from mxfp8_graph.running.sessions import Runnable, Session, Timing
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -103,7 +103,7 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
     """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`."""
     if is_program(model):
         # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
-        from mxfp8_graph.checking.programs import TorchProgram
+        from mxfp8_graph.running.programs import TorchProgram
 
         program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program

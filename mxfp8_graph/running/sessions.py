@@ -23,13 +23,13 @@ import onnxruntime
 from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
-from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
-from mxfp8_graph.checking.profile import NodeProfile, of_session
 from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
 from mxfp8_graph.onnx_model.graph import declared, infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.onnx_model.write import open_target, wants_external
+from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
+from mxfp8_graph.running.profile import NodeProfile, of_session
 from mxfp8_ops import cpu, formats, ort
 from mxfp8_ops.errors import BackendError
 

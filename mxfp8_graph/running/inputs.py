@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.checking.index_ranges import index_ranges
 from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import FOREIGN, Dim, declared
 from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.running.index_ranges import index_ranges
 from mxfp8_ops.errors import Option, ShapeError
 
 Array = npt.NDArray[Any]

@@ -24,7 +24,9 @@ from typing import Annotated, Any, Final, TypedDict
 
 import numpy as np
 
-from mxfp8_graph.checking.inputs import (
+from mxfp8_graph.file_reading import is_folder, open_regular
+from mxfp8_graph.options import TrustPickle, documented
+from mxfp8_graph.running.inputs import (
     Array,
     Inputs,
     InputSpec,
@@ -36,8 +38,6 @@ from mxfp8_graph.checking.inputs import (
     load_inputs,
     make_inputs,
 )
-from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_graph.options import TrustPickle, documented
 from mxfp8_ops.errors import BackendError, ContractError, Option, ShapeError
 
 SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
@@ -50,7 +50,7 @@ class SampleOptions(TypedDict, total=False):
 
     inputs: Annotated[
         SampleSource,
-        'a file, a folder, "module:function", arrays by input name, or an iterable of these: see `checking.samples`. '
+        'a file, a folder, "module:function", arrays by input name, or an iterable of these: see `running.samples`. '
         "None synthesises them, and results say so.",
     ]
     shapes: Annotated[
