@@ -19,9 +19,9 @@ from typing import Final
 import onnx_ir as ir
 
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.onnx_model.graph import label, proto_of, subgraphs_of
+from mxfp8_graph.onnx_pass.graph import label, proto_of, subgraphs_of
 from mxfp8_graph.onnx_model.tensor_data import bit_width
-from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_pass.graph import STANDARD
 from mxfp8_graph.onnx_pass.find import OnnxSite, paths_of
 from mxfp8_graph.onnx_pass.ops import OP_KINDS, op_of
 from mxfp8_graph.onnx_pass.views import repeat

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, shape_of
+from mxfp8_graph.onnx_pass.graph import attribute, shape_of
 from mxfp8_graph.onnx_pass.forms import Form, Layout, Resolve, Step
 from mxfp8_graph.onnx_pass.views import Static
 

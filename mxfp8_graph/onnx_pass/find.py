@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model.graph import (
+from mxfp8_graph.onnx_pass.graph import (
     attribute,
     dtype_of,
     graphs_of,
@@ -32,7 +32,7 @@ from mxfp8_graph.onnx_model.graph import (
     shape_of,
     subgraphs_of,
 )
-from mxfp8_graph.onnx_model.walk import MICROSOFT, NAME_SCOPES, module_of
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, NAME_SCOPES, module_of
 from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
 from mxfp8_graph.onnx_pass.operands import Operand, Operands, source_of
 from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, form_of

@@ -16,19 +16,19 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import (
-    LargeTensor,
+from mxfp8_graph.onnx_pass.graph import (
+    INLINE_BYTES,
     attribute,
     dtype_of,
     graphs_of,
+    is_large,
     is_op,
     is_overridable,
     shape_of,
     stored,
     subgraphs_of,
 )
-from mxfp8_graph.onnx_model.open import INLINE_BYTES
-from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_pass.graph import STANDARD
 from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Layout, optional
 from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, op_of
 from mxfp8_graph.onnx_pass.views import BEHIND_REPEAT, Static, apply, cast, permutation
@@ -137,7 +137,7 @@ class Operands:
         self._nested -= 1
         if static is None or static.lead or len(static.shape) != 1 or static.dtype not in _INTEGERS:
             return None
-        if static.byte_size > INLINE_BYTES or isinstance(static.tensor, LargeTensor):
+        if static.byte_size > INLINE_BYTES or is_large(static.tensor):
             return None
         return [int(number) for number in apply(static.steps, static.tensor.numpy())]
 

@@ -13,8 +13,8 @@ from typing import Final, Literal
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.check_nodes import schema_of
-from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
+from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import einsum, forms, views
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
 from mxfp8_graph.onnx_pass.views import View

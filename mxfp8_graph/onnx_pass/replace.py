@@ -15,35 +15,23 @@ Whatever is not named by a decision stays as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import (
-    LargeTensor,
-    dtype_of,
-    fresh_names,
-    proto_of,
-    remove,
-    remove_unused,
-    settings_of,
-)
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.write import Target
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import Step
+from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names, remove, remove_unused, settings_of
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
-from mxfp8_graph.onnx_pass.views import Static, apply, layout_of, open_rows
-from mxfp8_graph.options import StoredWeight
-from mxfp8_graph.pass_steps import PackedNames, replaced
+from mxfp8_graph.onnx_pass.views import Static, apply, layout_of
+from mxfp8_graph.onnx_pass.weights import How, PackedWeight
 from mxfp8_graph.policy.eligibility import k_last
+from mxfp8_graph.options import Progress, StoredWeight
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.weights import Packed, Rows, pack, packed_bytes, take
 from mxfp8_ops import contract, formats
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
@@ -56,21 +44,26 @@ _GEMMS: Final = {
 """The node for a product by whether it is weight-only, and whether its weights are picked from a stack."""
 
 
-def bytes_after(opened: OpenedModel, sites: Sequence[OnnxSite], decisions: Sequence[Decision]) -> int:
-    """Returns how many bytes the result takes, without its new nodes and weights that something else uses too."""
-    packed: dict[tuple[object, ...], int] = {}
-    replaced: dict[ir.Value, int] = {}
-    kept: set[ir.Value] = set()
-    for site, decision in zip(sites, decisions, strict=True):
-        if (static := site.w.static) is None:
-            continue
-        if decision.quantize:
-            packed[_key(site, static, decision)] = packed_bytes(static.shape, transposed=site.w.transposed)
-            replaced[static.value] = static.stored_bytes
-        else:
-            kept.add(static.value)
-    gone = sum(size for value, size in replaced.items() if value not in kept)
-    return opened.byte_size - gone + sum(packed.values())
+@dataclass(frozen=True)
+class Replaced:
+    """What stands in the place of a site."""
+
+    decision: Decision
+    nodes: tuple[str, ...]
+    weight: PackedWeight | None
+
+    def report(self) -> SiteReport:
+        """Returns the report of the site. Its weight has no error before it was packed, when the model is saved."""
+        if self.weight is None:
+            return SiteReport(decision=self.decision, nodes=self.nodes)
+        return SiteReport(
+            decision=self.decision,
+            nodes=self.nodes,
+            packed=self.weight.elements.name,
+            bytes_before=self.decision.site.weight_bytes,
+            bytes_after=self.weight.byte_size,
+            relative_l2=self.weight.relative_l2,
+        )
 
 
 class Editor:
@@ -78,35 +71,29 @@ class Editor:
 
     def __init__(
         self,
-        opened: OpenedModel,
         model: ir.Model,
-        target: Target,
         *,
         allow_nonfinite: bool,
-        sizes_only: bool = False,
         given: Mapping[str, StoredWeight] | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Makes an editor.
 
         Args:
-            opened: the model.
-            model: its graph; edited in place.
-            target: where tensors go.
+            model: its graph is edited in place.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
-            sizes_only: pack nothing: new weights get names, dims and dtypes, as a dry run needs them.
             given: weights that are packed already, by the name of the site.
+            progress: called after each weight is packed, which is when the model is saved.
         """
         self._given = given or {}
-        self.made_from: dict[str, tuple[ir.Graph, str]] = {}
-        """Tensors that were added, by name, and what each was made of: its graph and its name there."""
-        self._sizes_only = sizes_only
-        self._opened = opened
+        self._progress = progress
+        self._bytes_done = 0
+        self._bytes_in_all = 0
         self._model = model
-        self._target = target
         self._allow_nonfinite = allow_nonfinite
         self.fresh: Final = fresh_names(model)
         """Returns a name like the one it takes, which no value or node of the model has yet."""
-        self._packed: dict[tuple[object, ...], tuple[PackedNames, list[ir.Value]]] = {}
+        self._packed: dict[tuple[object, ...], tuple[PackedWeight, list[ir.Value]]] = {}
         self._biases: dict[tuple[object, ...], ir.Value] = {}
         self._shared: Shared = {}
         self._results: dict[ir.Value, ir.Value] = {}
@@ -114,15 +101,15 @@ class Editor:
         self._suspects: list[ir.Value] = []
         """What the replaced nodes read, and nothing may use any more."""
 
-    def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, replaces its node, and returns the report of the site; errors as `pack`."""
+    def apply(self, site: OnnxSite, decision: Decision) -> Replaced:
+        """Replaces the site's node by ones with a weight that is packed when the model is saved."""
         build = Builder(site, self._shared, self._results, self.fresh)
         inputs = [build.ids() if site.form.picks_rows else build.k_last(site.x)]
         if decision.activation_format is not None and not site.form.picks_rows:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
-        packed = None
+        weight = None
         if (static := site.w.static) is not None:
-            packed, tensors = self._pack(site, static, decision)
+            weight, tensors = self._pack(site, static, decision)
             inputs += tensors
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
@@ -131,9 +118,9 @@ class Editor:
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
         result = self._product(site, decision, inputs, build)
-        names = [str(node.name) for node in build.new]
+        names = tuple(str(node.name) for node in build.new)
         self._replace(site, result, build.new)
-        return replaced(decision, names, packed)
+        return Replaced(decision, names, weight)
 
     def finish(self) -> None:
         """Removes what nothing uses any more."""
@@ -185,43 +172,32 @@ class Editor:
         gemm.doc_string = site.node.doc_string
         return build.epilogue(outputs, steps)
 
-    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedNames, list[ir.Value]]:
-        """Returns the site's packed weight, elements and scales; packs each weight once."""
+    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedWeight, list[ir.Value]]:
+        """Returns the site's packed weight, elements and scales; one for all sites that can share it."""
         given = self._given.get(site.matmul.name)
         key = (*_key(site, static, decision), given and given.name)
         if key not in self._packed:
-            result = self._result(site, static, decision, given)
-            names = self.fresh(f"{static.name}_mxfp8"), self.fresh(f"{static.name}_mxfp8_scales")
-            dtypes = formats.element_format(decision.weight_format).onnx_dtype, contract.UINT8
-            values = []
-            for name, dtype, data in zip(names, dtypes, (result.elements, result.scales), strict=True):
-                # The tensor has no data if that goes into the file later: the array is then in memory once.
-                tensor = LargeTensor.new(self._opened, name, dtype, data.shape)
-                if not self._sizes_only:
-                    self._target.store(tensor.raw, data)
-                values.append(self._initializer(static, name, tensor))
-            packed = PackedNames(*names, result.byte_size, None if given else result.relative_l2)
-            self._packed[key] = packed, values
-        return self._packed[key]
-
-    def _result(self, site: OnnxSite, static: Static, decision: Decision, given: StoredWeight | None) -> Packed:
-        if given is not None and not self._sizes_only:
-            return take(given, allow_nonfinite=self._allow_nonfinite)
-        with self._rows(static) as (rows, flipped):
-            return pack(
-                replace(rows, name=static.name),
-                transposed=site.w.transposed != flipped,
+            how = How(
+                transposed=site.w.transposed,
                 factor=site.form.alpha,  # before rounding: alpha need not be a power of two
                 element_format=decision.weight_format,
                 scale_rounding=decision.scale_rounding,
                 allow_nonfinite=self._allow_nonfinite,
             )
+            size = site.matmul.weight_bytes
+            self._bytes_in_all += size
+            weight = PackedWeight(static, how, given, lambda: self._tell(site.matmul.name, size))
+            # Elements first, and `save` writes them first: a weight whose scales are read first is packed twice.
+            for tensor, wanted in ((weight.elements, "mxfp8"), (weight.scales, "mxfp8_scales")):
+                tensor.name = self.fresh(f"{static.name}_{wanted}")
+            values = [self._initializer(static, tensor) for tensor in (weight.elements, weight.scales)]
+            self._packed[key] = weight, values
+        return self._packed[key]
 
-    def _rows(self, static: Static) -> AbstractContextManager[tuple[Rows, bool]]:
-        """Returns what `open_rows` yields for a weight."""
-        if self._sizes_only:
-            return nullcontext((Rows(shape=static.shape), False))
-        return open_rows(proto_of(static.tensor), static.steps, self._opened.folder, self._opened.name)
+    def _tell(self, site: str, size: int) -> None:
+        self._bytes_done += size
+        if self._progress is not None:
+            self._progress(site, self._bytes_done, self._bytes_in_all)
 
     def _bias(self, site: OnnxSite, static: Static) -> ir.Value:
         """Returns a float32 [N] initializer that holds beta * bias."""
@@ -234,16 +210,15 @@ class Editor:
             if not plain or beta != 1.0 or any(step == "Cast" for step, _ in static.steps):
                 numbers = apply(static.steps, tensor.numpy()).astype(np.float32).reshape(-1) * np.float32(beta)
                 name = self.fresh(f"{static.name}_f32")
-                value = self._initializer(static, name, ir.tensor(np.broadcast_to(numbers, (n,)).copy()))
+                value = self._initializer(static, ir.tensor(np.broadcast_to(numbers, (n,)).copy(), name=name))
             self._biases[key] = value
         return self._biases[key]
 
-    def _initializer(self, static: Static, name: str, tensor: ir.TensorProtocol) -> ir.Value:
+    def _initializer(self, static: Static, tensor: ir.TensorProtocol) -> ir.Value:
         """Returns a new initializer of the graph that holds `static`, which it is made of."""
-        value, graph = ir.Value(name=name, const_value=tensor), static.value.graph
+        value, graph = ir.Value(name=tensor.name, const_value=tensor), static.value.graph
         assert graph is not None  # until `finish` removes the value
         graph.register_initializer(value)
-        self.made_from[name] = graph, static.name
         return value
 
 
@@ -389,5 +364,5 @@ def _scalar(number: float, dtype: int) -> ir.TensorProtocol:
 
 def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ...]:
     """Returns what sites that can share one packed weight have in common."""
-    layout = layout_of(proto_of(static.tensor), static.steps, site.w.transposed)
+    layout = layout_of(static.tensor, static.steps, site.w.transposed)
     return (static.value, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)

@@ -24,7 +24,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import cpu_provider, dialect_ops, record
 from mxfp8_graph.onnx_model.check import check_result
-from mxfp8_graph.onnx_model.graph import facts_of, infer, to_ir, to_proto
+from mxfp8_graph.onnx_pass.graph import facts_of, infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import switch_off_dropout, take_attention_apart, upgrade
 from mxfp8_graph.onnx_model.walk import node_label

@@ -8,28 +8,28 @@ values in their stored order, rows are read straight from the file; otherwise th
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.file_reading import ModelFolder
-from mxfp8_graph.onnx_model.check import DTYPES, MOST_DIMS
-from mxfp8_graph.onnx_model.graph import attribute, proto_of, shape_of
-from mxfp8_graph.onnx_model.tensor_data import Array, byte_length, fetching, read
+from mxfp8_graph.onnx_pass.graph import attribute, shape_of
 from mxfp8_graph.policy.eligibility import k_last
-from mxfp8_graph.weights import Rows
 from mxfp8_ops.contract import VALUE_NAMES
 
+Array = npt.NDArray[Any]
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
 """("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
 
-_NUMBERS: Final = DTYPES - {onnx.TensorProto.STRING}
+_NUMBERS: Final = {*onnx.TensorProto.DataType.values()} - {onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING}
+
+_MOST_DIMS: Final = 32
+"""NumPy before 2.0 has no arrays of more dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Static:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the stored data."""
-        return byte_length(proto_of(self.tensor))
+        return int(self.tensor.nbytes)
 
     @property
     def byte_size(self) -> int:
@@ -213,7 +213,7 @@ def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
 
     An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
     """
-    if len(shape) > MOST_DIMS or not 0 < math.prod(shape) == math.prod(before.shape):
+    if len(shape) > _MOST_DIMS or not 0 < math.prod(shape) == math.prod(before.shape):
         return None
     return before.then("Reshape", shape, shape=shape)
 
@@ -223,45 +223,16 @@ def _cut(before: Static, axis: int, start: int, stop: int) -> Static:
     return before.then("Slice", (axis, start, stop), shape=shape)
 
 
-@contextlib.contextmanager
-def open_rows(
-    tensor: onnx.TensorProto, steps: Steps, folder: ModelFolder | None, model: str
-) -> Iterator[tuple[Rows, bool]]:
-    """Yields (the values of `tensor` after `steps` as rows, whether those are the columns of the result)."""
-    straight = _straighten(tuple(tensor.dims), steps)
-    if straight is None:
-        data = np.ascontiguousarray(apply(steps, read(tensor, folder, model)))
-
-        def seen(at: tuple[int, ...], start: int, stop: int) -> Array:
-            return np.asarray(data[at][start:stop])
-
-        yield Rows(shape=data.shape, read=seen, index=list), False
-        return
-    shape, flipped, casts = straight
-    height, width = shape[-2:]
-    with fetching(tensor, folder, model) as fetch:
-
-        def stored(at: tuple[int, ...], start: int, stop: int) -> Array:
-            matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
-            values = fetch((matrix * height + start) * width, (stop - start) * width)
-            return _cast(values, casts).reshape(stop - start, width)
-
-        def index(at: tuple[int, ...]) -> list[int]:
-            return [int(i) for i in np.unravel_index(np.ravel_multi_index(at, shape), tuple(tensor.dims))]
-
-        yield Rows(shape=shape, read=stored, index=index), flipped
-
-
-def layout_of(tensor: onnx.TensorProto, steps: Steps, transposed: bool) -> tuple[object, ...]:
+def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tuple[object, ...]:
     """Returns what tells apart the ways to see `tensor`: equal where `steps` and `transposed` come to the same values.
 
     A table that an embedding reads as it is and an output projection reads through a Transpose is one weight.
     """
-    straight = _straighten(tuple(tensor.dims), steps)
+    straight = straighten(tuple(tensor.shape.numpy()), steps)
     if straight is None:
         return (steps, transposed)
     shape, flipped, casts = straight
-    if _is_exact(tensor.data_type, casts):
+    if _is_exact(int(tensor.dtype), casts):
         casts = ()
     return (shape, flipped != transposed, casts)
 
@@ -272,7 +243,7 @@ def apply(steps: Steps, data: Array) -> Array:
         if step == "Transpose":
             data = data.transpose(argument)
         elif step == "Cast":
-            data = _cast(data, argument)
+            data = cast_to(data, argument)
         elif step == "Slice":
             axis, start, stop = argument
             data = data[(slice(None),) * axis + (slice(start, stop),)]
@@ -281,7 +252,7 @@ def apply(steps: Steps, data: Array) -> Array:
     return data
 
 
-def _cast(data: Array, dtypes: Sequence[int]) -> Array:
+def cast_to(data: Array, dtypes: Sequence[int]) -> Array:
     with np.errstate(over="ignore"):
         for dtype in dtypes:
             data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
@@ -293,7 +264,7 @@ def _is_exact(dtype: int, casts: Sequence[int]) -> bool:
     return all(cast in {dtype, onnx.TensorProto.FLOAT} for cast in casts) and dtype in VALUE_NAMES
 
 
-def _straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
+def straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
     """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, or None.
 
     The result of the steps is the stored values in `shape` and cast, with the last two axes swapped if `flipped`.

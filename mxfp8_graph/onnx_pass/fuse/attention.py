@@ -17,7 +17,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import Dim, constant, is_op, only_used_by, with_inner
+from mxfp8_graph.onnx_pass.graph import Dim, constant, is_op, only_used_by, with_inner
 from mxfp8_graph.onnx_pass.fuse import attention_scores
 from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, Source, same, shape_of_rank, transposed
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention, Mask

@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, constant, is_op, made_by, scalar
-from mxfp8_graph.onnx_model.walk import MICROSOFT
+from mxfp8_graph.onnx_pass.graph import attribute, constant, is_op, made_by, scalar
+from mxfp8_graph.onnx_pass.graph import MICROSOFT
 from mxfp8_graph.onnx_pass.fuse.attention_heads import (
     Heads,
     Source,

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import Dim, attribute, dtype_of, is_op, made_by, settings_of, shape_of, stored
+from mxfp8_graph.onnx_pass.graph import Dim, attribute, dtype_of, is_op, made_by, settings_of, shape_of, stored
 from mxfp8_ops import contract
 
 HEIR_OF: Final = "heir of"

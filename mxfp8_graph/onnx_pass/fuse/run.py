@@ -7,7 +7,7 @@ from functools import partial
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import fresh_names, graphs_of, label, remove, remove_unused
+from mxfp8_graph.onnx_pass.graph import fresh_names, graphs_of, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from mxfp8_graph.onnx_model.dialects import OPS, TRT
-from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD, iter_graphs, stored_in
+from mxfp8_graph.onnx_pass.dialects import OPS, TRT
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, iter_graphs, stored_in
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE

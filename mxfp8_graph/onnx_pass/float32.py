@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import (
+from mxfp8_graph.onnx_pass.graph import (
     EDITED,
     INFERRED,
     LargeTensor,

@@ -1,0 +1,204 @@
+"""What is refused of a model when it is loaded, and what onnx.checker says against it.
+
+Header, names, sizes of tensors, local functions and nodes of ours are checked here: later stations rely on them. The
+complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It is the error if a later station fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections import Counter
+from collections.abc import Iterator, Set
+from graphlib import CycleError, TopologicalSorter
+from typing import Final
+
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.protos import copy_fields, iter_graphs, lent
+from mxfp8_ops import contract, formats
+from mxfp8_ops.errors import ContractError, Mxfp8Error
+
+_AGAIN: Final = "export the model again"
+_KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
+_EMPTY: Final = onnx.TensorProto(name="tensor", data_type=onnx.TensorProto.FLOAT, dims=[0], raw_data=b"")
+
+
+def header(proto: onnx.ModelProto, name: str) -> None:
+    """Raises ContractError if the model has no graph or output, or a version that onnx does not know."""
+    if not proto.ir_version or not proto.HasField("graph"):
+        what = "not an ONNX model (no IR version or no graph)"
+        raise ContractError(name, what, expected="an ONNX model", advice=_AGAIN)
+    if not proto.graph.output:
+        raise ContractError(name, "the graph has no outputs", expected="at least one", advice=_AGAIN)
+    newest = onnx.defs.onnx_opset_version()
+    versions = {entry.version for entry in proto.opset_import if entry.domain in STANDARD}
+    for what, version, most in (("IR version", proto.ir_version, int(onnx.IR_VERSION)), *(("opset", v, newest) for v in versions)):
+        if not 1 <= version <= most:
+            expected = f"1 to {most}, which onnx {onnx.__version__} knows"
+            raise ContractError(name, f"{what} {version}", expected=expected, advice="upgrade onnx")
+
+
+def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
+    """Yields the graph and every subgraph, in the order of `graphs_of`, once its names are checked.
+
+    Raises:
+        ContractError: a value is defined twice or not at all, or an initializer has the name of an outer value, which
+            ONNX Runtime and onnx's passes tell apart in different ways.
+    """
+    for function in proto.functions:
+        _defined(function.node, {*function.input}, function.output, f"{name}: function {function.name!r}")
+    yield from _checked(proto.graph, frozenset(), name, "")
+
+
+def _checked(graph: onnx.GraphProto, outer: Set[str], name: str, path: str) -> Iterator[onnx.GraphProto]:
+    where = f"{name}: {path}" if path else name
+    stored = [tensor.name for tensor in graph.initializer] + [each.values.name for each in graph.sparse_initializer]
+    twice, times = next(iter(Counter(stored).most_common(1)), ("", 0))
+    if times > 1 or "" in stored:
+        what = f"an initializer called {twice!r} is defined twice" if times > 1 else "an initializer has no name"
+        raise ContractError(where, what, expected="each name once", advice=_AGAIN)
+    if hidden := next((each for each in stored if each in outer), None):
+        what = f"the initializer {hidden!r} has the name of a value of a graph around it"
+        raise ContractError(where, what, expected="another name", advice=f"rename it, or {_AGAIN}")
+    own = {value.name for value in graph.input} | {*stored}
+    visible = _defined(graph.node, own, [value.name for value in graph.output], where, outer)
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute or ():  # most have none, and large models many nodes
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                below = f"{path}/{_called(node)}/{attribute.name}".lstrip("/")
+                yield from _checked(inner, visible, name, below)
+
+
+def _defined(nodes, own: Set[str], results, where: str, outer: Set[str] = frozenset()) -> set[str]:
+    """Returns the names that nodes inside these may read; ContractError if one is defined twice, or not at all."""
+    outputs = Counter(output for node in nodes for output in node.output if output)
+    twice = next((each for each, times in outputs.items() if times > 1 or each in own), None)
+    visible = {*outer, *own, *outputs}
+    for node in nodes:
+        missing = next((each for each in node.input if each and each not in visible), None)
+        if missing is not None or (twice is not None and twice in node.output):
+            what = f"input {missing!r} is not defined" if missing is not None else f"output {twice!r} is defined twice"
+            expected = "an input, an initializer or an output of a node" if missing is not None else "each name once"
+            raise ContractError(f"{where}: node {_called(node)!r} ({node.op_type})", what, expected=expected, advice=_AGAIN)
+    if (missing := next((each for each in results if each not in visible - outer), None)) is not None:
+        what = f"output {missing!r} is not defined"
+        raise ContractError(where, what, expected="an input, an initializer or an output of a node", advice=_AGAIN)
+    return visible
+
+
+def _called(node: onnx.NodeProto) -> str:
+    return str(node.name or next(iter(node.output), "") or node.op_type)
+
+
+def contents(model: ir.Model, proto: onnx.ModelProto) -> None:
+    """Raises ContractError if a tensor has not the values that it says, a function calls itself, or a node of ours is
+    not one of the contract."""
+    for graph in iter_graphs(proto.graph):
+        for tensor in graph.initializer:
+            _check_tensor(tensor, name_of(model))
+    calls = {
+        key: [node.op_identifier() for node in function.all_nodes() if node.op_identifier() in model.functions]
+        for key, function in model.functions.items()
+    }
+    try:
+        TopologicalSorter(calls).prepare()
+    except CycleError as error:
+        path = " -> ".join(name for _, name, _ in reversed(error.args[1]))
+        what = f"local functions call themselves: {path}"
+        raise ContractError(name_of(model), what, expected="no recursion", advice=_AGAIN) from None
+    for node in nodes_of(model):
+        if node.domain == contract.DOMAIN:
+            _check_ours(node, name_of(model))
+
+
+def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
+    where, known = f"{model}: tensor {tensor.name!r}", tensor.data_type in onnx.TensorProto.DataType.values()
+    if not known or not tensor.data_type or min(tensor.dims, default=0) < 0:
+        what = f"dims {list(tensor.dims)}" if known and tensor.data_type else f"unknown dtype {tensor.data_type}"
+        raise ContractError(where, what, expected="a dtype of onnx, and dims from 0 on", advice=_AGAIN)
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        return
+    dtype, size = ir.DataType(tensor.data_type), 1
+    for dim in tensor.dims:
+        size *= dim
+    if dtype == ir.DataType.STRING:
+        stored, expected, unit = len(tensor.string_data), size, "strings"
+    elif tensor.HasField("raw_data"):
+        stored, expected, unit = len(tensor.raw_data), -(-size * dtype.bitwidth // 8), "bytes"
+    else:
+        field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
+        stored, unit = len(getattr(tensor, field)), f"entries of {field}"
+        pairs = 2 if dtype.name.startswith("COMPLEX") else 1
+        expected = pairs * size if dtype.bitwidth >= 8 else -(-size * dtype.bitwidth // 8)
+    if stored != expected:
+        text = f"{expected} for {dtype.name.lower()} {list(tensor.dims)}"
+        raise ContractError(where, f"has {stored} {unit}", expected=text, advice=_AGAIN)
+
+
+def _check_ours(node: ir.Node, model: str) -> None:
+    where = f"{model}: node {label(node)!r} ({node.op_type})"
+    if (op := contract.OPS.get(node.op_type)) is None:
+        expected = f"one of {', '.join(contract.OPS)}"
+        raise ContractError(where, f"no node of domain {node.domain!r}", expected=expected, advice=_AGAIN)
+    least = sum(not port.optional for port in op.inputs)
+    if not least <= len(node.inputs) <= len(op.inputs) or None in node.inputs[:least]:
+        given = sum(value is not None for value in node.inputs)
+        raise ContractError(where, f"{given} inputs", expected=f"{least} to {len(op.inputs)}", advice=_AGAIN)
+    if len(node.outputs) != len(op.outputs):
+        raise ContractError(where, f"{len(node.outputs)} outputs", expected=f"{len(op.outputs)}", advice=_AGAIN)
+    for name, attribute in node.attributes.items():
+        if name not in op.attributes or attribute.type != _KINDS[type(op.attributes[name])]:
+            what = f"attribute {name!r} of kind {attribute.type.name}"
+            raise ContractError(where, what, expected=f"one of {', '.join(op.attributes)}", advice=_AGAIN)
+        if name == "block_size" and attribute.value != formats.BLOCK_SIZE:
+            expected = f"{formats.BLOCK_SIZE}, the only one that runs"
+            raise ContractError(where, f"block_size {attribute.value}", expected=expected, advice=_AGAIN)
+
+
+def complaint(model: ir.Model) -> str:
+    """Returns what onnx.checker says against a model; "" if it says nothing.
+
+    It sees the model without the values of tensors: it refuses protos whose data is in files.
+    """
+    bare = onnx.ModelProto()
+    with lent(model) as proto:
+        copy_fields(bare, proto, skip={"graph"})
+        copy_fields(bare.graph, proto.graph, skip={"initializer"})
+        given = {value.name for value in proto.graph.input}
+        for tensor in proto.graph.initializer:
+            if tensor.name not in given:
+                info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
+                bare.graph.input.append(info)
+    for graph in iter_graphs(bare.graph):
+        for tensor in graph.initializer:
+            name = tensor.name
+            tensor.CopyFrom(_EMPTY)
+            tensor.name = name
+    try:
+        onnx.checker.check_model(bare.SerializeToString())
+    except Exception as error:  # whatever C++ raises
+        said, _, context = " ".join(str(error).split()).partition(" ==> Context: ")
+        node = re.match(r"Bad node spec for node\. Name: (.*?) OpType: (\S+)", context)
+        return f"node {node[1]!r} ({node[2]}): {said.rstrip('.')}" if node else said.rstrip(".") or type(error).__name__
+    return ""
+
+
+@contextlib.contextmanager
+def failures(model: ir.Model) -> Iterator[None]:
+    """Turns an unexpected exception on a model that onnx.checker refuses into the checker's error.
+
+    On a model that it accepts, the exception is a defect of ours, and stays.
+    """
+    said = complaint(model)
+    try:
+        yield
+    except (Mxfp8Error, OSError, Warning):
+        raise
+    except Exception as error:
+        if not said:
+            raise
+        raise ContractError(name_of(model), said, expected="a model that passes onnx.checker", advice=_AGAIN) from error

@@ -1,0 +1,174 @@
+"""What onnx's opset converter gets wrong: set right before and after it where that can be done, else refused by name.
+
+The converter does not know some old ops, and changes the meaning of others silently: found by running every old form of
+every op in ONNX Runtime, before and after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_pass.graph import STANDARD, attribute, constant, dtype_of, label, name_of, nodes_of, opset_of, shape_of
+from mxfp8_graph.onnx_pass.protos import iter_graphs
+from mxfp8_ops.errors import ContractError
+
+_HIDDEN: Final = "mxfp8_graph.hidden"
+"""The domain of what onnx's converter is to leave alone: it refuses what it does not know in its own."""
+
+_RUNTIME_OPS: Final = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "ThresholdedRelu"})
+"""Ops that ONNX Runtime has in the default domain at every version; they never changed."""
+
+_LOST: Final = {
+    "Scan": (9, "it had a batch axis"),
+    "GroupNormalization": (21, "its scale and bias were per group"),
+}
+"""Op -> the opset in which it became another, and what it was before."""
+
+_MASKS: Final = 12
+"""The opset in which Dropout's mask became one of what is kept."""
+
+
+def before(model: ir.Model, target: int) -> None:
+    """Drops masks of Dropout that nothing reads, in place: the converter leaves them another dtype.
+
+    Raises:
+        ContractError: an op is none of the model's opset, or is lost on the way to `target`.
+    """
+    opset = opset_of(model)
+    for node in nodes_of(model):
+        if node.domain not in STANDARD or node.op_type in _RUNTIME_OPS:
+            continue
+        if node.op_type == "Dropout" and opset < _MASKS < target and len(node.outputs) > 1:
+            mask = node.outputs[1]
+            if mask.uses() or mask.is_graph_output():
+                raise _refusal(model, node, opset, _MASKS, "its mask was of zeros when nothing is dropped")
+            node.resize_outputs(1)
+        if not onnx.defs.has(node.op_type, opset):
+            what = f"opset {opset} of the model has no such op, so that it cannot be converted to {target}"
+            expected = f"an op of opset {opset}, or opset {target} or above"
+            raise _error(model, node, what, expected)
+        changed, why = _LOST.get(node.op_type, (0, ""))
+        if opset < changed <= target:
+            raise _refusal(model, node, opset, changed, why)
+
+
+def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns `proto` with the ops that only ONNX Runtime has at its opset in another domain; `after` puts them back."""
+    opset = next(entry.version for entry in proto.opset_import if entry.domain in STANDARD)
+    proto.opset_import.add(domain=_HIDDEN, version=1)
+    for graph in iter_graphs(proto.graph):
+        for node in graph.node:
+            if node.domain in STANDARD and not onnx.defs.has(node.op_type, opset):
+                node.domain = _HIDDEN
+    return proto
+
+
+def after(model: ir.Model, opset: int) -> list[str]:
+    """Sets right, in place, what the converter made of a model of `opset`; returns notes for the report.
+
+    Raises:
+        ContractError: a node would compute something else now, and nothing can be done about it.
+    """
+    notes = []
+    model.opset_imports.pop(_HIDDEN, None)
+    for node in nodes_of(model):
+        if node.domain == _HIDDEN:
+            node.domain = ""
+            continue
+        since, repair = _REPAIRS.get(node.op_type, (0, None))
+        if repair is not None and opset < since and node.domain in STANDARD:
+            notes += repair(_Converted(model, node, opset, since))
+    return notes
+
+
+@dataclass(frozen=True)
+class _Converted:
+    """A node of the converter's result."""
+
+    model: ir.Model
+    node: ir.Node
+    opset: int
+    """That of the model before."""
+    since: int
+    """The opset in which its op became what it is."""
+
+    def refusal(self, why: str) -> ContractError:
+        return _refusal(self.model, self.node, self.opset, self.since, why)
+
+
+def _limits(converted: _Converted) -> list[str]:
+    """Gives the limits of Clip and the value of Pad, once attributes, the dtype of what they go with."""
+    first, *others = converted.node.inputs
+    dtype = 0 if first is None else dtype_of(first)
+    for value in others:
+        array = None if value is None else constant(value)
+        if value is not None and dtype and array is not None and array.dtype == np.float32:
+            with np.errstate(over="ignore"):  # the lowest float32 is -inf in float16: no limit, as before
+                tensor = ir.tensor(array.astype(ir.DataType(dtype).numpy()), name=value.name)
+            if value.is_initializer():
+                value.const_value = tensor
+            elif (producer := value.producer()) is not None:
+                producer.attributes["value"] = ir.AttrTensor("value", tensor)
+    return []
+
+
+def _hardmax(converted: _Converted) -> list[str]:
+    """Hardmax was over all axes from its own on, and is over one."""
+    node = converted.node
+    shape, axis = node.inputs[0] and shape_of(node.inputs[0]), attribute(node, "axis", 1)
+    if axis != -1 and (shape is None or axis != len(shape) - 1):
+        raise converted.refusal(f"it was over all axes from {axis} on")
+    node.attributes["axis"] = ir.AttrInt64("axis", -1)
+    return []
+
+
+def _prelu(converted: _Converted) -> list[str]:
+    """The slopes of PRelu were per channel, and are broadcast from the last axis on."""
+    slope = converted.node.inputs[1]
+    shape = None if slope is None else shape_of(slope)
+    if shape is None or any(dim != 1 for dim in shape):
+        raise converted.refusal("its slopes were per channel")
+    return []
+
+
+def _resize(converted: _Converted) -> list[str]:
+    """Upsample, and Resize of opset 10, counted from the corner; to shrink, ONNX Runtime took the next value behind."""
+    node = converted.node
+    node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
+    if attribute(node, "mode", "nearest") != "nearest":
+        return []
+    value = node.inputs[2] if len(node.inputs) > 2 else None
+    scales = None if value is None else constant(value)
+    least, most = (1, 1) if scales is None else (scales.min(initial=1), scales.max(initial=1))
+    if least < 1 < most:
+        raise converted.refusal("it enlarges one axis and shrinks another, and rounds either its own way")
+    node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "ceil" if least < 1 else "floor")
+    if scales is not None or converted.opset < 10:  # Upsample only enlarges
+        return []
+    return [f"node {label(node)!r} ({node.op_type}) is assumed to enlarge: its scales are computed"]
+
+
+_REPAIRS: Final[dict[str, tuple[int, Callable[[_Converted], list[str]]]]] = {
+    "Clip": (11, _limits),
+    "Hardmax": (13, _hardmax),
+    "Pad": (11, _limits),
+    "PRelu": (7, _prelu),
+    "Resize": (11, _resize),
+}
+"""Op, as it is after the conversion -> the opset in which it became that, and what sets it right."""
+
+
+def _refusal(model: ir.Model, node: ir.Node, opset: int, needed: int, why: str) -> ContractError:
+    what = f"is of opset {opset}, and onnx's converter would change what it computes: {why}"
+    return _error(model, node, what, f"opset {needed} or above")
+
+
+def _error(model: ir.Model, node: ir.Node, what: str, expected: str) -> ContractError:
+    where = f"{name_of(model)}: node {label(node)!r} ({node.op_type})"
+    return ContractError(where, what, expected=expected, advice="export the model again")

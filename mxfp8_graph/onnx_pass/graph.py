@@ -1,0 +1,257 @@
+"""What the stations ask of an `ir.Model`: types of values, constants, subgraphs, removal of what nothing uses.
+
+The model keeps the shapes and dtypes that the file declares. Those that onnx infers are in `Value.meta`, where
+`dtype_of` and `shape_of` read them: so a saved model declares no more than the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import numpy.typing as npt
+import onnx_ir as ir
+
+from mxfp8_graph.naming import take_name
+from mxfp8_ops import contract
+from mxfp8_ops.case import Input
+
+STANDARD: Final = frozenset({"", "ai.onnx"})
+"""How the default operator domain is written."""
+
+MICROSOFT: Final = "com.microsoft"
+"""The domain of ONNX Runtime's own ops."""
+
+NAME_SCOPES: Final = "pkg.torch.onnx.name_scopes"
+"""Key of the metadata of a node in which torch's exporter records the modules that the node came from."""
+
+Dim = int | str | None
+"""A size, the name of a size, or None if nothing is known."""
+
+INLINE_BYTES: Final = 4096
+"""Larger tensors are no sizes, axes or scalars: the stations read their values only to pack them."""
+
+INFERRED: Final = "inferred"
+"""Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
+
+OVERRIDABLE: Final = "overridable"
+"""Key of `Value.meta`: whether a caller may replace this initializer."""
+
+
+def name_of(model: ir.Model) -> str:
+    """Returns what messages call a model: its path, or "model"."""
+    return str(model.meta.get("name", "model"))
+
+
+def opset_of(model: ir.Model) -> int:
+    """Returns the version of the default operator domain; 0 if the model does not import it."""
+    return next((version for domain, version in model.opset_imports.items() if domain in STANDARD), 0)
+
+
+def module_of(name_scopes: str) -> str:
+    """Returns the module path in that entry of the metadata, such as "model.layers.0.mlp"; "" if it has none."""
+    names = re.findall(r"'([^']*)'", name_scopes)  # the repr of a list: outermost module first, then the fx node
+    return names[-2] if len(names) >= 2 else ""
+
+
+def nodes_of(model: ir.Model) -> Iterator[ir.Node]:
+    """Yields the nodes of the graph and of every subgraph, not those of local functions."""
+    return (node for graph in graphs_of(model.graph) for node in graph)
+
+
+def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
+    """Yields `graph` and every subgraph, each before the subgraphs of its own nodes."""
+    yield graph
+    for node in graph:
+        for inner in subgraphs_of(node):
+            yield from graphs_of(inner)
+
+
+def fresh_names(model: ir.Model) -> Callable[[str], str]:
+    """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
+    taken: set[str] = set()
+    for graph in graphs_of(model.graph):
+        taken.update(str(value.name) for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs))
+        for node in graph:
+            taken.add(str(node.name))
+            taken.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
+    return lambda wanted: take_name(wanted, taken)
+
+
+def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:
+    """Yields the graphs in the attributes of a control-flow node."""
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            yield attribute.as_graph()
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            yield from attribute.as_graphs()
+
+
+def is_op(node: ir.Node | None, *ops: str) -> bool:
+    """Whether there is a node, and its op is one of `ops` of the standard domain."""
+    return node is not None and node.domain in STANDARD and node.op_type in ops
+
+
+def attribute(node: ir.Node, name: str, default: Any) -> Any:
+    """Returns the value of an attribute of a node, or `default` if the node does not have it."""
+    entry = node.attributes.get(name)
+    return default if entry is None else entry.value
+
+
+def settings_of(attributes: Mapping[str, Any]) -> list[ir.Attr]:
+    """Returns the attributes of a new node, sorted by name."""
+    return [
+        _setting(name, value)
+        if isinstance(value, (int, float, str, tuple))
+        else ir.convenience.convert_attribute(name, value)
+        for name, value in sorted(attributes.items())
+    ]
+
+
+@functools.lru_cache(maxsize=256, typed=True)  # nearly all nodes have the same, and onnx_ir takes 80 us to make one
+def _setting(name: str, value: float | str | tuple[int, ...]) -> ir.Attr:
+    return ir.convenience.convert_attribute(name, value)
+
+
+def dtype_of(value: ir.Value) -> int:
+    """Returns the onnx.TensorProto.DataType of a value; 0 if it is unknown or no tensor's."""
+    if value.const_value is not None and not is_overridable(value):
+        return int(value.const_value.dtype)
+    inferred = value.meta.get(INFERRED, value)
+    return int(inferred.dtype) if isinstance(inferred.type, ir.TensorType) else 0
+
+
+def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
+    """Returns the shape of a value: a size, a name or None for each axis; None if even the rank is unknown."""
+    if value.const_value is not None and not is_overridable(value):
+        return tuple(value.const_value.shape.numpy())
+    shape = value.meta.get(INFERRED, value).shape
+    return None if shape is None else tuple(dim if isinstance(dim, int) else dim.value for dim in shape)
+
+
+def facts(value: ir.Value) -> Input:
+    """Returns what is known of a value, for the body of a node that reads it."""
+    shape = shape_of(value)
+    sizes = None if shape is None else [dim if isinstance(dim, int) else None for dim in shape]
+    return Input.of(dtype_of(value), sizes, constant=stored(value) is not None)
+
+
+def facts_of(model: ir.Model) -> dict[str, Input]:
+    """Returns what is known of each value that a node of ours reads, by name."""
+    nodes = (node for node in nodes_of(model) if node.domain == contract.DOMAIN)
+    values = (value for node in nodes for value in node.inputs if value is not None)
+    return {str(value.name): facts(value) for value in values if stored(value) is None}
+
+
+def is_overridable(value: ir.Value) -> bool:
+    """Whether a value is an initializer that a caller may replace."""
+    return bool(value.meta.get(OVERRIDABLE))
+
+
+def is_large(tensor: ir.TensorProtocol) -> bool:
+    """Whether onnx's passes see a tensor without its values, and no station reads it as a constant."""
+    return isinstance(tensor, ir.ExternalTensor) or (tensor.dtype != ir.DataType.STRING and tensor.nbytes > INLINE_BYTES)
+
+
+def stored(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns the tensor of an initializer or of a Constant node; None if a caller can replace it, and for strings."""
+    if value.is_initializer():
+        tensor = None if is_overridable(value) else value.const_value
+    else:
+        node = value.producer()
+        tensor = _tensor_of(node) if node is not None and is_op(node, "Constant") else None
+    return None if tensor is None or tensor.dtype == ir.DataType.STRING else tensor
+
+
+def default(value: ir.Value) -> ir.TensorProtocol | None:
+    """Returns the tensor of a value as `stored` does, and of an initializer that a caller may replace its default."""
+    return stored(value) if value.const_value is None else value.const_value
+
+
+def _tensor_of(constant: ir.Node) -> ir.TensorProtocol | None:
+    # Not `ir.convenience.get_const_tensor`: it renames the tensor in the attribute.
+    for name, attribute in constant.attributes.items():
+        if name == "value":
+            return attribute.as_tensor()
+        if name in {"value_int", "value_ints"}:
+            return ir.tensor(attribute.value, ir.DataType.INT64)
+        if name in {"value_float", "value_floats"}:
+            return ir.tensor(attribute.value, ir.DataType.FLOAT)
+    return None
+
+
+def constant(value: ir.Value) -> npt.NDArray[Any] | None:
+    """Returns the value of a small constant; None if it has no constant value, or a large one (above 4 KiB)."""
+    tensor = stored(value)
+    return None if tensor is None or is_large(tensor) else tensor.numpy()
+
+
+def remove_unused(model: ir.Model, values: Iterable[ir.Value], removable: Callable[[ir.Node], bool]) -> None:
+    """Removes those of `values` that nothing uses, and in turn the values that only their producers used.
+
+    Unused code of the original stays: only `values` and their producers are looked at.
+
+    Args:
+        model: edited in place.
+        values: of whichever graph.
+        removable: whether a node may go away.
+    """
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        node, graph = value.producer(), value.graph
+        if value.uses() or value.is_graph_output() or graph is None:
+            continue
+        if node is None:
+            if value.is_initializer() and not is_overridable(value):
+                graph.initializers.pop(str(value.name))
+                if value.is_graph_input():  # a model before IR version 4 lists initializers as inputs
+                    graph.inputs.remove(value)
+        elif removable(node) and not any(output.uses() or output.is_graph_output() for output in node.outputs):
+            waiting += remove(node)
+
+
+def remove(node: ir.Node) -> list[ir.Value]:
+    """Removes a node whose outputs nothing uses; returns the values that it and its subgraphs read."""
+    read = [value for value in node.inputs if value is not None]
+    graph = node.graph
+    for inner in subgraphs_of(node):
+        for below in reversed(inner):  # so that the values outside lose these uses
+            read += remove(below)
+    if isinstance(graph, (ir.Graph, ir.Function)):
+        for index in range(len(node.inputs)):
+            node.replace_input_with(index, None)
+        graph.remove(node)
+    return read
+
+
+def label(node: ir.Node) -> str:
+    """Returns what to call a node in messages: its name, or else its first output or its op."""
+    return node.name or next((output.name for output in node.outputs if output.name), node.op_type)
+
+
+def made_by(value: ir.Value | None, *ops: str) -> ir.Node | None:
+    """Returns the node that computes a value, if its op is one of `ops` of the standard domain."""
+    node = None if value is None else value.producer()
+    return node if is_op(node, *ops) else None
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """Returns the value of a constant that is one number, of whatever rank; None if it has no such value."""
+    array = None if value is None else constant(value)
+    return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
+
+
+def only_used_by(value: ir.Value, nodes: Container[ir.Node]) -> bool:
+    """Whether only `nodes` use a value, so that it may go away with them."""
+    return not value.is_graph_output() and all(use.node in nodes for use in value.uses())
+
+
+def with_inner(node: ir.Node) -> Iterator[ir.Node]:
+    """Yields a node and those of its subgraphs."""
+    yield node
+    for inner in subgraphs_of(node):
+        for below in inner:
+            yield from with_inner(below)

@@ -1,0 +1,178 @@
+"""load(): an ONNX file, a proto or a graphsurgeon graph as one `ir.Model`, whose large weights stay where they are.
+
+Large raw data of the file itself becomes external data of that file, so every large weight has one form.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from google.protobuf.message import DecodeError
+
+from mxfp8_graph.onnx_pass import check
+from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of
+from mxfp8_graph.onnx_pass.protos import from_proto, without_sparse
+from mxfp8_graph.onnx_pass.single_file import skeleton
+from mxfp8_ops.errors import ContractError
+
+_SOURCE: Final = "source"
+"""Key of `Model.meta`: the path of the model; None if it came without one."""
+
+_SIZE: Final = "size"
+"""Key of `Model.meta`: bytes of the model, its external data included."""
+
+_FROM_HF: Final = "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER"
+
+
+def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Model:
+    """Returns the model in a file or in memory; a caller's proto is not changed, and external data is not read.
+
+    Args:
+        model: a path, or a proto whose tensors the graph refers to.
+        sparse: leave out sparse tensors instead of refusing them: the graph is for reading alone.
+
+    Raises:
+        ContractError: the file cannot be read, is damaged or is not an ONNX model, or onnx_ir cannot represent it.
+    """
+    if isinstance(model, onnx.ModelProto):
+        return _graph(model, None, model.ByteSize(), sparse=sparse)
+    path = Path(model)
+    if path.is_dir():
+        advice = "name the .onnx file inside it"
+        if (path / "config.json").exists():
+            advice += f"; {_FROM_HF}"
+        raise ContractError(path, "a directory", expected="an ONNX file", advice=advice)
+    try:
+        if path.exists() and not path.is_file():  # a FIFO or a device could block, or never end
+            raise ContractError(path, "not a regular file", expected="an ONNX file", advice="name one")
+        size = path.stat().st_size
+        content = skeleton(path)
+    except (OSError, ValueError) as error:
+        raise ContractError.unreadable(path, _os_error(error), "a readable ONNX file") from None
+    if not content:
+        raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")
+    try:
+        proto = onnx.ModelProto.FromString(content)
+    except DecodeError:
+        what, advice = _described(path, size)
+        raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
+    return _graph(proto, path, size, sparse=sparse)
+
+
+def path_of(model: ir.Model) -> Path | None:
+    """Returns the path that a model was loaded from; None if it came without one."""
+    return model.meta.get(_SOURCE)
+
+
+def bytes_of(model: ir.Model) -> int:
+    """Returns the bytes of the model as it was loaded, its external data included."""
+    return int(model.meta[_SIZE])
+
+
+def external_files(model: ir.Model) -> set[Path]:
+    """Returns the files beside its own in which a model has tensors."""
+    return {Path(tensor.path) for tensor, _ in _external(model) if tensor.base_dir}
+
+
+def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool) -> ir.Model:
+    name = "model" if path is None else str(path)
+    check.header(proto, name)
+    model = from_proto(without_sparse(proto) if sparse else proto, name)
+    model.meta.update({"name": name, _SOURCE: path})
+    for tensor, keep in list(_external(model)):
+        size += _place(tensor, path, name)
+        keep()
+    model.meta[_SIZE] = size
+    for graph, message in zip(graphs_of(model.graph), check.names(proto, name), strict=True):
+        declared = {info.name for info in message.value_info}
+        for value in graph.initializers.values():
+            # Before IR version 4, every initializer is listed as an input.
+            value.meta[OVERRIDABLE] = value.is_graph_input() and model.ir_version >= 4
+            if not (value.is_graph_input() or value.is_graph_output() or value.name in declared):
+                value.type = value.shape = None  # else the saved model declares each initializer's type twice
+    check.contents(model, proto)
+    return model
+
+
+def _external(model: ir.Model) -> Iterator[tuple[ir.ExternalTensor, Callable[[], None]]]:
+    """Yields external tensors, and a call that makes each one that `save` can write: it reads those of attributes."""
+    for graph in graphs_of(model.graph):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                yield value.const_value, lambda: None
+    functions = (node for function in model.functions.values() for node in function.all_nodes())
+    for node in (*model.graph.all_nodes(), *functions):
+        for attribute in list(node.attributes.values()):
+            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                yield attribute.value, partial(_read_now, node, attribute)
+
+
+def _read_now(node: ir.Node, attribute: ir.Attr) -> None:
+    tensor = attribute.as_tensor()
+    dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
+    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, dense)
+
+
+def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
+    """Says where the file of a tensor is; returns the bytes that the tensor has outside of the model's own file.
+
+    Raises:
+        ContractError: it lies outside the model's folder, or does not have the bytes of the tensor.
+    """
+    where = f"{model}: tensor {tensor.name!r}"
+    if path is None:
+        what = f"its values are in {tensor.location}, and the model came without a path"
+        raise ContractError(where, what, expected="values", advice="load the model with its external data")
+    folder = os.path.abspath(path.parent)  # noqa: PTH100 - resolve() would follow a link to another folder
+    is_own = tensor.location == path.name
+    # onnx_ir checks nothing of where files lie if this is "": as it should in the model's own, which may be a link.
+    tensor.base_dir = "" if is_own else folder
+    if is_own:
+        tensor._location = os.path.join(folder, path.name)  # noqa: SLF001, PTH118 - it has no setter
+    try:
+        tensor._check_path_containment()  # noqa: SLF001 - it checks when it reads, which is too late
+        file = Path(tensor.path)
+        if not file.is_file():
+            raise ValueError(f"cannot read external file {file}: {'not a file' if file.exists() else 'no such file'}")
+        size = file.stat().st_size
+    except (OSError, ValueError) as error:
+        advice = "copy it there"
+        raise ContractError(where, str(error), expected="the file next to the model", advice=advice) from None
+    start, length = tensor.offset or 0, tensor.nbytes
+    if tensor.length not in {None, length}:
+        what = f"has {tensor.length} bytes in {tensor.location}"
+        expected = f"{length} for {tensor.dtype.name.lower()} {list(tensor.shape.numpy())}"
+        raise ContractError(where, what, expected=expected, advice="export the model again")
+    if not 0 <= start <= size - length:
+        what = f"needs bytes {start} to {start + length} of {tensor.path}, which has {size}"
+        raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
+    return 0 if is_own else length
+
+
+def _os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(0, "not a name that a file can have")
+
+
+def _described(path: Path, size: int) -> tuple[str, str]:
+    """Returns (what a file is that is no ONNX model, what to do), by its suffix and its bytes."""
+    with path.open("rb") as file:
+        head = file.read(16)
+        file.seek(max(0, size - (1 << 16)))
+        names = file.read() if head.startswith(b"PK") else b""  # a ZIP archive ends with the names of its files
+    if names and path.suffix == ".whl":
+        return "a Python wheel", "unzip it and name the .onnx file in it"
+    if b"/archive_format" in names:
+        return "a program of torch.export.save", "rename it to end in .pt2"
+    if b"/data.pkl" in names or head.startswith(b"\x80\x02"):  # before 1.6, torch.save wrote plain pickles
+        how = "load it in PyTorch, torch.export.export(module, inputs), and save that with mxfp8_graph.save as .pt2"
+        return "a file of torch.save: weights or a module, without a graph", how
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < size:  # the length of the header, the header
+        return "a safetensors checkpoint: weights without a graph", f"pass it as --weights; {_FROM_HF}"
+    return "not a complete ONNX file (protobuf cannot be decoded)", "check that the file is one and was copied whole"

@@ -1,0 +1,227 @@
+"""prepare(): brings a model to the form that sites are looked for in: opset, functions, Attention, Dropout, dtypes.
+
+onnx's passes take protos: `through` lends them one without the values of large initializers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import onnx
+import onnx_ir as ir
+from onnx import inliner, shape_inference, version_converter
+
+from mxfp8_graph.naming import first_line
+from mxfp8_graph.onnx_pass import conversion
+from mxfp8_graph.onnx_pass.float32 import to_float32
+from mxfp8_graph.onnx_pass.graph import (
+    INFERRED,
+    OVERRIDABLE,
+    STANDARD,
+    graphs_of,
+    is_large,
+    is_op,
+    name_of,
+    nodes_of,
+    opset_of,
+    stored,
+)
+from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
+from mxfp8_graph.onnx_pass.protos import from_proto, iter_graphs, lent
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_ops.contract import MIN_OPSET
+from mxfp8_ops.errors import ContractError
+
+_IR_VERSION: Final = 10  # the first with opset 21 and float8 in functions
+
+
+def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
+    """Returns the model with what the recipe's sites need, and inferred types; says in `notes` what changed.
+
+    Raises:
+        ContractError: the model has no opset, or onnx cannot inline or convert it.
+    """
+    model = upgrade(model, lambda op: multiplies(*op) or (recipe.embeddings and looks_up(*op)), notes)
+    if recipe.attention_scores or recipe.attention_values:
+        model = decompose_attention(model, notes)
+    count = 0
+    for node in nodes_of(model):
+        flag = node.inputs[2] if is_op(node, "Dropout") and len(node.inputs) == 3 else None
+        if flag is not None and (tensor := stored(flag)) is not None and tensor.numpy().any():
+            node.resize_inputs(2)
+            count += 1
+    if count:
+        notes.append(f"the model was exported in training mode; in the result Dropout is off ({count})")
+    infer(model, notes)
+    if recipe.runs_on:
+        notes += to_float32(model)
+    return model
+
+
+def upgrade(
+    model: ir.Model, holds_sites: Callable[[tuple[str, str]], bool], notes: list[str], *, least: int = MIN_OPSET
+) -> ir.Model:
+    """Returns the model at opset `least` or above, functions with ops for which `holds_sites` is true inlined.
+
+    All functions are inlined when the opset changes, which applies to their bodies too.
+    """
+    if not opset_of(model):
+        if any(node.domain in STANDARD for node in nodes_of(model)):
+            what = "no opset import for the default domain"
+            raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
+        model.opset_imports[""] = MIN_OPSET  # which the bodies of our nodes use
+    opset = opset_of(model)
+    chosen = [key for key in model.functions if opset < least or _holds(model, key, holds_sites)]
+    if chosen:
+        _use_one_opset(model, chosen)
+        selected = list(dict.fromkeys((domain, function) for domain, function, _ in chosen))
+        model = through(model, lambda proto: inliner.inline_selected_functions(proto, selected), "inliner")
+        notes.append(f"inlined local functions: {', '.join(function for _, function in selected)}")
+    if opset < least:
+        conversion.before(model, least)
+        call = lambda proto: version_converter.convert_version(_inferred(conversion.hide_unknown(proto)), least)  # noqa: E731
+        model = through(model, call, f"converter from opset {opset} to {least}")
+        notes.append(f"converted opset {opset} to {least}")
+        infer(model, [])
+        notes += conversion.after(model, opset)
+    model.ir_version = max(model.ir_version, _IR_VERSION)
+    return model
+
+
+def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
+    """Returns the model with the function that the standard says Attention is in the place of each.
+
+    What a node becomes has its metadata, and names that begin with its. Where onnx cannot do it, a note says so.
+    """
+    origins = {str(node.outputs[0].name): node for node in nodes_of(model) if is_op(node, "Attention")}
+    if not origins:
+        return model
+    before = {value.name for node in nodes_of(model) for value in node.outputs} - origins.keys()
+    ops = [("", "Attention")]
+    call = lambda proto: inliner.inline_selected_functions(proto, ops, inline_schema_functions=True)  # noqa: E731
+    try:
+        model = through(model, call, "inliner")
+    except ContractError as error:
+        notes.append(f"the products inside Attention are not quantized: {error}")
+        return model
+    for graph in graphs_of(model.graph):
+        parts: list[ir.Node] = []
+        for node in graph:
+            if before.isdisjoint(value.name for value in node.outputs):
+                parts.append(node)
+            if node.outputs and (origin := origins.get(str(node.outputs[0].name))) is not None:
+                for part in parts:
+                    part.metadata_props.update(origin.metadata_props)
+                    part.name = f"{origin.name}_{part.outputs[0].name}" if origin.name else part.name
+                parts = []
+    notes.append(f"took apart {len(origins)} Attention, for the recipe quantizes attention products")
+    return model
+
+
+def through(model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto], what: str) -> ir.Model:
+    """Returns what a pass of onnx makes of the model, with the tensors and the metadata that it was not shown.
+
+    Raises:
+        ContractError: the pass fails. `what` names it.
+    """
+    with lent(model) as proto:
+        try:
+            changed = call(proto)
+        except Exception as error:  # whatever C++ raises
+            said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
+            expected = f"opset {MIN_OPSET} or above, or a model that onnx understands"
+            raise ContractError(name_of(model), text, expected=expected, advice="export the model again") from None
+    result = from_proto(changed, name_of(model))
+    result.meta.update({**model.meta, **result.meta})
+    result.metadata_props.update(model.metadata_props)
+    for key in model.functions.keys() - result.functions.keys():
+        if key[0] not in STANDARD and any(node.op_identifier() == key for node in nodes_of(result)):
+            result.functions[key] = model.functions[key]  # the converter drops all
+    # By name: onnx's passes keep names of initializers, and those of subgraphs are no names of outer values.
+    tensors = {value.name: value for graph in graphs_of(model.graph) for value in graph.initializers.values()}
+    known = {value.name: value for node in nodes_of(model) for value in node.outputs if value.name}
+    for graph in graphs_of(result.graph):
+        for value in graph.initializers.values():
+            if (before := tensors.get(value.name)) is not None:
+                if before.const_value is not None and is_large(before.const_value):
+                    value.const_value = before.const_value
+                value.meta[OVERRIDABLE] = before.meta.get(OVERRIDABLE, False)
+                value.metadata_props.update(before.metadata_props)
+            if not (value.is_graph_input() or value.is_graph_output()):
+                value.type = value.shape = None
+        for node in graph:
+            origin = known.get(node.outputs[0].name) if node.outputs else None
+            if origin is not None and (producer := origin.producer()) is not None:  # the converter loses them
+                node.metadata_props.update(producer.metadata_props)
+                node.doc_string = node.doc_string or producer.doc_string
+            for value in node.outputs:  # the model declares what it did before
+                if not value.is_graph_output():
+                    before = known.get(value.name)
+                    value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
+    return result
+
+
+def infer(model: ir.Model, notes: list[str]) -> None:
+    """Keeps in `Value.meta` the types and shapes that onnx can infer, where `dtype_of` and `shape_of` read them."""
+    with lent(model) as proto:
+        try:
+            typed = _inferred(proto)
+        except Exception as error:  # whatever C++ raises
+            notes.append(f"shapes could not be inferred: {first_line(error)}")
+            return
+    keep_types(model, typed)
+
+
+def keep_types(model: ir.Model, typed: onnx.ModelProto) -> None:
+    """Keeps in `Value.meta` the types that `typed` declares, a model with the same graphs."""
+    for graph, message in zip(graphs_of(model.graph), iter_graphs(typed.graph), strict=True):
+        types = {info.name: info for info in (*message.input, *message.output, *message.value_info)}
+        for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+            info = types.get(value.name or "")
+            if info is not None and info.type.WhichOneof("value") in {"tensor_type", "sequence_type", "optional_type"}:
+                value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
+
+
+def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns the proto with types: those of strict inference, or of lax where the model declares others."""
+    try:
+        return shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+    except shape_inference.InferenceError:
+        return shape_inference.infer_shapes(proto, data_prop=True)
+
+
+def _holds(model: ir.Model, key: ir.OperatorIdentifier, holds_sites: Callable[[tuple[str, str]], bool]) -> bool:
+    for node in model.functions[key].all_nodes():
+        if holds_sites((node.domain, node.op_type)):
+            return True
+        if node.op_identifier() in model.functions and _holds(model, node.op_identifier(), holds_sites):
+            return True
+    return False
+
+
+def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> None:
+    """Gives functions the model's opset, for the inliner wants one; it is as good if their ops are the same in both.
+
+    Raises:
+        ContractError: an op changed between the two.
+    """
+    opset = opset_of(model)
+    for function in model.functions.values():
+        for domain, version in list(function.opset_imports.items()):
+            if domain not in STANDARD or version == opset:
+                continue
+            ops = sorted({node.op_type for node in function.all_nodes() if node.domain in STANDARD})
+            changed = [op for op in ops if _since(op, version) != _since(op, opset)]
+            if changed and function.identifier() in chosen:
+                other = f"in which {changed[0]} is another than in the model's opset {opset}"
+                what = f"local function {function.name!r} is of opset {version}, {other}"
+                raise ContractError(name_of(model), what, expected="one opset", advice="export the model again")
+            if not changed:
+                function.opset_imports[domain] = opset
+
+
+def _since(op: str, opset: int) -> int:
+    known = 0 < opset <= onnx.defs.onnx_opset_version() and onnx.defs.has(op, opset)
+    return int(onnx.defs.get_schema(op, opset).since_version) if known else 0

@@ -1,0 +1,186 @@
+"""Between protobuf and `ir.Model`: what onnx_ir loses or refuses on the way is kept here, in both directions.
+
+No other module goes from one to the other: a proto that is made elsewhere would lack what is restored here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Container, Iterator
+from typing import Any, Final
+
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.naming import first_line
+from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, graphs_of
+from mxfp8_ops.errors import ContractError
+
+_FOREIGN: Final = "types that onnx_ir does not have"
+"""Key of `Graph.meta`: declared types (maps, as classifiers of scikit-learn return, and opaque ones), by name."""
+
+_DEVICES: Final = "device configurations"
+"""Key of `Node.meta`: onnx_ir cannot write one without a name, and drops the sharding of a value with a new producer."""
+
+_TRAINING: Final = "training_info"
+"""Key of `Model.meta`: the field of the model that onnx_ir does not have."""
+
+_SPARSE: Final = frozenset({onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS})
+
+
+def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yields a graph and every subgraph below it, in the order of `graphs_of`."""
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute or ():  # most have none, and large models many nodes
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from iter_graphs(inner)
+
+
+def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
+    """Copies every set field of one protobuf message to another of the same type, except those in `skip`."""
+    for descriptor, value in origin.ListFields():
+        if descriptor.name in skip:
+            continue
+        if hasattr(value, "MergeFrom") and not hasattr(value, "DESCRIPTOR"):  # a repeated field
+            getattr(target, descriptor.name).MergeFrom(value)
+        elif hasattr(value, "CopyFrom"):
+            getattr(target, descriptor.name).CopyFrom(value)
+        else:
+            setattr(target, descriptor.name, value)
+
+
+def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
+    """Returns a proto as a graph, which refers to the tensors of the proto. The proto is as before afterwards.
+
+    Raises:
+        ContractError: onnx_ir cannot represent it, or would lose values of it.
+    """
+    for graph in iter_graphs(proto.graph):
+        if graph.sparse_initializer:
+            what = f"sparse initializer {graph.sparse_initializer[0].values.name!r}, which onnx_ir cannot represent"
+            raise ContractError(name, what, expected="dense tensors", advice="store it as a dense initializer")
+    infos = [info for graph in iter_graphs(proto.graph) for info in (*graph.input, *graph.output, *graph.value_info)]
+    foreign = {id(info): (info, onnx.TypeProto.FromString(info.type.SerializeToString())) for info in infos if _is_foreign(info.type)}
+    for info, _ in foreign.values():
+        info.ClearField("type")
+    # What it warns of, names that nothing defines, is checked in `check.py`, and allowed in unused functions.
+    logger = logging.getLogger("onnx_ir.serde")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        model = ir.from_proto(proto)
+    except Exception as error:  # what it raises has no common base; the cause is under messages about where
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        what = f"onnx_ir cannot read it: {first_line(cause)}"
+        raise ContractError(name, what, expected="a model that it can", advice="export it again") from None
+    finally:
+        logger.disabled = disabled
+        for info, declared in foreign.values():
+            info.type.CopyFrom(declared)
+    for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
+        if foreign:
+            graph.meta[_FOREIGN] = {
+                info.name: foreign[id(info)][1]
+                for info in (*message.input, *message.output, *message.value_info)
+                if id(info) in foreign
+            }
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.serde.TensorProtoTensor):
+                value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
+        _keep_devices(graph, message.node)
+    for function, body in zip(model.functions.values(), proto.functions, strict=True):
+        _keep_devices(function, body.node)
+    model.meta[_TRAINING] = onnx.ModelProto(training_info=proto.training_info)
+    return model
+
+
+def to_proto(model: ir.Model) -> onnx.ModelProto:
+    """Returns a graph as a proto, with what onnx_ir leaves out."""
+    proto = ir.to_proto(model)
+    proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
+    for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
+        _complete(graph, message.node)
+        _declare(message, graph.meta.get(_FOREIGN, {}))
+    for function, body in zip(model.functions.values(), proto.functions, strict=True):
+        _complete(function, body.node)
+    return proto
+
+
+@contextlib.contextmanager
+def lent(model: ir.Model) -> Iterator[onnx.ModelProto]:
+    """Yields the model as a proto without the data of its large initializers, which have name, dtype and dims.
+
+    Not `onnx_ir.passes.common._c_api_utils.call_onnx_api`: that turns initializers into graph inputs, of the main graph
+    only, sets types, and leaves the model broken if it cannot be serialized.
+    """
+    taken: list[tuple[ir.Value, ir.TensorProtocol]] = []
+    try:
+        for graph in graphs_of(model.graph):
+            for value in graph.initializers.values():
+                tensor = value.const_value
+                if tensor is None or tensor.dtype == ir.DataType.STRING or tensor.nbytes <= INLINE_BYTES:
+                    continue
+                taken.append((value, tensor))
+                stub = onnx.TensorProto(name=value.name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
+                value.const_value = ir.serde.TensorProtoTensor(stub)
+        yield to_proto(model)
+    finally:
+        for value, tensor in taken:
+            value.const_value = tensor
+
+
+def without_sparse(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """Returns a model without its sparse tensors, which ONNX Runtime runs and onnx_ir does not have."""
+    nodes = [node for graph in iter_graphs(proto.graph) for node in graph.node]
+    nodes += [node for function in proto.functions for node in function.node]
+    if not any(graph.sparse_initializer for graph in iter_graphs(proto.graph)) and not any(
+        attribute.type in _SPARSE for node in nodes for attribute in node.attribute
+    ):
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for graph in iter_graphs(copy.graph):
+        graph.ClearField("sparse_initializer")
+        for node in graph.node:
+            dense = [attribute for attribute in node.attribute if attribute.type not in _SPARSE]
+            del node.attribute[:]
+            node.attribute.extend(dense)
+    return copy
+
+
+def _is_foreign(declared: onnx.TypeProto) -> bool:
+    while (which := declared.WhichOneof("value")) in {"sequence_type", "optional_type"}:
+        declared = getattr(declared, which).elem_type
+    return which in {"map_type", "opaque_type"}
+
+
+def _keep_devices(nodes: ir.Graph | ir.Function, messages: Any) -> None:
+    for node, message in zip(nodes, messages, strict=True):
+        if message.device_configurations:
+            node.meta[_DEVICES], node.device_configurations = tuple(message.device_configurations), ()
+
+
+def _complete(nodes: ir.Graph | ir.Function, messages: Any) -> None:
+    for node, message in zip(nodes, messages, strict=True):
+        # Absent outputs at the end: a function body has them, and ONNX Runtime refuses the call without.
+        message.output.extend([""] * (len(node.outputs) - len(message.output)))
+        message.device_configurations.extend(node.meta.get(_DEVICES, ()))
+
+
+def _declare(graph: onnx.GraphProto, foreign: dict[str, onnx.TypeProto]) -> None:
+    """Declares the types that onnx_ir does not have, and no output a second time: it does so for initializers."""
+    outputs = {info.name for info in graph.output}
+    for index in reversed(range(len(graph.value_info))):
+        if graph.value_info[index].name in outputs:
+            del graph.value_info[index]
+    if not foreign:
+        return
+    computed = {name for node in graph.node for name in node.output} - outputs
+    declared = {info.name for info in graph.value_info}
+    graph.value_info.extend(onnx.ValueInfoProto(name=name) for name in foreign if name in computed - declared)
+    for info in (*graph.input, *graph.output, *graph.value_info):
+        if info.name in foreign:
+            info.type.CopyFrom(foreign[info.name])

@@ -1,0 +1,136 @@
+"""A model of one file, whose large initializers do not go through protobuf.
+
+skeleton    file -> protobuf, with their raw data as external data of that file
+write       graph -> file, with their raw data as the tensors write it
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import onnx
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_pass.graph import INLINE_BYTES
+from mxfp8_graph.onnx_pass.protos import lent
+
+_GRAPH: Final = 7  # ModelProto.graph
+_INITIALIZER: Final = 5  # GraphProto.initializer
+_RAW_DATA: Final = 9  # TensorProto.raw_data
+_LENGTH: Final = 2  # wire type of messages, strings and bytes
+
+
+def skeleton(path: Path) -> bytes:
+    """Returns the model as protobuf; a file that is no regular protobuf comes back as it is, for protobuf to refuse."""
+    with open(path, "rb") as file:
+        try:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return b"".join(_model(content, path.name))
+        except (ValueError, IndexError):
+            file.seek(0)
+            return file.read()
+
+
+def write(model: ir.Model, path: Path) -> None:
+    """Writes a model whose initializers of the main graph write themselves, the large ones, where their raw data goes."""
+    with lent(model, main_only=True) as (proto, taken):
+        content = proto.SerializeToString()
+    del proto
+    tensors = {value.name: tensor for value, tensor in taken}
+    with open(path, "wb") as file:
+        for number, head, start, stop in _fields(content, 0, len(content)):
+            if number != _GRAPH:
+                file.write(content[head:stop])
+                continue
+            pieces: list[tuple[bytes, ir.TensorProtocol | None]] = []
+            for field, place, begin, end in _fields(content, start, stop):
+                tensor = None
+                if field == _INITIALIZER:
+                    tensor = tensors.get(onnx.TensorProto.FromString(content[begin:end]).name)
+                if tensor is None:
+                    pieces.append((content[place:end], None))
+                else:
+                    raw = _head(_RAW_DATA, tensor.nbytes)
+                    size = end - begin + len(raw) + tensor.nbytes
+                    pieces.append((_head(_INITIALIZER, size) + content[begin:end] + raw, tensor))
+            file.write(_head(_GRAPH, sum(len(piece) + (t.nbytes if t else 0) for piece, t in pieces)))
+            for piece, tensor in pieces:
+                file.write(piece)
+                if tensor is not None:
+                    tensor.tofile(file)
+
+
+def _model(content: mmap.mmap | bytes, name: str) -> Iterator[bytes]:
+    for number, head, start, stop in _fields(content, 0, len(content)):
+        if number != _GRAPH:
+            yield content[head:stop]
+            continue
+        graph = b"".join(_graph(content, start, stop, name))
+        yield _tagged(number, graph)
+
+
+def _graph(content: mmap.mmap | bytes, start: int, stop: int, name: str) -> Iterator[bytes]:
+    for number, head, first, last in _fields(content, start, stop):
+        if number != _INITIALIZER or last - first <= INLINE_BYTES:
+            yield content[head:last]
+            continue
+        parts = []
+        for field, place, begin, end in _fields(content, first, last):
+            if field == _RAW_DATA and end - begin > INLINE_BYTES:
+                tensor = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
+                for key, value in (("location", name), ("offset", str(begin)), ("length", str(end - begin))):
+                    tensor.external_data.add(key=key, value=value)
+                parts.append(tensor.SerializeToString())
+            else:
+                parts.append(content[place:end])
+        yield _tagged(number, b"".join(parts))
+
+
+def _fields(content: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yields (number, where the field begins, where its value begins, where it ends)."""
+    at = start
+    while at < stop:
+        head = at
+        tag, at = _varint(content, at)
+        kind, value = tag & 7, at
+        if kind == _LENGTH:
+            size, value = _varint(content, at)
+            at = value + size
+        elif kind == 0:
+            _, at = _varint(content, at)
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError("a group")
+        if at > stop:
+            raise ValueError("beyond the message")
+        yield tag >> 3, head, value, at
+
+
+def _varint(content: mmap.mmap | bytes, at: int) -> tuple[int, int]:
+    result = shift = 0
+    while True:
+        byte = content[at]
+        at += 1
+        result |= (byte & 127) << shift
+        if byte < 128:
+            return result, at
+        shift += 7
+        if shift > 63:
+            raise ValueError("too long")
+
+
+def _tagged(number: int, content: bytes) -> bytes:
+    return _head(number, len(content)) + content
+
+
+def _head(number: int, size: int) -> bytes:
+    head = bytearray([number << 3 | _LENGTH])
+    while size > 127:
+        head.append(size & 127 | 128)
+        size >>= 7
+    head.append(size)
+    return bytes(head)

@@ -1,0 +1,150 @@
+"""Weights that are packed when they are read: `save` writes them one by one, and none is in memory before or after."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from mxfp8_graph.onnx_pass.views import Static, apply, cast_to, straighten
+from mxfp8_graph.options import StoredWeight
+from mxfp8_graph.weights import Packed, Rows, pack, packed_bytes, take
+from mxfp8_ops import contract, formats
+from mxfp8_ops.checks import scale_count
+from mxfp8_ops.errors import ContractError
+
+Array = npt.NDArray[Any]
+
+_BYTE: Final = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a static operand is packed; see `weights.pack`."""
+
+    transposed: bool
+    factor: float
+    element_format: str
+    scale_rounding: str
+    allow_nonfinite: bool
+
+
+class PackedWeight:
+    """A static operand as elements and scales, two tensors of onnx_ir. Whoever reads one packs the weight."""
+
+    def __init__(self, static: Static, how: How, given: StoredWeight | None, done: Callable[[], None]) -> None:
+        """`given`: a weight of a checkpoint, whose bytes are taken instead. `done` is called after each packing."""
+        self._static, self._how, self._given, self._done = static, how, given, done
+        *lead, height, width = static.shape
+        n, k = (width, height) if how.transposed else (height, width)
+        self.byte_size: Final = packed_bytes(static.shape, transposed=how.transposed)
+        self.relative_l2: float | None = None
+        """Rounding error of the weight: known once it was read, and not of one that is given."""
+        self._scales: Array | None = None
+        """The scales, once the elements were read: they are written next, and the weight is not packed again."""
+        dtype = ir.DataType(formats.element_format(how.element_format).onnx_dtype)
+        self.elements: Final = ir.LazyTensor(self._read_elements, dtype, ir.Shape([*lead, n, k]))
+        shape = ir.Shape([*lead, n, scale_count(k)])
+        self.scales: Final = ir.LazyTensor(self._read_scales, ir.DataType(contract.UINT8), shape)
+
+    def _read_elements(self) -> ir.TensorProtocol:
+        packed = self._packed()
+        self._scales = packed.scales
+        return ir.Tensor(packed.elements.view(self.elements.dtype.numpy()), dtype=self.elements.dtype)
+
+    def _read_scales(self) -> ir.TensorProtocol:
+        scales, self._scales = self._scales, None
+        return ir.Tensor(self._packed().scales if scales is None else scales)
+
+    def _packed(self) -> Packed:
+        how = self._how
+        if self._given is not None:
+            packed = take(self._given, allow_nonfinite=how.allow_nonfinite)
+        else:
+            with rows_of(self._static) as (rows, flipped):
+                packed = pack(
+                    rows,
+                    transposed=how.transposed != flipped,
+                    factor=how.factor,
+                    element_format=how.element_format,
+                    scale_rounding=how.scale_rounding,
+                    allow_nonfinite=how.allow_nonfinite,
+                )
+            self.relative_l2 = packed.relative_l2
+        self._done()
+        return packed
+
+
+@contextlib.contextmanager
+def rows_of(static: Static) -> Iterator[tuple[Rows, bool]]:
+    """Yields (the values of a static operand as rows, whether those are the columns of the result).
+
+    Where the views leave the values in their stored order, rows are read from the file; otherwise all of it is read.
+    """
+    tensor, dims = static.tensor, tuple(static.tensor.shape.numpy())
+    straight = straighten(dims, static.steps)
+    if straight is None:
+        data = np.ascontiguousarray(apply(static.steps, tensor.numpy()))
+        read_all = lambda at, start, stop: np.asarray(data[at][start:stop])  # noqa: E731
+        yield Rows(shape=data.shape, name=static.name, read=read_all), False
+        return
+    shape, flipped, casts = straight
+    height, width = shape[-2:]
+
+    def index(at: tuple[int, ...]) -> list[int]:
+        return [int(i) for i in np.unravel_index(np.ravel_multi_index(at, shape), dims)]
+
+    with _values(tensor) as fetch:
+
+        def read(at: tuple[int, ...], start: int, stop: int) -> Array:
+            matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
+            values = fetch((matrix * height + start) * width, (stop - start) * width)
+            return cast_to(values, casts).reshape(stop - start, width)
+
+        yield Rows(shape=shape, name=static.name, read=read, index=index), flipped
+
+
+@contextlib.contextmanager
+def _values(tensor: ir.TensorProtocol) -> Iterator[Callable[[int, int], Array]]:
+    """Yields a function that returns `count` values from the `first` on, valid until its next call.
+
+    External data is read and not mapped: the pages of a mapped file would count as memory of the process.
+    """
+    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < _BYTE:
+        values = tensor.numpy().reshape(-1)
+        yield lambda first, count: values[first : first + count]
+        return
+    tensor._check_path_containment()  # noqa: SLF001 - as it does itself when it reads
+    dtype, start, path = tensor.dtype.numpy(), tensor.offset or 0, Path(tensor.path)
+    buffer = np.empty(0, dtype)
+    with path.open("rb", buffering=0) as file:
+
+        def fetch(first: int, count: int) -> Array:
+            nonlocal buffer
+            if buffer.size < count:
+                buffer = np.empty(count, dtype)
+            target = memoryview(buffer[:count].view(np.uint8))
+            file.seek(start + first * dtype.itemsize)
+            filled = 0
+            while filled < len(target):
+                if not (length := file.readinto(target[filled:])):
+                    what = f"became shorter while tensor {tensor.name!r} was read"
+                    raise ContractError(path, what, expected="the whole file", advice="rewrite the model again")
+                filled += length
+            return buffer[:count]
+
+        yield fetch
+
+
+def size_in_bytes(tensor: ir.TensorProtocol) -> int:
+    """Returns how many bytes the values of a tensor take; of strings, as many as there are."""
+    if tensor.dtype == ir.DataType.STRING:
+        return math.prod(tensor.shape.numpy())
+    return int(tensor.nbytes)
