@@ -26,12 +26,13 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
-from mxfp8_graph.file_reading import NO_NAME, open_regular, require_regular
-from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_graph.file_reading import NO_NAME, is_any_of, open_regular, require_regular
+from mxfp8_ops.errors import ContractError, Mxfp8Error, Option
 
 _DRAFT: Final = re.compile(r"\.(?P<name>.+)\.(?P<token>[0-9a-f]{16})\.mxfp8-(?P<role>new|data|bridge)", re.DOTALL)
 _SCRATCH: Final = re.compile(r"mxfp8-graph\.[a-z]+\.\w+")
@@ -406,3 +407,91 @@ def uninterrupted() -> Iterator[list[Any]]:
             signal.signal(number, handler)
         if came:
             raising[signal.Signals(came[0][0])](*came[0])
+
+
+@contextlib.contextmanager
+def output(
+    path: Path, *, overwrite: bool, inputs: Iterable[Path] = (), replaces: Collection[Path] = ()
+) -> Iterator[Path]:
+    """Yields a temporary folder for a file called `path.name`, and for others beside it, under their final names.
+
+    At the end the old `path` and `replaces` are removed, then the new files are renamed into place, `path` last. After
+    an error before that, `path` is what it was; after one within, it is absent. An empty folder replaces nothing.
+
+    Args:
+        path: the file to write.
+        overwrite: whether an existing `path` may be replaced.
+        inputs: files that must not be replaced, under whatever name.
+        replaces: files beside `path` that belong to the old one, and to no other model.
+
+    Raises:
+        ContractError: as `check_output`; or the system refused a step, or one of the caller's with an OSError.
+    """
+    check = partial(check_output, path, overwrite=overwrite, inputs=list(inputs), replaces=replaces)
+    check()
+    with _refused(path), _temporary_folder(path) as name:
+        folder = Path(name)
+        yield folder
+        beside = sorted(path.with_name(file.name) for file in folder.iterdir() if file.name != path.name)
+        if beside or (folder / path.name).exists():
+            check(beside=beside)  # once more: files may have come since
+            _put(folder, path, beside, [path, *replaces] if overwrite else [])
+
+
+def check_output(
+    path: Path,
+    *,
+    overwrite: bool,
+    inputs: Collection[Path] = (),
+    beside: Collection[Path] = (),
+    replaces: Collection[Path] = (),
+) -> None:
+    """Checks that `output` can write `path`, and the files `beside` it. To be called before long work.
+
+    Raises:
+        ContractError: the folder is missing or not writable; or a file is an input or no regular file, or exists and
+            must not be replaced.
+    """
+    for file in dict.fromkeys((path, *replaces, *beside)):
+        if is_any_of(file, inputs):
+            raise ContractError(file, "is an input", expected="another file", advice="pass another path")
+        # A device or a FIFO must not be removed, nor a folder.
+        if os.path.exists(file) and not os.path.isfile(file):  # noqa: PTH110, PTH113 - false if the name is too long
+            what = "a directory" if file.is_dir() else "not a regular file"
+            raise ContractError(file, what, expected="a file name", advice="pass another path")
+        if os.path.lexists(file) and not overwrite:
+            advice = ("pass ", Option("overwrite", True), " or another path")
+            raise ContractError(file, "exists already", expected="a new file", advice=advice)
+        if os.path.lexists(file) and file != path and file not in replaces:
+            what = f"exists already, and {path} does not name it: it may be another model's"
+            raise ContractError(file, what, expected="no file there", advice="move it away or pass another path")
+    with _refused(path), _temporary_folder(path) as folder:
+        Path(folder, path.name).touch()  # the system may refuse the name alone
+
+
+def _temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
+    # Without the output's name in its own, which would be too long for some.
+    return tempfile.TemporaryDirectory(prefix=".mxfp8-graph-", dir=path.parent, ignore_cleanup_errors=True)
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Reports an OSError as one of writing `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise ContractError.unwritable(path, error, "free some space or pass another path") from None
+
+
+def _put(folder: Path, path: Path, beside: Iterable[Path], old: Iterable[Path]) -> None:
+    try:
+        for file in old:  # `path` first: no model may stand beside another's data
+            file.unlink(missing_ok=True)
+        for file in (*beside, path):
+            (folder / file.name).replace(file)
+    except BaseException:
+        if (folder / path.name).exists():  # else all files are in place
+            for file in beside:
+                if not (folder / file.name).exists():
+                    file.unlink(missing_ok=True)
+        raise
