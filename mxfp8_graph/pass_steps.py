@@ -91,7 +91,7 @@ class Reporter:
 
     def dry_run(self, decisions: Sequence[Decision], account: Account) -> RewriteReport:
         """Returns the report of a rewrite that stops with the plan; `account` says what its result would store."""
-        return self.report([_untouched(decision) for decision in decisions], account=account)
+        return self.report([untouched(decision) for decision in decisions], account=account)
 
 
 def already_rewritten(made: RewriteRecord | None, recipe: Recipe, options: Options, *, what: str) -> bool:
@@ -209,7 +209,7 @@ def replace_each(
         if not decision.quantize:
             if keep is not None:
                 keep(site)
-            reports.append(_untouched(decision))
+            reports.append(untouched(decision))
             continue
         reports.append(replace(site, decision))
         done += decision.site.weight_bytes
@@ -232,5 +232,5 @@ def replaced(decision: Decision, nodes: Sequence[str], weight: PackedNames | Non
     )
 
 
-def _untouched(decision: Decision) -> SiteReport:
+def untouched(decision: Decision) -> SiteReport:
     return SiteReport(decision=decision, bytes_before=decision.site.weight_bytes)

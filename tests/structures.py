@@ -19,7 +19,7 @@ import pytest
 from onnx import numpy_helper
 from safetensors.numpy import load_file
 
-from mxfp8_graph.onnx_model.walk import module_path
+from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, module_of
 
 FOLDER = Path(__file__).parent / "structures"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.onnx"))
@@ -43,7 +43,7 @@ def structure(name: str, weights: Mapping[str, np.ndarray] | None = None, *, spr
     """
     model = onnx.ModelProto()
     model.CopyFrom(_stored(name))
-    folded = {n.input[1]: f"{module_path(n)}.weight" for n in model.graph.node if n.op_type == "MatMul"}
+    folded = {n.input[1]: f"{module_of(next((p.value for p in n.metadata_props if p.key == NAME_SCOPES), str()))}.weight" for n in model.graph.node if n.op_type == "MatMul"}
     for tensor in _tensors(model):
         if tensor.doc_string.startswith("normal "):
             if weights is None:

@@ -6,10 +6,9 @@ complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It 
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
@@ -19,7 +18,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
 from mxfp8_graph.onnx_pass.protos import copy_fields, iter_graphs, lent
 from mxfp8_ops import contract, formats
-from mxfp8_ops.errors import ContractError, Mxfp8Error
+from mxfp8_ops.errors import ContractError
 
 _AGAIN: Final = "export the model again"
 _KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
@@ -35,7 +34,8 @@ def header(proto: onnx.ModelProto, name: str) -> None:
         raise ContractError(name, "the graph has no outputs", expected="at least one", advice=_AGAIN)
     newest = onnx.defs.onnx_opset_version()
     versions = {entry.version for entry in proto.opset_import if entry.domain in STANDARD}
-    for what, version, most in (("IR version", proto.ir_version, int(onnx.IR_VERSION)), *(("opset", v, newest) for v in versions)):
+    known = [("IR version", proto.ir_version, int(onnx.IR_VERSION)), *(("opset", v, newest) for v in versions)]
+    for what, version, most in known:
         if not 1 <= version <= most:
             expected = f"1 to {most}, which onnx {onnx.__version__} knows"
             raise ContractError(name, f"{what} {version}", expected=expected, advice="upgrade onnx")
@@ -73,7 +73,13 @@ def _checked(graph: onnx.GraphProto, outer: Set[str], name: str, path: str) -> I
                 yield from _checked(inner, visible, name, below)
 
 
-def _defined(nodes, own: Set[str], results, where: str, outer: Set[str] = frozenset()) -> set[str]:
+def _defined(
+    nodes: Sequence[onnx.NodeProto],
+    own: Set[str],
+    results: Iterable[str],
+    where: str,
+    outer: Set[str] = frozenset(),
+) -> set[str]:
     """Returns the names that nodes inside these may read; ContractError if one is defined twice, or not at all."""
     outputs = Counter(output for node in nodes for output in node.output if output)
     twice = next((each for each, times in outputs.items() if times > 1 or each in own), None)
@@ -83,7 +89,9 @@ def _defined(nodes, own: Set[str], results, where: str, outer: Set[str] = frozen
         if missing is not None or (twice is not None and twice in node.output):
             what = f"input {missing!r} is not defined" if missing is not None else f"output {twice!r} is defined twice"
             expected = "an input, an initializer or an output of a node" if missing is not None else "each name once"
-            raise ContractError(f"{where}: node {_called(node)!r} ({node.op_type})", what, expected=expected, advice=_AGAIN)
+            raise ContractError(
+                f"{where}: node {_called(node)!r} ({node.op_type})", what, expected=expected, advice=_AGAIN
+            )
     if (missing := next((each for each in results if each not in visible - outer), None)) is not None:
         what = f"output {missing!r} is not defined"
         raise ContractError(where, what, expected="an input, an initializer or an output of a node", advice=_AGAIN)
@@ -96,7 +104,8 @@ def _called(node: onnx.NodeProto) -> str:
 
 def contents(model: ir.Model, proto: onnx.ModelProto) -> None:
     """Raises ContractError if a tensor has not the values that it says, a function calls itself, or a node of ours is
-    not one of the contract."""
+    not one of the contract.
+    """
     for graph in iter_graphs(proto.graph):
         for tensor in graph.initializer:
             _check_tensor(tensor, name_of(model))
@@ -185,20 +194,3 @@ def complaint(model: ir.Model) -> str:
         node = re.match(r"Bad node spec for node\. Name: (.*?) OpType: (\S+)", context)
         return f"node {node[1]!r} ({node[2]}): {said.rstrip('.')}" if node else said.rstrip(".") or type(error).__name__
     return ""
-
-
-@contextlib.contextmanager
-def failures(model: ir.Model) -> Iterator[None]:
-    """Turns an unexpected exception on a model that onnx.checker refuses into the checker's error.
-
-    On a model that it accepts, the exception is a defect of ours, and stays.
-    """
-    said = complaint(model)
-    try:
-        yield
-    except (Mxfp8Error, OSError, Warning):
-        raise
-    except Exception as error:
-        if not said:
-            raise
-        raise ContractError(name_of(model), said, expected="a model that passes onnx.checker", advice=_AGAIN) from error

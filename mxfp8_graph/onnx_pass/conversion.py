@@ -14,7 +14,17 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import STANDARD, attribute, constant, dtype_of, label, name_of, nodes_of, opset_of, shape_of
+from mxfp8_graph.onnx_pass.graph import (
+    STANDARD,
+    attribute,
+    constant,
+    dtype_of,
+    label,
+    name_of,
+    nodes_of,
+    opset_of,
+    shape_of,
+)
 from mxfp8_graph.onnx_pass.protos import iter_graphs
 from mxfp8_ops.errors import ContractError
 
@@ -59,7 +69,7 @@ def before(model: ir.Model, target: int) -> None:
 
 
 def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns `proto` with the ops that only ONNX Runtime has at its opset in another domain; `after` puts them back."""
+    """Returns `proto` with ops that only ONNX Runtime has at its opset in another domain, until `after`."""
     opset = next(entry.version for entry in proto.opset_import if entry.domain in STANDARD)
     proto.opset_import.add(domain=_HIDDEN, version=1)
     for graph in iter_graphs(proto.graph):
@@ -121,7 +131,7 @@ def _limits(converted: _Converted) -> list[str]:
 def _hardmax(converted: _Converted) -> list[str]:
     """Hardmax was over all axes from its own on, and is over one."""
     node = converted.node
-    shape, axis = node.inputs[0] and shape_of(node.inputs[0]), attribute(node, "axis", 1)
+    shape, axis = shape_of(node.inputs[0]) if node.inputs[0] else None, attribute(node, "axis", 1)
     if axis != -1 and (shape is None or axis != len(shape) - 1):
         raise converted.refusal(f"it was over all axes from {axis} on")
     node.attributes["axis"] = ir.AttrInt64("axis", -1)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
+import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.dialects import OPS, TRT
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, iter_graphs, stored_in
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, default, nodes_of
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 _QUANTIZED: Final = {
     "": {
@@ -32,23 +29,23 @@ _QUANTIZED: Final = {
 }
 
 
-def may_be_mxfp8(node: onnx.NodeProto) -> bool:
+def may_be_mxfp8(node: ir.Node) -> bool:
     """Whether it is ONNX's DequantizeLinear, whose operands decide, or QuantizeLinear with the block size of MXFP8.
 
     Or MatMulNBits with 8 bits in such blocks, whose operands decide too.
     """
     if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits"):
-        return _is_blocked(node) and any(a.name == "bits" and a.i == 8 for a in node.attribute)
+        return _is_blocked(node) and attribute(node, "bits", 4) == 8
     if node.domain not in STANDARD or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
         return False
     return node.op_type == "DequantizeLinear" or _is_blocked(node)
 
 
-def _is_blocked(node: onnx.NodeProto) -> bool:
-    return any(a.name == "block_size" and a.i == BLOCK_SIZE for a in node.attribute)
+def _is_blocked(node: ir.Node) -> bool:
+    return bool(attribute(node, "block_size", 0) == BLOCK_SIZE)
 
 
-def dialect_of(node: onnx.NodeProto | ir.Node) -> str | None:
+def dialect_of(node: ir.Node) -> str | None:
     """Returns the dialect that a node's op belongs to; None for standard ops, whose operands decide."""
     if node.domain == contract.DOMAIN:
         return "mxfp8"
@@ -56,7 +53,7 @@ def dialect_of(node: onnx.NodeProto | ir.Node) -> str | None:
     return None if row is None else row.name
 
 
-def is_quantized(node: onnx.NodeProto) -> bool:
+def is_quantized(node: ir.Node) -> bool:
     """Whether a node quantizes, or works on what is quantized, in no dialect of MXFP8 by its name alone."""
     domain = "" if node.domain in STANDARD else node.domain
     if domain == TRT:
@@ -64,20 +61,18 @@ def is_quantized(node: onnx.NodeProto) -> bool:
     return node.op_type in _QUANTIZED.get(domain, ())
 
 
-def foreign(model: onnx.ModelProto) -> tuple[str, onnx.NodeProto] | None:
+def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
     """Returns (dialect, node) of the first node that is MXFP8 of another dialect than ours, or None.
 
     MatMulNBits does not count: most models that have it are quantized in another way, and stay as they are.
     """
-    for graph in iter_graphs(model.graph):
-        stored = stored_in(graph)
-        for node in graph.node:
-            found = dialect_of(node)
-            if found is not None and found not in {"mxfp8", "nbits"}:
-                return found, node
-            tensor = stored.get(node.input[0]) if node.input else None
-            is_qdq = node.op_type == "DequantizeLinear" and node.domain in STANDARD and _is_blocked(node)
-            if is_qdq and tensor is not None and tensor.data_type in contract.ELEMENTS:
+    for node in nodes_of(model):
+        dialect = dialect_of(node)
+        if dialect is not None and dialect not in {"mxfp8", "nbits"}:
+            return dialect, node
+        if node.op_type == "DequantizeLinear" and node.domain in STANDARD and _is_blocked(node):
+            tensor = default(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
+            if tensor is not None and tensor.dtype in contract.ELEMENTS:
                 return "qdq", node
     return None
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, shape_of
 from mxfp8_graph.onnx_pass.forms import Form, Layout, Resolve, Step
+from mxfp8_graph.onnx_pass.graph import attribute, shape_of
 from mxfp8_graph.onnx_pass.views import Static
 
 _Labels = tuple[str, ...]

@@ -22,18 +22,20 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
+from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
 from mxfp8_graph.onnx_pass.graph import (
+    MICROSOFT,
+    NAME_SCOPES,
     attribute,
     dtype_of,
     graphs_of,
     is_op,
     is_overridable,
     label,
+    module_of,
     shape_of,
     subgraphs_of,
 )
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, NAME_SCOPES, module_of
-from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
 from mxfp8_graph.onnx_pass.operands import Operand, Operands, source_of
 from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, form_of
 from mxfp8_graph.onnx_pass.views import Static

@@ -18,19 +18,18 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import (
-    EDITED,
     INFERRED,
-    LargeTensor,
     dtype_of,
     fresh_names,
     graphs_of,
+    is_large,
     is_op,
     label,
+    name_of,
     remove,
     shape_of,
     with_inner,
 )
-from mxfp8_graph.onnx_model.open import INLINE_BYTES
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -44,42 +43,52 @@ DTYPES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype", "st
 """Attributes that say which dtype a node computes in or gives. Not activation_dtype: our kernels round to that."""
 
 
-def to_float32(model: ir.Model, name: str) -> None:
-    """Gives a model float32 values in the place of 16-bit ones, in place; data of large initializers is not read.
+def holds(model: ir.Model, *dtypes: ir.DataType) -> bool:
+    """Whether a value between nodes, an input or a stored tensor has one of these dtypes, as far as they are known."""
+    graphs = list(graphs_of(model.graph))
+    values = (value for graph in graphs for value in (*graph.inputs, *graph.initializers.values()))
+    outputs = (value for graph in graphs for node in graph for value in node.outputs)
+    return any(dtype_of(value) in dtypes for some in (values, outputs) for value in some)
+
+
+def to_float32(model: ir.Model) -> list[str]:
+    """Gives a model float32 values in place; data of large initializers is not read. Returns a note if it changes.
 
     Args:
         model: with the dtypes that onnx infers.
-        name: what to call the model in messages.
 
     Raises:
         ContractError: a node reinterprets the bits of values, which would be others.
     """
+    if not holds(model, *HALVES):
+        return []
     functions = [function for function in model.functions.values() if function.domain != contract.DOMAIN]
     nodes = [node for outer in (model.graph, *functions) for top in outer for node in with_inner(top)]
     if node := next((node for node in nodes if node.op_type == "BitCast"), None):
         what = f"node {label(node)!r} (BitCast) reinterprets the bits of values"
-        expected = "no such node, to compute in float32"
-        raise ContractError(name, what, expected=expected, advice="leave out runs_on (--for cpu)")
+        expected, advice = "no such node, to compute in float32", "leave out runs_on (--for cpu)"
+        raise ContractError(name_of(model), what, expected=expected, advice=advice)
     for node in nodes:
         _retype(node)
-    for function in functions:
-        function.meta[EDITED] = True
-    kept = _cast(model)
+    kept, casts = _cast(model)
     for graph in graphs_of(model.graph):
-        made = (output for node in graph for output in node.outputs)
-        for value in {*graph.inputs, *graph.initializers.values(), *made} - kept:
+        outputs = (output for node in graph for output in node.outputs)
+        for value in {*graph.inputs, *graph.initializers.values(), *outputs} - kept:
             if value.const_value is not None and value.const_value.dtype in HALVES:
                 value.const_value = _in_float32(value.const_value)
             for declared in (value, value.meta.get(INFERRED, value)):
                 if isinstance(declared.type, ir.TensorType) and declared.dtype in HALVES:
                     declared.type = ir.TensorType(ir.DataType.FLOAT, denotation=declared.type.denotation)
+    return [f"computes in float32 instead of 16 bits; {casts} casts at inputs, outputs, lookups and stored tensors"]
 
 
-def _cast(model: ir.Model) -> set[ir.Value]:
-    """Puts casts behind what keeps its dtype and in front of the model's results; returns the values of 16 bits."""
+def _cast(model: ir.Model) -> tuple[set[ir.Value], int]:
+    """Puts casts behind what keeps its dtype and in front of the results; returns (values of 16 bits, casts)."""
     graph, fresh = model.graph, fresh_names(model)
     idle = [node for node in graph if is_op(node, "Cast") and _is_idle(node)]
-    kept = [value for value in graph.initializers.values() if _is_large(value) or value.is_graph_output()]
+    kept = [
+        v for v in graph.initializers.values() if v.is_graph_output() or (v.const_value and is_large(v.const_value))
+    ]
     halves = {value for value in (*graph.inputs, *kept) if dtype_of(value) in HALVES}
     given = sorted(halves, key=lambda value: str(value.name))
     results = [value for value in dict.fromkeys(graph.outputs) if value.producer() and dtype_of(value) in HALVES]
@@ -127,7 +136,7 @@ def _cast(model: ir.Model) -> set[ir.Value]:
             node.replace_input_with(0, None)
         else:
             graph.insert_before(graph[0], node)
-    return halves
+    return halves, sum(str(node.name).startswith(CAST) for node in graph)
 
 
 def _is_idle(cast: ir.Node) -> bool:
@@ -135,11 +144,6 @@ def _is_idle(cast: ir.Node) -> bool:
     result = cast.outputs[0]
     dtypes = {dtype_of(value) for value in (*cast.inputs, result) if value is not None}
     return dtypes <= {*HALVES, ir.DataType.FLOAT} and not result.is_graph_output()
-
-
-def _is_large(value: ir.Value) -> bool:
-    tensor = value.const_value
-    return isinstance(tensor, LargeTensor) or (tensor is not None and tensor.nbytes > INLINE_BYTES)
 
 
 def _declare_instead(new: ir.Value, old: ir.Value) -> None:

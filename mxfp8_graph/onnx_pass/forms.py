@@ -19,8 +19,7 @@ from typing import Any, Final, cast
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, shape_of
-from mxfp8_graph.onnx_pass.graph import MICROSOFT
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, shape_of
 from mxfp8_graph.onnx_pass.views import Static
 
 

@@ -135,9 +135,9 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
     # onnx_ir checks nothing of where files lie if this is "": as it should in the model's own, which may be a link.
     tensor.base_dir = "" if is_own else folder
     if is_own:
-        tensor._location = os.path.join(folder, path.name)  # noqa: SLF001, PTH118 - it has no setter
+        tensor._location = os.path.join(folder, path.name)  # noqa: PTH118 - it has no setter
     try:
-        tensor._check_path_containment()  # noqa: SLF001 - it checks when it reads, which is too late
+        tensor._check_path_containment()
         file = Path(tensor.path)
         if not file.is_file():
             raise ValueError(f"cannot read external file {file}: {'not a file' if file.exists() else 'no such file'}")

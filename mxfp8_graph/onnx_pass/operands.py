@@ -16,8 +16,10 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
+from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Layout, optional
 from mxfp8_graph.onnx_pass.graph import (
     INLINE_BYTES,
+    STANDARD,
     attribute,
     dtype_of,
     graphs_of,
@@ -28,8 +30,6 @@ from mxfp8_graph.onnx_pass.graph import (
     stored,
     subgraphs_of,
 )
-from mxfp8_graph.onnx_pass.graph import STANDARD
-from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Layout, optional
 from mxfp8_graph.onnx_pass.ops import GATHERS, REPEATS, op_of
 from mxfp8_graph.onnx_pass.views import BEHIND_REPEAT, Static, apply, cast, permutation
 from mxfp8_graph.policy import eligibility

@@ -12,11 +12,10 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.check_nodes import schema_of
-from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import einsum, forms, views
+from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass.views import View
 from mxfp8_graph.policy.roles import RoleOps
 from mxfp8_graph.report.account import OpKinds
@@ -175,8 +174,22 @@ def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
     form = read(node, resolve)
     if form is None or node.domain != MICROSOFT or form.blocker:
         return form
-    schema = schema_of(node.op_type, MICROSOFT)
-    if schema is None or schema.attributes.keys() >= node.attributes.keys():
+    known = _ATTRIBUTES.get(node.op_type)
+    if known is None or not (more := node.attributes.keys() - set(known)):
         return form
-    attribute = min(node.attributes.keys() - schema.attributes.keys())
-    return replace(form, blocker=f"its attribute {attribute!r} is not known; expected {', '.join(schema.attributes)}")
+    return replace(form, blocker=f"its attribute {min(more)!r} is not known; expected {', '.join(known)}")
+
+
+_TRANSPOSES: Final = ("alpha", "transA", "transB", "transBatchA", "transBatchB")
+_ACTIVATION: Final = ("activation", "activation_axis", "activation_alpha", "activation_beta", "activation_gamma")
+_ATTRIBUTES: Final = {
+    "FusedMatMul": _TRANSPOSES,
+    "TransposeMatMul": _TRANSPOSES,
+    "FusedMatMulActivation": (*_TRANSPOSES, *_ACTIVATION),
+    "FusedGemm": ("alpha", "beta", "transA", "transB", *_ACTIVATION),
+    "Attention": (
+        *("num_heads", "unidirectional", "past_present_share_buffer", "do_rotary", "rotary_embedding_dim"),
+        *("scale", "mask_filter_value", "qkv_hidden_sizes"),
+    ),
+}
+"""The attributes that a reader knows, by ops of ONNX Runtime's own: others may change what a node computes."""

@@ -12,7 +12,7 @@ import onnx
 import onnx_ir as ir
 from onnx import inliner, shape_inference, version_converter
 
-from mxfp8_graph.naming import first_line
+from mxfp8_graph.naming import first_line, take_name
 from mxfp8_graph.onnx_pass import conversion
 from mxfp8_graph.onnx_pass.float32 import to_float32
 from mxfp8_graph.onnx_pass.graph import (
@@ -74,14 +74,16 @@ def upgrade(
     opset = opset_of(model)
     chosen = [key for key in model.functions if opset < least or _holds(model, key, holds_sites)]
     if chosen:
-        _use_one_opset(model, chosen)
+        imports = _use_one_opset(model, chosen)
         selected = list(dict.fromkeys((domain, function) for domain, function, _ in chosen))
         model = through(model, lambda proto: inliner.inline_selected_functions(proto, selected), "inliner")
+        for key, function in model.functions.items():
+            function.opset_imports.update(imports[key])
         notes.append(f"inlined local functions: {', '.join(function for _, function in selected)}")
     if opset < least:
         conversion.before(model, least)
         call = lambda proto: version_converter.convert_version(_inferred(conversion.hide_unknown(proto)), least)  # noqa: E731
-        model = through(model, call, f"converter from opset {opset} to {least}")
+        model = through(model, call, f"converter from opset {opset} to {least}", converts=True)
         notes.append(f"converted opset {opset} to {least}")
         infer(model, [])
         notes += conversion.after(model, opset)
@@ -119,8 +121,12 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
     return model
 
 
-def through(model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto], what: str) -> ir.Model:
+def through(
+    model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto], what: str, *, converts: bool = False
+) -> ir.Model:
     """Returns what a pass of onnx makes of the model, with the tensors and the metadata that it was not shown.
+
+    `converts`: nodes with the outputs of a node of the model are that node, in another version.
 
     Raises:
         ContractError: the pass fails. `what` names it.
@@ -142,24 +148,28 @@ def through(model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto],
     # By name: onnx's passes keep names of initializers, and those of subgraphs are no names of outer values.
     tensors = {value.name: value for graph in graphs_of(model.graph) for value in graph.initializers.values()}
     known = {value.name: value for node in nodes_of(model) for value in node.outputs if value.name}
+    names = {str(node.name) for node in nodes_of(model)}
     for graph in graphs_of(result.graph):
         for value in graph.initializers.values():
-            if (before := tensors.get(value.name)) is not None:
+            if (before := tensors.get(str(value.name))) is not None:
                 if before.const_value is not None and is_large(before.const_value):
                     value.const_value = before.const_value
                 value.meta[OVERRIDABLE] = before.meta.get(OVERRIDABLE, False)
                 value.metadata_props.update(before.metadata_props)
             if not (value.is_graph_input() or value.is_graph_output()):
-                value.type = value.shape = None
+                value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
         for node in graph:
-            origin = known.get(node.outputs[0].name) if node.outputs else None
-            if origin is not None and (producer := origin.producer()) is not None:  # the converter loses them
+            origin = known.get(str(node.outputs[0].name)) if node.outputs else None
+            if not converts:
+                pass
+            elif origin is not None and (producer := origin.producer()) is not None:  # the converter loses them
                 node.metadata_props.update(producer.metadata_props)
-                node.doc_string = node.doc_string or producer.doc_string
+                node.name, node.doc_string = producer.name, node.doc_string or producer.doc_string
+            elif node.name:  # the converter calls what it adds like the node that it adds it for
+                node.name = take_name(node.name, names)
             for value in node.outputs:  # the model declares what it did before
-                if not value.is_graph_output():
-                    before = known.get(value.name)
-                    value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
+                before = known.get(str(value.name))
+                value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
     return result
 
 
@@ -201,25 +211,28 @@ def _holds(model: ir.Model, key: ir.OperatorIdentifier, holds_sites: Callable[[t
     return False
 
 
-def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> None:
-    """Gives functions the model's opset, for the inliner wants one; it is as good if their ops are the same in both.
+def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> dict[ir.OperatorIdentifier, dict[str, int]]:
+    """Gives functions the model's opset, for the inliner wants one; returns the imports that they had.
+
+    It is as good for those that are inlined if their ops are the same in both. The others get theirs back.
 
     Raises:
         ContractError: an op changed between the two.
     """
     opset = opset_of(model)
+    imports = {key: dict(function.opset_imports) for key, function in model.functions.items()}
     for function in model.functions.values():
         for domain, version in list(function.opset_imports.items()):
             if domain not in STANDARD or version == opset:
                 continue
             ops = sorted({node.op_type for node in function.all_nodes() if node.domain in STANDARD})
             changed = [op for op in ops if _since(op, version) != _since(op, opset)]
-            if changed and function.identifier() in chosen:
+            if changed and function.identifier() in chosen:  # the others are not inlined
                 other = f"in which {changed[0]} is another than in the model's opset {opset}"
                 what = f"local function {function.name!r} is of opset {version}, {other}"
                 raise ContractError(name_of(model), what, expected="one opset", advice="export the model again")
-            if not changed:
-                function.opset_imports[domain] = opset
+            function.opset_imports[domain] = opset
+    return imports
 
 
 def _since(op: str, opset: int) -> int:

@@ -8,20 +8,20 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Container, Iterator
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, graphs_of
-from mxfp8_ops.errors import ContractError
+from mxfp8_graph.onnx_pass.graph import graphs_of, is_large
+from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _FOREIGN: Final = "types that onnx_ir does not have"
 """Key of `Graph.meta`: declared types (maps, as classifiers of scikit-learn return, and opaque ones), by name."""
 
 _DEVICES: Final = "device configurations"
-"""Key of `Node.meta`: onnx_ir cannot write one without a name, and drops the sharding of a value with a new producer."""
+"""Key of `Node.meta`: onnx_ir cannot write one without a name, and drops the sharding of values."""
 
 _TRAINING: Final = "training_info"
 """Key of `Model.meta`: the field of the model that onnx_ir does not have."""
@@ -62,7 +62,11 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
             what = f"sparse initializer {graph.sparse_initializer[0].values.name!r}, which onnx_ir cannot represent"
             raise ContractError(name, what, expected="dense tensors", advice="store it as a dense initializer")
     infos = [info for graph in iter_graphs(proto.graph) for info in (*graph.input, *graph.output, *graph.value_info)]
-    foreign = {id(info): (info, onnx.TypeProto.FromString(info.type.SerializeToString())) for info in infos if _is_foreign(info.type)}
+    foreign = {
+        id(info): (info, onnx.TypeProto.FromString(info.type.SerializeToString()))
+        for info in infos
+        if _is_foreign(info.type)
+    }
     for info, _ in foreign.values():
         info.ClearField("type")
     # What it warns of, names that nothing defines, is checked in `check.py`, and allowed in unused functions.
@@ -80,17 +84,14 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         logger.disabled = disabled
         for info, declared in foreign.values():
             info.type.CopyFrom(declared)
-    for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
+    for part, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
         if foreign:
-            graph.meta[_FOREIGN] = {
-                info.name: foreign[id(info)][1]
-                for info in (*message.input, *message.output, *message.value_info)
-                if id(info) in foreign
-            }
-        for value in graph.initializers.values():
+            infos = [*message.input, *message.output, *message.value_info]
+            part.meta[_FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
+        for value in part.initializers.values():
             if isinstance(value.const_value, ir.serde.TensorProtoTensor):
                 value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
-        _keep_devices(graph, message.node)
+        _keep_devices(part, message.node)
     for function, body in zip(model.functions.values(), proto.functions, strict=True):
         _keep_devices(function, body.node)
     model.meta[_TRAINING] = onnx.ModelProto(training_info=proto.training_info)
@@ -99,7 +100,13 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Returns a graph as a proto, with what onnx_ir leaves out."""
-    proto = ir.to_proto(model)
+    try:
+        proto = ir.to_proto(model)
+    except Exception as error:  # it wraps what a tensor raises when it is read: a NaN in a weight, for example
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, Mxfp8Error):
+            cause = cause.__cause__
+        raise cause or error from None
     proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
     for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
         _complete(graph, message.node)
@@ -110,18 +117,20 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 
 @contextlib.contextmanager
-def lent(model: ir.Model) -> Iterator[onnx.ModelProto]:
+def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProto]:
     """Yields the model as a proto without the data of its large initializers, which have name, dtype and dims.
+
+    `main_only` leaves data out of the main graph alone.
 
     Not `onnx_ir.passes.common._c_api_utils.call_onnx_api`: that turns initializers into graph inputs, of the main graph
     only, sets types, and leaves the model broken if it cannot be serialized.
     """
     taken: list[tuple[ir.Value, ir.TensorProtocol]] = []
     try:
-        for graph in graphs_of(model.graph):
+        for graph in [model.graph] if main_only else graphs_of(model.graph):
             for value in graph.initializers.values():
                 tensor = value.const_value
-                if tensor is None or tensor.dtype == ir.DataType.STRING or tensor.nbytes <= INLINE_BYTES:
+                if tensor is None or not is_large(tensor):
                     continue
                 taken.append((value, tensor))
                 stub = onnx.TensorProto(name=value.name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
@@ -130,6 +139,14 @@ def lent(model: ir.Model) -> Iterator[onnx.ModelProto]:
     finally:
         for value, tensor in taken:
             value.const_value = tensor
+
+
+def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
+    """Writes the bytes of a tensor; those that know how copy them from file to file."""
+    if isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor, ir.Tensor)):
+        tensor.tofile(file)
+    else:
+        file.write(tensor.tobytes())
 
 
 def without_sparse(proto: onnx.ModelProto) -> onnx.ModelProto:

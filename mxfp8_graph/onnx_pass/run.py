@@ -1,13 +1,4 @@
-"""rewrite_onnx(): the ONNX pass, step by step.
-
-load            open_model, to_ir      checks the protobuf, makes it an onnx_ir.Model
-upgrade         prepare                opset, local functions, Attention, Dropout, dtypes; infers types
-find, plan      find_and_plan
-replace         Editor.apply
-remove unused   Editor.finish          before `fuse`, which asks who uses a value
-fuse            fuse
-save            to_proto, Target       serializes the graph once, checks it, streams the tensors
-"""
+"""rewrite_onnx(): the ONNX pass, station by station: load, prepare, find, plan, replace, fuse, save, report."""
 
 from __future__ import annotations
 
@@ -15,75 +6,60 @@ import contextlib
 import gc
 import shlex
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Final
 
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model import cpu_provider, dialect_ops, record
-from mxfp8_graph.onnx_model.check import check_result
-from mxfp8_graph.onnx_pass.graph import facts_of, infer, to_ir, to_proto
-from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.onnx_model.upgrade import switch_off_dropout, take_attention_apart, upgrade
-from mxfp8_graph.onnx_model.walk import node_label
-from mxfp8_graph.onnx_model.write import open_target, wants_external
-from mxfp8_graph.onnx_pass.account import Uses, account, inventory, key_of
+from mxfp8_graph.onnx_pass import check, record
+from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
+from mxfp8_graph.onnx_pass.float32 import holds
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
-from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
+from mxfp8_graph.onnx_pass.graph import label, name_of
+from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
+from mxfp8_graph.onnx_pass.prepare import prepare
+from mxfp8_graph.onnx_pass.protos import to_proto
+from mxfp8_graph.onnx_pass.replace import Editor, Replaced
+from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
-from mxfp8_graph.pass_steps import (
-    Reporter,
-    already_rewritten,
-    fusion_note,
-    replace_each,
-    require_eligible,
-    take_given,
-)
+from mxfp8_graph.pass_steps import Reporter, already_rewritten, fusion_note, require_eligible, take_given, untouched
 from mxfp8_graph.policy.plan import Decision, plan, tied
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.data import RewriteReport
-from mxfp8_ops.errors import ContractError
+from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 WANTED: Final = "MatMul or Gemm in the model"
 """What the pass looks for, in words."""
 
+Result = tuple[Path | onnx.ModelProto | None, RewriteReport]
 
-def rewrite_onnx(
-    model: Path | onnx.ModelProto, recipe: Recipe, options: Options
-) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
+
+def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Options) -> Result:
     """Returns (the output's path, or the rewritten proto if no output is asked for, or None on a dry run; report).
 
-    Errors: see `mxfp8_graph.rewrite`.
+    Errors: see `mxfp8_graph.rewrite`. An unexpected exception on a model that onnx.checker refuses is the checker's
+    error; on one that it accepts, it is a defect of ours and stays.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    opened = open_model(model)
-    _refuse_foreign(opened)
-    made = record.find(opened.proto)
-    if already_rewritten(made, recipe, options, what="model"):
-        reporter.bytes_before = opened.byte_size
-        reporter.notes = [*opened.notes, *fusion_note(made, recipe), *cpu_provider.note(opened.proto)]
-        return _copied(model, opened, reporter)
-    return rewrite_opened(opened, reporter)
-
-
-def _copied(
-    model: Path | onnx.ModelProto, opened: OpenedModel, reporter: Reporter
-) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
-    """Returns what `rewrite_onnx` does of a model that is rewritten already: a copy where an output is asked for."""
-    options, path = reporter.options, reporter.options.copy_to
-    if path is None:
-        return model, reporter.report(already_rewritten=True)
-    external = wants_external(opened, opened.byte_size, path, options.external_data)
-    with open_target(opened, path, external=external, overwrite=options.overwrite) as target:
-        if options.dry_run:
-            target.probe()
-            return None, reporter.report(already_rewritten=True)
-        target.finish(opened.proto)
-    return path, reporter.report((), target.byte_size, already_rewritten=True)
+    try:
+        model = load(source)
+        _refuse_foreign(model)
+        before = record.find(model)
+        if not already_rewritten(before, recipe, options, what="model"):
+            return rewrite_model(model, reporter)
+        reporter.bytes_before = bytes_of(model)
+        reporter.notes = [*fusion_note(before, recipe), *_note(model)]
+        return _copied(source, model, reporter)
+    except (Mxfp8Error, OSError, Warning):
+        raise
+    except Exception as error:
+        if not (said := check.complaint(load(source))):
+            raise
+        expected, advice = "a model that passes onnx.checker", "export the model again"
+        raise ContractError(options.name, said, expected=expected, advice=advice) from error
 
 
 @contextlib.contextmanager
@@ -102,73 +78,36 @@ def _collecting_later() -> Iterator[None]:
 
 
 @_collecting_later()
-def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx.ModelProto | None, RewriteReport]:
-    """Returns what `rewrite_onnx` does, of a model that is open and was not rewritten before; edits it in place."""
+def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
+    """Returns what `rewrite_onnx` does, of a model that was not rewritten before; edits it in place."""
     recipe, options = reporter.recipe, reporter.options
-    reporter.bytes_before, reporter.notes = reporter.bytes_before or opened.byte_size, opened.notes
-    model = to_ir(opened)
-    before = inventory(model)
-    model, widened = prepare(opened, model, recipe)
-    planned = inventory(model) if opened.notes or widened else before  # nothing else was done to it without a note
+    reporter.bytes_before = reporter.bytes_before or bytes_of(model)
+    as_source = bool(external_files(model))
+    model = prepare(model, recipe, reporter.notes)
     sites, decisions = find_and_plan(model, recipe)
     decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
-    uses = Uses(model, sites, decisions)
-    accounted = partial(account, before, planned, uses.of)
-    require_eligible(decisions, options, wanted=WANTED, account=lambda: accounted(planned, {}))
-    external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
-    with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
-        nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
-        editor = Editor(opened, model, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
-        progress = None if options.dry_run else options.progress
-        reports = replace_each(sites, decisions, editor.apply, progress=progress)
-        editor.finish()
-        if recipe.fuse:
-            reporter.fusions = fuse(model, recipe)
-        sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
-        result = accounted(inventory(model), sources)
-        proto = to_proto(opened, model)
-        record.complete(proto, recipe.to_record(), facts_of(model), bodies=options.bodies)
-        check_result(proto, opened.name)
-        reporter.notes += cpu_provider.note(proto, widened)
-        if options.dry_run:
-            target.probe()
-            return None, reporter.dry_run(decisions, result)
-        if options.weights is not None:
-            options.weights.check()
-        target.finish(proto)
-    return target.path or proto, reporter.report(reports, target.byte_size, account=result)
-
-
-def _refuse_foreign(opened: OpenedModel) -> None:
-    """Raises ContractError if the model has MXFP8 of another dialect, which is converted and not rewritten."""
-    if found := dialect_ops.foreign(opened.proto):
-        dialect, node = found
-        where = f"{opened.name}: node {node_label(node)!r} ({node.op_type})"
-        file = opened.name if opened.folder is not None else "MODEL"
-        advice = f"convert it: mxfp8-graph convert {shlex.quote(file)} --to mxfp8"
-        raise ContractError(where, f"MXFP8 already, as {dialect}", expected="a model to quantize", advice=advice)
-
-
-def prepare(opened: OpenedModel, model: ir.Model, recipe: Recipe) -> tuple[ir.Model, str]:
-    """Brings a model to the form that sites are looked for in: its opset, functions, mode, dtypes and attention nodes.
-
-    Args:
-        opened: the model; edited by onnx's own passes, which take protobufs.
-        model: its graph; edited, unless those passes changed it.
-        recipe: which says what is looked for.
-
-    Returns:
-        The graph, and what to say of its dtypes if those changed.
-    """
-    known = len(opened.notes)
-    upgrade(opened, lambda domain, op: multiplies(domain, op) or (recipe.embeddings and looks_up(domain, op)))
-    if recipe.attention_scores or recipe.attention_values:
-        take_attention_apart(opened)
-    if len(opened.notes) > known:
-        model = to_ir(opened)
-    opened.notes += switch_off_dropout(model)
-    infer(opened, model)
-    return model, cpu_provider.widen(opened, model) if recipe.runs_on else ""
+    require_eligible(decisions, options, wanted=WANTED, account=Account)
+    progress = None if options.dry_run else options.progress
+    editor = Editor(model, allow_nonfinite=options.allow_nonfinite, given=given, progress=progress)
+    done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
+    editor.finish()  # before `fuse`, which asks who uses a value
+    if recipe.fuse:
+        reporter.fusions = fuse(model, recipe)
+    record.complete(model, recipe.to_record(), bodies=options.bodies)
+    reporter.notes += _note(model)
+    path, overwrite = options.output, options.overwrite
+    external = wants_external(model, path, options.external_data, as_source=as_source)
+    if path is not None:
+        check_output(model, path, external=external, overwrite=overwrite)
+    if options.dry_run:
+        return None, reporter.dry_run(decisions, Account())
+    if options.weights is not None:
+        options.weights.check()
+    if path is None:
+        proto = to_proto(model)
+        return proto, reporter.report([*map(_report, done)], proto.ByteSize(), account=Account())
+    size = save(model, path, external=external, overwrite=overwrite)
+    return path, reporter.report([*map(_report, done)], size, account=Account())
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -176,3 +115,39 @@ def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list
     sites = find_sites(model)
     stored = [id(site.w.static.value) if site.w.static else None for site in sites]
     return sites, tied(plan([site.matmul for site in sites], recipe), stored)
+
+
+def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter) -> Result:
+    """Returns what `rewrite_onnx` does of a model that is rewritten already: a copy where an output is asked for."""
+    options, path = reporter.options, reporter.options.copy_to
+    if path is None:
+        return source, reporter.report(already_rewritten=True)
+    external = wants_external(model, path, options.external_data, as_source=bool(external_files(model)))
+    check_output(model, path, external=external, overwrite=options.overwrite)
+    if options.dry_run:
+        return None, reporter.report(already_rewritten=True)
+    size = save(model, path, external=external, overwrite=options.overwrite)
+    return path, reporter.report((), size, already_rewritten=True)
+
+
+def _report(done: Replaced | Decision) -> SiteReport:
+    """Returns the report of a site; after the save, which finds the error of its weight."""
+    return untouched(done) if isinstance(done, Decision) else done.report()
+
+
+def _note(model: ir.Model) -> list[str]:
+    """Returns what there is to know of a rewritten model on a CPU."""
+    if not holds(model, ir.DataType.BFLOAT16):
+        return []
+    advice = "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
+    return [f"computes in bfloat16, for which ONNX Runtime's CPU provider lacks most kernels; {advice}"]
+
+
+def _refuse_foreign(model: ir.Model) -> None:
+    """Raises ContractError if the model has MXFP8 of another dialect, which is converted and not rewritten."""
+    if of_another := foreign(model):
+        dialect, node = of_another
+        where = f"{name_of(model)}: node {label(node)!r} ({node.op_type})"
+        path = path_of(model)
+        advice = f"convert it: mxfp8-graph convert {shlex.quote(str(path)) if path else 'MODEL'} --to mxfp8"
+        raise ContractError(where, f"MXFP8 already, as {dialect}", expected="a model to quantize", advice=advice)

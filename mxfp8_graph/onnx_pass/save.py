@@ -8,14 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph import files
 from mxfp8_graph.onnx_pass import single_file
-from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, graphs_of, name_of
-from mxfp8_graph.onnx_pass.load import external_files, path_of
-from mxfp8_graph.onnx_pass.protos import to_proto
+from mxfp8_graph.onnx_pass.graph import graphs_of, is_large, name_of
+from mxfp8_graph.onnx_pass.load import external_files, load, path_of
+from mxfp8_graph.onnx_pass.protos import to_proto, write_tensor
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -48,6 +47,85 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
         return False
     is_large = size_of(model) > INLINE_LIMIT
     if choice == "never" and is_large:
-        what, advice = "the model does not fit into one protobuf file (2 GB)", ("pass ", Option("external_data", "always"))
+        what, advice = (
+            "the model does not fit into one protobuf file (2 GB)",
+            ("pass ", Option("external_data", "always")),
+        )
         raise ContractError(path, what, expected="external data", advice=advice)
     return choice == "always" or (choice == "auto" and (as_source or is_large))
+
+
+def data_path(path: Path) -> Path:
+    """Returns the file that the external data of a model written to `path` goes to."""
+    return path.with_name(f"{path.name}.data")
+
+
+def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> None:
+    """Raises ContractError if `save` could not write there: before the work, and for a dry run."""
+    files.check_output(
+        path,
+        overwrite=overwrite,
+        inputs=_inputs(model),
+        replaces=_data_of(path) if overwrite else (),
+        beside=[data_path(path)] if external else [],
+    )
+
+
+def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> int:
+    """Returns how many bytes were written.
+
+    Raises:
+        ContractError: a tensor cannot be read or packed, the output exists and `overwrite` is false, is the input or
+            its data, or cannot be written.
+    """
+    replaces = _data_of(path) if overwrite else ()
+    with files.output(path, overwrite=overwrite, inputs=_inputs(model), replaces=replaces) as folder:
+        draft = folder / path.name
+        if external:
+            _write_data(model, folder / data_path(path).name)
+            draft.write_bytes(to_proto(model).SerializeToString())
+        else:
+            single_file.write(model, draft)
+        return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def _inputs(model: ir.Model) -> list[Path]:
+    source = path_of(model)
+    return [] if source is None else [source, *external_files(model)]
+
+
+def _data_of(path: Path) -> list[Path]:
+    """Returns the data file of an old model at `path`, if that names it; else it belongs to another model."""
+    data = data_path(path)
+    if not path.is_file() or not data.is_file():
+        return []
+    try:
+        names_it = any(Path(file).name == data.name for file in external_files(load(path, sparse=True)))
+    except ContractError:
+        names_it = False
+    return [data] if names_it else []
+
+
+def _write_data(model: ir.Model, data: Path) -> None:
+    """Writes the large initializers to `data`, packed weights first, and makes them external tensors of that file.
+
+    Not `onnx_ir.external_data`: it writes tensors in the order of their sizes, and a weight whose scales come before
+    its elements would be packed twice.
+    """
+    values = [
+        value
+        for graph in graphs_of(model.graph)
+        for value in graph.initializers.values()
+        if value.const_value is not None and is_large(value.const_value)
+    ]
+    with data.open("wb") as file:
+        for value in sorted(values, key=lambda value: not isinstance(value.const_value, ir.LazyTensor)):
+            tensor = value.const_value
+            assert tensor is not None  # of `values`
+            offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
+            file.write(bytes(offset - file.tell()))
+            write_tensor(tensor, file)
+            shape = ir.Shape(tensor.shape.numpy())
+            value.const_value = ir.ExternalTensor(
+                data.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)
+            )

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import INLINE_BYTES
-from mxfp8_graph.onnx_pass.protos import lent
+from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, is_large
+from mxfp8_graph.onnx_pass.protos import lent, write_tensor
 
 _GRAPH: Final = 7  # ModelProto.graph
 _INITIALIZER: Final = 5  # GraphProto.initializer
@@ -25,7 +26,7 @@ _LENGTH: Final = 2  # wire type of messages, strings and bytes
 
 def skeleton(path: Path) -> bytes:
     """Returns the model as protobuf; a file that is no regular protobuf comes back as it is, for protobuf to refuse."""
-    with open(path, "rb") as file:
+    with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return b"".join(_model(content, path.name))
@@ -35,12 +36,17 @@ def skeleton(path: Path) -> bytes:
 
 
 def write(model: ir.Model, path: Path) -> None:
-    """Writes a model whose initializers of the main graph write themselves, the large ones, where their raw data goes."""
-    with lent(model, main_only=True) as (proto, taken):
+    """Writes a model; large initializers of the main graph write themselves to where their raw data goes."""
+    tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None and is_large(tensor)}
+    for graph in model.graph.subgraphs():
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = ir.Tensor(np.array(value.const_value.numpy()), dtype=value.const_value.dtype)
+    with lent(model, main_only=True) as proto:
         content = proto.SerializeToString()
     del proto
-    tensors = {value.name: tensor for value, tensor in taken}
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         for number, head, start, stop in _fields(content, 0, len(content)):
             if number != _GRAPH:
                 file.write(content[head:stop])
@@ -60,7 +66,7 @@ def write(model: ir.Model, path: Path) -> None:
             for piece, tensor in pieces:
                 file.write(piece)
                 if tensor is not None:
-                    tensor.tofile(file)
+                    write_tensor(tensor, file)
 
 
 def _model(content: mmap.mmap | bytes, name: str) -> Iterator[bytes]:

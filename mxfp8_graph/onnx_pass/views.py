@@ -253,6 +253,7 @@ def apply(steps: Steps, data: Array) -> Array:
 
 
 def cast_to(data: Array, dtypes: Sequence[int]) -> Array:
+    """Returns values cast to each of these onnx.TensorProto.DataType in turn."""
     with np.errstate(over="ignore"):
         for dtype in dtypes:
             data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))

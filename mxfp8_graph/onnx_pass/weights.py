@@ -121,7 +121,7 @@ def _values(tensor: ir.TensorProtocol) -> Iterator[Callable[[int, int], Array]]:
         values = tensor.numpy().reshape(-1)
         yield lambda first, count: values[first : first + count]
         return
-    tensor._check_path_containment()  # noqa: SLF001 - as it does itself when it reads
+    tensor._check_path_containment()
     dtype, start, path = tensor.dtype.numpy(), tensor.offset or 0, Path(tensor.path)
     buffer = np.empty(0, dtype)
     with path.open("rb", buffering=0) as file:
@@ -130,7 +130,7 @@ def _values(tensor: ir.TensorProtocol) -> Iterator[Callable[[int, int], Array]]:
             nonlocal buffer
             if buffer.size < count:
                 buffer = np.empty(count, dtype)
-            target = memoryview(buffer[:count].view(np.uint8))
+            target = memoryview(buffer[:count].view(np.uint8).data)
             file.seek(start + first * dtype.itemsize)
             filled = 0
             while filled < len(target):

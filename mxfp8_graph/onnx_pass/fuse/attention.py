@@ -17,11 +17,11 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import Dim, constant, is_op, only_used_by, with_inner
 from mxfp8_graph.onnx_pass.fuse import attention_scores
 from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, Source, same, shape_of_rank, transposed
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention, Mask
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, heir, in_place_of, ours, type_of
+from mxfp8_graph.onnx_pass.graph import Dim, constant, is_op, only_used_by, with_inner
 from mxfp8_ops import contract
 
 Fresh = Callable[[str], str]

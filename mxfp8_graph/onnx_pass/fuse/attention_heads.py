@@ -15,8 +15,8 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import Dim, attribute, constant, made_by, scalar
 from mxfp8_graph.onnx_pass.fuse.replacement import type_of
+from mxfp8_graph.onnx_pass.graph import Dim, attribute, constant, made_by, scalar
 
 HEADS_APART: Final = (0, 2, 1, 3)
 """[B, S, H, D] <-> [B, H, S, D]."""

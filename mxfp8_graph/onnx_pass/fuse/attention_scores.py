@@ -18,8 +18,6 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, constant, is_op, made_by, scalar
-from mxfp8_graph.onnx_pass.graph import MICROSOFT
 from mxfp8_graph.onnx_pass.fuse.attention_heads import (
     Heads,
     Source,
@@ -29,6 +27,7 @@ from mxfp8_graph.onnx_pass.fuse.attention_heads import (
     unscaled,
 )
 from mxfp8_graph.onnx_pass.fuse.replacement import type_of
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, constant, is_op, made_by, scalar
 from mxfp8_ops import contract
 
 _MOST_MASKS: Final = 3

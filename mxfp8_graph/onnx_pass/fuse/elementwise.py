@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, constant, only_used_by
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, constant, only_used_by
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.fused_gemm import FUNCTIONS
 

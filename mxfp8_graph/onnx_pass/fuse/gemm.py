@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, is_op, only_used_by
 from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
 from mxfp8_graph.onnx_pass.fuse.replacement import (
     Replacement,
@@ -26,6 +25,7 @@ from mxfp8_graph.onnx_pass.fuse.replacement import (
     successor,
     type_of,
 )
+from mxfp8_graph.onnx_pass.graph import attribute, is_op, only_used_by
 from mxfp8_ops import contract
 
 

@@ -24,9 +24,8 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, constant, is_op, made_by, only_used_by, scalar
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, is_last, is_ours, stored_shape, successor, type_of
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, constant, is_op, made_by, only_used_by, scalar
 from mxfp8_ops import contract
 
 _Value = ir.Value | None

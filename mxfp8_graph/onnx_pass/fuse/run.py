@@ -7,11 +7,11 @@ from functools import partial
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import fresh_names, graphs_of, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
 from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Fusion, Replacement
+from mxfp8_graph.onnx_pass.graph import fresh_names, graphs_of, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import FusionReport
