@@ -11,13 +11,13 @@ import numpy as np
 import onnx
 import pytest
 from commands import run as command
+from mxfp8_graph.onnx_model import cpu_provider
 from onnx import TensorProto, helper, numpy_helper
 from oracle import kinds, normal
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.doctor import diagnose_file
-from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_graph.running.runner import run_model
 from mxfp8_graph.running.sessions import Session
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError

@@ -15,7 +15,7 @@ from onnx import helper, numpy_helper
 from oracle import rewrite, run
 
 from mxfp8_graph import Recipe
-from mxfp8_graph.onnx_model.walk import iter_graphs
+from mxfp8_graph.onnx_pass.protos import iter_graphs
 
 F32 = np.float32
 EXACT = Recipe(activations="unchanged", min_dim=0)
