@@ -18,7 +18,6 @@ import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.checking.runner import run_model
 from mxfp8_graph.checking.sessions import Session
-from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError
 
@@ -282,19 +281,6 @@ class TestOriginals:
         assert any("computes in float32 instead of 16 bits" in note for note in found.notes), found.notes
         tuned = mxfp8_graph.tune(original, budget="cosine>=0.99")
         assert mxfp8_graph.load_recipe(Path(tuned.output) / "recipe.yaml").runs_on == "cpu"
-
-
-def test_the_doctor_finds_out_whether_a_file_loads_on_a_cpu(tmp_path: Path) -> None:
-    source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-    assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(source).detail
-    found = diagnose_file(mxfp8_graph.rewrite(source, CPU)[0])
-    assert found.state == "ok"
-    assert "runs everywhere in ONNX Runtime" in found.detail
-    found = diagnose_file(mxfp8_graph.rewrite(source, Recipe(fuse=False), overwrite=True)[0])
-    assert found.state == "ok"
-    assert "runs everywhere in ONNX Runtime" not in found.detail
-    assert "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
-    assert "--for cpu" in found.advice
 
 
 def lookup_model() -> onnx.ModelProto:
