@@ -203,11 +203,8 @@ class Recipe(_Model):
         if not assignments:
             return self
         fields = {"name": f"{self.name} with {', '.join(assignments)}", **recipe_file.assigned(assignments)}
-        try:
-            # Without unset fields: "fp8_dpa=false" then takes back the attention fields that fp8_dpa implied.
-            return Recipe.model_validate({**self.model_dump(exclude_unset=True), **fields})
-        except pydantic.ValidationError as error:
-            raise recipe_file.explained(error, recipe_file.OPTION) from None
+        # Without unset fields: "fp8_dpa=false" then takes back the attention fields that fp8_dpa implied.
+        return _validated({**self.model_dump(exclude_unset=True), **fields}, recipe_file.OPTION)
 
     def without_fusion(self) -> Recipe:
         """Returns the recipe with `fuse` false."""
@@ -291,12 +288,16 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
     if backward_override is not None:
         what = f"backward_override: {backward_override!r}"
         raise RecipeError(name, what, expected="None, gradients in MXFP8", advice="leave it out")
-    # By `model_validate` and not Recipe(...), so that errors name this function and not the class.
     fields = {"margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
+    return _validated({"name": name, **fields, **ours}, name)
+
+
+def _validated(fields: dict[str, Any], where: object) -> Recipe:
+    """Returns the recipe of these fields; an error names `where`, and not the class."""
     try:
-        return Recipe.model_validate({"name": name, **fields, **ours})
+        return Recipe.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise recipe_file.explained(error, name) from None
+        raise recipe_file.explained(error, where) from None
 
 
 def _text(value: object) -> str:
@@ -338,7 +339,4 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     # Without a known suffix the text is more likely a mistyped preset than a file.
     if path.suffix not in recipe_file.SUFFIXES:
         raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice="correct the name")
-    try:
-        return Recipe.model_validate({"name": path.stem, **recipe_file.read(path)})
-    except pydantic.ValidationError as error:
-        raise recipe_file.explained(error, path) from None
+    return _validated({"name": path.stem, **recipe_file.read(path)}, path)
