@@ -148,12 +148,12 @@ def take_given(
     given = reporter.options.weights
     if given is None:
         return list(decisions), {}
-    found = assigned(sites, decisions, reporter.recipe, given)
-    reporter.notes.append(found.note)
+    planned, weights = assigned(sites, decisions, reporter.recipe, given)
+    reporter.notes.append(f"{len(weights)} matmuls take the bytes of {len(given.weights)} weights of {given.where}")
     if given.others:
         names = ", ".join(given.others[:3]) + (", ..." if len(given.others) > 3 else "")
         reporter.notes.append(f"the model keeps its own values for what is not MXFP8 in {given.where}: {names}")
-    return found.decisions, found.weights
+    return planned, weights
 
 
 def fusion_note(made: RewriteRecord | None, recipe: Recipe) -> list[str]:

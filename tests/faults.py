@@ -29,7 +29,6 @@ import builders
 import onnx
 
 import mxfp8_graph
-from mxfp8_graph.cli import Terminated
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -167,7 +166,7 @@ def start(work: Callable[[], Any], at_step: Callable[[int], None] | None = None)
 
 
 def _terminate(signum: int, frame: object) -> NoReturn:
-    raise Terminated
+    raise KeyboardInterrupt(signum)
 
 
 def _count_steps(at_step: Callable[[int], None]) -> None:

@@ -5,11 +5,11 @@ Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulS
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from mxfp8_graph.policy.patterns import Search
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
@@ -109,16 +109,14 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     for the site's role; `min_dim`.
 
     Raises:
-        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not; or a pattern
-            takes more than 2 s to search for.
+        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not.
     """
-    search = Search(recipe.name)
-    decisions = [_decide(site, recipe, search) for site in sites]
-    _refuse_unused(sites, recipe, search)
+    decisions = [_decide(site, recipe) for site in sites]
+    _refuse_unused(sites, recipe)
     return decisions
 
 
-def _decide(site: MatMulSite, recipe: Recipe, search: Search) -> Decision:
+def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
     def keep(rule: str, reason: str) -> Decision:
         return Decision(site=site, quantize=False, rule=rule, reason=reason)
 
@@ -126,15 +124,15 @@ def _decide(site: MatMulSite, recipe: Recipe, search: Search) -> Decision:
     if site.blocker:
         return keep("structure", site.blocker)
     # `exclude` overrides rules: --exclude on the command line has to work with every recipe file.
-    if pattern := _first(recipe.exclude, site, search):
+    if pattern := _first(recipe.exclude, site):
         return keep("exclude", f"excluded by {pattern!r}")
     for index, rule in enumerate(recipe.rules):
-        if _matches(rule, site, search):
+        if _matches(rule, site):
             if not rule.quantize:
                 return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
             return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
     # After the rules, so that a rule can add single sites to an include list.
-    if recipe.include and not _first(recipe.include, site, search):
+    if recipe.include and not _first(recipe.include, site):
         return keep("include", "not among the included names")
     if reason := _policy_reason(site, recipe):
         return keep("policy", reason)
@@ -174,16 +172,16 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
     return decision
 
 
-def _named(pattern: str, site: MatMulSite, search: Search) -> bool:
+def _named(pattern: str, site: MatMulSite) -> bool:
     """Whether `pattern` is found in the site's node name or module path."""
-    return search(pattern, site.name) or search(pattern, site.module)
+    return bool(re.search(pattern, site.name) or re.search(pattern, site.module))
 
 
-def _first(patterns: Sequence[str], site: MatMulSite, search: Search) -> str | None:
-    return next((p for p in patterns if _named(p, site, search)), None)
+def _first(patterns: Sequence[str], site: MatMulSite) -> str | None:
+    return next((p for p in patterns if _named(p, site)), None)
 
 
-def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
+def _matches(rule: Rule, site: MatMulSite) -> bool:
     # A bound on an unknown size never matches: the rule could be wrong for the size that a run then has.
     def within(size: Dim, least: int | None, most: int | None) -> bool:
         if least is None and most is None:
@@ -191,30 +189,30 @@ def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
         return isinstance(size, int) and (least is None or size >= least) and (most is None or size <= most)
 
     return (
-        (rule.name is None or _named(rule.name, site, search))
+        (rule.name is None or _named(rule.name, site))
         and (rule.op is None or rule.op == site.op)
-        and (rule.subgraph is None or search(rule.subgraph, site.subgraph))
+        and (rule.subgraph is None or re.search(rule.subgraph, site.subgraph) is not None)
         and within(site.n, rule.min_n, rule.max_n)
         and within(site.k, rule.min_k, rule.max_k)
     )
 
 
-def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe, search: Search) -> None:
+def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
     """Raises RecipeError if a rule, include or exclude pattern decides no site."""
     names = [site.module or site.name for site in sites]
     # A pattern that matches nothing is a typing error more often than not, and without an error here it would go
     # unnoticed.
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
-            if not any(_named(pattern, site, search) for site in sites):
+            if not any(_named(pattern, site) for site in sites):
                 raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
     # Two sets, since a rule that matches but never decides needs another advice than one that matches nothing.
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:
-        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site, search)]
+        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site)]
         matched.update(hits)
-        if hits and not _first(recipe.exclude, site, search):
+        if hits and not _first(recipe.exclude, site):
             reached.add(hits[0])
     for index, rule in enumerate(recipe.rules):
         if index not in matched:

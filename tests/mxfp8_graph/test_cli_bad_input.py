@@ -218,7 +218,7 @@ def test_an_unknown_recipe() -> None:
 def test_a_bad_regular_expression_with_brackets() -> None:
     Path("r.yaml").write_text("exclude: ['[']\n")
     assert refused("rewrite", save(b.chain_model()), "--recipe", "r.yaml") == (
-        "error: r.yaml:1: exclude.0: '[' is not a regular expression (unterminated character set at position 0); "
+        "error: r.yaml: exclude.0: '[' is not a regular expression (unterminated character set at position 0); "
         "expected one; correct it"
     )
 

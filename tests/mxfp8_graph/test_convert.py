@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from onnx import TensorProto, helper, numpy_helper
 from releases import release
 
 import mxfp8_graph
-from mxfp8_graph._version import __version__
-from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.onnx_model.dialects import WRITTEN
 from mxfp8_graph.onnx_model.graph import to_ir
 from mxfp8_graph.onnx_model.open import open_model
@@ -782,38 +779,6 @@ def metadata(path: Path) -> dict[str, str]:
     return {entry.key: entry.value for entry in onnx.load(path).metadata_props}
 
 
-def diagnosis(path: str | Path) -> str:
-    check = diagnose_file(path)
-    return f"{check.detail}; {check.advice}"
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_doctor_says_what_happened_to_a_file() -> None:
-    path = b.save(b.chain_model(), Path("m.onnx"))
-    ours, _ = mxfp8_graph.rewrite(path)
-    assert metadata(ours)["mxfp8_graph.dialect"] == "mxfp8"
-    assert "with function bodies" in diagnosis(ours)
-    integers, _ = mxfp8_graph.rewrite(path, "mxint8", output="integers.onnx")
-    for file, recipe in ((ours, "mxfp8"), (integers, "mxint8")):
-        assert f"; written by mxfp8-graph {__version__} with recipe {recipe};" in diagnosis(file)
-    shutil.copy(ours, "lost.onnx")
-    lost = onnx.load("lost.onnx")
-    del lost.functions[:]
-    onnx.save(lost, "lost.onnx")
-    said = diagnosis("lost.onnx")
-    assert "without the function bodies of MXFP8FusedGemm, MXFP8GemmQuantize, MXFP8Quantize" in said
-    assert "put them back: mxfp8-graph convert lost.onnx --to mxfp8" in said
-    repaired, _ = mxfp8_graph.convert("lost.onnx", "mxfp8")
-    assert {f.name for f in onnx.load(repaired).functions} >= {"MXFP8FusedGemm", "MXFP8Quantize"}
-    onnx.save(onnx.inliner.inline_local_functions(onnx.load(ours)), "inlined.onnx")
-    assert "has no node of domain 'mxfp8' any more: a tool has inlined them" in diagnosis("inlined.onnx")
-    there, _ = mxfp8_graph.convert(ours, "trt")
-    assert metadata(there)["mxfp8_graph.dialect"] == "trt"
-    assert f"packed weights as trt; written by mxfp8-graph {__version__} as trt with recipe mxfp8" in diagnosis(there)
-    codes, _ = mxfp8_graph.convert(integers, "qdq", allow=["activations"])
-    assert "packed weights as qdq; " in diagnosis(codes)
-
-
 @pytest.mark.usefixtures("own_folder")
 def test_files_say_what_conversions_have_lost() -> None:
     ours, _ = mxfp8_graph.rewrite(b.save(b.chain_model(), Path("m.onnx")))
@@ -823,14 +788,5 @@ def test_files_say_what_conversions_have_lost() -> None:
     lost = "activations are not quantized any more"
     assert metadata(there)["mxfp8_graph.lost"] == metadata(back)["mxfp8_graph.lost"] == lost
     assert f"lost in a conversion before: {lost}" in report.notes
-    assert f"lost in conversion: {lost}" in diagnosis(back)
     lossless, _ = mxfp8_graph.convert(ours, "standard")
     assert "mxfp8_graph.lost" not in metadata(lossless)
-
-
-@pytest.mark.usefixtures("own_folder")
-def test_doctor_and_a_file_that_is_no_model() -> None:
-    result = run("doctor", "nothing.onnx")
-    assert result.exit_code == 2
-    assert "error: " in result.stderr
-    assert "model broken nothing.onnx: " in " ".join(result.stdout.split())

@@ -20,7 +20,6 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.doctor import diagnose_file  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.torch_program import files, internals, serialized  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402
@@ -220,14 +219,6 @@ def test_containers_of_a_program() -> None:
     module = Apply(lambda m, x: Pair(x + 1, {"c": x + 2}), {})
     assert internals.container_modules(export(module, X)) == [__name__]
     assert internals.container_modules(export(Model(), X)) == []
-
-
-def test_doctor_says_what_a_program_is(rewritten: ExportedProgram, tmp_path: Path) -> None:
-    path = mxfp8_graph.save(rewritten, tmp_path / "m.mxfp8.pt2")
-    check = diagnose_file(path)
-    assert (check.state, check.detail) == ("ok", f"{path}: a program that loads, with packed weights, by recipe mxfp8")
-    path.write_bytes(path.read_bytes()[:1000])
-    assert (diagnose_file(path).state, diagnose_file(path).detail) == ("broken", f"{path}: cut short")
 
 
 def test_recipes_with_rules_survive(tmp_path: Path) -> None:
