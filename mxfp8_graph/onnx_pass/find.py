@@ -45,7 +45,7 @@ from mxfp8_ops import contract
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class Addend:
     """What is added to the product."""
 
     bias: Static | None = None
@@ -73,7 +73,7 @@ class OnnxSite:
     """onnx.TensorProto.DataType of activations and result."""
     swapped: bool = False
     """The gemm computes the transpose of the result."""
-    added: Added
+    added: Addend
 
 
 def find_sites(model: ir.Model) -> list[OnnxSite]:
@@ -181,7 +181,7 @@ class _Finder:
         m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
         absorbed = None if swapped or w.picked else self._absorbed(node, form, n, dtype)
-        added = absorbed or Added(addend=form.c, output=node.outputs[0])
+        added = absorbed or Addend(addend=form.c, output=node.outputs[0])
         matmul = MatMulSite(
             name=self._name(node),
             op=node.op_type,
@@ -225,7 +225,9 @@ class _Finder:
             shared_with=self._uses[static.value] - 1 if static else 0,
             blocker=unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first"),
         )
-        return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=Added(output=node.outputs[0]))
+        return OnnxSite(
+            matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=Addend(output=node.outputs[0])
+        )
 
     def _name(self, node: ir.Node) -> str:
         return take_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#")
@@ -237,7 +239,7 @@ class _Finder:
         passive = ROLE_OPS.views | ROLE_OPS.to_output
         return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
 
-    def _absorbed(self, node: ir.Node, form: Form, n: Dim, dtype: int) -> Added | None:
+    def _absorbed(self, node: ir.Node, form: Form, n: Dim, dtype: int) -> Addend | None:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
         product = output = node.outputs[0]
         c, add = form.c, None
@@ -258,7 +260,7 @@ class _Finder:
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
-        return Added(bias=bias, node=add, output=output, after=after)
+        return Addend(bias=bias, node=add, output=output, after=after)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
