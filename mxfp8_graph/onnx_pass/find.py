@@ -23,7 +23,6 @@ import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_model.graph import (
-    attribute,
     dtype_of,
     graphs_of,
     is_op,
@@ -35,7 +34,7 @@ from mxfp8_graph.onnx_model.graph import (
 from mxfp8_graph.onnx_model.walk import MICROSOFT, NAME_SCOPES, module_of
 from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
 from mxfp8_graph.onnx_pass.operands import Operand, Operands, source_of
-from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, form_of
+from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, borders, form_of
 from mxfp8_graph.onnx_pass.views import Static
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
@@ -121,7 +120,7 @@ class _View:
         for graph in graphs_of(model.graph):
             for node in graph:
                 for inner in subgraphs_of(node):
-                    for start, end in _borders(node, inner):
+                    for start, end in borders(node, inner):
                         self._across.setdefault(start, []).append(end)
 
     def consumers(self, value: ir.Value) -> Iterator[tuple[ir.Node | None, ir.Value]]:
@@ -147,18 +146,6 @@ class _View:
     def is_model_output(self, value: ir.Value) -> bool:
         """See `GraphView`."""
         return value in self._outputs
-
-
-def _borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yields (value, the same value on the other side) for a control-flow node and one of its subgraphs."""
-    skip = 1 if node.op_type == "Loop" else 0  # a Loop body's first output is its condition
-    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
-    if is_op(node, "Loop", "Scan"):
-        first = 2 * skip  # after the trip count and the condition
-        carried = len(node.inputs) - (first or attribute(node, "num_scan_inputs", 0))
-        taken = zip(node.inputs[first:], inner.inputs[first:], strict=False)
-        yield from ((value, other) for value, other in taken if value is not None)
-        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)
 
 
 class _Finder:

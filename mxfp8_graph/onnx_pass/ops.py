@@ -6,7 +6,7 @@ Everything that asks what an op does reads this table. One row is all that a fur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_model.check_nodes import schema_of
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_model.graph import attribute, is_op
 from mxfp8_graph.onnx_model.walk import MICROSOFT, STANDARD
 from mxfp8_graph.onnx_pass import einsum, forms, views
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
@@ -141,7 +142,7 @@ ROLE_OPS: Final = RoleOps(
     compute=names(lambda op: op.product is not None or op.kind in {"convolution", "recurrent", "product"}),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
-    views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten"}),
+    views=frozenset({*VIEW_OPS, "Flatten"}) - {"Slice", "Split"},
     to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
     from_softmax=frozenset({"Dropout", "Where", "Mul", "Slice", "Split"}),
@@ -180,3 +181,15 @@ def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
         return form
     attribute = min(node.attributes.keys() - schema.attributes.keys())
     return replace(form, blocker=f"its attribute {attribute!r} is not known; expected {', '.join(schema.attributes)}")
+
+
+def borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields (value, the same value on the other side) for a control-flow node and one of its subgraphs."""
+    skip = 1 if node.op_type == "Loop" else 0  # a Loop body's first output is its condition
+    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
+    if is_op(node, "Loop", "Scan"):
+        first = 2 * skip  # after the trip count and the condition
+        carried = len(node.inputs) - (first or attribute(node, "num_scan_inputs", 0))
+        taken = zip(node.inputs[first:], inner.inputs[first:], strict=False)
+        yield from ((value, other) for value, other in taken if value is not None)
+        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)
