@@ -27,7 +27,8 @@ _EMPTY: Final = onnx.TensorProto(name="tensor", data_type=onnx.TensorProto.FLOAT
 
 def fields(proto: onnx.ModelProto, name: str) -> None:
     """Raises ContractError if the model has no graph or output, a version that onnx does not know, or a tensor that
-    has not the values that it says."""
+    has not the values that it says.
+    """
     if not proto.ir_version or not proto.HasField("graph"):
         what = "not an ONNX model (no IR version or no graph)"
         raise ContractError(name, what, expected="an ONNX model", advice=_AGAIN)

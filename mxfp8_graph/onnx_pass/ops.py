@@ -6,7 +6,7 @@ Everything that asks what an op does reads this table. One row is all that a fur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -15,7 +15,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass import einsum, forms, views
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, is_op
 from mxfp8_graph.onnx_pass.views import View
 from mxfp8_graph.policy.roles import RoleOps
 from mxfp8_graph.report.account import OpKinds
@@ -48,14 +48,14 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     (MICROSOFT, "FusedMatMulActivation"): Op(product=forms.fused_matmul_activation),
     (MICROSOFT, "FusedGemm"): Op(product=forms.fused_gemm),
     (MICROSOFT, "Attention"): Op(product=forms.packed_attention),
-    (MICROSOFT, "DecoderAttention"): Op(product=forms.inside),
-    (MICROSOFT, "DecoderMaskedSelfAttention"): Op(product=forms.inside),
-    (MICROSOFT, "GatedRelativePositionBias"): Op(product=forms.inside),
-    (MICROSOFT, "GemmFastGelu"): Op(product=forms.inside),
-    (MICROSOFT, "GemmFloat8"): Op(product=forms.inside),
-    (MICROSOFT, "LongformerAttention"): Op(product=forms.inside),
-    (MICROSOFT, "MoE"): Op(product=forms.inside),
-    (MICROSOFT, "PackedAttention"): Op(product=forms.inside),
+    (MICROSOFT, "DecoderAttention"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "DecoderMaskedSelfAttention"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "GatedRelativePositionBias"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "GemmFastGelu"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "GemmFloat8"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "LongformerAttention"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "MoE"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "PackedAttention"): Op(product=forms.opaque_fused_op),
     ("", "Identity"): Op(view=views.identity),
     ("", "Transpose"): Op(view=views.transpose),
     ("", "Cast"): Op(view=views.cast),
@@ -140,7 +140,7 @@ ROLE_OPS: Final = RoleOps(
     compute=names(lambda op: op.product is not None or op.kind in {"convolution", "recurrent", "product"}),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
-    views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten"}),
+    views=frozenset({*VIEW_OPS, "Flatten"}) - {"Slice", "Split"},
     to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
     from_softmax=frozenset({"Dropout", "Where", "Mul", "Slice", "Split"}),
@@ -193,3 +193,15 @@ _ATTRIBUTES: Final = {
     ),
 }
 """The attributes that a reader knows, by ops of ONNX Runtime's own: others may change what a node computes."""
+
+
+def borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields (value, the same value on the other side) for a control-flow node and one of its subgraphs."""
+    skip = 1 if node.op_type == "Loop" else 0  # a Loop body's first output is its condition
+    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
+    if is_op(node, "Loop", "Scan"):
+        first = 2 * skip  # after the trip count and the condition
+        carried = len(node.inputs) - (first or attribute(node, "num_scan_inputs", 0))
+        taken = zip(node.inputs[first:], inner.inputs[first:], strict=False)
+        yield from ((value, other) for value, other in taken if value is not None)
+        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)

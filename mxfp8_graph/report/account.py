@@ -24,7 +24,7 @@ from rich.filesize import decimal as size
 
 from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.report.section import Cell, Columns, Section, added, byte_size
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, column_sum
 
 Outcome = Literal["rewritten", "quantized already", "kept", "other op", "small", "other", "new"]
 
@@ -240,7 +240,7 @@ class Account(Data):
             total=("total", *_sizes(self), "", ""),
             bar="after",
             most=MOST_ROWS,
-            rest=lambda rows: f", {size(int(added(rows, 1)))} before and {size(int(added(rows, 2)))} after",
+            rest=lambda rows: f", {size(int(column_sum(rows, 1)))} before and {size(int(column_sum(rows, 2)))} after",
         )
 
     def table(self) -> Columns:

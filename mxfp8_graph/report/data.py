@@ -18,7 +18,7 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import text
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, added, byte_size, filled, number
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, column_sum, filled, number
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
@@ -266,7 +266,7 @@ class RewriteReport(Report):
         if self.already_rewritten:
             yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
             return
-        sites = lambda rows: f", {added(rows, 1):.0f} sites"  # noqa: E731
+        sites = lambda rows: f", {column_sum(rows, 1):.0f} sites"  # noqa: E731
         yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS, rest=sites)
         if self.account.tensors:
             yield self.account.section()

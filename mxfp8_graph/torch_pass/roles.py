@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from mxfp8_graph.policy.roles import RoleOps
 from mxfp8_graph.torch_pass.matmul_forms import FORMS
-from mxfp8_graph.torch_pass.static_operands import StaticOperands
+from mxfp8_graph.torch_pass.static_operands import COPIES, CUTS, LAYOUTS, StaticOperands
 from mxfp8_graph.torch_program import higher_order, internals
 from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops import contract
@@ -27,14 +27,8 @@ ROLE_OPS: Final = RoleOps(
     ),
     choices=internals.op_names("topk argmax sort argsort"),
     softmax=internals.op_names("softmax _softmax _safe_softmax"),
-    views=internals.op_names(
-        "to _to_copy type_as view _unsafe_view reshape transpose swapaxes permute t numpy_T mT alias detach clone "
-        "contiguous squeeze unsqueeze flatten unflatten getitem dropout"
-    ),
-    to_output=internals.op_names(
-        "slice select narrow split split_with_sizes chunk unbind index_select gather "
-        "softmax _softmax log_softmax _log_softmax sigmoid"
-    ),
+    views=COPIES | LAYOUTS | {"dropout"},
+    to_output=CUTS | internals.op_names("index_select gather softmax _softmax log_softmax _log_softmax sigmoid"),
     to_softmax=internals.op_names(
         "add sub rsub mul div where masked_fill clamp clamp_min clamp_max maximum minimum tanh expand cat"
     ),

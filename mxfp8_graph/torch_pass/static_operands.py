@@ -24,11 +24,18 @@ from mxfp8_graph.torch_program.program import Program
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
-VIEW_OPS: Final = internals.op_names(
-    "t transpose swapaxes permute numpy_T mT alias detach clone contiguous lift_fresh_copy to _to_copy type_as "
-    "view _unsafe_view reshape flatten unflatten unsqueeze squeeze slice select narrow chunk split split_with_sizes "
-    "unbind getitem expand"
+COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
+
+CUTS: Final = internals.op_names("slice select narrow chunk split split_with_sizes unbind")
+"""The views that show a part of a tensor."""
+
+LAYOUTS: Final = internals.op_names(
+    "t transpose swapaxes permute numpy_T mT view _unsafe_view reshape flatten unflatten unsqueeze squeeze "
+    "getitem type_as"
 )
+"""The views that show all of it."""
+
+VIEW_OPS: Final = COPIES | CUTS | LAYOUTS | {"expand"}
 """The ops a weight may stand behind."""
 
 GATHERS: Final = internals.op_names("index index_select")
@@ -36,8 +43,6 @@ GATHERS: Final = internals.op_names("index index_select")
 
 Step = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...]]
 """(target, arguments, keyword arguments) of a call on a tensor."""
-
-_COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
 
 _RANDOM: Final = internals.op_names(
     "rand randn randint randperm normal bernoulli multinomial dropout native_dropout rand_like randn_like"
@@ -208,7 +213,7 @@ def _gathered(node: Node, before: Static) -> Static | None:
 def _after_gather(node: Node, before: Static) -> Static | None:
     """Returns `before` after the step of `node`, applied to all experts, not the picked ones; None if it mixes them."""
     value, axes = node.meta["val"], permutation(node, 3)
-    if len(node.all_input_nodes) > 1 or (axes is None and internals.op_name(node) not in _COPIES):
+    if len(node.all_input_nodes) > 1 or (axes is None and internals.op_name(node) not in COPIES):
         return None
     # The axis of experts has to stay first: the packed stack is picked from along it.
     if axes is not None and axes[0] != 0:

@@ -18,13 +18,13 @@ import oracle
 import pytest
 from commands import refused, run
 from grids import looped, pairwise
+from mxfp8_graph.onnx_model.dialects import WRITTEN
+from mxfp8_graph.onnx_model.graph import to_ir
+from mxfp8_graph.onnx_model.open import open_model
 from onnx import TensorProto, helper, numpy_helper
 from releases import release
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model.dialects import WRITTEN
-from mxfp8_graph.onnx_model.graph import to_ir
-from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.tools import dialects
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_ops import numerics, numpy_nodes

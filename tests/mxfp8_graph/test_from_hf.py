@@ -23,11 +23,11 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import huggingface_hub  # noqa: E402
+from mxfp8_graph.onnx_model.open import open_model  # noqa: E402
+from mxfp8_graph.onnx_model.tensor_data import raw  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.onnx_model.open import open_model  # noqa: E402
-from mxfp8_graph.onnx_model.tensor_data import raw  # noqa: E402
 from mxfp8_graph.tools.from_hf import graph  # noqa: E402
 from mxfp8_ops import ort  # noqa: E402
 from mxfp8_ops.errors import ContractError  # noqa: E402

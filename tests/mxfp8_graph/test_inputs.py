@@ -12,9 +12,9 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from mxfp8_graph.onnx_model.open import open_model
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.running.inputs import Inputs, InputSpec, Signature, check_inputs, load_inputs, make_inputs
 from mxfp8_graph.running.samples import make_samples
 from mxfp8_ops.errors import ShapeError

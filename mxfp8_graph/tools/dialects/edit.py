@@ -28,7 +28,7 @@ from mxfp8_graph.onnx_model.graph import (
     to_ir,
 )
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Replacement
+from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
@@ -229,7 +229,7 @@ def _heir(value: ir.Value) -> ir.Value:
         new = ir.Value(name=value.name, type=value.type, shape=value.shape, doc_string=value.doc_string)
         new.metadata_props.update(value.metadata_props)
     # onnx_ir keeps annotations of quantization there.
-    new.meta.update({key: kept for key, kept in value.meta.items() if key != INFERRED} | {HEIR_OF: value})
+    new.meta.update({key: kept for key, kept in value.meta.items() if key != INFERRED} | {REPLACES: value})
     return new
 
 

@@ -20,7 +20,7 @@ from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, dialect_of, without
 from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op, to_ir
 from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_graph.tools.dialects.edit import (
     Codes,
@@ -59,7 +59,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     edit.counts["trt", "activations"] += 1
     axis = attribute(node, "axis", _AXES[node.op_type])
     if node.op_type == TRT_QUANTIZE:
-        return [ours(node, contract.QUANTIZE, node.inputs, heirs(node), axis=axis)]
+        return [mxfp8_node(node, contract.QUANTIZE, node.inputs, heirs(node), axis=axis)]
     return [_quantize_static(edit, node, axis)]
 
 
@@ -93,7 +93,7 @@ def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
         axis, scales = _weight(edit, node, stored)
         edit.counts["trt", "weights"] += 1
     dtype = _dtype(edit, node)
-    return ours(node, contract.DEQUANTIZE, [elements, scales], heirs(node), axis=axis, output_dtype=dtype)
+    return mxfp8_node(node, contract.DEQUANTIZE, [elements, scales], heirs(node), axis=axis, output_dtype=dtype)
 
 
 def _dtype(edit: Edit, node: ir.Node) -> int:
