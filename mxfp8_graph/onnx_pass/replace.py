@@ -39,10 +39,10 @@ from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.onnx_pass.views import Static, apply, layout_of, open_rows
 from mxfp8_graph.options import StoredWeight
-from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.report.reporter import PackedNames, replaced
 from mxfp8_graph.weights import Packed, Rows, pack, packed_bytes, take
 from mxfp8_ops import contract, formats
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
@@ -97,8 +97,6 @@ class Editor:
             given: weights that are packed already, by the name of the site.
         """
         self._given = given or {}
-        self.made_from: dict[str, tuple[ir.Graph, str]] = {}
-        """Tensors that were added, by name, and what each was made of: its graph and its name there."""
         self._sizes_only = sizes_only
         self._opened = opened
         self._model = model
@@ -243,7 +241,6 @@ class Editor:
         value, graph = ir.Value(name=name, const_value=tensor), static.value.graph
         assert graph is not None  # until `finish` removes the value
         graph.register_initializer(value)
-        self.made_from[name] = graph, static.name
         return value
 
 

@@ -15,7 +15,6 @@ import contextlib
 import gc
 import shlex
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -29,23 +28,19 @@ from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.upgrade import switch_off_dropout, take_attention_apart, upgrade
 from mxfp8_graph.onnx_model.walk import node_label
 from mxfp8_graph.onnx_model.write import open_target, wants_external
-from mxfp8_graph.onnx_pass.account import Uses, account, inventory, key_of
+from mxfp8_graph.onnx_pass.account import stored_tensors
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
 from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.options import Options
-from mxfp8_graph.pass_steps import (
-    Reporter,
-    already_rewritten,
-    fusion_note,
-    replace_each,
-    require_eligible,
-    take_given,
-)
-from mxfp8_graph.policy.plan import Decision, plan, tied
+from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
+from mxfp8_graph.policy.weights_by_name import apply_checkpoint
+from mxfp8_graph.report.account import account
 from mxfp8_graph.report.data import RewriteReport
+from mxfp8_graph.report.reporter import Reporter, replace_each
 from mxfp8_ops.errors import ContractError
 
 WANTED: Final = "MatMul or Gemm in the model"
@@ -107,36 +102,34 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before, reporter.notes = reporter.bytes_before or opened.byte_size, opened.notes
     model = to_ir(opened)
-    before = inventory(model)
+    tensor_bytes = sum(tensor.byte_size for tensor in stored_tensors(model))
     model, widened = prepare(opened, model, recipe)
-    planned = inventory(model) if opened.notes or widened else before  # nothing else was done to it without a note
     sites, decisions = find_and_plan(model, recipe)
-    decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
-    uses = Uses(model, sites, decisions)
-    accounted = partial(account, before, planned, uses.of)
-    require_eligible(decisions, options, wanted=WANTED, account=lambda: accounted(planned, {}))
+    assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
+    decisions = assigned.decisions
+    reporter.notes += assigned.notes
+    require_eligible(decisions, options.name, wanted=WANTED)
     external = wants_external(opened, bytes_after(opened, sites, decisions), options.output, options.external_data)
     with open_target(opened, options.output, external=external, overwrite=options.overwrite) as target:
         nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
-        editor = Editor(opened, model, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=given)
+        editor = Editor(opened, model, target, allow_nonfinite=nonfinite, sizes_only=sizes_only, given=assigned.weights)
         progress = None if options.dry_run else options.progress
         reports = replace_each(sites, decisions, editor.apply, progress=progress)
         editor.finish()
         if recipe.fuse:
             reporter.fusions = fuse(model, recipe)
-        sources = {name: key_of(uses.paths[graph], source) for name, (graph, source) in editor.made_from.items()}
-        result = accounted(inventory(model), sources)
+        reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
         proto = to_proto(opened, model)
         record.complete(proto, recipe.to_record(), facts_of(model), bodies=options.bodies)
         check_result(proto, opened.name)
         reporter.notes += cpu_provider.note(proto, widened)
         if options.dry_run:
             target.probe()
-            return None, reporter.dry_run(decisions, result)
+            return None, reporter.dry_run(decisions)
         if options.weights is not None:
             options.weights.check()
         target.finish(proto)
-    return target.path or proto, reporter.report(reports, target.byte_size, account=result)
+    return target.path or proto, reporter.report(reports, target.byte_size)
 
 
 def _refuse_foreign(opened: OpenedModel) -> None:

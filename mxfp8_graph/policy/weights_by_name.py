@@ -44,18 +44,20 @@ class Assigned:
     decisions: list[Decision]
     weights: Mapping[str, StoredWeight]
     """The weight of each rewritten site with a static operand, by the site's name."""
-    note: str
-    """Note for the report on the ways in which names were matched."""
+    notes: tuple[str, ...] = ()
+    """Notes for the report: the ways in which names were matched, and what of the checkpoint is not used."""
 
 
-def assigned(
-    sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, checkpoint: CheckpointWeights
+def apply_checkpoint(
+    sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, checkpoint: CheckpointWeights | None
 ) -> Assigned:
-    """Returns the decision on each site when a checkpoint supplies the weights.
+    """Returns the decision on each site when a checkpoint, if there is one, supplies the weights.
 
     Raises:
         ContractError: a weight of the checkpoint fits no matmul: its name, its shape or its place; lists them all.
     """
+    if checkpoint is None:
+        return Assigned(list(decisions), {})
     matches = _Names(sites, checkpoint).matches()
     new_decisions: list[Decision] = []
     weights: dict[str, StoredWeight] = {}
@@ -80,8 +82,11 @@ def assigned(
         raise _unfit([*unused, *problems], sites, used, checkpoint)
     how = Counter(matches[name].how for name in weights)
     ways = ", ".join(f"{count} by {way}" for way, count in how.items())
-    note = f"{len(weights)} matmuls take the bytes of {len(used)} weights of {checkpoint.where} ({ways})"
-    return Assigned(new_decisions, weights, note)
+    notes = [f"{len(weights)} matmuls take the bytes of {len(used)} weights of {checkpoint.where} ({ways})"]
+    if checkpoint.others:
+        names = ", ".join(checkpoint.others[:3]) + (", ..." if len(checkpoint.others) > 3 else "")
+        notes.append(f"the model keeps its own values for what is not MXFP8 in {checkpoint.where}: {names}")
+    return Assigned(new_decisions, weights, tuple(notes))
 
 
 def _ambiguous(sites: Sequence[MatMulSite], matches: Mapping[str, _Match]) -> list[str]:
@@ -100,7 +105,7 @@ def _without(decision: Decision) -> Decision:
     if decision.site.weight is None or not (decision.quantize or decision.rule in _OVERRULED):
         return decision
     reason = "the checkpoint does not have it in MXFP8, and nothing else is quantized"
-    return replace(decision, quantize=False, rule="checkpoint", reason=reason)
+    return replace(decision, kind="checkpoint", rule="checkpoint", reason=reason)
 
 
 def _with(decision: Decision, match: _Match, recipe: Recipe) -> Decision:
@@ -113,7 +118,7 @@ def _with(decision: Decision, match: _Match, recipe: Recipe) -> Decision:
         rule, activations = "checkpoint", recipe.activations
     element_format = match.weight.element_format
     return replace(
-        decision, quantize=True, rule=rule, reason=reason, activations=activations, weight_format=element_format
+        decision, kind="quantized", rule=rule, reason=reason, activations=activations, weight_format=element_format
     )
 
 
