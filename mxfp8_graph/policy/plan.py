@@ -17,20 +17,22 @@ from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product", "embedding"]
 Kind = Literal[
     "quantized",
-    "unsupported",
+    # Kept by the recipe:
     "excluded",
     "rule",
     "not_included",
-    "role",
-    "tiny",
-    "no_weight",
-    "tied",
-    "fused",
-    "unfit",
-    "packed",
-    "checkpoint",
+    "role",  # the default policy for the role; see ROLE_SETTINGS
+    "tiny",  # below min_dim
+    "no_weight",  # weight-only, and the site has no weight
+    # Kept by what the model is, or is for:
+    "unsupported",  # MatMulSite.blocker: no recipe can change it
+    "unfit",  # the recipe asks for it, and training, or the way it is used, does not allow it
+    "tied",  # an embedding whose table stays for another site
+    "fused",  # a product inside an attention node
+    "packed",  # beside weights that are packed already, which leaves nothing to decide
+    "checkpoint",  # the checkpoint does not have its weight in MXFP8
 ]
-"""Why a site is quantized or kept, see `Decision.kind`."""
+"""Why a site is quantized or kept."""
 Dim = int | str | None
 
 
@@ -76,11 +78,6 @@ class Decision:
 
     site: MatMulSite
     kind: Kind
-    """Every kind but "quantized" keeps the site in high precision. By the recipe: "excluded", "rule", "not_included",
-    "role" (the default policy for `site.role`), "tiny" (`min_dim`), "no_weight" (weight-only, and it has no weight).
-    By the model: "unsupported" (`site.blocker`), "unfit" (wanted, and this use of the model cannot have it), "tied" (an
-    embedding whose table another site keeps), "fused" (a product inside an attention node), "packed" (beside weights
-    that are packed already), "checkpoint" (which does not have its weight in MXFP8)."""
     reason: str
     """`kind` in words, with the rule that decided or what a user can change. It is for people: no code reads it."""
     rule: str = "policy"
