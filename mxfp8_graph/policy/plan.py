@@ -6,7 +6,7 @@ Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulS
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -15,6 +15,24 @@ from mxfp8_ops.errors import Mxfp8Error, RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
 Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product", "embedding"]
+Kind = Literal[
+    "quantized",
+    # Kept by the recipe:
+    "excluded",
+    "rule",
+    "not_included",
+    "role",  # the default policy for the role; see ROLE_SETTINGS
+    "tiny",  # below min_dim
+    "no_weight",  # weight-only, and the site has no weight
+    # Kept by what the model is, or is for:
+    "unsupported",  # MatMulSite.blocker: no recipe can change it
+    "unfit",  # the recipe asks for it, and training, or the way it is used, does not allow it
+    "tied",  # an embedding whose table stays for another site
+    "fused",  # a product inside an attention node
+    "packed",  # beside weights that are packed already, which leaves nothing to decide
+    "checkpoint",  # the checkpoint does not have its weight in MXFP8
+]
+"""Why a site is quantized or kept."""
 Dim = int | str | None
 
 
@@ -59,9 +77,9 @@ class Decision:
     """Whether one site is rewritten, and how."""
 
     site: MatMulSite
-    quantize: bool
+    kind: Kind
     reason: str
-    """Why: the rule that decided, or what a user can change."""
+    """`kind` in words, with the rule that decided or what a user can change. It is for people: no code reads it."""
     rule: str = "policy"
     """What decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where one overrules
     the policy."""
@@ -69,6 +87,11 @@ class Decision:
     """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"
     scale_rounding: str = "ceil"
+
+    @property
+    def quantize(self) -> bool:
+        """Whether the site is rewritten."""
+        return self.kind == "quantized"
 
     @property
     def activation_format(self) -> str | None:
@@ -90,8 +113,23 @@ _SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
 """Settings of a site's quantization, in a recipe and in its rules."""
 
 
-ROLE_SETTINGS: Final = {"embedding": "embeddings", "output_projection": "output_projections", "router": "routers"}
-"""Role -> the recipe's field that makes its sites eligible."""
+ROLE_SETTINGS: Final[Mapping[Role, str]] = {
+    "output_projection": "output_projections",
+    "router": "routers",
+    "embedding": "embeddings",
+    "attention_scores": "attention_scores",
+    "attention_values": "attention_values",
+}
+"""Role -> the recipe's field that makes its sites eligible. They are off by default: later layers do not average an
+error out that is in the logits, in the choice of an expert, in a row that is looked up, or beside a softmax."""
+
+_ROLE_REASONS: Final[Mapping[Role, str]] = {
+    "output_projection": "output projection: its result is a graph output",
+    "router": "router: a TopK or ArgMax chooses by its result",
+    "embedding": "embedding: ids pick its rows",
+    "attention_scores": "attention scores (Q @ K^T), no static operand",
+    "attention_values": "attention values (softmax @ V), no static operand",
+}
 
 
 class NothingEligibleError(Mxfp8Error):
@@ -100,6 +138,25 @@ class NothingEligibleError(Mxfp8Error):
     def __init__(self, where: object, what: str, advice: str, decisions: Sequence[Decision]) -> None:
         super().__init__(where, what, expected="at least one", advice=advice)
         self.decisions = tuple(decisions)
+
+
+def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) -> None:
+    """Raises NothingEligibleError if no site is rewritten.
+
+    Args:
+        decisions: the plan.
+        where: name of the model.
+        wanted: what the pass looked for, and where.
+    """
+    if any(decision.quantize for decision in decisions):
+        return
+    if not decisions:
+        raise NothingEligibleError(where, f"no {wanted}", "nothing to rewrite", decisions)
+    embeddings = sum(decision.site.role == "embedding" for decision in decisions)
+    counts = (("matmul", len(decisions) - embeddings), ("embedding", embeddings))
+    sites = " and ".join(f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts if count)
+    advice = "see the reasons and adapt the recipe"
+    raise NothingEligibleError(where, f"none of its {sites} is eligible", advice, decisions)
 
 
 def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
@@ -117,58 +174,54 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
 
 
 def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
-    def keep(rule: str, reason: str) -> Decision:
-        return Decision(site=site, quantize=False, rule=rule, reason=reason)
+    def keep(kind: Kind, rule: str, reason: str) -> Decision:
+        return Decision(site=site, kind=kind, rule=rule, reason=reason)
 
     # What cannot be rewritten comes first: no recipe can change it, and its reason is the one that helps a user.
     if site.blocker:
-        return keep("structure", site.blocker)
+        return keep("unsupported", "structure", site.blocker)
     # `exclude` overrides rules: --exclude on the command line has to work with every recipe file.
     if pattern := _first(recipe.exclude, site):
-        return keep("exclude", f"excluded by {pattern!r}")
+        return keep("excluded", "exclude", f"excluded by {pattern!r}")
     for index, rule in enumerate(recipe.rules):
         if _matches(rule, site):
             if not rule.quantize:
-                return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
+                return keep("rule", f"rules.{index}", f"kept by rules.{index}: {rule}")
             return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
     # After the rules, so that a rule can add single sites to an include list.
     if recipe.include and not _first(recipe.include, site):
-        return keep("include", "not among the included names")
-    if reason := _policy_reason(site, recipe):
-        return keep("policy", reason)
+        return keep("not_included", "include", "not among the included names")
+    if kept := _kept_by_policy(site, recipe):
+        kind, reason = kept
+        return keep(kind, "policy", reason)
     return _quantize(site, recipe, "policy", f"{site.role.replace('_', ' ')}, by recipe {recipe.name!r}")
 
 
-def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
-    """Returns why the default policy keeps `site` in high precision, or None if it does not."""
-    if site.role == "output_projection" and not recipe.output_projections:
-        return "output projection: its result is a graph output; set output_projections: true to quantize it"
-    if site.role == "router" and not recipe.routers:
-        return "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
-    if site.role == "embedding" and not recipe.embeddings:
-        return "embedding: ids pick its rows; set embeddings: true to quantize it"
-    if site.role == "attention_scores" and not recipe.attention_scores:
-        return "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it"
-    if site.role == "attention_values" and not recipe.attention_values:
-        return "attention values (softmax @ V), no static operand; set attention_values: true to quantize it"
+def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None:
+    """Returns why the default policy keeps `site` in high precision, as (kind, reason), or None if it does not."""
+    # The role before the size: a role's setting is a decision, `min_dim` only a matter of gain.
     if site.role == "product":
-        return "both operands are computed at run time; add a rule with quantize: true to quantize it"
-    # A size that only a run of the model shows is not below the limit.
+        return "role", "both operands are computed at run time; add a rule with quantize: true to quantize it"
+    setting = ROLE_SETTINGS.get(site.role)
+    if setting and not getattr(recipe, setting):
+        return "role", f"{_ROLE_REASONS[site.role]}; set {setting}: true to quantize it"
+    # A K below the 32 values of a block leaves every block partly empty, and with few columns of N the products cost
+    # little beside the quantization of X. A size that only a run of the model shows is not below the limit.
     for letter, size in (("N", site.n), ("K", site.k)):
         if isinstance(size, int) and size < recipe.min_dim:
-            return f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
+            return "tiny", f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
     return None
 
 
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
     settings = rule.settings if rule else {}
     chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
-    decision = Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
+    decision = Decision(site=site, kind="quantized", rule=rule_name, reason=reason, **chosen)
     # A product of two activations has no weight, so without quantized activations nothing would be left to quantize.
     if decision.weight_only and site.weight is None:
         what = f"activations: {decision.activations}, and this product has no static weight"
         reason = f"{what}; set activations: e4m3 for it to quantize it"
-        return Decision(site=site, quantize=False, rule=rule_name, reason=reason)
+        return Decision(site=site, kind="no_weight", rule=rule_name, reason=reason)
     return decision
 
 
@@ -249,15 +302,15 @@ def _tied(decision: Decision, sharing: Sequence[Decision]) -> Decision:
     partner = next((other for other in sharing if not other.quantize), None)
     if not decision.quantize or partner is None or all(other.site.role != "embedding" for other in sharing):
         return decision
-    setting = f"set {ROLE_SETTINGS.get(partner.site.role)}: true"
-    advice = f"{setting} to share one" if setting in partner.reason else "see why"
+    setting = ROLE_SETTINGS.get(partner.site.role) if partner.kind == "role" else None
+    advice = f"set {setting}: true to share one" if setting else "see why"
     shared = (
         f"its {_what(decision.site)} is also the {_what(partner.site)} of {partner.site.module or partner.site.name!r}"
     )
     packed = any(other.quantize and other.site.role != "embedding" for other in sharing)
     if decision.site.role == "embedding" and decision.rule == "policy" and not packed:
         reason = f"embedding: {shared}, which is kept: packed alone it would make the file larger; {advice}"
-        return replace(decision, quantize=False, reason=reason)
+        return replace(decision, kind="tied", reason=reason)
     stored = "both copies are stored, and the file is larger than with neither quantized"
     return replace(decision, reason=f"{decision.reason}; {shared}, which is kept: {stored}; {advice}")
 

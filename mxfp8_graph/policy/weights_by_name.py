@@ -7,9 +7,9 @@ nothing else, since nothing is quantized here. The recipe decides the rest: acti
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from mxfp8_graph.options import CheckpointWeights, StoredWeight
 from mxfp8_graph.policy.plan import Decision, MatMulSite
@@ -17,16 +17,29 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import ContractError, Option
 
 
-def assigned(
-    sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, checkpoint: CheckpointWeights
-) -> tuple[list[Decision], dict[str, StoredWeight]]:
-    """Returns (the decisions when a checkpoint supplies the weights, the weight of each rewritten site by its name).
+@dataclass(frozen=True)
+class Assigned:
+    """The plan with a checkpoint."""
+
+    decisions: list[Decision]
+    weights: Mapping[str, StoredWeight]
+    """The weight of each rewritten site with a static operand, by the site's name."""
+    notes: tuple[str, ...] = ()
+    """Notes for the report."""
+
+
+def apply_checkpoint(
+    sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, checkpoint: CheckpointWeights | None
+) -> Assigned:
+    """Returns the decision on each site when a checkpoint, if there is one, supplies the weights.
 
     Raises:
         ContractError: a weight of the checkpoint fits no matmul: its name, its shape or its place; lists them all.
     """
-    stored, names = checkpoint.weights, _names([site for site in sites if site.weight is not None], checkpoint)
-    found = [stored[names[site.name]] if site.name in names else None for site in sites]
+    if checkpoint is None:
+        return Assigned(list(decisions), {})
+    stored, by_site = checkpoint.weights, _names([site for site in sites if site.weight is not None], checkpoint)
+    found = [stored[by_site[site.name]] if site.name in by_site else None for site in sites]
     result = [_decided(decision, weight, recipe) for decision, weight in zip(decisions, found, strict=True)]
     matched = {each.site.name: (each, weight) for each, weight in zip(result, found, strict=True) if weight is not None}
     takers = defaultdict[str, dict[str, None]](dict)
@@ -44,7 +57,12 @@ def assigned(
         advice = ("name them with ", Option("weight_names"), f". Weights of the model: {shown}")
         expected = "a matmul of that name and shape for each weight"
         raise ContractError(checkpoint.where, "; ".join(problems), expected=expected, advice=advice)
-    return result, {name: weight for name, (decision, weight) in matched.items() if decision.quantize}
+    weights = {name: weight for name, (decision, weight) in matched.items() if decision.quantize}
+    notes = [f"{len(weights)} matmuls take the bytes of {len(stored)} weights of {checkpoint.where}"]
+    if others := checkpoint.others:
+        names = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        notes.append(f"the model keeps its own values for what is not MXFP8 in {checkpoint.where}: {names}")
+    return Assigned(result, weights, tuple(notes))
 
 
 def _decided(decision: Decision, weight: StoredWeight | None, recipe: Recipe) -> Decision:
@@ -54,9 +72,9 @@ def _decided(decision: Decision, weight: StoredWeight | None, recipe: Recipe) ->
         return decision
     if weight is None:
         reason = "the checkpoint does not have it in MXFP8, and nothing else is quantized"
-        return replace(decision, quantize=False, rule="checkpoint", reason=reason)
+        return replace(decision, kind="checkpoint", rule="checkpoint", reason=reason)
     if not decision.quantize:
-        decision = replace(decision, quantize=True, rule="checkpoint", activations=recipe.activations)
+        decision = replace(decision, kind="quantized", rule="checkpoint", activations=recipe.activations)
     reason = f"the checkpoint has it in MXFP8, as {weight.name!r}"
     return replace(decision, reason=reason, weight_format=weight.element_format)
 

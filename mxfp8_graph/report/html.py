@@ -49,7 +49,6 @@ dd { margin: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; overflow-wrap: normal; cursor: pointer; }
-tfoot { font-weight: 600; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.number, .short { white-space: nowrap; }
 .text { min-width: 8rem; }
@@ -135,8 +134,7 @@ def _table(section: Section) -> str:
     head = "".join(f'<th class="{kind}">{_text(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
     lines = [f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>']
     lines += [f"<tr>{''.join(map(_cell, row, kinds, scales))}</tr>" for row in rows]
-    foot = "".join(map(_cell, section.total, kinds, [0.0] * len(kinds)))
-    lines.append(f"</tbody>{foot and f'<tfoot><tr>{foot}</tr></tfoot>'}</table></div>")
+    lines.append("</tbody></table></div>")
     if more := len(section.columns[1]) - len(rows):
         lines.append(f"<p>The first {len(rows)} rows; {more} more are in the report in JSON.</p>")
     return "\n".join(lines)

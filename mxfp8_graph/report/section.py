@@ -40,8 +40,6 @@ class Section:
     """A text to copy, such as a recipe."""
     columns: Columns = ((), ())
     """Header and rows of the table."""
-    total: Sequence[Cell] = ()
-    """The last row, which sorting leaves in its place."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
     spare: Sequence[str] | None = None

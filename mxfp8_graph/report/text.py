@@ -30,7 +30,7 @@ def render(headline: str, sections: Iterable[Section], *, every: bool) -> Render
             continue
         header, rows = section.columns
         most = len(rows) if every or section.most is None else section.most
-        shown = [*rows[min(most, 0) :][: abs(most)], *([section.total] if section.total else [])]
+        shown = rows[min(most, 0) :][: abs(most)]
         if rows:
             fitted = section.spare is not None
             parts.append(Fitted(header, shown, section.spare or ()) if fitted else grid(header, shown))

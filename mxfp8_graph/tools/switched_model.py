@@ -25,12 +25,11 @@ from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.operands import Operand
 from mxfp8_graph.onnx_pass.replace import Editor
 from mxfp8_graph.onnx_pass.run import WANTED, find_and_plan, prepare
-from mxfp8_graph.options import Options, Progress
-from mxfp8_graph.pass_steps import replace_each, require_eligible
-from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.options import Progress
+from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.switchable import Switchable
@@ -81,7 +80,7 @@ def write_switched(
         raise ContractError(opened.name, "is rewritten already", expected="the original model", advice=advice)
     model, note = prepare(opened, to_ir(opened), recipe)
     sites, decisions = find_and_plan(model, recipe)
-    require_eligible(decisions, Options(name=opened.name), wanted=WANTED, account=Account)
+    require_eligible(decisions, opened.name, wanted=WANTED)
     with open_target(opened, path, external=True, overwrite=False) as target:
         editor = _SwitchEditor(opened, model, target, allow_nonfinite=allow_nonfinite)
         reports = replace_each(sites, decisions, editor.apply, progress=progress)

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from mxfp8_graph.options import Options, Progress
-from mxfp8_graph.pass_steps import replace_each, require_eligible
-from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import PASS_OTHERS, Array, Inputs, Signature
 from mxfp8_graph.running.programs import TorchProgram, unrunnable
 from mxfp8_graph.tools.switchable import Switchable
@@ -191,7 +190,7 @@ def switched(
     options = Options(name=name)
     program, sites, decisions = planned(source, recipe, options)
     decisions = [_main_graph_only(*pair) for pair in zip(sites, decisions, strict=True)]
-    require_eligible(decisions, options, wanted=WANTED, account=Account)
+    require_eligible(decisions, name, wanted=WANTED)
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=True)
     editor = Editor(program, rewrite_record, allow_nonfinite=allow_nonfinite)
     originals: list[tuple[Node, Node]] = []
@@ -213,7 +212,7 @@ def switched(
 def _main_graph_only(site: Site, decision: Decision) -> Decision:
     if not decision.quantize or not site.matmul.subgraph:
         return decision
-    return replace(decision, quantize=False, rule="structure", reason=_INNER)
+    return replace(decision, kind="unfit", rule="structure", reason=_INNER)
 
 
 def _copy(site: TorchSite) -> Node:

@@ -10,7 +10,7 @@ replace.py           replaces the matmuls for inference and removes what is unus
                      replaces them for training; build.py adds nodes
 packed_training.py   lets gradients pass through packed weights, and reverts that
 torchao_weights.py   weights that torchao packed
-stored_bytes.py      counts the bytes of every stored tensor and finds the nodes that use it, for the report
+account.py           lists the stored tensors, for the report
 """
 
 from mxfp8_graph import torch_program as _torch_program  # noqa: F401 - says what to install where torch is missing

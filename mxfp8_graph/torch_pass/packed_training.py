@@ -183,4 +183,4 @@ def _report(scope: GraphScope, node: Node, reason: str) -> SiteReport | None:
         dtype=dtype_name(node.meta["val"].dtype),
         has_bias=internals.argument(node, "bias") is not None,
     )
-    return SiteReport(decision=Decision(site=site, quantize=True, rule="packed", reason=reason), nodes=(node.name,))
+    return SiteReport(decision=Decision(site=site, kind="quantized", rule="packed", reason=reason), nodes=(node.name,))

@@ -23,10 +23,10 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.options import StoredWeight
-from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.report.reporter import PackedNames, replaced
 from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
@@ -62,8 +62,6 @@ class Editor:
             stored_weights: weights that a checkpoint has packed, by the name of the site.
         """
         self._stored_weights = stored_weights or {}
-        self.made_from: dict[str, torch.Tensor] = {}
-        """Name of each added tensor -> the tensor that it was made from."""
         self._sizes_only = sizes_only
         self._program = program
         self._made = rewrite_record
@@ -142,7 +140,6 @@ class Editor:
     def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
         """Returns the names of two new buffers of the program, elements and scales of a packed weight."""
         names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
-        self.made_from |= dict.fromkeys(names, self._program.tensor(name))
         packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
         self._program.add_buffer(packed.elements, elements)
         self._program.add_buffer(packed.scales, scales)
@@ -171,7 +168,7 @@ class Editor:
         key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
-            stored = self.made_from[name] = self._program.tensor(static.name)
+            stored = self._program.tensor(static.name)
             # Converted once, here, and not in each run of the program.
             values = static.apply(stored).float().reshape(-1) * np.float32(beta).item()
             self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())

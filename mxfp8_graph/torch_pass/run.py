@@ -15,13 +15,16 @@ from torch.export import ExportedProgram
 from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, StoredWeight
-from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible, take_given
-from mxfp8_graph.policy.plan import Decision, plan, tied
+from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.policy.rewritten import already_rewritten
+from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.account import account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, stored_bytes, training
+from mxfp8_graph.report.reporter import Reporter, kept, replace_each
+from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, training
+from mxfp8_graph.torch_pass.account import stored_tensors
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.static_operands import identity
@@ -63,20 +66,19 @@ def rewrite_torch(
         source = _for_inference(source, reporter)
     if previous is not None and previous.packed:
         return _turned(source, recipe, reporter)
-    before = stored_bytes.inventory(source.state_dict, source.constants)
     program, sites, decisions = planned(source, recipe, options)
-    decisions, weights = take_given([site.matmul for site in sites], decisions, reporter)
-    reporter.notes += _notes(sites, decisions)
-    account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
-    require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
-    if options.training and (left_out := training.note(sites, decisions)):
+    assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
+    decisions = assigned.decisions
+    reporter.notes += [*assigned.notes, *_notes(sites, decisions)]
+    require_eligible(decisions, options.name, wanted=WANTED)
+    if options.training and (left_out := training.note(decisions)):
         reporter.notes.append(left_out)
         warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
-    reports, made_from = _replaced(program, sites, decisions, reporter, weights)
-    stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
+    reports = _replaced(program, sites, decisions, reporter, assigned.weights)
+    reporter.account = account(decisions, byte_size(source), stored_tensors(program.state, program.constants))
     if options.dry_run:
-        return None, reporter.dry_run(decisions, stored)
-    return _finished(program, reporter, reports, stored)
+        return None, reporter.dry_run(decisions)
+    return _finished(program, reporter, reports)
 
 
 def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
@@ -99,30 +101,27 @@ def _turned(
     sites = find_sites(program)
     reason = "not packed; it stays in high precision"
     # The recipe does not apply here: packed weights cannot be packed again.
-    decisions = [Decision(site=site.matmul, quantize=False, rule="packed", reason=reason) for site in sites]
+    decisions = [Decision(site=site.matmul, kind="packed", rule="packed", reason=reason) for site in sites]
     if options.training:
         reports = packed_training.to_training(program, recipe, options.name)
         reporter.notes.append(packed_training.NOTE)
     else:
         reports = packed_training.to_inference(program, recipe)
-    before = stored_bytes.inventory(source.state_dict, source.constants)
-    after = stored_bytes.inventory(program.state, program.constants)
-    stored = stored_bytes.account(before, stored_bytes.uses(program, sites, decisions), after, {})
+    reporter.account = account(decisions, byte_size(source), stored_tensors(program.state, program.constants))
     if options.dry_run:
-        return None, reporter.dry_run([*(report.decision for report in reports), *decisions], stored)
-    others = [SiteReport(decision=decision, bytes_before=decision.site.weight_bytes) for decision in decisions]
-    return _finished(program, reporter, [*reports, *others], stored)
+        return None, reporter.dry_run([*(report.decision for report in reports), *decisions])
+    return _finished(program, reporter, [*reports, *map(kept, decisions)])
 
 
 def _finished(
-    program: Program, reporter: Reporter, reports: Sequence[SiteReport], stored: Account
+    program: Program, reporter: Reporter, reports: Sequence[SiteReport]
 ) -> tuple[Path | ExportedProgram, RewriteReport]:
     """Returns the output's path, or the program if none is asked for, and the report."""
     options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
     if options.output is None:
-        return result, reporter.report(reports, byte_size(result), account=stored)
+        return result, reporter.report(reports, byte_size(result))
     save(result, options.output, overwrite=options.overwrite)
-    return options.output, reporter.report(reports, options.output.stat().st_size, account=stored)
+    return options.output, reporter.report(reports, options.output.stat().st_size)
 
 
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
@@ -135,8 +134,7 @@ def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: boo
 
 def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    storages = stored_bytes.inventory(program.state_dict, program.constants)
-    return sum(stored.byte_size for stored in storages.values())
+    return sum(tensor.byte_size for tensor in stored_tensors(program.state_dict, program.constants))
 
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
@@ -158,13 +156,13 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (training.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
-            decisions[index] = replace(decision, quantize=False, rule="structure", reason=unfit)
+            decisions[index] = replace(decision, kind="unfit", rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
     decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
-        training.check(recipe, sites, decisions)
+        training.check(recipe, decisions)
     return decisions
 
 
@@ -182,8 +180,8 @@ def _replaced(
     decisions: Sequence[Decision],
     reporter: Reporter,
     weights: Mapping[str, StoredWeight],
-) -> tuple[list[SiteReport], Mapping[str, torch.Tensor]]:
-    """Replaces every site that is rewritten; returns (a report of each site, `Editor.made_from`)."""
+) -> list[SiteReport]:
+    """Replaces every site that is rewritten; returns a report of each site."""
     recipe, options = reporter.recipe, reporter.options
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=not options.training)
     nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
@@ -205,7 +203,7 @@ def _replaced(
         options.weights.check()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
-    return reports, editor.made_from
+    return reports
 
 
 def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:

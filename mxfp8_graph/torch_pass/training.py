@@ -57,10 +57,10 @@ def obstacle(site: Site) -> str | None:
     return None
 
 
-def check(recipe: Recipe, sites: Sequence[Site], decisions: Sequence[Decision]) -> None:
+def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
     """Raises RecipeError if the recipe asks for what training does not have, attention products among them."""
     where = f"recipe {recipe.name!r}"
-    for site, decision in zip(sites, decisions, strict=True):
+    for decision in decisions:
         name = decision.site.name
         if decision.quantize and decision.weight_only:
             what = f"activations: {decision.activations} for {name!r}"
@@ -75,24 +75,19 @@ def check(recipe: Recipe, sites: Sequence[Site], decisions: Sequence[Decision]) 
             raise RecipeError(where, what, expected=expected, advice="set that instead")
         # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out
         # is a note.
-        if decision.site.role in _PRODUCTS and (is_left_out(site, decision) or _asked_in_vain(recipe, decision)):
+        if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or _asked_in_vain(recipe, decision)):
             what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
             raise RecipeError(where, what, expected="one that training can quantize", advice="exclude it in the recipe")
 
 
-def is_left_out(site: Site, decision: Decision) -> bool:
-    """Whether the recipe wants the site quantized, and training (or its form) does not allow it."""
-    return decision.rule == "structure" and site.matmul.blocker is None
-
-
 def _asked_in_vain(recipe: Recipe, decision: Decision) -> bool:
     """Whether the recipe names the role of a site that no recipe could rewrite."""
-    return decision.rule == "structure" and bool(getattr(recipe, decision.site.role, False))
+    return decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
 
 
-def note(sites: Sequence[Site], decisions: Sequence[Decision]) -> str | None:
+def note(decisions: Sequence[Decision]) -> str | None:
     """Returns what the recipe asks for and training keeps in high precision, with the reasons; None if nothing."""
-    left = [d for s, d in zip(sites, decisions, strict=True) if is_left_out(s, d)]
+    left = [decision for decision in decisions if decision.kind == "unfit"]
     if not left:
         return None
     names = ", ".join(d.site.module or d.site.name for d in left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")

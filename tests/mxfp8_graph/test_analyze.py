@@ -117,7 +117,7 @@ def test_what_goes_into_a_site_in_numbers() -> None:
     x[3, 40] = 500.0  # 6 times the root mean square is below this; its 31 neighbours are not lost
     x[5, :32] *= np.where(np.arange(32) == 7, 1e7, 1e-3)  # 31 values are lost beside one
     site = MatMulSite(name="s", op="MatMul")
-    observer = InputObserver(Decision(site=site, quantize=True, reason=""))
+    observer = InputObserver(Decision(site=site, kind="quantized", reason=""))
     observer.add(x[:4], x[:4])
     observer.add(x[4:], x[4:] * np.float32(1.5))
     found = observer.result()

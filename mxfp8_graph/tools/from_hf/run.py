@@ -10,10 +10,10 @@ from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.onnx_export.export import check_opset
 from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, Unpack, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
-from mxfp8_graph.pass_steps import Reporter
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
+from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 
