@@ -40,11 +40,10 @@ Result = tuple[Path | onnx.ModelProto | None, RewriteReport]
 def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Options) -> Result:
     """Returns (the output's path, or the rewritten proto if no output is asked for, or None on a dry run; report).
 
-    Errors: see `mxfp8_graph.rewrite`. An unexpected exception on a model that onnx.checker refuses is the checker's
-    error; on one that it accepts, it is a defect of ours and stays.
+    Errors: see `mxfp8_graph.rewrite`, and `explained`.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    try:
+    with explained(source, options.name):
         model = load(source)
         _refuse_foreign(model)
         before = record.find(model)
@@ -53,13 +52,23 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
         reporter.bytes_before = bytes_of(model)
         reporter.notes = [*fusion_note(before, recipe), *_note(model)]
         return _copied(source, model, reporter)
+
+
+@contextlib.contextmanager
+def explained(source: str | Path | onnx.ModelProto, name: str) -> Iterator[None]:
+    """An unexpected exception on a model that onnx.checker refuses is the checker's error.
+
+    On one that it accepts, it is a defect of ours and stays.
+    """
+    try:
+        yield
     except (Mxfp8Error, OSError, Warning):
         raise
     except Exception as error:
         if not (said := check.complaint(load(source))):
             raise
         expected, advice = "a model that passes onnx.checker", "export the model again"
-        raise ContractError(options.name, said, expected=expected, advice=advice) from error
+        raise ContractError(name, said, expected=expected, advice=advice) from error
 
 
 @contextlib.contextmanager

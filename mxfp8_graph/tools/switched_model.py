@@ -18,10 +18,10 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import facts_of, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.write import Target, open_target
 from mxfp8_graph.onnx_pass.find import OnnxSite
+from mxfp8_graph.onnx_pass.graph import facts_of, to_ir, to_proto
 from mxfp8_graph.onnx_pass.operands import Operand
 from mxfp8_graph.onnx_pass.replace import Editor
 from mxfp8_graph.onnx_pass.run import WANTED, find_and_plan, prepare

@@ -13,8 +13,8 @@ import pytest
 from builders import matmul_model
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model import dialects
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass import dialects
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
 from mxfp8_ops import contract

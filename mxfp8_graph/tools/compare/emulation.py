@@ -23,13 +23,13 @@ import onnx
 from onnx import TensorProto, helper
 
 from mxfp8_graph.onnx_model import cpu_provider
-from mxfp8_graph.onnx_model.graph import infer, proto_of, put_graph, to_ir
 from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import hold, inside
 from mxfp8_graph.onnx_model.upgrade import upgrade
 from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
 from mxfp8_graph.onnx_model.write import open_target
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
+from mxfp8_graph.onnx_pass.graph import infer, proto_of, put_graph, to_ir
 from mxfp8_graph.onnx_pass.ops import multiplies
 from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
 from mxfp8_graph.onnx_pass.views import open_rows

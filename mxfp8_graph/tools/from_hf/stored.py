@@ -13,8 +13,8 @@ from typing import Final
 import onnx_ir as ir
 
 from mxfp8_graph.file_reading import ModelFolder
-from mxfp8_graph.onnx_model.graph import attribute, is_op
 from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_pass.graph import attribute, is_op
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed
 from mxfp8_graph.packed.safetensors import DTYPES, Stored
 from mxfp8_ops.errors import ContractError

@@ -15,10 +15,10 @@ from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.files import new_folder
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import declared
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.onnx_model.tensor_data import is_external, location
 from mxfp8_graph.onnx_model.walk import iter_tensors
+from mxfp8_graph.onnx_pass.graph import declared
 from mxfp8_graph.tools.hosts import HOSTS
 from mxfp8_graph.tools.hosts.layout import Request
 from mxfp8_ops import native
