@@ -329,7 +329,7 @@ def _rewritten(path: str | Path, model: ir.Model, used: set[str], by: str) -> Ch
 
 
 def _loadable(model: ir.Model, detail: str, otherwise: str) -> Check:
-    """Returns the check of a whole file, with what there is to know on a CPU; `otherwise` is said if that is nothing."""
+    """Returns the check of a whole file, with what is to be known of it on a CPU, or else `otherwise`."""
     infer(model, [])
     notes = [note.partition("; ") for note in cpu_note(model)]
     said = "".join(f"; {what}" for what, _, _ in notes) or otherwise

@@ -21,7 +21,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, without_padding
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, attribute, default, label, module_of, name_of, with_inner
 from mxfp8_graph.onnx_pass.load import external_files, path_of
-from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, bias_name, original_name
+from mxfp8_graph.packed.weight import Array, Codes, Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
@@ -141,7 +141,15 @@ def _weight(use: _Use, name: str) -> PackedWeight:
 
 
 def _codes(tensor: ir.TensorProtocol) -> Codes:
-    return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(tensor.shape.numpy())
+    return np.ascontiguousarray(_read(tensor)).view(np.uint8).reshape(tensor.shape.numpy())
+
+
+def _read(tensor: ir.TensorProtocol) -> Array:
+    try:
+        return tensor.numpy()
+    except (OSError, ValueError) as error:  # its file is gone, or shorter
+        expected, advice = "the file of the model, as it was", "unpack the model again"
+        raise ContractError(f"tensor {tensor.name!r}", str(error), expected=expected, advice=advice) from None
 
 
 def _module(node: ir.Node) -> str | None:
@@ -155,5 +163,5 @@ def _other(value: ir.Value, tensor: ir.TensorProtocol, name: str) -> Tensor:
         module=None if user is None else _module(user),
         dtype=tensor.dtype.numpy(),
         shape=tuple(tensor.shape.numpy()),
-        read=tensor.numpy,
+        read=lambda: _read(tensor),
     )
