@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,10 +27,11 @@ from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__, installed
 from mxfp8_graph.models import kind_of, load
 from mxfp8_graph.naming import printable
-from mxfp8_graph.onnx_model import child, cpu_provider
-from mxfp8_graph.onnx_model.dialect_ops import foreign
-from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.onnx_model.walk import function_key, iter_nodes
+from mxfp8_graph.onnx_pass.dialect_ops import foreign
+from mxfp8_graph.onnx_pass.graph import nodes_of
+from mxfp8_graph.onnx_pass.load import load as load_onnx
+from mxfp8_graph.onnx_pass.prepare import infer
+from mxfp8_graph.onnx_pass.run import cpu_note
 from mxfp8_graph.report.section import STYLES
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes
 from mxfp8_ops.cuda import build, hardware, planner, system
@@ -60,9 +62,6 @@ _GET_CUPY: Final = "cupy-cuda13x (CUDA 13) or cupy-cuda12x (CUDA 12)"
 
 _PORTS: Final = {"x": (2, 40), "y": (2, 3)}
 """Shapes of the input and output of the model that `_session` runs."""
-
-_LOAD_SECONDS: Final = 10
-"""Processor time to load the native library."""
 
 _PACKAGES: Final = (
     *((name, (name,), "", name) for name in ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")),
@@ -167,10 +166,11 @@ def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") ->
 def _require_loadable() -> None:
     """Loads the native library in a child process; raises BackendError if that ends it, as a truncated library does."""
     # In a child: a truncated library ends the process that loads it with a signal, which no exception handler sees.
-    tried = child.call(lambda: cpu.isa().encode(), _LOAD_SECONDS)
-    if isinstance(tried, child.Failure) and not tried.kind:  # what it raises, it raises here too
-        what, expected = f"a process that loads it {tried.message.removesuffix(' on it')}", "a whole library"
-        raise BackendError(cpu.library_path(), what, expected=expected, advice="reinstall mxfp8-graph with pip")
+    path = cpu.library_path()
+    command = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", str(path)]
+    if subprocess.run(command, capture_output=True, check=False).returncode not in {0, 1}:  # 1: an OSError, here too
+        what, expected = "a process that loads it crashes", "a whole library"
+        raise BackendError(path, what, expected=expected, advice="reinstall mxfp8-graph with pip")
 
 
 def _kernels() -> str:
@@ -286,10 +286,10 @@ def diagnose_file(path: str | Path) -> Check:
     try:
         if kind_of(path).is_program:
             return _program(path)
-        model = open_model(Path(path)).proto
+        model = load_onnx(Path(path), sparse=True)
     except Mxfp8Error as error:
         return Check(_MODEL, "broken", error.problem, error.advice)
-    recorded = {entry.key: entry.value for entry in model.metadata_props}
+    recorded = model.metadata_props
     written = recorded.get(provenance.DIALECT_KEY, "mxfp8" if provenance.CONTRACT_KEY in recorded else None)
     # Our own dialect has the name of the nodes' domain, and says nothing of the element formats.
     dialect = "" if written == "mxfp8" else f" as {written}"
@@ -297,7 +297,7 @@ def diagnose_file(path: str | Path) -> Check:
     by = f"written by mxfp8-graph {recorded.get(provenance.VERSION_KEY, '')}{dialect}{recipe}" if written else ""
     if by and provenance.LOST_KEY in recorded:
         by += f"; lost in conversion: {recorded[provenance.LOST_KEY]}"
-    used = {node.op_type for node in iter_nodes(model.graph.node) if node.domain == contract.DOMAIN}
+    used = {node.op_type for node in nodes_of(model) if node.domain == contract.DOMAIN}
     if used:
         return _rewritten(path, model, used, by)
     if written == "mxfp8":
@@ -313,10 +313,10 @@ def diagnose_file(path: str | Path) -> Check:
     return _loadable(model, (by and f"{path}: {by}") or f"{path}: no MXFP8 in it", "")
 
 
-def _rewritten(path: str | Path, model: Any, used: set[str], by: str) -> Check:
-    there = {name for domain, name, _ in map(function_key, model.functions) if domain == contract.DOMAIN}
+def _rewritten(path: str | Path, model: ir.Model, used: set[str], by: str) -> Check:
+    there = {name for domain, name, _ in model.functions if domain == contract.DOMAIN}
     detail = "; ".join(filter(None, (f"{path}: {', '.join(sorted(used))}", by)))
-    if not there and any((e.key, e.value) == (provenance.BODIES_KEY, "none") for e in model.metadata_props):
+    if not there and model.metadata_props.get(provenance.BODIES_KEY) == "none":
         advice = f"for runtimes without our library: mxfp8-graph convert {path} --to mxfp8"
         return _loadable(
             model, f"{detail}; without function bodies, as asked", f": runs with our library only; {advice}"
@@ -328,9 +328,10 @@ def _rewritten(path: str | Path, model: Any, used: set[str], by: str) -> Check:
     return _loadable(model, f"{detail}; with function bodies", ": runs everywhere in ONNX Runtime")
 
 
-def _loadable(model: Any, detail: str, otherwise: str) -> Check:
-    """Returns the check of a whole file: whether a CPU runs it; `otherwise` is what there is to say then."""
-    notes = [note.partition("; ") for note in cpu_provider.note(model)]
+def _loadable(model: ir.Model, detail: str, otherwise: str) -> Check:
+    """Returns the check of a whole file, with what is to be known of it on a CPU, or else `otherwise`."""
+    infer(model, [])
+    notes = [note.partition("; ") for note in cpu_note(model)]
     said = "".join(f"; {what}" for what, _, _ in notes) or otherwise
     return Check(_MODEL, "ok", f"{detail}{said}", "".join(advice for _, _, advice in notes))
 

@@ -22,7 +22,7 @@ from mxfp8_graph.cli.arguments import (
 )
 from mxfp8_graph.cli.results import check_reports, tell
 from mxfp8_graph.naming import printable
-from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN
+from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar
 from mxfp8_graph.tools.hosts import HOSTS

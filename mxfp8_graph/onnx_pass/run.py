@@ -50,7 +50,7 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
         if not already_rewritten(before, recipe, options, what="model"):
             return rewrite_model(model, reporter)
         reporter.bytes_before = bytes_of(model)
-        reporter.notes = [*fusion_note(before, recipe), *_note(model)]
+        reporter.notes = [*fusion_note(before, recipe), *cpu_note(model)]
         return _copied(source, model, reporter)
 
 
@@ -103,7 +103,7 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     if recipe.fuse:
         reporter.fusions = fuse(model, recipe)
     record.complete(model, recipe.to_record(), bodies=options.bodies)
-    reporter.notes += _note(model)
+    reporter.notes += cpu_note(model)
     path, overwrite = options.output, options.overwrite
     external = wants_external(model, path, options.external_data, as_source=as_source)
     if path is not None:
@@ -144,7 +144,7 @@ def _report(done: Replaced | Decision) -> SiteReport:
     return untouched(done) if isinstance(done, Decision) else done.report()
 
 
-def _note(model: ir.Model) -> list[str]:
+def cpu_note(model: ir.Model) -> list[str]:
     """Returns what there is to know of a rewritten model on a CPU."""
     if not holds(model, ir.DataType.BFLOAT16):
         return []

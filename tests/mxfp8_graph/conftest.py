@@ -1,54 +1,13 @@
-"""What tests of models share: reports that are checked, and quick calls of onnx and of torch's exporter."""
+"""What tests of models share: quick calls of torch's exporter."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import sys
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from byte_counts import checked, onnx_bytes, program_bytes
-
-from mxfp8_graph import onnx_pass
-from mxfp8_graph.onnx_model import check_nodes, child, onnx_calls
-
-IN_CHILDREN = ("hostile", "validate", "wire", "upgrade", "corpus", "bad_input", "names", "repeated", "cli", "doctor")
-"""How names of test files end in which onnx's passes run in processes of their own, as they do for users."""
-
-COUNTED = ("account", "report_bytes", "tied_tables", "torchao", "subgraphs", "experts", "embeddings", "untouched")
-"""How names of test files end in which each rewrite is checked: it is done a second time, as a dry run."""
-
-
-@pytest.fixture(autouse=True)
-def every_byte_is_in_the_report(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test whose rewrite leaves a byte out of its report, or counts one twice."""
-    if not request.path.stem.endswith(COUNTED):
-        return
-    monkeypatch.setattr(onnx_pass, "rewrite_onnx", checked(onnx_pass.rewrite_onnx, onnx_bytes))
-    if "torch" in sys.modules:  # the test imported it
-        from mxfp8_graph import torch_pass
-
-        monkeypatch.setattr(torch_pass, "rewrite_torch", checked(torch_pass.rewrite_torch, program_bytes))
-
-
-@pytest.fixture(autouse=True)
-def onnx_is_called_in_this_process(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spares sound models the forks in which onnx's passes run: these take the longer, the more a process holds."""
-    if not request.path.stem.endswith(IN_CHILDREN):
-        here = SimpleNamespace(call=call_here, Failure=child.Failure)
-        monkeypatch.setattr(onnx_calls, "child", here)
-        monkeypatch.setattr(check_nodes, "child", here)
-
-
-def call_here(function: Callable[[], bytes], seconds: int) -> bytes | child.Failure:
-    """Does what `child.call` does, without a child."""
-    try:
-        return function()
-    except Exception as error:
-        return child.Failure(type(error).__name__, str(error))
 
 
 @pytest.fixture(autouse=True)
