@@ -114,9 +114,9 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
         options.weights.check()
     if path is None:
         proto = to_proto(model)
-        return proto, reporter.report([*map(_report, done)], proto.ByteSize(), account=Account())
+        return proto, reporter.report([*map(site_report, done)], proto.ByteSize(), account=Account())
     size = save(model, path, external=external, overwrite=overwrite)
-    return path, reporter.report([*map(_report, done)], size, account=Account())
+    return path, reporter.report([*map(site_report, done)], size, account=Account())
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -139,7 +139,7 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
     return path, reporter.report((), size, already_rewritten=True)
 
 
-def _report(done: Replaced | Decision) -> SiteReport:
+def site_report(done: Replaced | Decision) -> SiteReport:
     """Returns the report of a site; after the save, which finds the error of its weight."""
     return untouched(done) if isinstance(done, Decision) else done.report()
 
