@@ -10,7 +10,7 @@ from typer import Argument, Option, echo
 from mxfp8_graph.cli import arguments as arg
 from mxfp8_graph.cli.results import check_reports, print_result
 from mxfp8_graph.naming import printable
-from mxfp8_graph.onnx_model.dialects import DIALECTS, WRITTEN
+from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar
 from mxfp8_graph.tools.hosts import HOSTS

@@ -100,7 +100,7 @@ def _defined(
             raise ContractError(
                 f"{where}: node {_called(node)!r} ({node.op_type})", what, expected=expected, advice=_AGAIN
             )
-    if (missing := next((each for each in results if each not in defined), None)) is not None:
+    if (missing := next((each for each in results if each not in own and each not in outputs), None)) is not None:
         what = f"output {missing!r} is not defined"
         raise ContractError(where, what, expected="an input, an initializer or an output of a node", advice=_AGAIN)
     return set(visible)

@@ -17,7 +17,7 @@ from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_pass.graph import graphs_of, is_large
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
-_FOREIGN: Final = "types that onnx_ir does not have"
+FOREIGN: Final = "types that onnx_ir does not have"
 """Key of `Graph.meta`: declared types (maps, as classifiers of scikit-learn return, and opaque ones), by name."""
 
 _DEVICES: Final = "device configurations"
@@ -87,7 +87,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     for part, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
         if foreign:
             infos = [*message.input, *message.output, *message.value_info]
-            part.meta[_FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
+            part.meta[FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
         for value in part.initializers.values():
             if isinstance(value.const_value, ir.serde.TensorProtoTensor):
                 value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
@@ -110,7 +110,7 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
     proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
     for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
         _complete(graph, message.node)
-        _declare(message, graph.meta.get(_FOREIGN, {}))
+        _declare(message, graph.meta.get(FOREIGN, {}))
     for function, body in zip(model.functions.values(), proto.functions, strict=True):
         _complete(function, body.node)
     return proto

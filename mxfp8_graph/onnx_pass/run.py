@@ -43,26 +43,35 @@ Result = tuple[Path | onnx.ModelProto | None, RewriteReport]
 def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Options) -> Result:
     """Returns (the output's path, or the rewritten proto if no output is asked for, or None on a dry run; report).
 
-    Errors: see `mxfp8_graph.rewrite`. An unexpected exception on a model that onnx.checker refuses is the checker's
-    error; on one that it accepts, it is a defect of ours and stays.
+    Errors: see `mxfp8_graph.rewrite`, and `explained`.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    try:
+    with explained(source, options.name):
         model = load(source)
         _refuse_foreign(model)
         before = record.find(model)
         if not already_rewritten(before, recipe, options, what="model"):
             return rewrite_model(model, reporter)
         reporter.bytes_before = bytes_of(model)
-        reporter.notes = [*fusion_note(before, recipe), *_note(model)]
+        reporter.notes = [*fusion_note(before, recipe), *cpu_note(model)]
         return _copied(source, model, reporter)
+
+
+@contextlib.contextmanager
+def explained(source: str | Path | onnx.ModelProto, name: str) -> Iterator[None]:
+    """An unexpected exception on a model that onnx.checker refuses is the checker's error.
+
+    On one that it accepts, it is a defect of ours and stays.
+    """
+    try:
+        yield
     except (Mxfp8Error, OSError, Warning):
         raise
     except Exception as error:
         if not (said := check.complaint(load(source))):
             raise
         expected, advice = "a model that passes onnx.checker", "export the model again"
-        raise ContractError(options.name, said, expected=expected, advice=advice) from error
+        raise ContractError(name, said, expected=expected, advice=advice) from error
 
 
 @contextlib.contextmanager
@@ -100,7 +109,7 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
         reporter.fusions = fuse(model, recipe)
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
-    reporter.notes += _note(model)
+    reporter.notes += cpu_note(model)
     path, overwrite = options.output, options.overwrite
     external = wants_external(model, path, options.external_data, as_source=as_source)
     if path is not None:
@@ -111,9 +120,9 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
         options.weights.check()
     if path is None:
         proto = to_proto(model)
-        return proto, reporter.report([*map(_report, done)], proto.ByteSize())
+        return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
     size = save(model, path, external=external, overwrite=overwrite)
-    return path, reporter.report([*map(_report, done)], size)
+    return path, reporter.report([*map(site_report, done)], size)
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -136,12 +145,12 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
     return path, reporter.report((), size, already_rewritten=True)
 
 
-def _report(done: Replaced | Decision) -> SiteReport:
+def site_report(done: Replaced | Decision) -> SiteReport:
     """Returns the report of a site; after the save, which finds the error of its weight."""
     return kept(done) if isinstance(done, Decision) else done.report()
 
 
-def _note(model: ir.Model) -> list[str]:
+def cpu_note(model: ir.Model) -> list[str]:
     """Returns what there is to know of a rewritten model on a CPU."""
     if not holds(model, ir.DataType.BFLOAT16):
         return []

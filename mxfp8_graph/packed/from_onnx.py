@@ -16,14 +16,12 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, without_padding
-from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, declared, default, label, with_inner
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.walk import NAME_SCOPES, module_of
-from mxfp8_graph.onnx_model.write import input_files
-from mxfp8_graph.packed.weight import Codes, Contents, PackedWeight, Tensor, bias_name, original_name
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, without_padding
+from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, attribute, default, label, module_of, name_of, with_inner
+from mxfp8_graph.onnx_pass.load import external_files, path_of
+from mxfp8_graph.packed.weight import Array, Codes, Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
@@ -48,13 +46,13 @@ class _Use(NamedTuple):
     """Axis of the blocks, as a negative number."""
 
 
-def contents(opened: OpenedModel) -> Contents:
+def contents(model: ir.Model) -> Contents:
     """Returns the packed weights and the other parameters of an ONNX model."""
-    graph = declared(opened).graph
+    graph, path = model.graph, path_of(model)
     weights: dict[ir.Value, PackedWeight] = {}
     taken: set[str] = set()
     packed: set[ir.TensorProtocol] = set()
-    for use in _uses(graph, opened.name):
+    for use in _uses(graph, name_of(model)):
         # By value: a tied weight is one initializer with several readers, and is listed once.
         only = _weight_only(use.node)
         if use.value not in weights:
@@ -70,11 +68,13 @@ def contents(opened: OpenedModel) -> Contents:
         if (tensor := value.const_value) is not None and tensor not in packed
         if tensor.dtype in _FLOATS and len(tensor.shape)
     ]
-    by_name, recipe = {weight.name: weight for weight in weights.values()}, record.recipe_of(opened.proto)
-    result = Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
-    if opened.folder is None:
-        return result
-    return replace(result, files=frozenset(input_files(opened)), check=opened.folder.files.check)
+    return Contents(
+        where=name_of(model),
+        weights={weight.name: weight for weight in weights.values()},
+        others=others,
+        recipe=record.recipe_of(model),
+        files=frozenset({path, *external_files(model)} if path else ()),
+    )
 
 
 def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
@@ -141,7 +141,15 @@ def _weight(use: _Use, name: str) -> PackedWeight:
 
 
 def _codes(tensor: ir.TensorProtocol) -> Codes:
-    return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(tensor.shape.numpy())
+    return np.ascontiguousarray(_read(tensor)).view(np.uint8).reshape(tensor.shape.numpy())
+
+
+def _read(tensor: ir.TensorProtocol) -> Array:
+    try:
+        return tensor.numpy()
+    except (OSError, ValueError) as error:  # its file is gone, or shorter
+        expected, advice = "the file of the model, as it was", "unpack the model again"
+        raise ContractError(f"tensor {tensor.name!r}", str(error), expected=expected, advice=advice) from None
 
 
 def _module(node: ir.Node) -> str | None:
@@ -155,5 +163,5 @@ def _other(value: ir.Value, tensor: ir.TensorProtocol, name: str) -> Tensor:
         module=None if user is None else _module(user),
         dtype=tensor.dtype.numpy(),
         shape=tuple(tensor.shape.numpy()),
-        read=tensor.numpy,
+        read=lambda: _read(tensor),
     )

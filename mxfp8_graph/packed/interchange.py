@@ -67,11 +67,12 @@ def contents(model: Any, *, trust_pickle: bool = False) -> Contents:
             return from_torch.contents(model, "program")
         program = load(model, trust_pickle=trust_pickle)
         return replace(from_torch.contents(program, str(model)), files=frozenset({Path(model)}))
-    from mxfp8_graph.onnx_model import graphsurgeon
-    from mxfp8_graph.onnx_model.open import open_model
+    from mxfp8_graph.onnx_pass import graphsurgeon
+    from mxfp8_graph.onnx_pass.load import load as load_onnx
     from mxfp8_graph.packed import from_onnx
 
-    return from_onnx.contents(open_model(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model))
+    proto_or_path = graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model
+    return from_onnx.contents(load_onnx(proto_or_path, sparse=True))
 
 
 def export_safetensors(
@@ -132,7 +133,7 @@ def export_safetensors(
         if not weights_only:
             tensors[name] = tensor
     metadata = file_metadata(config_of(weights, chosen, ignored), source)
-    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite, check=source.check)
+    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite)
     return path
 
 

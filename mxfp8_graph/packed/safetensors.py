@@ -109,10 +109,8 @@ class Stored:
         return np.frombuffer(content, np.uint8)
 
 
-def write(
-    path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool, check: Callable[[], None]
-) -> None:
-    """Writes a file atomically, one tensor in memory at a time. `check` is called at the end, and may refuse the file.
+def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool) -> None:
+    """Writes a file atomically, one tensor in memory at a time.
 
     Raises:
         ContractError: the file exists and `overwrite` is false, or it cannot be written.
@@ -131,7 +129,6 @@ def write(
                     expected = f"{entry.byte_size} for its shape"
                     raise ContractError(path, what, expected=expected, advice="the model it comes from is damaged")
                 write_early(file, data.reshape(-1).view(np.uint8).data)
-            check()
     except FileExistsError:  # since it was checked
         raise _exists(path) from None
     except OSError as error:

@@ -8,25 +8,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Final
 
 import onnx_ir as ir
+from onnx import inliner
 
-from mxfp8_graph.onnx_model import onnx_calls
-from mxfp8_graph.onnx_model.graph import (
-    LargeTensor,
-    attribute,
-    declared,
-    default,
-    dtype_of,
-    infer,
-    is_op,
-    shape_of,
-    subgraphs_of,
-)
-from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_large, is_op, shape_of, subgraphs_of
 from mxfp8_graph.onnx_pass.ops import borders, names
+from mxfp8_graph.onnx_pass.prepare import infer, through
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -62,19 +51,13 @@ Origins = set[tuple[str, int]]
 """Pairs of (graph input that a value comes from, number that was added to it)."""
 
 
-def index_ranges(opened: OpenedModel) -> dict[str, range]:
-    """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them.
-
-    Raises:
-        ContractError: onnx cannot read the model.
-    """
-    # Lengths of tables come from inferred shapes, since a table may be computed from an initializer.
-    inlined = _inlined(opened)
-    inferred = onnx_calls.infer_shapes(inlined.proto, opened.name, [])
-    graph = infer(inlined, declared(inlined), inferred).graph
+def index_ranges(model: ir.Model) -> dict[str, range]:
+    """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them."""
+    model = _inlined(model)
+    infer(model, [])  # lengths of tables: one may be computed from an initializer
     walk = _Walk()
-    walk.origins = {value: {(str(value.name), 0)} for value in graph.inputs if _is_integer(dtype_of(value))}
-    walk.graph(graph)
+    walk.origins = {v: {(str(v.name), 0)} for v in model.graph.inputs if _is_integer(dtype_of(v))}
+    walk.graph(model.graph)
     return walk.ranges
 
 
@@ -145,18 +128,14 @@ def _length(node: ir.Node, table: int, axis_name: str | None) -> int:
     return size if isinstance(size, int) else 1
 
 
-def _inlined(opened: OpenedModel) -> OpenedModel:
+def _inlined(model: ir.Model) -> ir.Model:
     """Returns the model with local functions inlined, if onnx can do that; ours have no tables."""
-    proto = type(opened.proto)()
-    proto.CopyFrom(opened.proto)
-    foreign = [function for function in proto.functions if function.domain != contract.DOMAIN]
-    del proto.functions[:]
-    proto.functions.extend(foreign)
+    foreign = [(domain, name) for domain, name, _ in model.functions if domain != contract.DOMAIN]
     if foreign:
         # A model that cannot be inlined still has ranges for what its main graph indexes.
         with contextlib.suppress(ContractError):
-            proto = onnx_calls.inline(proto, [(function.domain, function.name) for function in foreign], "model")
-    return replace(opened, proto=proto, notes=[])
+            return through(model, lambda proto: inliner.inline_selected_functions(proto, foreign), "inliner")
+    return model
 
 
 def _is_integer(dtype: int) -> bool:
@@ -166,6 +145,6 @@ def _is_integer(dtype: int) -> bool:
 def _integer(value: ir.Value | None) -> int | None:
     """Returns the value of an integer constant that has one value."""
     tensor = None if value is None else default(value)
-    if tensor is None or isinstance(tensor, LargeTensor) or not _is_integer(tensor.dtype) or tensor.size != 1:
+    if tensor is None or is_large(tensor) or not _is_integer(tensor.dtype) or tensor.size != 1:
         return None
     return int(tensor.numpy().item())

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.file_reading import open_regular
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import FOREIGN, Dim, declared
-from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.graph import Dim, name_of
+from mxfp8_graph.onnx_pass.protos import FOREIGN
 from mxfp8_graph.running.index_ranges import index_ranges
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -108,11 +108,10 @@ class Signature:
     """Whether the model was rewritten."""
 
     @classmethod
-    def of(cls, opened: OpenedModel) -> Signature:
-        """Returns the inputs of an opened model."""
-        # Without inference, which says less of an input that cannot be fed.
-        specs = input_specs(declared(opened).graph, opened.name)
-        return cls(opened.name, specs, index_ranges(opened), record.is_rewritten(opened.proto))
+    def of(cls, model: ir.Model) -> Signature:
+        """Returns the inputs of a model."""
+        name = name_of(model)
+        return cls(name, input_specs(model.graph, name), index_ranges(model), record.is_rewritten(model))
 
 
 def make_inputs(signature: Signature, shapes: Mapping[str, int] | None = None, seed: int = 0) -> Inputs:

@@ -23,18 +23,15 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-import onnx
 import onnx_ir as ir
-from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 
-from mxfp8_graph.file_reading import ModelFolder
-from mxfp8_graph.onnx_model import tensor_data
-from mxfp8_graph.onnx_model.graph import graphs_of
-from mxfp8_graph.onnx_model.walk import iter_nodes
+from mxfp8_graph.onnx_pass.graph import graphs_of, name_of
+from mxfp8_graph.onnx_pass.load import external_files, path_of
+from mxfp8_graph.onnx_pass.protos import copy_fields, iter_graphs, to_proto
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.running.inputs import Array
 from mxfp8_graph.running.profile import by_node, gemms_of, isas_of
@@ -92,21 +89,15 @@ class NodeCheck(Data):
         return f"{self.op} {self.name!r}: kernel and function body differ in {where}; expected none"
 
 
-def check_nodes(source: Any, inputs: Mapping[str, Any], folder: ModelFolder | None, where: str) -> list[NodeCheck]:
+def check_nodes(model: ir.Model, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not reached.
-
-    `source` is a path or an `onnx.ModelProto`, which is not modified; its external data is in `folder`. Errors call it
-    `where`.
 
     Raises:
         BackendError: the model cannot be instrumented or run.
     """
-    model = onnx.load(source, load_external_data=False) if isinstance(source, (str, Path)) else source
-    count = sum(node.domain == contract.DOMAIN for node in model.graph.node)
+    count = sum(node.domain == contract.DOMAIN for node in model.graph)
     return [
-        check
-        for start in range(0, count, _AT_ONCE)
-        for check in _checks(model, slice(start, start + _AT_ONCE), inputs, folder, where)
+        check for start in range(0, count, _AT_ONCE) for check in _checks(model, slice(start, start + _AT_ONCE), inputs)
     ]
 
 
@@ -116,15 +107,16 @@ def nodes_in_subgraphs(graph: ir.Graph) -> int:
     return sum(node.domain == contract.DOMAIN for below in inner for node in below)
 
 
-def _checks(
-    model: ModelProto, chosen: slice, inputs: Mapping[str, Any], folder: ModelFolder | None, where: str
-) -> list[NodeCheck]:
+def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
-    stored = {tensor.name: tensor for tensor in model.graph.initializer}
-    instrumented, pairs = _instrumented(model, chosen, {*inputs, *stored})
+    stored, path = model.graph.initializers, path_of(model)
+    if path is not None and not external_files(model):
+        path = path.resolve()  # ONNX Runtime reads data through no link
+    instrumented = to_proto(model)  # large weights stay in their files, the model's own among them
+    pairs = _instrument(instrumented, chosen, {*inputs, *stored})
     # Unoptimized, so that every node runs as the file has it.
-    path = folder.path if folder else None
-    session = Session(instrumented, kernels=True, where=where, folder=path, execution=Execution(optimize=False))
+    settings: dict[str, Any] = {"where": name_of(model), "folder": path and path.parent}
+    session = Session(instrumented, kernels=True, execution=Execution(optimize=False), **settings)
     with cpu.profiled() as written:
         values = {**session.run(inputs), **inputs}
         calls = by_node(written.calls())
@@ -132,7 +124,8 @@ def _checks(
 
     def read(name: str) -> Array:
         # A weight is read for its own node only: those of a whole batch of nodes may be large.
-        return values[name] if name in values else tensor_data.read(stored[name], folder, where)
+        tensor = stored[name].const_value if name not in values else None
+        return values[name] if tensor is None else tensor.numpy()
 
     return [
         NodeCheck(
@@ -145,29 +138,25 @@ def _checks(
     ]
 
 
-def _instrumented(
-    model: ModelProto, chosen: slice, known: set[str]
-) -> tuple[ModelProto, list[tuple[NodeProto, NodeProto]]]:
-    """Returns (the model with what nodes and their twins read and write as its only outputs, these nodes and twins).
+def _instrument(model: ModelProto, chosen: slice, known: set[str]) -> list[tuple[NodeProto, NodeProto]]:
+    """Gives nodes twins, which it returns with them, and makes what both read and write the model's only outputs.
 
     What is `known` is no output.
     """
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    nodes = [node for node in copy.graph.node if node.domain == contract.DOMAIN][chosen]
+    nodes = [node for node in model.graph.node if node.domain == contract.DOMAIN][chosen]
     # The model's own bodies are what other runtimes execute; ours stand in for those that it lacks.
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
     if not {node.op_type for node in nodes} <= carried.keys():
         carried = {function.name: function for function in onnx_functions.functions(model)} | carried
-    copy.functions.extend(map(_twin_of, carried.values()))
-    copy.opset_import.append(helper.make_opsetid(BODY_DOMAIN, contract.VERSION))
-    pairs = [(node, _add_twin(copy, node, f"{BODY_DOMAIN}/{index}")) for index, node in enumerate(nodes)]
+    model.functions.extend(map(_twin_of, carried.values()))
+    model.opset_import.append(helper.make_opsetid(BODY_DOMAIN, contract.VERSION))
+    pairs = [(node, _add_twin(model, node, f"{BODY_DOMAIN}/{index}")) for index, node in enumerate(nodes)]
     names = dict.fromkeys(n for node, twin in pairs for n in (*node.input, *node.output, *twin.output) if n)
     # Without a type: ONNX Runtime infers it.
     outputs = [ValueInfoProto(name=name) for name in names if name not in known]
-    del copy.graph.output[:]
-    copy.graph.output.extend(outputs)
-    return copy, pairs
+    del model.graph.output[:]
+    model.graph.output.extend(outputs)
+    return pairs
 
 
 def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
@@ -191,15 +180,14 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
 
 def _twin_of(function: FunctionProto) -> FunctionProto:
     """Returns a function body, and the MXFP8 nodes in it, in the domain of the twins."""
-    twin = FunctionProto()
-    twin.CopyFrom(function)
+    twin, body = FunctionProto(), GraphProto(node=function.node)
+    copy_fields(twin, function, skip={"node"})
     twin.domain = BODY_DOMAIN
-    for node in iter_nodes(twin.node):
-        if node.domain == contract.DOMAIN:
-            node.domain = BODY_DOMAIN
-    for entry in twin.opset_import:
-        if entry.domain == contract.DOMAIN:
-            entry.domain = BODY_DOMAIN
+    named: list[Any] = [*twin.opset_import, *(node for graph in iter_graphs(body) for node in graph.node)]
+    for item in named:
+        if item.domain == contract.DOMAIN:
+            item.domain = BODY_DOMAIN
+    twin.node.extend(body.node)
     return twin
 
 

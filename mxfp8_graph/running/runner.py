@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.section import Columns, Section, number, shape_text
@@ -107,7 +107,7 @@ def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signatur
 
         program = TorchProgram(model, trust_pickle=trust_pickle)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
-    signature = Signature.of(open_model(model))
+    signature = Signature.of(load(model, sparse=True))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     return signature, Session(model, kernels=True, where=signature.name, float32=original)
 

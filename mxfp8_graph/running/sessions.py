@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import json
+import re
 import statistics
 import tempfile
 import time
@@ -23,11 +24,11 @@ import onnxruntime
 from google.protobuf.message import EncodeError
 from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
-from mxfp8_graph.files import scratch
-from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
-from mxfp8_graph.onnx_model.graph import declared, infer, to_ir, to_proto
-from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.onnx_model.write import open_target, wants_external
+from mxfp8_graph.onnx_pass.float32 import to_float32
+from mxfp8_graph.onnx_pass.load import load
+from mxfp8_graph.onnx_pass.prepare import infer
+from mxfp8_graph.onnx_pass.protos import iter_graphs
+from mxfp8_graph.onnx_pass.save import save, wants_external
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.running.profile import NodeProfile, of_session
 from mxfp8_ops import cpu, formats, ort
@@ -51,14 +52,21 @@ _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) 
 """Whether ONNX Runtime looks there while it optimizes, too; later releases refuse absolute paths."""
 
 
+_MISSING: Final = (
+    r"implementation for (?P<op>\w+)\(\d+\) node with name '(?P<node>.*)'",
+    r"Type 'tensor\(b?float16\)' of input parameter .* of operator \((?P<op>\w+)\) in node \((?P<node>.*)\) is",
+)
+"""What ONNX Runtime says of an op without a kernel for a dtype, and of one that has no such dtype in the standard."""
+
+
 def _serialized(model: Any, folder: Path | None) -> bytes:
-    """Returns a model's bytes, with absolute paths of external data for an ONNX Runtime that takes no folder."""
-    if folder is not None and not _KNOWS_FOLDERS:
-        whole = type(model)()
-        whole.CopyFrom(model)
-        for tensor in filter(tensor_data.is_external, walk.iter_tensors(whole)):
-            tensor_data.set_location(tensor, str(folder.resolve() / tensor_data.location(tensor)))
-        model = whole
+    """Returns the bytes of a model whose external data is in `folder`; where it says that the data is, is changed."""
+    for graph in iter_graphs(model.graph) if folder else ():
+        for entry in (entry for tensor in graph.initializer for entry in tensor.external_data):
+            if entry.key == "location" and folder and not _KNOWS_FOLDERS:
+                entry.value = str(folder.resolve() / entry.value)
+            elif entry.key == "location" and Path(entry.value).is_absolute():  # the model's own file
+                entry.value = Path(entry.value).resolve().name
     return bytes(model.SerializeToString())
 
 
@@ -193,25 +201,23 @@ class Session(Runnable):
         try:
             return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except _RUNTIME_ERRORS as error:
-            reason, missing = _in_one_line(error), cpu_provider.missing_in(str(error))
+            reason, missing = _in_one_line(error), any(re.search(pattern, str(error)) for pattern in _MISSING)
         # ONNX Runtime refuses 16-bit models node by node; a copy in float32 runs, and `note` says so.
         if missing and float32:
-            opened = open_model(self._model)
-            graph = infer(opened, to_ir(opened))
-            self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened, graph)}"
-            with scratch("session") as folder:  # what is loaded needs the file no more
-                path = folder / "model.onnx"
-                external = wants_external(opened, opened.byte_size, path, "auto")
-                with open_target(opened, path, external=external, overwrite=False) as target:
-                    target.finish(to_proto(opened, graph))
+            model = load(self._model)
+            infer(model, [])
+            self.note = f"{self.name} runs as a copy that {'; '.join(to_float32(model))}"
+            with tempfile.TemporaryDirectory() as folder:  # what is loaded needs the file no more
+                path = Path(folder) / "model.onnx"
+                save(model, path, external=wants_external(model, path, "auto", as_source=False), overwrite=False)
                 return self._load(str(path), options, False)
         what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
-        advice = cpu_provider.ADVICE if missing else ""
+        advice = "rewrite the original with --for cpu (runs_on: cpu) for a model that does" if missing else ""
         raise BackendError(self.name, what, expected=f"one it runs. {reason}", advice=advice)
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
-        model = declared(open_model(self._model))
+        model = load(self._model, sparse=True)
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
             session = self._again(
                 execution=Execution(optimize=self._execution.optimize, profile=Path(folder) / "profile")

@@ -15,9 +15,9 @@ from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import declared
-from mxfp8_graph.onnx_model.open import OpenedModel, open_model
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.graph import name_of
+from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.running.compare import difference, sameness
 from mxfp8_graph.running.inputs import Array, InputSpec, Signature, input_specs
@@ -62,12 +62,19 @@ def verify(
             open_runnable(model, trust_pickle=samples.get("trust_pickle", False)) for model in (original, rewritten)
         ]
         return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
-    before, after = open_model(original), open_model(rewritten)
+    before, after = (load(model, sparse=True) for model in (original, rewritten))
+    old, new = name_of(before), name_of(after)
     signature = Signature.of(before)
-    _check_order(signature, rewritten=record.is_rewritten(after.proto), name=after.name)
-    graphs = [declared(opened).graph for opened in (before, after)]
-    _check_signatures(graphs, (before.name, after.name))
-    sessions = _sessions(original, before, rewritten, after)
+    _check_order(signature, rewritten=record.is_rewritten(after), name=new)
+    _check_signatures([before.graph, after.graph], (old, new))
+    # An original with nodes of ours runs with kernels too: by function bodies it would differ from a copy of itself,
+    # see `_drift_notes`.
+    is_rewritten = signature.rewritten
+    sessions = (
+        Session(original, kernels=is_rewritten, where=_ORIGINAL.format(old), float32=not is_rewritten),
+        Session(rewritten, kernels=True, where=new),
+        Session(rewritten, kernels=False, where=new),
+    )
     chosen = feed(signature, run=sessions[0].run)
     checks = _OutputChecks(chosen, max_rel_l2)
     for sample in range(len(chosen)):
@@ -75,19 +82,19 @@ def verify(
         for name, array in expected.items():
             checks.add(sample, name, array, results[name], bodies[name])
     # After the runs, so that what fails on these inputs is first said of the original.
-    nodes = check_nodes(rewritten, chosen.feeds[0], after.folder, after.name)
+    nodes = check_nodes(after, chosen.feeds[0])
     outputs = checks.outputs()
     return VerifyReport(
-        original=before.name,
-        rewritten=after.name,
+        original=old,
+        rewritten=new,
         inputs=str(chosen),
         isa=cpu.isa(),
         outputs=outputs,
         nodes=tuple(nodes),
         output_failures=checks.failures(),
         notes=(
-            *filter(None, [sessions[0].note.replace(sessions[0].name, before.name)]),
-            *_notes(graphs[1], after.name, nodes, outputs, chosen),
+            *filter(None, [sessions[0].note.replace(sessions[0].name, old)]),
+            *_notes(after.graph, new, nodes, outputs, chosen),
             *checks.notes,
             *_drift_notes(nodes, outputs),
         ),
@@ -201,20 +208,6 @@ def _other_signature(what: str, old: Sequence[object], new: Sequence[object], mo
 
 def _signature(specs: list[InputSpec]) -> dict[str, str]:
     return {spec.name: spec.dtype.name for spec in specs}
-
-
-def _sessions(original: Model, before: OpenedModel, rewritten: Model, after: OpenedModel) -> tuple[Session, ...]:
-    """Returns the original, the rewritten model with our kernels, and that with its function bodies.
-
-    An original with nodes of ours runs with kernels too: by function bodies it would differ from a copy of itself, see
-    `_drift_notes`.
-    """
-    is_rewritten = record.is_rewritten(before.proto)
-    return (
-        Session(original, kernels=is_rewritten, where=_ORIGINAL.format(before.name), float32=not is_rewritten),
-        Session(rewritten, kernels=True, where=after.name),
-        Session(rewritten, kernels=False, where=after.name),
-    )
 
 
 def _shape_failures(expected: Array, result: Array, body: Array | None) -> list[str]:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from mxfp8_graph.files import scratch
-from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_pass.graph import name_of
+from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.running.inputs import Signature
@@ -44,13 +45,13 @@ def open_switchable(
 
         yield open_program(model, recipe, allow_nonfinite=allow_nonfinite, trust_pickle=trust_pickle, progress=progress)
         return
-    opened = open_model(model)
-    signature = Signature.of(opened)
+    loaded = load(model)
+    signature = Signature.of(loaded)
     with scratch("analyze") as folder:
-        _check_room(folder, round(opened.byte_size * _ROOM), opened.name)
+        _check_room(folder, round(bytes_of(loaded) * _ROOM), name_of(loaded))
         path = folder / "model.onnx"
         yield SwitchedSession(
-            signature, write_switched(opened, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
+            signature, write_switched(loaded, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
         )
 
 

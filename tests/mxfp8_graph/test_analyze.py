@@ -100,10 +100,10 @@ def test_damage_is_that_of_models_rewritten_one_site_at_a_time(make: Any) -> Non
 
 def test_two_runs_per_site_and_sample_and_ten_more_at_most_in_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, loads, runs = 3, [], []
-    load, call, opened = sessions.Session.__init__, sessions.Session._call, switched.open_model
+    load, call, opened = sessions.Session.__init__, sessions.Session._call, switched.load
     monkeypatch.setattr(sessions.Session, "__init__", lambda *a, **k: (loads.append("session"), load(*a, **k))[1])
     monkeypatch.setattr(sessions.Session, "_call", lambda *a: (runs.append(1), call(*a))[1])
-    monkeypatch.setattr(switched, "open_model", lambda m: (loads.append("file"), opened(m))[1])
+    monkeypatch.setattr(switched, "load", lambda m: (loads.append("file"), opened(m))[1])
     progress: list[tuple[int, int]] = []
     feeds = [{"x": rng(seed).standard_normal((4, 64), np.float32)} for seed in range(samples)]
     found = analyze(chain(), inputs=feeds, progress=lambda name, done, total: progress.append((done, total)))

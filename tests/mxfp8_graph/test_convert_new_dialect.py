@@ -11,11 +11,11 @@ import onnx_ir as ir
 import oracle
 import pytest
 from builders import matmul_model
-from mxfp8_graph.onnx_model import dialects
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
 
 import mxfp8_graph
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass import dialects
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError

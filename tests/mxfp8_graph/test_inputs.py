@@ -3,7 +3,6 @@
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,9 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from mxfp8_graph.onnx_model.open import open_model
 
 import mxfp8_graph
+from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.running.inputs import Inputs, InputSpec, Signature, check_inputs, load_inputs, make_inputs
 from mxfp8_graph.running.samples import make_samples
 from mxfp8_ops.errors import ShapeError
@@ -26,7 +25,9 @@ def synthesise(model: onnx.ModelProto, *, where: str = "model", **settings: Any)
 
 
 def signature(model: onnx.ModelProto, where: str = "model") -> Signature:
-    return Signature.of(replace(open_model(model), name=where))
+    loaded = load(model, sparse=True)
+    loaded.meta["name"] = where
+    return Signature.of(loaded)
 
 
 def input_specs(model: onnx.ModelProto) -> list[InputSpec]:

@@ -21,7 +21,7 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
-from mxfp8_graph.report.section import Section, column_sum
+from mxfp8_graph.report.section import Section
 from mxfp8_graph.report.text import Fitted, render
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -229,7 +229,7 @@ def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
 
 def test_a_section_as_text_and_as_html() -> None:
     rows = [(f"site {n}", (f"{n} B", float(n))) for n in range(5)]
-    rest = lambda others: f", {added(others, 1):.0f} B"  # noqa: E731
+    rest = lambda others: f", {column_sum(others, 1):.0f} B"  # noqa: E731
     table = Section(columns=(("site", "bytes"), rows), bar="bytes", most=-2, rest=rest)
     console = Console(width=80)
     for every, shown in ((False, ["site 3", "site 4"]), (True, [row[0] for row in rows])):

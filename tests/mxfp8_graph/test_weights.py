@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import onnx
+import onnx_ir as ir
 import pytest
 from builders import weight
 from grids import looped, pairwise
-from onnx import helper, numpy_helper
 
 from mxfp8_graph import weights
-from mxfp8_graph.file_reading import ModelFolder
-from mxfp8_graph.onnx_model import tensor_data
-from mxfp8_graph.onnx_pass.views import open_rows
+from mxfp8_graph.onnx_pass.views import Static
+from mxfp8_graph.onnx_pass.weights import _values, rows_of
 from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
 from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError
@@ -28,29 +25,20 @@ from mxfp8_ops.errors import ContractError
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16]
 
 
-def stored(array: np.ndarray, folder: Path | None, name: str = "w") -> onnx.TensorProto:
-    """Returns `array` as a tensor: in the proto, or behind 100 other bytes of an external file in `folder`."""
-    tensor = numpy_helper.from_array(array, name)
-    if folder is not None:
-        (folder / "w.data").write_bytes(bytes(100) + tensor.raw_data + bytes(50))
-        for key, value in (("location", "w.data"), ("offset", 100), ("length", len(tensor.raw_data))):
-            tensor.external_data.add(key=key, value=str(value))
-        tensor.ClearField("raw_data")
-        tensor.data_location = onnx.TensorProto.EXTERNAL
-    return tensor
-
-
-def folder_of(path: Path | None) -> ModelFolder | None:
-    if path is None:
-        return None
-    folder = ModelFolder(path / "m")
-    (path / "m").touch()
-    folder.files.open(path / "m").close()
-    return folder
+def stored(array: np.ndarray, folder: Path | None) -> ir.TensorProtocol:
+    """Returns `array` as a tensor: in memory, or behind 100 other bytes of an external file in `folder`."""
+    tensor = ir.Tensor(array, name="w")
+    if folder is None:
+        return tensor
+    (folder / "w.data").write_bytes(bytes(100) + tensor.tobytes() + bytes(50))
+    shape = ir.Shape(array.shape)
+    return ir.ExternalTensor("w.data", 100, tensor.nbytes, tensor.dtype, shape=shape, name="w", base_dir=folder)
 
 
 def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any) -> Packed:
-    with open_rows(stored(array, folder), steps, folder_of(folder), "model") as (rows, flipped):
+    tensor, value = stored(array, folder), ir.Value(name="w")
+    static = Static(value=value, tensor=tensor, shape=array.shape, dtype=int(tensor.dtype), steps=steps)
+    with rows_of(static) as (rows, flipped):
         return pack(rows, transposed=transposed != flipped, **options)
 
 
@@ -147,7 +135,7 @@ def test_the_index_of_a_nan_does_not_depend_on_the_slices(packed_as, at, transpo
     w = weight(*((70, 96) if len(at) == 2 else (2, 3, 70, 40)))
     w[at] = np.nan if len(at) == 2 else -np.inf
     found = "nan" if len(at) == 2 else "-inf"
-    with pytest.raises(NonFiniteError, match=rf"^weight 'weight': {found} at index {re.escape(str([*at]))}; "):
+    with pytest.raises(NonFiniteError, match=rf"^weight 'w': {found} at index {re.escape(str([*at]))}; "):
         packed_as(slices, external, w, transposed)
 
 
@@ -161,61 +149,18 @@ def test_an_all_zero_weight_has_no_error(tmp_path):
     assert packed(np.zeros((64, 64), np.float32), False, None).relative_l2 == 0.0
 
 
-def test_values_and_bytes(tmp_path):
-    w = weight(5, 7)
-    tensor = stored(w, tmp_path)
-    np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), w)
-    assert tensor_data.raw(tensor, folder_of(tmp_path), "m") == w.tobytes()
-    with tensor_data.opened(tensor, folder_of(tmp_path), "m") as (file, *where):
-        assert (file.name, *where) == (str((tmp_path / "w.data").resolve()), 100, 140)
-
-
-@looped(
-    "dtype, count, length",
-    [("FLOAT", 5, 20), ("BFLOAT16", 5, 10), ("INT4", 5, 3), ("UINT4", 4, 2), ("DOUBLE", 3, 24), ("BOOL", 3, 3)],
-)
-def test_the_bytes_of_a_dtype(dtype, count, length):
-    tensor = onnx.TensorProto(data_type=getattr(onnx.TensorProto, dtype), dims=[count])
-    assert tensor_data.byte_length(tensor) == length
-
-
-def test_4_bit_values(tmp_path):
-    values = np.array([[1, -2, 3], [-8, 7, 0]]).astype(ml_dtypes.int4)
-    tensor = stored(values, tmp_path)
-    np.testing.assert_array_equal(tensor_data.read(tensor, folder_of(tmp_path), "m"), values)
-
-
-def test_typed_fields_become_bytes():
-    tensor = helper.make_tensor("t", onnx.TensorProto.FLOAT16, [3], [1.0, 2.0, -0.5])
-    assert tensor_data.raw(tensor, None, "m") == np.array([1, 2, -0.5], np.float16).tobytes()
-
-
-def test_a_run_of_values_at_any_place(tmp_path):
-    w = weight(50, 20)
-    with tensor_data.fetching(stored(w, tmp_path), folder_of(tmp_path), "m") as fetch:
+@pytest.mark.parametrize("values", [weight(50, 20), np.arange(1000).reshape(50, 20).astype(ml_dtypes.int4)])
+def test_a_run_of_values_at_any_place(tmp_path, values):
+    with _values(stored(values, tmp_path)) as fetch:
         for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
-            np.testing.assert_array_equal(fetch(first, count), w.reshape(-1)[first : first + count])
+            np.testing.assert_array_equal(fetch(first, count), values.reshape(-1)[first : first + count])
 
 
-@pytest.mark.parametrize("read", ["fetch", "raw"])
-def test_a_file_that_shrinks_after_it_was_measured(tmp_path, monkeypatch, read):
-    tensor = stored(weight(50, 20), tmp_path)
-    data = tmp_path / "w.data"
-    shrunk = contextlib.closing(data.open("rb"))
+def test_a_file_that_shrinks_after_it_was_measured(tmp_path):
+    tensor, data = stored(weight(50, 20), tmp_path), tmp_path / "w.data"
     data.write_bytes(data.read_bytes()[:200])
-
-    @contextlib.contextmanager
-    def measured_before(*_: Any) -> Iterator[Any]:
-        with shrunk as file:
-            yield file, 100, 4000
-
-    monkeypatch.setattr(tensor_data, "opened", measured_before)
-    with pytest.raises(ContractError) as caught:  # noqa: PT012
-        if read == "raw":
-            tensor_data.raw(tensor, folder_of(tmp_path), "m")
-        else:
-            with tensor_data.fetching(tensor, folder_of(tmp_path), "m") as fetch:
-                fetch(0, 1000)
+    with _values(tensor) as fetch, pytest.raises(ContractError) as caught:
+        fetch(0, 1000)
     assert str(caught.value) == (
-        f"m: tensor 'w': {data} became shorter while it was read; expected the whole file; copy the external data again"
+        f"{data}: became shorter while tensor 'w' was read; expected the whole file; rewrite the model again"
     )

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
 from mxfp8_graph.onnx_pass.fuse.replacement import is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op
 from mxfp8_graph.tools.dialects.decompose import is_marked
 from mxfp8_graph.tools.dialects.edit import (
     CASTS,

@@ -12,10 +12,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
-from mxfp8_graph.onnx_model.walk import MICROSOFT
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects import standard
 from mxfp8_graph.tools.dialects.decompose import gemm_of
 from mxfp8_graph.tools.dialects.edit import Codes, Edit, Nodes, dims, heirs, operand, operands, tensor_of

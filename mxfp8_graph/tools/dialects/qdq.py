@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op
 from mxfp8_graph.tools.dialects.decompose import gemm_of, product
 from mxfp8_graph.tools.dialects.edit import CASTS, Codes, Edit, Nodes, dims, heirs, operands, source, tensor_of
 from mxfp8_graph.tools.dialects.gemms import KN, swapped

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands, tensor_of
 from mxfp8_ops import contract, cpu
 from mxfp8_ops.formats import BLOCK_SIZE, element_format

@@ -13,7 +13,7 @@ import torch
 
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_export.export import quiet, translate
-from mxfp8_graph.onnx_model.walk import NAME_SCOPES
+from mxfp8_graph.onnx_pass.graph import NAME_SCOPES
 from mxfp8_graph.tools.from_hf.architecture import Call
 from mxfp8_ops.errors import ContractError
 

@@ -27,8 +27,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from mxfp8_graph.file_reading import is_folder, open_regular
 from mxfp8_graph.files import open_locked, uninterrupted
 from mxfp8_graph.models import kind_of
-from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.onnx_model.write import input_files
+from mxfp8_graph.onnx_pass.load import external_files, load
 from mxfp8_graph.running.runner import is_program
 from mxfp8_graph.running.samples import Samples
 from mxfp8_graph.tools.metrics import Metric
@@ -235,7 +234,8 @@ def _checksum(name: str, value: Any) -> int:
 def model_digest(model: Any) -> str:
     """Returns the SHA-256 of a model: of its files, or of what it holds in memory."""
     if isinstance(model, (str, Path)):
-        files = [Path(model)] if is_program(model) else sorted(input_files(open_model(Path(model))))
+        beside = [] if is_program(model) else sorted(external_files(load(model, sparse=True)))
+        files = [Path(model), *beside]
         return _digest(piece for file in files for piece in _pieces(file))
     if not is_program(model):
         return _digest([model.SerializeToString(deterministic=True)])
