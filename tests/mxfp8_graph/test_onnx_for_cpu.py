@@ -1,4 +1,4 @@
-"""Models of bfloat16: what ONNX Runtime's CPU provider lacks for them, and the same in float32, which it loads."""
+"""Models of 16-bit floats: a note on those that a CPU lacks kernels for, and the same in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from oracle import kinds, normal
 import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.doctor import diagnose_file
-from mxfp8_graph.onnx_model import cpu_provider
 from mxfp8_graph.running.runner import run_model
 from mxfp8_graph.running.sessions import Session
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError
@@ -52,25 +51,21 @@ def stored(proto: onnx.ModelProto) -> dict[str, int]:
     return {tensor.name: tensor.data_type for tensor in proto.graph.initializer}
 
 
-def test_a_rewrite_names_the_ops_that_the_provider_lacks() -> None:
+NOTE = (
+    "computes in bfloat16, for which ONNX Runtime's CPU provider lacks most kernels; "
+    "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
+)
+
+
+def test_a_rewrite_in_bfloat16_has_a_note() -> None:
     rewritten, report = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))
-    assert report.notes == (
-        "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits (node 'relu'); "
-        "rewrite the original with --for cpu (runs_on: cpu) for a model that does",
-    )
+    assert report.notes == (NOTE,)
     with pytest.raises(BackendError, match="Relu"):
         Session(rewritten, kernels=True)
     planned = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False), dry_run=True)[1]
     assert planned.notes == report.notes
-    for dtype in (np.float32, np.float16):
-        assert notes(b.matmul_model(dtype=dtype)) == "", "it loads"
-
-
-def test_ops_without_any_kernel_are_no_matter_of_dtypes() -> None:
-    proto = b.model([b.node("Identity", "x", "y")], {"x": (BF16, [2])}, {"y": (BF16, [2])})
-    proto.graph.node[0].CopyFrom(helper.make_node("Unheard", ["x"], ["y"], domain="elsewhere"))
-    proto.opset_import.append(helper.make_opsetid("elsewhere", 1))
-    assert not cpu_provider.missing_kernel(proto)
+    for recipe, dtype in ((Recipe(fuse=False), np.float16), (Recipe(), BF16)):  # the Relu is part of a node of ours
+        assert notes(b.matmul_model(dtype=dtype), recipe) == ""
 
 
 class TestForCpu:
@@ -83,17 +78,18 @@ class TestForCpu:
         expected = outputs(mxfp8_graph.rewrite(wide)[0], kernels, x=x.astype(np.float32))
         assert (y == expected.astype(BF16)).all(), distance(y, expected)
 
-    def test_the_report_says_why_and_how_many_casts(self) -> None:
+    def test_the_report_says_so(self) -> None:
         assert notes(b.matmul_model(dtype=BF16, bias=True), CPU) == (
-            "computes in float32 instead of 16 bits, since ONNX Runtime's CPU provider has no kernel for MatMul in "
-            "16 bits (node 'linear'); 2 casts at inputs, outputs, lookups and stored tensors"
+            "computes in float32 instead of 16 bits, with casts at inputs, outputs, lookups and large tensors"
         )
 
-    def test_what_loads_stays_as_it_is(self) -> None:
-        for dtype in (np.float32, np.float16):
-            proto = b.attention_model(dtype=dtype)
-            plain, wide = (mxfp8_graph.rewrite(proto, recipe)[0] for recipe in (Recipe(), CPU))
-            assert wide.graph == plain.graph
+    def test_float32_stays_as_it_is_and_float16_becomes_it(self) -> None:
+        plain, wide = (mxfp8_graph.rewrite(b.attention_model(), recipe)[0] for recipe in (Recipe(), CPU))
+        assert wide.graph == plain.graph
+        half = for_cpu(b.attention_model(dtype=np.float16))
+        assert casts(half) == [("x", "x_f32"), ("y_f32", "y")]
+        gemms = [node for node in half.graph.node if node.op_type == "MXFP8Gemm"]
+        assert {a.i for node in gemms for a in node.attribute if a.name == "output_dtype"} == {TensorProto.FLOAT}
 
     def test_inputs_and_outputs_keep_their_dtype(self) -> None:
         graph = for_cpu(b.attention_model(dtype=BF16)).graph
@@ -113,7 +109,7 @@ class TestForCpu:
     def test_rows_of_a_table_are_cast_and_not_the_table(self) -> None:
         rewritten = for_cpu(lookup_model())
         assert stored(rewritten)["table"] == TensorProto.BFLOAT16
-        assert ("table_rows", "rows") in casts(rewritten), casts(rewritten)
+        assert ("rows", "rows_f32") in casts(rewritten), casts(rewritten)
         assert "table" not in {value for value, _ in casts(rewritten)}
 
     def test_a_packed_table_gives_float32_rows(self) -> None:
@@ -155,9 +151,9 @@ class TestForCpu:
 
     def test_a_model_that_is_packed_already_is_not_changed(self) -> None:
         packed = mxfp8_graph.rewrite(b.matmul_model(dtype=BF16), Recipe(fuse=False))[0]
-        assert "has no kernel for Relu in 16 bits" in notes(packed, Recipe(fuse=False, runs_on="cpu"))
+        assert NOTE in notes(packed, Recipe(fuse=False, runs_on="cpu"))
         packed = mxfp8_graph.rewrite(b.matmul_model())[0]
-        assert notes(packed, CPU) == "", "it loads"
+        assert notes(packed, CPU) == ""
 
     def test_the_command_line_has_it(self, tmp_path: Path) -> None:
         source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
@@ -213,7 +209,7 @@ def test_bits_of_values_and_sequences_at_the_ends_are_refused() -> None:
     kind = helper.make_sequence_type_proto(proto.graph.output[0].type)
     proto.graph.node.append(b.node("SequenceConstruct", "y", "all"))
     proto.graph.output.append(helper.make_value_info("all", kind))
-    with pytest.raises(ContractError, match="ONNX Runtime refuses it in float32 too: "):
+    with pytest.raises(ContractError, match="'all' is no tensor; expected values that can be float32"):
         for_cpu(proto)
 
 
@@ -284,16 +280,16 @@ class TestOriginals:
         assert mxfp8_graph.load_recipe(Path(tuned.output) / "recipe.yaml").runs_on == "cpu"
 
 
-def test_the_doctor_finds_out_whether_a_file_loads_on_a_cpu(tmp_path: Path) -> None:
+def test_the_doctor_says_what_a_cpu_lacks_kernels_for(tmp_path: Path) -> None:
     source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-    assert "no MXFP8 in it; does not load on a CPU: " in diagnose_file(source).detail
+    assert "no MXFP8 in it; computes in bfloat16" in diagnose_file(source).detail
     found = diagnose_file(mxfp8_graph.rewrite(source, CPU)[0])
     assert found.state == "ok"
     assert "runs everywhere in ONNX Runtime" in found.detail
     found = diagnose_file(mxfp8_graph.rewrite(source, Recipe(fuse=False), overwrite=True)[0])
     assert found.state == "ok"
     assert "runs everywhere in ONNX Runtime" not in found.detail
-    assert "does not load on a CPU: ONNX Runtime's CPU provider has no kernel for Relu in 16 bits" in found.detail
+    assert NOTE.partition(";")[0] in found.detail
     assert "--for cpu" in found.advice
 
 
