@@ -16,9 +16,8 @@ from mxfp8_graph.onnx_pass import check, record
 from mxfp8_graph.onnx_pass.account import stored_tensors
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
-from mxfp8_graph.onnx_pass.float32 import holds
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import label, name_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, nodes_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import to_proto
@@ -32,6 +31,7 @@ from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.account import account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.report.reporter import Reporter, kept
+from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 WANTED: Final = "MatMul or Gemm in the model"
@@ -152,7 +152,9 @@ def site_report(done: Replaced | Decision) -> SiteReport:
 
 def cpu_note(model: ir.Model) -> list[str]:
     """Returns what there is to know of a rewritten model on a CPU."""
-    if not holds(model, ir.DataType.BFLOAT16):
+    computing = [n for n in nodes_of(model) if n.domain != contract.DOMAIN and n.op_type not in {"Cast", "Gather"}]
+    values = (value for node in computing for value in (*node.inputs, *node.outputs) if value is not None)
+    if not any(dtype_of(value) == ir.DataType.BFLOAT16 for value in values):
         return []
     advice = "rewrite the original with --for cpu (runs_on: cpu) for a model that does"
     return [f"computes in bfloat16, for which ONNX Runtime's CPU provider lacks most kernels; {advice}"]

@@ -15,7 +15,7 @@ from builders import matmul_model
 import mxfp8_graph
 from mxfp8_graph.onnx_pass import dialects
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError

@@ -1,7 +1,5 @@
 """Inputs: sizes and values that models accept, .npz files, and what is said about those that do not fit."""
 
-import io
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 import mxfp8_graph
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.running.inputs import Inputs, InputSpec, Signature, check_inputs, load_inputs, make_inputs
-from mxfp8_graph.running.samples import make_samples
 from mxfp8_ops.errors import ShapeError
 
 
@@ -478,34 +475,3 @@ def test_a_file_that_is_no_npz(tmp_path: Path, write: Any, message: str) -> None
         load_inputs(path, input_specs(model_with(**TWO)))
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
-
-
-def header(shape: tuple[int, ...]) -> bytes:
-    """Returns the bytes of an .npy file that claims a shape and has 8 bytes of values."""
-    file = io.BytesIO()
-    np.lib.format.write_array_header_1_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-    return file.getvalue() + bytes(8)
-
-
-@pytest.mark.parametrize("name", ["data.npz", "data/0.npy"])
-def test_an_array_that_claims_more_than_its_file_has(tmp_path: Path, name: str) -> None:
-    path = tmp_path / name
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(header((2**40, 64)))
-    if path.suffix == ".npz":
-        with zipfile.ZipFile(path, "w") as archive:
-            archive.writestr("x.npy", header((2**40, 64)))
-    taken = Signature("model", input_specs(model_with(x=(np.float32, [None, 64]))), {})
-    with pytest.raises(ShapeError, match=rf"claims {2**48} bytes, and there are 8; expected an {path.suffix} file"):
-        make_samples(taken, {"inputs": path if path.suffix == ".npz" else path.parent})
-
-
-def test_an_archive_that_unpacks_to_far_more_than_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxfp8_graph.running.inputs.MOST_BYTES", 2**20)  # of 1 GiB the test would write for seconds
-    path = tmp_path / "data.npz"
-    np.savez_compressed(path, x=np.zeros(2**18, np.float32))
-    with pytest.raises(ShapeError, match=r"bytes that unpack to 1048704; the limit is 1048576; expected "):
-        load_inputs(path, input_specs(model_with(**TWO)))
-    np.savez(path, x=np.zeros(2**18, np.float32))
-    with pytest.raises(ShapeError, match="no array for input"):
-        load_inputs(path, input_specs(model_with(**TWO)))  # it is as large as what it holds
