@@ -338,7 +338,7 @@ def _loadable(model: Any, detail: str, otherwise: str) -> Check:
 def _program(path: str | Path) -> Check:
     """Returns the check of a .pt2 file, which is loaded."""
     program = load(path)  # says what to install, if torch is not here
-    from mxfp8_graph.torch_program import record
+    from mxfp8_graph.torch_pass import record
 
     made = record.find(program)
     if made is None:

@@ -37,7 +37,7 @@ from mxfp8_graph.checking.inputs import (
     make_inputs,
 )
 from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_graph.options import TrustPickle, documented
+from mxfp8_graph.options import documented
 from mxfp8_ops.errors import BackendError, ContractError, Option, ShapeError
 
 SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
@@ -58,7 +58,6 @@ class SampleOptions(TypedDict, total=False):
         "sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`.",
     ]
     seed: Annotated[int, "of the first synthesised sample; those that follow have the numbers that follow."]
-    trust_pickle: TrustPickle
 
 
 MOST_SAMPLES: Final = 100_000

@@ -47,13 +47,6 @@ Dims = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Random seed for synthesised inputs.")]
 
-TrustPickle = Annotated[
-    bool,
-    typer.Option(
-        "--trust-pickle",
-        help="Let torch unpickle a .pt2 MODEL, which can run code of the file. Only for files that you trust.",
-    ),
-]
 Reports = Annotated[
     list[Path] | None,
     typer.Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),

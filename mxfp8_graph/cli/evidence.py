@@ -18,7 +18,6 @@ from mxfp8_graph.cli.arguments import (
     SamplesPath,
     Seed,
     Settings,
-    TrustPickle,
     Verbose,
     recipe_option,
     shapes,
@@ -60,7 +59,6 @@ def compare(
     report: Reports = None,
     json: Json = False,
     overwrite: Overwrite = False,
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Measures each recipe on MODEL: errors at its outputs, size and latency.
 
@@ -82,7 +80,6 @@ def compare(
             shapes=shapes(dim),
             seed=seed,
             repeat=repeat,
-            trust_pickle=trust_pickle,
             progress=progress,
         )
     tell(result, json=json, reports=report, overwrite=overwrite)
@@ -115,7 +112,6 @@ def analyze(
     dim: Dims = None,
     seed: Seed = 0,
     allow_nonfinite: AllowNonfinite = False,
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Ranks the matmuls by error: at the outputs, with each alone in MXFP8, and with all others.
 
@@ -136,7 +132,6 @@ def analyze(
             metric=metric,
             keep=keep,
             allow_nonfinite=allow_nonfinite,
-            trust_pickle=trust_pickle,
             progress=progress,
         )
     tell(result, every=verbose, json=json, reports=report, overwrite=overwrite)
@@ -178,7 +173,6 @@ def tune(
     dim: Dims = None,
     seed: Seed = 0,
     allow_nonfinite: AllowNonfinite = False,
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Searches for the smallest or fastest plan that keeps a budget.
 
@@ -206,7 +200,6 @@ def tune(
                 shapes=shapes(dim),
                 seed=seed,
                 allow_nonfinite=allow_nonfinite,
-                trust_pickle=trust_pickle,
                 progress=progress,
             )
     # Exit code 1, as of a failed verification: the search worked, and its answer is no.

@@ -18,7 +18,6 @@ from mxfp8_graph.cli.arguments import (
     SamplesPath,
     Seed,
     Settings,
-    TrustPickle,
     Verbose,
     recipe_option,
     shapes,
@@ -94,7 +93,6 @@ def rewrite(
         ),
     ] = None,
     verbose: Verbose = False,
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8 or MXINT8."""
     from mxfp8_graph import rewriting
@@ -115,7 +113,6 @@ def rewrite(
             dry_run=dry_run,
             allow_nonfinite=allow_nonfinite,
             training=training,
-            trust_pickle=trust_pickle,
             weights=weights,
             weight_names=weight_names,
             progress=progress,
@@ -144,7 +141,6 @@ def verify(
     report: Reports = None,
     json: Json = False,
     overwrite: Overwrite = False,
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Compares a rewritten model with its original.
 
@@ -164,7 +160,6 @@ def verify(
         shapes=shapes(dim),
         seed=seed,
         max_rel_l2=max_rel_l2,
-        trust_pickle=trust_pickle,
     )
     tell(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
@@ -185,7 +180,6 @@ def run(
     report: Reports = None,
     json: Json = False,
     overwrite: Overwrite = False,
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Runs a model with the native kernels, on the first sample, and times it."""
     from mxfp8_graph.checking.runner import run_model
@@ -198,6 +192,5 @@ def run(
         seed=seed,
         repeat=repeat,
         profile=profile,
-        trust_pickle=trust_pickle,
     )
     tell(result, json=json, reports=report, overwrite=overwrite)

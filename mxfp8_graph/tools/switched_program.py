@@ -24,7 +24,7 @@ from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.tools.switchable import Switchable
-from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
+from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 
 # isort: split
 import torch
@@ -32,14 +32,14 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.find import Site, TorchSite
+from mxfp8_graph.torch_pass.internals import to_numpy
 from mxfp8_graph.torch_pass.matmul_forms import Operand
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.run import WANTED, planned
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.internals import to_numpy
-from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.training_mode import evaluated
+from mxfp8_graph.torch_pass.training_mode import evaluated
 from mxfp8_ops.errors import ContractError
 
 _INNER = "not analyzed: it is inside a higher-order op, where nothing can be switched while the program runs"
@@ -50,13 +50,12 @@ def open_program(
     recipe: Recipe,
     *,
     allow_nonfinite: bool,
-    trust_pickle: bool,
     progress: Progress | None,
 ) -> Switchable:
     """Returns a program with switches; errors as `open_switchable`."""
     name, source = "program", model
     if not isinstance(source, ExportedProgram):
-        name, source = str(model), load(source, trust_pickle=trust_pickle)
+        name, source = str(model), load(source)
     source = evaluated(source)
     program = switched(source, recipe, name, allow_nonfinite=allow_nonfinite, progress=progress)
     return _SwitchedProgram(source, program, name)

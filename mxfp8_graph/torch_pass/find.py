@@ -29,7 +29,7 @@ from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_graph.torch_pass import attention, torchao_weights
+from mxfp8_graph.torch_pass import attention, internals, torchao_weights
 from mxfp8_graph.torch_pass.matmul_forms import (
     GROUPED_TRAIN,
     LINEAR_TRAIN,
@@ -41,10 +41,9 @@ from mxfp8_graph.torch_pass.matmul_forms import (
     lookup_of,
     operands_of,
 )
+from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops.checks import dtype_name
 
 _TRANSFORMED: Final = "inside vmap, which is not decomposed in the program; call run_decompositions({}) first"

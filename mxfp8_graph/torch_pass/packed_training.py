@@ -23,9 +23,9 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder, Shared
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.program import GraphScope, Program
+from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import ContractError

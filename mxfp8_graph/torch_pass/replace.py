@@ -27,13 +27,12 @@ from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.torch_pass import torchao_weights
+from mxfp8_graph.torch_pass import higher_order, internals, record, torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
+from mxfp8_graph.torch_pass.internals import storage_of
+from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_graph.torch_pass.static_operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
-from mxfp8_graph.torch_program import higher_order, internals, record
-from mxfp8_graph.torch_program.internals import storage_of
-from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_graph.weights import Rows, pack, take
 from mxfp8_ops.errors import ContractError
 

@@ -8,10 +8,10 @@ from typing import Any, Final
 from torch.fx import Node
 
 from mxfp8_graph.policy.roles import RoleOps
+from mxfp8_graph.torch_pass import higher_order, internals
 from mxfp8_graph.torch_pass.matmul_forms import FORMS
+from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_graph.torch_pass.static_operands import StaticOperands
-from mxfp8_graph.torch_program import higher_order, internals
-from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops import contract
 
 ROLE_OPS: Final = RoleOps(

@@ -21,14 +21,23 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, stored_bytes, training
+from mxfp8_graph.torch_pass import (
+    attention,
+    internals,
+    matmul_forms,
+    packed_training,
+    record,
+    stored_bytes,
+    training,
+    training_mode,
+)
+from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
+from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
+from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_graph.torch_pass.static_operands import identity
-from mxfp8_graph.torch_program import internals, record, training_mode
-from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked, untrained
-from mxfp8_graph.torch_program.files import check_target, load, save
-from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
@@ -47,22 +56,24 @@ def rewrite_torch(
     # Before the work: a model takes minutes to pack, and a bad path is known now.
     if options.output is not None:
         _check_output(model, options.output, overwrite=options.overwrite)
-    source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
-    # The values that a module was trained to may not be the program's: see `checked_program`.
-    check_values(source, options.name)
-    check_stored(source, options.name, advice=CHANGED)
+    if isinstance(model, Path):
+        source = load(model)
+    else:
+        source = model
+        # The values that a module was trained to may not be the program's: see `checked_program`.
+        check_values(source, options.name)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
             return model if path is None else None, reporter.report(already_rewritten=True)
-        save(source, path, overwrite=options.overwrite)
+        write(source, path, overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         source = _for_inference(source, reporter)
     if previous is not None and previous.packed:
-        return _turned(source, recipe, reporter)
+        return _switch_training(source, recipe, reporter)
     before = stored_bytes.inventory(source.state_dict, source.constants)
     program, sites, decisions = planned(source, recipe, options)
     decisions, weights = take_given([site.matmul for site in sites], decisions, reporter)
@@ -91,7 +102,7 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
     return training_mode.evaluated(source)
 
 
-def _turned(
+def _switch_training(
     source: ExportedProgram, recipe: Recipe, reporter: Reporter
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
     """Returns what `rewrite_torch` does for a packed program: it is prepared for training, or packed again after it."""
@@ -121,7 +132,7 @@ def _finished(
     options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result), account=stored)
-    save(result, options.output, overwrite=options.overwrite)
+    write(result, options.output, overwrite=options.overwrite)
     return options.output, reporter.report(reports, options.output.stat().st_size, account=stored)
 
 

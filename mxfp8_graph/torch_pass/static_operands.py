@@ -18,9 +18,9 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.internals import storage_of, to_numpy
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass import internals
+from mxfp8_graph.torch_pass.internals import storage_of, to_numpy
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 

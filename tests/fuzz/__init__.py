@@ -14,8 +14,7 @@ supervisor.py   starts workers, watches them, and knows which input ended one
 worker.py       tries one input after the other; guided.py: those that libFuzzer chooses
 trial.py        tries one input
 verdicts.py     the verdict on one input
-corpus/         a folder per target: inputs that once reached something new, tried first (no programs: torch writes the
-                paths of the machine into them)
+corpus/         a folder per target: inputs that once reached something new, tried first
 """
 
 from pathlib import Path
@@ -26,7 +25,6 @@ CORPUS = Path(__file__).parent / "corpus"
 TARGETS = {
     "onnx_models": 400,
     "recipes": 1500,
-    "programs": 60,
     "safetensors_files": 2000,
     "torch_calls": 2000,
     "hf_folders": 30,

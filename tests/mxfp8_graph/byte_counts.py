@@ -87,7 +87,7 @@ def program_bytes(program: Any) -> int:
     import torch
 
     from mxfp8_graph.torch_pass import torchao_weights
-    from mxfp8_graph.torch_program.files import load
+    from mxfp8_graph.torch_pass.load import load
 
     if isinstance(program, Path):
         program = load(program)

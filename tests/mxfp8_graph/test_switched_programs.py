@@ -66,7 +66,7 @@ def program(function: Any) -> Any:
 
 
 def switchable(source: Any) -> Any:
-    return open_switchable(source, RECIPE, allow_nonfinite=False, trust_pickle=False, progress=None)
+    return open_switchable(source, RECIPE, allow_nonfinite=False, progress=None)
 
 
 @looped("function, decomposed", [*((form, False) for form in FORMS), *((form, True) for form in DECOMPOSED)])

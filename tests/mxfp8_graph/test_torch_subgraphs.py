@@ -16,7 +16,7 @@ from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, 
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_program import higher_order  # noqa: E402
+from mxfp8_graph.torch_pass import higher_order  # noqa: E402
 from mxfp8_ops import torch_ops  # noqa: E402, F401
 
 RECIPE = Recipe(name="outputs too", output_projections=True)

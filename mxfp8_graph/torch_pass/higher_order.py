@@ -20,7 +20,7 @@ from typing import Any, Final
 from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 
 
 @dataclass(frozen=True)

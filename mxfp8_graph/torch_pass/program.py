@@ -14,8 +14,8 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.torch_program import higher_order, internals
-from mxfp8_graph.torch_program.internals import storage_of
+from mxfp8_graph.torch_pass import higher_order, internals
+from mxfp8_graph.torch_pass.internals import storage_of
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
