@@ -42,8 +42,6 @@ from mxfp8_graph.torch_pass.run import WANTED, planned
 from mxfp8_graph.torch_pass.training_mode import evaluated
 from mxfp8_ops.errors import ContractError
 
-_INNER = "not analyzed: it is inside a higher-order op, where nothing can be switched while the program runs"
-
 
 def open_program(
     model: str | Path | ExportedProgram,
@@ -189,7 +187,6 @@ def switched(
         raise ContractError(name, "is rewritten already", expected="the original program", advice=advice)
     options = Options(name=name)
     program, sites, decisions = planned(source, recipe, options)
-    decisions = [_main_graph_only(*pair) for pair in zip(sites, decisions, strict=True)]
     require_eligible(decisions, options, wanted=WANTED, account=Account)
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=True)
     editor = Editor(program, rewrite_record, allow_nonfinite=allow_nonfinite)
@@ -207,12 +204,6 @@ def switched(
     ways = {output: _choice(number, output, original) for number, (output, original) in enumerate(originals)}
     observed, observed_by = _observed(chosen, ways)
     return SwitchedProgram(program=program, sites=tuple(reports), observed=observed, observed_by=observed_by)
-
-
-def _main_graph_only(site: Site, decision: Decision) -> Decision:
-    if not decision.quantize or not site.matmul.subgraph:
-        return decision
-    return replace(decision, quantize=False, rule="structure", reason=_INNER)
 
 
 def _copy(site: TorchSite) -> Node:

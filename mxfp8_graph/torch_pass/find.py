@@ -68,7 +68,6 @@ class TorchSite:
     """A matmul: its description for the plan, and what `replace.py` and `training.py` need to replace it."""
 
     matmul: MatMulSite
-    scope: GraphScope
     node: Node
     """The matmul; the nodes it needs go in front of it."""
     form: Form
@@ -176,7 +175,7 @@ class _Finder:
             op={LINEAR_TRAIN: "linear" if static else "matmul", GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,
-            role=self._roles.of_linear(node) if static else self._roles.of_product(node),
+            role=self._role(node, static, scope),
             m=m,
             n=n,
             k=k,
@@ -192,7 +191,6 @@ class _Finder:
         packed, unfit = self._packed_by_torchao(w, swapped)
         return TorchSite(
             matmul=matmul,
-            scope=scope,
             node=node,
             form=form,
             x=x,
@@ -202,6 +200,11 @@ class _Finder:
             packed=packed,
             unfit=unfit,
         )
+
+    def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:
+        if scope.blocker:  # what its operands are is decided outside
+            return "linear"
+        return self._roles.of_linear(node) if static else self._roles.of_product(node)
 
     def _lookup(self, node: Node, form: Lookup, scope: GraphScope, transformed: str | None) -> TorchSite:
         static, table = self._statics.resolve(form.b), form.b.meta["val"]
@@ -232,7 +235,6 @@ class _Finder:
         packed, unfit = self._packed_by_torchao(w, swapped=False)
         return TorchSite(
             matmul=matmul,
-            scope=scope,
             node=node,
             form=form,
             x=Operand(node=form.a),

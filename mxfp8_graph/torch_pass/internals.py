@@ -44,6 +44,8 @@ NEWEST_TESTED: Final = (2, 15)
 CHECKPOINT_PREFIX: Final = "_checkpoint_wrapped_module."
 """The name of the module inside a `checkpoint_wrapper`, a part of the names of its parameters and modules."""
 
+_AUTOCAST, _SET_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
+
 _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
 
 
@@ -204,14 +206,21 @@ def storage_of(tensor: Any) -> int:
         return 0
 
 
-def expose_einsum(program: ExportedProgram) -> ExportedProgram:
-    """Returns `program` with each einsum decomposed into permutes, views and a bmm, and no other change."""
+def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
+    """Returns `program` with each einsum as permutes, views and a bmm, and without regions of autocast and no_grad.
+
+    Training keeps a program with a no_grad region as it is: gradients would pass through what was inside.
+    """
     from torch._export.utils import _get_decomp_for_cia
 
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    ops = {op_name(node) for module in modules for node in module.graph.nodes}
+    if not ops & {"einsum", _AUTOCAST, _SET_GRAD} or (training and _SET_GRAD in ops):
+        return program
     op = torch.ops.aten.einsum.default
     with quiet():
-        exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
-    return exposed
+        result: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
+    return result
 
 
 def is_from_einsum(node: Node) -> bool:
@@ -240,6 +249,15 @@ def op_name(node: Node) -> str:
 def is_higher_order(node: Node) -> bool:
     """Whether `node` calls an op that runs graphs of its own."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def inner_graphs(node: Node) -> list[tuple[str, GraphModule]]:
+    """Returns (name, graph) of each graph that a call of a higher-order op runs; none for other nodes."""
+    if not is_higher_order(node):
+        return []
+    owner = node.graph.owning_module
+    modules = [(str(a.target), getattr(owner, str(a.target), None)) for a in node.all_input_nodes if a.op == "get_attr"]
+    return [(name, module) for name, module in modules if isinstance(module, GraphModule)]
 
 
 def module_path(node: Node) -> str:
@@ -285,8 +303,10 @@ def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[
 
 
 def written(node: Node) -> list[Node]:
-    """Returns the arguments that the op of `node` writes to."""
+    """Returns the arguments that the op of `node` writes to; of a higher-order op that writes at all, every one."""
     target = node.target
+    if any(written(inner) for _, module in inner_graphs(node) for inner in module.graph.nodes):
+        return node.all_input_nodes
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
     arguments = []

@@ -152,7 +152,7 @@ def byte_size(program: ExportedProgram) -> int:
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, their decisions), attention split into matmuls where a recipe needs it."""
-    program = Program(_without_einsum(source))
+    program = Program(internals.inlined(source, training=options.training))
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
     wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
@@ -177,14 +177,6 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     if options.training:
         training.check(recipe, sites, decisions)
     return decisions
-
-
-def _without_einsum(source: ExportedProgram) -> ExportedProgram:
-    """Returns `source` with each einsum as the bmm it computes: among them are matmuls with a static operand."""
-    modules = (m for m in source.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
-    if any(internals.op_name(node) == "einsum" for module in modules for node in module.graph.nodes):
-        return internals.expose_einsum(source)
-    return source
 
 
 def _replaced(
