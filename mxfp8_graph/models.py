@@ -58,24 +58,19 @@ def kind_of(model: Any) -> Kind:
     return Kind.UNKNOWN
 
 
-def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
+def load(path: str | Path) -> ExportedProgram:
     """Returns the program in a .pt2 file, rewritten or not. No other import is needed before.
 
-    No code of the file is run: tensors are read as bytes, and a file that needs a pickle is refused.
-
-    Args:
-        path: the file.
-        trust_pickle: read the file with torch.export's own reader, which runs code in the file: pickles
-            with classes of their own, custom objects, compiled libraries. For files of people you trust.
+    A program is code, so open files of people you trust. No pickle in the file runs code, as torch's own reader would.
 
     Raises:
-        ContractError: the file is missing, not a .pt2, cut short, of a newer contract, could run code, or torch cannot
-            read it.
+        ContractError: the file is missing, not a .pt2, cut short, of a newer contract, holds pickles of more than
+            tensors or a compiled library, or torch cannot read it.
         BackendError: torch is not installed.
     """
-    from mxfp8_graph import torch_program
+    from mxfp8_graph.torch_pass import load
 
-    return torch_program.load(path, trust_pickle=trust_pickle)
+    return load.load(path)
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -92,6 +87,6 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
         ContractError: another suffix, the file exists, it cannot be written, or torch cannot serialize the program.
         BackendError: torch is not installed.
     """
-    from mxfp8_graph import torch_program
+    from mxfp8_graph.torch_pass import save
 
-    return torch_program.save(program, path, overwrite=overwrite)
+    return save.save(program, path, overwrite=overwrite)

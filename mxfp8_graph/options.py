@@ -50,8 +50,6 @@ Bodies = Annotated[
     'a session opens, "small" keeps them in 8 bits and decodes them at every run, "none" cannot run there.',
 ]
 
-TrustPickle = Annotated[bool, "let a .pt2 file run code that it brings; see `mxfp8_graph.load`."]
-
 
 @documented
 class WriteOptions(TypedDict, total=False):
@@ -68,7 +66,6 @@ class WriteOptions(TypedDict, total=False):
 class ExportOptions(WriteOptions, total=False):
     """The options of a function that reads a model, perhaps a .pt2 file, and writes one."""
 
-    trust_pickle: TrustPickle
     bodies: Bodies
 
 
@@ -163,7 +160,6 @@ class Options:
     dry_run: bool = False
     allow_nonfinite: bool = False
     training: bool = False
-    trust_pickle: bool = False
     bodies: str = "folded"
     weights: CheckpointWeights | None = None
     progress: Progress | None = None

@@ -29,13 +29,6 @@ Dims = Annotated[
 Seed = Annotated[int, Option("--seed", help="Random seed for synthesised inputs.")]
 Repeat = Annotated[int, Option("--repeat", metavar="N", help="Number of timed runs.", min=1)]
 
-TrustPickle = Annotated[
-    bool,
-    Option(
-        "--trust-pickle",
-        help="Let torch unpickle a .pt2 MODEL, which can run code of the file. Only for files that you trust.",
-    ),
-]
 Reports = Annotated[
     list[Path] | None,
     Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),

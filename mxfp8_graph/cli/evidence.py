@@ -45,7 +45,6 @@ def compare(
     report: arg.Reports = None,
     json: arg.Json = False,
     overwrite: arg.Overwrite = False,
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Measures each recipe on MODEL: errors at its outputs, size and latency.
 
@@ -61,7 +60,7 @@ def compare(
         result = run_comparison(
             model, [name.strip() for name in recipes.split(",")] if recipes else (), settings=settings or (),
             inputs=inputs, metrics=metric or METRICS, shapes=arg.shapes(dim), seed=seed, repeat=repeat,
-            trust_pickle=trust_pickle, progress=progress,
+            progress=progress,
         )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
 
@@ -93,7 +92,6 @@ def analyze(
     dim: arg.Dims = None,
     seed: arg.Seed = 0,
     allow_nonfinite: arg.AllowNonfinite = False,
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Ranks the matmuls by error: at the outputs, with each alone in MXFP8, and with all others.
 
@@ -107,7 +105,7 @@ def analyze(
     with progress_bar(steps=True) as progress:
         result = run_analysis(
             model, load_recipe(recipe).setting(settings or ()), inputs=inputs, shapes=arg.shapes(dim), seed=seed,
-            metric=metric, keep=keep, allow_nonfinite=allow_nonfinite, trust_pickle=trust_pickle, progress=progress,
+            metric=metric, keep=keep, allow_nonfinite=allow_nonfinite, progress=progress,
         )  # fmt: skip
     print_result(result, every=verbose, json=json, reports=report, overwrite=overwrite)
 
@@ -145,7 +143,6 @@ def tune(
     dim: arg.Dims = None,
     seed: arg.Seed = 0,
     allow_nonfinite: arg.AllowNonfinite = False,
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Searches for the smallest or fastest plan that keeps a budget.
 
@@ -165,7 +162,7 @@ def tune(
             result = run_search(
                 model, budget, objective=objective, recipe=load_recipe(recipe).setting(settings or ()), inputs=inputs,
                 output=output, overwrite=overwrite, shapes=arg.shapes(dim), seed=seed,
-                allow_nonfinite=allow_nonfinite, trust_pickle=trust_pickle, progress=progress,
+                allow_nonfinite=allow_nonfinite, progress=progress,
             )  # fmt: skip
     # Exit code 1, as of a failed verification: the search worked, and its answer is no.
     except BudgetNotMetError as error:

@@ -74,7 +74,6 @@ def rewrite(
         ),
     ] = None,
     verbose: arg.Verbose = False,
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8 or MXINT8."""
     from mxfp8_graph import rewriting
@@ -87,7 +86,7 @@ def rewrite(
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
             model, chosen, output=output, external_data=external_data, overwrite=overwrite, bodies=bodies,
-            dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training, trust_pickle=trust_pickle,
+            dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training,
             weights=weights, weight_names=weight_names, progress=progress,
         )  # fmt: skip
     lists = done.lists(plan=dry_run or verbose, verbose=verbose)
@@ -114,7 +113,6 @@ def verify(
     report: arg.Reports = None,
     json: arg.Json = False,
     overwrite: arg.Overwrite = False,
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Compares a rewritten model with its original.
 
@@ -129,7 +127,7 @@ def verify(
     check_reports(report, [original, rewritten], overwrite=overwrite)
     result = run_verify(
         original, rewritten, inputs=inputs, shapes=arg.shapes(dim), seed=seed, max_rel_l2=max_rel_l2,
-        trust_pickle=trust_pickle,
+
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
@@ -148,7 +146,6 @@ def run(
     report: arg.Reports = None,
     json: arg.Json = False,
     overwrite: arg.Overwrite = False,
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Runs a model with the native kernels, on the first sample, and times it."""
     from mxfp8_graph.running.runner import run_model
@@ -156,6 +153,6 @@ def run(
     check_reports(report, [model], overwrite=overwrite)
     result = run_model(
         model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile,
-        trust_pickle=trust_pickle,
+
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)

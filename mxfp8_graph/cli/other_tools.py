@@ -144,12 +144,11 @@ def export_checkpoint(
         Literal["compressed-tensors", "scale-inv"],
         Option("--convention", help="compressed-tensors for vLLM, scale-inv for SGLang and transformers."),
     ] = "compressed-tensors",
-    trust_pickle: arg.TrustPickle = False,
 ) -> None:
     """Writes a Hugging Face folder with the packed weights of MODEL, which vLLM, SGLang and transformers load."""
     from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as write_checkpoint
 
-    folder, notes = write_checkpoint(model, output, config=config, convention=convention, trust_pickle=trust_pickle)
+    folder, notes = write_checkpoint(model, output, config=config, convention=convention)
     for note in notes:
         echo(printable(f"note: {note}"), err=True)
     echo(printable(str(folder)))

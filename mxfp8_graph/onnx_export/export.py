@@ -76,7 +76,7 @@ def to_onnx(
     check_opset(opset, "to_onnx")
     for kind, wanted in (("input_names", input_names), ("output_names", output_names)):
         _check_names(kind, wanted)
-    exported = _program(program, trust_pickle=options.get("trust_pickle", False))
+    exported = _program(program)
     if isinstance(program, (str, Path)) and any(
         is_any_of(file, [Path(program)]) for file in (path, data_path_of(path))
     ):
@@ -106,9 +106,9 @@ def to_onnx(
     return path
 
 
-def plain_to_onnx(program: Any, path: Path, *, trust_pickle: bool = False) -> Path:
+def plain_to_onnx(program: Any, path: Path) -> Path:
     """Writes an original program as ONNX, and returns `path`; errors as `to_onnx`."""
-    opened, tensors = _skeleton(translate(_program(program, trust_pickle=trust_pickle), contract.MIN_OPSET, {}))
+    opened, tensors = _skeleton(translate(_program(program), contract.MIN_OPSET, {}))
     external = wants_external(opened, opened.byte_size, path, "auto")
     with open_target(opened, path, external=external, overwrite=False) as target:
         _store(opened, tensors, target)
@@ -123,7 +123,7 @@ def _store(opened: OpenedModel, tensors: dict[str, ir.TensorProtocol], target: T
     target.finish(opened.proto)
 
 
-def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
+def _program(program: Any) -> ExportedProgram:
     kind = kind_of(program)
     if not (kind.is_file or kind is Kind.PROGRAM):
         what = f"a {type(program).__name__}"
@@ -133,9 +133,9 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
 
-        from mxfp8_graph.torch_program import load
-        from mxfp8_graph.torch_program.checked_program import check_values
-        from mxfp8_graph.torch_program.training_mode import evaluated
+        from mxfp8_graph.torch_pass.checked_program import check_values
+        from mxfp8_graph.torch_pass.load import load
+        from mxfp8_graph.torch_pass.training_mode import evaluated
         from mxfp8_ops import torch_ops  # noqa: F401
     except ImportError as error:
         advice = "pip install torch onnxscript"
@@ -143,7 +143,7 @@ def _program(program: Any, *, trust_pickle: bool) -> ExportedProgram:
     # A program from a file has given out no modules yet.
     if not kind.is_file:
         check_values(program, "to_onnx")
-    return evaluated(load(program, trust_pickle=trust_pickle) if kind.is_file else program)
+    return evaluated(load(program) if kind.is_file else program)
 
 
 def _check_names(kind: str, names: Sequence[str] | None) -> None:
@@ -177,7 +177,7 @@ def _recorded_recipe(program: ExportedProgram) -> str | None:
     """Returns the recipe that packed `program`, as JSON, or None if it is not recorded. Refuses what ONNX lacks."""
     import torch
 
-    from mxfp8_graph.torch_program import internals
+    from mxfp8_graph.torch_pass import internals
 
     recipe, packed = None, False
     # Subgraphs too: a program may have mxfp8 ops in the branches of a cond alone.
@@ -228,7 +228,7 @@ def translate(
     import torch
 
     from mxfp8_graph.onnx_export import experts, float8, translation
-    from mxfp8_graph.torch_program.checked_program import check_stored
+    from mxfp8_graph.torch_pass.checked_program import check_stored
 
     try:
         with quiet(), torch.no_grad():  # its decompositions run the ops, and quantize refuses to cut a gradient
@@ -280,7 +280,7 @@ def _optimize(model: ir.Model) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences the warnings of torch's exporter about other packages and about itself."""
-    from mxfp8_graph.torch_program import internals
+    from mxfp8_graph.torch_pass import internals
 
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = logger.level

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Final, TypedDict
 import numpy as np
 
 from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_graph.options import TrustPickle, documented
+from mxfp8_graph.options import documented
 from mxfp8_graph.running.inputs import (
     Array,
     Inputs,
@@ -58,7 +58,6 @@ class SampleOptions(TypedDict, total=False):
         "sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`.",
     ]
     seed: Annotated[int, "of the first synthesised sample; those that follow have the numbers that follow."]
-    trust_pickle: TrustPickle
 
 
 MOST_SAMPLES: Final = 100_000

@@ -25,7 +25,7 @@ _ROOM: Final = 1.3
 
 @contextmanager
 def open_switchable(
-    model: Model, recipe: Recipe, *, allow_nonfinite: bool, trust_pickle: bool, progress: Progress | None
+    model: Model, recipe: Recipe, *, allow_nonfinite: bool, progress: Progress | None
 ) -> Iterator[Switchable]:
     """Yields `model` with a switch per site that `recipe` rewrites, none of them fused.
 
@@ -43,7 +43,7 @@ def open_switchable(
         # Imports torch.
         from mxfp8_graph.tools.switched_program import open_program
 
-        yield open_program(model, recipe, allow_nonfinite=allow_nonfinite, trust_pickle=trust_pickle, progress=progress)
+        yield open_program(model, recipe, allow_nonfinite=allow_nonfinite, progress=progress)
         return
     loaded = load(model)
     signature = Signature.of(loaded)

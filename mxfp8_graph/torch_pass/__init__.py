@@ -13,9 +13,15 @@ torchao_weights.py   weights that torchao packed
 account.py           lists the stored tensors, for the report
 """
 
-from mxfp8_graph import torch_program as _torch_program  # noqa: F401 - says what to install where torch is missing
+from mxfp8_ops.errors import BackendError
 
-# isort: split
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    what = "not installed"
+    expected = "it for exported programs and .pt2 files"
+    raise BackendError("torch", what, expected=expected, advice="pip install torch onnxscript") from error
+
 from mxfp8_graph.torch_pass.run import rewrite_torch
 
 __all__ = ["rewrite_torch"]

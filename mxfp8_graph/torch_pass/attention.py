@@ -15,10 +15,9 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
-from mxfp8_graph.torch_pass import matmul_forms
+from mxfp8_graph.torch_pass import internals, matmul_forms
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass.program import Program
 
 _ATEN: Final = torch.ops.aten
 

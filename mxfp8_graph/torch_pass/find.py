@@ -29,7 +29,7 @@ from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_graph.torch_pass import attention, torchao_weights
+from mxfp8_graph.torch_pass import attention, internals, torchao_weights
 from mxfp8_graph.torch_pass.matmul_forms import (
     GROUPED_TRAIN,
     LINEAR_TRAIN,
@@ -41,10 +41,9 @@ from mxfp8_graph.torch_pass.matmul_forms import (
     lookup_of,
     operands_of,
 )
+from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops.checks import dtype_name
 
 _TRANSFORMED: Final = "inside vmap, which is not decomposed in the program; call run_decompositions({}) first"
@@ -69,7 +68,6 @@ class TorchSite:
     """A matmul: its description for the plan, and what `replace.py` and `training.py` need to replace it."""
 
     matmul: MatMulSite
-    scope: GraphScope
     node: Node
     """The matmul; the nodes it needs go in front of it."""
     form: Form
@@ -177,7 +175,7 @@ class _Finder:
             op={LINEAR_TRAIN: "linear" if static else "matmul", GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,
-            role=self._roles.of_linear(node) if static else self._roles.of_product(node),
+            role=self._role(node, static, scope),
             m=m,
             n=n,
             k=k,
@@ -193,7 +191,6 @@ class _Finder:
         packed, unfit = self._packed_by_torchao(w, swapped)
         return TorchSite(
             matmul=matmul,
-            scope=scope,
             node=node,
             form=form,
             x=x,
@@ -203,6 +200,11 @@ class _Finder:
             packed=packed,
             unfit=unfit,
         )
+
+    def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:
+        if scope.blocker:  # what its operands are is decided outside
+            return "linear"
+        return self._roles.of_linear(node) if static else self._roles.of_product(node)
 
     def _lookup(self, node: Node, form: Lookup, scope: GraphScope, transformed: str | None) -> TorchSite:
         static, table = self._statics.resolve(form.b), form.b.meta["val"]
@@ -233,7 +235,6 @@ class _Finder:
         packed, unfit = self._packed_by_torchao(w, swapped=False)
         return TorchSite(
             matmul=matmul,
-            scope=scope,
             node=node,
             form=form,
             x=Operand(node=form.a),

@@ -28,8 +28,8 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
+from mxfp8_graph.torch_pass import internals
 from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, permutation
-from mxfp8_graph.torch_program import internals
 
 LINEAR_TRAIN: Final = "mxfp8::linear_train"
 GROUPED_TRAIN: Final = "mxfp8::grouped_linear_train"

@@ -8,10 +8,10 @@ from typing import Any, Final
 from torch.fx import Node
 
 from mxfp8_graph.policy.roles import RoleOps
+from mxfp8_graph.torch_pass import internals
 from mxfp8_graph.torch_pass.matmul_forms import FORMS
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.static_operands import COPIES, CUTS, LAYOUTS, StaticOperands
-from mxfp8_graph.torch_program import higher_order, internals
-from mxfp8_graph.torch_program.program import GraphScope, Program
 from mxfp8_ops import contract
 
 ROLE_OPS: Final = RoleOps(
@@ -49,17 +49,7 @@ class TorchView:
 
     def consumers(self, value: Node) -> Iterator[tuple[Node | None, Node]]:
         """See `GraphView`."""
-        scope = self._program.scope_of(value)
-        for user in value.users:
-            if user.op == "output":
-                yield from ((None, other) for other in _out_of(scope, value))
-            elif higher_order.layout_of(user) is not None:
-                inner = [s for s in self._program.scopes if s.call is user]
-                for index, operand in enumerate(higher_order.operands(user)):
-                    if operand is value:
-                        yield from ((None, s.placeholders[index]) for s in inner)
-            else:
-                yield user, user
+        yield from ((user, user) for user in value.users if user.op != "output")
 
     def producer(self, value: Any) -> Node | None:
         """See `GraphView`."""
@@ -78,17 +68,3 @@ class TorchView:
     def is_model_output(self, value: Node) -> bool:
         """See `GraphView`."""
         return value in self._program.outputs
-
-
-def _out_of(scope: GraphScope, node: Node) -> Iterator[Node]:
-    """Yields the nodes that a subgraph's result becomes outside of it, and in a loop's next iteration."""
-    if scope.call is None or (layout := higher_order.layout_of(scope.call)) is None:
-        return
-    # The condition of a while_loop returns one Boolean, which is no result of the call.
-    if layout.looping and scope is not scope.siblings[layout.looping]:
-        return
-    for index, result in enumerate(scope.results):
-        if result is node:
-            yield from (u for u in scope.call.users if internals.op_name(u) == "getitem" and u.args[1] == index)
-            if index < higher_order.carried_count(scope.call):
-                yield from (sibling.placeholders[index] for sibling in scope.siblings)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph.file_reading import is_any_of
@@ -23,15 +22,23 @@ from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.account import account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.report.reporter import Reporter, kept, replace_each
-from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, training
+from mxfp8_graph.torch_pass import (
+    attention,
+    internals,
+    matmul_forms,
+    packed_training,
+    record,
+    training,
+    training_mode,
+)
 from mxfp8_graph.torch_pass.account import stored_tensors
+from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
+from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
+from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_graph.torch_pass.static_operands import identity
-from mxfp8_graph.torch_program import internals, record, training_mode
-from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked, untrained
-from mxfp8_graph.torch_program.files import check_target, load, save
-from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
@@ -50,22 +57,24 @@ def rewrite_torch(
     # Before the work: a model takes minutes to pack, and a bad path is known now.
     if options.output is not None:
         _check_output(model, options.output, overwrite=options.overwrite)
-    source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
-    # The values that a module was trained to may not be the program's: see `checked_program`.
-    check_values(source, options.name)
-    check_stored(source, options.name, advice=CHANGED)
+    if isinstance(model, Path):
+        source = load(model)
+    else:
+        source = model
+        # The values that a module was trained to may not be the program's: see `checked_program`.
+        check_values(source, options.name)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
             return model if path is None else None, reporter.report(already_rewritten=True)
-        save(source, path, overwrite=options.overwrite)
+        write(source, path, overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         source = _for_inference(source, reporter)
     if previous is not None and previous.packed:
-        return _turned(source, recipe, reporter)
+        return _switch_training(source, recipe, reporter)
     program, sites, decisions = planned(source, recipe, options)
     assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
     decisions = assigned.decisions
@@ -93,7 +102,7 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
     return training_mode.evaluated(source)
 
 
-def _turned(
+def _switch_training(
     source: ExportedProgram, recipe: Recipe, reporter: Reporter
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
     """Returns what `rewrite_torch` does for a packed program: it is prepared for training, or packed again after it."""
@@ -120,7 +129,7 @@ def _finished(
     options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result))
-    save(result, options.output, overwrite=options.overwrite)
+    write(result, options.output, overwrite=options.overwrite)
     return options.output, reporter.report(reports, options.output.stat().st_size)
 
 
@@ -139,7 +148,7 @@ def byte_size(program: ExportedProgram) -> int:
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, their decisions), attention split into matmuls where a recipe needs it."""
-    program = Program(_without_einsum(source))
+    program = Program(internals.inlined(source, training=options.training))
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
     wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
@@ -164,14 +173,6 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     if options.training:
         training.check(recipe, decisions)
     return decisions
-
-
-def _without_einsum(source: ExportedProgram) -> ExportedProgram:
-    """Returns `source` with each einsum as the bmm it computes: among them are matmuls with a static operand."""
-    modules = (m for m in source.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
-    if any(internals.op_name(node) == "einsum" for module in modules for node in module.graph.nodes):
-        return internals.expose_einsum(source)
-    return source
 
 
 def _replaced(

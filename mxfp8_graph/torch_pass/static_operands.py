@@ -18,9 +18,9 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.internals import storage_of, to_numpy
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass import internals
+from mxfp8_graph.torch_pass.internals import storage_of, to_numpy
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
@@ -102,16 +102,14 @@ class StaticOperands:
         self._program = program
         self._written: dict[str, str] = dict.fromkeys(program.mutated, "the program")
         """Name of each tensor that the program changes -> the op that changes it."""
-        for scope in program.scopes:
-            for node in scope.module.graph.nodes:
-                for argument in internals.written(node):
-                    if name := program.stored_name(_behind_views(argument)):
-                        self._written[name] = internals.op_name(node)
         self._constant: set[Node] = set()
-        for scope in program.scopes:  # outer graphs first, and every graph in the order it runs: no recursion
-            for node in scope.module.graph.nodes:
-                if self._depends_on_no_input(node):
-                    self._constant.add(node)
+        for node in program.module.graph.nodes:  # in the order it runs: no recursion
+            for argument in internals.written(node):
+                if name := program.stored_name(_behind_views(argument)):
+                    self._written[name] = internals.op_name(node)
+        for node in program.module.graph.nodes:
+            if self._depends_on_no_input(node):
+                self._constant.add(node)
 
     def resolve(self, node: Any) -> Static | None:
         """Returns `node` as a stored tensor and steps, or None if it is not static in that way."""

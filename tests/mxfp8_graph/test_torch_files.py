@@ -21,7 +21,7 @@ from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_program import files, internals, serialized  # noqa: E402
+from mxfp8_graph.torch_pass import load, record, save  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 
@@ -75,7 +75,7 @@ torch.save(list(program.module()(input_ids=torch.load("x")).values()), "y")
 def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) -> None:
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
     with zipfile.ZipFile(path) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith(files.EXTRA_FILE)]
+        (name,) = [n for n in archive.namelist() if n.endswith(record.EXTRA_FILE)]
         entries = json.loads(archive.read(name))
     assert json.loads(entries["mxfp8_graph.recipe"])["name"] == "mxfp8"
     assert entries["mxfp8_graph.version"] == mxfp8_graph.__version__
@@ -136,9 +136,9 @@ def test_rewriting_files(tmp_path: Path) -> None:
     "name, content, message",
     [
         ("missing.pt2", None, "No such file or directory; expected a readable .pt2 file"),
-        ("empty.pt2", b"", "not a .pt2 file"),
-        ("text.pt2", b"hello, I am a text file", "not a .pt2 file"),
-        ("truncated.pt2", 0.5, "cut short; expected a whole .pt2 file; copy it again"),
+        ("empty.pt2", b"", "cannot read the program"),
+        ("text.pt2", b"hello, I am a text file", "cannot read the program"),
+        ("truncated.pt2", 0.5, "cannot read the program"),
         ("other.pt2", {"a/data.txt": b"x"}, "cannot read the program"),
     ],
 )
@@ -204,9 +204,9 @@ def test_unknown_containers_are_named(
     def unregistered(archive: Any) -> Any:
         raise AssertionError("somewhere.Pair is not registered in pytree\nmore")
 
-    monkeypatch.setattr(internals, "container_modules", lambda program: ["somewhere", "torch.utils"])
+    monkeypatch.setattr(save, "container_modules", lambda program: ["somewhere", "torch.utils"])
     path = mxfp8_graph.save(rewritten, tmp_path / "pair.pt2")
-    monkeypatch.setattr(serialized, "read_program", unregistered)
+    monkeypatch.setattr(load, "load_pt2", unregistered)
     with pytest.raises(ContractError, match=r"Pair is not registered in pytree; .*; import somewhere first$"):
         mxfp8_graph.load(path)
 
@@ -217,8 +217,8 @@ def test_containers_of_a_program() -> None:
         b: dict[str, Tensor]
 
     module = Apply(lambda m, x: Pair(x + 1, {"c": x + 2}), {})
-    assert internals.container_modules(export(module, X)) == [__name__]
-    assert internals.container_modules(export(Model(), X)) == []
+    assert save.container_modules(export(module, X)) == [__name__]
+    assert save.container_modules(export(Model(), X)) == []
 
 
 def test_recipes_with_rules_survive(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def compare(
         name = "model"
         if is_program(model):
             name = str(model) if isinstance(model, (str, Path)) else "program"
-            model = _exported(model, folder / "model.onnx", trust_pickle=inputs.get("trust_pickle", False))
+            model = _exported(model, folder / "model.onnx")
             notes.append("the program is compared as the ONNX model that torch.onnx makes of it")
         graph = load(model, sparse=True)
         where = name_of(graph)
@@ -187,10 +187,10 @@ def _candidate(recipe: str | Path | Recipe) -> _Candidate:
     return _Candidate(name=loaded.name, recipe=loaded)
 
 
-def _exported(model: Any, path: Path, *, trust_pickle: bool) -> Path:
+def _exported(model: Any, path: Path) -> Path:
     from mxfp8_graph.onnx_export import plain_to_onnx
 
-    return plain_to_onnx(model, path, trust_pickle=trust_pickle)
+    return plain_to_onnx(model, path)
 
 
 @dataclass(kw_only=True)

@@ -239,7 +239,7 @@ def model_digest(model: Any) -> str:
         return _digest(piece for file in files for piece in _pieces(file))
     if not is_program(model):
         return _digest([model.SerializeToString(deterministic=True)])
-    from mxfp8_graph.torch_program.internals import to_numpy
+    from mxfp8_graph.torch_pass.internals import to_numpy
 
     tensors = sorted({**model.state_dict, **model.constants}.items())
     values = (to_numpy(t.detach().contiguous()).tobytes() if hasattr(t, "detach") else b"" for _, t in tensors)

@@ -138,8 +138,8 @@ class Tuner:
         self.ticker.total = len(self.samples) * (plans + 1) + ranked + timed
 
     def _damages(self) -> Damages:
-        settings = {"allow_nonfinite": self.allow_nonfinite, "trust_pickle": False}
-        return Damages(self.source, self.base, self.samples, self._measurements, self.ticker, **settings)
+        measured, allow = self._measurements, self.allow_nonfinite
+        return Damages(self.source, self.base, self.samples, measured, self.ticker, allow_nonfinite=allow)
 
     def _try_plans(self, decisions: Sequence[Decision]) -> None:
         """Measures what it takes to choose, and leaves the steps in the search."""

@@ -5,13 +5,21 @@ It survives save and load, decomposition and retracing, unlike the metadata of t
 
 from __future__ import annotations
 
+from typing import Final
+
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from mxfp8_graph import provenance
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import contract
+
+EXTRA_FILE: Final = "mxfp8_graph.json"
+"""Name of the extra file in a .pt2 archive: the record of the rewrite, and the modules that define the containers."""
+MODULES_KEY: Final = "mxfp8_graph.modules"
+SAMPLES_KEY: Final = "mxfp8_graph.samples"
+"""There if the sample inputs are stored as the leaves of their tree, without its containers."""
 
 
 def mark(node: Node, rewrite_record: RewriteRecord) -> None:

@@ -8,7 +8,8 @@ The undocumented names, and why each is used:
     ExportedProgram._example_inputs    to save sample inputs without their containers
     torch.utils._pytree                the containers that a program takes and gives
     Node.meta["from_node"]             what a node was before decomposition
-    torch._export.serde                reads what torch.export.save writes, see serialized.py and code_in_programs.py
+    pt2_archive._package.load_pt2      torch.export.load hides what is wrong with a file
+    torch._C.PyTorchFileReader         reads a record of a .pt2 file before torch reads the program
     torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
     torch._dispatch.python             evaluates ops in Python, see `python_dispatch`
     torch._C._current_graph_task_id    says whether a backward pass runs, see `in_backward`
@@ -23,9 +24,7 @@ import contextlib
 import copy
 import inspect
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import ml_dtypes
@@ -35,7 +34,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import GraphModule, Node
-from torch.utils import _pytree as pytree
 
 from mxfp8_ops.errors import BackendError
 
@@ -43,11 +41,10 @@ OLDEST: Final = (2, 10)
 """2.9 cannot decompose the guards that it writes into programs of varying sizes; older ones lose custom metadata."""
 NEWEST_TESTED: Final = (2, 15)
 
-_PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
-"""Containers that torch unpickles without importing a class; None stands for a leaf."""
-
 CHECKPOINT_PREFIX: Final = "_checkpoint_wrapped_module."
 """The name of the module inside a `checkpoint_wrapper`, a part of the names of its parameters and modules."""
+
+_AUTOCAST, _SET_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
 
 _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
 
@@ -119,63 +116,11 @@ def updated(
     return new
 
 
-def load_archive(path: Path) -> ExportedProgram | None:
-    """Returns the program in a .pt2 file, as torch reads it: code in the file is run.
-
-    Unlike torch.export.load, it raises the error of the reader that failed.
-    """
-    from torch.export.pt2_archive._package import load_pt2
-
-    contents: Any = load_pt2(str(path))
-    program: ExportedProgram | None = contents.exported_programs.get("model")
-    return program
-
-
-def container_modules(program: ExportedProgram) -> list[str]:
-    """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
-    modules: set[str] = set()
-    for spec in (*_specs(program.call_spec.in_spec), *_specs(program.call_spec.out_spec)):
-        # A namedtuple has its class in the context.
-        for kind in (spec.type, spec.context):
-            if isinstance(kind, type):
-                modules.add(kind.__module__)
-    return sorted(modules - {"builtins", "collections"})
-
-
-def _specs(tree: Any) -> Iterator[Any]:
-    """Yields the nodes of a tree of containers."""
-    stack = [tree] if tree is not None else []
-    while stack:
-        spec = stack.pop()
-        yield spec
-        stack += spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs
-
-
-def sample_leaves(program: ExportedProgram) -> list[Any] | None:
-    """Returns the leaves of the sample inputs if their tree has classes that a reader would need to import, or None."""
-    if program.example_inputs is None:
-        return None
-    leaves, tree = pytree.tree_flatten(program.example_inputs)
-    if tree != program.call_spec.in_spec or {spec.type for spec in _specs(tree)} <= _PLAIN:
-        return None
-    return leaves
-
-
 def with_samples(program: ExportedProgram, samples: Any) -> ExportedProgram:
     """Returns a shallow copy of `program` with other sample inputs, which need not fit its arguments."""
     other = copy.copy(program)
     other._example_inputs = samples
     return other
-
-
-def samples_of_leaves(program: ExportedProgram) -> Any:
-    """Returns the sample inputs as a tree, for a program whose sample inputs are the leaves that `sample_leaves` gave.
-
-    Raises:
-        ValueError, TypeError: there are more or fewer than its inputs have.
-    """
-    leaves, _ = program.example_inputs
-    return pytree.tree_unflatten(leaves, program.call_spec.in_spec)
 
 
 @contextlib.contextmanager
@@ -261,14 +206,21 @@ def storage_of(tensor: Any) -> int:
         return 0
 
 
-def expose_einsum(program: ExportedProgram) -> ExportedProgram:
-    """Returns `program` with each einsum decomposed into permutes, views and a bmm, and no other change."""
+def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
+    """Returns `program` with each einsum as permutes, views and a bmm, and without regions of autocast and no_grad.
+
+    Training keeps a program with a no_grad region as it is: gradients would pass through what was inside.
+    """
     from torch._export.utils import _get_decomp_for_cia
 
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    ops = {op_name(node) for module in modules for node in module.graph.nodes}
+    if not ops & {"einsum", _AUTOCAST, _SET_GRAD} or (training and _SET_GRAD in ops):
+        return program
     op = torch.ops.aten.einsum.default
     with quiet():
-        exposed: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
-    return exposed
+        result: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
+    return result
 
 
 def is_from_einsum(node: Node) -> bool:
@@ -297,6 +249,15 @@ def op_name(node: Node) -> str:
 def is_higher_order(node: Node) -> bool:
     """Whether `node` calls an op that runs graphs of its own."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def inner_graphs(node: Node) -> list[tuple[str, GraphModule]]:
+    """Returns (name, graph) of each graph that a call of a higher-order op runs; none for other nodes."""
+    if not is_higher_order(node):
+        return []
+    owner = node.graph.owning_module
+    modules = [(str(a.target), getattr(owner, str(a.target), None)) for a in node.all_input_nodes if a.op == "get_attr"]
+    return [(name, module) for name, module in modules if isinstance(module, GraphModule)]
 
 
 def module_path(node: Node) -> str:
@@ -342,8 +303,10 @@ def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[
 
 
 def written(node: Node) -> list[Node]:
-    """Returns the arguments that the op of `node` writes to."""
+    """Returns the arguments that the op of `node` writes to; of a higher-order op that writes at all, every one."""
     target = node.target
+    if any(written(inner) for _, module in inner_graphs(node) for inner in module.graph.nodes):
+        return node.all_input_nodes
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
     arguments = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import ChainMap
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,28 +14,21 @@ from torch.export.graph_signature import InputKind, InputSpec, OutputKind, Tenso
 from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
-from mxfp8_graph.torch_program import higher_order, internals
-from mxfp8_graph.torch_program.internals import storage_of
+from mxfp8_graph.torch_pass import internals
+from mxfp8_graph.torch_pass.internals import storage_of
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class GraphScope:
-    """One graph of the program."""
+    """One graph of the program: the main graph, or one that a higher-order op (cond, while_loop, scan) runs."""
 
     path: str
     """Names of the subgraphs down to it; "" is the main graph."""
     module: GraphModule
-    parent: GraphScope | None = None
-    call: Node | None = None
-    """The higher-order call in `parent` that runs this graph."""
-    siblings: list[GraphScope] = field(default_factory=list)
-    """Every graph of that call, this one among them."""
     blocker: str | None = None
-    """Why nothing inside can be rewritten, or None."""
-    weights: dict[str, Node] = field(default_factory=dict)
-    """Placeholders of the added buffers, by buffer name."""
+    """Why nothing inside can be rewritten; None for the main graph."""
 
     @property
     def placeholders(self) -> list[Node]:
@@ -60,8 +53,6 @@ class Program:
     def __init__(self, source: ExportedProgram) -> None:
         self.source = source
         self.module = internals.clone(source.graph_module)
-        # First: from here on each graph has one call, and so one parent.
-        higher_order.unshare(self.module)
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
         self.fake_mode = internals.fake_mode(self.module)
@@ -69,8 +60,9 @@ class Program:
         """Node -> op name for reports, where the node's op differs from that of the source program."""
         main = GraphScope("", self.module)
         self._specs = dict(zip(main.placeholders, source.graph_signature.input_specs, strict=True))
+        self._added: dict[str, Node] = {}
+        """Placeholders of the added buffers, by buffer name."""
         self.scopes = [main, *_inner(main)]
-        self._scope_of = {scope.module.graph: scope for scope in self.scopes}
         signature = source.graph_signature
         self.mutated = {*signature.buffers_to_mutate.values(), *signature.parameters_to_mutate.values()}
         outputs = zip(main.results, signature.output_specs, strict=True)
@@ -92,14 +84,9 @@ class Program:
                         copies[id(tensor)] = _on(storages[place], tensor)
                     stored[name] = copies[id(tensor)]
 
-    def scope_of(self, node: Node) -> GraphScope:
-        """Returns the graph `node` is in."""
-        return self._scope_of[node.graph]
-
     def stored_name(self, node: Node) -> str | None:
-        """Returns the name of the parameter, buffer or constant that a placeholder of any graph stands for, or None."""
-        origin = self._origin(node) if node.op == "placeholder" else None
-        spec = self._specs.get(origin) if origin is not None else None
+        """Returns the name of the parameter, buffer or constant that a placeholder stands for, or None."""
+        spec = self._specs.get(node)
         return spec.target if spec is not None and spec.kind in _STORED else None
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -115,25 +102,20 @@ class Program:
         """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
         self.state[name] = data
 
-    def weight(self, scope: GraphScope, name: str) -> Node:
-        """Returns the node of an added buffer in `scope`; adds it as an operand to higher-order calls on the way."""
-        if name in scope.weights:
-            return scope.weights[name]
-        label = "b_" + name.replace(".", "_")
-        if scope.parent is None or scope.call is None:
-            value = internals.fake_of(self.fake_mode, self.state[name])
+    def weight(self, name: str) -> Node:
+        """Returns the node of an added buffer."""
+        if name not in self._added:
             # Parameters and buffers come before the user's inputs, as ExportedProgram requires.
-            inputs = (p for p in scope.placeholders if self._specs[p].kind == InputKind.USER_INPUT)
-            node = _placeholder(scope, label, value, before=next(inputs, None))
+            graph, user_input = self.module.graph, InputKind.USER_INPUT
+            inputs = (node for node, spec in self._specs.items() if spec.kind == user_input)
+            others = (node for node in graph.nodes if node.op != "placeholder")
+            with graph.inserting_before(next(inputs, None) or next(others)):
+                node = graph.placeholder("b_" + name.replace(".", "_"))
+            node.target = node.name
+            node.meta["val"] = internals.fake_of(self.fake_mode, self.state[name])
             self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
-            scope.weights[name] = node
-            return node
-        outer = self.weight(scope.parent, name)
-        higher_order.append_operand(scope.call, outer)
-        # Every graph of a call has the same operands, so the branch that does not use the weight gets it too.
-        for sibling in scope.siblings:
-            sibling.weights[name] = _placeholder(sibling, label, outer.meta["val"])
-        return scope.weights[name]
+            self._added[name] = node
+        return self._added[name]
 
     def forget(self, placeholder: Node) -> None:
         """Removes an unused placeholder of the main graph and, with its last alias, the tensor."""
@@ -173,21 +155,6 @@ class Program:
         inputs = [self._specs[node] for node in self.scopes[0].placeholders]
         return internals.updated(self.source, self.module, inputs, self.state, self.constants)
 
-    def _origin(self, node: Node) -> Node | None:
-        """Returns the main graph's placeholder that a placeholder stands for, or None if it varies."""
-        scope = self.scope_of(node)
-        while scope.parent is not None and scope.call is not None:
-            if higher_order.layout_of(scope.call) is None:
-                return None
-            index = scope.placeholders.index(node)
-            if index < higher_order.variant_count(scope.call):
-                return None
-            node = higher_order.operands(scope.call)[index]
-            if not isinstance(node, Node) or node.op != "placeholder":
-                return None
-            scope = scope.parent
-        return node
-
 
 def _on(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor like `tensor`, of the same class, on another storage."""
@@ -196,29 +163,12 @@ def _on(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
     return torch.nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
-def _placeholder(scope: GraphScope, label: str, value: Any, *, before: Node | None = None) -> Node:
-    """Returns a new input of a graph, by default the last one."""
-    graph = scope.module.graph
-    with graph.inserting_before(before or next(node for node in graph.nodes if node.op != "placeholder")):
-        node = graph.placeholder(label)
-    node.target = node.name
-    node.meta["val"] = value
-    return node
-
-
 def _inner(scope: GraphScope) -> Iterator[GraphScope]:
     """Yields every graph that higher-order calls in `scope` run, at any depth."""
     for call in scope.module.graph.nodes:
-        if not internals.is_higher_order(call):
-            continue
-        blocker = scope.blocker
-        if higher_order.layout_of(call) is None:
-            blocker = f"inside {internals.op_name(call)}, a higher-order op the pass cannot edit; export without it"
-        scopes = [
-            GraphScope("/".join(filter(None, (scope.path, name))), module, scope, call, blocker=blocker)
-            for _, name, module in higher_order.graphs(scope.module, call)
-        ]
-        for inner in scopes:
-            inner.siblings = scopes
+        # An operand would have to be added to the call and to all its graphs: their matmuls stay as they are.
+        blocker = scope.blocker or f"inside {internals.op_name(call)}, whose graphs stay in high precision"
+        for name, module in internals.inner_graphs(call):
+            inner = GraphScope("/".join(filter(None, (scope.path, name))), module, blocker)
             yield inner
             yield from _inner(inner)

@@ -19,15 +19,12 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
-from mxfp8_graph.torch_program import internals, training_mode
+from mxfp8_graph.torch_pass import internals, training_mode
 from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
 _COLLECT: Final = "call mxfp8_graph.distributed.collect(module, program) first, in every process"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
-
-CHANGED: Final = "undo what changed it, such as module.half(), or export the model in that dtype"
-"""Advice for a program that is in memory."""
 
 _STORED: Final = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -60,7 +57,7 @@ class CheckedProgram(ExportedProgram):
         self.check_names(state_dict)
         for name, value in state_dict.items():
             self.put(name, whole(value))
-        self.taken()
+        self.mark_synced()
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Copies the values of a tensor; a tensor of the program that has none, such as one on meta, is replaced."""
@@ -73,7 +70,7 @@ class CheckedProgram(ExportedProgram):
             is_parameter = isinstance(own, torch.nn.Parameter)
             self.state_dict[name] = torch.nn.Parameter(new, own.requires_grad) if is_parameter else new
 
-    def taken(self) -> None:
+    def mark_synced(self) -> None:
         """Says that the program has the values of the modules that were trained."""
         self.prepared = None
         # Modules that were made before keep other values, on purpose. Their checksum detects a training after this
@@ -116,15 +113,19 @@ def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProg
 
 
 def check_values(program: ExportedProgram, where: str | Path) -> None:
-    """Raises ContractError if a module of `program` has tensors with other values than the program."""
-    for module, taken in list(_modules.get(program, {}).items()):
+    """Raises ContractError if a module of `program` has tensors with other values than the program.
+
+    Also if the program itself lacks tensors that its graph uses, see `check_stored`.
+    """
+    for module, synced in list(_modules.get(program, {}).items()):
         tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         has = {name.replace(internals.CHECKPOINT_PREFIX, ""): tensor for name, tensor in tensors.items()}
         lost = [name for name, mine in program.state_dict.items() if not _equal(mine, has.get(name))]
-        if lost and taken != _checksum(module):
+        if lost and synced != _checksum(module):
             what = f"{lost[0]!r} of its module() is another tensor now, with values that the program lacks"
             advice = _ADVICE if isinstance(module, GraphModule) else _COLLECT
             raise ContractError(where, what, expected="the program's own", advice=advice)
+    check_stored(program, where, "undo what changed it, such as module.half(), or export the model in that dtype")
 
 
 def check_stored(program: ExportedProgram, where: object, advice: str = "save it again") -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 
 _FLAGS: Final = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments that set the mode of aten ops (dropout, lstm; batch_norm, rrelu; attention) -> their evaluation values."""
