@@ -6,6 +6,7 @@ complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -135,12 +136,10 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         numbers = (entry.value for entry in tensor.external_data if entry.key in {"offset", "length"})
         if not all(number.isdecimal() for number in numbers):
-            what, expected = "external offset or length is not a number", "integers from 0 on"
-            raise ContractError(where, what, expected=expected, advice=_AGAIN)
+            what = "external offset or length is not a number"
+            raise ContractError(where, what, expected="integers from 0 on", advice=_AGAIN)
         return
-    dtype, size = ir.DataType(tensor.data_type), 1
-    for dim in tensor.dims:
-        size *= dim
+    dtype, size = ir.DataType(tensor.data_type), math.prod(tensor.dims)
     if dtype == ir.DataType.STRING:
         stored, expected, unit = len(tensor.string_data), size, "strings"
     elif tensor.HasField("raw_data"):
