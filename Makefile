@@ -11,7 +11,7 @@
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
 #                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
-# make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
+# make faults     kills a rewrite at random moments: counts which output is left
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 # make docs       the pages of docs/ as a site, in build/site

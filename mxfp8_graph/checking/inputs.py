@@ -22,7 +22,6 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.checking.index_ranges import index_ranges
-from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import FOREIGN, Dim, declared
 from mxfp8_graph.onnx_model.open import OpenedModel
@@ -183,7 +182,7 @@ def load_arrays(path: Path) -> Any:
     """
     kind, save = (".npz", "numpy.savez") if path.suffix == ".npz" else (".npy", "numpy.save")
     try:
-        with open_regular(path) as source:
+        with path.open("rb") as source:
             # By content: NumPy reads either kind under any suffix.
             is_archive, size = source.read(2) == b"PK", source.seek(0, 2)
             if not is_archive:

@@ -25,7 +25,6 @@ from onnxruntime.capi import onnxruntime_pybind11_state as _state
 
 from mxfp8_graph.checking.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.checking.profile import NodeProfile, of_session
-from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import cpu_provider, tensor_data, walk
 from mxfp8_graph.onnx_model.graph import declared, infer, to_ir, to_proto
 from mxfp8_graph.onnx_model.open import open_model
@@ -199,8 +198,8 @@ class Session(Runnable):
             opened = open_model(self._model)
             graph = infer(opened, to_ir(opened))
             self.note = f"{self.name} runs as a copy that {cpu_provider.widen(opened, graph)}"
-            with scratch("session") as folder:  # what is loaded needs the file no more
-                path = folder / "model.onnx"
+            with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:  # what is loaded needs the file no more
+                path = Path(folder) / "model.onnx"
                 external = wants_external(opened, opened.byte_size, path, "auto")
                 with open_target(opened, path, external=external, overwrite=False) as target:
                     target.finish(to_proto(opened, graph))

@@ -16,7 +16,7 @@ from typing import Final
 import onnx
 from google.protobuf.message import DecodeError
 
-from mxfp8_graph.file_reading import ModelFolder, is_folder, open_regular
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_model.check import validate
 from mxfp8_graph.onnx_model.tensor_data import byte_length, is_apart, is_external, refer
 from mxfp8_graph.onnx_model.walk import STANDARD, copy_fields, iter_tensors
@@ -80,17 +80,16 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
     if isinstance(model, onnx.ModelProto):
         return _open(model, "model", None, model.ByteSize())
     path = Path(model)
-    if is_folder(path):
+    if os.path.isdir(path):
         advice = "name the .onnx file inside it"
         if (path / "config.json").exists():
             advice += f"; {_FROM_HF}"
         raise ContractError(path, "a directory", expected="an ONNX file", advice=advice)
     try:
         folder = ModelFolder(path)
-        with folder.open_model() as file:
+        with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             content = without_data(file, INLINE_BYTES, lambda *place: refer(*place).SerializeToString())
-            folder.files.check_open(file)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable ONNX file") from None
     if not content:
@@ -106,7 +105,7 @@ def open_model(model: str | Path | onnx.ModelProto) -> OpenedModel:
 
 def _described(path: Path, size: int) -> tuple[str, str]:
     """Returns (what a file is that is no ONNX model, what to do), by its suffix and its bytes."""
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         head = file.read(16)
         file.seek(max(0, size - (1 << 16)))
         names = file.read() if head.startswith(b"PK") else b""  # a ZIP archive ends with the names of its files

@@ -87,8 +87,7 @@ def read(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Ar
         model: the model's path, or what to call a model without one.
 
     Raises:
-        ContractError: the external file is missing, unreadable, too short, outside the model's folder, a link, or no
-            longer what it was when first read.
+        ContractError: the external file is missing, unreadable, too short, outside the model's folder or a link.
     """
     if is_apart(tensor):
         whole = onnx.TensorProto(data_type=tensor.data_type, dims=tensor.dims)
@@ -153,18 +152,14 @@ def fetching(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -
 
 @contextlib.contextmanager
 def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> Iterator[tuple[BinaryIO, int, int]]:
-    """Yields (the file of a tensor that is apart, offset, length), once it is known that it has that; errors as `read`.
-
-    At the end file and model must be what they were.
-    """
+    """Yields (the file of a tensor that is apart, offset, length), once it is known to have that; errors as `read`."""
     where = f"{model}: {_called(tensor)}"
     name, own = location(tensor), inside(tensor)
     if own is not None and folder is not None:
         with _reading(tensor, model):
-            file = folder.open_model()
+            file = folder.model.open("rb")
         with file:
             yield file, *own
-            folder.check(file)
         return
     if folder is None:
         what = f"lies in external file {name!r}, and a model in memory has no folder to look in"
@@ -182,14 +177,13 @@ def opened(tensor: onnx.TensorProto, folder: ModelFolder | None, model: str) -> 
             where, f"external data of {length} bytes", expected=fitting, advice="export the model again"
         )
     with _reading(tensor, model):
-        file = folder.open(name, where)
+        file = folder.locate(name, where).open("rb")
     with file:
         size = os.fstat(file.fileno()).st_size
         if offset < 0 or offset + length > size:
             what = f"needs bytes {offset} to {offset + length} of {file.name}, which has {size}"
             raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
         yield file, offset, length
-        folder.check(file)
 
 
 def as_bytes(tensor: onnx.TensorProto) -> onnx.TensorProto:

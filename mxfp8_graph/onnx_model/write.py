@@ -1,10 +1,10 @@
-"""Writes a model and its tensors to drafts, and puts both in place together."""
+"""Writes a model and its tensors to a temporary folder, from which both are put in place together."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -12,9 +12,9 @@ from typing import Any, BinaryIO, Final, Literal
 import numpy as np
 import numpy.typing as npt
 import onnx
+from google.protobuf.message import DecodeError
 
-from mxfp8_graph.file_reading import is_any_of, is_folder
-from mxfp8_graph.files import Drafts, clean_up, data_path_of, write_early
+from mxfp8_graph.files import check_output, data_path_of, output
 from mxfp8_graph.onnx_model import wire
 from mxfp8_graph.onnx_model.open import OpenedModel
 from mxfp8_graph.onnx_model.tensor_data import (
@@ -45,15 +45,12 @@ _CHUNK: Final = 16 << 20
 class Target:
     """Where one result goes: `store` takes new tensors as they come, `finish` the rest, and puts the files in place."""
 
-    def __init__(
-        self, opened: OpenedModel, path: Path | None, drafts: Drafts, *, external: bool, overwrite: bool
-    ) -> None:
+    def __init__(self, opened: OpenedModel, path: Path | None, folder: Path, data: BinaryIO | None) -> None:
         self.path = path
         self.byte_size = 0
         self._opened = opened
-        self._drafts = drafts
-        self._overwrite = overwrite
-        self._data = drafts.open(data_path_of(path), "data") if path is not None and external else None
+        self._folder = folder
+        self._data = data
         """The external file; None if the tensors go into the model."""
         self._late: dict[str, wire.Data] = {}
         """Raw data of new initializers, by name. It goes into the model's file, and not through protobuf if it can."""
@@ -65,17 +62,17 @@ class Target:
         """
         if self._data is not None:
             self._begin(self._data, tensor, data.nbytes)
-            write_early(self._data, _bytes(data))
+            self._data.write(_bytes(data))
         else:
             kept = data if data.flags.owndata else data.copy()  # what is mapped may change
             self._late[tensor.name] = wire.Data(data.nbytes, lambda: [_bytes(kept)])
 
     def finish(self, model: onnx.ModelProto) -> None:
-        """Stores the tensors of a model that are still where they were, writes the model and puts the files in place.
+        """Stores the tensors of a model that are still where they were, and writes the model.
 
         Raises:
-            ContractError: a tensor cannot be read, the input changed meanwhile, or the model is too large for one file.
-            OSError: the result cannot be written; FileExistsError if there is one by now that must not be replaced.
+            ContractError: a tensor cannot be read, or the model is too large for one file.
+            OSError: the result cannot be written.
         """
         self._put_now(model)
         for tensor in model.graph.initializer:
@@ -88,46 +85,28 @@ class Target:
         if self.path is None:
             self.byte_size = model.ByteSize()
         elif self._data is None:
-            self._finish_one(model, self.path)
+            self._write(model, self.path)
         else:
-            self._finish_pair(model, self.path, self._data)
+            self.byte_size = self._data.tell()
+            self._data.close()
+            Path(self._data.name).rename(self._folder / data_path_of(self.path).name)
+            for tensor in filter(is_external, iter_tensors(model)):
+                set_location(tensor, data_path_of(self.path).name)
+            self._write(model, self.path)
 
-    def probe(self) -> None:
-        """Opens what `finish` would write to: a dry run must tell what cannot be written."""
-        if self.path is not None:
-            self._drafts.open(self.path)
+    def discard(self) -> None:
+        """Removes what was written: a dry run replaces nothing."""
+        if self._data is not None:
+            self._data.close()
+            Path(self._data.name).unlink()
 
-    def _finish_one(self, model: onnx.ModelProto, path: Path) -> None:
-        overwrites, data_path = path.exists(), data_path_of(path)
-        file = self._written(model, path, "new")
-        self.byte_size = file.tell()
-        self._check_input()
-        self._drafts.put(file, path, overwrite=self._overwrite)
-        if overwrites and (data_path.is_file() or data_path.is_symlink()):
-            data_path.unlink()  # it belongs to the old model
-
-    def _finish_pair(self, model: onnx.ModelProto, path: Path, data: BinaryIO) -> None:
-        bridge = self._written(model, path, "bridge")
-        for tensor in filter(is_external, iter_tensors(model)):
-            set_location(tensor, data_path_of(path).name)
-        file = self._written(model, path, "new")
-        self.byte_size = data.tell() + file.tell()
-        self._check_input()
-        self._drafts.put_pair(data, bridge, file, path, overwrite=self._overwrite)
-
-    def _written(self, model: onnx.ModelProto, path: Path, role: Literal["new", "bridge"]) -> BinaryIO:
-        """Returns the draft that the model was written to."""
+    def _write(self, model: onnx.ModelProto, path: Path) -> None:
         content = wire.Serialized(model, self._late)
         if content.byte_size > wire.MOST_BYTES:
             raise _too_large(path)
-        file = self._drafts.open(path, role)
-        for piece in content.pieces():
-            write_early(file, piece)
-        return file
-
-    def _check_input(self) -> None:
-        if self._opened.folder is not None:
-            self._opened.folder.files.check()
+        with (self._folder / path.name).open("xb") as file:
+            file.writelines(content.pieces())
+            self.byte_size += file.tell()
 
     def _put_now(self, model: onnx.ModelProto) -> None:
         """Gives new tensors their data where it cannot be given late: in memory, and in subgraphs of a file."""
@@ -162,7 +141,7 @@ class Target:
         else:
             self._begin(self._data, tensor, byte_length(stored))
             for chunk in self._chunks(stored):
-                write_early(self._data, chunk)
+                self._data.write(chunk)
 
     def _transfer_others(self, model: onnx.ModelProto) -> None:
         """Moves what subgraphs, functions and Constant nodes keep in files."""
@@ -176,7 +155,7 @@ class Target:
     def _begin(self, file: BinaryIO, tensor: onnx.TensorProto, length: int) -> None:
         """Brings `file` to the next aligned offset and says in `tensor` that its data lies there.
 
-        Until the files are in place, what this writes lies in the draft, whose name no model read can have.
+        Until `finish`, that is a file whose name no model read can have.
         """
         offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
         file.truncate(offset)
@@ -190,21 +169,37 @@ class Target:
 
 @contextlib.contextmanager
 def open_target(opened: OpenedModel, path: Path | None, *, external: bool, overwrite: bool) -> Iterator[Target]:
-    """Yields the target of a rewrite; whatever goes wrong inside, no draft stays.
+    """Yields the target of a rewrite; at its end the files that `finish` wrote are put in place.
 
     Raises:
         ContractError: the output exists and `overwrite` is false, is the input or its data, or cannot be written.
     """
+    if path is None:
+        yield Target(opened, None, Path(), None)
+        return
+    if external and path.name != path.name.encode(errors="replace").decode():
+        inline = ("pass ", Option("external_data", "never"), " or another ", Option("output"))
+        raise ContractError(path, "its name is not UTF-8, as a model names its data", expected="text", advice=inline)
+    inputs, old = input_files(opened), _old_data(path) if overwrite else []
+    check_output(
+        path, overwrite=overwrite, inputs=inputs, replaces=old, beside=[data_path_of(path)] if external else []
+    )
+    with output(path, overwrite=overwrite, inputs=inputs, replaces=old) as folder:
+        draft = folder / secrets.token_hex(8)
+        with draft.open("xb") if external else contextlib.nullcontext() as data:
+            yield Target(opened, path, folder, data)
+
+
+def _old_data(path: Path) -> list[Path]:
+    """Returns the file of external data that belongs to the model at `path`, and is removed with it."""
+    data = data_path_of(path)
+    if not os.path.lexists(data):
+        return []
     try:
-        if path is not None:
-            _check_path(opened, path, external=external, overwrite=overwrite)
-        with Drafts() as drafts:
-            yield Target(opened, path, drafts, external=external, overwrite=overwrite)
-    except FileExistsError as error:  # since it was checked
-        raise _exists(error.filename) from None
-    except OSError as error:  # reading reports ContractError, so this is about writing
-        advice = ("free some space or pass another ", Option("output"))
-        raise ContractError.unwritable(path, error, advice) from None
+        old = onnx.ModelProto.FromString(path.read_bytes())
+    except (OSError, DecodeError):
+        return []
+    return [data] if any(location(tensor) == data.name for tensor in filter(is_external, iter_tensors(old))) else []
 
 
 def wants_external(
@@ -236,37 +231,12 @@ def _too_large(path: Path) -> ContractError:
     return ContractError(path, what, expected="external data", advice=("pass ", Option("external_data", "always")))
 
 
-def _check_path(opened: OpenedModel, path: Path, *, external: bool, overwrite: bool) -> None:
-    if external and path.name != path.name.encode(errors="replace").decode():
-        inline = ("pass ", Option("external_data", "never"), " or another ", Option("output"))
-        raise ContractError(path, "its name is not UTF-8, as a model names its data", expected="text", advice=inline)
-    if "\0" not in str(path) and not path.parent.exists():  # refused now, not after the work
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-    clean_up(path.parent)
-    for file in (path, data_path_of(path))[: 1 + external]:
-        if is_folder(file):
-            inside = ("pass ", Option("output", "DIRECTORY/MODEL.onnx"))
-            raise ContractError(file, "a directory", expected="a file name", advice=inside)
-    inputs = input_files(opened)
-    if is_any_of(path, inputs) or is_any_of(data_path_of(path), inputs):
-        another = ("pass another ", Option("output"))
-        raise ContractError(path, "is the input or its external data", expected="another file", advice=another)
-    for file in (path, data_path_of(path))[: 1 + external]:
-        if os.path.lexists(file) and not overwrite:
-            raise _exists(file)
-
-
 def input_files(opened: OpenedModel) -> set[Path]:
     """Returns the files that a model and its tensors lie in; none for a model that came without a path."""
     if opened.folder is None:
         return set()
     tensors = [*opened.tensors.values(), *iter_tensors(opened.proto)]
     return {Path(opened.name), *(opened.folder.path / location(tensor) for tensor in tensors if is_external(tensor))}
-
-
-def _exists(path: Path) -> ContractError:
-    replace = ("pass ", Option("overwrite", True), " or another ", Option("output"))
-    return ContractError(path, "exists already", expected="a new file", advice=replace)
 
 
 def _bytes(data: npt.NDArray[Any]) -> memoryview:

@@ -80,7 +80,7 @@ def _copied(
     external = wants_external(opened, opened.byte_size, path, options.external_data)
     with open_target(opened, path, external=external, overwrite=options.overwrite) as target:
         if options.dry_run:
-            target.probe()
+            target.discard()
             return None, reporter.report(already_rewritten=True)
         target.finish(opened.proto)
     return path, reporter.report((), target.byte_size, already_rewritten=True)
@@ -131,10 +131,8 @@ def rewrite_opened(opened: OpenedModel, reporter: Reporter) -> tuple[Path | onnx
         check_result(proto, opened.name)
         reporter.notes += cpu_provider.note(proto, widened)
         if options.dry_run:
-            target.probe()
+            target.discard()
             return None, reporter.dry_run(decisions, result)
-        if options.weights is not None:
-            options.weights.check()
         target.finish(proto)
     return target.path or proto, reporter.report(reports, target.byte_size, account=result)
 

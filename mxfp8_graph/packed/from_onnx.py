@@ -74,7 +74,7 @@ def contents(opened: OpenedModel) -> Contents:
     result = Contents(where=opened.name, weights=by_name, others=others, recipe=recipe)
     if opened.folder is None:
         return result
-    return replace(result, files=frozenset(input_files(opened)), check=opened.folder.files.check)
+    return replace(result, files=frozenset(input_files(opened)))
 
 
 def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:

@@ -124,8 +124,6 @@ class Contents:
     """The recipe as JSON, if it is recorded."""
     files: frozenset[Path] = frozenset()
     """Files of the model."""
-    check: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Raises ContractError if a file that was read changed since."""
 
 
 def original_name(elements: str) -> str:

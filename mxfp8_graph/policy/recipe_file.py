@@ -15,7 +15,6 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
-from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.naming import printable
 from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
@@ -58,7 +57,7 @@ def read(path: Path) -> tuple[dict[str, Any], Lines]:
         RecipeError: the file cannot be read, or is not a mapping in YAML or TOML; quotes the file and the line.
     """
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             # One byte more than the limit tells a file of that size from a larger one without reading it whole.
             content = file.read(_LARGEST + 1)
         text = content.decode("utf-8")

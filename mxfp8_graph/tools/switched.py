@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Final
 
 from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program
-from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model.open import open_model
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
@@ -46,7 +46,8 @@ def open_switchable(
         return
     opened = open_model(model)
     signature = Signature.of(opened)
-    with scratch("analyze") as folder:
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as name:
+        folder = Path(name)
         _check_room(folder, round(opened.byte_size * _ROOM), opened.name)
         path = folder / "model.onnx"
         yield SwitchedSession(

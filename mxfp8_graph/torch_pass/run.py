@@ -12,7 +12,6 @@ from typing import Final
 import torch
 from torch.export import ExportedProgram
 
-from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, StoredWeight
 from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible, take_given
@@ -30,7 +29,6 @@ from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, che
 from mxfp8_graph.torch_program.files import check_target, load, save
 from mxfp8_graph.torch_program.program import Program
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import ContractError, Option
 
 WANTED: Final = "matmul in the program"
 """What the error says that the program lacks, if nothing is eligible."""
@@ -127,10 +125,7 @@ def _finished(
 
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
     """Raises ContractError if the output cannot be written or is the input."""
-    if isinstance(model, Path) and is_any_of(output, [model]):
-        advice = ("pass another ", Option("output"))
-        raise ContractError(output, "is the input", expected="another file", advice=advice)
-    check_target(output, overwrite=overwrite)
+    check_target(output, overwrite=overwrite, inputs=[model] if isinstance(model, Path) else [])
 
 
 def byte_size(program: ExportedProgram) -> int:
@@ -200,9 +195,6 @@ def _replaced(
     # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
-    if options.weights is not None:
-        # After the last read: a checkpoint that changed meanwhile may have given parts of two versions.
-        options.weights.check()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports, editor.made_from

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
@@ -12,8 +13,7 @@ import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.files import is_taken, replacing, uninterrupted
+from mxfp8_graph.files import check_output, output
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_program import containers, internals, record, serialized
 from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked
@@ -22,7 +22,7 @@ from mxfp8_ops import (
     contract,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
 )
-from mxfp8_ops.errors import ContractError, Mxfp8Error, Option
+from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 EXTRA_FILE: Final = "mxfp8_graph.json"
 """Name of the extra file in the archive: the record of the rewrite, and the modules that define the containers."""
@@ -49,16 +49,19 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
         entries[_SAMPLES_KEY] = _LEAVES
         program = internals.with_samples(program, (tuple(leaves), {}))
     try:
-        with replacing(path, overwrite=overwrite) as file:
-            with uninterrupted() as interrupts:
-                sink: Any = _Sink(file, interrupts)
-                torch.export.save(program, sink, extra_files={EXTRA_FILE: json.dumps(entries)})
+        # In a thread, where no signal raises: torch's writer ends the process when its file raises something.
+        with (
+            output(path, overwrite=overwrite) as folder,
+            (folder / path.name).open("wb") as file,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            sink: Any = _Sink(file)
+            extra = {EXTRA_FILE: json.dumps(entries)}
+            thread.submit(torch.export.save, program, sink, extra_files=extra).result()
             if sink.error is not None:
                 raise sink.error
-    except FileExistsError:  # since it was checked
-        raise _exists(path) from None
-    except OSError as error:
-        raise ContractError.unwritable(path, error, "free some space or choose another") from None
+    except Mxfp8Error:
+        raise
     except Exception as error:
         what = f"torch cannot serialize the program: {first_line(error)}"
         expected = "containers that pytree knows and registered ops"
@@ -67,15 +70,11 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
 
 
 class _Sink(io.RawIOBase):
-    """A file that stores its first error, and ignores all writes after it, or after the first of `interrupts`.
+    """A file that stores its first error, and ignores all writes after it."""
 
-    torch's writer ends the process when a file raises something.
-    """
-
-    def __init__(self, file: BinaryIO, interrupts: Sequence[Any]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.error: OSError | None = None
         self._file = file
-        self._interrupts = interrupts
 
     def writable(self) -> bool:
         return True
@@ -87,7 +86,7 @@ class _Sink(io.RawIOBase):
         return offset
 
     def write(self, data: Any) -> int:
-        if self.error is None and not self._interrupts:
+        if self.error is None:
             try:
                 self._file.write(data)
             except OSError as error:
@@ -98,8 +97,7 @@ class _Sink(io.RawIOBase):
 def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
     """Returns the program in a .pt2 file; see `mxfp8_graph.load`."""
     path = Path(path)
-    pins = Pins()
-    archive = Archive(path, pins)
+    archive = Archive(path)
     entries = _entries(archive)
     version = _contract_version(path, entries)
     # Before the program is read: ops of a newer contract would fail with an error that says less.
@@ -119,8 +117,6 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
         what = f"torch {torch.__version__} cannot read the program: {first_line(error)}"
         expected = "ops and containers that are registered, and a file of this torch or an older one"
         raise ContractError(path, what, expected=expected, advice=advice) from error
-    # After the read: a file that was replaced meanwhile may have given parts of two versions.
-    pins.check()
     if program is None:
         what = "holds no exported program (a compiled package?)"
         raise ContractError(path, what, expected="one", advice="save it with mxfp8_graph.save")
@@ -128,26 +124,17 @@ def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
     return checked(program)
 
 
-def check_target(path: str | Path, *, overwrite: bool) -> Path:
-    """Returns `path` if a program can be written there. Ask before the work, not after it.
+def check_target(path: str | Path, *, overwrite: bool, inputs: Collection[Path] = ()) -> Path:
+    """Returns `path` if a program can be written there, which is none of `inputs`. Ask before the work, not after it.
 
     Raises:
-        ContractError: another suffix than .pt2, no such folder, or the file exists and `overwrite` is false.
+        ContractError: another suffix than .pt2, or as `files.check_output`.
     """
     path = Path(path)
     if path.suffix != ".pt2":
         raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
-    if is_folder(path) or not is_folder(path.parent):
-        what = "a directory" if is_folder(path) else f"folder {path.parent} does not exist"
-        raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
-    if not overwrite and is_taken(path):
-        raise _exists(path)
+    check_output(path, overwrite=overwrite, inputs=inputs)
     return path
-
-
-def _exists(path: Path) -> ContractError:
-    advice = ("pass ", Option("overwrite", True), " or another path")
-    return ContractError(path, "exists already", expected="a new file", advice=advice)
 
 
 def _entries(archive: Archive) -> Mapping[str, Any]:

@@ -25,7 +25,6 @@ import torch
 from torch._export.serde import schema, serialize
 from torch.export import ExportedProgram
 
-from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.torch_program.code_in_programs import TRUST, refuse_code, refuse_code_in_keys
 from mxfp8_graph.torch_program.containers import unpickled_as
 from mxfp8_ops.errors import ContractError
@@ -56,13 +55,11 @@ class Archive:
         ContractError: it cannot be read, is no zip archive, or is made to exhaust memory.
     """
 
-    def __init__(self, path: Path, pins: Pins) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        if is_folder(path):
-            raise ContractError(path, "a directory", expected="a .pt2 file", advice="name the file inside it")
         expected = "what mxfp8_graph.save or torch.export.save writes"
         try:
-            with pins.open(path) as file:
+            with path.open("rb") as file:
                 is_zip = file.read(4) == b"PK\x03\x04"
                 if not _check(file, path.stat().st_size, path):
                     if is_zip:

@@ -48,7 +48,7 @@ def check(report: RewriteReport, before: int, after: int | None) -> None:
 
 def count_or_none(count: Callable[[Any], int], model: Any) -> int | None:
     """Returns the bytes of a model, or None if it cannot be read: then the rewrite says what is wrong."""
-    if isinstance(model, (str, Path)) and not os.path.isfile(model):  # noqa: PTH113 - a device would be read without end
+    if isinstance(model, (str, Path)) and not os.path.isfile(model):
         return None
     try:
         return count(model)

@@ -45,7 +45,6 @@ def folder_of(path: Path | None) -> ModelFolder | None:
         return None
     folder = ModelFolder(path / "m")
     (path / "m").touch()
-    folder.files.open(path / "m").close()
     return folder
 
 

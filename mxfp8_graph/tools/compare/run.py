@@ -7,6 +7,7 @@ same matmuls. An exported program is compared as the ONNX model that torch makes
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,6 @@ from mxfp8_graph.checking.inputs import Inputs, Signature, describe
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.checking.sessions import Execution, Runnable, Session
-from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.open import OpenedModel, open_model
 from mxfp8_graph.options import Progress, Unpack, check_options
@@ -106,7 +106,8 @@ def compare(
     check_options("compare", inputs, SampleOptions)
     chosen_metrics = [metric_called(name) for name in metrics]
     candidates = _candidates(recipes, settings)
-    with scratch("compare") as folder:
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as scratch:
+        folder = Path(scratch)
         notes = [f"recipes of ours with {', '.join(settings)}"] if settings else []
         name = "model"
         if is_program(model):

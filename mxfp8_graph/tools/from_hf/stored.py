@@ -105,7 +105,6 @@ def _folder(checkpoint: Checkpoint, sources: Mapping[str, Stored]) -> ModelFolde
     for stored in sources.values():
         if folder is None:
             folder = ModelFolder(stored.path)
-            folder.files = stored.files
         if stored.path.parent != folder.path:
             what = f"{stored.path} and others are in several folders"
             raise ContractError(checkpoint.path, what, expected="shards in one folder", advice="move them there")

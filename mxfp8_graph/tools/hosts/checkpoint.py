@@ -90,7 +90,7 @@ def export_checkpoint(
             files["model.safetensors.index.json"] = _json(index)
         write_files(folder, files)
         for name, shard in zip(names, shards, strict=True):
-            safetensors.write(folder / name, shard, metadata, overwrite=False, check=source.check)
+            safetensors.write(folder / name, shard, metadata, overwrite=False)
     return target, notes
 
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from mxfp8_graph.file_reading import open_regular
-from mxfp8_graph.files import new_folder
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_model import record
 from mxfp8_graph.onnx_model.graph import declared
@@ -36,7 +34,7 @@ def package(
     """Returns `output`, a new folder that a host loads a rewritten model from.
 
     Files are copied, the model's external data too. The folder is put in place whole; if the process is killed on the
-    way, a folder `.NAME.TOKEN.mxfp8-folder` stays beside it.
+    way, a folder `.mxfp8-graph-RANDOM` stays beside it.
 
     Args:
         model: an ONNX file that `rewrite` made.
@@ -78,7 +76,7 @@ def package(
     with whole_folder(target) as folder:
         write_files(folder, layout.files)
         if layout.library is not None:
-            _copy(functools.partial(open_regular, library), library, folder, layout.library)
+            _copy(library, folder, layout.library)
         _copy_model(folder, layout.model, opened)
     return target
 
@@ -99,10 +97,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     try:
-        with new_folder(target) as folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".mxfp8-graph-", dir=target.parent) as around:
+            folder = Path(around, target.name)
+            folder.mkdir()
             yield folder
-    except FileExistsError:  # since it was looked for
-        raise _exists(target) from None
+            require_new(target)  # once more: something may have come since
+            folder.rename(target)
     except OSError as error:
         raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
 
@@ -114,7 +115,7 @@ def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
             with _new_file(folder, name) as file:
                 file.write(content)
         else:
-            _copy(functools.partial(open_regular, content), content, folder, name)
+            _copy(content, folder, name)
 
 
 def _rewritten(model: Any) -> OpenedModel:
@@ -131,19 +132,21 @@ def _copy_model(folder: Path, name: str, opened: OpenedModel) -> None:
     """Copies a model and its external data, which keeps its place relative to the model."""
     models, path = opened.folder, Path(opened.name)
     assert models is not None  # it came from a file
-    _copy(functools.partial(models.files.open, path), path, folder, name)
+    _copy(path, folder, name)
     tensors = [*opened.tensors.values(), *iter_tensors(opened.proto)]
     for data in sorted({location(tensor) for tensor in tensors if is_external(tensor)}):
         place = str(PurePosixPath(name).parent / data)
-        _copy(functools.partial(models.open, data, opened.name), path.parent / data, folder, place)
-    # After the copies: a model that changed meanwhile may have given parts of two versions.
-    models.files.check()
+        try:
+            located = models.locate(data, opened.name)
+        except OSError as error:
+            raise ContractError.unreadable(path.parent / data, error, "a readable file") from None
+        _copy(located, folder, place)
 
 
-def _copy(open_original: Callable[[], BinaryIO], path: Path, folder: Path, name: str) -> None:
-    """Copies what `open_original` opens, called `path` in errors, to a new file below `folder`."""
+def _copy(path: Path, folder: Path, name: str) -> None:
+    """Copies a file to a new one below `folder`."""
     try:
-        original = open_original()
+        original = path.open("rb")
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     with original, _new_file(folder, name) as file:

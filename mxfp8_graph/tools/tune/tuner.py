@@ -13,7 +13,7 @@ from mxfp8_graph.checking.inputs import Signature
 from mxfp8_graph.checking.runner import Model, is_program
 from mxfp8_graph.checking.samples import Samples
 from mxfp8_graph.checking.sessions import Runnable
-from mxfp8_graph.files import write_text
+from mxfp8_graph.files import output
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -263,7 +263,8 @@ class Tuner:
 
 
 def _write_reports(found: Tuning, folder: Path) -> None:
-    write_text(folder / "recipe.yaml", found.recipe.to_yaml())
+    with output(folder / "recipe.yaml", overwrite=True) as new:
+        (new / "recipe.yaml").write_bytes(found.recipe.to_yaml().encode())
     found = replace(found, resumed=0)  # an interrupted search gives the same files
     found.write(folder / "report.json")
     found.write(folder / "report.html")
