@@ -10,7 +10,7 @@
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
-# make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
+# make faults     kills a rewrite at random moments: counts which output is left
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 # make docs       the pages of docs/ as a site, in build/site

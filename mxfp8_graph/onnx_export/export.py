@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import onnx
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import is_any_of
-from mxfp8_graph.files import data_path_of
+from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_model import cpu_provider, record

@@ -116,8 +116,6 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
         check_output(model, path, external=external, overwrite=overwrite)
     if options.dry_run:
         return None, reporter.dry_run(decisions)
-    if options.weights is not None:
-        options.weights.check()
     if path is None:
         proto = to_proto(model)
         return proto, reporter.report([*map(site_report, done)], proto.ByteSize())

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
@@ -112,10 +111,6 @@ def export_safetensors(
         what, expected = f"weight {others[0]!r} has int8 elements", "float8 elements, as this convention has"
         advice = f"export it with convention={COMPRESSED_TENSORS.name!r}"
         raise ContractError(source.where, what, expected=expected, advice=advice)
-    # Weights are read while the file is written, so it must not be one of theirs.
-    if is_any_of(path, source.files):
-        what = "is the model or its external data"
-        raise ContractError(path, what, expected="another file", advice="pass another path")
     weights: dict[str, PackedWeight] = {}
     for weight in source.weights.values():
         # Two weights of one module would have the same name X.weight.
@@ -130,7 +125,7 @@ def export_safetensors(
         if not weights_only:
             tensors[name] = tensor
     metadata = file_metadata(config_of(weights, chosen, ignored), source)
-    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite)
+    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite, inputs=source.files)
     return path
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress
@@ -47,7 +47,8 @@ def open_switchable(
         return
     loaded = load(model)
     signature = Signature.of(loaded)
-    with scratch("analyze") as folder:
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as name:
+        folder = Path(name)
         _check_room(folder, round(bytes_of(loaded) * _ROOM), name_of(loaded))
         path = folder / "model.onnx"
         yield SwitchedSession(

@@ -25,7 +25,6 @@ from torch.export.pt2_archive._package import load_pt2
 from torch.utils import _pytree as pytree
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import open_regular
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_pass.checked_program import check_stored, checked
 from mxfp8_graph.torch_pass.record import EXTRA_FILE, MODULES_KEY, SAMPLES_KEY
@@ -62,7 +61,7 @@ def load(path: str | Path) -> ExportedProgram:
     """Returns the program in a .pt2 file; see `mxfp8_graph.load`."""
     path = Path(path)
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             program = _read(file, path)
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable .pt2 file") from None

@@ -11,7 +11,6 @@ from typing import Final
 
 from torch.export import ExportedProgram
 
-from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, StoredWeight
 from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
@@ -40,7 +39,6 @@ from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import ContractError, Option
 
 WANTED: Final = "matmul in the program"
 """What the error says that the program lacks, if nothing is eligible."""
@@ -135,10 +133,7 @@ def _finished(
 
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
     """Raises ContractError if the output cannot be written or is the input."""
-    if isinstance(model, Path) and is_any_of(output, [model]):
-        advice = ("pass another ", Option("output"))
-        raise ContractError(output, "is the input", expected="another file", advice=advice)
-    check_target(output, overwrite=overwrite)
+    check_target(output, overwrite=overwrite, inputs=[model] if isinstance(model, Path) else [])
 
 
 def byte_size(program: ExportedProgram) -> int:
@@ -199,9 +194,6 @@ def _replaced(
     # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
-    if options.weights is not None:
-        # After the last read: a checkpoint that changed meanwhile may have given parts of two versions.
-        options.weights.check()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports

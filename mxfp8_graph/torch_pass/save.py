@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -14,12 +15,11 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import is_folder
-from mxfp8_graph.files import is_taken, replacing, uninterrupted
+from mxfp8_graph.files import check_output, output
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.checked_program import check_values
-from mxfp8_ops.errors import ContractError, Option
+from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
 """Containers that torch unpickles without importing a class; None stands for a leaf."""
@@ -43,16 +43,19 @@ def write(program: ExportedProgram, path: Path, *, overwrite: bool) -> Path:
         entries[record.SAMPLES_KEY] = "leaves"
         program = internals.with_samples(program, (tuple(leaves), {}))
     try:
-        with replacing(path, overwrite=overwrite) as file:
-            with uninterrupted() as interrupts:
-                sink: Any = _Sink(file, interrupts)
-                torch.export.save(program, sink, extra_files={record.EXTRA_FILE: json.dumps(entries)})
+        # In a thread, where no signal raises: torch's writer ends the process when its file raises something.
+        with (
+            output(path, overwrite=overwrite) as folder,
+            (folder / path.name).open("wb") as file,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            sink: Any = _Sink(file)
+            extra = {record.EXTRA_FILE: json.dumps(entries)}
+            thread.submit(torch.export.save, program, sink, extra_files=extra).result()
             if sink.error is not None:
                 raise sink.error
-    except FileExistsError:  # since it was checked
-        raise _exists(path) from None
-    except OSError as error:
-        raise ContractError.unwritable(path, error, "free some space or choose another") from None
+    except Mxfp8Error:
+        raise
     except Exception as error:
         what = f"torch cannot serialize the program: {first_line(error)}"
         expected = "containers that pytree knows and registered ops"
@@ -61,15 +64,11 @@ def write(program: ExportedProgram, path: Path, *, overwrite: bool) -> Path:
 
 
 class _Sink(io.RawIOBase):
-    """A file that stores its first error, and ignores all writes after it, or after the first of `interrupts`.
+    """A file that stores its first error, and ignores all writes after it."""
 
-    torch's writer ends the process when a file raises something.
-    """
-
-    def __init__(self, file: BinaryIO, interrupts: Sequence[Any]) -> None:
+    def __init__(self, file: BinaryIO) -> None:
         self.error: OSError | None = None
         self._file = file
-        self._interrupts = interrupts
 
     def writable(self) -> bool:
         return True
@@ -81,7 +80,7 @@ class _Sink(io.RawIOBase):
         return offset
 
     def write(self, data: Any) -> int:
-        if self.error is None and not self._interrupts:
+        if self.error is None:
             try:
                 self._file.write(data)
             except OSError as error:
@@ -98,17 +97,8 @@ def check_target(path: str | Path, *, overwrite: bool) -> Path:
     path = Path(path)
     if path.suffix != ".pt2":
         raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
-    if is_folder(path) or not is_folder(path.parent):
-        what = "a directory" if is_folder(path) else f"folder {path.parent} does not exist"
-        raise ContractError(path, what, expected="a file in an existing folder", advice="correct the path")
-    if not overwrite and is_taken(path):
-        raise _exists(path)
+    check_output(path, overwrite=overwrite)
     return path
-
-
-def _exists(path: Path) -> ContractError:
-    advice = ("pass ", Option("overwrite", True), " or another path")
-    return ContractError(path, "exists already", expected="a new file", advice=advice)
 
 
 def container_modules(program: ExportedProgram) -> list[str]:

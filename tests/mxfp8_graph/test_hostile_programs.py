@@ -154,10 +154,3 @@ def test_modules_that_a_file_names_are_not_imported(
     content = records(source) | {"extra/mxfp8_graph.json": json.dumps(entries).encode()}
     mxfp8_graph.load(write(tmp_path / "model.pt2", content))
     assert not (tmp_path / "proof").exists()
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
-def test_a_fifo_does_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "bad.pt2")
-    with pytest.raises(ContractError, match="not a regular file"):
-        mxfp8_graph.load(tmp_path / "bad.pt2")

@@ -248,7 +248,8 @@ def test_an_existing_report_is_replaced_or_left_where_it_cannot_be_written(tmp_p
     path.write_text("old")
     with files_of_at_most(100), pytest.raises(Mxfp8Error) as caught:
         REPORT.write(path)
-    assert str(caught.value) == f"{path}: File too large; expected a writable place; choose another"
+    expected = "expected a writable folder with enough space; free some space or pass another path"
+    assert str(caught.value) == f"{path}: cannot be written: File too large; {expected}"
     assert files(tmp_path) == ["report.json"]
     assert path.read_bytes() == b"old"
     REPORT.write(path)
@@ -258,11 +259,11 @@ def test_an_existing_report_is_replaced_or_left_where_it_cannot_be_written(tmp_p
 
 def test_where_a_report_cannot_go(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
-    existing = "expected a file in an existing folder; correct the report's path"
+    existing = "expected a file in an existing folder; create the folder"
     for name, message in (
         ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
         ("none/report.json", f"folder {tmp_path}/none does not exist; {existing}"),
-        ("folder.json", f"a folder; {existing}"),
+        ("folder.json", "a directory; expected a file name; pass another path"),
     ):
         with pytest.raises(Mxfp8Error) as caught:
             REPORT.write(tmp_path / name)

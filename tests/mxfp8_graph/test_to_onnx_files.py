@@ -10,11 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from mxfp8_graph.onnx_model import write
 from onnx_exports import Linear, Packed, data, expected, exported, ours, packed, program, run
 from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model import write
 from mxfp8_ops import numerics, numpy_nodes, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
 from mxfp8_ops.errors import ContractError

@@ -95,7 +95,7 @@ def test_the_command_line_names_its_own_options(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ContractError, match=f"^{exists} overwrite=True or another path$"):
         mxfp8_graph.rewrite("m.pt2")
     assert refused("rewrite", "m.pt2", "-o", "m.pt2") == (
-        "error: m.pt2: is the input; expected another file; pass another --output"
+        "error: m.pt2: is an input; expected another file; pass another path"
     )
 
 
@@ -115,7 +115,7 @@ def test_rewriting_files(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="exists already"):
         mxfp8_graph.rewrite(source)
     assert mxfp8_graph.rewrite(source, overwrite=True)[0] == output
-    with pytest.raises(ContractError, match="is the input"):
+    with pytest.raises(ContractError, match="is an input"):
         mxfp8_graph.rewrite(source, output=source, overwrite=True)
     assert mxfp8_graph.rewrite(source, output=tmp_path / "dry.pt2", dry_run=True)[0] is None
     assert not (tmp_path / "dry.pt2").exists()
@@ -124,7 +124,7 @@ def test_rewriting_files(tmp_path: Path) -> None:
     assert output.read_bytes() == written
     for wrong, reason in (
         (tmp_path / "none" / "dry.pt2", "does not exist"),
-        (source, "is the"),
+        (source, "is an input"),
     ):
         with pytest.raises(ContractError, match=reason):
             mxfp8_graph.rewrite(source, output=wrong, dry_run=True)
@@ -185,7 +185,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, rewritten:
         mxfp8_graph.save(rewritten, path, overwrite=True)
     assert str(caught.value) == (
         f"{path}: cannot be written: File too large; expected a writable folder with enough space; free some space or "
-        "choose another"
+        "pass another path"
     )
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]

@@ -7,6 +7,7 @@ same matmuls. An exported program is compared as the ONNX model that torch makes
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph import rewriting
-from mxfp8_graph.files import scratch
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load
@@ -107,7 +107,8 @@ def compare(
     check_options("compare", inputs, SampleOptions)
     chosen_metrics = [metric_called(name) for name in metrics]
     candidates = _candidates(recipes, settings)
-    with scratch("compare") as folder:
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as scratch:
+        folder = Path(scratch)
         notes = [f"recipes of ours with {', '.join(settings)}"] if settings else []
         name = "model"
         if is_program(model):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mxfp8_graph.file_reading import Pins, is_folder
 from mxfp8_graph.onnx_export.export import check_opset
 from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, Unpack, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
@@ -69,11 +69,10 @@ def from_hf(
     """
     check_options("from_hf", options, PackOptions)
     folder = Path(folder)
-    if not is_folder(folder):
+    if not os.path.isdir(folder):
         raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
     config = read_json(
         folder / "config.json",
-        Pins(),
         what="not a JSON object",
         expected="the config of a model",
         advice="download it again",
@@ -89,7 +88,6 @@ def from_hf(
         where=str(folder),
         weights=checkpoint.weights,
         instead=True,
-        check=checkpoint.check,
         files=checkpoint.files | {folder / "config.json"},
     )
     # Before the export, which takes minutes: the output must not be one of the files that it is made of.

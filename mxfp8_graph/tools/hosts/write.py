@@ -6,14 +6,13 @@ import contextlib
 import importlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 import onnx_ir as ir
 
-from mxfp8_graph.file_reading import open_regular
-from mxfp8_graph.files import new_folder
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.graph import name_of
@@ -35,7 +34,7 @@ def package(
     """Returns `output`, a new folder that a host loads a rewritten model from.
 
     Files are copied, the model's external data too. The folder is put in place whole; if the process is killed on the
-    way, a folder `.NAME.TOKEN.mxfp8-folder` stays beside it.
+    way, a folder `.mxfp8-graph-RANDOM` stays beside it.
 
     Args:
         model: an ONNX file that `rewrite` made.
@@ -98,10 +97,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     try:
-        with new_folder(target) as folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".mxfp8-graph-", dir=target.parent) as around:
+            folder = Path(around, target.name)
+            folder.mkdir()
             yield folder
-    except FileExistsError:  # since it was looked for
-        raise _exists(target) from None
+            require_new(target)  # once more: something may have come since
+            folder.rename(target)
     except OSError as error:
         raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
 
@@ -140,7 +142,7 @@ def _copy_model(folder: Path, name: str, model: ir.Model) -> None:
 def _copy(path: Path, folder: Path, name: str) -> None:
     """Copies a file to a new one below `folder`."""
     try:
-        original = open_regular(path)
+        original = path.open("rb")
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     with original, _new_file(folder, name) as file:

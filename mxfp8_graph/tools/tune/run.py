@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from mxfp8_graph.files import scratch
 from mxfp8_graph.options import Progress, Unpack, check_options, documented
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
@@ -87,7 +87,7 @@ def tune(
     with search as file, _opened(model) as (source, signature, original):
         samples = make_samples(signature, options, count=SYNTHESISED, run=original.run)
         base = base.for_cpu() if original.note else base
-        with scratch("tune") as folder:
+        with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:
             tuner = Tuner(
                 model=model,
                 source=source,
@@ -99,7 +99,7 @@ def tune(
                 objective=objective,
                 place=place,
                 file=file,
-                folder=folder,
+                folder=Path(folder),
                 allow_nonfinite=options.get("allow_nonfinite", False),
                 ticker=Ticker(options.get("progress")),
             )
