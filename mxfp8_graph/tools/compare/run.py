@@ -189,7 +189,7 @@ def _candidate(recipe: str | Path | Recipe) -> _Candidate:
 
 
 def _exported(model: Any, path: Path) -> Path:
-    from mxfp8_graph.onnx_export import plain_to_onnx
+    from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx
 
     return plain_to_onnx(model, path)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mxfp8_graph.onnx_export.export import check_opset
+from mxfp8_graph.models import check_opset
 from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, Unpack, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
 from mxfp8_graph.policy import presets
