@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from mxfp8_graph.file_reading import is_any_of
-from mxfp8_graph.files import data_path_of
+from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_graph.options import ExportOptions, Unpack, check_options
 from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError

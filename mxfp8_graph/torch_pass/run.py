@@ -54,7 +54,8 @@ def rewrite_torch(
     reporter = Reporter(recipe=recipe, options=options)
     # Before the work: a model takes minutes to pack, and a bad path is known now.
     if options.output is not None:
-        _check_output(model, options.output, overwrite=options.overwrite)
+        inputs = [model] if isinstance(model, Path) else []
+        check_target(options.output, overwrite=options.overwrite, inputs=inputs)
     if isinstance(model, Path):
         source = load(model)
     else:
@@ -129,11 +130,6 @@ def _finished(
         return result, reporter.report(reports, byte_size(result))
     write(result, options.output, overwrite=options.overwrite)
     return options.output, reporter.report(reports, options.output.stat().st_size)
-
-
-def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
-    """Raises ContractError if the output cannot be written or is the input."""
-    check_target(output, overwrite=overwrite, inputs=[model] if isinstance(model, Path) else [])
 
 
 def byte_size(program: ExportedProgram) -> int:

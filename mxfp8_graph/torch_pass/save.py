@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -88,16 +88,16 @@ class _Sink(io.RawIOBase):
         return len(data)
 
 
-def check_target(path: str | Path, *, overwrite: bool) -> Path:
-    """Returns `path` if a program can be written there. Ask before the work, not after it.
+def check_target(path: str | Path, *, overwrite: bool, inputs: Collection[Path] = ()) -> Path:
+    """Returns `path` if a program can be written there, which is none of `inputs`. Ask before the work, not after it.
 
     Raises:
-        ContractError: another suffix than .pt2, no such folder, or the file exists and `overwrite` is false.
+        ContractError: another suffix than .pt2, or as `files.check_output`.
     """
     path = Path(path)
     if path.suffix != ".pt2":
         raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
-    check_output(path, overwrite=overwrite)
+    check_output(path, overwrite=overwrite, inputs=inputs)
     return path
 
 

@@ -272,7 +272,7 @@ class _Plain:
             self.weights[name] = SimpleNamespace(name=name, element_format=key[2], **fields)
             zero = torch.zeros((), dtype=dtype, device=packed[0].device)
             self._program.add_buffer(name, zero.expand(packed[0].shape))
-        plain = self._program.weight(self._program.scopes[0], self._names[key])
+        plain = self._program.weight(self._names[key])
         return plain if gather is None else build.add("picked", gather.target, plain, *gather.args[1:], **gather.kwargs)
 
 
