@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Final
 
 _STOPS: Final = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 
 def main() -> None:
@@ -36,6 +37,11 @@ def main() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if child:
         sys.exit(_wait(child))
+    if sys.platform == "linux":
+        import ctypes
+
+        # SIGKILL cannot be forwarded: the kernel sends SIGTERM to the child when the parent ends.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         from mxfp8_graph.cli import main as run
     except KeyboardInterrupt as stop:

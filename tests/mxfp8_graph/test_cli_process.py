@@ -16,10 +16,14 @@ from commands import process, refused, run, save
 
 import mxfp8_graph
 from mxfp8_graph import __version__, rewriting, terminal
+from mxfp8_graph.cli import guard
 from mxfp8_graph.onnx_pass import run as onnx_pass_run
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_ops.errors import Option
 
 pytestmark = pytest.mark.usefixtures("own_folder")
+
+CHILD, PARENT = "kill(os.getpid()", "kill(os.getppid()"
 
 
 # --- Usage -----------------------------------------------------------------------------------------------------------
@@ -91,21 +95,30 @@ def test_an_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     assert refused("rewrite", "m.onnx") == "error: out.onnx: No space left on device"
 
 
+def test_an_advice_with_the_number_1_keeps_it() -> None:
+    assert [guard._flag(Option("seed", value)) for value in (1, True, None)] == ["--seed 1", "--seed", "--seed"]
+
+
 def test_control_characters_in_names_are_escaped() -> None:
     assert refused("rewrite", "a\x1b[31m.onnx").startswith("error: a\\x1b[31m.onnx: No such file")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
-@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
-@pytest.mark.parametrize("call", ["kill(os.getpid()", "kill(os.getppid()", "killpg(0"], ids=["child", "parent", "both"])
+@pytest.mark.parametrize(
+    ("name", "code", "call"),
+    [
+        *((*signal, call) for signal in (("SIGINT", 130), ("SIGTERM", 143)) for call in (CHILD, PARENT, "killpg(0")),
+        pytest.param("SIGKILL", -9, PARENT, marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl")),
+    ],
+)
 def test_a_signal_leaves_no_half_file(name: str, code: int, call: str) -> None:
     source = save(b.chain_model())
     script = (
-        "import contextlib, os, signal, sys\n"
+        "import contextlib, os, signal, sys, time\n"
         "from mxfp8_graph import __main__, cli\n"
         "@contextlib.contextmanager\n"
         "def progress():\n"
-        f"    yield lambda name, done, total: os.{call}, signal.{name})\n"
+        f"    yield lambda name, done, total: (os.{call}, signal.{name}), time.sleep(60))\n"
         "cli.models.progress_bar = progress\n"
         f"sys.argv[1:] = ['rewrite', {source!r}, '--external-data', 'always']\n"
         "__main__.main()\n"
