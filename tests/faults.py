@@ -18,29 +18,17 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import builders
 
 import mxfp8_graph
 
-Files = dict[str, bytes]
 
-
-def start(folder: Path, **options: Any) -> int:
-    """Returns the id of a process that rewrites m.onnx to out/o.onnx."""
-    pid = os.fork()
-    if pid == 0:
-        mxfp8_graph.rewrite(folder / "m.onnx", output=folder / "out/o.onnx", **options)
-        os._exit(0)
-    return pid
-
-
-def contents(folder: Path) -> Files:
+def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def state(folder: Path, old: Files, new: Files) -> str:
+def state(folder: Path, old: dict[str, bytes], new: dict[str, bytes]) -> str:
     """Returns which output is in a folder: "absent", "old", "new" or "wrong"."""
     left = contents(folder)
     if any(path.is_dir() and not path.name.startswith(".mxfp8-graph-") for path in folder.iterdir()):
@@ -61,12 +49,12 @@ def main() -> None:
         folder, out = Path(name), Path(name, "out")
         builders.save(builders.chain_model((1024, 2048, 1024)), folder / "m.onnx", external=True)
         source = contents(folder)
-        results: list[tuple[Files, float]] = []
+        results = []
         for recipe, external in (("mxfp8-weight-only", "always"), ("mxfp8", "always"), ("mxfp8", "never")):
             shutil.rmtree(out, ignore_errors=True)
             out.mkdir()
             begin = time.perf_counter()
-            mxfp8_graph.rewrite(folder / "m.onnx", recipe, output=out / "o.onnx", external_data=external)  # type: ignore[arg-type]
+            mxfp8_graph.rewrite(folder / "m.onnx", recipe, output=out / "o.onnx", external_data=external)
             results.append((contents(out), time.perf_counter() - begin))
         for turn in range(options.kills):
             old, (new, seconds) = results[0][0] if turn % 2 else {}, results[1 + turn // 2 % 2]
@@ -74,8 +62,11 @@ def main() -> None:
             out.mkdir()
             for file, content in old.items():
                 (out / file).write_bytes(content)
-            pid = start(folder, external_data="always" if len(new) > 1 else "never", overwrite=bool(old))
-            time.sleep(rng.uniform(0, 1.2 * seconds))
+            if (pid := os.fork()) == 0:
+                how = {"external_data": "always" if len(new) > 1 else "never", "overwrite": bool(old)}
+                mxfp8_graph.rewrite(folder / "m.onnx", output=out / "o.onnx", **how)
+                os._exit(0)
+            time.sleep(rng.uniform(0, 3 * seconds))
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
             found = state(out, old, new) if contents(folder) == source else "wrong: the input changed"
