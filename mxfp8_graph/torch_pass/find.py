@@ -50,7 +50,7 @@ _TRANSFORMED: Final = "inside vmap, which is not decomposed in the program; call
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class Addend:
     """The addition after the product, if there is one."""
 
     bias: Node | None = None
@@ -75,7 +75,7 @@ class TorchSite:
     w: Operand
     swapped: bool
     """The gemm computes the transpose of the result."""
-    added: Added
+    added: Addend
     packed: str | None
     """Element format of the static operand, if torchao packed it."""
     unfit: str | None
@@ -240,36 +240,36 @@ class _Finder:
             x=Operand(node=form.a),
             w=w,
             swapped=False,
-            added=Added(output=node),
+            added=Addend(output=node),
             packed=packed,
             unfit=unfit,
         )
 
-    def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Added:
+    def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Addend:
         """Returns the op's own addend, or the static operand of the add after it, absorbed where that is exact."""
         if form.c is not None:
             static, value = self._statics.resolve(form.c), form.c.meta["val"]
             # A swapped product is transposed: its columns are the rows of the result, so a bias per column does not
             # fit.
             if not swapped and static is not None and _is_bias(static, n, node):
-                return Added(bias=form.c, bias_static=static, output=node)
+                return Addend(bias=form.c, bias_static=static, output=node)
             if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
-                return Added(bias=form.c, output=node)
-            return Added(addend=form.c, output=node)
+                return Addend(bias=form.c, output=node)
+            return Addend(addend=form.c, output=node)
         add = next(iter(node.users), None)
         # With another user the product itself is needed without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
-            return Added(output=node)
+            return Addend(output=node)
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
-            return Added(output=node)
+            return Addend(output=node)
         # A parameter that another module adds belongs to that module, and an alpha scales it.
         if internals.module_path(add) != internals.module_path(node) or internals.argument(add, "alpha", 1) != 1:
-            return Added(output=node)
+            return Addend(output=node)
         other = add.args[1] if add.args[0] is node else add.args[0]
         static = self._statics.resolve(other)
         if not isinstance(other, Node) or static is None or static.dtype != node.meta["val"].dtype:
-            return Added(output=node)
-        return Added(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Added(output=node)
+            return Addend(output=node)
+        return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Addend(output=node)
 
     def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
         """Returns (element format, why its bytes cannot be kept) of a weight that torchao packed, or (None, None)."""
