@@ -36,7 +36,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.inputs import Inputs
 from mxfp8_graph.running.sessions import Execution, Session
-from mxfp8_graph.tools.compare.fake_quantize import DOMAIN, FakeQuantize, attach, function
+from mxfp8_graph.tools.compare.fake_quantize import DOMAIN, FakeQuantize, function
 from mxfp8_graph.tools.compare.number_formats import HISTORY, Peer, Quantizer
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
@@ -186,7 +186,8 @@ def _model(emulator: Emulator, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
     for number in range(len(activations) if delayed else 0):
         proto.graph.input.append(helper.make_tensor_value_info(_before(number), TensorProto.FLOAT, []))
         proto.graph.output.append(helper.make_tensor_value_info(_after(number), TensorProto.FLOAT, []))
-    attach(proto, [function(_ROUND, peer.activations, opset_of(emulator.model))])
+    proto.functions.append(function(_ROUND, peer.activations, opset_of(emulator.model)))
+    proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return proto, activations
 
 
