@@ -19,25 +19,24 @@ from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, re
 from mxfp8_graph.policy.plan import Decision, plan, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.torch_pass import (
     attention,
     internals,
-    matmul_forms,
+    ops,
     packed_training,
     record,
     stored_bytes,
-    training,
+    train,
     training_mode,
 )
 from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.operands import identity
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
-from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Option
 
@@ -62,7 +61,8 @@ def rewrite_torch(
         source = model
         # The values that a module was trained to may not be the program's: see `checked_program`.
         check_values(source, options.name)
-    reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
+    before = stored_bytes.inventory(source.state_dict, source.constants)
+    reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else _byte_size(before)
     reporter.notes += filter(None, [internals.check_torch()])
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
@@ -71,27 +71,31 @@ def rewrite_torch(
         write(source, path, overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
-        source = _for_inference(source, reporter)
-    if previous is not None and previous.packed:
-        return _switch_training(source, recipe, reporter)
-    before = stored_bytes.inventory(source.state_dict, source.constants)
-    program, sites, decisions = planned(source, recipe, options)
-    decisions, weights = take_given([site.matmul for site in sites], decisions, reporter)
-    reporter.notes += _notes(sites, decisions)
+        _note_training(source, reporter)
+    is_packed = previous is not None and previous.packed
+    program, sites, decisions = _kept(source, options) if is_packed else planned(source, recipe, options)
     account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
-    require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
-    if options.training and (left_out := training.note(sites, decisions)):
-        reporter.notes.append(left_out)
-        warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
-    reports, made_from = _replaced(program, sites, decisions, reporter, weights)
-    stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
+    made_from: Mapping[str, torch.Tensor] = {}
+    if is_packed:
+        reports = _switch_training(program, decisions, reporter)
+    else:
+        decisions, weights = take_given([site.matmul for site in sites], decisions, reporter)
+        reporter.notes += _notes(sites, decisions)
+        require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
+        reports, made_from = _replaced(program, sites, decisions, reporter, weights)
+    after = stored_bytes.inventory(program.state, program.constants)
+    stored = account(after, made_from)
     if options.dry_run:
-        return None, reporter.dry_run(decisions, stored)
-    return _finished(program, reporter, reports, stored)
+        return None, reporter.dry_run([report.decision for report in reports], stored)
+    result = checked(program.finish(), prepared=options.training)
+    if options.output is None:
+        return result, reporter.report(reports, _byte_size(after), account=stored)
+    write(result, options.output, overwrite=options.overwrite)
+    return options.output, reporter.report(reports, options.output.stat().st_size, account=stored)
 
 
-def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
-    """Returns `source` in evaluation mode; notes the ops that changed, and a training that changed no parameter."""
+def _note_training(source: ExportedProgram, reporter: Reporter) -> None:
+    """Notes the ops that leave training mode, and a training that changed no parameter."""
     if unchanged := untrained(source):
         reporter.notes.append(unchanged)
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
@@ -99,41 +103,28 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
         ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
         now = "in the result dropout is off, and batch normalization, if any, uses its running statistics"
         reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
-    return training_mode.evaluated(source)
 
 
-def _switch_training(
-    source: ExportedProgram, recipe: Recipe, reporter: Reporter
-) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns what `rewrite_torch` does for a packed program: it is prepared for training, or packed again after it."""
-    options, program = reporter.options, Program(source)
+def _kept(source: ExportedProgram, options: Options) -> tuple[Program, list[Site], list[Decision]]:
+    """Returns what `planned` does for a packed program: the recipe does not apply to what was not packed."""
+    program = Program(source)
+    if not options.training:
+        training_mode.evaluate(program.module)
     sites = find_sites(program)
     reason = "not packed; it stays in high precision"
-    # The recipe does not apply here: packed weights cannot be packed again.
-    decisions = [Decision(site=site.matmul, quantize=False, rule="packed", reason=reason) for site in sites]
+    return program, sites, [Decision(site=s.matmul, quantize=False, rule="packed", reason=reason) for s in sites]
+
+
+def _switch_training(program: Program, kept: Sequence[Decision], reporter: Reporter) -> list[SiteReport]:
+    """Prepares a packed program for training, or packs it again after it; returns a report of each site."""
+    options, recipe = reporter.options, reporter.recipe
     if options.training:
         reports = packed_training.to_training(program, recipe, options.name)
         reporter.notes.append(packed_training.NOTE)
     else:
         reports = packed_training.to_inference(program, recipe)
-    before = stored_bytes.inventory(source.state_dict, source.constants)
-    after = stored_bytes.inventory(program.state, program.constants)
-    stored = stored_bytes.account(before, stored_bytes.uses(program, sites, decisions), after, {})
-    if options.dry_run:
-        return None, reporter.dry_run([*(report.decision for report in reports), *decisions], stored)
-    others = [SiteReport(decision=decision, bytes_before=decision.site.weight_bytes) for decision in decisions]
-    return _finished(program, reporter, [*reports, *others], stored)
-
-
-def _finished(
-    program: Program, reporter: Reporter, reports: Sequence[SiteReport], stored: Account
-) -> tuple[Path | ExportedProgram, RewriteReport]:
-    """Returns the output's path, or the program if none is asked for, and the report."""
-    options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
-    if options.output is None:
-        return result, reporter.report(reports, byte_size(result), account=stored)
-    write(result, options.output, overwrite=options.overwrite)
-    return options.output, reporter.report(reports, options.output.stat().st_size, account=stored)
+    others = [SiteReport(decision=decision, bytes_before=decision.site.weight_bytes) for decision in kept]
+    return [*reports, *others]
 
 
 def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
@@ -144,18 +135,19 @@ def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: boo
     check_target(output, overwrite=overwrite)
 
 
-def byte_size(program: ExportedProgram) -> int:
+def _byte_size(storages: stored_bytes.Inventory) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    storages = stored_bytes.inventory(program.state_dict, program.constants)
     return sum(stored.byte_size for stored in storages.values())
 
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, their decisions), attention split into matmuls where a recipe needs it."""
     program = Program(internals.inlined(source, training=options.training))
+    if not options.training:
+        training_mode.evaluate(program.module)
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
-    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and ops.is_attention(s.node)}
     if wanted:
         for node in wanted:
             attention.expand(program, node)
@@ -167,7 +159,7 @@ def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[
 def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
     decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
-        unfit = site.unfit or (training.obstacle(site) if options.training else None)
+        unfit = site.unfit or (train.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
             decisions[index] = replace(decision, quantize=False, rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
@@ -175,7 +167,7 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
     decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
-        training.check(recipe, sites, decisions)
+        train.check(recipe, sites, decisions)
     return decisions
 
 
@@ -188,6 +180,9 @@ def _replaced(
 ) -> tuple[list[SiteReport], Mapping[str, torch.Tensor]]:
     """Replaces every site that is rewritten; returns (a report of each site, `Editor.made_from`)."""
     recipe, options = reporter.recipe, reporter.options
+    if options.training and (left_out := train.note(sites, decisions)):
+        reporter.notes.append(left_out)
+        warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=not options.training)
     nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
     editor = Editor(program, rewrite_record, allow_nonfinite=nonfinite, sizes_only=sizes_only, stored_weights=weights)
@@ -195,10 +190,10 @@ def _replaced(
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
         if options.training:
-            return training.apply(program, site, decision, recipe, rewrite_record)
+            return train.apply(program, site, decision, recipe, rewrite_record)
         return editor.apply(site, decision)
 
-    undo = partial(training.undo, program)
+    undo = partial(train.undo, program)
     progress = None if options.dry_run else options.progress
     # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
