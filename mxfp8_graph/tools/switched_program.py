@@ -34,7 +34,7 @@ from torch.fx.node import map_arg
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.internals import to_numpy
-from mxfp8_graph.torch_pass.matmul_forms import Operand
+from mxfp8_graph.torch_pass.ops import Operand
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.run import WANTED, planned

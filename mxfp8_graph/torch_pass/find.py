@@ -10,7 +10,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     bmm(x, w [E, K, N][ids])            experts picked at run time: W's packed form is picked from instead
     grouped_mm(x, w [E, K, N], offs)    rows sorted by expert; offs says where each expert's rows end
     matmul(q, k^T), matmul(softmax, v)  both operands computed at run time
-    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `matmul_forms.lookup_of`
+    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `ops.lookup_of`
     scaled_dot_product_attention        two sites, and one node until a recipe wants either quantized
 """
 
@@ -30,20 +30,21 @@ from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, internals, torchao_weights
-from mxfp8_graph.torch_pass.matmul_forms import (
+from mxfp8_graph.torch_pass.operands import Static, StaticOperands, identity
+from mxfp8_graph.torch_pass.ops import (
     GROUPED_TRAIN,
     LINEAR_TRAIN,
+    ROLE_OPS,
     Form,
     Lookup,
     Operand,
+    TorchView,
     form_of,
     is_attention,
     lookup_of,
     operands_of,
 )
 from mxfp8_graph.torch_pass.program import GraphScope, Program
-from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
-from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
 from mxfp8_ops.checks import dtype_name
 
 _TRANSFORMED: Final = "inside vmap, which is not decomposed in the program; call run_decompositions({}) first"
@@ -65,7 +66,7 @@ class Addend:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSite:
-    """A matmul: its description for the plan, and what `replace.py` and `training.py` need to replace it."""
+    """A matmul: its description for the plan, and what `replace.py` and `train.py` need to replace it."""
 
     matmul: MatMulSite
     node: Node

@@ -79,29 +79,6 @@ def python_dispatch() -> contextlib.AbstractContextManager[None]:
     return dispatch
 
 
-def clone(module: GraphModule) -> GraphModule:
-    """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
-    # Graph modules share what their metadata refers to; unflatten leaves a module there that cannot be copied.
-    shared: dict[int, Any] = {}
-    for graph_module in module.modules():
-        if isinstance(graph_module, GraphModule):
-            shared[id(graph_module.meta)] = {k: v for k, v in graph_module.meta.items() if k != "unflattened_module"}
-    with quiet():
-        copied: GraphModule = copy.deepcopy(module, shared)
-    for path, old in module.named_modules():
-        if isinstance(old, GraphModule):
-            new = copied.get_submodule(path)
-            assert isinstance(new, GraphModule)
-            for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
-                # A copy of a graph renames placeholders that shadow builtins (input, max), and the signature refers to
-                # names.
-                if before.name != after.name:
-                    after.name = before.name
-                if before.op == "placeholder":
-                    after.target = before.target
-    return copied
-
-
 def updated(
     program: ExportedProgram,
     module: GraphModule,

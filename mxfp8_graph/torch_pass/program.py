@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import ChainMap
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ class Program:
 
     def __init__(self, source: ExportedProgram) -> None:
         self.source = source
-        self.module = internals.clone(source.graph_module)
+        self.module = clone(source.graph_module)
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
         self.fake_mode = internals.fake_mode(self.module)
@@ -172,3 +173,26 @@ def _inner(scope: GraphScope) -> Iterator[GraphScope]:
             inner = GraphScope("/".join(filter(None, (scope.path, name))), module, blocker)
             yield inner
             yield from _inner(inner)
+
+
+def clone(module: GraphModule) -> GraphModule:
+    """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
+    # Graph modules share what their metadata refers to; unflatten leaves a module there that cannot be copied.
+    shared: dict[int, Any] = {}
+    for graph_module in module.modules():
+        if isinstance(graph_module, GraphModule):
+            shared[id(graph_module.meta)] = {k: v for k, v in graph_module.meta.items() if k != "unflattened_module"}
+    with internals.quiet():
+        copied: GraphModule = copy.deepcopy(module, shared)
+    for path, old in module.named_modules():
+        if isinstance(old, GraphModule):
+            new = copied.get_submodule(path)
+            assert isinstance(new, GraphModule)
+            for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
+                # A copy of a graph renames placeholders that shadow builtins (input, max), and the signature refers to
+                # names.
+                if before.name != after.name:
+                    after.name = before.name
+                if before.op == "placeholder":
+                    after.target = before.target
+    return copied

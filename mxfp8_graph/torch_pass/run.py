@@ -24,20 +24,20 @@ from mxfp8_graph.report.reporter import Reporter, kept, replace_each
 from mxfp8_graph.torch_pass import (
     attention,
     internals,
-    matmul_forms,
+    ops,
     packed_training,
     record,
-    training,
+    train,
     training_mode,
 )
 from mxfp8_graph.torch_pass.account import stored_tensors
 from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.operands import identity
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
-from mxfp8_graph.torch_pass.static_operands import identity
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
 WANTED: Final = "matmul in the program"
@@ -71,26 +71,33 @@ def rewrite_torch(
         write(source, path, overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
-        source = _for_inference(source, reporter)
-    if previous is not None and previous.packed:
-        return _switch_training(source, recipe, reporter)
-    program, sites, decisions = planned(source, recipe, options)
-    assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
-    decisions = assigned.decisions
-    reporter.notes += [*assigned.notes, *_notes(sites, decisions)]
-    require_eligible(decisions, options.name, wanted=WANTED)
-    if options.training and (left_out := training.note(decisions)):
-        reporter.notes.append(left_out)
-        warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
-    reports = _replaced(program, sites, decisions, reporter, assigned.weights)
-    reporter.account = account(decisions, byte_size(source), stored_tensors(program.state, program.constants))
+        _note_training(source, reporter)
+    is_packed = previous is not None and previous.packed
+    program, sites, decisions = _kept(source, options) if is_packed else planned(source, recipe, options)
+    if is_packed:
+        reports = _switch_training(program, decisions, reporter)
+    else:
+        assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
+        decisions = assigned.decisions
+        reporter.notes += [*assigned.notes, *_notes(sites, decisions)]
+        require_eligible(decisions, options.name, wanted=WANTED)
+        if options.training and (left_out := train.note(decisions)):
+            reporter.notes.append(left_out)
+            warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
+        reports = _replaced(program, sites, decisions, reporter, assigned.weights)
+    stored = stored_tensors(program.state, program.constants)
+    reporter.account = account([report.decision for report in reports], byte_size(source), stored)
     if options.dry_run:
-        return None, reporter.dry_run(decisions)
-    return _finished(program, reporter, reports)
+        return None, reporter.dry_run([report.decision for report in reports])
+    result = checked(program.finish(), prepared=options.training)
+    if options.output is None:
+        return result, reporter.report(reports, byte_size(result))
+    write(result, options.output, overwrite=options.overwrite)
+    return options.output, reporter.report(reports, options.output.stat().st_size)
 
 
-def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
-    """Returns `source` in evaluation mode; notes the ops that changed, and a training that changed no parameter."""
+def _note_training(source: ExportedProgram, reporter: Reporter) -> None:
+    """Notes the ops that leave training mode, and a training that changed no parameter."""
     if unchanged := untrained(source):
         reporter.notes.append(unchanged)
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
@@ -98,38 +105,27 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
         ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
         now = "in the result dropout is off, and batch normalization, if any, uses its running statistics"
         reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
-    return training_mode.evaluated(source)
 
 
-def _switch_training(
-    source: ExportedProgram, recipe: Recipe, reporter: Reporter
-) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns what `rewrite_torch` does for a packed program: it is prepared for training, or packed again after it."""
-    options, program = reporter.options, Program(source)
+def _kept(source: ExportedProgram, options: Options) -> tuple[Program, list[Site], list[Decision]]:
+    """Returns what `planned` does for a packed program: the recipe does not apply to what was not packed."""
+    program = Program(source)
+    if not options.training:
+        training_mode.evaluate(program.module)
     sites = find_sites(program)
     reason = "not packed; it stays in high precision"
-    # The recipe does not apply here: packed weights cannot be packed again.
-    decisions = [Decision(site=site.matmul, kind="packed", rule="packed", reason=reason) for site in sites]
+    return program, sites, [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in sites]
+
+
+def _switch_training(program: Program, others: Sequence[Decision], reporter: Reporter) -> list[SiteReport]:
+    """Prepares a packed program for training, or packs it again after it; returns a report of each site."""
+    options, recipe = reporter.options, reporter.recipe
     if options.training:
         reports = packed_training.to_training(program, recipe, options.name)
         reporter.notes.append(packed_training.NOTE)
     else:
         reports = packed_training.to_inference(program, recipe)
-    reporter.account = account(decisions, byte_size(source), stored_tensors(program.state, program.constants))
-    if options.dry_run:
-        return None, reporter.dry_run([*(report.decision for report in reports), *decisions])
-    return _finished(program, reporter, [*reports, *map(kept, decisions)])
-
-
-def _finished(
-    program: Program, reporter: Reporter, reports: Sequence[SiteReport]
-) -> tuple[Path | ExportedProgram, RewriteReport]:
-    """Returns the output's path, or the program if none is asked for, and the report."""
-    options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
-    if options.output is None:
-        return result, reporter.report(reports, byte_size(result))
-    write(result, options.output, overwrite=options.overwrite)
-    return options.output, reporter.report(reports, options.output.stat().st_size)
+    return [*reports, *map(kept, others)]
 
 
 def byte_size(program: ExportedProgram) -> int:
@@ -140,9 +136,11 @@ def byte_size(program: ExportedProgram) -> int:
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, their decisions), attention split into matmuls where a recipe needs it."""
     program = Program(internals.inlined(source, training=options.training))
+    if not options.training:
+        training_mode.evaluate(program.module)
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
-    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and ops.is_attention(s.node)}
     if wanted:
         for node in wanted:
             attention.expand(program, node)
@@ -154,7 +152,7 @@ def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[
 def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
     decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
-        unfit = site.unfit or (training.obstacle(site) if options.training else None)
+        unfit = site.unfit or (train.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
             decisions[index] = replace(decision, kind="unfit", rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
@@ -162,7 +160,7 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
     decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
-        training.check(recipe, decisions)
+        train.check(recipe, decisions)
     return decisions
 
 
@@ -182,10 +180,10 @@ def _replaced(
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
         if options.training:
-            return training.apply(program, site, decision, recipe, rewrite_record)
+            return train.apply(program, site, decision, recipe, rewrite_record)
         return editor.apply(site, decision)
 
-    undo = partial(training.undo, program)
+    undo = partial(train.undo, program)
     progress = None if options.dry_run else options.progress
     # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)

@@ -39,8 +39,8 @@ from mxfp8_graph.torch_pass import exporter, internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.checked_program import check_stored, check_values
 from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.operands import GATHERS
 from mxfp8_graph.torch_pass.program import Program
-from mxfp8_graph.torch_pass.static_operands import GATHERS
 from mxfp8_graph.torch_pass.training_mode import evaluated
 from mxfp8_ops import contract, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import ContractError, Mxfp8Error

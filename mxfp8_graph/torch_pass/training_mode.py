@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.torch_pass import internals
+from mxfp8_graph.torch_pass.program import clone
 
 _FLAGS: Final = {"train": False, "training": False, "dropout_p": 0.0}
 """Arguments that set the mode of aten ops (dropout, lstm; batch_norm, rrelu; attention) -> their evaluation values."""
@@ -34,10 +35,15 @@ def evaluated(program: ExportedProgram) -> ExportedProgram:
     """Returns `program` in evaluation mode, with the same tensors; the same object if it is in that mode already."""
     if not any(value for _, _, value in switches(program.graph_module)):
         return program
-    module = internals.clone(program.graph_module)
-    _set(module, lambda node, name, value: _FLAGS[name])
+    module = clone(program.graph_module)
+    evaluate(module)
     signature = program.graph_signature
     return internals.updated(program, module, signature.input_specs, program.state_dict, program.constants)
+
+
+def evaluate(module: torch.nn.Module) -> None:
+    """Switches the calls of a graph module to evaluation mode, in place."""
+    _set(module, lambda node, name, value: _FLAGS[name])
 
 
 def follow(module: torch.nn.Module) -> None:

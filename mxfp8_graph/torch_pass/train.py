@@ -28,10 +28,10 @@ from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.matmul_forms import GROUPED_TRAIN, LINEAR_TRAIN, Operand
+from mxfp8_graph.torch_pass.operands import permutation
+from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Call, prune, put
-from mxfp8_graph.torch_pass.static_operands import permutation
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, RecipeError
 
