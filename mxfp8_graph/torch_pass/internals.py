@@ -263,6 +263,12 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
     return default
 
 
+def arguments(node: Node) -> dict[str, Any]:
+    """Returns every argument of an op call by its name in the op's schema; of other nodes, the keyword arguments."""
+    formals = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    return {**node.kwargs, **{formal.name: argument(node, formal.name) for formal in formals}}
+
+
 def set_argument(node: Node, name: str, value: Any) -> None:
     """Sets an argument of an op call by its name in the op's schema."""
     assert isinstance(node.target, torch._ops.OpOverload)
