@@ -175,14 +175,6 @@ def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def storage_of(tensor: Any) -> int:
-    """Returns the address where the memory of a tensor begins; 0 for a tensor without memory of its own."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return 0
-
-
 def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
     """Returns `program` with each einsum as permutes, views and a bmm, and without regions of autocast and no_grad.
 

@@ -18,9 +18,8 @@ from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.account import Account, OpKinds, StoredTensor, Use
 from mxfp8_graph.torch_pass import internals, torchao_weights
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.internals import storage_of
 from mxfp8_graph.torch_pass.operands import VIEW_OPS
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.program import Program, storage_of
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 
