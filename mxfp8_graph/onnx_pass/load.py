@@ -25,6 +25,9 @@ from mxfp8_ops.errors import ContractError
 _SOURCE: Final = "source"
 """Key of `Model.meta`: the path of the model; None if it came without one."""
 
+_FILES: Final = "files"
+"""Key of `Model.meta`: the files beside its own in which the model has tensors."""
+
 _SIZE: Final = "size"
 """Key of `Model.meta`: bytes of the model, its external data included."""
 
@@ -77,8 +80,8 @@ def bytes_of(model: ir.Model) -> int:
 
 
 def external_files(model: ir.Model) -> set[Path]:
-    """Returns the files beside its own in which a model has tensors."""
-    return {Path(tensor.path) for tensor, _ in _external(model) if tensor.base_dir}
+    """Returns the files beside its own in which a model had tensors when it was loaded."""
+    return set(model.meta.get(_FILES, ()))
 
 
 def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool) -> ir.Model:
@@ -86,9 +89,11 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool
     check.fields(proto, name)
     model = from_proto(without_sparse(proto) if sparse else proto, name)
     model.meta.update({"name": name, _SOURCE: path})
-    for tensor, keep in list(_external(model)):
+    external = list(_external(model))
+    for tensor, keep in external:
         size += _place(tensor, path, name)
         keep()
+    model.meta[_FILES] = {Path(tensor.path) for tensor, _ in external if tensor.base_dir}
     model.meta[_SIZE] = size
     for graph, message in zip(graphs_of(model.graph), check.names(proto, name), strict=True):
         declared = {info.name for info in message.value_info}

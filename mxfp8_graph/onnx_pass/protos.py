@@ -10,12 +10,13 @@ import logging
 from collections.abc import Container, Iterator
 from typing import Any, BinaryIO, Final
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_pass.graph import graphs_of, is_large
-from mxfp8_ops.errors import ContractError, Mxfp8Error
+from mxfp8_ops.errors import ContractError
 
 FOREIGN: Final = "types that onnx_ir does not have"
 """Key of `Graph.meta`: declared types (maps, as classifiers of scikit-learn return, and opaque ones), by name."""
@@ -99,14 +100,12 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Returns a graph as a proto, with what onnx_ir leaves out."""
-    try:
-        proto = ir.to_proto(model)
-    except Exception as error:  # it wraps what a tensor raises when it is read: a NaN in a weight, for example
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, Mxfp8Error):
-            cause = cause.__cause__
-        raise cause or error from None
+    """Returns a graph as a proto, with what onnx_ir leaves out. Weights are packed, once."""
+    for graph in graphs_of(model.graph):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.LazyTensor):  # onnx_ir would read it twice, and wrap its errors
+                value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
+    proto = ir.to_proto(model)
     proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
     for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
         _complete(graph, message.node)
@@ -142,9 +141,11 @@ def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProt
 
 
 def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    """Writes the bytes of a tensor; those that know how copy them from file to file."""
-    if isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor, ir.Tensor)):
+    """Writes the bytes of a tensor, from file to file where it lies in one."""
+    if isinstance(tensor, ir.ExternalTensor):
         tensor.tofile(file)
+    elif isinstance(tensor, ir.LazyTensor):  # without a copy; NumPy's own `tofile` hides why it fails
+        file.write(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
     else:
         file.write(tensor.tobytes())
 

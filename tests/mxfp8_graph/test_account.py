@@ -10,7 +10,6 @@ import onnx
 import pytest
 from builders import model, node, weight
 from commands import run, save
-from mxfp8_graph.onnx_model.walk import iter_tensors
 
 import mxfp8_graph
 from mxfp8_graph.policy.plan import Decision, MatMulSite

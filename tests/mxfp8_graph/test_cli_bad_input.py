@@ -201,7 +201,7 @@ def test_an_output_folder_that_does_not_exist() -> None:
 
 
 def test_a_model_too_large_for_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxfp8_graph.onnx_model.write.INLINE_LIMIT", 5_000)
+    monkeypatch.setattr("mxfp8_graph.onnx_pass.save.INLINE_LIMIT", 5_000)
     assert refused("rewrite", save(b.chain_model()), "--external-data", "never") == (
         "error: m.mxfp8.onnx: the model does not fit into one protobuf file (2 GB); expected external data; "
         "pass --external-data always"
