@@ -176,7 +176,7 @@ def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
-    """Returns `program` with each einsum as permutes, views and a bmm, and without regions of autocast and no_grad.
+    """Returns `program` with each einsum as permutes, views and a bmm, and without autocast and no_grad around weights.
 
     Training keeps a program with a no_grad region as it is: gradients would pass through what was inside.
     """
@@ -184,7 +184,12 @@ def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
 
     modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
     ops = {op_name(node) for module in modules for node in module.graph.nodes}
-    if not ops & {"einsum", _AUTOCAST, _SET_GRAD} or (training and _SET_GRAD in ops):
+    # Tracing again changes views too, so a region without a weight (that of rotary embeddings) is left alone.
+    stored = [(s.arg.name, program.state_dict.get(s.target or "")) for s in program.graph_signature.input_specs]
+    matrices = {name for name, tensor in stored if tensor is not None and tensor.dim() > 1}
+    calls = [node for node in program.graph.nodes if op_name(node) in {_AUTOCAST, _SET_GRAD}]
+    regions = any(source.name in matrices for call in calls for source in call.all_input_nodes)
+    if not (regions or "einsum" in ops) or (training and _SET_GRAD in ops):
         return program
     op = torch.ops.aten.einsum.default
     with quiet():
