@@ -152,9 +152,9 @@ def is_overridable(value: ir.Value) -> bool:
 
 def is_large(tensor: ir.TensorProtocol) -> bool:
     """Whether onnx's passes see a tensor without its values, and no station reads it as a constant."""
-    return isinstance(tensor, ir.ExternalTensor) or (
-        tensor.dtype != ir.DataType.STRING and tensor.nbytes > INLINE_BYTES
-    )
+    if isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)):  # the latter packs a weight whenever it is read
+        return True
+    return bool(tensor.dtype != ir.DataType.STRING and tensor.nbytes > INLINE_BYTES)
 
 
 def stored(value: ir.Value) -> ir.TensorProtocol | None:

@@ -46,6 +46,7 @@ def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: 
                 _cast(graph, value, tensor.dtype)
         graph.register_initializer(value)
         value.type = value.shape = None  # else the saved model declares each initializer's type twice
+        value.metadata_props.clear()  # of the exporter, about an input
     model.meta["name"] = str(checkpoint.path)
 
 
