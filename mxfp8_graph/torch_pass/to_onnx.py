@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Final
 
 import onnx_ir as ir
@@ -47,7 +47,7 @@ from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _ATEN: Final = torch.ops.aten
 _SITE: Final = "mxfp8_graph.site"
-"""Key in the custom metadata of a product or lookup: activations, scale rounding and weight format, in one text."""
+"""Key in the custom metadata of a product or lookup: activations, scale rounding, weight format and weight, as text."""
 _INLINE_LIMIT: Final = 1_900_000_000
 """Bytes. protobuf cannot hold 2^31; the rest is room for the graph."""
 _LARGE: Final = 4096
@@ -76,17 +76,20 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
     shapes = {} if names["dynamic_shapes"] is None else {"dynamic_shapes": names["dynamic_shapes"]}
     model = exporter.export(plain.finish(), opset, shapes, before_optimizing)
     recipe = _decided(source, plain.sites)
-    own = {name: name for name in plain.weights}  # explicit, so that no name is guessed
+    nodes = {str(node.name) for node in model.graph}
+    # By node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
+    own = {node: site.split(" ", 3)[3] for site, names in plain.sites.items() for node in nodes.intersection(names)}
+    own = {node: weight for node, weight in own.items() if weight}
     weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
     with tempfile.TemporaryDirectory(prefix="mxfp8-graph.") as folder:
         try:
-            saved = _save(model, Path(folder) / "plain.onnx", own)
+            saved = _save(model, Path(folder) / "plain.onnx", plain.values)
         except OSError as error:
             raise ContractError.unwritable(folder, error, "free some space for temporary files") from error
         whole = Options(name="to_onnx", output=path, weights=weights, **_settings(source, options))
         _, report = rewrite_onnx(saved, recipe, whole)
     # Weights are all taken, or it is an error before; of products without one the pass may say that it cannot.
-    wanted = {str(node.name) for node in model.graph} & {name for nodes in plain.sites.values() for name in nodes}
+    wanted = nodes & {name for names in plain.sites.values() for name in names}
     if lost := wanted - {site.decision.site.name for site in report.rewritten}:
         what, advice = f"holds {min(lost)!r} in high precision", "report this as a bug"
         raise ContractError(path, what, expected="MXFP8, as in the program", advice=advice)
@@ -134,10 +137,11 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
     made = record.find(source)
     text = (made and made.recipe) or ""
     known = recorded(text)
-    rules = []
-    for setting, nodes in sites.items():
-        names = ("activations", "scale_rounding", "weight_format")
-        keys: dict[str, Any] = dict(zip(names, setting.split(), strict=True))
+    rules, settings = [], dict[tuple[str, ...], list[str]]()
+    for site, nodes in sites.items():
+        settings.setdefault(tuple(site.split(" ", 3)[:3]), []).extend(nodes)
+    for setting, nodes in settings.items():
+        keys: dict[str, Any] = dict(zip(("activations", "scale_rounding", "weight_format"), setting, strict=True))
         # Not validated: a pattern of many names is longer than those of users may be.
         rules.append(Rule.model_construct(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
     fields = {**dict(known or Recipe(fuse=False)), "include": (), "exclude": (), "rules": tuple(rules)}
@@ -155,17 +159,23 @@ def _settings(source: ExportedProgram, options: Mapping[str, Any]) -> dict[str, 
     return {**settings, "allow_nonfinite": True}  # that was decided when the program was packed
 
 
-def _save(model: ir.Model, path: Path, weights: Sequence[str] | Mapping[str, str] = ()) -> Path:
-    """Writes a model with external data, and returns `path`; `weights` are inputs that become initializers of zeros."""
+def _save(model: ir.Model, path: Path, weights: Mapping[str, Any] = MappingProxyType({})) -> Path:
+    """Writes a model with external data, and returns `path`; inputs in `weights` get these values, zeros for None."""
+    blank = []
+    for value in [value for value in model.graph.inputs if value.name in weights]:
+        model.graph.inputs.remove(value)
+        if (kept := weights[str(value.name)]) is None:
+            blank.append(value)
+        else:
+            value.const_value = kept
+            model.graph.register_initializer(value)
     ir.external_data.unload_from_model(model, path.parent, f"{path.name}.data", size_threshold_bytes=_LARGE)
     zeros = path.with_name(f"{path.name}.zeros")  # one range of one file for all
-    for value in [value for value in model.graph.inputs if value.name in weights]:
-        shape, dtype = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED
+    for value in blank:
+        shape, dtype, name = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED, str(value.name)
         size = math.prod(shape.numpy()) * int(dtype.itemsize)
         with zeros.open("ab") as file:
             file.truncate(max(size, file.tell()))  # takes no space on the disk
-        model.graph.inputs.remove(value)
-        name = str(value.name)
         value.const_value = ir.ExternalTensor(zeros.name, 0, size, dtype, shape=shape, name=name, base_dir=path.parent)
         model.graph.register_initializer(value)
     ir.save(model, path)
@@ -180,8 +190,12 @@ class _Plain:
         """The packed weights, as `options.StoredWeight`, by the names of the plain ones."""
         self.sites: dict[str, list[str]] = {}
         """Names of the ONNX nodes of products and lookups, by what is under `_SITE`; filled by `lift`."""
+        self.values: dict[str, Any] = {}
+        """The values of plain weights, by name: None for zeros; filled by `lift`."""
         self._program = Program(source)
         self._names: dict[tuple[object, ...], str] = {}
+        self._kept: dict[str, Node] = {}
+        """Weights that the program has in high precision too, for other nodes: their names and placeholders."""
 
     def finish(self) -> ExportedProgram:
         """Returns the plain program.
@@ -223,6 +237,7 @@ class _Plain:
         # As initializers they would be folded, and merged.
         for name in self.weights:
             value = graph.initializers.pop(name)
+            self.values[name] = value.const_value if name in self._kept else None
             value.const_value = None
             graph.inputs.append(value)
         # The exporter decomposes ops first, which keeps the metadata of nodes and not their names.
@@ -247,19 +262,20 @@ class _Plain:
             return None
         # In the wider dtype, of activation and result: nothing is rounded then that the op does not round.
         wide = dtype if x is None else torch.promote_types(x.meta["val"].dtype, dtype)
-        w = _cast(build, wide, right.all_input_nodes[0]) if right else self._weight(node, wide, build)
-        if w is None:
+        weight = (_cast(build, wide, right.all_input_nodes[0]), "") if right else self._weight(node, wide, build)
+        if weight is None:
             return None
+        w, name = weight
         if x is None:  # ids pick rows of a table
             product = result = build.add("rows", _ATEN.embedding.default, w, argument("indices"))
         else:
             bias = argument("bias") and _cast(build, wide, argument("bias"))
             product, result = _product(build, _cast(build, wide, x), w, bias, argument("offs"))
-        product.meta["custom"] = {_SITE: f"{activations} {rounding} {argument('b_format')}"}
+        product.meta["custom"] = {_SITE: f"{activations} {rounding} {argument('b_format')} {name}"}
         return _cast(build, dtype, result)
 
-    def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> Node | None:
-        """Returns the plain weight of an op, or what is picked of it; None if it is not a packed buffer."""
+    def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> tuple[Node, str] | None:
+        """Returns (the plain weight of an op, or what is picked of it; its name); None if it is not a packed buffer."""
         elements, scales = (internals.argument(node, name) for name in ("b", "b_scales"))
         gather = elements if internals.op_name(elements) in GATHERS else None
         if gather is not None and (scales.target, scales.args[1:]) == (gather.target, gather.args[1:]):
@@ -274,14 +290,26 @@ class _Plain:
                 if not internals.has_values(tensor):
                     what, advice = f"tensor {name!r} is on {tensor.device}", "load its values"
                     raise ContractError("to_onnx", what, expected="a tensor with values", advice=advice)
-            name = self._names[key] = self._program.fresh(re.sub(r"_mxfp8(?=(_\d+)?$)", "", str(stored[0])))
+            name = self._names[key] = self._new(re.sub(r"_mxfp8(?=(_\d+)?$)", "", str(stored[0])), packed[0], dtype)
             codes = (internals.to_numpy(tensor.contiguous()) for tensor in packed)
             fields = dict(zip(("elements", "scales"), codes, strict=True), shape=tuple(packed[0].shape))
             self.weights[name] = SimpleNamespace(name=name, element_format=key[2], **fields)
-            zero = torch.zeros((), dtype=dtype, device=packed[0].device)
-            self._program.add_buffer(name, zero.expand(packed[0].shape))
-        plain = self._program.weight(self._names[key])
-        return plain if gather is None else build.add("picked", gather.target, plain, *gather.args[1:], **gather.kwargs)
+        name = self._names[key]
+        plain = self._kept.get(name) or self._program.weight(name)
+        if gather is not None:
+            plain = build.add("picked", gather.target, plain, *gather.args[1:], **gather.kwargs)
+        return plain, name
+
+    def _new(self, original: str, elements: torch.Tensor, dtype: torch.dtype) -> str:
+        """Returns the name of a plain weight: of one that the program keeps, or of a new buffer of zeros."""
+        kept = self._program.state.get(original)
+        if kept is not None and original not in self.weights and (kept.shape, kept.dtype) == (elements.shape, dtype):
+            inputs = self._program.scopes[0].placeholders
+            self._kept[original] = next(each for each in inputs if self._program.stored_name(each) == original)
+            return original
+        name = self._program.fresh(original)
+        self._program.add_buffer(name, torch.zeros((), dtype=dtype, device=elements.device).expand(elements.shape))
+        return name
 
 
 def _quantize(node: Node, operand: str) -> Node | None:

@@ -14,7 +14,7 @@ from onnx_exports import Linear, Packed, attributes, data, expected, exported, o
 from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
-from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops import contract, numerics, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT, FLOAT8E5M2, FLOAT16
 from mxfp8_ops.errors import RecipeError
@@ -58,6 +58,46 @@ def test_it_writes_the_nodes_and_bytes_of_the_onnx_pass(recipe: str, tmp_path: P
     assert [f.name for f in ours_first.functions] == [f.name for f in theirs.functions]
     assert ours_first.ir_version == theirs.ir_version
     assert {p.key: p.value for p in ours_first.metadata_props} == {p.key: p.value for p in theirs.metadata_props}
+
+
+class Products(torch.nn.Module):
+    """Linears and a product of two activations, of which the recipe treats each in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (torch.nn.Linear(64, 64) for _ in "abcd")
+
+    def forward(self, x: Any) -> Any:
+        a, b, c = torch.tanh(self.a(x)), torch.tanh(self.b(x)), torch.tanh(self.c(x))
+        return torch.tanh(self.d(x)) + (a @ b.transpose(1, 2)) @ c
+
+
+def test_each_product_has_the_settings_of_the_program(tmp_path: Path) -> None:
+    """By rules with names that only the program has: an exporter gives nodes others."""
+    rules = (
+        Rule(name="^linear$", activations="bfloat16"),
+        Rule(name="^linear_1$", activations="e5m2", scale_rounding="floor"),
+        Rule(name="^linear_3$", activations="int8", weight_format="int8"),
+        Rule(name="^matmul$", scale_rounding="even"),
+    )
+    x = torch.randn(2, 32, 64)
+    recipe = Recipe(rules=rules, exclude=("^linear_2$",), fuse=False)
+    program = packed(Products(), x, recipe=recipe, batch=False)
+    path = mxfp8_graph.to_onnx(program, tmp_path / "m.onnx")
+    model = onnx.load(path)
+    assert sorted(node.op_type for node in ours(model)) == [
+        *["MXFP8Gemm"] * 3,
+        *["MXFP8Quantize"] * 4,
+        "MXFP8WeightGemm",
+    ]
+    settings = [attributes(node) for node in ours(model) if node.op_type == "MXFP8Quantize"]
+    assert sorted((each["output_dtype"], each["scale_rounding"]) for each in settings) == [
+        (onnx.TensorProto.INT8, b"ceil"),
+        (contract.FLOAT8E4M3FN, b"even"),
+        (contract.FLOAT8E4M3FN, b"even"),
+        (FLOAT8E5M2, b"floor"),
+    ]
+    np.testing.assert_allclose(run(path, x.numpy(), kernels=True), program.module()(x).numpy(), rtol=1e-5, atol=1e-4)
 
 
 def test_every_attribute_is_written_and_none_is_left_over(tmp_path: Path) -> None:
