@@ -123,6 +123,17 @@ def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pyt
     assert len(checks[0]) == 12
 
 
+def test_a_file_behind_a_link_is_checked(tmp_path: Path) -> None:
+    """Weights in a file stay there for the sessions that check nodes, which read through no link."""
+    model, stored = b.chain_model(), tmp_path / "stored"
+    stored.mkdir()
+    b.save(rewritten(model), stored / "m.onnx")
+    (tmp_path / "link.onnx").symlink_to(stored / "m.onnx")
+    report = verify(model, tmp_path / "link.onnx")
+    assert report.failures == ()
+    assert report.nodes
+
+
 def test_heavy_tailed_data_stay_within_the_bound() -> None:
     model = b.chain_model((4096, 64, 64))
     x = np.random.default_rng(0).standard_t(2, (8, 4096)).astype(np.float32)
