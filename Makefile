@@ -9,9 +9,8 @@
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
-# make fuzz       changed inputs, FUZZ_SECONDS for each target from FUZZ_SEED on; FUZZ_ENGINE=atheris is guided by the
-#                 code that is reached, where atheris can be installed (x86-64 Linux, Python 3.11 to 3.13)
-# make faults     kills at random moments and at every step, full disks, read-only folders, writers that meet: counts
+# make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
+# make faults     kills a rewrite at random moments: counts which output is left
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
@@ -160,12 +159,10 @@ sanitize:
 	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
 
-FUZZ_ENGINE ?= mutate
-FUZZ_SECONDS ?= 300
+FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0
 fuzz: $(VENV)/.installed
-	$(if $(filter atheris,$(FUZZ_ENGINE)),$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[fuzz]')
-	$(BIN)/python -m tests.fuzz.run --engine $(FUZZ_ENGINE) --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
+	PYTHONPATH=tests:tests/mxfp8_graph $(BIN)/python -m tests.fuzz.run --count $(FUZZ_COUNT) --seed $(FUZZ_SEED)
 
 clean:
 	rm -rf $(VENV) build demo

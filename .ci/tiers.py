@@ -12,10 +12,10 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 KERNELS = "custom_ops/mxfp8_ops/src/cpu/"
-TOOLS = ("fuzz/", "mutants/", "faults.py", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py", "test_faults.py")
+TOOLS = ("fuzz/", "mutants/", "faults.py", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py")
 PROCESSES = (
     "mxfp8_graph/distributed/",
-    "mxfp8_graph/torch_program/",
+    "mxfp8_graph/torch_pass/",
     "tests/mxfp8_graph/distributed_",
     "tests/process_pool",
     "tests/mxfp8_graph/test_distributed",

@@ -10,7 +10,7 @@ from mxfp8_graph._version import __version__ as __version__
 if TYPE_CHECKING:
     from mxfp8_graph.models import load as load
     from mxfp8_graph.models import save as save
-    from mxfp8_graph.onnx_export import to_onnx as to_onnx
+    from mxfp8_graph.models import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
     from mxfp8_graph.packed import import_safetensors as import_safetensors
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "rewrite": "rewriting",
     "convert": "tools.dialects",
-    "to_onnx": "onnx_export",
+    "to_onnx": "models",
     "from_hf": "tools.from_hf",
     "unpack": "packed",
     "PackedWeight": "packed",

@@ -1,14 +1,20 @@
-"""The kinds of models, and the public load and save of programs. Imports neither torch nor onnx.
+"""The kinds of models, and the public load, save and to_onnx of programs. Imports neither torch nor onnx.
 
-A model in memory has imported its library. Without torch, a call of load or save raises a BackendError.
+A model in memory has imported its library. Without torch, a call of these raises a BackendError.
 """
 
 from __future__ import annotations
 
 import enum
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from mxfp8_graph.files import data_path_of, is_any_of
+from mxfp8_graph.options import ExportOptions, Unpack, check_options
+from mxfp8_ops import contract
+from mxfp8_ops.errors import BackendError, ContractError
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -58,24 +64,19 @@ def kind_of(model: Any) -> Kind:
     return Kind.UNKNOWN
 
 
-def load(path: str | Path, *, trust_pickle: bool = False) -> ExportedProgram:
+def load(path: str | Path) -> ExportedProgram:
     """Returns the program in a .pt2 file, rewritten or not. No other import is needed before.
 
-    No code of the file is run: tensors are read as bytes, and a file that needs a pickle is refused.
-
-    Args:
-        path: the file.
-        trust_pickle: read the file with torch.export's own reader, which runs code in the file: pickles
-            with classes of their own, custom objects, compiled libraries. For files of people you trust.
+    A program is code, so open files of people you trust. No pickle in the file runs code, as torch's own reader would.
 
     Raises:
-        ContractError: the file is missing, not a .pt2, cut short, of a newer contract, could run code, or torch cannot
-            read it.
+        ContractError: the file is missing, not a .pt2, cut short, of a newer contract, holds pickles of more than
+            tensors or a compiled library, or torch cannot read it.
         BackendError: torch is not installed.
     """
-    from mxfp8_graph import torch_program
+    from mxfp8_graph.torch_pass import load
 
-    return torch_program.load(path, trust_pickle=trust_pickle)
+    return load.load(path)
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
@@ -92,6 +93,84 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
         ContractError: another suffix, the file exists, it cannot be written, or torch cannot serialize the program.
         BackendError: torch is not installed.
     """
-    from mxfp8_graph import torch_program
+    from mxfp8_graph.torch_pass import save
 
-    return torch_program.save(program, path, overwrite=overwrite)
+    return save.save(program, path, overwrite=overwrite)
+
+
+def to_onnx(
+    program: Any,
+    path: str | Path,
+    *,
+    opset: int = contract.MIN_OPSET,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+    dynamic_shapes: Any = None,
+    **options: Unpack[ExportOptions],
+) -> Path:
+    """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
+
+    The file is what a rewrite of the program's ONNX export gives, with the packed bytes of the program. Of a program in
+    bfloat16 ONNX Runtime's CPU provider lacks kernels, and a warning says that, unless the recipe has runs_on: cpu.
+
+    Args:
+        program: a `torch.export.ExportedProgram` that `rewrite` packed, or the path of one that `save` wrote.
+        path: file to write.
+        opset: version of the default operator domain, at least 21. ONNX Runtime 1.20 reads 21, 1.23 also 23.
+        input_names: what to call the inputs; by default as the program does.
+        output_names: what to call the outputs.
+        dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
+            are dynamic is the program's; this only names them. By default they have torch's names, such as "s77".
+        **options: see `mxfp8_graph.options.ExportOptions`.
+
+    Raises:
+        ContractError: the program is not a packed one, an op has no ONNX form, or the file cannot be written.
+        BackendError: torch or onnxscript is missing.
+    """
+    check_options("to_onnx", options, ExportOptions)
+    check_opset(opset, "to_onnx")
+    names = {"input_names": input_names, "output_names": output_names}
+    for kind, wanted in names.items():
+        _check_names(kind, wanted)
+    if kind_of(program) not in {Kind.PROGRAM, Kind.PROGRAM_FILE, Kind.ONNX_FILE}:
+        expected, advice = "a rewritten ExportedProgram or the path of one", "pass what mxfp8_graph.rewrite gave back"
+        raise ContractError("to_onnx", f"a {type(program).__name__}", expected=expected, advice=advice)
+    path, program = Path(path), Path(program) if isinstance(program, str) else program
+    if isinstance(program, Path) and any(is_any_of(file, [program]) for file in (path, data_path_of(path))):
+        raise ContractError(path, "is the program", expected="another file", advice="pass another path")
+    try:
+        import onnxscript  # noqa: F401
+
+        from mxfp8_graph.torch_pass.to_onnx import write
+    except ImportError as error:
+        advice = "pip install torch onnxscript"
+        raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error
+    return write(program, path, opset, {**names, "dynamic_shapes": dynamic_shapes}, options)
+
+
+def check_opset(opset: object, where: str) -> None:
+    """Raises ContractError unless `opset` is a version that function bodies can have and onnx knows."""
+    import onnx
+
+    newest = onnx.defs.onnx_opset_version()
+    if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
+        expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
+        raise ContractError(where, f"opset {opset}", expected=expected, advice="pass another opset")
+
+
+def _check_names(kind: str, names: Sequence[str] | None) -> None:
+    """Raises ContractError if `names` are not distinct texts that ONNX can store."""
+    if names is None:
+        return
+    expected, advice = "a list of names, each once", f"correct {kind}"
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise ContractError("to_onnx", f"{kind} is {names!r}", expected=expected, advice=advice)
+    for index, name in enumerate(names):
+        # UTF-8 cannot encode half of a surrogate pair.
+        if (
+            not isinstance(name, str)
+            or not name
+            or name.encode(errors="replace").decode() != name
+            or name in names[:index]
+        ):
+            raise ContractError("to_onnx", f"{name!r} is among {kind}", expected=expected, advice=advice)

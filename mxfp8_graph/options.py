@@ -9,8 +9,7 @@ from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypedDict, TypeVar, get_args, get_type_hints
 
-from mxfp8_graph.file_reading import is_any_of
-from mxfp8_graph.files import data_path_of
+from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_ops.errors import ContractError, Option
 
 if TYPE_CHECKING:
@@ -50,8 +49,6 @@ Bodies = Annotated[
     'a session opens, "small" keeps them in 8 bits and decodes them at every run, "none" cannot run there.',
 ]
 
-TrustPickle = Annotated[bool, "let a .pt2 file run code that it brings; see `mxfp8_graph.load`."]
-
 
 @documented
 class WriteOptions(TypedDict, total=False):
@@ -68,7 +65,6 @@ class WriteOptions(TypedDict, total=False):
 class ExportOptions(WriteOptions, total=False):
     """The options of a function that reads a model, perhaps a .pt2 file, and writes one."""
 
-    trust_pickle: TrustPickle
     bodies: Bodies
 
 
@@ -133,8 +129,6 @@ class CheckpointWeights:
     """Name of a weight, node or module in the model -> name of its weight in the checkpoint, where they differ."""
     instead: bool = False
     """Whether the model has no values of its own, so that every weight must be used."""
-    check: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Raises ContractError if a file of the checkpoint changed since it was opened."""
     others: tuple[str, ...] = ()
     """Names of tensors of the checkpoint that are not in MXFP8; the model keeps its own values for them."""
     files: frozenset[Path] = frozenset()
@@ -163,7 +157,6 @@ class Options:
     dry_run: bool = False
     allow_nonfinite: bool = False
     training: bool = False
-    trust_pickle: bool = False
     bodies: str = "folded"
     weights: CheckpointWeights | None = None
     progress: Progress | None = None

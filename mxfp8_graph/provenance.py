@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Final
 
 from mxfp8_graph._version import __version__, installed
-from mxfp8_graph.file_reading import open_regular
 from mxfp8_ops import node
 
 RECIPE_KEY: Final = "mxfp8_graph.recipe"
@@ -106,7 +105,7 @@ def processor() -> str:
 def _digest(path: Path) -> str | None:
     """Returns size and hash of a file, or None if it cannot be read."""
     try:
-        with open_regular(path) as file:
+        with path.open("rb") as file:
             size = path.stat().st_size
             if size > _LARGEST_HASHED:
                 return f"{size} bytes"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mxfp8_graph.file_reading import Pins, is_any_of
+from mxfp8_graph.files import is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.options import CheckpointWeights, Options, RewriteOptions, Unpack, check_options
 from mxfp8_graph.policy import presets
@@ -101,8 +101,7 @@ def rewrite(
         from mxfp8_graph.torch_pass import rewrite_torch
 
         return rewrite_torch(model, chosen, whole)
-    from mxfp8_graph.onnx_pass import graphsurgeon
-    from mxfp8_graph.onnx_pass import rewrite_onnx
+    from mxfp8_graph.onnx_pass import graphsurgeon, rewrite_onnx
 
     if kind is not Kind.GRAPHSURGEON:
         return rewrite_onnx(model, chosen, whole)
@@ -127,7 +126,7 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
     expected = "a mapping of names in the model to names in the checkpoint"
     files = {Path(names)} if isinstance(names, (str, Path)) else set()
     if isinstance(names, (str, Path)):
-        names = read_json(Path(names), Pins(), what="not a JSON object", expected=expected, advice="correct it")
+        names = read_json(Path(names), what="not a JSON object", expected=expected, advice="correct it")
     for key, value in (names or {}).items():
         if not isinstance(key, str) or not isinstance(value, str):
             what = f"{key!r}: {value!r} is not text"
@@ -138,7 +137,6 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
         where=str(weights),
         weights=checkpoint.weights,
         names=names or {},
-        check=checkpoint.check,
         others=tuple(name for name in sorted(checkpoint.others) if not name.endswith(COMFY_MARKER)),
         files=checkpoint.files | files,
     )

@@ -1,6 +1,6 @@
 """Shared by the tests of properties: hypothesis with the same examples in every run, and arrays of any kind.
 
-Importing this sets hypothesis up. `make fuzz` looks for new examples; these tests are for what must always hold.
+Importing this sets hypothesis up.
 """
 
 from __future__ import annotations

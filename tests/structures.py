@@ -43,7 +43,11 @@ def structure(name: str, weights: Mapping[str, np.ndarray] | None = None, *, spr
     """
     model = onnx.ModelProto()
     model.CopyFrom(_stored(name))
-    folded = {n.input[1]: f"{module_of(next((p.value for p in n.metadata_props if p.key == NAME_SCOPES), str()))}.weight" for n in model.graph.node if n.op_type == "MatMul"}
+    folded = {
+        n.input[1]: f"{module_of(next((p.value for p in n.metadata_props if p.key == NAME_SCOPES), ''))}.weight"
+        for n in model.graph.node
+        if n.op_type == "MatMul"
+    }
     for tensor in _tensors(model):
         if tensor.doc_string.startswith("normal "):
             if weights is None:

@@ -11,41 +11,23 @@ installation.py  doctor, library-path
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
-from typing import NoReturn
 
 from mxfp8_graph.cli import evidence, installation, models, other_tools
-from mxfp8_graph.cli.guard import Terminated, app, command
+from mxfp8_graph.cli.guard import app
 
 for _command in (
-    models.rewrite,
-    other_tools.from_hf,
-    models.verify,
-    models.run,
-    evidence.compare,
-    evidence.analyze,
-    evidence.tune,
-    other_tools.convert,
-    other_tools.package,
-    other_tools.export_checkpoint,
-    installation.doctor,
-    installation.library_path,
+    *(models.rewrite, other_tools.from_hf, models.verify, models.run),
+    *(evidence.compare, evidence.analyze, evidence.tune),
+    *(other_tools.convert, other_tools.package, other_tools.export_checkpoint),
+    *(installation.doctor, installation.library_path),
 ):
-    command(_command)
+    app.command()(_command)
 
 
 def main() -> None:
-    """Runs the command line of this process."""
+    """Runs the command line in this process."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
-    # Python sets signal handlers in the main thread only.
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _terminate)
     app(prog_name="mxfp8-graph")
-
-
-def _terminate(signum: int, frame: object) -> NoReturn:
-    raise Terminated

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import typer
+from typer import Argument, BadParameter, Option
 
 from mxfp8_graph.policy import presets
 
-
-class ExternalData(str, enum.Enum):
-    """Place of packed weights: inside of the model, or in a file beside it."""
-
-    auto = "auto"
-    always = "always"
-    never = "never"
-
-
-class Objective(str, enum.Enum):
-    """The objective of `tune`."""
-
-    size = "size"
-    latency = "latency"
-
-
-ModelPath = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.", show_default=False)
-]
+ModelPath = Annotated[Path, Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.", show_default=False)]
 SamplesPath = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--inputs",
         metavar="DATA",
         help="Samples: an .npz file, a folder of .npz or .npy files (a sample per file), a .jsonl file (a sample per "
@@ -41,37 +22,41 @@ SamplesPath = Annotated[
 ]
 Dims = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--dim", metavar="NAME=SIZE", help="Size of a free dimension of synthesised inputs: batch=4, input_ids.1=128."
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Random seed for synthesised inputs.")]
+Seed = Annotated[int, Option("--seed", help="Random seed for synthesised inputs.")]
+Repeat = Annotated[int, Option("--repeat", metavar="N", help="Number of timed runs.", min=1)]
 
-TrustPickle = Annotated[
-    bool,
-    typer.Option(
-        "--trust-pickle",
-        help="Let torch unpickle a .pt2 MODEL, which can run code of the file. Only for files that you trust.",
-    ),
-]
 Reports = Annotated[
     list[Path] | None,
-    typer.Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),
+    Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
+Json = Annotated[bool, Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 Settings = Annotated[
     list[str] | None,
-    typer.Option(
+    Option(
         "--set",
         metavar="FIELD=VALUE",
         help="Set a field of the recipe, as in embeddings=true. VALUE is YAML. Repeatable.",
     ),
 ]
-AllowNonfinite = Annotated[
-    bool, typer.Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf. Without it they are an error.")
+ExternalData = Annotated[
+    Literal["auto", "always", "never"],
+    Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL, and always in from-hf."),
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing outputs and reports.")]
-Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
+AllowNonfinite = Annotated[
+    bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf. Without it they are an error.")
+]
+Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing outputs and reports.")]
+Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
+NewFolder = Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")]
+
+
+def output_option(help: str, **settings: Any) -> Any:
+    """Returns the option --output of a file or folder that has a default name."""
+    return Option("-o", "--output", help=help, show_default=False, **settings)
 
 
 def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -85,7 +70,10 @@ def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
 
 def recipe_option(help: str, **settings: Any) -> Any:
     """Returns the option --recipe, with completion of the presets."""
-    return typer.Option("--recipe", autocompletion=completed(presets.PRESETS), help=help, **settings)
+    return Option("--recipe", autocompletion=completed(presets.PRESETS), help=help, **settings)
+
+
+SelectingRecipe = Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")]
 
 
 def shapes(dims: list[str] | None) -> dict[str, int]:
@@ -94,6 +82,6 @@ def shapes(dims: list[str] | None) -> dict[str, int]:
     for dim in dims or ():
         name, _, size = dim.rpartition("=")
         if not name or not size.isdecimal():
-            raise typer.BadParameter(f"{dim!r}; expected NAME=SIZE, as in batch=4", param_hint="--dim")
+            raise BadParameter(f"{dim!r}; expected NAME=SIZE, as in batch=4", param_hint="--dim")
         shapes[name] = int(size)
     return shapes

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
-import typer
+from typer import Exit, Option
 
-from mxfp8_graph.cli.arguments import (
-    AllowNonfinite,
-    Dims,
-    Json,
-    ModelPath,
-    Objective,
-    Overwrite,
-    Reports,
-    SamplesPath,
-    Seed,
-    Settings,
-    TrustPickle,
-    Verbose,
-    recipe_option,
-    shapes,
-)
+from mxfp8_graph.cli import arguments as arg
 from mxfp8_graph.cli.guard import FAILED, refuse
-from mxfp8_graph.cli.results import check_reports, tell
+from mxfp8_graph.cli.results import check_reports, print_result
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, say
 
 
 def compare(
-    model: ModelPath,
+    model: arg.ModelPath,
     *,
     recipes: Annotated[
         str | None,
-        typer.Option(
+        Option(
             "--recipes",
             metavar="A,B,...",
             help="Presets, recipe files and formats of other tools, separated by commas. Default: all presets and "
@@ -42,10 +27,10 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    inputs: SamplesPath = None,
+    inputs: arg.SamplesPath = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--metric",
             metavar="NAME",
             help="Error to print: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function (your code). "
@@ -53,14 +38,13 @@ def compare(
             show_default=False,
         ),
     ] = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 7,
-    dim: Dims = None,
-    seed: Seed = 0,
-    settings: Settings = None,
-    report: Reports = None,
-    json: Json = False,
-    overwrite: Overwrite = False,
-    trust_pickle: TrustPickle = False,
+    repeat: arg.Repeat = 7,
+    dim: arg.Dims = None,
+    seed: arg.Seed = 0,
+    settings: arg.Settings = None,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    overwrite: arg.Overwrite = False,
 ) -> None:
     """Measures each recipe on MODEL: errors at its outputs, size and latency.
 
@@ -74,29 +58,22 @@ def compare(
     check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
         result = run_comparison(
-            model,
-            [name.strip() for name in recipes.split(",")] if recipes else (),
-            settings=settings or (),
-            inputs=inputs,
-            metrics=metric or METRICS,
-            shapes=shapes(dim),
-            seed=seed,
-            repeat=repeat,
-            trust_pickle=trust_pickle,
+            model, [name.strip() for name in recipes.split(",")] if recipes else (), settings=settings or (),
+            inputs=inputs, metrics=metric or METRICS, shapes=arg.shapes(dim), seed=seed, repeat=repeat,
             progress=progress,
-        )
-    tell(result, json=json, reports=report, overwrite=overwrite)
+        )  # fmt: skip
+    print_result(result, json=json, reports=report, overwrite=overwrite)
 
 
 def analyze(
-    model: ModelPath,
+    model: arg.ModelPath,
     *,
-    recipe: Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")] = presets.DEFAULT,
-    settings: Settings = None,
-    inputs: SamplesPath = None,
+    recipe: arg.SelectingRecipe = presets.DEFAULT,
+    settings: arg.Settings = None,
+    inputs: arg.SamplesPath = None,
     metric: Annotated[
         str,
-        typer.Option(
+        Option(
             "--metric",
             metavar="NAME",
             help="Error that ranks the matmuls: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
@@ -104,18 +81,17 @@ def analyze(
     ] = "relative_l2",
     keep: Annotated[
         int | None,
-        typer.Option(
+        Option(
             "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that cause half of the error."
         ),
     ] = None,
-    report: Reports = None,
-    json: Json = False,
-    overwrite: Overwrite = False,
-    verbose: Verbose = False,
-    dim: Dims = None,
-    seed: Seed = 0,
-    allow_nonfinite: AllowNonfinite = False,
-    trust_pickle: TrustPickle = False,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    overwrite: arg.Overwrite = False,
+    verbose: arg.Verbose = False,
+    dim: arg.Dims = None,
+    seed: arg.Seed = 0,
+    allow_nonfinite: arg.AllowNonfinite = False,
 ) -> None:
     """Ranks the matmuls by error: at the outputs, with each alone in MXFP8, and with all others.
 
@@ -128,26 +104,18 @@ def analyze(
     check_reports(report, [model], overwrite=overwrite)
     with progress_bar(steps=True) as progress:
         result = run_analysis(
-            model,
-            load_recipe(recipe).setting(settings or ()),
-            inputs=inputs,
-            shapes=shapes(dim),
-            seed=seed,
-            metric=metric,
-            keep=keep,
-            allow_nonfinite=allow_nonfinite,
-            trust_pickle=trust_pickle,
-            progress=progress,
-        )
-    tell(result, every=verbose, json=json, reports=report, overwrite=overwrite)
+            model, load_recipe(recipe).setting(settings or ()), inputs=inputs, shapes=arg.shapes(dim), seed=seed,
+            metric=metric, keep=keep, allow_nonfinite=allow_nonfinite, progress=progress,
+        )  # fmt: skip
+    print_result(result, every=verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def tune(
-    model: ModelPath,
+    model: arg.ModelPath,
     *,
     budget: Annotated[
         list[str],
-        typer.Option(
+        Option(
             "--budget",
             metavar="BUDGET",
             help="Limit: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
@@ -156,29 +124,25 @@ def tune(
         ),
     ],
     objective: Annotated[
-        Objective, typer.Option("--objective", help="Minimise the size of the model, or its latency on this machine.")
-    ] = Objective.size,
-    recipe: Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")] = presets.DEFAULT,
-    settings: Settings = None,
-    inputs: SamplesPath = None,
+        Literal["size", "latency"],
+        Option("--objective", help="Minimise the size of the model, or its latency on this machine."),
+    ] = "size",
+    recipe: arg.SelectingRecipe = presets.DEFAULT,
+    settings: arg.Settings = None,
+    inputs: arg.SamplesPath = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FOLDER",
-            help="Folder for the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned.",
-            show_default=False,
+        arg.output_option(
+            "Folder for the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned.", metavar="FOLDER"
         ),
     ] = None,
-    overwrite: Overwrite = False,
-    report: Reports = None,
-    json: Json = False,
-    verbose: Verbose = False,
-    dim: Dims = None,
-    seed: Seed = 0,
-    allow_nonfinite: AllowNonfinite = False,
-    trust_pickle: TrustPickle = False,
+    overwrite: arg.Overwrite = False,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    verbose: arg.Verbose = False,
+    dim: arg.Dims = None,
+    seed: arg.Seed = 0,
+    allow_nonfinite: arg.AllowNonfinite = False,
 ) -> None:
     """Searches for the smallest or fastest plan that keeps a budget.
 
@@ -196,27 +160,18 @@ def tune(
     try:
         with progress_bar(steps=True) as progress:
             result = run_search(
-                model,
-                budget,
-                objective=objective.value,
-                recipe=load_recipe(recipe).setting(settings or ()),
-                inputs=inputs,
-                output=output,
-                overwrite=overwrite,
-                shapes=shapes(dim),
-                seed=seed,
-                allow_nonfinite=allow_nonfinite,
-                trust_pickle=trust_pickle,
-                progress=progress,
-            )
+                model, budget, objective=objective, recipe=load_recipe(recipe).setting(settings or ()), inputs=inputs,
+                output=output, overwrite=overwrite, shapes=arg.shapes(dim), seed=seed,
+                allow_nonfinite=allow_nonfinite, progress=progress,
+            )  # fmt: skip
     # Exit code 1, as of a failed verification: the search worked, and its answer is no.
     except BudgetNotMetError as error:
         refuse(error)
-        raise typer.Exit(FAILED) from None
+        raise Exit(FAILED) from None
     except Interrupted as stopped:
         # An interrupted search shows its best plan so far, but writes no report: it is not the result.
         if (best := stopped.best) is not None:
-            tell(best, every=verbose, json=json, reports=None, overwrite=overwrite)
+            print_result(best, every=verbose, json=json, reports=None, overwrite=overwrite)
         say(stopped.advice())
         raise (stopped.__cause__ or stopped) from None
-    tell(result, every=verbose, json=json, reports=report, overwrite=overwrite)
+    print_result(result, every=verbose, json=json, reports=report, overwrite=overwrite)

@@ -5,79 +5,59 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Exit, Option
 
-from mxfp8_graph.cli.arguments import (
-    AllowNonfinite,
-    Dims,
-    ExternalData,
-    Json,
-    ModelPath,
-    Overwrite,
-    Reports,
-    SamplesPath,
-    Seed,
-    Settings,
-    TrustPickle,
-    Verbose,
-    recipe_option,
-    shapes,
-)
+from mxfp8_graph.cli import arguments as arg
 from mxfp8_graph.cli.guard import FAILED, NOTHING_ELIGIBLE
-from mxfp8_graph.cli.results import check_reports, tell
+from mxfp8_graph.cli.results import check_reports, print_result
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar
 
 
 def rewrite(
-    model: ModelPath,
+    model: arg.ModelPath,
     *,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.", show_default=False)
-    ] = None,
-    recipe: Annotated[str, recipe_option(f"{presets.choices()}.")] = presets.DEFAULT,
-    settings: Settings = None,
+    output: Annotated[Path | None, arg.output_option("Default: MODEL.mxfp8.onnx, or .pt2.")] = None,
+    recipe: Annotated[str, arg.recipe_option(f"{presets.choices()}.")] = presets.DEFAULT,
+    settings: arg.Settings = None,
     exclude: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--exclude",
             metavar="REGEX",
             help="Keep matmuls whose name or module path matches, in addition to the recipe's. Repeatable.",
         ),
     ] = None,
     no_fuse: Annotated[
-        bool,
-        typer.Option("--no-fuse", help="ONNX: do not fuse activations, normalizations and attention."),
+        bool, Option("--no-fuse", help="ONNX: do not fuse activations, normalizations and attention.")
     ] = False,
     runs_on: Annotated[
         Literal["cpu"] | None,
-        typer.Option("--for", help="ONNX: use float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
+        Option("--for", help="ONNX: use float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
     ] = None,
     bodies: Annotated[
         Literal["folded", "small", "none"],
-        typer.Option(
+        Option(
             "--bodies",
             help="ONNX, without our library: weights in float32; in 8 bits, slow; or none, it does not run there.",
         ),
     ] = "folded",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
-    report: Reports = None,
-    json: Json = False,
-    external_data: Annotated[
-        ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL.")
-    ] = ExternalData.auto,
-    overwrite: Overwrite = False,
-    allow_nonfinite: AllowNonfinite = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    external_data: arg.ExternalData = "auto",
+    overwrite: arg.Overwrite = False,
+    allow_nonfinite: arg.AllowNonfinite = False,
     training: Annotated[
         bool,
-        typer.Option(
+        Option(
             "--training",
             help=".pt2: keep weights as trainable parameters. In a packed program the packed weights stay frozen.",
         ),
     ] = False,
     weights: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--weights",
             metavar="CHECKPOINT",
             help="Take the packed bytes from an MXFP8 safetensors file, index or folder; quantize nothing.",
@@ -86,15 +66,14 @@ def rewrite(
     ] = None,
     weight_names: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--weight-names",
             metavar="FILE.json",
             help="JSON object that maps names in the model to different names in the checkpoint.",
             show_default=False,
         ),
     ] = None,
-    verbose: Verbose = False,
-    trust_pickle: TrustPickle = False,
+    verbose: arg.Verbose = False,
 ) -> None:
     """Rewrites the matmuls of MODEL to MXFP8 or MXINT8."""
     from mxfp8_graph import rewriting
@@ -106,32 +85,22 @@ def rewrite(
     chosen = chosen.for_cpu() if runs_on else chosen
     with progress_bar() as progress:
         _, done = rewriting.rewrite(
-            model,
-            chosen,
-            output=output,
-            external_data=external_data.value,
-            overwrite=overwrite,
-            bodies=bodies,
-            dry_run=dry_run,
-            allow_nonfinite=allow_nonfinite,
-            training=training,
-            trust_pickle=trust_pickle,
-            weights=weights,
-            weight_names=weight_names,
-            progress=progress,
-        )
+            model, chosen, output=output, external_data=external_data, overwrite=overwrite, bodies=bodies,
+            dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training,
+            weights=weights, weight_names=weight_names, progress=progress,
+        )  # fmt: skip
     lists = done.lists(plan=dry_run or verbose, verbose=verbose)
-    tell(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
+    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def verify(
-    original: Annotated[Path, typer.Argument(metavar="ORIGINAL", help="The original model.", show_default=False)],
-    rewritten: Annotated[Path, typer.Argument(metavar="REWRITTEN", help="The rewritten model.", show_default=False)],
+    original: Annotated[Path, Argument(metavar="ORIGINAL", help="The original model.", show_default=False)],
+    rewritten: Annotated[Path, Argument(metavar="REWRITTEN", help="The rewritten model.", show_default=False)],
     *,
-    inputs: SamplesPath = None,
+    inputs: arg.SamplesPath = None,
     max_rel_l2: Annotated[
         float | None,
-        typer.Option(
+        Option(
             "--max-rel-l2",
             metavar="X",
             min=0,
@@ -139,12 +108,11 @@ def verify(
             show_default=False,
         ),
     ] = None,
-    dim: Dims = None,
-    seed: Seed = 0,
-    report: Reports = None,
-    json: Json = False,
-    overwrite: Overwrite = False,
-    trust_pickle: TrustPickle = False,
+    dim: arg.Dims = None,
+    seed: arg.Seed = 0,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    overwrite: arg.Overwrite = False,
 ) -> None:
     """Compares a rewritten model with its original.
 
@@ -158,46 +126,33 @@ def verify(
 
     check_reports(report, [original, rewritten], overwrite=overwrite)
     result = run_verify(
-        original,
-        rewritten,
-        inputs=inputs,
-        shapes=shapes(dim),
-        seed=seed,
-        max_rel_l2=max_rel_l2,
-        trust_pickle=trust_pickle,
-    )
-    tell(result, json=json, reports=report, overwrite=overwrite)
+        original, rewritten, inputs=inputs, shapes=arg.shapes(dim), seed=seed, max_rel_l2=max_rel_l2,
+
+    )  # fmt: skip
+    print_result(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
     if not result.passed:
-        raise typer.Exit(FAILED if result.failures else NOTHING_ELIGIBLE)
+        raise Exit(FAILED if result.failures else NOTHING_ELIGIBLE)
 
 
 def run(
-    model: ModelPath,
+    model: arg.ModelPath,
     *,
-    inputs: SamplesPath = None,
-    repeat: Annotated[int, typer.Option("--repeat", metavar="N", help="Number of timed runs.", min=1)] = 10,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also print the kernel and the time of each node.")
-    ] = False,
-    dim: Dims = None,
-    seed: Seed = 0,
-    report: Reports = None,
-    json: Json = False,
-    overwrite: Overwrite = False,
-    trust_pickle: TrustPickle = False,
+    inputs: arg.SamplesPath = None,
+    repeat: arg.Repeat = 10,
+    profile: Annotated[bool, Option("--profile", help="Also print the kernel and the time of each node.")] = False,
+    dim: arg.Dims = None,
+    seed: arg.Seed = 0,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    overwrite: arg.Overwrite = False,
 ) -> None:
     """Runs a model with the native kernels, on the first sample, and times it."""
     from mxfp8_graph.running.runner import run_model
 
     check_reports(report, [model], overwrite=overwrite)
     result = run_model(
-        model,
-        inputs=inputs,
-        shapes=shapes(dim),
-        seed=seed,
-        repeat=repeat,
-        profile=profile,
-        trust_pickle=trust_pickle,
-    )
-    tell(result, json=json, reports=report, overwrite=overwrite)
+        model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile,
+
+    )  # fmt: skip
+    print_result(result, json=json, reports=report, overwrite=overwrite)

@@ -5,22 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-import typer
+from typer import Argument, Option, echo
 
-from mxfp8_graph.cli.arguments import (
-    AllowNonfinite,
-    ExternalData,
-    Json,
-    ModelPath,
-    Overwrite,
-    Reports,
-    Settings,
-    TrustPickle,
-    Verbose,
-    completed,
-    recipe_option,
-)
-from mxfp8_graph.cli.results import check_reports, tell
+from mxfp8_graph.cli import arguments as arg
+from mxfp8_graph.cli.results import check_reports, print_result
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
 from mxfp8_graph.policy import presets
@@ -33,35 +21,28 @@ _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 def from_hf(
     folder: Annotated[
         Path,
-        typer.Argument(
-            metavar="FOLDER", help="A local Hugging Face folder: config.json, *.safetensors.", show_default=False
-        ),
+        Argument(metavar="FOLDER", help="A local Hugging Face folder: config.json, *.safetensors.", show_default=False),
     ],
     *,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Default: FOLDER/model.mxfp8.onnx.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, arg.output_option("Default: FOLDER/model.mxfp8.onnx.")] = None,
     recipe: Annotated[
         str | None,
-        recipe_option(
+        arg.recipe_option(
             f"{presets.choices()}. Default: mxfp8, or mxfp8-weight-only if the checkpoint quantizes weights only.",
             show_default=False,
         ),
     ] = None,
-    settings: Settings = None,
+    settings: arg.Settings = None,
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"],
-        typer.Option("--dtype", help="Dtype of all values that are not MXFP8."),
+        Literal["float32", "float16", "bfloat16"], Option("--dtype", help="Dtype of all values that are not MXFP8.")
     ] = "float32",
-    opset: Annotated[int, typer.Option("--opset", metavar="N", help="ONNX opset version, 21 or later.")] = 21,
-    report: Reports = None,
-    json: Json = False,
-    external_data: Annotated[
-        ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: yes.")
-    ] = ExternalData.auto,
-    overwrite: Overwrite = False,
-    allow_nonfinite: AllowNonfinite = False,
-    verbose: Verbose = False,
+    opset: Annotated[int, Option("--opset", metavar="N", help="ONNX opset version, 21 or later.")] = 21,
+    report: arg.Reports = None,
+    json: arg.Json = False,
+    external_data: arg.ExternalData = "auto",
+    overwrite: arg.Overwrite = False,
+    allow_nonfinite: arg.AllowNonfinite = False,
+    verbose: arg.Verbose = False,
 ) -> None:
     """Makes an ONNX model from a Hugging Face folder with MXFP8 weights.
 
@@ -72,40 +53,30 @@ def from_hf(
     check_reports(report, [output], overwrite=overwrite)
     with progress_bar() as progress:
         _, done = from_folder(
-            folder,
-            output,
-            recipe=recipe,
-            settings=settings or (),
-            dtype=dtype,
-            opset=opset,
-            external_data=external_data.value,
-            overwrite=overwrite,
-            allow_nonfinite=allow_nonfinite,
-            progress=progress,
-        )
+            folder, output, recipe=recipe, settings=settings or (), dtype=dtype, opset=opset,
+            external_data=external_data, overwrite=overwrite, allow_nonfinite=allow_nonfinite, progress=progress,
+        )  # fmt: skip
     lists = done.lists(plan=verbose, verbose=verbose)
-    tell(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
+    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
 
 
 def convert(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="An ONNX model in MXFP8.", show_default=False)],
+    model: Annotated[Path, Argument(metavar="MODEL", help="An ONNX model in MXFP8.", show_default=False)],
     *,
     to: Annotated[
         str,
-        typer.Option(
+        Option(
             "--to",
             metavar="DIALECT",
-            autocompletion=completed(WRITTEN),
+            autocompletion=arg.completed(WRITTEN),
             help=f"{', '.join(_DIALECTS[:-1])} or {_DIALECTS[-1]}.",
             show_default=False,
         ),
     ],
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Default: MODEL.DIALECT.onnx.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, arg.output_option("Default: MODEL.DIALECT.onnx.")] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--allow",
             metavar="LOSS",
             help="Accept a loss in the dialect: activations (no longer quantized), rounding (their scales are rounded "
@@ -114,17 +85,15 @@ def convert(
     ] = None,
     accuracy_level: Annotated[
         Literal[0, 4],
-        typer.Option(
+        Option(
             "--accuracy-level",
             help="nbits only: at 4 ONNX Runtime rounds activations to int8, at 0 it computes in float32, slower.",
         ),
     ] = 4,
-    external_data: Annotated[
-        ExternalData, typer.Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL.")
-    ] = ExternalData.auto,
-    overwrite: Overwrite = False,
-    report: Reports = None,
-    json: Json = False,
+    external_data: arg.ExternalData = "auto",
+    overwrite: arg.Overwrite = False,
+    report: arg.Reports = None,
+    json: arg.Json = False,
 ) -> None:
     """Converts an MXFP8 model from one dialect to another; elements and scales stay the same bytes.
 
@@ -135,65 +104,51 @@ def convert(
 
     check_reports(report, [model, output], overwrite=overwrite)
     _, done = run_conversion(
-        model,
-        to,
-        output=output,
-        allow=allow or (),
-        accuracy_level=accuracy_level,
-        external_data=external_data.value,
+        model, to, output=output, allow=allow or (), accuracy_level=accuracy_level, external_data=external_data,
         overwrite=overwrite,
-    )
-    tell(done, json=json, reports=report, overwrite=overwrite)
+    )  # fmt: skip
+    print_result(done, json=json, reports=report, overwrite=overwrite)
 
 
 def package(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A rewritten ONNX model.", show_default=False)],
+    model: Annotated[Path, Argument(metavar="MODEL", help="A rewritten ONNX model.", show_default=False)],
     *,
     host: Annotated[
-        str,
-        typer.Option(
-            "--for",
-            metavar="HOST",
-            autocompletion=completed(HOSTS),
-            help=f"One of {', '.join(HOSTS)}.",
-        ),
+        str, Option("--for", metavar="HOST", autocompletion=arg.completed(HOSTS), help=f"One of {', '.join(HOSTS)}.")
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
+    output: arg.NewFolder,
     config: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             "--config", metavar="FOLDER", help="Folder with the configuration and tokenizer of MODEL. Not for triton."
         ),
     ] = None,
     root: Annotated[
-        Path | None,
-        typer.Option("--root", metavar="PATH", help="triton: path of FOLDER on the server, if it differs."),
+        Path | None, Option("--root", metavar="PATH", help="triton: path of FOLDER on the server, if it differs.")
     ] = None,
 ) -> None:
     """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
     from mxfp8_graph.tools.hosts.write import package as write_folder
 
-    typer.echo(printable(str(write_folder(model, host, output, config=config, root=root))))
+    echo(printable(str(write_folder(model, host, output, config=config, root=root))))
 
 
 def export_checkpoint(
-    model: ModelPath,
+    model: arg.ModelPath,
     *,
-    output: Annotated[Path, typer.Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
+    output: arg.NewFolder,
     config: Annotated[
-        Path,
-        typer.Option("--config", metavar="FOLDER", help="Hugging Face folder of the original: config.json, tokenizer."),
+        Path, Option("--config", metavar="FOLDER", help="Hugging Face folder of the original: config.json, tokenizer.")
     ],
     convention: Annotated[
         Literal["compressed-tensors", "scale-inv"],
-        typer.Option("--convention", help="compressed-tensors for vLLM, scale-inv for SGLang and transformers."),
+        Option("--convention", help="compressed-tensors for vLLM, scale-inv for SGLang and transformers."),
     ] = "compressed-tensors",
-    trust_pickle: TrustPickle = False,
 ) -> None:
     """Writes a Hugging Face folder with the packed weights of MODEL, which vLLM, SGLang and transformers load."""
     from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as write_checkpoint
 
-    folder, notes = write_checkpoint(model, output, config=config, convention=convention, trust_pickle=trust_pickle)
+    folder, notes = write_checkpoint(model, output, config=config, convention=convention)
     for note in notes:
-        typer.echo(printable(f"note: {note}"), err=True)
-    typer.echo(printable(str(folder)))
+        echo(printable(f"note: {note}"), err=True)
+    echo(printable(str(folder)))

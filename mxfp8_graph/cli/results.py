@@ -25,7 +25,7 @@ def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None],
         check_report_path(report, files, overwrite=overwrite)
 
 
-def tell(
+def print_result(
     result: Report,
     *,
     json: bool,

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.fx import Graph, GraphModule, Node
 
 from mxfp8_graph.distributed import routes
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS
 

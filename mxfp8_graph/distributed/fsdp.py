@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from mxfp8_graph.distributed.patterns import leading
 from mxfp8_graph.distributed.weights import ShardedWeight
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops.errors import ContractError
 
 _WHERE = "distributed.shard"

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from mxfp8_graph.distributed import fsdp
 from mxfp8_graph.distributed.modules import module
 from mxfp8_graph.distributed.patterns import leading
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 

@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.checked_program import CheckedProgram, watch, whole
+from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.torch_pass.checked_program import CheckedProgram, watch, whole
 from mxfp8_ops.errors import ContractError
 
 
@@ -82,7 +82,7 @@ def collect(module: nn.Module, tuned: ExportedProgram, *, rank0_only: bool = Fal
             tuned.put(name, full)
         del full
     if here:
-        tuned.taken()
+        tuned.mark_synced()
         if on_meta:
             _leave_meta(tuned)
     gathered = tuple(name for name, value in state.items() if hasattr(value, "full_tensor"))

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.fx import Node
 
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
 

@@ -26,7 +26,7 @@ import mxfp8_ops.torch_ops.sharding  # noqa: F401 - registers how ops run on DTe
 from mxfp8_graph.distributed import aten_rules  # noqa: F401
 from mxfp8_graph.distributed.patterns import leading
 from mxfp8_graph.distributed.products import Product, find
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops.errors import ContractError
 
 _WHERE: Final = "parallelize"

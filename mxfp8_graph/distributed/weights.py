@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mxfp8_graph.torch_program import internals
+from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError

@@ -6,6 +6,7 @@ complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It 
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -25,8 +26,10 @@ _KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: 
 _EMPTY: Final = onnx.TensorProto(name="tensor", data_type=onnx.TensorProto.FLOAT, dims=[0], raw_data=b"")
 
 
-def header(proto: onnx.ModelProto, name: str) -> None:
-    """Raises ContractError if the model has no graph or output, or a version that onnx does not know."""
+def fields(proto: onnx.ModelProto, name: str) -> None:
+    """Raises ContractError if the model has no graph or output, a version that onnx does not know, or a tensor that
+    has not the values that it says.
+    """
     if not proto.ir_version or not proto.HasField("graph"):
         what = "not an ONNX model (no IR version or no graph)"
         raise ContractError(name, what, expected="an ONNX model", advice=_AGAIN)
@@ -36,9 +39,14 @@ def header(proto: onnx.ModelProto, name: str) -> None:
     versions = {entry.version for entry in proto.opset_import if entry.domain in STANDARD}
     known = [("IR version", proto.ir_version, int(onnx.IR_VERSION)), *(("opset", v, newest) for v in versions)]
     for what, version, most in known:
-        if not 1 <= version <= most:
-            expected = f"1 to {most}, which onnx {onnx.__version__} knows"
-            raise ContractError(name, f"{what} {version}", expected=expected, advice="upgrade onnx")
+        least = 3 if what == "IR version" else 1  # before 3 a model has no opset
+        if not least <= version <= most:
+            advice = "upgrade onnx" if version > most else _AGAIN
+            expected = f"{least} to {most}, which onnx {onnx.__version__} knows"
+            raise ContractError(name, f"{what} {version}", expected=expected, advice=advice)
+    for graph in iter_graphs(proto.graph):
+        for tensor in graph.initializer:
+            _check_tensor(tensor, name)
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
@@ -83,7 +91,8 @@ def _defined(
     """Returns the names that nodes inside these may read; ContractError if one is defined twice, or not at all."""
     outputs = Counter(output for node in nodes for output in node.output if output)
     twice = next((each for each, times in outputs.items() if times > 1 or each in own), None)
-    visible = {*outer, *own, *outputs}
+    defined = {*own, *outputs}
+    visible = outer | defined
     for node in nodes:
         missing = next((each for each in node.input if each and each not in visible), None)
         if missing is not None or (twice is not None and twice in node.output):
@@ -92,23 +101,18 @@ def _defined(
             raise ContractError(
                 f"{where}: node {_called(node)!r} ({node.op_type})", what, expected=expected, advice=_AGAIN
             )
-    if (missing := next((each for each in results if each not in visible - outer), None)) is not None:
+    if (missing := next((each for each in results if each not in own and each not in outputs), None)) is not None:
         what = f"output {missing!r} is not defined"
         raise ContractError(where, what, expected="an input, an initializer or an output of a node", advice=_AGAIN)
-    return visible
+    return set(visible)
 
 
 def _called(node: onnx.NodeProto) -> str:
     return str(node.name or next(iter(node.output), "") or node.op_type)
 
 
-def contents(model: ir.Model, proto: onnx.ModelProto) -> None:
-    """Raises ContractError if a tensor has not the values that it says, a function calls itself, or a node of ours is
-    not one of the contract.
-    """
-    for graph in iter_graphs(proto.graph):
-        for tensor in graph.initializer:
-            _check_tensor(tensor, name_of(model))
+def nodes(model: ir.Model) -> None:
+    """Raises ContractError if a local function calls itself, or a node of ours is not one of the contract."""
     calls = {
         key: [node.op_identifier() for node in function.all_nodes() if node.op_identifier() in model.functions]
         for key, function in model.functions.items()
@@ -130,10 +134,12 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
         what = f"dims {list(tensor.dims)}" if known and tensor.data_type else f"unknown dtype {tensor.data_type}"
         raise ContractError(where, what, expected="a dtype of onnx, and dims from 0 on", advice=_AGAIN)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        numbers = (entry.value for entry in tensor.external_data if entry.key in {"offset", "length"})
+        if not all(number.isdecimal() for number in numbers):
+            what = "external offset or length is not a number"
+            raise ContractError(where, what, expected="integers from 0 on", advice=_AGAIN)
         return
-    dtype, size = ir.DataType(tensor.data_type), 1
-    for dim in tensor.dims:
-        size *= dim
+    dtype, size = ir.DataType(tensor.data_type), math.prod(tensor.dims)
     if dtype == ir.DataType.STRING:
         stored, expected, unit = len(tensor.string_data), size, "strings"
     elif tensor.HasField("raw_data"):

@@ -13,6 +13,7 @@ from typing import Final
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx import version_converter
 
 from mxfp8_graph.onnx_pass.graph import (
     STANDARD,
@@ -77,6 +78,23 @@ def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
             if node.domain in STANDARD and not onnx.defs.has(node.op_type, opset):
                 node.domain = _HIDDEN
     return proto
+
+
+def refused(model: onnx.ModelProto, target: int) -> str:
+    """Returns what to call the first node that cannot be converted alone either, for an error; "" if each can."""
+    for graph in iter_graphs(model.graph):
+        types = {value.name: value for value in (*graph.input, *graph.output, *graph.value_info)}
+        for node in (each for each in graph.node if each.domain in STANDARD):
+            values = [types.get(name, onnx.ValueInfoProto(name=name)) for name in (*node.input, *node.output)]
+            alone = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
+            alone.graph.node.append(node)
+            alone.graph.input.extend(value for value in values[: len(node.input)] if value.name)
+            alone.graph.output.extend(value for value in values[len(node.input) :] if value.name)
+            try:
+                version_converter.convert_version(alone, target)
+            except Exception:  # whatever C++ raises
+                return f": node {node.name or next(iter(node.output), '')!r} ({node.op_type})"
+    return ""
 
 
 def after(model: ir.Model, opset: int) -> list[str]:

@@ -22,7 +22,7 @@ class Dialect:
     """File in `mxfp8_graph.tools.dialects`; "" for ours.
 
     It has `read(scope, node)`, `write(scope, node, allow)` or both. `write_product`, if there is one, comes first and
-    writes gemms that are still whole; `check(opened)` refuses a result.
+    writes gemms that are still whole; `check(model)` refuses a result.
     """
     ops: Mapping[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
     """Its ops by (domain, name): how many inputs, at least and at most, and how many outputs."""

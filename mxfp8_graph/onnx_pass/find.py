@@ -26,7 +26,6 @@ from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
 from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
     NAME_SCOPES,
-    attribute,
     dtype_of,
     graphs_of,
     is_op,
@@ -37,7 +36,7 @@ from mxfp8_graph.onnx_pass.graph import (
     subgraphs_of,
 )
 from mxfp8_graph.onnx_pass.operands import Operand, Operands, source_of
-from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, form_of
+from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, borders, form_of
 from mxfp8_graph.onnx_pass.views import Static
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
@@ -47,7 +46,7 @@ from mxfp8_ops import contract
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class Addend:
     """What is added to the product."""
 
     bias: Static | None = None
@@ -75,7 +74,7 @@ class OnnxSite:
     """onnx.TensorProto.DataType of activations and result."""
     swapped: bool = False
     """The gemm computes the transpose of the result."""
-    added: Added
+    added: Addend
 
 
 def find_sites(model: ir.Model) -> list[OnnxSite]:
@@ -123,7 +122,7 @@ class _View:
         for graph in graphs_of(model.graph):
             for node in graph:
                 for inner in subgraphs_of(node):
-                    for start, end in _borders(node, inner):
+                    for start, end in borders(node, inner):
                         self._across.setdefault(start, []).append(end)
 
     def consumers(self, value: ir.Value) -> Iterator[tuple[ir.Node | None, ir.Value]]:
@@ -151,18 +150,6 @@ class _View:
         return value in self._outputs
 
 
-def _borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Yields (value, the same value on the other side) for a control-flow node and one of its subgraphs."""
-    skip = 1 if node.op_type == "Loop" else 0  # a Loop body's first output is its condition
-    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
-    if is_op(node, "Loop", "Scan"):
-        first = 2 * skip  # after the trip count and the condition
-        carried = len(node.inputs) - (first or attribute(node, "num_scan_inputs", 0))
-        taken = zip(node.inputs[first:], inner.inputs[first:], strict=False)
-        yield from ((value, other) for value, other in taken if value is not None)
-        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)
-
-
 class _Finder:
     """Describes the matmuls of one model, one after another."""
 
@@ -183,7 +170,7 @@ class _Finder:
         m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
         absorbed = None if swapped or w.picked else self._absorbed(node, form, n, dtype)
-        added = absorbed or Added(addend=form.c, output=node.outputs[0])
+        added = absorbed or Addend(addend=form.c, output=node.outputs[0])
         matmul = MatMulSite(
             name=self._name(node),
             op=node.op_type,
@@ -227,7 +214,9 @@ class _Finder:
             shared_with=self._uses[static.value] - 1 if static else 0,
             blocker=unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first"),
         )
-        return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=Added(output=node.outputs[0]))
+        return OnnxSite(
+            matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=Addend(output=node.outputs[0])
+        )
 
     def _name(self, node: ir.Node) -> str:
         return take_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#")
@@ -239,7 +228,7 @@ class _Finder:
         passive = ROLE_OPS.views | ROLE_OPS.to_output
         return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
 
-    def _absorbed(self, node: ir.Node, form: Form, n: Dim, dtype: int) -> Added | None:
+    def _absorbed(self, node: ir.Node, form: Form, n: Dim, dtype: int) -> Addend | None:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
         product = output = node.outputs[0]
         c, add = form.c, None
@@ -260,7 +249,7 @@ class _Finder:
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
-        return Added(bias=bias, node=add, output=output, after=after)
+        return Addend(bias=bias, node=add, output=output, after=after)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""

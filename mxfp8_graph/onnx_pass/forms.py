@@ -147,7 +147,7 @@ def fused_gemm(node: ir.Node, resolve: Resolve) -> Form:
     return _activated(gemm(node, resolve), node)
 
 
-def inside(node: ir.Node, resolve: Resolve) -> Form | None:
+def opaque_fused_op(node: ir.Node, resolve: Resolve) -> Form | None:
     """Reads an op that holds products with static operands and cannot be taken apart."""
     statics = ((value, resolve(value)) for value in node.inputs[1:] if value is not None)
     weight = next((value for value, static in statics if static and len(static.shape) > 1), None)

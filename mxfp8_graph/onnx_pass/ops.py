@@ -6,19 +6,18 @@ Everything that asks what an op does reads this table. One row is all that a fur
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final
 
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import einsum, forms, views
-from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
+from mxfp8_graph.onnx_pass.dialects import TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, is_op
 from mxfp8_graph.onnx_pass.views import View
 from mxfp8_graph.policy.roles import RoleOps
-from mxfp8_graph.report.account import OpKinds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,12 +28,8 @@ class Op:
     """How it multiplies matrices; None if it does not, or in a way that the pass does not replace."""
     view: View | None = None
     """What it makes of a weight, which it passes on without computing anything; None if it is no such op."""
-    kind: Literal["lookup", "convolution", "recurrent", "product", ""] = ""
-    """What it does with a weight. All but lookups multiply activations by something."""
     gathers: bool = False
     """It picks rows, or matrices, by indices in its second input."""
-    quantized: bool = False
-    """It takes or gives what something has quantized already."""
 
 
 _UNKNOWN: Final = Op()
@@ -48,14 +43,14 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     (MICROSOFT, "FusedMatMulActivation"): Op(product=forms.fused_matmul_activation),
     (MICROSOFT, "FusedGemm"): Op(product=forms.fused_gemm),
     (MICROSOFT, "Attention"): Op(product=forms.packed_attention),
-    (MICROSOFT, "DecoderAttention"): Op(product=forms.inside),
-    (MICROSOFT, "DecoderMaskedSelfAttention"): Op(product=forms.inside),
-    (MICROSOFT, "GatedRelativePositionBias"): Op(product=forms.inside),
-    (MICROSOFT, "GemmFastGelu"): Op(product=forms.inside),
-    (MICROSOFT, "GemmFloat8"): Op(product=forms.inside),
-    (MICROSOFT, "LongformerAttention"): Op(product=forms.inside),
-    (MICROSOFT, "MoE"): Op(product=forms.inside),
-    (MICROSOFT, "PackedAttention"): Op(product=forms.inside),
+    (MICROSOFT, "DecoderAttention"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "DecoderMaskedSelfAttention"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "GatedRelativePositionBias"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "GemmFastGelu"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "GemmFloat8"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "LongformerAttention"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "MoE"): Op(product=forms.opaque_fused_op),
+    (MICROSOFT, "PackedAttention"): Op(product=forms.opaque_fused_op),
     ("", "Identity"): Op(view=views.identity),
     ("", "Transpose"): Op(view=views.transpose),
     ("", "Cast"): Op(view=views.cast),
@@ -66,46 +61,8 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     ("", "Slice"): Op(view=views.slice_),
     ("", "Expand"): Op(view=views.repeat),
     ("", "Tile"): Op(view=views.repeat),
-    ("", "Gather"): Op(kind="lookup", gathers=True),
-    ("", "GatherND"): Op(kind="lookup", gathers=True),
-    ("", "GatherElements"): Op(kind="lookup"),
-    (MICROSOFT, "EmbedLayerNormalization"): Op(kind="lookup"),
-    ("", "Conv"): Op(kind="convolution"),
-    ("", "ConvTranspose"): Op(kind="convolution"),
-    ("", "DeformConv"): Op(kind="convolution"),
-    (MICROSOFT, "FusedConv"): Op(kind="convolution"),
-    (MICROSOFT, "NhwcConv"): Op(kind="convolution"),
-    (MICROSOFT, "NhwcFusedConv"): Op(kind="convolution"),
-    ("", "LSTM"): Op(kind="recurrent"),
-    ("", "GRU"): Op(kind="recurrent"),
-    ("", "RNN"): Op(kind="recurrent"),
-    (MICROSOFT, "AttnLSTM"): Op(kind="recurrent"),
-    ("", "Attention"): Op(kind="product"),
-    (MICROSOFT, "MultiHeadAttention"): Op(kind="product"),
-    (MICROSOFT, "GroupQueryAttention"): Op(kind="product"),
-    (MICROSOFT, "DecoderMaskedMultiHeadAttention"): Op(kind="product"),
-    (MICROSOFT, "PackedMultiHeadAttention"): Op(kind="product"),
-    (MICROSOFT, "PagedAttention"): Op(kind="product"),
-    (MICROSOFT, "SparseAttention"): Op(kind="product"),
-    ("", "MatMulInteger"): Op(kind="product", quantized=True),
-    ("", "QLinearMatMul"): Op(kind="product", quantized=True),
-    (MICROSOFT, "MatMulIntegerToFloat"): Op(kind="product", quantized=True),
-    (MICROSOFT, "DynamicQuantizeMatMul"): Op(kind="product", quantized=True),
-    (MICROSOFT, "MatMulNBits"): Op(kind="product", quantized=True),
-    (MICROSOFT, "QAttention"): Op(kind="product", quantized=True),
-    (MICROSOFT, "QMoE"): Op(kind="product", quantized=True),
-    ("", "DequantizeLinear"): Op(quantized=True),
-    ("", "QuantizeLinear"): Op(quantized=True),
-    ("", "ConvInteger"): Op(quantized=True),
-    (TRT, TRT_DEQUANTIZE): Op(quantized=True),
-    (MICROSOFT, "MatMulInteger16"): Op(quantized=True),
-    (MICROSOFT, "MatMulBnb4"): Op(quantized=True),
-    (MICROSOFT, "MatMulFpQ4"): Op(quantized=True),
-    (MICROSOFT, "GatherBlockQuantized"): Op(quantized=True),
-    (MICROSOFT, "DynamicQuantizeLSTM"): Op(quantized=True),
-    (MICROSOFT, "QGemm"): Op(quantized=True),
-    (MICROSOFT, "QEmbedLayerNormalization"): Op(quantized=True),
-    (MICROSOFT, "DequantizeBFP"): Op(quantized=True),
+    ("", "Gather"): Op(gathers=True),
+    ("", "GatherND"): Op(gathers=True),
 }
 """(domain, op type) -> what the pass knows of it."""
 
@@ -129,18 +86,20 @@ READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", 
 DEQUANTIZES: Final = frozenset({"DequantizeLinear", TRT_DEQUANTIZE})
 """The ops that give back values which something else has quantized: ONNX's, with any scale, and TensorRT's."""
 
-OP_KINDS: Final = OpKinds(
-    lookups=names(lambda op: op.kind == "lookup"),
-    convolutions=names(lambda op: op.kind == "convolution"),
-    recurrent=names(lambda op: op.kind == "recurrent"),
-    quantized=names(lambda op: op.quantized),
+_COMPUTES: Final = (
+    *("Conv", "ConvTranspose", "DeformConv", "FusedConv", "NhwcConv", "NhwcFusedConv"),
+    *("LSTM", "GRU", "RNN", "AttnLSTM"),
+    *("Attention", "MultiHeadAttention", "GroupQueryAttention", "DecoderMaskedMultiHeadAttention"),
+    *("PackedMultiHeadAttention", "PagedAttention", "SparseAttention", "QAttention", "QMoE"),
+    *("MatMulInteger", "QLinearMatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits"),
 )
+"""Further ops that multiply activations by something, in ways that the pass does not replace."""
 
 ROLE_OPS: Final = RoleOps(
-    compute=names(lambda op: op.product is not None or op.kind in {"convolution", "recurrent", "product"}),
+    compute=names(lambda op: op.product is not None).union(_COMPUTES),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
-    views=frozenset({"Cast", "Reshape", "Transpose", "Identity", "Squeeze", "Unsqueeze", "Flatten"}),
+    views=frozenset({*VIEW_OPS, "Flatten"}) - {"Slice", "Split"},
     to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
     from_softmax=frozenset({"Dropout", "Where", "Mul", "Slice", "Split"}),
@@ -193,3 +152,15 @@ _ATTRIBUTES: Final = {
     ),
 }
 """The attributes that a reader knows, by ops of ONNX Runtime's own: others may change what a node computes."""
+
+
+def borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Yields (value, the same value on the other side) for a control-flow node and one of its subgraphs."""
+    skip = 1 if node.op_type == "Loop" else 0  # a Loop body's first output is its condition
+    yield from zip(inner.outputs[skip:], node.outputs, strict=False)
+    if is_op(node, "Loop", "Scan"):
+        first = 2 * skip  # after the trip count and the condition
+        carried = len(node.inputs) - (first or attribute(node, "num_scan_inputs", 0))
+        taken = zip(node.inputs[first:], inner.inputs[first:], strict=False)
+        yield from ((value, other) for value, other in taken if value is not None)
+        yield from zip(inner.outputs[skip : skip + carried], inner.inputs[first:], strict=False)

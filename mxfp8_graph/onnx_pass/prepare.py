@@ -5,7 +5,7 @@ onnx's passes take protos: `through` lends them one without the values of large 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import onnx
@@ -28,11 +28,12 @@ from mxfp8_graph.onnx_pass.graph import (
     stored,
 )
 from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
-from mxfp8_graph.onnx_pass.protos import from_proto, iter_graphs, lent
+from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, lent
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
 
+_AGAIN: Final = "export the model again"
 _IR_VERSION: Final = 10  # the first with opset 21 and float8 in functions
 
 
@@ -72,7 +73,7 @@ def upgrade(
             raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
         model.opset_imports[""] = MIN_OPSET  # which the bodies of our nodes use
     opset = opset_of(model)
-    chosen = [key for key in model.functions if opset < least or _holds(model, key, holds_sites)]
+    chosen = list(model.functions) if opset < least else _holding(model, holds_sites)
     if chosen:
         imports = _use_one_opset(model, chosen)
         selected = list(dict.fromkeys((domain, function) for domain, function, _ in chosen))
@@ -136,12 +137,16 @@ def through(
             changed = call(proto)
         except Exception as error:  # whatever C++ raises
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            where, expected, advice = name_of(model), "a model that onnx understands", _AGAIN
+            if converts:
+                where += conversion.refused(proto, MIN_OPSET)
+                expected, advice = f"opset {MIN_OPSET} or above", f"{advice} with one"
             text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
-            expected = f"opset {MIN_OPSET} or above, or a model that onnx understands"
-            raise ContractError(name_of(model), text, expected=expected, advice="export the model again") from None
+            raise ContractError(where, text, expected=expected, advice=advice) from None
     result = from_proto(changed, name_of(model))
     result.meta.update({**model.meta, **result.meta})
     result.metadata_props.update(model.metadata_props)
+    result.graph.metadata_props.update(model.graph.metadata_props)
     for key in model.functions.keys() - result.functions.keys():
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in nodes_of(result)):
             result.functions[key] = model.functions[key]  # the converter drops all
@@ -176,11 +181,15 @@ def through(
 def infer(model: ir.Model, notes: list[str]) -> None:
     """Keeps in `Value.meta` the types and shapes that onnx can infer, where `dtype_of` and `shape_of` read them."""
     with lent(model) as proto:
+        counts = [len(graph.initializer) for graph in iter_graphs(proto.graph)]
+        _copy_outer_constants(proto.graph, {})
         try:
             typed = _inferred(proto)
         except Exception as error:  # whatever C++ raises
             notes.append(f"shapes could not be inferred: {first_line(error)}")
             return
+    for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
+        del graph.initializer[count:]
     keep_types(model, typed)
 
 
@@ -190,8 +199,29 @@ def keep_types(model: ir.Model, typed: onnx.ModelProto) -> None:
         types = {info.name: info for info in (*message.input, *message.output, *message.value_info)}
         for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
             info = types.get(value.name or "")
-            if info is not None and info.type.WhichOneof("value") in {"tensor_type", "sequence_type", "optional_type"}:
+            if info is not None and info.HasField("type") and not is_foreign(info.type):
                 value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
+
+
+def _copy_outer_constants(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
+    """Gives each subgraph the sizes that are constants outside it and that its nodes read: onnx looks inside alone."""
+    hidden = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
+    own = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in hidden}
+    for node in graph.node:
+        value = next((a.t for a in node.attribute if a.name == "value"), None) if node.op_type == "Constant" else None
+        if value is not None:
+            own[node.output[0]] = value
+    own = {name: tensor for name, tensor in own.items() if tensor.data_type == onnx.TensorProto.INT64}
+    hidden |= {tensor.name for tensor in graph.initializer}
+    visible = {name: tensor for name, tensor in outer.items() if name not in hidden}
+    read = {name for node in graph.node for name in node.input}
+    for name in sorted(read & visible.keys()):
+        graph.initializer.add().CopyFrom(visible[name])
+        graph.initializer[-1].name = name  # the value of a Constant node has none
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                _copy_outer_constants(inner, visible | own)
 
 
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
@@ -202,13 +232,18 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
         return shape_inference.infer_shapes(proto, data_prop=True)
 
 
-def _holds(model: ir.Model, key: ir.OperatorIdentifier, holds_sites: Callable[[tuple[str, str]], bool]) -> bool:
-    for node in model.functions[key].all_nodes():
-        if holds_sites((node.domain, node.op_type)):
-            return True
-        if node.op_identifier() in model.functions and _holds(model, node.op_identifier(), holds_sites):
-            return True
-    return False
+def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], bool]) -> list[ir.OperatorIdentifier]:
+    """Returns the local functions with such ops, in themselves or in what they call."""
+    known: dict[ir.OperatorIdentifier, bool] = {}
+
+    def holds(key: ir.OperatorIdentifier) -> bool:  # none calls itself: `load` checked that
+        if key not in known:
+            nodes = list(model.functions[key].all_nodes())
+            called = [node.op_identifier() for node in nodes if node.op_identifier() in model.functions]
+            known[key] = any(holds_sites((node.domain, node.op_type)) for node in nodes) or any(map(holds, called))
+        return known[key]
+
+    return [key for key in model.functions if holds(key)]
 
 
 def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> dict[ir.OperatorIdentifier, dict[str, int]]:
@@ -230,7 +265,9 @@ def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> dict
             if changed and function.identifier() in chosen:  # the others are not inlined
                 other = f"in which {changed[0]} is another than in the model's opset {opset}"
                 what = f"local function {function.name!r} is of opset {version}, {other}"
-                raise ContractError(name_of(model), what, expected="one opset", advice="export the model again")
+                raise ContractError(
+                    name_of(model), what, expected="one opset for both", advice="export the model again"
+                )
             function.opset_imports[domain] = opset
     return imports
 

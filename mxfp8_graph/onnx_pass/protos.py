@@ -65,7 +65,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     foreign = {
         id(info): (info, onnx.TypeProto.FromString(info.type.SerializeToString()))
         for info in infos
-        if _is_foreign(info.type)
+        if is_foreign(info.type)
     }
     for info, _ in foreign.values():
         info.ClearField("type")
@@ -168,7 +168,8 @@ def without_sparse(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-def _is_foreign(declared: onnx.TypeProto) -> bool:
+def is_foreign(declared: onnx.TypeProto) -> bool:
+    """Whether onnx_ir has no such type: maps, as classifiers of scikit-learn return, and opaque ones."""
     while (which := declared.WhichOneof("value")) in {"sequence_type", "optional_type"}:
         declared = getattr(declared, which).elem_type
     return which in {"map_type", "opaque_type"}

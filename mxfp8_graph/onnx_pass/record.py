@@ -49,16 +49,26 @@ def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> 
     """
     if bodies not in STYLES:
         raise ContractError.unknown("bodies", bodies, STYLES)
-    with lent(model) as proto:
-        try:
-            list(check.names(proto, name_of(model)))
-        except ContractError as error:
-            raise RuntimeError(f"{error.problem}, in the result, which is not written") from error
-        style = STYLES[bodies]
-        for function in () if style is None else onnx_functions.functions(proto, style, facts_of(model)):
-            model.functions[function.domain, function.name, function.overload] = ir.from_proto(function)
+    add_bodies(model, STYLES[bodies])
     model.opset_imports.setdefault(contract.DOMAIN, contract.VERSION)
     model.metadata_props.pop(provenance.BODIES_KEY, None)
     if bodies != "folded":
         model.metadata_props[provenance.BODIES_KEY] = bodies
     model.metadata_props.update(provenance.entries(recipe, "mxfp8"))
+
+
+def add_bodies(model: ir.Model, style: Style | None = STYLE) -> None:
+    """Adds function bodies for the nodes of ours, none with None; RuntimeError as `complete`."""
+    with lent(model) as proto:
+        try:
+            list(check.names(proto, name_of(model)))
+        except ContractError as error:
+            raise RuntimeError(f"{error.problem}, in the result, which is not written") from error
+        for function in () if style is None else onnx_functions.functions(proto, style, facts_of(model)):
+            model.functions[function.domain, function.name, function.overload] = ir.from_proto(function)
+
+
+def remove_bodies(model: ir.Model) -> None:
+    """Removes the function bodies of nodes of ours."""
+    for key in [key for key in model.functions if key[0] == contract.DOMAIN]:
+        del model.functions[key]

@@ -13,6 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import check, record
+from mxfp8_graph.onnx_pass.account import stored_tensors
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
@@ -23,11 +24,13 @@ from mxfp8_graph.onnx_pass.protos import to_proto
 from mxfp8_graph.onnx_pass.replace import Editor, Replaced
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
-from mxfp8_graph.pass_steps import Reporter, already_rewritten, fusion_note, require_eligible, take_given, untouched
-from mxfp8_graph.policy.plan import Decision, plan, tied
+from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.account import Account
+from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
+from mxfp8_graph.policy.weights_by_name import apply_checkpoint
+from mxfp8_graph.report.account import account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_graph.report.reporter import Reporter, kept
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
@@ -40,11 +43,10 @@ Result = tuple[Path | onnx.ModelProto | None, RewriteReport]
 def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Options) -> Result:
     """Returns (the output's path, or the rewritten proto if no output is asked for, or None on a dry run; report).
 
-    Errors: see `mxfp8_graph.rewrite`. An unexpected exception on a model that onnx.checker refuses is the checker's
-    error; on one that it accepts, it is a defect of ours and stays.
+    Errors: see `mxfp8_graph.rewrite`, and `explained`.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    try:
+    with explained(source, options.name):
         model = load(source)
         _refuse_foreign(model)
         before = record.find(model)
@@ -53,13 +55,23 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
         reporter.bytes_before = bytes_of(model)
         reporter.notes = [*fusion_note(before, recipe), *cpu_note(model)]
         return _copied(source, model, reporter)
+
+
+@contextlib.contextmanager
+def explained(source: str | Path | onnx.ModelProto, name: str) -> Iterator[None]:
+    """An unexpected exception on a model that onnx.checker refuses is the checker's error.
+
+    On one that it accepts, it is a defect of ours and stays.
+    """
+    try:
+        yield
     except (Mxfp8Error, OSError, Warning):
         raise
     except Exception as error:
         if not (said := check.complaint(load(source))):
             raise
         expected, advice = "a model that passes onnx.checker", "export the model again"
-        raise ContractError(options.name, said, expected=expected, advice=advice) from error
+        raise ContractError(name, said, expected=expected, advice=advice) from error
 
 
 @contextlib.contextmanager
@@ -82,17 +94,20 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     """Returns what `rewrite_onnx` does, of a model that was not rewritten before; edits it in place."""
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before = reporter.bytes_before or bytes_of(model)
-    as_source = bool(external_files(model))
+    as_source, tensor_bytes = bool(external_files(model)), sum(tensor.byte_size for tensor in stored_tensors(model))
     model = prepare(model, recipe, reporter.notes)
     sites, decisions = find_and_plan(model, recipe)
-    decisions, given = take_given([site.matmul for site in sites], decisions, reporter)
-    require_eligible(decisions, options, wanted=WANTED, account=Account)
+    assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
+    decisions, given = assigned.decisions, assigned.weights
+    reporter.notes += assigned.notes
+    require_eligible(decisions, options.name, wanted=WANTED)
     progress = None if options.dry_run else options.progress
     editor = Editor(model, allow_nonfinite=options.allow_nonfinite, given=given, progress=progress)
     done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
     editor.finish()  # before `fuse`, which asks who uses a value
     if recipe.fuse:
         reporter.fusions = fuse(model, recipe)
+    reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
     reporter.notes += cpu_note(model)
     path, overwrite = options.output, options.overwrite
@@ -100,14 +115,12 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     if path is not None:
         check_output(model, path, external=external, overwrite=overwrite)
     if options.dry_run:
-        return None, reporter.dry_run(decisions, Account())
-    if options.weights is not None:
-        options.weights.check()
+        return None, reporter.dry_run(decisions)
     if path is None:
         proto = to_proto(model)
-        return proto, reporter.report([*map(_report, done)], proto.ByteSize(), account=Account())
+        return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
     size = save(model, path, external=external, overwrite=overwrite)
-    return path, reporter.report([*map(_report, done)], size, account=Account())
+    return path, reporter.report([*map(site_report, done)], size)
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -130,9 +143,9 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
     return path, reporter.report((), size, already_rewritten=True)
 
 
-def _report(done: Replaced | Decision) -> SiteReport:
+def site_report(done: Replaced | Decision) -> SiteReport:
     """Returns the report of a site; after the save, which finds the error of its weight."""
-    return untouched(done) if isinstance(done, Decision) else done.report()
+    return kept(done) if isinstance(done, Decision) else done.report()
 
 
 def cpu_note(model: ir.Model) -> list[str]:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Set
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from mxfp8_graph.file_reading import ModelFolder, Pins, is_folder
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.packed import conventions, safetensors
 from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight
@@ -48,8 +49,6 @@ class Checkpoint:
     byte_size: int
     """Bytes of all tensors."""
     files: frozenset[Path]
-    check: Callable[[], None] = field(default=lambda: None, repr=False)
-    """Raises ContractError if a file changed since it was opened."""
 
     def require_mxfp8(self) -> None:
         """Raises ContractError if a tensor is quantized in another way."""
@@ -76,12 +75,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             beside a weight says that it is quantized in a way that is not known.
     """
     path = Path(path)
-    file = _file_in(path) if is_folder(path) else path
-    pins = Pins()
-    if file.suffix == ".json":
-        stored, metadata, pins = _sharded(file)
-    else:
-        stored, metadata = safetensors.read(file, pins)
+    file = _file_in(path) if os.path.isdir(path) else path
+    stored, metadata = _sharded(file) if file.suffix == ".json" else safetensors.read(file)
     said = conventions.comfy_layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
     # Markers are descriptions of layers and no tensors of the model.
@@ -116,8 +111,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         others={name: tensor for name, tensor in stored.items() if name not in used},
         foreign=foreign,
         byte_size=sum(tensor.byte_size for tensor in stored.values()),
-        files=pins.files | {file},
-        check=pins.check,
+        files=frozenset({file, *(tensor.path for tensor in stored.values())}),
     )
 
 
@@ -233,14 +227,14 @@ def _elements(stored: safetensors.Stored) -> Codes:
     return stored.bytes().reshape(stored.shape)
 
 
-def read_json(path: Path, files: Pins, *, what: str, expected: str, advice: str) -> dict[str, Any]:
+def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str, Any]:
     """Returns the object that a JSON file holds.
 
     Raises:
         ContractError: it cannot be read; or it is not a JSON object, with `what`, `expected` and `advice`.
     """
     try:
-        with files.open(path) as file:
+        with path.open("rb") as file:
             # A limit, since an index or a config is text of a file that anyone may have made.
             content = file.read(safetensors.LONGEST_HEADER + 1)
     except OSError as error:
@@ -255,12 +249,12 @@ def read_json(path: Path, files: Pins, *, what: str, expected: str, advice: str)
     return data
 
 
-def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str], Pins]:
-    """Returns the tensors of every file an index names, their metadata, and the files."""
+def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str]]:
+    """Returns the tensors of every file an index names, and their metadata."""
     folder = ModelFolder(path)
     what, expected = "not the index of a checkpoint", "JSON with a weight_map"
     advice = "name a .safetensors.index.json"
-    index = read_json(path, folder.files, what=what, expected=expected, advice=advice)
+    index = read_json(path, what=what, expected=expected, advice=advice)
     try:
         placed, wanted = index["weight_map"], dict[str, set[str]]()
         for name, shard in placed.items():
@@ -277,7 +271,7 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
             shard_path = folder.locate(shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
-        tensors, shard_metadata = safetensors.read(shard_path, folder.files)
+        tensors, shard_metadata = safetensors.read(shard_path)
         lacking += [f"{name!r} in {shard}" for name in sorted(names - tensors.keys())]
         # A shard may have a copy of a tensor that the index places in another one.
         elsewhere = tensors.keys() & (placed.keys() - names)
@@ -287,4 +281,4 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str],
         raise ContractError(
             path, f"no {listed(lacking)}", expected="the tensors that it names", advice="download it again"
         )
-    return stored, metadata, folder.files
+    return stored, metadata

@@ -12,10 +12,10 @@ from torch.fx import Node
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, bias_name, original_name
-from mxfp8_graph.torch_pass.static_operands import GATHERS
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.internals import to_numpy
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.torch_pass.internals import to_numpy
+from mxfp8_graph.torch_pass.operands import GATHERS
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 

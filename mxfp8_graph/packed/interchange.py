@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 from mxfp8_graph import provenance
-from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
@@ -33,7 +32,7 @@ from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
 
 
-def unpack(model: Any, *, trust_pickle: bool = False) -> Mapping[str, PackedWeight]:
+def unpack(model: Any) -> Mapping[str, PackedWeight]:
     """Returns the packed weights of a model, by the names they had before.
 
     Only the structure is read. Each weight reads its elements and scales from the file on access,
@@ -43,29 +42,28 @@ def unpack(model: Any, *, trust_pickle: bool = False) -> Mapping[str, PackedWeig
         model: the path of an ONNX file or a .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
             `torch.export.ExportedProgram`. Weights in TensorRT's own MXFP8 nodes (domain `trt`) are found too. A
             model that was not rewritten has none.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model is none of these, or cannot be read.
     """
-    return MappingProxyType(contents(model, trust_pickle=trust_pickle).weights)
+    return MappingProxyType(contents(model).weights)
 
 
-def contents(model: Any, *, trust_pickle: bool = False) -> Contents:
+def contents(model: Any) -> Contents:
     """Returns everything a model stores; see `unpack`."""
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
         expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram"
         raise ContractError("unpack", f"a {type(model).__name__}", expected=expected, advice="load the model first")
     if kind.is_program:
-        from mxfp8_graph.torch_program import load  # says what to install where torch is missing
+        from mxfp8_graph.torch_pass.load import load  # says what to install where torch is missing
 
         # isort: split
         from mxfp8_graph.packed import from_torch
 
         if not kind.is_file:
             return from_torch.contents(model, "program")
-        program = load(model, trust_pickle=trust_pickle)
+        program = load(model)
         return replace(from_torch.contents(program, str(model)), files=frozenset({Path(model)}))
     from mxfp8_graph.onnx_pass import graphsurgeon
     from mxfp8_graph.onnx_pass.load import load as load_onnx
@@ -82,7 +80,6 @@ def export_safetensors(
     convention: str = COMPRESSED_TENSORS.name,
     weights_only: bool = False,
     overwrite: bool = False,
-    trust_pickle: bool = False,
 ) -> Path:
     """Returns `path`, having written the weights of a rewritten model there as a safetensors checkpoint.
 
@@ -96,7 +93,6 @@ def export_safetensors(
         convention: "compressed-tensors" (scales are X.weight_scale) or "scale-inv" (X.weight_scale_inv).
         weights_only: leave out the parameters that are not packed (biases, embeddings, norms).
         overwrite: whether an existing file may be replaced.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model holds no packed weights or cannot be read, the convention lacks their elements, or the
@@ -106,7 +102,7 @@ def export_safetensors(
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     chosen = CONVENTIONS[convention]
-    source = contents(model, trust_pickle=trust_pickle)
+    source = contents(model)
     if not source.weights:
         what = "no packed weights"
         raise ContractError(source.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
@@ -115,10 +111,6 @@ def export_safetensors(
         what, expected = f"weight {others[0]!r} has int8 elements", "float8 elements, as this convention has"
         advice = f"export it with convention={COMPRESSED_TENSORS.name!r}"
         raise ContractError(source.where, what, expected=expected, advice=advice)
-    # Weights are read while the file is written, so it must not be one of theirs.
-    if is_any_of(path, source.files):
-        what = "is the model or its external data"
-        raise ContractError(path, what, expected="another file", advice="pass another path")
     weights: dict[str, PackedWeight] = {}
     for weight in source.weights.values():
         # Two weights of one module would have the same name X.weight.
@@ -133,7 +125,7 @@ def export_safetensors(
         if not weights_only:
             tensors[name] = tensor
     metadata = file_metadata(config_of(weights, chosen, ignored), source)
-    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite)
+    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite, inputs=source.files)
     return path
 
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mxfp8_graph.file_reading import Pins
-from mxfp8_graph.files import is_taken, replacing, write_early
+from mxfp8_graph.files import output
 from mxfp8_graph.packed.weight import Array, Codes
-from mxfp8_ops.errors import ContractError, Option
+from mxfp8_ops.errors import ContractError
 
 E4M3, E5M2, E8M0, U8 = "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"
 
@@ -78,8 +78,8 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     path: Path
-    files: Pins
-    """Notices if `path` changed since its header was read."""
+    stamp: tuple[int, ...]
+    """State of the file when its header was read."""
     offset: int
     """Position of the data in the file."""
 
@@ -96,80 +96,80 @@ class Stored:
         """
         size = self.byte_size
         try:
-            with self.files.open(self.path) as file:
+            with self.path.open("rb") as file:
                 file.seek(self.offset)
                 content = file.read(size)
-                # After the read, so that a change during it is noticed too.
-                self.files.check_open(file)
+                # After the read, so that a change during it is noticed too: the offset may be wrong by now.
+                changed = _stamp(file) != self.stamp
         except OSError as error:
             raise _unreadable(self.path, error) from None
-        # The file was cut after its header was read.
-        if len(content) < size:
-            raise _damaged(self.path, f"ends before byte {self.offset + size}")
+        if changed:
+            expected, advice = "the same file from beginning to end", "run again once nothing writes to it"
+            raise ContractError(self.path, "changed while it was read", expected=expected, advice=advice)
         return np.frombuffer(content, np.uint8)
 
 
-def write(path: Path, entries: Iterable[Entry], metadata: Mapping[str, str], *, overwrite: bool) -> None:
-    """Writes a file atomically, one tensor in memory at a time.
+def write(
+    path: Path,
+    entries: Iterable[Entry],
+    metadata: Mapping[str, str],
+    *,
+    overwrite: bool,
+    inputs: Collection[Path] = (),
+) -> None:
+    """Writes a file whole or not at all, one tensor in memory at a time.
 
     Raises:
-        ContractError: the file exists and `overwrite` is false, or it cannot be written.
+        ContractError: the file exists and `overwrite` is false, is one of `inputs`, or cannot be written.
     """
-    if not overwrite and is_taken(path):
-        raise _exists(path)
     ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
-    try:
-        with replacing(path, overwrite=overwrite) as file:
-            file.write(_header(ordered, metadata))
-            for entry in ordered:
-                data = np.ascontiguousarray(entry.read())
-                # The header is written first, so a tensor of another size would shift all that follow it.
-                if data.nbytes != entry.byte_size:
-                    what = f"tensor {entry.name!r} has {data.nbytes} bytes"
-                    expected = f"{entry.byte_size} for its shape"
-                    raise ContractError(path, what, expected=expected, advice="the model it comes from is damaged")
-                write_early(file, data.reshape(-1).view(np.uint8).data)
-    except FileExistsError:  # since it was checked
-        raise _exists(path) from None
-    except OSError as error:
-        raise ContractError.unwritable(path, error) from None
+    with output(path, overwrite=overwrite, inputs=inputs) as folder, (folder / path.name).open("xb") as file:
+        file.write(_header(ordered, metadata))
+        for entry in ordered:
+            data = np.ascontiguousarray(entry.read())
+            # The header is written first, so a tensor of another size would shift all that follow it.
+            if data.nbytes != entry.byte_size:
+                what = f"tensor {entry.name!r} has {data.nbytes} bytes"
+                expected = f"{entry.byte_size} for its shape"
+                raise ContractError(path, what, expected=expected, advice="the model it comes from is damaged")
+            file.write(data.reshape(-1).view(np.uint8).data)
 
 
-def _exists(path: Path) -> ContractError:
-    advice = ("pass ", Option("overwrite", True), " or another path")
-    return ContractError(path, "exists already", expected="a new file", advice=advice)
-
-
-def read(path: Path, files: Pins) -> tuple[dict[str, Stored], dict[str, str]]:
+def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns (the tensors of a file by name, its metadata); no tensor is read.
 
-    Tensors of dtypes that NumPy cannot hold are left out. `files` notices when the file changes.
+    Tensors of dtypes that NumPy cannot hold are left out.
 
     Raises:
         ContractError: the file cannot be read, or is not a safetensors file.
     """
     try:
-        with files.open(path) as file:
+        with path.open("rb") as file:
             # Checks the header: its size, every field of every tensor, and that the data have no gap and no overlap,
             # which could hide other data. It does not map the file, since a mapped file that is cut ends the process.
             safe_open(path, "np", backend="pread")
-            start = 8 + int.from_bytes(file.read(8), "little")
+            stamp, start = _stamp(file), 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(start - 8, LONGEST_HEADER)), object_pairs_hook=_unique)
             metadata = header.pop(_METADATA, None) or {}
             # The library takes the fields of a tensor as a list too.
             if not all(isinstance(entry, dict) for entry in header.values()):
                 raise ValueError("a tensor is described by something else than an object")
-        files.check(path)  # what was checked is what was read
     except OSError as error:
         raise _unreadable(path, error) from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, f"is refused: {error}") from None
     tensors = {
-        name: Stored(entry["dtype"], tuple(entry["shape"]), path, files, start + entry["data_offsets"][0])
+        name: Stored(entry["dtype"], tuple(entry["shape"]), path, stamp, start + entry["data_offsets"][0])
         for name, entry in header.items()
         if entry["dtype"] in DTYPES
     }
     return tensors, metadata
+
+
+def _stamp(file: BinaryIO) -> tuple[int, ...]:
+    """Returns what tells a file from another one, or from itself after a change."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

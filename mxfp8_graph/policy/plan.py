@@ -5,16 +5,34 @@ Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulS
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from mxfp8_graph.policy.patterns import Search
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
 Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product", "embedding"]
+Kind = Literal[
+    "quantized",
+    # Kept by the recipe:
+    "excluded",
+    "rule",
+    "not_included",
+    "role",  # the default policy for the role; see ROLE_SETTINGS
+    "tiny",  # below min_dim
+    "no_weight",  # weight-only, and the site has no weight
+    # Kept by what the model is, or is for:
+    "unsupported",  # MatMulSite.blocker: no recipe can change it
+    "unfit",  # the recipe asks for it, and training, or the way it is used, does not allow it
+    "tied",  # an embedding whose table stays for another site
+    "fused",  # a product inside an attention node
+    "packed",  # beside weights that are packed already, which leaves nothing to decide
+    "checkpoint",  # the checkpoint does not have its weight in MXFP8
+]
+"""Why a site is quantized or kept."""
 Dim = int | str | None
 
 
@@ -59,9 +77,9 @@ class Decision:
     """Whether one site is rewritten, and how."""
 
     site: MatMulSite
-    quantize: bool
+    kind: Kind
     reason: str
-    """Why: the rule that decided, or what a user can change."""
+    """`kind` in words, with the rule that decided or what a user can change. It is for people: no code reads it."""
     rule: str = "policy"
     """What decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where one overrules
     the policy."""
@@ -69,6 +87,11 @@ class Decision:
     """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"
     scale_rounding: str = "ceil"
+
+    @property
+    def quantize(self) -> bool:
+        """Whether the site is rewritten."""
+        return self.kind == "quantized"
 
     @property
     def activation_format(self) -> str | None:
@@ -90,8 +113,23 @@ _SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
 """Settings of a site's quantization, in a recipe and in its rules."""
 
 
-ROLE_SETTINGS: Final = {"embedding": "embeddings", "output_projection": "output_projections", "router": "routers"}
-"""Role -> the recipe's field that makes its sites eligible."""
+ROLE_SETTINGS: Final[Mapping[Role, str]] = {
+    "output_projection": "output_projections",
+    "router": "routers",
+    "embedding": "embeddings",
+    "attention_scores": "attention_scores",
+    "attention_values": "attention_values",
+}
+"""Role -> the recipe's field that makes its sites eligible. They are off by default: later layers do not average an
+error out that is in the logits, in the choice of an expert, in a row that is looked up, or beside a softmax."""
+
+_ROLE_REASONS: Final[Mapping[Role, str]] = {
+    "output_projection": "output projection: its result is a graph output",
+    "router": "router: a TopK or ArgMax chooses by its result",
+    "embedding": "embedding: ids pick its rows",
+    "attention_scores": "attention scores (Q @ K^T), no static operand",
+    "attention_values": "attention values (softmax @ V), no static operand",
+}
 
 
 class NothingEligibleError(Mxfp8Error):
@@ -102,6 +140,25 @@ class NothingEligibleError(Mxfp8Error):
         self.decisions = tuple(decisions)
 
 
+def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) -> None:
+    """Raises NothingEligibleError if no site is rewritten.
+
+    Args:
+        decisions: the plan.
+        where: name of the model.
+        wanted: what the pass looked for, and where.
+    """
+    if any(decision.quantize for decision in decisions):
+        return
+    if not decisions:
+        raise NothingEligibleError(where, f"no {wanted}", "nothing to rewrite", decisions)
+    embeddings = sum(decision.site.role == "embedding" for decision in decisions)
+    counts = (("matmul", len(decisions) - embeddings), ("embedding", embeddings))
+    sites = " and ".join(f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts if count)
+    advice = "see the reasons and adapt the recipe"
+    raise NothingEligibleError(where, f"none of its {sites} is eligible", advice, decisions)
+
+
 def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     """Returns one decision per site, in order. The same sites and recipe give the same plan.
 
@@ -109,81 +166,75 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     for the site's role; `min_dim`.
 
     Raises:
-        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not; or a pattern
-            takes more than 2 s to search for.
+        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not.
     """
-    search = Search(recipe.name)
-    decisions = [_decide(site, recipe, search) for site in sites]
-    _refuse_unused(sites, recipe, search)
+    decisions = [_decide(site, recipe) for site in sites]
+    _refuse_unused(sites, recipe)
     return decisions
 
 
-def _decide(site: MatMulSite, recipe: Recipe, search: Search) -> Decision:
-    def keep(rule: str, reason: str) -> Decision:
-        return Decision(site=site, quantize=False, rule=rule, reason=reason)
+def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
+    def keep(kind: Kind, rule: str, reason: str) -> Decision:
+        return Decision(site=site, kind=kind, rule=rule, reason=reason)
 
     # What cannot be rewritten comes first: no recipe can change it, and its reason is the one that helps a user.
     if site.blocker:
-        return keep("structure", site.blocker)
+        return keep("unsupported", "structure", site.blocker)
     # `exclude` overrides rules: --exclude on the command line has to work with every recipe file.
-    if pattern := _first(recipe.exclude, site, search):
-        return keep("exclude", f"excluded by {pattern!r}")
+    if pattern := _first(recipe.exclude, site):
+        return keep("excluded", "exclude", f"excluded by {pattern!r}")
     for index, rule in enumerate(recipe.rules):
-        if _matches(rule, site, search):
+        if _matches(rule, site):
             if not rule.quantize:
-                return keep(f"rules.{index}", f"kept by rules.{index}: {rule}")
+                return keep("rule", f"rules.{index}", f"kept by rules.{index}: {rule}")
             return _quantize(site, recipe, f"rules.{index}", f"rules.{index}: {rule}", rule)
     # After the rules, so that a rule can add single sites to an include list.
-    if recipe.include and not _first(recipe.include, site, search):
-        return keep("include", "not among the included names")
-    if reason := _policy_reason(site, recipe):
-        return keep("policy", reason)
+    if recipe.include and not _first(recipe.include, site):
+        return keep("not_included", "include", "not among the included names")
+    if kept := _kept_by_policy(site, recipe):
+        kind, reason = kept
+        return keep(kind, "policy", reason)
     return _quantize(site, recipe, "policy", f"{site.role.replace('_', ' ')}, by recipe {recipe.name!r}")
 
 
-def _policy_reason(site: MatMulSite, recipe: Recipe) -> str | None:
-    """Returns why the default policy keeps `site` in high precision, or None if it does not."""
-    if site.role == "output_projection" and not recipe.output_projections:
-        return "output projection: its result is a graph output; set output_projections: true to quantize it"
-    if site.role == "router" and not recipe.routers:
-        return "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
-    if site.role == "embedding" and not recipe.embeddings:
-        return "embedding: ids pick its rows; set embeddings: true to quantize it"
-    if site.role == "attention_scores" and not recipe.attention_scores:
-        return "attention scores (Q @ K^T), no static operand; set attention_scores: true to quantize it"
-    if site.role == "attention_values" and not recipe.attention_values:
-        return "attention values (softmax @ V), no static operand; set attention_values: true to quantize it"
+def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None:
+    """Returns why the default policy keeps `site` in high precision, as (kind, reason), or None if it does not."""
+    # The role before the size: a role's setting is a decision, `min_dim` only a matter of gain.
     if site.role == "product":
-        return "both operands are computed at run time; add a rule with quantize: true to quantize it"
-    # A size that only a run of the model shows is not below the limit.
+        return "role", "both operands are computed at run time; add a rule with quantize: true to quantize it"
+    setting = ROLE_SETTINGS.get(site.role)
+    if setting and not getattr(recipe, setting):
+        return "role", f"{_ROLE_REASONS[site.role]}; set {setting}: true to quantize it"
+    # A K below the 32 values of a block leaves every block partly empty, and with few columns of N the products cost
+    # little beside the quantization of X. A size that only a run of the model shows is not below the limit.
     for letter, size in (("N", site.n), ("K", site.k)):
         if isinstance(size, int) and size < recipe.min_dim:
-            return f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
+            return "tiny", f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
     return None
 
 
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
     settings = rule.settings if rule else {}
     chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
-    decision = Decision(site=site, quantize=True, rule=rule_name, reason=reason, **chosen)
+    decision = Decision(site=site, kind="quantized", rule=rule_name, reason=reason, **chosen)
     # A product of two activations has no weight, so without quantized activations nothing would be left to quantize.
     if decision.weight_only and site.weight is None:
         what = f"activations: {decision.activations}, and this product has no static weight"
         reason = f"{what}; set activations: e4m3 for it to quantize it"
-        return Decision(site=site, quantize=False, rule=rule_name, reason=reason)
+        return Decision(site=site, kind="no_weight", rule=rule_name, reason=reason)
     return decision
 
 
-def _named(pattern: str, site: MatMulSite, search: Search) -> bool:
+def _named(pattern: str, site: MatMulSite) -> bool:
     """Whether `pattern` is found in the site's node name or module path."""
-    return search(pattern, site.name) or search(pattern, site.module)
+    return bool(re.search(pattern, site.name) or re.search(pattern, site.module))
 
 
-def _first(patterns: Sequence[str], site: MatMulSite, search: Search) -> str | None:
-    return next((p for p in patterns if _named(p, site, search)), None)
+def _first(patterns: Sequence[str], site: MatMulSite) -> str | None:
+    return next((p for p in patterns if _named(p, site)), None)
 
 
-def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
+def _matches(rule: Rule, site: MatMulSite) -> bool:
     # A bound on an unknown size never matches: the rule could be wrong for the size that a run then has.
     def within(size: Dim, least: int | None, most: int | None) -> bool:
         if least is None and most is None:
@@ -191,30 +242,30 @@ def _matches(rule: Rule, site: MatMulSite, search: Search) -> bool:
         return isinstance(size, int) and (least is None or size >= least) and (most is None or size <= most)
 
     return (
-        (rule.name is None or _named(rule.name, site, search))
+        (rule.name is None or _named(rule.name, site))
         and (rule.op is None or rule.op == site.op)
-        and (rule.subgraph is None or search(rule.subgraph, site.subgraph))
+        and (rule.subgraph is None or re.search(rule.subgraph, site.subgraph) is not None)
         and within(site.n, rule.min_n, rule.max_n)
         and within(site.k, rule.min_k, rule.max_k)
     )
 
 
-def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe, search: Search) -> None:
+def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
     """Raises RecipeError if a rule, include or exclude pattern decides no site."""
     names = [site.module or site.name for site in sites]
     # A pattern that matches nothing is a typing error more often than not, and without an error here it would go
     # unnoticed.
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
-            if not any(_named(pattern, site, search) for site in sites):
+            if not any(_named(pattern, site) for site in sites):
                 raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
     # Two sets, since a rule that matches but never decides needs another advice than one that matches nothing.
     reached: set[int] = set()
     matched: set[int] = set()
     for site in sites:
-        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site, search)]
+        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site)]
         matched.update(hits)
-        if hits and not _first(recipe.exclude, site, search):
+        if hits and not _first(recipe.exclude, site):
             reached.add(hits[0])
     for index, rule in enumerate(recipe.rules):
         if index not in matched:
@@ -251,15 +302,15 @@ def _tied(decision: Decision, sharing: Sequence[Decision]) -> Decision:
     partner = next((other for other in sharing if not other.quantize), None)
     if not decision.quantize or partner is None or all(other.site.role != "embedding" for other in sharing):
         return decision
-    setting = f"set {ROLE_SETTINGS.get(partner.site.role)}: true"
-    advice = f"{setting} to share one" if setting in partner.reason else "see why"
+    setting = ROLE_SETTINGS.get(partner.site.role) if partner.kind == "role" else None
+    advice = f"set {setting}: true to share one" if setting else "see why"
     shared = (
         f"its {_what(decision.site)} is also the {_what(partner.site)} of {partner.site.module or partner.site.name!r}"
     )
     packed = any(other.quantize and other.site.role != "embedding" for other in sharing)
     if decision.site.role == "embedding" and decision.rule == "policy" and not packed:
         reason = f"embedding: {shared}, which is kept: packed alone it would make the file larger; {advice}"
-        return replace(decision, quantize=False, reason=reason)
+        return replace(decision, kind="tied", reason=reason)
     stored = "both copies are stored, and the file is larger than with neither quantized"
     return replace(decision, reason=f"{decision.reason}; {shared}, which is kept: {stored}; {advice}")
 

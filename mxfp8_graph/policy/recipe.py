@@ -7,6 +7,7 @@ not the attention products; nor routers, which ModelOpt keeps too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -15,11 +16,21 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from mxfp8_graph.policy import patterns, presets, recipe_file, transformer_engine
+from mxfp8_graph.policy import presets, recipe_file, transformer_engine
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
-Pattern = Annotated[str, AfterValidator(patterns.check)]
+
+def _checked_pattern(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    # Python parses patterns recursively: some thousand brackets exhaust the stack.
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"{pattern!r} is not a regular expression ({error}); expected one; correct it") from None
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_checked_pattern)]
 """A regular expression, matched anywhere in the name (`re.search`)."""
 
 NonNegative = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
@@ -47,7 +58,7 @@ class _Construction(type(BaseModel)):  # type: ignore[misc]
             return super().__call__(*args, **fields)
         except pydantic.ValidationError as error:
             # `from None`: pydantic's own message says the same in its words, and quotes a page of its documentation.
-            raise recipe_file.explained(error, cls.__name__, cls) from None
+            raise recipe_file.explained(error, cls.__name__) from None
 
 
 if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
@@ -57,18 +68,7 @@ else:
     class _Model(BaseModel, metaclass=_Construction):
         """Base of recipes and rules: immutable, because their invariants are checked at construction only."""
 
-        def __setattr__(self, field: str, value: Any) -> None:
-            raise self._unchangeable(field, "assigned")
-
-        def __delattr__(self, field: str) -> None:
-            raise self._unchangeable(field, "deleted")
-
-        def _unchangeable(self, field: str, what: str) -> RecipeError:
-            kind = type(self).__name__
-            fields = f"**{kind.lower()}.model_dump(exclude_unset=True)"
-            advice = f"make another: {kind}(**{{{fields}, {field!r}: ...}})"
-            expected = f"a {kind.lower()} that stays as it was checked"
-            return RecipeError(kind, f"{field} cannot be {what}", expected=expected, advice=advice)
+        model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Rule(_Model):
@@ -78,8 +78,6 @@ class Rule(_Model):
     that says `quantize: true` overrides the default policy: output projections, routers, embeddings, attention
     products, `min_dim`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: Pattern | None = None
     """Matches the node's name, or the module path the exporter recorded (model.layers.0.mlp.up_proj)."""
@@ -133,14 +131,12 @@ _RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_
 _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
-class Recipe(_Model, transformer_engine.Predicates):
+class Recipe(_Model):
     """Which matmuls become MXFP8, and how. A wrong field raises RecipeError with field, value and expectation.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
     `fp8_dpa` does not contradict `attention_scores` or `attention_values`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = "custom"
     """Shown in reports and recorded in the rewritten file."""
@@ -207,11 +203,8 @@ class Recipe(_Model, transformer_engine.Predicates):
         if not assignments:
             return self
         fields = {"name": f"{self.name} with {', '.join(assignments)}", **recipe_file.assigned(assignments)}
-        try:
-            # Without unset fields: "fp8_dpa=false" then takes back the attention fields that fp8_dpa implied.
-            return Recipe.model_validate({**self.model_dump(exclude_unset=True), **fields})
-        except pydantic.ValidationError as error:
-            raise recipe_file.explained(error, recipe_file.OPTION, Recipe) from None
+        # Without unset fields: "fp8_dpa=false" then takes back the attention fields that fp8_dpa implied.
+        return _validated({**self.model_dump(exclude_unset=True), **fields}, recipe_file.OPTION)
 
     def without_fusion(self) -> Recipe:
         """Returns the recipe with `fuse` false."""
@@ -252,7 +245,6 @@ class Recipe(_Model, transformer_engine.Predicates):
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
-        # Each message begins with the field that breaks the invariant: `recipe_file` finds the line by it.
         if both := sorted(set(self.include) & set(self.exclude)):
             raise ValueError(f"include and exclude both have {both[0]!r}; remove one")
         seen: dict[str, int] = {}
@@ -296,12 +288,16 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
     if backward_override is not None:
         what = f"backward_override: {backward_override!r}"
         raise RecipeError(name, what, expected="None, gradients in MXFP8", advice="leave it out")
-    # By `model_validate` and not Recipe(...), so that errors name this function and not the class.
     fields = {"margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
+    return _validated({"name": name, **fields, **ours}, name)
+
+
+def _validated(fields: dict[str, Any], where: object) -> Recipe:
+    """Returns the recipe of these fields; an error names `where`, and not the class."""
     try:
-        return Recipe.model_validate({"name": name, **fields, **ours})
+        return Recipe.model_validate(fields)
     except pydantic.ValidationError as error:
-        raise recipe_file.explained(error, name, Recipe) from None
+        raise recipe_file.explained(error, where) from None
 
 
 def _text(value: object) -> str:
@@ -327,7 +323,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     """Returns the recipe a user asked for: itself, a preset by name, or a .yaml, .yml or .toml file.
 
     Raises:
-        RecipeError: no such preset or file, or the file is malformed; quotes the file and the line or key.
+        RecipeError: no such preset or file, or the file is malformed; names the file and the key.
     """
     if isinstance(recipe, Recipe):
         return recipe
@@ -343,8 +339,4 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     # Without a known suffix the text is more likely a mistyped preset than a file.
     if path.suffix not in recipe_file.SUFFIXES:
         raise RecipeError("recipe", repr(name), expected=f"one of {presets.choices()}", advice="correct the name")
-    data, lines = recipe_file.read(path)
-    try:
-        return Recipe.model_validate({"name": path.stem, **data})
-    except pydantic.ValidationError as error:
-        raise recipe_file.explained(error, path, Recipe, lines) from None
+    return _validated({"name": path.stem, **recipe_file.read(path)}, path)

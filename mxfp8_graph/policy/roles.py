@@ -84,12 +84,15 @@ class Roles(Generic[Op, Value]):
         what the model chooses by.
         """
         reached = list(_reached([result], self._passively))
+        # An LM head before the ArgMax that picks the next token is both: it is an output projection, asked for first.
         if any(map(self._graph.is_model_output, reached)) and not self._feeds_compute(result):
             return "output_projection"
         return "router" if any(self._maker(value) in self._ops.choices for value in reached) else "linear"
 
     def of_product(self, result: Value) -> Role:
         """Returns the role of the matmul of two values computed at run time that makes `result`."""
+        # Q @ K^T of values that an attention made, with no projection between, is both: the softmax after it counts, as
+        # that is what its error meets next.
         if self._leads_to_softmax(result):
             return "attention_scores"
         if self._comes_from_softmax(self._operands(result)[:2]):
@@ -134,6 +137,7 @@ class Roles(Generic[Op, Value]):
         def onward(value: Value) -> Iterator[Value]:
             return (result for _, result in self._graph.consumers(value))
 
+        # All of the graph, not `_passively`: a cache reaches the next product through any op.
         return any(self._takers(value) & self._ops.compute for value in _reached([start], onward))
 
     def _leads_to_softmax(self, start: Value) -> bool:

@@ -1,4 +1,4 @@
-"""TransformerEngine's names for recipes, its predicates, and its other recipes, which are not MXFP8.
+"""TransformerEngine's names for recipes, and its other recipes, which are not MXFP8.
 
 MXFP8BlockScaling                              -> the default recipe (a preset, and a function of `recipe.py`)
 recipe_type: MXFP8BlockScaling                 -> nothing: every recipe here is one
@@ -22,22 +22,6 @@ OTHERS: Final[Mapping[str, str]] = {
 """TransformerEngine's other recipes, and what each of them is."""
 
 _COMPARE: Final = "`mxfp8-graph compare` emulates it and shows the error it makes on your model"
-
-
-class Predicates:
-    """The predicates that TransformerEngine's code asks of a recipe. Every recipe here is MXFP8."""
-
-    @classmethod
-    def mxfp8(cls) -> bool:
-        """Returns True: blocks of 32 values with a power-of-two scale each."""
-        return True
-
-    @classmethod
-    def _no(cls) -> bool:
-        """Returns False: that is another recipe."""
-        return False
-
-    delayed = float8_current_scaling = float8_per_tensor_scaling = float8_block_scaling = nvfp4 = custom = _no
 
 
 def refusal(name: object) -> tuple[str, str] | None:

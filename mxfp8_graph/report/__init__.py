@@ -1,1 +1,1 @@
-"""Reports of commands as data, as text on a terminal, and as an HTML page; and the account of stored bytes."""
+"""Reports of commands as data, as text on a terminal, and as an HTML page; and how a rewrite makes its own."""

@@ -13,11 +13,10 @@ from typing import Any, ClassVar, Final
 
 from rich.console import RenderableType
 
-from mxfp8_graph.file_reading import is_any_of, is_folder
-from mxfp8_graph.files import is_taken, write_text
+from mxfp8_graph.files import check_output, output
 from mxfp8_graph.report import html, text
 from mxfp8_graph.report.section import Section
-from mxfp8_ops.errors import Mxfp8Error, Option
+from mxfp8_ops.errors import Mxfp8Error
 
 SUFFIXES: Final = (".json", ".html")
 """Suffixes of the files that `Report.write` can write."""
@@ -114,7 +113,9 @@ class Report(Data, ABC):
             Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
         """
         path = check_report_path(path, overwrite=overwrite)
-        write_text(path, self.to_html() if path.suffix.lower() == ".html" else self.to_json(), overwrite=overwrite)
+        text = self.to_html() if path.suffix.lower() == ".html" else self.to_json()
+        with output(path, overwrite=overwrite) as folder:
+            (folder / path.name).write_bytes(text.encode())
         return path
 
 
@@ -122,22 +123,14 @@ def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrit
     """Returns `path` if a report can be written there. Ask before the work, not after it.
 
     Raises:
-        Mxfp8Error: another suffix than one of `SUFFIXES`, no such folder, one of `models`, or a file that exists while
-            `overwrite` is false.
+        Mxfp8Error: another suffix than one of `SUFFIXES`, or as `files.check_output`, where `models` are the inputs.
     """
     path = Path(path)
-    # A report must not replace the model that it is about.
-    if is_any_of(path, models):
-        raise Mxfp8Error(path, "is the model", expected="another file", advice="correct the report's path")
     if path.suffix.lower() not in SUFFIXES:
         what = f"report with suffix {path.suffix!r}"
         raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
-    if is_folder(path) or not is_folder(path.parent):
-        what = "a folder" if is_folder(path) else f"folder {path.parent} does not exist"
-        raise Mxfp8Error(path, what, expected="a file in an existing folder", advice="correct the report's path")
-    if not overwrite and is_taken(path):
-        advice = ("pass ", Option("overwrite", True), " or another path")
-        raise Mxfp8Error(path, "exists already", expected="a new file", advice=advice)
+    # A report must not replace the model that it is about.
+    check_output(path, overwrite=overwrite, inputs=list(models))
     return path
 
 

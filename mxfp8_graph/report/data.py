@@ -18,14 +18,14 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.report import text
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, added, byte_size, filled, number
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, column_sum, filled, number
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
 """Version of the layout of a report's JSON; it grows when a key changes its meaning or goes away."""
 
 _SITE: Final = "name op module subgraph role m n k dtype weight shared_with has_bias"
-_DECISION: Final = "quantize rule reason activations weight_format scale_rounding"
+_DECISION: Final = "quantize kind rule reason activations weight_format scale_rounding"
 """Fields of a site and of its decision that the JSON of a `SiteReport` begins with."""
 
 SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
@@ -154,7 +154,7 @@ class RewriteReport(Report):
     dry_run: bool = False
     already_rewritten: bool = False
     account: Account = field(default=Account())
-    """The bytes of all tensors, before and after; in a dry run, predicted."""
+    """The bytes of all tensors, before and after, and the largest that stay; in a dry run, predicted."""
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -201,7 +201,7 @@ class RewriteReport(Report):
         return {
             "schema": SCHEMA,
             **super().content(),
-            "notes": [*self.notes, *self.account.large_tables()],
+            "notes": self.notes,
             "rewritten": len(self.rewritten),
             "kept": len(self.kept),
             "kept_by_reason": {reason: len(sites) for reason, sites in self.kept_by_reason.items()},
@@ -226,6 +226,8 @@ class RewriteReport(Report):
         if self.bytes_after is not None:
             ratio = f" ({self.bytes_before / self.bytes_after:.2f}x smaller)" if self.bytes_after else ""
             lines = [("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}{ratio}")]
+        if self.account.bytes_before:
+            lines.append(("tensors", f"{size(self.account.bytes_before)} -> {size(self.account.bytes_after)}"))
         if error := self.weight_error:
             mean = f"{error.mean:.4f} ({error.mean_sqnr_db:.1f} dB)"
             worst = f"{error.worst:.4f} ({error.worst_sqnr_db:.1f} dB)"
@@ -234,7 +236,7 @@ class RewriteReport(Report):
             kinds = Counter(fusion.kind for fusion in self.fusions)
             lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
         lines.append(("time", f"{self.seconds:.1f} s"))
-        lines += [("note", note) for note in (*self.notes, *self.account.large_tables())]
+        lines += [("note", note) for note in self.notes]
         if self.dry_run:
             lines.append(("result", "nothing written (dry run)"))
         elif self.output:
@@ -262,14 +264,13 @@ class RewriteReport(Report):
         return " and ".join(parts)
 
     def sections(self) -> Iterator[Section]:
-        """Yields reasons, bytes and facts, which end a rewrite; then all sites, fusions and tensors."""
+        """Yields reasons, what stays large and facts, which end a rewrite; then all sites and fusions."""
         if self.already_rewritten:
             yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
             return
-        sites = lambda rows: f", {added(rows, 1):.0f} sites"  # noqa: E731
+        sites = lambda rows: f", {column_sum(rows, 1):.0f} sites"  # noqa: E731
         yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS, rest=sites)
-        if self.account.tensors:
-            yield self.account.section()
+        yield self.account.section()
         yield Section(facts=self.facts())
         if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
             verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
@@ -277,18 +278,15 @@ class RewriteReport(Report):
         yield Section(title="Sites", columns=self._site_table(weights=True), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
-        yield Section(title="Stored tensors", columns=self.account.table(), detail=True)
 
     def to_text(self, *, every: bool = False) -> RenderableType:
         """Returns what a terminal shows; `lists` has the details."""
         return text.render(self.headline(), (part for part in self.sections() if not part.detail), every=every)
 
     def lists(self, *, plan: bool, verbose: bool) -> Iterator[Text]:
-        """Yields with `plan` one line per site, with `verbose` also bytes, errors and one line per stored tensor."""
+        """Yields with `plan` one line per site, with `verbose` also bytes and errors."""
         if plan and self.sites:
             yield text.columns(*self._site_table(weights=verbose))
-        if verbose and self.account.tensors:
-            yield text.columns(*self.account.table())
 
     def _site_table(self, *, weights: bool) -> Columns:
         header = (*SITE_HEADER[:5], *(WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])

@@ -15,7 +15,7 @@ from typing import Final
 
 from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
-from mxfp8_graph.report.section import STYLES, Cell, Section, said
+from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
 _SCRIPT: Final = """
 for (const head of document.querySelectorAll("thead th")) head.onclick = () => {
@@ -49,7 +49,6 @@ dd { margin: 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; overflow-wrap: normal; cursor: pointer; }
-tfoot { font-weight: 600; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.number, .short { white-space: nowrap; }
 .text { min-width: 8rem; }
@@ -129,14 +128,13 @@ def _table(section: Section) -> str:
     for title, column in zip(header, zip(*rows, strict=True), strict=True):
         numbers = [cell[1] for cell in column if isinstance(cell, tuple)]
         # Short cells never fold, so that numbers and dtypes stay in one line on a narrow page.
-        short = max(len(said(cell)) for cell in column) <= _SHORT
+        short = max(len(cell_text(cell)) for cell in column) <= _SHORT
         kinds.append("number" if numbers else "short" if short else "text")
         scales.append(max(numbers, default=0.0) if title == section.bar else 0.0)
     head = "".join(f'<th class="{kind}">{_text(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
     lines = [f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>']
     lines += [f"<tr>{''.join(map(_cell, row, kinds, scales))}</tr>" for row in rows]
-    foot = "".join(map(_cell, section.total, kinds, [0.0] * len(kinds)))
-    lines.append(f"</tbody>{foot and f'<tfoot><tr>{foot}</tr></tfoot>'}</table></div>")
+    lines.append("</tbody></table></div>")
     if more := len(section.columns[1]) - len(rows):
         lines.append(f"<p>The first {len(rows)} rows; {more} more are in the report in JSON.</p>")
     return "\n".join(lines)
@@ -144,7 +142,7 @@ def _table(section: Section) -> str:
 
 def _cell(cell: Cell, kind: str, scale: float) -> str:
     """Returns a cell; with a `scale` above 0 it has a bar, which is as wide as the cell for that number."""
-    sort, style, text = "", "", said(cell)
+    sort, style, text = "", "", cell_text(cell)
     if isinstance(cell, tuple):
         sort = f' data-sort="{cell[1]!r}"'
         width = f"{100 * max(cell[1], 0) / scale:.1f}%" if scale > 0 else ""

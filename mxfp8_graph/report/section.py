@@ -40,8 +40,6 @@ class Section:
     """A text to copy, such as a recipe."""
     columns: Columns = ((), ())
     """Header and rows of the table."""
-    total: Sequence[Cell] = ()
-    """The last row, which sorting leaves in its place."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
     spare: Sequence[str] | None = None
@@ -65,12 +63,12 @@ def byte_size(count: int | None) -> Cell:
     return "" if count is None else (size(count), float(count))
 
 
-def added(rows: Sequence[Row], column: int) -> float:
+def column_sum(rows: Sequence[Row], column: int) -> float:
     """Returns the sum of the numbers of a column."""
     return sum(cell[1] for row in rows if isinstance(cell := row[column], tuple))
 
 
-def said(cell: Cell) -> str:
+def cell_text(cell: Cell) -> str:
     """Returns the text of a cell."""
     return cell if isinstance(cell, str) else cell[0]
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
-from mxfp8_graph.report.section import STYLES, Cell, Section, said
+from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
 PIPE_WIDTH: Final = 120
 """Width of a `Fitted` table in a pipe or a file."""
@@ -30,7 +30,7 @@ def render(headline: str, sections: Iterable[Section], *, every: bool) -> Render
             continue
         header, rows = section.columns
         most = len(rows) if every or section.most is None else section.most
-        shown = [*rows[min(most, 0) :][: abs(most)], *([section.total] if section.total else [])]
+        shown = rows[min(most, 0) :][: abs(most)]
         if rows:
             fitted = section.spare is not None
             parts.append(Fitted(header, shown, section.spare or ()) if fitted else grid(header, shown))
@@ -60,7 +60,7 @@ def grid(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Table:
     for column in header:
         table.add_column(column, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in map(said, row)))
+        table.add_row(*(Text(printable(cell), style=STYLES.get(cell, "")) for cell in map(cell_text, row)))
     return table
 
 
@@ -94,14 +94,14 @@ class Fitted:
 
 
 def _wrapped(title: str, cells: Sequence[Cell]) -> str:
-    width = max((cell_len(said(cell)) for cell in cells), default=0)
+    width = max((cell_len(cell_text(cell)) for cell in cells), default=0)
     return "\n".join(wrap(title, max(width, 6), break_long_words=False, break_on_hyphens=False))
 
 
 def columns(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Text:
     """Returns one line per row, in aligned columns and never folded: for lists to read, grep and pipe."""
     top = list(zip_longest(*(title.split("\n") for title in header), fillvalue=""))
-    table = [*top, *(tuple(printable(said(cell)) for cell in row) for row in rows)]
+    table = [*top, *(tuple(printable(cell_text(cell)) for cell in row) for row in rows)]
     widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
     text = Text(no_wrap=True, overflow="ignore")
     for number, row in enumerate(table):

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from onnx import inliner
 
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_large, is_op, shape_of, subgraphs_of
-from mxfp8_graph.onnx_pass.ops import names
+from mxfp8_graph.onnx_pass.ops import borders, names
 from mxfp8_graph.onnx_pass.prepare import infer, through
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
@@ -89,13 +89,11 @@ class _Walk:
             elif node.op_type == "Add" and (number := _integer(left)) is not None:
                 self._join([right], node.outputs, number)
         for inner in subgraphs_of(node):
-            # Loop has (trip count, condition) before the carried values on both sides, Scan and If have nothing.
-            skip_outputs = 1 if node.op_type == "Loop" else 0
-            for outer, own in zip(node.inputs, inner.inputs, strict=False):
-                self._join([outer], [own])
+            for start, end in borders(node, inner):  # into it: what its own nodes make has no origin yet
+                self._join([start], [end])
             self.graph(inner)
-            for own, result in zip(inner.outputs[skip_outputs:], node.outputs, strict=False):
-                self._join([own], [result])
+            for start, end in borders(node, inner):
+                self._join([start], [end])
 
     def _join(self, sources: Iterable[ir.Value | None], targets: Iterable[ir.Value], shift: int = 0) -> None:
         known = [self.origins[source] for source in sources if source is not None and source in self.origins]

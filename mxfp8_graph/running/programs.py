@@ -14,7 +14,7 @@ import numpy as np
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
 from mxfp8_graph.running.profile import NodeProfile, gemms_of, isas_of
 from mxfp8_graph.running.sessions import Runnable, Timing
-from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
+from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops import contract, cpu, formats
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import BackendError, Option
@@ -26,9 +26,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils import _pytree as pytree  # the call specification of a program is one of its trees
 
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.internals import to_numpy
-from mxfp8_graph.torch_program.training_mode import evaluated
+from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.torch_pass.internals import to_numpy
+from mxfp8_graph.torch_pass.training_mode import evaluated
 
 _MOVES: Final = frozenset(
     {"to", "_to_copy", "view", "reshape", "unsqueeze", "squeeze", "expand", "slice", "clone", "contiguous", "flatten"}
@@ -45,17 +45,17 @@ _MULTIPLIES: Final = internals.op_names(
 
 
 class TorchProgram(Runnable):
-    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file, and for `trust_pickle`.
+    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file.
 
     A run may write to tensors that a caller's program in memory shares. They are restored after each call, so that runs
     of one program, and of another that was made from it, begin with the same values.
     """
 
-    def __init__(self, model: str | Path | ExportedProgram, *, trust_pickle: bool = False) -> None:
+    def __init__(self, model: str | Path | ExportedProgram) -> None:
         if isinstance(model, ExportedProgram):
             self.name, program = "program", model
         else:
-            self.name, program = str(model), load(model, trust_pickle=trust_pickle)
+            self.name, program = str(model), load(model)
         try:
             program = evaluated(program)  # two runs of it are to be equal
             self._module = program.module()

@@ -78,7 +78,7 @@ def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **sample
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
     """
     check_options("run_model", samples, SampleOptions)
-    signature, runnable = open_runnable(model, trust_pickle=samples.get("trust_pickle", False))
+    signature, runnable = open_runnable(model)
     chosen = make_samples(signature, samples, run=runnable.run)
     feeds = chosen.feeds[0]
     # Timed without a profiler, which would slow the runs; the profile is of other runs.
@@ -99,13 +99,13 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model, *, trust_pickle: bool = False) -> tuple[Signature, Runnable]:
+def open_runnable(model: Model) -> tuple[Signature, Runnable]:
     """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`."""
     if is_program(model):
         # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
         from mxfp8_graph.running.programs import TorchProgram
 
-        program = TorchProgram(model, trust_pickle=trust_pickle)
+        program = TorchProgram(model)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
     signature = Signature.of(load(model, sparse=True))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes

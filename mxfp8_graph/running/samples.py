@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,8 +25,7 @@ from typing import Annotated, Any, Final, TypedDict
 
 import numpy as np
 
-from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_graph.options import TrustPickle, documented
+from mxfp8_graph.options import documented
 from mxfp8_graph.running.inputs import (
     Array,
     Inputs,
@@ -58,7 +58,6 @@ class SampleOptions(TypedDict, total=False):
         "sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`.",
     ]
     seed: Annotated[int, "of the first synthesised sample; those that follow have the numbers that follow."]
-    trust_pickle: TrustPickle
 
 
 MOST_SAMPLES: Final = 100_000
@@ -175,7 +174,7 @@ def _named(inputs: Any, specs: Sequence[InputSpec]) -> _Named:
     if is_reference(str(inputs)) and not Path(inputs).exists():
         return _yielded(str(inputs), load_function(str(inputs)))
     path = Path(inputs)
-    if is_folder(path):
+    if os.path.isdir(path):
         return _in_folder(path, list(specs))
     if path.suffix == ".jsonl":
         return _in_lines(path, {spec.name: spec for spec in specs})
@@ -237,7 +236,7 @@ def _in_folder(folder: Path, specs: list[InputSpec]) -> _Named:
 def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
     """Yields a sample per line that is not blank."""
     try:
-        with open_regular(path) as source:
+        with path.open("rb") as source:
             lines = source.read().decode("utf-8").split("\n")
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .jsonl file") from None

@@ -58,9 +58,7 @@ def verify(
     check_options("verify", samples, SampleOptions)
     feed = partial(make_samples, options=samples)
     if is_program(original) or is_program(rewritten):
-        runnable = [
-            open_runnable(model, trust_pickle=samples.get("trust_pickle", False)) for model in (original, rewritten)
-        ]
+        runnable = [open_runnable(model) for model in (original, rewritten)]
         return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
     before, after = (load(model, sparse=True) for model in (original, rewritten))
     old, new = name_of(before), name_of(after)

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 
 import yaml
 
-from mxfp8_graph.policy.patterns import Search
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import RecipeError
@@ -21,19 +20,18 @@ def patterns(excluded: Sequence[str], sites: Sequence[MatMulSite], recipe: Recip
     Raises:
         RecipeError: no pattern matches one of two sites and not the other.
     """
-    found = anchored(excluded, sites, recipe)
+    found = anchored(excluded, sites)
     _check(found, excluded, sites, recipe)
     return found
 
 
-def anchored(names: Sequence[str], sites: Sequence[MatMulSite], recipe: Recipe) -> tuple[str, ...]:
+def anchored(names: Sequence[str], sites: Sequence[MatMulSite]) -> tuple[str, ...]:
     """Returns one pattern per site that is named, as `patterns` does, without a look at what they do in a plan."""
-    search = Search(recipe.name)
     by_name = {site.name: site for site in sites}
     found = []
     for site in (by_name[name] for name in names):
         choices = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
-        alone = (p for p in choices if not any(_found(p, other, search) for other in sites if other is not site))
+        alone = (p for p in choices if not any(_found(p, other) for other in sites if other is not site))
         found.append(next(alone, choices[-1]))
     return tuple(found)
 
@@ -43,8 +41,8 @@ def to_yaml(patterns: Sequence[str]) -> str:
     return yaml.safe_dump({"exclude": list(patterns)}, width=10_000) if patterns else ""
 
 
-def _found(pattern: str, site: MatMulSite, search: Search) -> bool:
-    return search(pattern, site.name) or search(pattern, site.module)
+def _found(pattern: str, site: MatMulSite) -> bool:
+    return bool(re.search(pattern, site.name) or re.search(pattern, site.module))
 
 
 def _check(found: Sequence[str], excluded: Collection[str], sites: Sequence[MatMulSite], recipe: Recipe) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from mxfp8_graph.files import scratch
-from mxfp8_graph.onnx_model.open import open_model
+from mxfp8_graph.onnx_pass.graph import name_of
+from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.running.inputs import Signature
@@ -24,7 +25,7 @@ _ROOM: Final = 1.3
 
 @contextmanager
 def open_switchable(
-    model: Model, recipe: Recipe, *, allow_nonfinite: bool, trust_pickle: bool, progress: Progress | None
+    model: Model, recipe: Recipe, *, allow_nonfinite: bool, progress: Progress | None
 ) -> Iterator[Switchable]:
     """Yields `model` with a switch per site that `recipe` rewrites, none of them fused.
 
@@ -42,15 +43,16 @@ def open_switchable(
         # Imports torch.
         from mxfp8_graph.tools.switched_program import open_program
 
-        yield open_program(model, recipe, allow_nonfinite=allow_nonfinite, trust_pickle=trust_pickle, progress=progress)
+        yield open_program(model, recipe, allow_nonfinite=allow_nonfinite, progress=progress)
         return
-    opened = open_model(model)
-    signature = Signature.of(opened)
-    with scratch("analyze") as folder:
-        _check_room(folder, round(opened.byte_size * _ROOM), opened.name)
+    loaded = load(model)
+    signature = Signature.of(loaded)
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as name:
+        folder = Path(name)
+        _check_room(folder, round(bytes_of(loaded) * _ROOM), name_of(loaded))
         path = folder / "model.onnx"
         yield SwitchedSession(
-            signature, write_switched(opened, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
+            signature, write_switched(loaded, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
         )
 
 

@@ -17,19 +17,17 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import facts_of, to_ir, to_proto
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_model.write import Target, open_target
+from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.find import OnnxSite
+from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.operands import Operand
-from mxfp8_graph.onnx_pass.replace import Editor
-from mxfp8_graph.onnx_pass.run import WANTED, find_and_plan, prepare
-from mxfp8_graph.options import Options, Progress
-from mxfp8_graph.pass_steps import replace_each, require_eligible
-from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.onnx_pass.prepare import prepare
+from mxfp8_graph.onnx_pass.replace import Editor, Replaced
+from mxfp8_graph.onnx_pass.run import WANTED, find_and_plan, site_report
+from mxfp8_graph.onnx_pass.save import save
+from mxfp8_graph.options import Progress
+from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.sessions import Session
@@ -63,58 +61,57 @@ class SwitchedModel:
     observed_by: tuple[int | None, ...]
     """Per switch, which of `observed` its site multiplies; None for an embedding, and inside of subgraphs."""
     note: str
-    """What to say of its dtypes."""
+    """What was changed before the sites were found."""
 
 
 def write_switched(
-    opened: OpenedModel, recipe: Recipe, path: Path, *, allow_nonfinite: bool, progress: Progress | None
+    model: ir.Model, recipe: Recipe, path: Path, *, allow_nonfinite: bool, progress: Progress | None
 ) -> SwitchedModel:
-    """Writes `opened`, which is edited, with a switch per site that `recipe` rewrites, and its data beside it.
+    """Writes `model`, which is edited, with a switch per site that `recipe` rewrites, and its data beside it.
 
     Raises:
         ContractError: it is rewritten already, or as `mxfp8_graph.rewrite`.
         RecipeError: the recipe does not fit the model.
         NothingEligibleError: the recipe rewrites nothing.
     """
-    if record.find(opened.proto) is not None:
+    if record.find(model) is not None:
         advice = "name the model it was made from"
-        raise ContractError(opened.name, "is rewritten already", expected="the original model", advice=advice)
-    model, note = prepare(opened, to_ir(opened), recipe)
+        raise ContractError(name_of(model), "is rewritten already", expected="the original model", advice=advice)
+    notes: list[str] = []
+    model = prepare(model, recipe, notes)
     sites, decisions = find_and_plan(model, recipe)
-    require_eligible(decisions, Options(name=opened.name), wanted=WANTED, account=Account)
-    with open_target(opened, path, external=True, overwrite=False) as target:
-        editor = _SwitchEditor(opened, model, target, allow_nonfinite=allow_nonfinite)
-        reports = replace_each(sites, decisions, editor.apply, progress=progress)
-        switched = [site for site, decision in zip(sites, decisions, strict=True) if decision.quantize]
-        observed, observed_by = editor.observe(switched)
-        editor.add_inputs(len(switched), len(observed))
-        proto = to_proto(opened, model)  # both ways stay: nothing is unused
-        record.complete(proto, recipe.to_record(), facts_of(model))
-        target.finish(proto)
+    require_eligible(decisions, name_of(model), wanted=WANTED)
+    editor = _SwitchEditor(model, allow_nonfinite=allow_nonfinite, progress=progress)
+    done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
+    switched = [site for site, decision in zip(sites, decisions, strict=True) if decision.quantize]
+    observed, observed_by = editor.observe(switched)
+    editor.add_inputs(len(switched), len(observed))
+    record.complete(model, recipe.to_record())  # without `finish`: both ways stay, nothing is unused
+    save(model, path, external=True, overwrite=False)
     return SwitchedModel(
         path=path,
-        sites=tuple(reports),
+        sites=tuple(map(site_report, done)),
         switches=editor.switches,
         observe=editor.observe_input,
         observed=tuple(observed),
         observed_by=tuple(observed_by),
-        note=note,
+        note="; ".join(notes),
     )
 
 
 class _SwitchEditor(Editor):
     """Puts what a site was, and what it becomes, into the branches of an If."""
 
-    def __init__(self, opened: OpenedModel, model: ir.Model, target: Target, *, allow_nonfinite: bool) -> None:
-        super().__init__(opened, model, target, allow_nonfinite=allow_nonfinite)
+    def __init__(self, model: ir.Model, *, allow_nonfinite: bool, progress: Progress | None) -> None:
+        super().__init__(model, allow_nonfinite=allow_nonfinite, progress=progress)
         self._graph = model.graph
         self._switches = ir.Value(name=self.fresh("mxfp8_switches"))
         self._observe = ir.Value(name=self.fresh("mxfp8_observe"))
         self.switches, self.observe_input = str(self._switches.name), str(self._observe.name)
         self._count = 0
 
-    def apply(self, site: OnnxSite, decision: Decision) -> SiteReport:
-        """Puts an If with the site's old and new nodes in its place; returns the site's report; errors as `pack`."""
+    def apply(self, site: OnnxSite, decision: Decision) -> Replaced:
+        """Puts an If with the site's old and new nodes in its place."""
         self._shared.clear()  # what one branch computes, another cannot use
         return super().apply(site, decision)
 

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from mxfp8_graph.options import Options, Progress
-from mxfp8_graph.pass_steps import replace_each, require_eligible
-from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import PASS_OTHERS, Array, Inputs, Signature
 from mxfp8_graph.running.programs import TorchProgram, unrunnable
 from mxfp8_graph.tools.switchable import Switchable
-from mxfp8_graph.torch_program import load  # before torch: it says what to install where torch is missing
+from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 
 # isort: split
 import torch
@@ -32,17 +31,15 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.matmul_forms import Operand
+from mxfp8_graph.torch_pass.internals import to_numpy
+from mxfp8_graph.torch_pass.ops import Operand
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.run import WANTED, planned
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.internals import to_numpy
-from mxfp8_graph.torch_program.program import Program
-from mxfp8_graph.torch_program.training_mode import evaluated
+from mxfp8_graph.torch_pass.training_mode import evaluated
 from mxfp8_ops.errors import ContractError
-
-_INNER = "not analyzed: it is inside a higher-order op, where nothing can be switched while the program runs"
 
 
 def open_program(
@@ -50,13 +47,12 @@ def open_program(
     recipe: Recipe,
     *,
     allow_nonfinite: bool,
-    trust_pickle: bool,
     progress: Progress | None,
 ) -> Switchable:
     """Returns a program with switches; errors as `open_switchable`."""
     name, source = "program", model
     if not isinstance(source, ExportedProgram):
-        name, source = str(model), load(source, trust_pickle=trust_pickle)
+        name, source = str(model), load(source)
     source = evaluated(source)
     program = switched(source, recipe, name, allow_nonfinite=allow_nonfinite, progress=progress)
     return _SwitchedProgram(source, program, name)
@@ -190,8 +186,7 @@ def switched(
         raise ContractError(name, "is rewritten already", expected="the original program", advice=advice)
     options = Options(name=name)
     program, sites, decisions = planned(source, recipe, options)
-    decisions = [_main_graph_only(*pair) for pair in zip(sites, decisions, strict=True)]
-    require_eligible(decisions, options, wanted=WANTED, account=Account)
+    require_eligible(decisions, name, wanted=WANTED)
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=True)
     editor = Editor(program, rewrite_record, allow_nonfinite=allow_nonfinite)
     originals: list[tuple[Node, Node]] = []
@@ -208,12 +203,6 @@ def switched(
     ways = {output: _choice(number, output, original) for number, (output, original) in enumerate(originals)}
     observed, observed_by = _observed(chosen, ways)
     return SwitchedProgram(program=program, sites=tuple(reports), observed=observed, observed_by=observed_by)
-
-
-def _main_graph_only(site: Site, decision: Decision) -> Decision:
-    if not decision.quantize or not site.matmul.subgraph:
-        return decision
-    return replace(decision, quantize=False, rule="structure", reason=_INNER)
 
 
 def _copy(site: TorchSite) -> Node:

@@ -15,10 +15,9 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
-from mxfp8_graph.torch_pass import matmul_forms
+from mxfp8_graph.torch_pass import internals, ops
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass.program import Program
 
 _ATEN: Final = torch.ops.aten
 
@@ -30,7 +29,7 @@ def scores_name(node: Node) -> str:
 
 def obstacle(node: Node) -> str | None:
     """Returns why an attention node cannot be taken apart, or None."""
-    if internals.op_name(node) != matmul_forms.ATTENTION:
+    if internals.op_name(node) != ops.ATTENTION:
         return f"{internals.op_name(node)} is one fused kernel; export without decomposing attention"
     return None
 
@@ -46,7 +45,7 @@ def expand(program: Program, node: Node) -> None:
     transposed = build.permute(key, k_last(range(key.meta["val"].dim())))
     scores = build.add(scores_name(node), _ATEN.matmul.default, query, transposed)
     # Reports and rules keep the name of the op that the source program calls.
-    program.labels[scores] = program.labels[node] = matmul_forms.ATTENTION
+    program.labels[scores] = program.labels[node] = ops.ATTENTION
     masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
     # Where a mask hides all keys from a row, the row is 0; a plain softmax and its gradients would be NaN.
     softmax = _ATEN.softmax.int if internals.argument(node, "attn_mask") is None else _ATEN._safe_softmax.default

@@ -10,9 +10,9 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from mxfp8_graph.torch_pass.matmul_forms import Operand
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass import internals
+from mxfp8_graph.torch_pass.ops import Operand
+from mxfp8_graph.torch_pass.program import Program
 
 _ATEN: Final = torch.ops.aten
 _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")

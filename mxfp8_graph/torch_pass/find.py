@@ -10,7 +10,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     bmm(x, w [E, K, N][ids])            experts picked at run time: W's packed form is picked from instead
     grouped_mm(x, w [E, K, N], offs)    rows sorted by expert; offs says where each expert's rows end
     matmul(q, k^T), matmul(softmax, v)  both operands computed at run time
-    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `matmul_forms.lookup_of`
+    embedding(w [N, K], ids)            rows picked, nothing multiplied: see `ops.lookup_of`
     scaled_dot_product_attention        two sites, and one node until a recipe wants either quantized
 """
 
@@ -29,29 +29,29 @@ from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_graph.torch_pass import attention, torchao_weights
-from mxfp8_graph.torch_pass.matmul_forms import (
+from mxfp8_graph.torch_pass import attention, internals, torchao_weights
+from mxfp8_graph.torch_pass.operands import Static, StaticOperands, identity
+from mxfp8_graph.torch_pass.ops import (
     GROUPED_TRAIN,
     LINEAR_TRAIN,
+    ROLE_OPS,
     Form,
     Lookup,
     Operand,
+    TorchView,
     form_of,
     is_attention,
     lookup_of,
     operands_of,
 )
-from mxfp8_graph.torch_pass.roles import ROLE_OPS, TorchView
-from mxfp8_graph.torch_pass.static_operands import Static, StaticOperands, identity
-from mxfp8_graph.torch_program import internals
-from mxfp8_graph.torch_program.program import GraphScope, Program
+from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_ops.checks import dtype_name
 
 _TRANSFORMED: Final = "inside vmap, which is not decomposed in the program; call run_decompositions({}) first"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class Addend:
     """The addition after the product, if there is one."""
 
     bias: Node | None = None
@@ -66,10 +66,9 @@ class Added:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSite:
-    """A matmul: its description for the plan, and what `replace.py` and `training.py` need to replace it."""
+    """A matmul: its description for the plan, and what `replace.py` and `train.py` need to replace it."""
 
     matmul: MatMulSite
-    scope: GraphScope
     node: Node
     """The matmul; the nodes it needs go in front of it."""
     form: Form
@@ -77,7 +76,7 @@ class TorchSite:
     w: Operand
     swapped: bool
     """The gemm computes the transpose of the result."""
-    added: Added
+    added: Addend
     packed: str | None
     """Element format of the static operand, if torchao packed it."""
     unfit: str | None
@@ -177,7 +176,7 @@ class _Finder:
             op={LINEAR_TRAIN: "linear" if static else "matmul", GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,
-            role=self._roles.of_linear(node) if static else self._roles.of_product(node),
+            role=self._role(node, static, scope),
             m=m,
             n=n,
             k=k,
@@ -193,7 +192,6 @@ class _Finder:
         packed, unfit = self._packed_by_torchao(w, swapped)
         return TorchSite(
             matmul=matmul,
-            scope=scope,
             node=node,
             form=form,
             x=x,
@@ -203,6 +201,11 @@ class _Finder:
             packed=packed,
             unfit=unfit,
         )
+
+    def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:
+        if scope.blocker:  # what its operands are is decided outside
+            return "linear"
+        return self._roles.of_linear(node) if static else self._roles.of_product(node)
 
     def _lookup(self, node: Node, form: Lookup, scope: GraphScope, transformed: str | None) -> TorchSite:
         static, table = self._statics.resolve(form.b), form.b.meta["val"]
@@ -233,42 +236,41 @@ class _Finder:
         packed, unfit = self._packed_by_torchao(w, swapped=False)
         return TorchSite(
             matmul=matmul,
-            scope=scope,
             node=node,
             form=form,
             x=Operand(node=form.a),
             w=w,
             swapped=False,
-            added=Added(output=node),
+            added=Addend(output=node),
             packed=packed,
             unfit=unfit,
         )
 
-    def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Added:
+    def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Addend:
         """Returns the op's own addend, or the static operand of the add after it, absorbed where that is exact."""
         if form.c is not None:
             static, value = self._statics.resolve(form.c), form.c.meta["val"]
             # A swapped product is transposed: its columns are the rows of the result, so a bias per column does not
             # fit.
             if not swapped and static is not None and _is_bias(static, n, node):
-                return Added(bias=form.c, bias_static=static, output=node)
+                return Addend(bias=form.c, bias_static=static, output=node)
             if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
-                return Added(bias=form.c, output=node)
-            return Added(addend=form.c, output=node)
+                return Addend(bias=form.c, output=node)
+            return Addend(addend=form.c, output=node)
         add = next(iter(node.users), None)
         # With another user the product itself is needed without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
-            return Added(output=node)
+            return Addend(output=node)
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
-            return Added(output=node)
+            return Addend(output=node)
         # A parameter that another module adds belongs to that module, and an alpha scales it.
         if internals.module_path(add) != internals.module_path(node) or internals.argument(add, "alpha", 1) != 1:
-            return Added(output=node)
+            return Addend(output=node)
         other = add.args[1] if add.args[0] is node else add.args[0]
         static = self._statics.resolve(other)
         if not isinstance(other, Node) or static is None or static.dtype != node.meta["val"].dtype:
-            return Added(output=node)
-        return Added(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Added(output=node)
+            return Addend(output=node)
+        return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Addend(output=node)
 
     def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
         """Returns (element format, why its bytes cannot be kept) of a weight that torchao packed, or (None, None)."""

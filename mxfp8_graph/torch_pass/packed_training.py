@@ -12,7 +12,6 @@ recipe kept stays in high precision.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -23,9 +22,9 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder, Shared
-from mxfp8_graph.torch_program import internals, record
-from mxfp8_graph.torch_program.program import GraphScope, Program
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import ContractError
@@ -54,7 +53,7 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
     """
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
     reports = []
-    for scope, node in _nodes(program):
+    for node in list(program.module.graph.nodes):
         # There is no op that quantizes the rows of grouped experts and passes gradients to them; weight-only ones have
         # one.
         if internals.op_name(node) == _GROUPED and internals.argument(node, "a_scales") is not None:
@@ -67,7 +66,7 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
         if internals.op_name(node) in {_PACKED, _PRODUCT}:
             _set_format(node, recipe)
             record.mark(node, rewrite_record)
-        if (report := _report(scope, node, "its packed weight is frozen, gradients pass through it")) is not None:
+        if (report := _report(node, "its packed weight is frozen, gradients pass through it")) is not None:
             reports.append(report)
     _drop_unused(program)
     # A training run without a parameter would fail much later, in the optimizer.
@@ -82,26 +81,19 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
 def to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
     """Reverts `to_training`, with the trained values; returns a report of each packed matmul."""
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
-    shared: dict[GraphScope, Shared] = {}
-    writes: dict[GraphScope, int] = {}
+    shared: Shared = {}
+    writes = 0
     reports = []
-    for scope, node in _nodes(program):
+    for node in list(program.module.graph.nodes):
         if internals.op_name(node) in {_PACKED, _PRODUCT}:
-            build = Builder(program, node, shared.setdefault(scope, {}))
-            _quantize_operands(node, build, writes.get(scope, 0))
+            _quantize_operands(node, Builder(program, node, shared), writes)
             record.mark(node, rewrite_record)
         # An in-place op may change an activation, so a quantize before it cannot be shared with matmuls after it.
-        writes[scope] = writes.get(scope, 0) + bool(internals.written(node))
-        if (report := _report(scope, node, "its weight was packed before")) is not None:
+        writes += bool(internals.written(node))
+        if (report := _report(node, "its weight was packed before")) is not None:
             reports.append(report)
     program.freeze()
     return reports
-
-
-def _nodes(program: Program) -> Iterator[tuple[GraphScope, Node]]:
-    for scope in program.scopes:
-        for node in list(scope.module.graph.nodes):
-            yield scope, node
 
 
 def _quantized(node: Node, name: str) -> Node | None:
@@ -158,14 +150,14 @@ def _quantize_operands(node: Node, build: Builder, epoch: int) -> None:
 def _drop_unused(program: Program) -> None:
     """Removes quantize nodes, and the getitems of their results, that have no user left."""
     # From the end: a getitem has to go before the quantize that it reads.
-    for _, node in reversed(list(_nodes(program))):
+    for node in reversed(program.module.graph.nodes):
         quantizes = internals.op_name(node) == _QUANTIZE
-        part = node.target is operator.getitem and internals.op_name(node.args[0]) == _QUANTIZE  # type: ignore[arg-type]
+        part = node.target is operator.getitem and internals.op_name(node.args[0]) == _QUANTIZE
         if (quantizes or part) and not node.users:
             node.graph.erase_node(node)
 
 
-def _report(scope: GraphScope, node: Node, reason: str) -> SiteReport | None:
+def _report(node: Node, reason: str) -> SiteReport | None:
     """Returns the report of a packed matmul, or None if `node` is none."""
     op = contract.TORCH_OPS.get(internals.op_name(node))
     if op is None or not op.multiplies or op.weight is None or _quantized(node, "b") is not None:
@@ -176,11 +168,10 @@ def _report(scope: GraphScope, node: Node, reason: str) -> SiteReport | None:
         name=node.name,
         op=op.full_name,
         module=internals.module_path(node),
-        subgraph=scope.path,
         m=m,
         n=n,
         k=k,
         dtype=dtype_name(node.meta["val"].dtype),
         has_bias=internals.argument(node, "bias") is not None,
     )
-    return SiteReport(decision=Decision(site=site, quantize=True, rule="packed", reason=reason), nodes=(node.name,))
+    return SiteReport(decision=Decision(site=site, kind="quantized", rule="packed", reason=reason), nodes=(node.name,))

@@ -23,17 +23,16 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.options import StoredWeight
-from mxfp8_graph.pass_steps import PackedNames, replaced
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.torch_pass import torchao_weights
+from mxfp8_graph.report.reporter import PackedNames, replaced
+from mxfp8_graph.torch_pass import internals, record, torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
-from mxfp8_graph.torch_pass.static_operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
-from mxfp8_graph.torch_program import higher_order, internals, record
-from mxfp8_graph.torch_program.internals import storage_of
-from mxfp8_graph.torch_program.program import GraphScope, Program
+from mxfp8_graph.torch_pass.internals import storage_of
+from mxfp8_graph.torch_pass.operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.weights import Rows, pack, take
 from mxfp8_ops.errors import ContractError
 
@@ -62,15 +61,13 @@ class Editor:
             stored_weights: weights that a checkpoint has packed, by the name of the site.
         """
         self._stored_weights = stored_weights or {}
-        self.made_from: dict[str, torch.Tensor] = {}
-        """Name of each added tensor -> the tensor that it was made from."""
         self._sizes_only = sizes_only
         self._program = program
         self._made = rewrite_record
         self._allow_nonfinite = allow_nonfinite
         self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
-        self._shared: dict[GraphScope, Shared] = {}
+        self._shared: Shared = {}
         self._epochs: dict[Node, int] = {}
         self._suspects: list[Node] = []
         """Nodes that replaced nodes read; they may have no other reader."""
@@ -79,7 +76,7 @@ class Editor:
 
     def apply(self, site: TorchSite, decision: Decision) -> SiteReport:
         """Packs the site's weight, adds the new nodes, and returns the report of the site; errors as `pack`."""
-        build = Builder(self._program, site.node, self._shared.setdefault(site.scope, {}))
+        build = Builder(self._program, site.node, self._shared)
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epoch(site.node)
         inputs = [build.k_last(site.x)]
@@ -92,7 +89,7 @@ class Editor:
         packed = None
         if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
-            inputs += [self._weight(site, name, static.gather) for name in (packed.elements, packed.scales)]
+            inputs += [self._weight(name, static.gather) for name in (packed.elements, packed.scales)]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
@@ -142,19 +139,18 @@ class Editor:
     def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
         """Returns the names of two new buffers of the program, elements and scales of a packed weight."""
         names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
-        self.made_from |= dict.fromkeys(names, self._program.tensor(name))
         packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
         self._program.add_buffer(packed.elements, elements)
         self._program.add_buffer(packed.scales, scales)
         return packed
 
-    def _weight(self, site: TorchSite, name: str, gather: Node | None) -> Node:
+    def _weight(self, name: str, gather: Node | None) -> Node:
         """Returns the node of a packed buffer, or of the entries of it that `gather` picks."""
-        node = self._program.weight(site.scope, name)
+        node = self._program.weight(name)
         if gather is None:
             return node
         # Where the original is: what it picks by may be written to later on.
-        return Builder(self._program, gather, self._shared[site.scope]).pick(node, gather)
+        return Builder(self._program, gather, self._shared).pick(node, gather)
 
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
@@ -171,12 +167,12 @@ class Editor:
         key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
-            stored = self.made_from[name] = self._program.tensor(static.name)
+            stored = self._program.tensor(static.name)
             # Converted once, here, and not in each run of the program.
             values = static.apply(stored).float().reshape(-1) * np.float32(beta).item()
             self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
             self._biases[key] = name
-        return [self._program.weight(site.scope, self._biases[key])]
+        return [self._program.weight(self._biases[key])]
 
     def _epoch(self, node: Node) -> int:
         """Returns how many in-place ops come before `node` in its graph."""
@@ -279,40 +275,14 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
         # A node is met again when its last user goes, since that pushes its inputs.
         if node in gone or node.users:
             continue
+        gone.add(node)
         if node.op == "placeholder":
-            removed, feeding = _placeholder(program, node)
+            if program.stored_name(node) is not None:
+                program.forget(node)
         elif internals.op_name(node) in VIEW_OPS | GATHERS:
-            removed, feeding = [node], node.all_input_nodes
+            stack += node.all_input_nodes
             node.graph.erase_node(node)
-        else:
-            continue
-        gone.update(removed)
-        stack += feeding
     for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused
         name = None if node.users else program.stored_name(node)
         if name is not None and storage_of(program.tensor(name)) in sources:
             program.forget(node)
-
-
-def _placeholder(program: Program, node: Node) -> tuple[list[Node], list[Node]]:
-    """Removes an unused input that is a weight; returns (the removed nodes, the nodes that they read)."""
-    scope = program.scope_of(node)
-    # In the main graph a placeholder is the tensor itself; in a subgraph it is an operand of the call that runs it.
-    if scope.parent is None or scope.call is None:
-        if program.stored_name(node) is None:
-            return [], []
-        program.forget(node)
-        return [node], []
-    index = scope.placeholders.index(node)
-    # An operand that changes between iterations is no weight, and an unknown op may rely on its number of operands.
-    if higher_order.layout_of(scope.call) is None or index < higher_order.variant_count(scope.call):
-        return [], []
-    twins = [sibling.placeholders[index] for sibling in scope.siblings]
-    # All graphs of a call take the same operands: cond passes each to both branches.
-    if any(twin.users for twin in twins):
-        return [], []
-    operand = higher_order.operands(scope.call)[index]
-    higher_order.remove_operand(scope.call, index)
-    for twin in twins:
-        twin.graph.erase_node(twin)
-    return twins, [operand] if isinstance(operand, Node) else []

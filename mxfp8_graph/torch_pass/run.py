@@ -9,28 +9,36 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import torch
 from torch.export import ExportedProgram
 
-from mxfp8_graph.file_reading import is_any_of
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options, StoredWeight
-from mxfp8_graph.pass_steps import Reporter, already_rewritten, replace_each, require_eligible, take_given
-from mxfp8_graph.policy.plan import Decision, plan, tied
+from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.policy.rewritten import already_rewritten
+from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.account import account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.torch_pass import attention, matmul_forms, packed_training, stored_bytes, training
+from mxfp8_graph.report.reporter import Reporter, kept, replace_each
+from mxfp8_graph.torch_pass import (
+    attention,
+    internals,
+    ops,
+    packed_training,
+    record,
+    train,
+    training_mode,
+)
+from mxfp8_graph.torch_pass.account import stored_tensors
+from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
+from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.operands import identity
+from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Editor
-from mxfp8_graph.torch_pass.static_operands import identity
-from mxfp8_graph.torch_program import internals, record, training_mode
-from mxfp8_graph.torch_program.checked_program import CHANGED, check_stored, check_values, checked, untrained
-from mxfp8_graph.torch_program.files import check_target, load, save
-from mxfp8_graph.torch_program.program import Program
+from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.errors import ContractError, Option
 
 WANTED: Final = "matmul in the program"
 """What the error says that the program lacks, if nothing is eligible."""
@@ -46,41 +54,50 @@ def rewrite_torch(
     reporter = Reporter(recipe=recipe, options=options)
     # Before the work: a model takes minutes to pack, and a bad path is known now.
     if options.output is not None:
-        _check_output(model, options.output, overwrite=options.overwrite)
-    source = load(model, trust_pickle=options.trust_pickle) if isinstance(model, Path) else model
-    # The values that a module was trained to may not be the program's: see `checked_program`.
-    check_values(source, options.name)
-    check_stored(source, options.name, advice=CHANGED)
+        inputs = [model] if isinstance(model, Path) else []
+        check_target(options.output, overwrite=options.overwrite, inputs=inputs)
+    if isinstance(model, Path):
+        source = load(model)
+    else:
+        source = model
+        # The values that a module was trained to may not be the program's: see `checked_program`.
+        check_values(source, options.name)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
             return model if path is None else None, reporter.report(already_rewritten=True)
-        save(source, path, overwrite=options.overwrite)
+        write(source, path, overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
-        source = _for_inference(source, reporter)
-    if previous is not None and previous.packed:
-        return _turned(source, recipe, reporter)
-    before = stored_bytes.inventory(source.state_dict, source.constants)
-    program, sites, decisions = planned(source, recipe, options)
-    decisions, weights = take_given([site.matmul for site in sites], decisions, reporter)
-    reporter.notes += _notes(sites, decisions)
-    account = partial(stored_bytes.account, before, stored_bytes.uses(program, sites, decisions))
-    require_eligible(decisions, options, wanted=WANTED, account=lambda: account(before, {}))
-    if options.training and (left_out := training.note(sites, decisions)):
-        reporter.notes.append(left_out)
-        warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
-    reports, made_from = _replaced(program, sites, decisions, reporter, weights)
-    stored = account(stored_bytes.inventory(program.state, program.constants), made_from)
+        _note_training(source, reporter)
+    is_packed = previous is not None and previous.packed
+    program, sites, decisions = _kept(source, options) if is_packed else planned(source, recipe, options)
+    if is_packed:
+        reports = _switch_training(program, decisions, reporter)
+    else:
+        assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
+        decisions = assigned.decisions
+        reporter.notes += [*assigned.notes, *_notes(sites, decisions)]
+        require_eligible(decisions, options.name, wanted=WANTED)
+        if options.training and (left_out := train.note(decisions)):
+            reporter.notes.append(left_out)
+            warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
+        reports = _replaced(program, sites, decisions, reporter, assigned.weights)
+    stored = stored_tensors(program.state, program.constants)
+    reporter.account = account([report.decision for report in reports], byte_size(source), stored)
     if options.dry_run:
-        return None, reporter.dry_run(decisions, stored)
-    return _finished(program, reporter, reports, stored)
+        return None, reporter.dry_run([report.decision for report in reports])
+    result = checked(program.finish(), prepared=options.training)
+    if options.output is None:
+        return result, reporter.report(reports, byte_size(result))
+    write(result, options.output, overwrite=options.overwrite)
+    return options.output, reporter.report(reports, options.output.stat().st_size)
 
 
-def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgram:
-    """Returns `source` in evaluation mode; notes the ops that changed, and a training that changed no parameter."""
+def _note_training(source: ExportedProgram, reporter: Reporter) -> None:
+    """Notes the ops that leave training mode, and a training that changed no parameter."""
     if unchanged := untrained(source):
         reporter.notes.append(unchanged)
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
@@ -88,63 +105,42 @@ def _for_inference(source: ExportedProgram, reporter: Reporter) -> ExportedProgr
         ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
         now = "in the result dropout is off, and batch normalization, if any, uses its running statistics"
         reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
-    return training_mode.evaluated(source)
 
 
-def _turned(
-    source: ExportedProgram, recipe: Recipe, reporter: Reporter
-) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns what `rewrite_torch` does for a packed program: it is prepared for training, or packed again after it."""
-    options, program = reporter.options, Program(source)
+def _kept(source: ExportedProgram, options: Options) -> tuple[Program, list[Site], list[Decision]]:
+    """Returns what `planned` does for a packed program: the recipe does not apply to what was not packed."""
+    program = Program(source)
+    if not options.training:
+        training_mode.evaluate(program.module)
     sites = find_sites(program)
     reason = "not packed; it stays in high precision"
-    # The recipe does not apply here: packed weights cannot be packed again.
-    decisions = [Decision(site=site.matmul, quantize=False, rule="packed", reason=reason) for site in sites]
+    return program, sites, [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in sites]
+
+
+def _switch_training(program: Program, others: Sequence[Decision], reporter: Reporter) -> list[SiteReport]:
+    """Prepares a packed program for training, or packs it again after it; returns a report of each site."""
+    options, recipe = reporter.options, reporter.recipe
     if options.training:
         reports = packed_training.to_training(program, recipe, options.name)
         reporter.notes.append(packed_training.NOTE)
     else:
         reports = packed_training.to_inference(program, recipe)
-    before = stored_bytes.inventory(source.state_dict, source.constants)
-    after = stored_bytes.inventory(program.state, program.constants)
-    stored = stored_bytes.account(before, stored_bytes.uses(program, sites, decisions), after, {})
-    if options.dry_run:
-        return None, reporter.dry_run([*(report.decision for report in reports), *decisions], stored)
-    others = [SiteReport(decision=decision, bytes_before=decision.site.weight_bytes) for decision in decisions]
-    return _finished(program, reporter, [*reports, *others], stored)
-
-
-def _finished(
-    program: Program, reporter: Reporter, reports: Sequence[SiteReport], stored: Account
-) -> tuple[Path | ExportedProgram, RewriteReport]:
-    """Returns the output's path, or the program if none is asked for, and the report."""
-    options, result = reporter.options, checked(program.finish(), prepared=reporter.options.training)
-    if options.output is None:
-        return result, reporter.report(reports, byte_size(result), account=stored)
-    save(result, options.output, overwrite=options.overwrite)
-    return options.output, reporter.report(reports, options.output.stat().st_size, account=stored)
-
-
-def _check_output(model: Path | ExportedProgram, output: Path, *, overwrite: bool) -> None:
-    """Raises ContractError if the output cannot be written or is the input."""
-    if isinstance(model, Path) and is_any_of(output, [model]):
-        advice = ("pass another ", Option("output"))
-        raise ContractError(output, "is the input", expected="another file", advice=advice)
-    check_target(output, overwrite=overwrite)
+    return [*reports, *map(kept, others)]
 
 
 def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    storages = stored_bytes.inventory(program.state_dict, program.constants)
-    return sum(stored.byte_size for stored in storages.values())
+    return sum(tensor.byte_size for tensor in stored_tensors(program.state_dict, program.constants))
 
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
     """Returns (the copy to edit, its sites, their decisions), attention split into matmuls where a recipe needs it."""
-    program = Program(_without_einsum(source))
+    program = Program(internals.inlined(source, training=options.training))
+    if not options.training:
+        training_mode.evaluate(program.module)
     sites = find_sites(program)
     decisions = _decide(program, sites, recipe, options)
-    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and matmul_forms.is_attention(s.node)}
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and ops.is_attention(s.node)}
     if wanted:
         for node in wanted:
             attention.expand(program, node)
@@ -156,24 +152,16 @@ def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[
 def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
     decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
-        unfit = site.unfit or (training.obstacle(site) if options.training else None)
+        unfit = site.unfit or (train.obstacle(site) if options.training else None)
         if decision.quantize and unfit:
-            decisions[index] = replace(decision, quantize=False, rule="structure", reason=unfit)
+            decisions[index] = replace(decision, kind="unfit", rule="structure", reason=unfit)
         elif decision.quantize and isinstance(site, TorchSite) and site.packed:
             decisions[index] = replace(decision, weight_format=site.packed)
     statics = [site.w.static if isinstance(site, TorchSite) else None for site in sites]
     decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
-        training.check(recipe, sites, decisions)
+        train.check(recipe, decisions)
     return decisions
-
-
-def _without_einsum(source: ExportedProgram) -> ExportedProgram:
-    """Returns `source` with each einsum as the bmm it computes: among them are matmuls with a static operand."""
-    modules = (m for m in source.graph_module.modules() if isinstance(m, torch.fx.GraphModule))
-    if any(internals.op_name(node) == "einsum" for module in modules for node in module.graph.nodes):
-        return internals.expose_einsum(source)
-    return source
 
 
 def _replaced(
@@ -182,8 +170,8 @@ def _replaced(
     decisions: Sequence[Decision],
     reporter: Reporter,
     weights: Mapping[str, StoredWeight],
-) -> tuple[list[SiteReport], Mapping[str, torch.Tensor]]:
-    """Replaces every site that is rewritten; returns (a report of each site, `Editor.made_from`)."""
+) -> list[SiteReport]:
+    """Replaces every site that is rewritten; returns a report of each site."""
     recipe, options = reporter.recipe, reporter.options
     rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=not options.training)
     nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
@@ -192,20 +180,17 @@ def _replaced(
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
         if options.training:
-            return training.apply(program, site, decision, recipe, rewrite_record)
+            return train.apply(program, site, decision, recipe, rewrite_record)
         return editor.apply(site, decision)
 
-    undo = partial(training.undo, program)
+    undo = partial(train.undo, program)
     progress = None if options.dry_run else options.progress
     # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
     reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
     editor.finish()
-    if options.weights is not None:
-        # After the last read: a checkpoint that changed meanwhile may have given parts of two versions.
-        options.weights.check()
     if not options.training:
         program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
-    return reports, editor.made_from
+    return reports
 
 
 def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:

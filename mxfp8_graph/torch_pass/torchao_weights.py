@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from mxfp8_graph.torch_program.internals import to_numpy
+from mxfp8_graph.torch_pass.internals import to_numpy
 from mxfp8_graph.weights import unswizzled
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_count

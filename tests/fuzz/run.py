@@ -1,195 +1,149 @@
-"""Tries changed inputs on the targets, counts the outcomes, and saves the inputs that break something.
+"""Rewrites damaged ONNX models and checks how each ends: `make fuzz`.
 
-    python -m tests.fuzz.run --target recipes --seconds 60 --seed 1
-    python -m tests.fuzz.run --target recipes --input FILE
-
-Exit code 1 if there is a finding. Findings are saved in OUT/TARGET/findings: the smallest input that was met, and a
-text that says what it does. Inputs that reach something new are kept in OUT/TARGET/corpus, and the next run starts from
-them too; --keep adds them to the committed corpus as well, while there is room.
+A file must end with exit code 0, 2, 3 or, fewer than one in 200 of them, 70, and leave a whole output or none. A forked
+worker calls the API for one file after the other. The command tries again what ended a worker, what the API ended with
+70, and some others: no signal and no stack trace may reach the shell. Exit code 1 if a file breaks a promise.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import re
+import multiprocessing
+import random
 import resource
+import subprocess
 import sys
-import time
+import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Final, NamedTuple
 
-from . import CORPUS, ROOT, TARGETS, exists
-from .supervisor import Limits, Supervisor
-from .trial import Job
-from .verdicts import ACCEPTED, FINDING, REFUSED, Verdict
+import onnx
 
-LARGEST_CORPUS = 64 << 10
-"""Bytes of the committed corpus of a target."""
+import mxfp8_graph
+from mxfp8_ops.errors import Mxfp8Error
 
+from .onnx_models import DATA, DATA_BYTES, RECIPE, mutate, seeds
 
-@dataclass
-class Result:
-    """The outcomes of the inputs of one target."""
-
-    target: str
-    seconds: float = 0.0
-    processor: float = 0.0
-    """Seconds of processor time, those that targets take to start among them."""
-    interrupted: bool = False
-    counts: dict[str, Counter[str]] = field(
-        default_factory=lambda: {outcome: Counter() for outcome in (ACCEPTED, REFUSED, FINDING)}
-    )
-    """Inputs by outcome and kind."""
-    findings: dict[str, Verdict] = field(default_factory=dict)
-    """By kind: the one with the smallest input."""
-    kept: dict[str, tuple[str, bytes]] = field(default_factory=dict)
-    """Place and input, by place and message: those that were refused in a new place or with a new message."""
-
-    @property
-    def tried(self) -> int:
-        """How many inputs were tried."""
-        return sum(map(Counter.total, self.counts.values()))
-
-    def add(self, verdict: Verdict) -> None:
-        """Counts a verdict, and keeps its input if it is worth it."""
-        self.counts[verdict.outcome][verdict.kind] += 1
-        if verdict.outcome == FINDING:
-            known = self.findings.get(verdict.kind)
-            if verdict.data is not None and (known is None or len(verdict.data) < len(known.data or "")):
-                self.findings[verdict.kind] = verdict
-        elif verdict.data is not None and verdict.outcome == REFUSED:
-            key, data = f"{verdict.kind} {verdict.text}", bytes.fromhex(verdict.data)
-            if len(data) < len(self.kept.get(key, (verdict.kind, data + b" "))[1]):
-                self.kept[key] = verdict.kind, data
-
-    def interesting(self) -> list[bytes]:
-        """Returns the kept inputs: first one of each place, then a second, ...; the small ones of each round first."""
-        seen: Counter[str] = Counter()
-        ranked = []
-        for kind, data in sorted(self.kept.values(), key=lambda kept: len(kept[1])):
-            seen[kind] += 1
-            ranked.append((seen[kind], len(data), data))
-        return [data for _, _, data in sorted(ranked)]
-
-    def __str__(self) -> str:
-        """Returns the counts as lines."""
-        totals = ", ".join(f"{kinds.total()} {outcome}" for outcome, kinds in self.counts.items() if outcome != FINDING)
-        rates = " and ".join(f"{self.tried / max(s, 0.01):.0f} a second" for s in (self.seconds, self.processor))
-        lines = [
-            f"{self.target}: {self.tried} inputs in {self.seconds:.0f} s ({rates} of processor time): {totals}, "
-            f"{self.counts[FINDING].total()} findings of {len(self.findings)} kinds"
-        ]
-        for outcome in (REFUSED, FINDING):
-            lines += [f"  {count:8} {kind}" for kind, count in self.counts[outcome].most_common()]
-        return "\n".join(lines)
+ROOT: Final = Path(__file__).parents[2]
+CORPUS: Final = sorted((ROOT / "tests" / "fuzz" / "corpus").iterdir())
+"""Files that once ended wrongly, and one for each message that they or others are refused with."""
+ENDED, SLOW = -1, -2
+"""The codes of a file that ended its worker, and of one that takes too long, which breaks no promise."""
 
 
-def fuzz(job: Job, *, jobs: int = 1, limits: Limits | None = None) -> Result:
-    """Returns the verdicts on the inputs that `jobs` processes tried, each with a seed of its own."""
-    begun, spent, result = time.time(), _processor_time(), Result(job.target)
-    supervisors: list[Supervisor] = []
+class Result(NamedTuple):
+    """How a file ended: the exit code that the command would have, and the text of what breaks a promise, if any."""
+
+    code: int
+    fault: str = ""
+
+
+def inputs(count: int, seed: int) -> list[bytes]:
+    """Returns the files of the corpus, twelve good models, and `count` damaged ones."""
+    good = seeds()
+    rngs = (random.Random(f"{seed}/{number}") for number in range(count))
+    return [*(path.read_bytes() for path in CORPUS), *good, *(mutate(rng.choice(good), rng) for rng in rngs)]
+
+
+def attempt(data: bytes, folder: Path, *, command: bool = False) -> Result:
+    """Returns how the rewrite of a file ends, called here or as a command; `folder` is empty."""
+    files = {folder / "model.onnx": data, folder / DATA: DATA_BYTES}
+    for path, content in files.items():
+        path.write_bytes(content)
+    output = folder / "output" / "model.onnx"
+    output.parent.mkdir()
+    code, fault = (_command if command else _call)(folder / "model.onnx", output)
+    written = {path.name for path in output.parent.iterdir()}
+    if any(path.read_bytes() != content for path, content in files.items()):
+        fault += "the input changed"
+    if written - ({output.name, f"{output.name}.data"} if code == 0 else set()):
+        fault += f"left in the output's folder: {written}"
+    if code == 0:
+        try:
+            onnx.load(output)
+        except Exception as error:
+            fault += f"the output cannot be read: {error}"
+    return Result(code, fault)
+
+
+def _call(path: Path, output: Path) -> Result:
     try:
-        for index in range(jobs):
-            share = None if job.count is None else (job.count + jobs - 1 - index) // jobs
-            own = replace(job, seed=f"{job.seed}/{job.target}/{index}", count=share)
-            supervisors.append(Supervisor(own, limits or Limits()))
-        while not all(one.finished for one in supervisors):
-            for one in supervisors:
-                for verdict in [] if one.finished else one.poll():
-                    result.add(verdict)
-            time.sleep(0.05)
-    except KeyboardInterrupt:  # earlier findings count
-        result.interrupted = True
-    finally:
-        for one in supervisors:
-            one.end()
-    result.seconds, result.processor = time.time() - begun, _processor_time() - spent
-    return result
+        mxfp8_graph.rewrite(path, RECIPE, output=output)
+    except mxfp8_graph.NothingEligibleError:
+        return Result(3)
+    except (Mxfp8Error, OSError):
+        return Result(2)
+    except Exception:
+        return Result(70)
+    return Result(0)
 
 
-def _processor_time() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _command(path: Path, output: Path) -> Result:
+    (recipe := path.with_name("recipe.yaml")).write_text(RECIPE.model_dump_json())
+    words = [sys.executable, "-m", "mxfp8_graph", "rewrite", path, "--output", output, "--recipe", recipe]
+    run = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
+    said = run.stderr.strip()
+    good = run.returncode in {0, 2, 3, 70} and "Traceback" not in said and (said or not run.returncode)
+    return Result(run.returncode, "" if good else f"the command ends with {run.returncode}: {said}")
 
 
-def save_findings(result: Result, seed: str, out: Path) -> None:
-    """Writes the findings of a run, and says how to see them again."""
-    for kind, verdict in result.findings.items():
-        path = out / "findings" / f"{re.sub('[^A-Za-z0-9.]+', '-', kind)[:150]}.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        data = bytes.fromhex(verdict.data or "")
-        if not path.exists() or path.stat().st_size > len(data):
-            path.write_bytes(data)
-        shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        again = f"python -m tests.fuzz.run --target {result.target} --input {shown}"
-        head = f"{kind}\n{result.counts[FINDING][kind]} times with seed {seed}\nto see it again: {again}\n"
-        path.with_suffix(".txt").write_text(f"{head}\n{verdict.text}", encoding="utf-8", errors="replace")
-        print(f"{kind}: {again}")
+def _work(results: Connection, files: Sequence[bytes]) -> None:
+    warnings.simplefilter("ignore")
+    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, resource.RLIM_INFINITY))  # an allocation fails, not the machine
+    for data in files:
+        with tempfile.TemporaryDirectory() as folder:
+            results.send(attempt(data, Path(folder)))
 
 
-def save_corpus(result: Result, corpus: Path, room: float) -> None:
-    """Adds the inputs that reached something new to a folder, until it holds `room` bytes."""
-    corpus.mkdir(parents=True, exist_ok=True)
-    room -= sum(path.stat().st_size for path in corpus.iterdir())
-    for data in result.interesting():
-        if len(data) <= room:
-            (corpus / hashlib.sha256(data).hexdigest()[:16]).write_bytes(data)
-            room -= len(data)
+def fuzz(files: Sequence[bytes], *, seconds: float = 120, every: int = 500) -> list[Result]:
+    """Returns how the files ended; one may take so many seconds, and the command tries one in `every` again."""
+    fork = multiprocessing.get_context("fork")
+    results: list[Result] = []
+    while len(results) < len(files):
+        reader, writer = fork.Pipe(duplex=False)
+        worker = fork.Process(target=_work, args=(writer, files[len(results) :]))
+        worker.start()
+        writer.close()
+        try:
+            while len(results) < len(files) and reader.poll(seconds):
+                results.append(reader.recv())
+            ended = SLOW
+        except EOFError:
+            ended = ENDED
+        worker.kill()
+        worker.join()
+        results += [Result(ended)] * (len(results) < len(files))
+    for number, result in enumerate(results):
+        if not result.fault and result.code != SLOW and (result.code in {ENDED, 70} or number % every == every - 1):
+            with tempfile.TemporaryDirectory() as folder:
+                results[number] = attempt(files[number], Path(folder), command=True)
+    return results
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
-    targets = options.target or list(TARGETS)
-    if missing := [name for name in targets if not exists(name)]:
-        print(f"no such target: {', '.join(f'tests/fuzz/{name}.py' for name in missing)}", file=sys.stderr)
-    code = 1 if missing else 0
-    limits = Limits(options.hang_seconds, options.megabytes)
-    for target in (name for name in targets if name not in missing):
-        out = options.out / target
-        job = Job(
-            target,
-            str(options.seed),
-            pool=[] if options.input else [str(CORPUS / target), str(out / "corpus")],
-            files=[str(path.resolve()) for path in options.input] if options.input else None,
-            count=options.count,
-            until=time.time() + options.seconds if options.seconds else float("inf"),
-            engine=options.engine,
-        )
-        result = fuzz(job, jobs=1 if options.input else options.jobs, limits=limits)
-        print(result, flush=True)
-        if options.input:
-            print("\n".join(verdict.text for verdict in result.findings.values()))
-        else:
-            save_findings(result, job.seed, out)
-            save_corpus(result, out / "corpus", float("inf"))
-            if options.keep:
-                save_corpus(result, CORPUS / target, LARGEST_CORPUS)
-        code |= bool(result.findings)
-        if result.interrupted:
-            return code or 130
-    return code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.run", description=(__doc__ or "").split("\n\n", 1)[0])
-    parser.add_argument("--target", action="append", help=f"one of {', '.join(TARGETS)}; repeatable; default: all")
-    parser.add_argument("--input", type=Path, nargs="+", help="try these inputs, and only these, unchanged")
-    parser.add_argument("--seconds", type=float, help="how long to look, for each target")
-    parser.add_argument("--count", type=int, help="how many changed inputs to try, for each target")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     parser.add_argument(
-        "--engine", choices=["mutate", "atheris"], default="mutate", help="atheris: guided by the code that is reached"
+        "--out", type=Path, default=ROOT / "build" / "fuzz", help="folder for files that break a promise"
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "fuzz", help="folder for findings and inputs kept")
-    parser.add_argument("--keep", action="store_true", help="add the inputs kept to tests/fuzz/corpus")
-    parser.add_argument("--hang-seconds", type=float, default=Limits.seconds)
-    parser.add_argument("--megabytes", type=int, default=Limits.megabytes)
-    return parser
+    options = parser.parse_args(arguments)
+    files = inputs(options.count, options.seed)
+    results = fuzz(files)
+    codes = Counter(result.code for result in results)
+    print(", ".join(f"{count} with {code}" for code, count in sorted(codes.items())))
+    for number, (code, fault) in enumerate(results):
+        if fault or code == 70:
+            path = options.out / f"{options.seed}-{number}.onnx"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(files[number])
+            print(f"{path}: exit code {code} {fault}")
+    return int(any(result.fault for result in results) or codes[70] >= len(files) / 200)
 
 
 if __name__ == "__main__":

@@ -100,10 +100,10 @@ def test_damage_is_that_of_models_rewritten_one_site_at_a_time(make: Any) -> Non
 
 def test_two_runs_per_site_and_sample_and_ten_more_at_most_in_one_session(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, loads, runs = 3, [], []
-    load, call, opened = sessions.Session.__init__, sessions.Session._call, switched.open_model
+    load, call, opened = sessions.Session.__init__, sessions.Session._call, switched.load
     monkeypatch.setattr(sessions.Session, "__init__", lambda *a, **k: (loads.append("session"), load(*a, **k))[1])
     monkeypatch.setattr(sessions.Session, "_call", lambda *a: (runs.append(1), call(*a))[1])
-    monkeypatch.setattr(switched, "open_model", lambda m: (loads.append("file"), opened(m))[1])
+    monkeypatch.setattr(switched, "load", lambda m: (loads.append("file"), opened(m))[1])
     progress: list[tuple[int, int]] = []
     feeds = [{"x": rng(seed).standard_normal((4, 64), np.float32)} for seed in range(samples)]
     found = analyze(chain(), inputs=feeds, progress=lambda name, done, total: progress.append((done, total)))
@@ -117,7 +117,7 @@ def test_what_goes_into_a_site_in_numbers() -> None:
     x[3, 40] = 500.0  # 6 times the root mean square is below this; its 31 neighbours are not lost
     x[5, :32] *= np.where(np.arange(32) == 7, 1e7, 1e-3)  # 31 values are lost beside one
     site = MatMulSite(name="s", op="MatMul")
-    observer = InputObserver(Decision(site=site, quantize=True, reason=""))
+    observer = InputObserver(Decision(site=site, kind="quantized", reason=""))
     observer.add(x[:4], x[:4])
     observer.add(x[4:], x[4:] * np.float32(1.5))
     found = observer.result()

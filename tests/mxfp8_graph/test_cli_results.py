@@ -53,8 +53,8 @@ def test_a_report_that_exists_is_replaced_with_overwrite() -> None:
 
 
 def test_doctor_prints_json() -> None:
-    checks = json.loads(run("doctor", "m.mxfp8.onnx", "--json").stdout)["checks"]
-    assert (checks[-1]["name"], checks[-1]["state"]) == ("model", "ok")
+    checks = json.loads(run("doctor", "--json").stdout)["checks"]
+    assert (checks[0]["name"], checks[0]["state"]) == ("python", "ok")
 
 
 # --- --set -----------------------------------------------------------------------------------------------------------
@@ -83,17 +83,13 @@ def test_compare_sets_the_field_in_every_recipe_of_ours() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("embedings=true", "--set: embedings: unknown key; expected one of name, fp8_format, "),
-        ("embeddings=maybe", "--set: embeddings: 'maybe'; expected true or false; correct it"),
+        ("embedings=true", "--set: embedings: unknown key; expected a field of docs/recipes.md; "),
+        ("embeddings=maybe", "--set: embeddings: 'maybe'; expected a valid boolean; correct it"),
         ("embeddings", "--set: 'embeddings'; expected FIELD=VALUE, as in embeddings=true; add the value"),
-        ("exclude=[a", "--set:1: "),
-        ("name=[", "--set:1: "),
+        ("exclude=[a", "--set: while parsing"),
+        ("name=[", "--set: while parsing"),
     ],
     ids=["field", "value", "no value", "YAML", "flow"],
 )
 def test_set_refuses(text: str, message: str) -> None:
     assert refused("rewrite", "m.onnx", "-o", "o.onnx", "--set", text).startswith(f"error: {message}")
-
-
-def test_set_says_which_field_was_meant() -> None:
-    assert refused("rewrite", "m.onnx", "--set", "embedings=true", "--overwrite").endswith("did you mean embeddings?")

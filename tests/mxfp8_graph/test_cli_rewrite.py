@@ -110,7 +110,7 @@ def test_dry_run_prints_a_line_per_site_and_writes_nothing() -> None:
             "output; set output_projections: true to quantize it",
         ],
     )
-    assert result.stdout.splitlines()[-1] == "result  nothing written (dry run)"
+    assert result.stdout.splitlines()[-1] == "result   nothing written (dry run)"
     assert [p.name for p in Path.cwd().iterdir()] == ["lm.onnx"]
 
 

@@ -13,9 +13,9 @@ import pytest
 from builders import matmul_model
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model import dialects
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass import dialects
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
@@ -34,7 +34,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     if dialect_of(node) != "toy":
         return None
     edit.counts["toy", "weights"] += 1
-    return [ours(node, contract.DEQUANTIZE, operands(node), heirs(node), axis=-1)]
+    return [mxfp8_node(node, contract.DEQUANTIZE, operands(node), heirs(node), axis=-1)]
 
 
 def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:

@@ -146,7 +146,7 @@ def test_every_operand_of_minilm_is_rounded_as_torch_does(minilm: Any, name: str
         assert any(weight.shape == w.T.shape and np.array_equal(weight, w.T) for w in theirs)
     values = [f"{x}/{kind}" for x in activations for kind in ("float", "rounded")]
     proto.graph.output.extend(onnx.helper.make_tensor_value_info(v, onnx.TensorProto.FLOAT, None) for v in values)
-    results = Session(proto, kernels=False).run({**feeds[0], **weights})
+    results = Session(proto, kernels=False, folder=path.parent).run({**feeds[0], **weights})
     for x in activations:
         before, after = torch.from_numpy(results[f"{x}/float"].copy()), results[f"{x}/rounded"]
         assert np.array_equal(after, rounded(before).numpy()), x

@@ -55,9 +55,9 @@ def test_the_bytes_are_those_of_the_checkpoint(suffix: str, tmp_path: Path) -> N
     path = ck.save(tmp_path / f"{suffix}.safetensors", WEIGHTS, suffix)
     model, report = rewritten(path)
     ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS)
-    assert report.notes == (f"2 matmuls take the bytes of 2 weights of {path} (2 by name)",)
-    reason = "the checkpoint has it in MXFP8, found by name"
-    assert [(s.decision.reason, s.relative_l2) for s in report.sites] == [(reason, None)] * 2
+    assert report.notes == (f"2 matmuls take the bytes of 2 weights of {path}",)
+    reasons = [f"the checkpoint has it in MXFP8, as {name!r}" for name in NAMES]
+    assert [(s.decision.reason, s.relative_l2) for s in report.sites] == [(reason, None) for reason in reasons]
 
 
 def test_scales_as_e8m0_what_export_safetensors_wrote_and_folders_of_shards(tmp_path: Path, path: Path) -> None:
@@ -186,9 +186,17 @@ def test_one_prefix_more_or_less_that_is_the_same_for_all(tmp_path: Path) -> Non
     path = ck.save(tmp_path / "a.safetensors", {f"model.{name}": codes for name, codes in WEIGHTS.items()})
     model, report = rewritten(path)
     ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS)
-    assert report.notes[0].endswith("(2 by name with 'model.' before it)")
+    assert report.sites[0].decision.reason.endswith(f", as 'model.{NAMES[0]}'")
+    inside = chain()
+    for number in range(2):
+        tensor, node = inside.graph.initializer[number], inside.graph.node[2 * number]
+        tensor.name = node.input[1] = f"outer.{NAMES[number]}"
+    _, report = rewritten(ck.save(tmp_path / "c.safetensors", WEIGHTS), inside)
+    assert [site.decision.reason[-len(NAMES[0]) - 2 :] for site in report.sites] == [repr(name) for name in NAMES]
     path = ck.save(tmp_path / "b.safetensors", {f"part{i}.{name}": WEIGHTS[name] for i, name in enumerate(NAMES)})
-    with pytest.raises(ContractError, match=r"'part1.layers.1.weight' matches nothing in the model"):
+    with pytest.raises(
+        ContractError, match=r"match the model's with several prefixes: 'part0.', 'part1.'; expected one prefix for all"
+    ):
         rewritten(path)
 
 
@@ -202,9 +210,8 @@ def test_weights_that_lost_their_names_are_found_by_their_nodes_or_modules(path:
         tensor.name = node.input[1] = f"val_{number}"
         node.name = f"node_linear_{number}"
         node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', 'layers.{number}', 'linear']")
-    for model, found in ((older, "node name"), (newer, "module path")):
-        result, report = rewritten(path, model)
-        assert report.notes[0].endswith(f"(2 by {found})")
+    for model in (older, newer):
+        result, _ = rewritten(path, model)
         for name, weight in zip(NAMES, mxfp8_graph.unpack(result).values(), strict=True):
             np.testing.assert_array_equal(weight.elements, WEIGHTS[name][0])
 
@@ -221,8 +228,11 @@ def test_explicit_names(tmp_path: Path) -> None:
 @looped(
     "names, message",
     [
-        ({NAMES[0]: "c"}, "'layers.0.weight' is mapped to 'c', which is not among its MXFP8 weights"),
-        ({"up": NAMES[0]}, "'up', mapped to 'layers.0.weight', is not a weight, matmul or module of the model"),
+        (
+            {NAMES[0]: "c"},
+            "'layers.0.weight' is mapped to 'c'; expected a weight, matmul or module of the model, .*MXFP8 weights",
+        ),
+        ({"up": NAMES[0]}, "'up' is mapped to 'layers.0.weight'; expected a weight, matmul or module of the model"),
         ({NAMES[0]: 1}, "'layers.0.weight': 1 is not text; expected a mapping of names"),
     ],
 )
@@ -351,10 +361,10 @@ def test_the_command_line(path: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     names.write_text(json.dumps({NAMES[0]: NAMES[0]}))
     planned = commands.run("rewrite", "m.onnx", "--weights", str(path), "--dry-run")
     assert planned.exit_code == 0, planned.output
-    assert "the checkpoint has it in MXFP8, found by name" in planned.stdout
+    assert "the checkpoint has it in MXFP8, as 'layers.0.weight'" in planned.stdout
     done = commands.run("rewrite", "m.onnx", "--weights", str(path), "--weight-names", str(names))
     assert done.exit_code == 0, done.output
-    assert "(1 by explicit name, 1 by name)" in done.stdout.replace("\n", " ")
+    assert "2 matmuls take the bytes of 2 weights" in done.stdout.replace("\n", " ")
     ck.check_bytes(mxfp8_graph.unpack("m.mxfp8.onnx"), WEIGHTS)
     message = commands.refused("rewrite", "m.onnx", "--weight-names", str(names))
     assert message.endswith("expected a checkpoint; pass --weights too")
@@ -378,7 +388,7 @@ def test_programs_take_the_same_bytes(path: Path) -> None:
 
     program, report = rewritten(path, export(Chain(), torch.from_numpy(X)))
     ck.check_bytes(mxfp8_graph.unpack(program), WEIGHTS)
-    assert report.notes[0].endswith("(2 by name)")
+    assert report.notes[0].startswith("2 matmuls take the bytes of 2 weights")
     onnx_model, _ = rewritten(path)
     (expected,) = oracle.run(onnx_model, {"x": X})
     np.testing.assert_allclose(program.module()(torch.from_numpy(X)).numpy(), expected, rtol=1e-5, atol=1e-5)

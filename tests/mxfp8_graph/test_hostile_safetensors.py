@@ -119,9 +119,3 @@ def test_indexes_of_the_wrong_kind(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ContractError, match=r"not the index of a checkpoint|expected a file inside"):
         import_safetensors(path)
-
-
-def test_fifos_do_not_hang(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "m.safetensors")
-    with pytest.raises(ContractError, match="not a regular file"):
-        import_safetensors(tmp_path / "m.safetensors")

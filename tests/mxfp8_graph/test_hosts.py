@@ -381,22 +381,11 @@ def test_external_data_that_is_missing_leaves_nothing() -> None:
     assert "m.onnx.data" in refusal("triton")
 
 
-def test_a_file_that_cannot_be_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> Any:
-        raise PermissionError(13, "Permission denied", str(path))
-
-    rewritten()
-    folder = described(config={})
-    monkeypatch.setattr("mxfp8_graph.tools.hosts.write.open_regular", refuse)
-    message = refusal("optimum", "--config", str(folder))
-    assert message.endswith("described/config.json: Permission denied; expected a readable file; check the path")
-
-
 def test_a_place_that_cannot_be_written() -> None:
     rewritten()
     message = refused("package", "m.onnx", "--for", "triton", "-o", "m.onnx/out")
     assert message.endswith(
-        "m.onnx/out: cannot be written: Not a directory; expected a writable folder with enough space; "
+        "m.onnx/out: cannot be written: File exists; expected a writable folder with enough space; "
         "pass another --output"
     )
 

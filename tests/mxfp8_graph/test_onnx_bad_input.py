@@ -30,7 +30,7 @@ NOT_COMPLETE = (
     "not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; "
     "check that the file is one and was copied whole"
 )
-NOT_A_MODEL = "not an ONNX model (no IR version or no graph); expected an ONNX model; export it again"
+NOT_A_MODEL = "not an ONNX model (no IR version or no graph); expected an ONNX model; export the model again"
 CONTENTS = {
     "empty": b"",
     "text": b"hello world, this is no model\n",
@@ -95,7 +95,7 @@ def path(tmp_path: Path) -> Path:
     return save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
 
 
-NO_NUMBER = "external offset or length is not a number; expected integers; export the model again"
+NO_NUMBER = "external offset or length is not a number; expected integers from 0 on; export the model again"
 OUTSIDE = "expected a file inside {folder}; move the data next to the model"
 ENTRIES = {
     ("location", "../secret"): "external file '../secret'; " + OUTSIDE,
@@ -105,8 +105,9 @@ ENTRIES = {
     ("length", "100"): "external data of 100 bytes; expected 24576 for its shape and dtype; export the model again",
     ("offset", "many"): NO_NUMBER,
     ("length", "many"): NO_NUMBER,
-    ("offset", "-4096"): (
-        "needs bytes -4096 to 20480 of {folder}/m.onnx.data, which has 24576; expected the whole file; "
+    ("offset", "-4096"): NO_NUMBER,
+    ("offset", "4096"): (
+        "needs bytes 4096 to 28672 of {folder}/m.onnx.data, which has 24576; expected the whole file; "
         "copy the external data again"
     ),
 }
@@ -134,7 +135,7 @@ def test_external_data_that_is_not_there(path: Path, tmp_path_factory: pytest.Te
     assert sorted(p.name for p in path.parent.iterdir()) == ["m.onnx", "m.onnx.data"]
     data.unlink()
     assert message(path) == (
-        f"{path}: tensor 'w': cannot read external file {data}: No such file or directory; expected the file next "
+        f"{path}: tensor 'w': cannot read external file {data}: there is none; expected the file next "
         "to the model; copy it there"
     )
     data.mkdir()

@@ -19,7 +19,7 @@ from onnx.backend.test.case.node import collect_testcases
 from upgraded_models import X, differences, run, upgraded, with_linear
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model.walk import STANDARD
+from mxfp8_graph.onnx_pass.graph import STANDARD
 from mxfp8_ops.errors import ContractError
 
 DATA = Path(onnx.__file__).parent / "backend/test/data"

@@ -59,7 +59,7 @@ def test_what_the_converter_refuses_is_named() -> None:
     slow = form("BatchNormalization", "image row row row row", spatial=0)
     message = refusal(slow, 8)
     assert message.startswith(
-        f"model: node {slow.label!r} (BatchNormalization): opset 8, and onnx's converter cannot bring it to 21: "
+        f"model: node {slow.label!r} (BatchNormalization): onnx's converter from opset 8 to 21 refuses it: "
     )
     assert message.endswith("; expected opset 21 or above; export the model again with one")
 
@@ -132,8 +132,3 @@ def test_a_branch_computes_what_it_did(each: Form, opset: int) -> None:
     rewritten, _ = upgraded(proto)
     feeds = {each.inputs: INPUTS[each.inputs], "yes": np.array(True), "beside.x": X}
     assert differences(["y"], run(with_linear(proto), feeds), run(rewritten, feeds)) == {}
-
-
-def test_a_node_in_a_branch_is_named_with_its_path() -> None:
-    with pytest.raises(ContractError, match=r"node 'if/then_branch/Hardmax x' \(Hardmax\): is of opset 11"):
-        upgraded(in_branch(form("Hardmax", "x"), 11))

@@ -52,18 +52,6 @@ def test_opset_21_and_above_stays(opset):
     NEGATED.check(run(rewritten, {"x": X})[0])
 
 
-def test_attributes_of_ir_version_1_need_no_kind():
-    proto = linear(node("Neg", "h", "n"), node("Transpose", "n", "y", perm=[1, 0]), opset=21, y=(96, "m"))
-    proto.ir_version = 1
-    proto.graph.node[2].attribute[0].ClearField("type")
-    before = proto.SerializeToString()
-    rewritten, report = mxfp8_graph.rewrite(proto)
-    assert len(report.rewritten) == 1
-    assert proto.SerializeToString() == before
-    check_well_formed(rewritten)
-    NEGATED.then(np.transpose).check(run(rewritten, {"x": X})[0])
-
-
 def test_ops_that_changed_are_converted():
     nodes = steps(
         "MatMul x w>h; Squeeze h>s|axes=[0]; Unsqueeze s>u|axes=[0,1]; Clip u>c|min=-1.0 max=1.0; Softmax c>p|axis=1; "
@@ -86,7 +74,6 @@ def test_nodes_that_did_not_change_keep_their_documentation_and_metadata():
         n.doc_string = f"about {n.name}"
         n.metadata_props.add(key="origin", value=n.name)
     leaky = node("LeakyRelu", "h", "leak", alpha=0.5)
-    leaky.attribute[0].doc_string = "a slope"
     proto.graph.node.append(leaky)
     proto.graph.doc_string, proto.doc_string = "the graph", "the model"
     proto.graph.metadata_props.add(key="g", value="1")
@@ -225,14 +212,12 @@ def test_what_is_refused() -> None:
     newest = onnx.defs.onnx_opset_version()
     assert refused(lambda p: setattr(p.opset_import[0], "version", 99)) == f"opset 99; expected 1 to {newest}, {knows}"
     assert refused(lambda p: setattr(p.opset_import[0], "version", 0)).startswith("opset 0; expected 1 to ")
-    for version in (-1, 99):
-        found = refused(lambda p, version=version: setattr(p, "ir_version", version))
-        assert found == f"IR version {version}; expected 1 to {onnx.IR_VERSION}, {knows}"
+    assert refused(lambda p: setattr(p, "ir_version", 99)) == (
+        f"IR version 99; expected 3 to {onnx.IR_VERSION}, {knows}"
+    )
+    assert refused(lambda p: setattr(p, "ir_version", 2)).startswith("IR version 2; expected 3 to ")
     assert refused(lambda p: setattr(p.opset_import[0], "domain", "org.custom")) == (
         "no opset import for the default domain; expected one; re-export the model with an opset"
-    )
-    assert refused(lambda p: p.graph.node[1].attribute.append(helper.make_attribute("gone", 1))) == (
-        "node 'Neg_y' (Neg): unknown attribute 'gone'; expected none; export the model again"
     )
 
 

@@ -22,13 +22,13 @@ import pytest
 from builders import matmul_model, model, node, save, steps, value, weight
 from commands import refused
 from grids import looped
+from mxfp8_graph.onnx_model import child
+from mxfp8_graph.onnx_model.check_nodes import Copy, Place
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 from oracle import run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
-from mxfp8_graph.onnx_model import child
-from mxfp8_graph.onnx_model.check_nodes import Copy, Place
 from mxfp8_ops.errors import ContractError
 
 F32 = np.float32

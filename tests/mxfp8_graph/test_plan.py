@@ -62,7 +62,8 @@ def test_a_linear_is_rewritten() -> None:
 )
 def test_the_policy_keeps(kept: MatMulSite, reason: str) -> None:
     decision = decide(kept)
-    assert (decision.quantize, decision.rule, decision.reason) == (False, "policy", reason)
+    kind = "tiny" if reason.startswith("tiny") else "role"
+    assert (decision.kind, decision.rule, decision.reason) == (kind, "policy", reason)
 
 
 def test_a_size_nobody_knows_is_not_tiny() -> None:
@@ -194,7 +195,9 @@ def test_precedence() -> None:
     """structure > exclude > first rule > include > policy."""
     recipe = Recipe(include=("[abce]",), exclude=("b",), rules=(Rule(name="a|b|c", quantize=False),))
     sites = [site("a", blocker="dtype int8"), site("b"), site("c"), site("d"), site("e", role="output_projection")]
-    assert [d.rule for d in plan(sites, recipe)] == ["structure", "exclude", "rules.0", "include", "policy"]
+    decisions = plan(sites, recipe)
+    assert [d.rule for d in decisions] == ["structure", "exclude", "rules.0", "include", "policy"]
+    assert [d.kind for d in decisions] == ["unsupported", "excluded", "rule", "not_included", "role"]
 
 
 def test_a_blocked_site_says_why() -> None:

@@ -224,7 +224,7 @@ def test_with_a_switch_per_site_both_models_are_in_one(seed: int, ops: int, reci
     """Not in all bits: ONNX Runtime fuses across the places where the branches are, which float16 shows."""
     graph, chosen = reordered(grown(seed, ops), Random(seed)), load_recipe(recipe).without_fusion()
     rewritten, report = mxfp8_graph.rewrite(graph, chosen)
-    with open_switchable(graph, chosen, allow_nonfinite=False, trust_pickle=False, progress=None) as switched:
+    with open_switchable(graph, chosen, allow_nonfinite=False, progress=None) as switched:
         feeds = make_samples(switched.signature, {}).feeds[0]
         observed = sorted({number for number in switched.observed_by if number is not None})
         for on, model in ((False, graph), (True, rewritten)):

@@ -13,7 +13,7 @@ from mxfp8_ops import contract
 
 PACKAGE = Path(__file__).parents[2] / "mxfp8_graph"
 ROWS = {name for name, value in vars(contract).items() if isinstance(value, contract.Op)}
-BUILDS = {"onnx_pass/replace.py", "onnx_export/experts.py"}
+BUILDS = {"onnx_pass/replace.py"}
 """Files with a table of the nodes that they build."""
 
 

@@ -22,7 +22,7 @@ EVERYTHING = Recipe(
 
 
 def switchable(model: Any, recipe: Recipe = EVERYTHING) -> Any:
-    return open_switchable(model, recipe, allow_nonfinite=False, trust_pickle=False, progress=None)
+    return open_switchable(model, recipe, allow_nonfinite=False, progress=None)
 
 
 def matmul_in_a_branch() -> onnx.ModelProto:

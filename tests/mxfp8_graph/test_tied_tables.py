@@ -121,34 +121,6 @@ def test_an_embedding_is_kept_whose_table_stays_for_the_projection(fields: dict[
     assert raised.value.decisions[0].reason == f"{ALONE}; {advice}"
 
 
-TIED = "--set embeddings=true --set output_projections=true"
-
-
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    [
-        ({}, TIED),
-        ({"embeddings": True}, "--set output_projections=true"),
-        ({"output_projections": True}, "--set embeddings=true"),
-        ({"exclude": ("wte",)}, None),
-        ({"embeddings": True, "output_projections": True}, None),
-    ],
-    ids=["default", "embeddings", "projections", "excluded", "both"],
-)
-def test_a_large_table_that_stays_is_noted_with_the_options_that_pack_it(
-    fields: dict[str, Any], options: str | None
-) -> None:
-    proto = tied()
-    proto.graph.node.extend([node("MatMul", "e w", "h", "linear"), node("Relu", "h", "r")])
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(64, 64), "w"))
-    proto.graph.output.append(onnx.helper.make_tensor_value_info("r", 1, ["m", 64]))
-    report = rewrite(proto, Recipe(name="one", **fields))[1]
-    notes = [note for note in report.to_dict()["notes"] if "table" in note]
-    size = report.account.bytes_after
-    expected = f"the embedding table table (24.6 kB of {size / 1000:.1f} kB) stays float32: {options} packs it"
-    assert notes == ([expected] if options else [])
-
-
 def test_unpack_gives_the_table_once() -> None:
     weights = mxfp8_graph.unpack(rewrite(tied(), BOTH)[0])
     assert list(weights) == ["table"]

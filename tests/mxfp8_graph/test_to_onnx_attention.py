@@ -14,8 +14,11 @@ from onnx_exports import packed
 from torch.nn.functional import scaled_dot_product_attention
 
 import mxfp8_graph
-from mxfp8_graph.onnx_export import plain_to_onnx
 from mxfp8_graph.running.sessions import Session
+from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx
+
+EXACT = "mxfp8-weight-only"
+"""A recipe with which the attention that is fused rounds nothing."""
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -74,7 +77,7 @@ def test_a_row_that_sees_no_key_is_that_of_the_program(
 ) -> None:
     """0 behind a boolean mask and one of -Inf; one of the lowest float is added like any number."""
     arguments = (*inputs(), mask_of(kind))
-    program = packed(Attention(heads=heads), *arguments, batch=False)
+    program = packed(Attention(heads=heads), *arguments, recipe=EXACT, batch=False)
     path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True, **opset)
     found = errors(path, program, arguments, kernels=kernels)
     assert found.max() < 1e-5, found.round(3)
@@ -84,7 +87,7 @@ def test_a_row_that_sees_no_key_is_that_of_the_program(
 def test_causal_rows_see_the_first_keys(keys: int, opset: int, heads: int) -> None:
     """Row i sees keys 0 to i, whatever the number of keys."""
     arguments = inputs(keys=keys)
-    program = packed(Attention(heads=heads, is_causal=True), *arguments, batch=False)
+    program = packed(Attention(heads=heads, is_causal=True), *arguments, recipe=EXACT, batch=False)
     path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True, opset=opset)
     found = errors(path, program, arguments, kernels=True)
     assert found.max() < 1e-5, found.round(3)
@@ -93,8 +96,7 @@ def test_causal_rows_see_the_first_keys(keys: int, opset: int, heads: int) -> No
 @looped("kind", ["bool", "-inf"])
 def test_hidden_rows_in_float16(kind: str) -> None:
     arguments = (*inputs(dtype=torch.float16), mask_of(kind, torch.float16))
-    # Weights alone: an activation rounded to another element would hide the difference in float16.
-    program = packed(Attention(dtype=torch.float16), *arguments, recipe="mxfp8-weight-only", batch=False)
+    program = packed(Attention(dtype=torch.float16), *arguments, recipe=EXACT, batch=False)
     found = errors(mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True), program, arguments, kernels=True)
     assert found.max() < 4 * 2**-11, found.round(4)  # rounded to 11 bits after other ops than in torch
 
@@ -103,7 +105,7 @@ def test_hidden_rows_in_float16(kind: str) -> None:
 def test_a_nan_stays_one_behind_a_mask(kind: str) -> None:
     x, y = inputs()
     arguments = (x, y, mask_of(kind))
-    program = packed(Attention(), *arguments, recipe="mxfp8-weight-only", batch=False)
+    program = packed(Attention(), *arguments, recipe=EXACT, batch=False)
     path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True)
     x[1, 2] = torch.nan
     rows = np.isnan(errors(path, program, (x, y, arguments[2]), kernels=True))
@@ -117,8 +119,7 @@ def test_the_onnx_pass_fuses_what_to_onnx_writes(kind: str) -> None:
     module = Attention().eval()
     program = torch.export.export(module, arguments)
     Path("plain.onnx").unlink(missing_ok=True)
-    recipe = "mxfp8-weight-only"  # its attention rounds nothing
-    path, report = mxfp8_graph.rewrite(plain_to_onnx(program, Path("plain.onnx")), recipe, overwrite=True)
+    path, report = mxfp8_graph.rewrite(plain_to_onnx(program, Path("plain.onnx")), EXACT, overwrite=True)
     assert kinds_fused(report) == ["attention"]
-    found = errors(path, mxfp8_graph.rewrite(program, recipe)[0], arguments, kernels=True)
+    found = errors(path, mxfp8_graph.rewrite(program, EXACT)[0], arguments, kernels=True)
     assert found.max() < 1e-5, found.round(3)

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from onnx_exports import Linear, Packed, data, expected, exported, ours, packed, program, run
 from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
-from mxfp8_graph.onnx_model import write
+from mxfp8_graph.torch_pass import to_onnx
 from mxfp8_ops import numerics, numpy_nodes, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
 from mxfp8_ops.errors import ContractError
@@ -25,7 +24,7 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-# --- Types of elements -------------------------------------------------------------------------------------------
+# --- Packed weights ----------------------------------------------------------------------------------------------
 
 
 def test_elements_are_float8_and_scales_uint8_with_the_bytes_of_the_buffers(tmp_path: Path) -> None:
@@ -75,50 +74,24 @@ def test_elements_that_equal_their_scales_become_two_tensors(tmp_path: Path) -> 
     assert not run(path, np.ones((2, 1), np.float32), kernels=True).any()
 
 
-def test_elements_may_pass_through_views(tmp_path: Path) -> None:
-    class Viewed(Packed):
-        def forward(self, x: Any) -> Any:
-            elements, scales = torch.ops.mxfp8.quantize(x)
-            codes = elements.reshape(-1, 8, 64), scales.reshape(-1, 8, 2)
-            return torch.ops.mxfp8.gemm(*codes, self.w0_mxfp8, self.w0_mxfp8_scales)
-
-    weight, x = torch.randn(8, 64), normal(3, 4, 2, 64)
-    path = mxfp8_graph.to_onnx(program(Viewed(weight), torch.from_numpy(x)), tmp_path / "a.onnx")
-    check_well_formed(onnx.load(path))
-    expect(x.reshape(3, 8, 64), weight.numpy()).check(run(path, x, kernels=False))
-
-
-def test_a_program_may_return_elements_and_dequantized_values(tmp_path: Path) -> None:
-    class Codes(torch.nn.Module):
-        def forward(self, x: Any) -> Any:
-            elements, scales = torch.ops.mxfp8.quantize(x, 0, "e5m2", "floor")
-            return torch.ops.mxfp8.dequantize(elements, scales, 0, "e5m2"), elements, scales
-
-    x = normal(40, 3)
-    model = exported(program(Codes(), torch.from_numpy(x), batch=False), tmp_path / "a.onnx")
-    check_well_formed(model)
-    assert [output.type.tensor_type.elem_type for output in model.graph.output] == [1, FLOAT8E5M2, UINT8]
-    codes = numpy_nodes.quantize(x, axis=0, element_format="e5m2", scale_rounding="floor")
-    session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
-    y = session.run([model.graph.output[0].name], {model.graph.input[0].name: x})[0]
-    np.testing.assert_array_equal(y, numpy_nodes.dequantize(*codes, axis=0, element_format="e5m2"))
-
-
 @pytest.mark.parametrize(
-    ("meddle", "message"),
+    "use",
     [
-        (lambda codes, read: (read(*codes), codes[0] + 1), r"'getitem' are also read by 'node_add\w*' \(Add\)"),
-        (lambda codes, read: read(codes[0] ^ 128, codes[1]), "which come from 'node_bitwise_xor"),
+        lambda codes, weight: torch.ops.mxfp8.dequantize(*codes),
+        lambda codes, weight: torch.ops.mxfp8.dequantize(*weight),
+        lambda codes, weight: (torch.ops.mxfp8.gemm(*codes, *weight), codes[0] + 1),
+        lambda codes, weight: torch.ops.mxfp8.gemm(codes[0] ^ 128, codes[1], *weight),
+        lambda codes, weight: torch.ops.mxfp8.gemm(*codes, weight[0] + 1, weight[1]),
+        lambda codes, weight: torch.ops.mxfp8.gemm(codes[0].reshape(1, -1, 64), codes[1].reshape(1, -1, 2), *weight),
     ],
-    ids=["reads", "makes"],
 )
-def test_elements_that_another_op_reads_or_makes_are_refused(meddle: Any, message: str, tmp_path: Path) -> None:
-    class Meddling(torch.nn.Module):
+def test_ops_that_rewrite_does_not_make_so_are_refused(use: Any, tmp_path: Path) -> None:
+    class Odd(Packed):
         def forward(self, x: Any) -> Any:
-            return meddle(torch.ops.mxfp8.quantize(x), torch.ops.mxfp8.dequantize)
+            return use(torch.ops.mxfp8.quantize(x), (self.w0_mxfp8, self.w0_mxfp8_scales))
 
-    with pytest.raises(ContractError, match=message):
-        mxfp8_graph.to_onnx(program(Meddling(), torch.randn(2, 64)), tmp_path / "a.onnx")
+    with pytest.raises(ContractError, match=r"node '\w+' is mxfp8\.\w+, not as rewrite makes it; expected products"):
+        mxfp8_graph.to_onnx(program(Odd(torch.randn(8, 64)), torch.randn(2, 64)), tmp_path / "a.onnx")
 
 
 # --- Names, files ------------------------------------------------------------------------------------------------
@@ -141,7 +114,7 @@ def test_external_data_goes_next_to_the_file(by_itself: bool, tmp_path: Path, mo
     module, x = Linear(256, 256), normal(3, 256)
     ep = packed(module, torch.from_numpy(x))
     if by_itself:
-        monkeypatch.setattr(write, "INLINE_LIMIT", 1000)
+        monkeypatch.setattr(to_onnx, "_INLINE_LIMIT", 1000)
     path = mxfp8_graph.to_onnx(ep, tmp_path / "a.onnx", external_data="auto" if by_itself else "always")
     assert {file.name for file in tmp_path.iterdir()} == {"a.onnx", "a.onnx.data"}
     assert (tmp_path / "a.onnx.data").stat().st_size >= 256 * 256

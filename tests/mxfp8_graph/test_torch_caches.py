@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import forked
 import pytest
-from hostile_programs import PROGRAM, SAMPLES, edited, records, write
+from hostile_programs import SAMPLES, records, write
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -114,44 +113,3 @@ def test_another_number_of_leaves(change: Callable[[Any], Any], dynamic: Exporte
     torch.save((tuple(change(leaves)), keywords), buffer)
     with pytest.raises(ContractError, match="cannot read the program"):
         mxfp8_graph.load(write(path, {**content, SAMPLES: buffer.getvalue()}))
-
-
-class Called:
-    """Pickles to a call of a cache's class."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return transformers.DynamicCache, ([(torch.ones(2, 2), torch.ones(2, 2))] * 3,)
-
-
-def test_no_cache_is_called(dynamic: ExportedProgram, tmp_path: Path) -> None:
-    """Its constructor copies each of its layers, and a pickle may repeat one without end."""
-    content = records(mxfp8_graph.save(dynamic, tmp_path / "model.pt2"))
-    buffer = io.BytesIO()
-    torch.save(((Called(),), {}), buffer)
-    with pytest.raises(ContractError, match=r"more than tensors: it calls transformers\.cache_utils\.DynamicCache"):
-        mxfp8_graph.load(write(tmp_path / "bad.pt2", {**content, SAMPLES: buffer.getvalue()}))
-
-
-@pytest.mark.parametrize(
-    "context",
-    [
-        {"_t": "seq", "p": "os:system", "v": ["true"]},
-        {"_t": "obj", "p": "subprocess:Popen", "s": {}},
-        {"_t": "map", "p": "transformers.cache_utils:DynamicCache", "v": {}},
-        {"_t": "type", "p": "transformers.cache_utils:logging.os"},
-        {"_t": "obj", "p": "transformers.cache_utils:StaticCache", "s": {"layers": [{"_t": "type", "p": "os:open"}]}},
-    ],
-)
-def test_contexts_that_name_other_classes(context: Any, saved: Path, tmp_path: Path) -> None:
-    """transformers looks up and calls whatever the context of its cache names, its keys escaped or not."""
-    plain = json.dumps(context)
-    for text in (plain, plain.replace("_t", "\\u005ft")):
-
-        def edit(program: Any, text: str = text) -> None:
-            signature = program["graph_module"]["module_call_graph"][0]["signature"]
-            tree = json.loads(signature["in_spec"])
-            tree[1]["children_spec"][1]["children_spec"][1]["context"] = text
-            signature["in_spec"] = json.dumps(tree)
-
-        with pytest.raises(ContractError, match="in its program makes a "):
-            mxfp8_graph.load(edited(saved, tmp_path / "bad.pt2", edit, PROGRAM))

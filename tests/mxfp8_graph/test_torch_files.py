@@ -20,9 +20,8 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.doctor import diagnose_file  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
-from mxfp8_graph.torch_program import files, internals, serialized  # noqa: E402
+from mxfp8_graph.torch_pass import load, record, save  # noqa: E402
 from mxfp8_ops import contract  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 
@@ -76,7 +75,7 @@ torch.save(list(program.module()(input_ids=torch.load("x")).values()), "y")
 def test_the_file_says_what_made_it(rewritten: ExportedProgram, tmp_path: Path) -> None:
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
     with zipfile.ZipFile(path) as archive:
-        (name,) = [n for n in archive.namelist() if n.endswith(files.EXTRA_FILE)]
+        (name,) = [n for n in archive.namelist() if n.endswith(record.EXTRA_FILE)]
         entries = json.loads(archive.read(name))
     assert json.loads(entries["mxfp8_graph.recipe"])["name"] == "mxfp8"
     assert entries["mxfp8_graph.version"] == mxfp8_graph.__version__
@@ -96,7 +95,7 @@ def test_the_command_line_names_its_own_options(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ContractError, match=f"^{exists} overwrite=True or another path$"):
         mxfp8_graph.rewrite("m.pt2")
     assert refused("rewrite", "m.pt2", "-o", "m.pt2") == (
-        "error: m.pt2: is the input; expected another file; pass another --output"
+        "error: m.pt2: is an input; expected another file; pass another path"
     )
 
 
@@ -116,7 +115,7 @@ def test_rewriting_files(tmp_path: Path) -> None:
     with pytest.raises(ContractError, match="exists already"):
         mxfp8_graph.rewrite(source)
     assert mxfp8_graph.rewrite(source, overwrite=True)[0] == output
-    with pytest.raises(ContractError, match="is the input"):
+    with pytest.raises(ContractError, match="is an input"):
         mxfp8_graph.rewrite(source, output=source, overwrite=True)
     assert mxfp8_graph.rewrite(source, output=tmp_path / "dry.pt2", dry_run=True)[0] is None
     assert not (tmp_path / "dry.pt2").exists()
@@ -125,7 +124,7 @@ def test_rewriting_files(tmp_path: Path) -> None:
     assert output.read_bytes() == written
     for wrong, reason in (
         (tmp_path / "none" / "dry.pt2", "does not exist"),
-        (source, "is the"),
+        (source, "is an input"),
     ):
         with pytest.raises(ContractError, match=reason):
             mxfp8_graph.rewrite(source, output=wrong, dry_run=True)
@@ -137,9 +136,9 @@ def test_rewriting_files(tmp_path: Path) -> None:
     "name, content, message",
     [
         ("missing.pt2", None, "No such file or directory; expected a readable .pt2 file"),
-        ("empty.pt2", b"", "not a .pt2 file"),
-        ("text.pt2", b"hello, I am a text file", "not a .pt2 file"),
-        ("truncated.pt2", 0.5, "cut short; expected a whole .pt2 file; copy it again"),
+        ("empty.pt2", b"", "cannot read the program"),
+        ("text.pt2", b"hello, I am a text file", "cannot read the program"),
+        ("truncated.pt2", 0.5, "cannot read the program"),
         ("other.pt2", {"a/data.txt": b"x"}, "cannot read the program"),
     ],
 )
@@ -186,7 +185,7 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, rewritten:
         mxfp8_graph.save(rewritten, path, overwrite=True)
     assert str(caught.value) == (
         f"{path}: cannot be written: File too large; expected a writable folder with enough space; free some space or "
-        "choose another"
+        "pass another path"
     )
     assert path.read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
@@ -205,9 +204,9 @@ def test_unknown_containers_are_named(
     def unregistered(archive: Any) -> Any:
         raise AssertionError("somewhere.Pair is not registered in pytree\nmore")
 
-    monkeypatch.setattr(internals, "container_modules", lambda program: ["somewhere", "torch.utils"])
+    monkeypatch.setattr(save, "container_modules", lambda program: ["somewhere", "torch.utils"])
     path = mxfp8_graph.save(rewritten, tmp_path / "pair.pt2")
-    monkeypatch.setattr(serialized, "read_program", unregistered)
+    monkeypatch.setattr(load, "load_pt2", unregistered)
     with pytest.raises(ContractError, match=r"Pair is not registered in pytree; .*; import somewhere first$"):
         mxfp8_graph.load(path)
 
@@ -218,16 +217,8 @@ def test_containers_of_a_program() -> None:
         b: dict[str, Tensor]
 
     module = Apply(lambda m, x: Pair(x + 1, {"c": x + 2}), {})
-    assert internals.container_modules(export(module, X)) == [__name__]
-    assert internals.container_modules(export(Model(), X)) == []
-
-
-def test_doctor_says_what_a_program_is(rewritten: ExportedProgram, tmp_path: Path) -> None:
-    path = mxfp8_graph.save(rewritten, tmp_path / "m.mxfp8.pt2")
-    check = diagnose_file(path)
-    assert (check.state, check.detail) == ("ok", f"{path}: a program that loads, with packed weights, by recipe mxfp8")
-    path.write_bytes(path.read_bytes()[:1000])
-    assert (diagnose_file(path).state, diagnose_file(path).detail) == ("broken", f"{path}: cut short")
+    assert save.container_modules(export(module, X)) == [__name__]
+    assert save.container_modules(export(Model(), X)) == []
 
 
 def test_recipes_with_rules_survive(tmp_path: Path) -> None:

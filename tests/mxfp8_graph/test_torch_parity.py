@@ -11,7 +11,6 @@ whole model is compared weight-only, and one layer of it in full MXFP8.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -65,13 +64,10 @@ def decisions(report: RewriteReport) -> Counter[tuple[Any, ...]]:
         # Which of an attention's two products comes from where, ONNX does not record in the same words.
         sizes = (site.n, site.k) if site.weight else ()
         found.append((site.module, site.role, sizes))
-    # The pass fuses the attention of ONNX models, and their reasons say so; torch.compile fuses that of programs.
-    reasons = [
-        re.sub("fused, (rounded to bfloat16|not rounded)", "no static operand", s.decision.reason) for s in report.sites
-    ]
+    # The pass fuses the attention of ONNX models, and their decisions say so; torch.compile fuses that of programs.
     plans = [
-        (d.quantize, d.rule, reason, d.activations)
-        for d, reason in zip((s.decision for s in report.sites), reasons, strict=True)
+        (d.rule, d.activations, "role" if d.kind == "fused" else d.kind, d.reason if d.site.weight else "")
+        for d in (s.decision for s in report.sites)
     ]
     return Counter((*site, *plan) for site, plan in zip(found, plans, strict=True))
 

@@ -163,29 +163,6 @@ def test_an_interrupted_search_goes_on_with_another_bound(unfinished: str) -> No
     assert not Path("m.tuned.part").exists()
 
 
-def test_one_search_at_a_time_in_one_folder(source: str) -> None:
-    Path("slow.py").write_text(
-        "import pathlib, time\n"
-        "def metric(before, after):\n"
-        "    pathlib.Path('began').touch()\n"
-        "    while not pathlib.Path('go').exists():\n"
-        "        time.sleep(0.01)\n"
-        "    return 0.0\n"
-    )
-    words = ["tune", source, "--inputs", "x.npz", "--budget", "slow:metric<=0.5"]
-    with subprocess.Popen([sys.executable, "-m", "mxfp8_graph", *words], stdout=subprocess.DEVNULL) as first:
-        while first.poll() is None and not Path("began").exists():
-            time.sleep(0.01)
-        assert first.poll() is None
-        assert refused(*command(source)) == (
-            "error: m.tuned.part: another process uses it for a search; expected one search at a time; "
-            "wait for it, or pass another --output"
-        )
-        Path("go").touch()
-    assert first.returncode == 0
-    assert Path("m.tuned/m.mxfp8.onnx").exists()
-
-
 def test_the_state_of_something_else_is_an_error(unfinished: str) -> None:
     source = unfinished
     where = f"error: {STATE}: measurements of a search with another "
@@ -240,19 +217,6 @@ def test_what_a_kill_left_of_a_line_is_ignored(unfinished: str, searched: Path, 
     found = json.loads(Path("m.tuned/report.json").read_text())
     assert found["budgets_kept"]
     assert not STATE.exists()
-
-
-@looped("kind", ["fifo", "link"])
-def test_a_file_that_is_not_regular_is_an_error(source: str, kind: str) -> None:
-    shutil.rmtree(STATE.parent, ignore_errors=True)
-    STATE.parent.mkdir()
-    if kind == "fifo":
-        os.mkfifo(STATE)
-    else:
-        Path("mine").write_text("mine")
-        STATE.symlink_to("../mine")
-    assert "m.tuned.part: cannot be written: " in refused(*command(source))
-    assert kind == "fifo" or Path("mine").read_text() == "mine"
 
 
 Measured = dict[str, Any]

@@ -117,22 +117,6 @@ def test_it_exports_and_compiles_whole_with_any_number_of_indices() -> None:
         assert torch.equal(program.module()(ids), expected(ids))
 
 
-def test_vmap_over_indices_is_one_call() -> None:
-    with torch.autograd.profiler.profile() as profile:
-        got = torch.vmap(ops.embedding, in_dims=(1, None, None))(IDS, *TABLE)
-    assert torch.equal(got, expected(IDS.t().contiguous()))
-    assert sum(event.count for event in profile.key_averages() if event.key == "mxfp8::embedding") <= 2
-
-
-@looped("in_dims", [(0, 0, 0), (None, 0, 0)])
-def test_vmap_over_tables_picks_from_each_its_own(in_dims: tuple[int | None, ...]) -> None:
-    tables = ops.quantize(values(2, 7, 45, seed=1))
-    ids = IDS if in_dims[0] == 0 else IDS[0]
-    got = torch.vmap(ops.embedding, in_dims=in_dims)(ids, *tables)
-    for i in range(2):
-        assert torch.equal(got[i], expected(ids[i] if in_dims[0] == 0 else ids, tuple(t[i] for t in tables)))
-
-
 # --- What is refused ---------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[tuple[Any, ...], type[Exception], str]] = {

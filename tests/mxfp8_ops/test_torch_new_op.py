@@ -81,21 +81,3 @@ def test_its_gradient_is_that_of_its_backward(op) -> None:
     torch.testing.assert_close(x.grad, 3 * ops.dequantize(*WEIGHT).sum(0).expand_as(X))
     with pytest.raises(Mxfp8Error, match=r"scaled_gemm: an operand carries a tangent; .* or use weight_gemm"):
         torch.func.jvp(lambda x: op(x, *WEIGHT), (X,), (X,))
-
-
-def test_the_exporter_builds_its_node(op) -> None:
-    pytest.importorskip("onnxscript")
-    from mxfp8_graph.onnx_export import translation
-
-    class Program(torch.nn.Module):
-        def forward(self, x, b, b_scales):
-            return op(x, b, b_scales, factor=3.0)
-
-    program = torch.export.export(Program(), (X, *WEIGHT))
-    table = {op: translation.translation(NODE)}
-    model = torch.onnx.export(program, custom_translation_table=table, dynamo=True, verbose=False).model_proto
-    (node,) = (node for node in model.graph.node if node.domain == contract.DOMAIN)
-    settings = {a.name: a.f or a.i or a.s for a in node.attribute}
-    assert (node.op_type, list(node.input)) == (NODE.name, ["x", "b", "b_scales"])
-    noted = {translation.FORMATS: b"e4m3"}
-    assert settings == noted | {"factor": 3.0, "repeat": 1, "output_dtype": FLOAT, "kind": b"plain"}

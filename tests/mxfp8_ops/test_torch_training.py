@@ -175,6 +175,26 @@ def test_func_grad_gives_the_gradients_of_backward() -> None:
     assert all(map(torch.equal, torch.func.grad(loss, (0, 1, 2))(*operands), wanted))
 
 
+@pytest.mark.parametrize("of", [0, 1])
+@pytest.mark.parametrize("by", [0, 1])
+def test_second_derivatives_are_refused_rather_than_lost(of: int, by: int) -> None:
+    """Also where the gradient that comes in is a constant, and the second derivative is by an operand alone."""
+    operands = values(5, 45), values(8, 45, seed=1)
+    leaves = [t.clone().requires_grad_() for t in operands]
+    first = torch.autograd.grad(linear_train(*leaves).sum(), leaves, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice a function that was marked with @once_differentiable"):
+        (linear_train(*leaves).sum() + first[of].square().sum()).backward()
+
+    def penalty(changed: torch.Tensor) -> torch.Tensor:
+        pair = [changed if by == at else t for at, t in enumerate(operands)]
+        loss = lambda x, w: linear_train(x, w).square().sum()  # noqa: E731
+        result: torch.Tensor = torch.func.grad(loss, of)(*pair).square().sum()
+        return result
+
+    with pytest.raises(Mxfp8Error, match="is to be differentiated again"):
+        torch.func.grad(penalty)(operands[by])
+
+
 def test_tangents_are_refused_rather_than_lost() -> None:
     x, weight = values(5, 45), values(8, 45, seed=1)
     with pytest.raises(Mxfp8Error, match="linear_train: an operand carries a tangent"):

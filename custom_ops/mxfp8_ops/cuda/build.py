@@ -163,16 +163,6 @@ def entry(code: bytes) -> str:
     return names[0]
 
 
-def cache_contents() -> tuple[int, int]:
-    """Returns how many cubins are on disk, and their bytes."""
-    # A file may disappear between glob and stat, and the folder may be unreadable: no reason for doctor to fail.
-    try:
-        sizes = [path.stat().st_size for path in cache_folder().glob("*.cubin")]
-    except OSError:
-        return 0, 0
-    return len(sizes), sum(sizes)
-
-
 def _key(source: str, kernel: str, arch: str) -> str:
     """Returns a name that changes with anything that changes the machine code."""
     # All headers, whether the source includes them or not: a few compilations too many, and never one too few.

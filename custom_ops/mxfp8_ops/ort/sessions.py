@@ -129,7 +129,7 @@ def session(
     """
     ort = _onnxruntime()
     if not isinstance(model, bytes):
-        if not os.path.isfile(model):  # noqa: PTH113 - Path's raises if the name is too long
+        if not os.path.isfile(model):
             raise ContractError(os.fspath(model), "no such file", expected="an ONNX model", advice="correct the path")
         model = os.fspath(model)
     if providers is None:

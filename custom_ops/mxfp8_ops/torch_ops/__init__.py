@@ -4,14 +4,14 @@ They mean what `numpy_nodes.py` says, and `contract.TORCH_OPS` says which are no
 that of x in weight_gemm: a ScalarType with any other default cannot be packaged by AOTInductor (torch 2.13 writes the
 default out as an int and refuses to read it).
 
-A file per kind of op: checks, fake kernel, CPU kernel, rule of torch.vmap, and in OPS the rows that register them. The
-schema of a node's op follows from its row of the contract. Below them:
+A file per kind of op: checks, fake kernel, CPU kernel, and in OPS the rows that register them. The schema of a node's
+op follows from its row of the contract. Below them:
 
 cuda.py      CUDA kernels, through CuPy
 operands.py  the rows of OPS, and the checks of all ops
 products.py  the matrix products of a gemm with leading dimensions
 schemas.py   the schema of a node's op, from its row of the contract
-gradients.py, batching.py  shared by the ops for autograd and torch.vmap
+gradients.py  shared by the ops with gradients
 cached_weights.py  quantized weights that live for several calls
 sharding.py  how the ops run on DTensors; only those who use these import it, as it takes half a second
 
@@ -25,15 +25,13 @@ of its weights.
 
 Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
 weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
-torch.func, and can be differentiated again, as often as wanted (grouped_linear_train by torch.func only): rounding is
-passed straight through. Forward mode raises. quantize returns integers, which pass no gradient on: it raises if x
-requires one. dequantize and embedding take integers, which have none. torch cannot differentiate a compiled backward
-pass again and does not always say so, whatever the layers: compile the function that calls torch.func.grad instead.
+torch.func.grad: rounding is passed straight through. A second derivative of linear_train and its grouped form raises,
+and so does forward mode. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize
+and embedding take integers, which have none.
 
 Autocast casts the x of linear_train and its grouped form, as it does that of F.linear, and never a weight; the other
-ops compute in the dtypes they are given. torch.vmap makes one call of quantize, dequantize and every product, and of
-embedding for each table; it refuses linear_train and its grouped form, and loops over the others, with a warning.
-Results are contiguous.
+ops compute in the dtypes they are given. torch.vmap loops over the ops, with a warning; it refuses linear_train and its
+grouped form. Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
 three times as much per call.

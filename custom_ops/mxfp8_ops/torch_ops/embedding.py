@@ -14,7 +14,6 @@ from torch import Tensor
 
 from mxfp8_ops import contract, native
 from mxfp8_ops.nodes.embedding import check_indices, embedding_shape
-from mxfp8_ops.torch_ops import batching
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
     EMPTY,
@@ -77,23 +76,10 @@ def picked(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str, dtype: t
     return y.view(*indices.shape, b.shape[1])
 
 
-def _embedding_vmap(
-    info: Any, in_dims: batching.Dims, indices: Tensor, b: Tensor, b_scales: Tensor, *rest: Any
-) -> tuple[Tensor, int]:
-    op = torch.ops.mxfp8.embedding.default
-    if in_dims[1] is in_dims[2] is None:
-        (indices,) = batching.leading(info.batch_size, in_dims, indices)
-        return op(indices, b, b_scales, *rest), 0
-    # Mapped tables: one call each, as indices count rows of one table.
-    tables = zip(*batching.leading(info.batch_size, in_dims, indices, b, b_scales), strict=True)
-    return torch.stack([op(*each, *rest) for each in tables]), 0
-
-
 OPS: Final = (
     Op(
         schema("embedding", contract.EMBEDDING),
         {"CPU": embedding_cpu},
         _embedding_fake,
-        _embedding_vmap,
     ),
 )

@@ -16,7 +16,7 @@ from mxfp8_ops import contract, formats, native
 from mxfp8_ops.checks import dtype_name, scale_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.nodes.gemm import product_shape
-from mxfp8_ops.torch_ops import batching, gradients
+from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.gradients import Gradient
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
@@ -239,12 +239,10 @@ OPS: Final = (
         schema("gemm", contract.GEMM),
         {"CPU": gemm_cpu, "Autograd": _gemm_autograd},
         _gemm_fake,
-        batching.rule("gemm", 2, 2),
     ),
     Op(
         schema("weight_gemm", contract.WEIGHT_GEMM),
         {"CPU": weight_gemm_cpu, "Autograd": _weight_gemm_autograd},
         _weight_gemm_fake,
-        batching.rule("weight_gemm", 1, 2),
     ),
 )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import _SingleLevelFunction, once_differentiable
 
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -36,8 +36,7 @@ def refuse_tangents(op: str, instead: str, *tensors: Tensor | None) -> None:
             op,
             "an operand carries a tangent",
             expected="no tangent (the op has gradients in reverse mode only)",
-            advice="differentiate with backward(), torch.func.grad or torch.func.jacrev (of itself for a Hessian), or "
-            f"{instead}",
+            advice=f"differentiate with backward(), torch.func.grad or torch.func.jacrev, or {instead}",
         )
 
 
@@ -118,6 +117,36 @@ def cut(name: str, cpu: Kernel) -> Kernel:
     return autograd
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `backward` with results that have no derivative: torch refuses it (`once_differentiable`)."""
+    once: Any = once_differentiable(backward)
+
+    def first(ctx: Any, grad: Tensor) -> Any:
+        if ctx.recorded_outside or _recorded_outside(grad):
+            raise Mxfp8Error(
+                "mxfp8",
+                "a gradient is to be differentiated again by torch.func",
+                expected="first derivatives",
+                advice="keep this layer in high precision, or detach what is not differentiated",
+            )
+        if torch._C._are_functorch_transforms_active():
+            with torch.no_grad():
+                return backward(ctx, grad)
+        # torch asks only whether `grad` is recorded, and without this would drop what the operands contribute.
+        return once(ctx, grad.detach().requires_grad_() if torch.is_grad_enabled() else grad)
+
+    return first
+
+
+def _recorded_outside(t: Any) -> bool:
+    """Whether an outer level of torch.func, or autograd outside of it, records what is made of `t`."""
+    while isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+        if t.requires_grad:
+            return True
+    return False
+
+
 def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], backward: Callable[..., Any]) -> Kernel:
     """Returns the function that computes an op and records it.
 
@@ -137,6 +166,10 @@ def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], back
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return below_autograd(op, *arguments)
 
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.recorded_outside = any(map(_recorded_outside, inputs))
+        save(ctx, inputs, output)
+
     def by_argument(ctx: Any, grad: Tensor) -> tuple[Gradient, ...]:
         by_place: list[Gradient] = [None] * len(_defaults(name))  # of all arguments: `record` passes them all
         for at, gradient in zip(places, backward(ctx, grad), strict=True):
@@ -145,7 +178,7 @@ def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], back
 
     # In a graph of autograd a node has the name of its class: _WeightGemmBackward.
     title = "_" + name.title().replace("_", "")
-    methods = {"forward": forward, "setup_context": save, "backward": by_argument}
+    methods = {"forward": forward, "setup_context": setup, "backward": by_argument}
     function: Any = type(title, (_SingleLevelFunction,), {key: staticmethod(f) for key, f in methods.items()})
 
     def record(*args: Any) -> Any:

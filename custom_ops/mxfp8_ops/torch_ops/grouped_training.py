@@ -10,8 +10,7 @@ No block of the last product lies in two groups: `quantize_groups` quantizes the
 block of a group may be partial, so nothing is padded in memory. The bits are those of a loop of `linear_train` over the
 groups. On every device each group is one product of `gemm`, and `offs` is read on the host.
 
-The columnwise copy of x is made in the forward pass and saved instead of x. Under torch.func the op is that loop, with
-all its derivatives; a second derivative by backward() is an error.
+The columnwise copy of x is made in the forward pass and saved instead of x. A derivative of the gradients is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_ops import formats
-from mxfp8_ops.errors import ContractError, Mxfp8Error, ShapeError
+from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.cached_weights import quantized_weight
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
@@ -78,16 +77,6 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor, fp8_format: str, scale_round
     check_devices("grouped_linear_train", x, weight)
 
 
-def _loop(x: Tensor, weight: Tensor, offs: Tensor, fp8_format: str = "E4M3", scale_rounding: str = "ceil") -> Tensor:
-    """Returns `grouped_linear_train` as one `linear_train` per group, which has derivatives of every order."""
-    _check(x, weight, offs, fp8_format, scale_rounding)
-    each = torch.ops.mxfp8.linear_train.default
-    spans = groups("grouped_linear_train", offs, x.shape[0])
-    parts = [each(x[rows], weight[expert], None, fp8_format, scale_rounding) for expert, rows, _ in spans]
-    rest = x.shape[0] - sum(part.shape[0] for part in parts)
-    return torch.cat([*parts, x.new_zeros((rest, weight.shape[1]))])
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Saves the operands of `_backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
     x, weight, offs, ctx.fp8_format, ctx.scale_rounding = inputs
@@ -102,13 +91,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     """Returns the gradients of x and weight; None for each that is not needed."""
     gradients.refuse_tangents("grouped_linear_train", _INSTEAD, dy)
-    if torch.is_grad_enabled():
-        raise Mxfp8Error(
-            "grouped_linear_train",
-            "its gradients are recorded (create_graph=True), and they have none",
-            expected="first derivatives by backward(), or any by torch.func",
-            advice=_INSTEAD,
-        )
     x_elements, x_scales, weight, offs = ctx.saved_tensors
     ops, fmt, rounding = torch.ops.mxfp8, GRADIENT_FORMATS[ctx.fp8_format], ctx.scale_rounding
     dx = dw = None
@@ -123,17 +105,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
 
 
 _PLACES: Final = (0, 1)
-_kernel: Final = gradients.kernel(
+_autograd: Final = gradients.kernel(
     "grouped_linear_train",
     _PLACES,
-    gradients.recorder("grouped_linear_train", _PLACES, _save, _backward),
+    gradients.recorder("grouped_linear_train", _PLACES, _save, gradients.first_order(_backward)),
     _INSTEAD,
 )
-
-
-def _autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
-    # A gradient of torch.func is always ready to be differentiated again, which the loop can be.
-    return _loop(*args) if torch._C._are_functorch_transforms_active() else _kernel(keys, *args)
 
 
 def _vmap(*_: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from mxfp8_ops.errors import ContractError
-from mxfp8_ops.torch_ops import batching, gradients
+from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.operands import Op
 
@@ -101,6 +101,5 @@ OPS: Final = (
             "CompositeExplicitAutograd": linear_packed,
             "Autograd": gradients.kernel("linear_packed", (0, 3), _record, _INSTEAD),
         },
-        vmap=batching.rule("linear_packed", 1, 2),
     ),
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from mxfp8_ops import checks, contract, native
 from mxfp8_ops.checks import scale_count, scale_shape, split_at
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.torch_ops import batching, gradients
+from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
     EMPTY,
@@ -117,15 +117,6 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[in
     return elements, scales
 
 
-def _quantize_vmap(
-    info: Any, in_dims: batching.Dims, x: Tensor, axis: int = -1, *rest: str
-) -> tuple[Pair, tuple[int, int]]:
-    (x,) = batching.leading(info.batch_size, in_dims, x)
-    # The axis counts without the mapped dimension, which now is the first.
-    axis = checks.normalize_axis("quantize", x.dim() - 1, axis)
-    return torch.ops.mxfp8.quantize.default(x, axis + 1, *rest), (0, 0)
-
-
 # --- quantize_both ---------------------------------------------------------------------------------------------------
 
 
@@ -186,20 +177,11 @@ def dequantize_cpu(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
     return y
 
 
-def _dequantize_vmap(
-    info: Any, in_dims: batching.Dims, elements: Tensor, scales: Tensor, axis: int = -1, *rest: Any
-) -> tuple[Tensor, int]:
-    elements, scales = batching.leading(info.batch_size, in_dims, elements, scales)
-    axis = checks.normalize_axis("dequantize", elements.dim() - 1, axis)
-    return torch.ops.mxfp8.dequantize.default(elements, scales, axis + 1, *rest), 0
-
-
 OPS: Final = (
     Op(
         schema("quantize", contract.QUANTIZE),
         {"CPU": quantize_cpu, "Autograd": gradients.cut("quantize", quantize_cpu)},
         _quantize_fake,
-        _quantize_vmap,
     ),
     Op(
         """quantize_both(Tensor x, str element_format="e4m3", str scale_rounding="ceil")
@@ -211,6 +193,5 @@ OPS: Final = (
         schema("dequantize", contract.DEQUANTIZE),
         {"CPU": dequantize_cpu},
         _dequantize_fake,
-        _dequantize_vmap,
     ),
 )

@@ -9,7 +9,7 @@ quantize(x) by x is one, saturated values included. So a gradient of a product i
 a gradient of that. Each operand is quantized from its own values along the axis that is summed; in derivatives of any
 order the operand in the place of a has the element format of a, and likewise for b and dy.
 
-The gradients of `linear_train` and `linear_packed` are made of it where they are differentiated again.
+The gradients of `linear_packed` are made of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from mxfp8_ops.torch_ops import batching, gradients
+from mxfp8_ops.torch_ops import gradients
 from mxfp8_ops.torch_ops.gradients import Gradient
 from mxfp8_ops.torch_ops.operands import Op
 
@@ -91,6 +91,5 @@ OPS: Final = (
             "CompositeExplicitAutograd": product,
             "Autograd": gradients.kernel("product", (0, 1), _record, "multiply in high precision"),
         },
-        vmap=batching.rule("product", 1, 1),
     ),
 )

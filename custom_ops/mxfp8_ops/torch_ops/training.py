@@ -15,11 +15,7 @@ The columnwise copy of x is made in the forward pass and saved instead of x: 1.0
 A weight [N, K] itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass. Of a
 stack, which may be an activation, the columnwise copy is saved.
 
-Derivatives of the gradients (create_graph=True, torch.func.grad of itself) are those of a straight-through estimator:
-dgrad and wgrad are then made of `mxfp8::product`, whose gradients are MXFP8 products again. Where one of them needs x
-along K, or the stack along N, the columnwise copy stands for it: to round to 4 significant bits once more changes
-nothing but what was subnormal in its block. Under torch.func, where a gradient is always ready to be differentiated, x
-is saved.
+A derivative of the gradients is an error.
 
 Source: NVIDIA, "Recipes for Pre-training LLMs with MXFP8"; TransformerEngine's MXFP8BlockScaling.
 """
@@ -31,7 +27,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
 
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, ShapeError
@@ -120,23 +115,12 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.weight_dtype = gradients.dtype_of(weight)
     ctx.bias_dtype = None if bias is None else bias.dtype
     needs_x, needs_weight = ctx.needs_input_grad[:2]
-    ctx.under_transform = torch._C._are_functorch_transforms_active()
-    ctx.x_ghost = ctx.weight_ghost = None
     saved_x: Saved = (None, None)
     saved_weight: Saved = (None, None)
-    # Under a torch.func transform a gradient may be differentiated again without notice, for which x itself is needed.
     if needs_weight:
-        columns = x if ctx.stack or _in_parts(x) else _matrix(x)
-        saved_x = (x, None) if ctx.under_transform else _columnwise(columns, "e4m3", ctx.scale_rounding)
+        saved_x = _columnwise(x if ctx.stack or _in_parts(x) else _matrix(x), "e4m3", ctx.scale_rounding)
     if needs_x:
-        copies = ctx.stack and not ctx.under_transform
-        saved_weight = quantized_weight(weight.mT, ctx.scale_rounding) if copies else (weight, None)
-    # Zeros in the graph in place of operands of which only a quantized copy is saved: second derivatives flow through
-    # them to x and to a stack of weights.
-    if needs_x and needs_weight and not ctx.under_transform:
-        with torch.enable_grad():
-            ctx.x_ghost = _ghost(x)
-            ctx.weight_ghost = _ghost(weight) if ctx.stack else None
+        saved_weight = quantized_weight(weight.mT, ctx.scale_rounding) if ctx.stack else (weight, None)
     ctx.save_for_backward(*saved_x, *saved_weight)
 
 
@@ -145,14 +129,12 @@ def backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient, Gradient]:
     needs_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[2]  # absent if no bias was passed
     dy = grad if ctx.stack or _in_parts(grad) else _matrix(grad)
     gradients.refuse_tangents("linear_train", "keep this layer in high precision", grad)
-    # Gradients are recorded here only with create_graph=True or under torch.func: then they must be differentiable.
-    again = torch.is_grad_enabled() or ctx.under_transform or torch._C._are_functorch_transforms_active()
-    dx, dw = (_products if again else _quantized_products)(ctx, dy)
+    dx, dw = _products(ctx, dy)
     db = rounded(dy.sum([*range(dy.dim() - 1)], dtype=torch.float32), ctx.bias_dtype) if needs_bias else None
     return dx if dx is None else dx.reshape(ctx.x_shape), dw, db
 
 
-def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
+def _products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     """Returns the gradients of x, as a matrix, and of the weight; dy is read once where both are needed."""
     x_elements, x_scales, *weight = ctx.saved_tensors
     needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -179,43 +161,8 @@ def _quantized_products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
     return dx, dw
 
 
-def _products(ctx: Any, dy: Tensor) -> tuple[Gradient, Gradient]:
-    """Returns the same, in a form that can be differentiated and mapped over."""
-    x, x_scales, weight, weight_scales = ctx.saved_tensors
-    op, fmt = torch.ops.mxfp8.product.default, GRADIENT_FORMATS[ctx.fp8_format]
-    dequantize = torch.ops.mxfp8.dequantize.default
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        w = weight.mT if weight_scales is None else dequantize(weight, weight_scales)
-        w = w if ctx.weight_ghost is None else w + ctx.weight_ghost.mT
-        dx = op(dy, w, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.x_dtype)
-    if ctx.needs_input_grad[1]:
-        dy = dy if ctx.stack else _matrix(dy)
-        x = x if x_scales is None else dequantize(x, x_scales).mT
-        x = x if ctx.stack else _matrix(x)
-        if ctx.x_ghost is not None:
-            x = x + (ctx.x_ghost if ctx.stack else _matrix(ctx.x_ghost))
-        dw = op(dy.mT, x.mT, fmt, "e4m3", "e4m3", ctx.scale_rounding, ctx.weight_dtype)
-    return dx, dw
-
-
-class _Ghost(_SingleLevelFunction):
-    """Zeros in the shape of an operand, in the memory of one value: gradients reach an operand that is not saved."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.new_zeros(()).expand(x.shape)  # one zero, seen through strides of 0
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad
-
-
-_ghost: Any = getattr(_Ghost, "apply")  # noqa: B009 - torch does not annotate it
-
-
 _PLACES: Final = (0, 1, 2)
-_record: Final = gradients.recorder("linear_train", _PLACES, setup_context, backward)
+_record: Final = gradients.recorder("linear_train", _PLACES, setup_context, gradients.first_order(backward))
 
 
 def autocast(name: str) -> Callable[..., Any]:

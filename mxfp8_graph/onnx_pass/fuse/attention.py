@@ -20,7 +20,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.fuse import attention_scores
 from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, Source, same, shape_of_rank, transposed
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention, Mask
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, heir, in_place_of, ours, type_of
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, in_place_of, mxfp8_node, type_of, value_replacing
 from mxfp8_graph.onnx_pass.graph import Dim, constant, is_op, only_used_by, with_inner
 from mxfp8_ops import contract
 
@@ -177,7 +177,7 @@ class _Writer:
     ) -> Replacement:
         """Returns MXFP8Attention with the nodes around it."""
         q, k, v, last = attention.q, attention.k, attention.v, attention.inside[-1]
-        output = heir(result.replaced)
+        output = value_replacing(result.replaced)
         after: tuple[ir.Node, ...] = ()
         if (reshape := result.reshape) is not None:
             merged, output = output, ir.Value(name=self._fresh(f"{result.replaced.name}_heads"))
@@ -196,7 +196,8 @@ class _Writer:
             "activation_dtype": activation_dtype,
             "nan_guard": int(attention.nan_guard),
         }
-        fused = ours(last, contract.ATTENTION, inputs, [output, heir(k.present), heir(v.present)], **settings)
+        outputs = [output, value_replacing(k.present), value_replacing(v.present)]
+        fused = mxfp8_node(last, contract.ATTENTION, inputs, outputs, **settings)
         fused.name = last.name or self._fresh(f"{output.name}_attention")
         return Replacement(kind="attention", node=fused, gone=gone, before=tuple(self._nodes), after=after)
 

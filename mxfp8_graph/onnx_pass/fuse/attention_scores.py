@@ -31,7 +31,8 @@ from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, constant, is_op, m
 from mxfp8_ops import contract
 
 _MOST_MASKS: Final = 3
-"""More of them, one on top of the other, are not read."""
+"""More of them, one on top of the other, are not read. An Add can be read in two ways, scores + mask and mask + scores,
+so the tries double with each mask."""
 
 _Value = ir.Value | None
 

@@ -21,8 +21,8 @@ from mxfp8_graph.onnx_pass.fuse.replacement import (
     fused_with,
     is_last,
     is_ours,
+    node_derived_from,
     row_of,
-    successor,
     type_of,
 )
 from mxfp8_graph.onnx_pass.graph import attribute, is_op, only_used_by
@@ -36,7 +36,7 @@ def fuse_activation(node: ir.Node) -> Replacement | None:
     if op is None or activation is None:
         return None
     epilogue, nodes = activation
-    fused = successor(node, op, node.inputs, nodes[-1].outputs, epilogue=epilogue)
+    fused = node_derived_from(node, op, node.inputs, nodes[-1].outputs, epilogue=epilogue)
     return Replacement(kind=f"gemm + {epilogue}", node=fused, gone=(node, *nodes))
 
 
@@ -56,7 +56,7 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
             continue
         before = op.at("bias") or 0
         operands = [*gemm.inputs[: before - 1], factor, *gemm.inputs[before - 1 :]]
-        fused = successor(gemm, op, operands, node.outputs)
+        fused = node_derived_from(gemm, op, operands, node.outputs)
         kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + gate"
         return Replacement(kind=kind, node=fused, gone=(gemm, node))
     return None
@@ -96,6 +96,6 @@ def fuse_quantize(node: ir.Node) -> Replacement | None:
         return None
     defaults = {name: contract.QUANTIZE.attributes[name] for name in ("output_dtype", "scale_rounding")}
     settings = {name: attribute(node, name, default) for name, default in defaults.items()}
-    fused = successor(gemm, op, gemm.inputs, [*node.outputs, None], **settings)
+    fused = node_derived_from(gemm, op, gemm.inputs, [*node.outputs, None], **settings)
     kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + quantize"
     return Replacement(kind=kind, node=fused, gone=(gemm, node))

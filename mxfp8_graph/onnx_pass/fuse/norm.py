@@ -24,7 +24,14 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, is_last, is_ours, stored_shape, successor, type_of
+from mxfp8_graph.onnx_pass.fuse.replacement import (
+    Replacement,
+    is_last,
+    is_ours,
+    node_derived_from,
+    stored_shape,
+    type_of,
+)
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, constant, is_op, made_by, only_used_by, scalar
 from mxfp8_ops import contract
 
@@ -77,7 +84,7 @@ def fuse_norm(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | No
     operands = [norm.x, *([norm.residual] if norm.residual else []), *vectors]
     outputs = [*node.outputs, *(_if_used(each, gone) for each in (value, norm.total))]
     op = contract.ADD_NORM_QUANTIZE if norm.residual else contract.NORM_QUANTIZE
-    fused = successor(node, op, operands, outputs[: len(op.outputs)], norm=norm.kind, epsilon=norm.epsilon)
+    fused = node_derived_from(node, op, operands, outputs[: len(op.outputs)], norm=norm.kind, epsilon=norm.epsilon)
     kind = f"{'add + ' if norm.residual else ''}{norm.kind} norm + quantize"
     return Replacement(kind=kind, node=fused, gone=gone, before=before)
 

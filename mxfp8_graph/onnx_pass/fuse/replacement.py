@@ -11,7 +11,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.graph import Dim, attribute, dtype_of, is_op, made_by, settings_of, shape_of, stored
 from mxfp8_ops import contract
 
-HEIR_OF: Final = "heir of"
+REPLACES: Final = "replaces"
 """Key of `Value.meta`: the value of the graph whose place a new value takes."""
 
 
@@ -19,7 +19,7 @@ HEIR_OF: Final = "heir of"
 class Replacement:
     """One node in place of several.
 
-    The outputs of the new nodes are heirs of what others use; nothing else uses what `gone` computes. Nodes that only
+    The outputs of the new nodes replace what others use; nothing else uses what `gone` computes. Nodes that only
     `gone` uses, such as constants, go away by themselves.
     """
 
@@ -43,7 +43,7 @@ Fusion = Callable[[ir.Node], Replacement | None]
 """Returns what takes the place of the pattern that ends, or begins, in a node; None if it is not there."""
 
 
-def heir(value: ir.Value | None) -> ir.Value:
+def value_replacing(value: ir.Value | None) -> ir.Value:
     """Returns a new value that takes the place of `value`; one without a name, which is no output, for None."""
     if value is None:
         return ir.Value(name="")
@@ -51,7 +51,7 @@ def heir(value: ir.Value | None) -> ir.Value:
     new = ir.Value(name=value.name, shape=value.shape, type=value.type, doc_string=value.doc_string)
     new.metadata_props.update(value.metadata_props)
     new.meta.update(value.meta)
-    new.meta[HEIR_OF] = value
+    new.meta[REPLACES] = value
     return new
 
 
@@ -77,7 +77,7 @@ def in_place_of(
     )
 
 
-def ours(
+def mxfp8_node(
     node: ir.Node, op: contract.Op, inputs: Sequence[ir.Value | None], outputs: Sequence[ir.Value], **settings: Any
 ) -> ir.Node:
     """Returns a node of the contract in place of `node`.
@@ -88,7 +88,7 @@ def ours(
     return in_place_of(node, op.name, inputs, outputs, domain=contract.DOMAIN, **attributes)
 
 
-def successor(
+def node_derived_from(
     node: ir.Node,
     op: contract.Op,
     inputs: Sequence[ir.Value | None],
@@ -97,10 +97,10 @@ def successor(
 ) -> ir.Node:
     """Returns a node of type `op` with what `node` has: name, metadata, and attributes as far as `op` has them.
 
-    Its outputs are heirs of `outputs`.
+    Its outputs replace `outputs`.
     """
     settings = {entry.name: entry.value for entry in node.attributes.values()} | changes
-    return ours(node, op, inputs, list(map(heir, outputs)), **settings)
+    return mxfp8_node(node, op, inputs, list(map(value_replacing, outputs)), **settings)
 
 
 class TensorType(NamedTuple):

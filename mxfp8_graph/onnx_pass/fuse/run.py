@@ -10,7 +10,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
-from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Fusion, Replacement
+from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Fusion, Replacement
 from mxfp8_graph.onnx_pass.graph import fresh_names, graphs_of, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.policy.recipe import Recipe
@@ -24,6 +24,8 @@ def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
     dtype = contract.FLOAT if recipe.activations == "unchanged" else contract.BFLOAT16
     fresh = fresh_names(model)
     attention = partial(fuse_attention, fresh=fresh, activation_dtype=dtype)
+    # The activation comes first: gate and quantization extend the node that it makes. The others may come in any order:
+    # `fuse_norm` takes an MXFP8Quantize behind a norm, `fuse_quantize` one behind a gemm, and attention takes neither.
     fusions = (fuse_activation, fuse_gate, partial(fuse_norm, fresh=fresh), fuse_quantize, attention)
     return apply(model, fusions, lambda node: node.op_type in READERS)
 
@@ -76,6 +78,6 @@ def _put(graph: ir.Graph, replacement: Replacement, places: Mapping[ir.Node, int
     """Puts the new nodes where the last of those was that go away; returns what these read."""
     graph.insert_before(max(replacement.gone, key=places.__getitem__), replacement.new)
     for value in (output for node in replacement.new for output in node.outputs):
-        if (old := value.meta.pop(HEIR_OF, None)) is not None:
+        if (old := value.meta.pop(REPLACES, None)) is not None:
             old.replace_all_uses_with(value, replace_graph_outputs=True)
     return [value for node in replacement.gone for value in remove(node)]

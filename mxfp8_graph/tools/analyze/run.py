@@ -81,8 +81,7 @@ def analyze(
     chosen, ranked_by = load_recipe(recipe), metric_called(metric)
     if keep is not None and keep < 0:
         raise ContractError("analyze", f"keep is {keep}", expected="0 or more", advice="correct it")
-    settings = {"allow_nonfinite": allow_nonfinite, "trust_pickle": inputs.get("trust_pickle", False)}
-    with open_switchable(model, chosen, **settings, progress=progress) as switchable:
+    with open_switchable(model, chosen, allow_nonfinite=allow_nonfinite, progress=progress) as switchable:
         run = partial(switchable.run, on=[False] * len(switchable.switched))
         samples = make_samples(switchable.signature, inputs, run=run)
         measured = _Measurement(switchable, samples, ranked_by, progress)

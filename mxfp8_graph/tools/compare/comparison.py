@@ -10,7 +10,7 @@ from typing import Final
 
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number, said
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, cell_text, filled, number
 from mxfp8_graph.tools.metrics import Metric, Score
 
 _NAN: Final = "NaN or Inf"
@@ -209,6 +209,6 @@ def _score(score: Score, *, several: bool) -> tuple[Cell, ...]:
     numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
     cells = [_NAN if math.isnan(value) else number(value, ".4g") for value in numbers]
     if several:
-        text, which = said(cells[1]), f" ({score.worst_sample + 1})"
+        text, which = cell_text(cells[1]), f" ({score.worst_sample + 1})"
         cells[1] = (text + which, numbers[1]) if math.isfinite(numbers[1]) else text + which
     return tuple(cells)

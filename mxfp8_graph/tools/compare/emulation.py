@@ -13,32 +13,30 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+import onnx_ir as ir
 from onnx import TensorProto, helper
 
-from mxfp8_graph.onnx_model import cpu_provider
-from mxfp8_graph.onnx_model.graph import infer, proto_of, put_graph, to_ir
-from mxfp8_graph.onnx_model.open import INLINE_BYTES, OpenedModel, open_model
-from mxfp8_graph.onnx_model.tensor_data import hold, inside
-from mxfp8_graph.onnx_model.upgrade import upgrade
-from mxfp8_graph.onnx_model.walk import iter_graphs, iter_tensors
-from mxfp8_graph.onnx_model.write import open_target
-from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
-from mxfp8_graph.onnx_pass.ops import multiplies
-from mxfp8_graph.onnx_pass.replace import Editor, bytes_after
-from mxfp8_graph.onnx_pass.views import open_rows
-from mxfp8_graph.policy.plan import NothingEligibleError, plan
+from mxfp8_graph.onnx_pass.find import OnnxSite
+from mxfp8_graph.onnx_pass.graph import graphs_of, name_of, opset_of
+from mxfp8_graph.onnx_pass.load import bytes_of, load, path_of
+from mxfp8_graph.onnx_pass.prepare import prepare
+from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
+from mxfp8_graph.onnx_pass.replace import Editor
+from mxfp8_graph.onnx_pass.run import find_and_plan
+from mxfp8_graph.onnx_pass.weights import rows_of
+from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.inputs import Inputs
 from mxfp8_graph.running.sessions import Execution, Session
-from mxfp8_graph.tools.compare.fake_quantize import DOMAIN, FakeQuantize, attach, function
+from mxfp8_graph.tools.compare.fake_quantize import DOMAIN, FakeQuantize, function
 from mxfp8_graph.tools.compare.number_formats import HISTORY, Peer, Quantizer
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
@@ -53,13 +51,10 @@ _ROUND: Final = "Round"
 class Emulator:
     """A model whose matmuls are laid out for emulation; see `lay_out`."""
 
-    opened: OpenedModel
+    model: ir.Model
+    """Its gemms read weights and scales that nothing defines: see `weights`."""
     weights: Mapping[str, OnnxSite]
     """The site that each stored operand B of an MXFP8WeightGemm stands for; several sites may share one."""
-    stored: Mapping[str, onnx.TensorProto]
-    """The tensor that holds the values of each of these, before its views."""
-    stubs: Set[str]
-    """Initializers that the pass added: weights and their scales, with sizes and no data."""
     sites: int
     """How many matmuls that is."""
     other_bytes: int
@@ -70,7 +65,7 @@ class Emulator:
         site = self.weights[name]
         static = site.w.static
         assert static is not None  # `lay_out` keeps those
-        with open_rows(self.stored[name], static.steps, self.opened.folder, self.opened.name) as (rows, flipped):
+        with rows_of(static) as (rows, flipped):
             *lead, height, _ = rows.shape
             assert rows.read is not None
             values = np.empty(rows.shape, np.float32)
@@ -89,45 +84,29 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
         RecipeError: the recipe does not fit the model.
         NothingEligibleError: no matmul with a stored weight is rewritten.
     """
-    opened = open_model(model)
-    upgrade(opened, multiplies)
-    graph = infer(opened, to_ir(opened))
-    cpu_provider.widen(opened, graph)
-    sites = find_sites(graph)
-    decisions = plan([site.matmul for site in sites], recipe)
-    other_bytes = bytes_after(opened, sites, decisions)
+    graph = prepare(load(model), recipe.for_cpu(), [])
+    sites, decisions = find_and_plan(graph, recipe)
     count = 0
     weights: dict[str, OnnxSite] = {}
-    stored: dict[str, onnx.TensorProto] = {}
-    with open_target(opened, None, external=False, overwrite=False) as target:
-        editor = Editor(opened, graph, target, allow_nonfinite=True, sizes_only=True)
-        for site, decision in zip(sites, decisions, strict=True):
-            if decision.quantize and site.w.static is not None and not site.form.picks_rows:
-                done = editor.apply(site, replace(decision, activations="unchanged"))
-                assert done.packed is not None
-                count += 1
-                other_bytes -= 0 if done.packed in weights else done.bytes_after
-                weights[done.packed] = site
-                # `finish` removes what nothing uses any more, from the skeleton and from its tensors.
-                stored[done.packed] = _kept(proto_of(site.w.static.tensor))
-        editor.finish()
-        put_graph(opened, graph)
+    replaced: dict[ir.Value, int] = {}
+    editor = Editor(graph, allow_nonfinite=True)
+    for site, decision in zip(sites, decisions, strict=True):
+        if decision.quantize and (static := site.w.static) is not None and not site.form.picks_rows:
+            weight = editor.apply(site, replace(decision, activations="unchanged")).weight
+            assert weight is not None
+            count += 1
+            weights[str(weight.elements.name)] = site
+            replaced[static.value] = static.stored_bytes
+    editor.finish()
     if not weights:
         what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
-        raise NothingEligibleError(opened.name, what, advice, decisions)
-    nodes = (node for graph in iter_graphs(opened.proto.graph) for node in graph.node if node.domain == contract.DOMAIN)
-    places = ((node, contract.OPS[node.op_type].packed_at or 0) for node in nodes)
-    stubs = {name for node, at in places for name in node.input[at : at + 2]}
-    return Emulator(opened=opened, weights=weights, stored=stored, stubs=stubs, sites=count, other_bytes=other_bytes)
-
-
-def _kept(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Returns a tensor that stays when its model changes; large ones are in no model, and not copied."""
-    if tensor.ByteSize() > INLINE_BYTES:
-        return tensor
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)
-    return copy
+        raise NothingEligibleError(name_of(graph), what, advice, decisions)
+    for part in graphs_of(graph.graph):
+        for name, value in list(part.initializers.items()):
+            if isinstance(value.const_value, ir.LazyTensor):  # a packed weight, which no one is to pack
+                del part.initializers[name]
+    other_bytes = bytes_of(graph) - sum(size for value, size in replaced.items() if not value.uses())
+    return Emulator(model=graph, weights=weights, sites=count, other_bytes=other_bytes)
 
 
 class Emulated:
@@ -140,18 +119,18 @@ class Emulated:
             ContractError: something in the model is not emulated.
             BackendError: ONNX Runtime refuses the model.
         """
-        opened, self._delayed = emulator.opened, peer.activations.scale == "delayed"
+        self._delayed = peer.activations.scale == "delayed"
         proto, self._activations = _model(emulator, peer)
         self.weights = RoundedWeights(emulator, peer.weights)
-        folder = opened.folder.path if opened.folder else None
+        path = path_of(emulator.model)
         self._session = Session(
             proto,
             kernels=False,
-            where=f"{opened.name} as {peer.name}",
-            folder=folder,
+            where=f"{name_of(emulator.model)} as {peer.name}",
+            folder=None if path is None else path.parent,
             execution=Execution(takes_turns=True),
         )
-        outputs = {output.name for output in opened.proto.graph.output}
+        outputs = {output.name for output in emulator.model.graph.outputs}
         self._outputs = [name for name in self._session.output_names if name in outputs]
         self._history = [deque[float](maxlen=HISTORY) for _ in self._activations]
 
@@ -191,13 +170,7 @@ class RoundedWeights:
 
 def _model(emulator: Emulator, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
     """Returns (the model as standard ops, with weights as inputs; the activations that it rounds)."""
-    proto = onnx.ModelProto()
-    proto.CopyFrom(emulator.opened.proto)
-    for tensor in proto.graph.initializer:
-        if tensor.name in emulator.opened.tensors:
-            tensor.CopyFrom(emulator.opened.tensors[tensor.name])
-    for tensor in filter(inside, iter_tensors(proto)):  # ONNX Runtime gets no file of it
-        hold(tensor, emulator.opened.folder, emulator.opened.name)
+    proto, where = to_proto(emulator.model), name_of(emulator.model)
     activations: list[str] = []
     delayed = peer.activations.scale == "delayed"
     main, *inner = iter_graphs(proto.graph)
@@ -205,19 +178,16 @@ def _model(emulator: Emulator, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
         if delayed and graph is not main and any(node.domain == contract.DOMAIN for node in graph.node):
             what = "a matmul in a subgraph, which has no history of amax"
             advice = f"leave {peer.name} out of the recipes"
-            raise ContractError(emulator.opened.name, what, expected="matmuls in the main graph", advice=advice)
-        _edit(graph, activations, delayed=delayed, where=emulator.opened.name)
-    for graph in iter_graphs(proto.graph):
-        kept = [tensor for tensor in graph.initializer if tensor.name not in emulator.stubs]
-        del graph.initializer[:]
-        graph.initializer.extend(kept)
+            raise ContractError(where, what, expected="matmuls in the main graph", advice=advice)
+        _edit(graph, activations, delayed=delayed, where=where)
     for name, site in emulator.weights.items():
         rank = len(site.w.shape or ())
         proto.graph.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * rank))
     for number in range(len(activations) if delayed else 0):
         proto.graph.input.append(helper.make_tensor_value_info(_before(number), TensorProto.FLOAT, []))
         proto.graph.output.append(helper.make_tensor_value_info(_after(number), TensorProto.FLOAT, []))
-    attach(proto, [function(_ROUND, peer.activations, emulator.opened.opset)])
+    proto.functions.append(function(_ROUND, peer.activations, opset_of(emulator.model)))
+    proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return proto, activations
 
 

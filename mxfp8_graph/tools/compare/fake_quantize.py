@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 from onnx import FunctionProto, TensorProto, helper
 
 from mxfp8_graph.running.sessions import Session
@@ -207,9 +206,3 @@ class Blocks:
         g = self.body
         flat = g("Reshape", blocks, g("Concat", self.p, self.padded, self.q, axis=0), allowzero=1)
         return g("Reshape", g("Slice", flat, g.constant([0]), self.k, g.constant([1])), self.shape, allowzero=1)
-
-
-def attach(model: onnx.ModelProto, functions: list[FunctionProto]) -> None:
-    """Adds functions of `DOMAIN` to a model."""
-    model.functions.extend(functions)
-    model.opset_import.append(helper.make_opsetid(DOMAIN, 1))

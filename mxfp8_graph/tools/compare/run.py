@@ -7,6 +7,7 @@ same matmuls. An exported program is compared as the ONNX model that torch makes
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,9 +15,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph import rewriting
-from mxfp8_graph.files import scratch
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.open import OpenedModel, open_model
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.graph import name_of
+from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets, transformer_engine
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
@@ -106,23 +107,28 @@ def compare(
     check_options("compare", inputs, SampleOptions)
     chosen_metrics = [metric_called(name) for name in metrics]
     candidates = _candidates(recipes, settings)
-    with scratch("compare") as folder:
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as scratch:
+        folder = Path(scratch)
         notes = [f"recipes of ours with {', '.join(settings)}"] if settings else []
         name = "model"
         if is_program(model):
             name = str(model) if isinstance(model, (str, Path)) else "program"
-            model = _exported(model, folder / "model.onnx", trust_pickle=inputs.get("trust_pickle", False))
+            model = _exported(model, folder / "model.onnx")
             notes.append("the program is compared as the ONNX model that torch.onnx makes of it")
-        opened = open_model(model)
-        name = opened.name if name == "model" else name
-        _refuse_rewritten(opened)
-        session = Session(model, kernels=False, where=opened.name, execution=Execution(takes_turns=True), float32=True)
-        samples = make_samples(Signature.of(opened), inputs, count=SYNTHESISED, run=session.run)
+        graph = load(model, sparse=True)
+        where = name_of(graph)
+        name = where if name == "model" else name
+        if made := record.find(graph):
+            what = f"node {made.node!r} is rewritten already"
+            raise ContractError(where, what, expected="the original model", advice="compare recipes on that one")
+        session = Session(model, kernels=False, where=where, execution=Execution(takes_turns=True), float32=True)
+        samples = make_samples(Signature.of(graph), inputs, count=SYNTHESISED, run=session.run)
         if samples.synthesised:
             notes.append("synthesised inputs: errors on your own data may differ; pass --inputs")
         trial = _Trial(
             model=model,
-            opened=opened,
+            where=where,
+            byte_size=bytes_of(graph),
             samples=samples,
             metrics=chosen_metrics,
             folder=folder,
@@ -182,16 +188,10 @@ def _candidate(recipe: str | Path | Recipe) -> _Candidate:
     return _Candidate(name=loaded.name, recipe=loaded)
 
 
-def _exported(model: Any, path: Path, *, trust_pickle: bool) -> Path:
-    from mxfp8_graph.onnx_export import plain_to_onnx
+def _exported(model: Any, path: Path) -> Path:
+    from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx
 
-    return plain_to_onnx(model, path, trust_pickle=trust_pickle)
-
-
-def _refuse_rewritten(opened: OpenedModel) -> None:
-    if made := record.find(opened.proto):
-        what = f"node {made.node!r} is rewritten already"
-        raise ContractError(opened.name, what, expected="the original model", advice="compare recipes on that one")
+    return plain_to_onnx(model, path)
 
 
 @dataclass(kw_only=True)
@@ -199,7 +199,9 @@ class _Trial:
     """A model and samples, on which one recipe is tried after another."""
 
     model: Any
-    opened: OpenedModel
+    where: str
+    """Its name in errors."""
+    byte_size: int
     samples: Samples
     metrics: Sequence[Metric]
     folder: Path
@@ -218,7 +220,7 @@ class _Trial:
         """Returns the row of the model as it is, whose outputs the others are compared with."""
         self._sessions[ORIGINAL] = session
         self._expected = self._run(ORIGINAL, session.run)
-        return Row(name=ORIGINAL, what="the model as it is", emulated=False, byte_size=self.opened.byte_size)
+        return Row(name=ORIGINAL, what="the model as it is", emulated=False, byte_size=self.byte_size)
 
     def row(self, candidate: _Candidate) -> Row:
         """Returns the row of a recipe; one that does not fit the model says why."""
@@ -258,7 +260,7 @@ class _Trial:
         recipe = recipe.for_cpu() if self._sessions[ORIGINAL].note else recipe
         _, report = rewriting.rewrite(self.model, recipe, output=output)
         session = Session(
-            output, kernels=True, where=f"{self.opened.name} as {row.name}", execution=Execution(takes_turns=True)
+            output, kernels=True, where=f"{self.where} as {row.name}", execution=Execution(takes_turns=True)
         )
         scores = self._scores(row.name, session.run)
         self._sessions[row.name] = session

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, Literal
@@ -14,16 +14,16 @@ import onnx_ir as ir
 
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.check import check_result
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of, foreign, is_quantized, may_be_mxfp8
-from mxfp8_graph.onnx_model.dialects import DIALECTS, Dialect
-from mxfp8_graph.onnx_model.graph import facts_of, graphs_of, put_graph
-from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.onnx_model.upgrade import upgrade
-from mxfp8_graph.onnx_model.walk import iter_graphs, iter_nodes, node_label
-from mxfp8_graph.onnx_model.write import open_target, wants_external
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.dialect_ops import foreign, is_quantized, may_be_mxfp8
+from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS, Dialect
 from mxfp8_graph.onnx_pass.fuse import fuse
+from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load
+from mxfp8_graph.onnx_pass.prepare import upgrade
+from mxfp8_graph.onnx_pass.protos import to_proto
+from mxfp8_graph.onnx_pass.run import explained
+from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Unpack, WriteOptions, check_options
 from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.tools.dialects import decompose, gemms, recompose
@@ -82,17 +82,33 @@ def convert(
     if kind is Kind.UNKNOWN or kind.is_program or kind is Kind.GRAPHSURGEON:
         what, advice = "not an ONNX model or file", "export programs with mxfp8_graph.to_onnx first"
         raise ContractError("convert", what, expected="a path or an onnx.ModelProto", advice=advice)
-    opened = open_model(model)
+    loaded = load(model)
     if kind.is_file and output is None:
         output = Path(str(model)).with_suffix(f".{to}.onnx")
-    path = Path(output) if output else None
-    external = wants_external(opened, opened.byte_size, path, options.get("external_data", "auto"))
-    with open_target(opened, path, external=external, overwrite=options.get("overwrite", False)) as target:
-        facts = _convert(opened, to, frozenset(allow), accuracy_level)
-        check_result(opened.proto, opened.name)
-        target.finish(opened.proto)
-    facts |= {"notes": tuple(opened.notes), "output": str(path) if path else None, "bytes_after": target.byte_size}
-    return target.path or opened.proto, Conversion(source=opened.name, to=to, bytes_before=opened.byte_size, **facts)
+    path, overwrite = Path(output) if output else None, options.get("overwrite", False)
+    as_source = bool(external_files(loaded))
+    external = wants_external(loaded, path, options.get("external_data", "auto"), as_source=as_source)
+    if path is not None:
+        check_output(loaded, path, external=external, overwrite=overwrite)
+    with explained(model, name_of(loaded)):
+        edit, facts = _converted(loaded, to, frozenset(allow), accuracy_level)
+    result: Path | onnx.ModelProto
+    if path is None:
+        result = to_proto(edit.model)
+        size = result.ByteSize()
+    else:
+        result, size = path, save(edit.model, path, external=external, overwrite=overwrite)
+    report = Conversion(
+        source=name_of(loaded),
+        to=to,
+        bytes_before=bytes_of(loaded),
+        bytes_after=size,
+        output=str(path) if path else None,
+        losses=dict(edit.losses),
+        notes=tuple(edit.notes),
+        **facts,
+    )
+    return result, report
 
 
 def _check_level(to: str, level: int) -> None:
@@ -103,15 +119,14 @@ def _check_level(to: str, level: int) -> None:
         raise ContractError("convert", f"{to} has no accuracy level", expected="nbits, whose op has one", advice=advice)
 
 
-def _convert(opened: OpenedModel, to: str, allow: frozenset[str], accuracy_level: int) -> dict[str, Any]:
-    """Converts an opened model in place; returns what the report says of it."""
-    _refuse_others(opened)
-    was_foreign = foreign(opened.proto) is not None
-    kept = [function for function in opened.proto.functions if function.domain != contract.DOMAIN]
-    del opened.proto.functions[:]
-    opened.proto.functions.extend(kept)
-    upgrade(opened, _in_dialect, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
-    edit = Edit(opened)
+def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: int) -> tuple[Edit, dict[str, Any]]:
+    """Returns (the converted model with losses and notes, more that the report says of it)."""
+    record.remove_bodies(model)
+    _refuse_others(model)
+    was_foreign = foreign(model) is not None
+    notes: list[str] = []
+    model = upgrade(model, _in_dialect, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
+    edit = Edit(model, notes)
     counted = _ours(edit)
     recompose.restore(edit)
     for dialect, counts in (("mxfp8", counted), ("standard", _ours(edit) - counted)):
@@ -120,7 +135,7 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str], accuracy_level
     edit.each(_read)
     if not edit.counts:
         what, advice = "it has nothing in MXFP8", "quantize it: mxfp8-graph rewrite"
-        raise ContractError(opened.name, what, expected="a model in MXFP8 of some dialect", advice=advice)
+        raise ContractError(name_of(model), what, expected="a model in MXFP8 of some dialect", advice=advice)
     edit.infer()
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
@@ -128,33 +143,36 @@ def _convert(opened: OpenedModel, to: str, allow: frozenset[str], accuracy_level
         made = _to_ours(edit, fused=was_foreign or "nbits" in found)
     else:
         made = _to_other(edit, to, allow, accuracy_level)
-    _import_domains(opened.proto)
+    _import_domains(edit.model)
     _record_losses(edit)
-    return {"found": found, "losses": dict(edit.losses), **made}
+    record.add_bodies(edit.model, None)  # the graph is checked; whatever needs bodies has them
+    return edit, {"found": found, **made}
 
 
-def _in_dialect(domain: str, op: str) -> bool:
-    node = onnx.NodeProto(domain=domain, op_type=op)
-    return dialect_of(node) is not None or op == "DequantizeLinear"
+def _in_dialect(op: tuple[str, str]) -> bool:
+    return op[1] == "DequantizeLinear" or op[0] == contract.DOMAIN or (op[0] not in STANDARD and op in OPS)
 
 
-def _refuse_others(opened: OpenedModel) -> None:
+def _refuse_others(model: ir.Model) -> None:
     """Raises ContractError if something is quantized, but in no dialect of MXFP8."""
-    theirs = [function for function in opened.proto.functions if function.domain != contract.DOMAIN]
-    functions = [node for function in theirs for node in function.node]
-    graphs = iter_graphs(opened.proto.graph)
-    nodes = [*(node for graph in graphs for node in graph.node), *iter_nodes(functions)]
-    others = [node for node in nodes if is_quantized(node) and not may_be_mxfp8(node) and not _is_marked(node)]
+    others = [
+        node
+        for node in _all_nodes(model)
+        if is_quantized(node) and not may_be_mxfp8(node) and not decompose.is_marked(node)
+    ]
     if others:
         kinds = Counter(f"{node.domain + '.' if node.domain else ''}{node.op_type}" for node in others)
         what = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        where = f"{opened.name}: node {node_label(others[0])!r}"
+        where = f"{name_of(model)}: node {label(others[0])!r}"
         advice = "start from the model that is not quantized: mxfp8-graph rewrite"
         raise ContractError(where, f"quantized, but not in MXFP8 ({what})", expected="MXFP8 alone", advice=advice)
 
 
-def _is_marked(node: onnx.NodeProto) -> bool:
-    return any(entry.key.startswith(decompose.MARK) for entry in node.metadata_props)
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yields the nodes of the graph, of subgraphs and of local functions."""
+    yield from nodes_of(model)
+    for function in model.functions.values():
+        yield from function.all_nodes()
 
 
 def _read(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -172,7 +190,7 @@ def module_of(dialect: Dialect) -> ModuleType:
 
 
 def _nodes_of_ours(edit: Edit) -> list[ir.Node]:
-    return [node for graph in graphs_of(edit.model.graph) for node in graph if node.domain == contract.DOMAIN]
+    return [node for node in nodes_of(edit.model) if node.domain == contract.DOMAIN]
 
 
 def _ours(edit: Edit) -> Counter[str]:
@@ -186,7 +204,6 @@ def _ours(edit: Edit) -> Counter[str]:
 
 def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     """Puts gemms together, fuses them with their neighbours, and completes the model."""
-    opened = edit.opened
     edit.each(gemms.put_together)
     fusions = recompose.restore(edit)
     recompose.forget(edit.model)
@@ -194,8 +211,7 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
         edit.infer()
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
         fusions += len(fuse(edit.model, recipe))
-    put_graph(opened, edit.model)
-    record.complete(opened.proto, record.recipe_of(opened.proto), facts_of(edit.model))
+    record.complete(edit.model, record.recipe_of(edit.model))
     nodes = _nodes_of_ours(edit)
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]
     return {
@@ -207,7 +223,6 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
 
 def _to_other(edit: Edit, to: str, allow: frozenset[str], accuracy_level: int) -> dict[str, Any]:
     """Writes every node of ours in the dialect `to`."""
-    opened = edit.opened
     while edit.each(decompose.unfuse):
         pass
     edit.infer()
@@ -221,41 +236,31 @@ def _to_other(edit: Edit, to: str, allow: frozenset[str], accuracy_level: int) -
         node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
         advice = "convert to standard, or leave it out of the rewrite (--exclude)"
         raise edit.refuse(node, f"has no form in {to}", expected="nodes that the dialect has", advice=advice)
-    put_graph(opened, edit.model)
-    opened.proto.ir_version = max(opened.proto.ir_version, row.ir_version)
-    _record_dialect(opened.proto, to)
+    edit.model.ir_version = max(edit.model.ir_version, row.ir_version)
+    edit.model.metadata_props.update(provenance.entries(None, to))
     if check := getattr(module, "check", None):
-        _import_domains(opened.proto)
-        check(opened)
+        _import_domains(edit.model)
+        check(edit.model)
     return {}
 
 
 def _record_losses(edit: Edit) -> None:
     """Records what is lost beside what conversions before this one lost, and tells of those."""
-    model = edit.opened.proto
-    recorded = {entry.key: entry.value for entry in model.metadata_props}
+    recorded = edit.model.metadata_props
     before = recorded.get(provenance.LOST_KEY, "")
     if before:
-        edit.opened.notes.append(f"lost in a conversion before: {before}")
+        edit.notes.append(f"lost in a conversion before: {before}")
     if lost := [*([before] if before else []), *(what for what in edit.losses if what not in before)]:
-        onnx.helper.set_model_props(model, {**recorded, provenance.LOST_KEY: "; ".join(lost)})
+        recorded[provenance.LOST_KEY] = "; ".join(lost)
 
 
-def _record_dialect(model: onnx.ModelProto, dialect: str) -> None:
-    recorded = {entry.key: entry.value for entry in model.metadata_props}
-    onnx.helper.set_model_props(model, {**recorded, **provenance.entries(None, dialect)})
-
-
-def _import_domains(model: onnx.ModelProto) -> None:
+def _import_domains(model: ir.Model) -> None:
     """Imports the domains of the dialects that the model uses, and no other of them."""
     domains = {contract.DOMAIN: contract.VERSION}
     for row in DIALECTS.values():
         domains |= row.versions
-    bodies = [node for function in model.functions for node in function.node]
-    used = {node.domain for node in iter_nodes([*model.graph.node, *bodies])}
-    for index in reversed(range(len(model.opset_import))):
-        domain = model.opset_import[index].domain
-        if domain in domains and domain not in used:
-            del model.opset_import[index]
-    for domain in sorted(used & domains.keys() - {entry.domain for entry in model.opset_import}):
-        model.opset_import.add(domain=domain, version=domains[domain])
+    used = {node.domain for node in _all_nodes(model)}
+    for domain in domains.keys() & model.opset_imports.keys() - used:
+        del model.opset_imports[domain]
+    for domain in sorted(used & domains.keys() - model.opset_imports.keys()):
+        model.opset_imports[domain] = domains[domain]

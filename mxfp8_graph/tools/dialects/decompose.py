@@ -20,8 +20,8 @@ from typing import Final, NamedTuple
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, facts, is_op, label
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, row_of
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, facts, is_op, label
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
 from mxfp8_ops import contract, onnx_functions, standard_ops
 from mxfp8_ops.case import Case

@@ -8,28 +8,23 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model import onnx_calls, record
-from mxfp8_graph.onnx_model.graph import (
+from mxfp8_graph.onnx_pass import prepare, record
+from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement
+from mxfp8_graph.onnx_pass.fuse.run import apply
+from mxfp8_graph.onnx_pass.graph import (
     INFERRED,
-    LargeTensor,
     attribute,
     dtype_of,
     fresh_names,
     graphs_of,
-    infer,
     is_op,
     label,
-    put_graph,
+    name_of,
     shape_of,
     stored,
-    to_ir,
 )
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_pass.fuse.replacement import HEIR_OF, Replacement
-from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
@@ -43,9 +38,9 @@ CASTS: Final = ("Identity", "Cast")
 class Edit:
     """A model while its nodes are replaced."""
 
-    def __init__(self, opened: OpenedModel) -> None:
-        self.opened = opened
-        self.model = infer(opened, to_ir(opened), opened.proto)
+    def __init__(self, model: ir.Model, notes: list[str]) -> None:
+        """`notes`: of the report, which `note` adds to."""
+        self.model, self.notes = model, notes
         self.fresh: Final = fresh_names(self.model)
         """Makes a name like the one it takes, which nothing in the model has."""
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -60,12 +55,10 @@ class Edit:
 
     def infer(self) -> None:
         """Finds dtypes and shapes of values, as far as onnx can with the function bodies of our nodes."""
-        put_graph(self.opened, self.model)
-        whole = onnx.ModelProto()
-        whole.CopyFrom(self.opened.proto)
-        record.complete(whole, None)
-        inferred = onnx_calls.infer_shapes(whole, self.opened.name, [])
-        self.model = infer(self.opened, to_ir(self.opened), inferred)
+        self.model.opset_imports.setdefault(contract.DOMAIN, contract.VERSION)
+        record.add_bodies(self.model)
+        prepare.infer(self.model, [])
+        record.remove_bodies(self.model)
 
     def each(self, step: Callable[[Edit, ir.Node], Nodes | None]) -> bool:
         """Replaces nodes of every graph as `step` says, and drops what nothing uses any more; whether any was.
@@ -105,12 +98,8 @@ class Edit:
         """Returns a new initializer of a graph."""
         graph = graph or self.model.graph
         name = self.fresh(wanted)
-        whole = onnx.TensorProto(name=name, data_type=dtype, dims=array.shape, raw_data=array.tobytes())
-        tensor = ir.serde.TensorProtoTensor(whole)
-        if graph is self.model.graph:
-            self.opened.tensors[name] = whole
-            tensor = LargeTensor.new(self.opened, name, dtype, array.shape)
-        value = ir.Value(name=name, const_value=tensor)
+        element = ir.DataType(dtype)
+        value = ir.Value(name=name, const_value=ir.Tensor(array.view(element.numpy()), dtype=element, name=name))
         graph.register_initializer(value)
         return value
 
@@ -128,40 +117,33 @@ class Edit:
 
     def retype(self, value: ir.Value, dtype: int) -> None:
         """Says that the bytes of an initializer are of another 8-bit dtype."""
-        name, tensor = str(value.name), value.const_value
-        if isinstance(tensor, LargeTensor):
-            if tensor.is_stub and name in self.opened.tensors:
-                self.opened.tensors[name] = _retyped(tensor.source, dtype)
-            value.const_value = LargeTensor(self.opened, _retyped(tensor.raw, dtype), is_stub=tensor.is_stub)
-        elif isinstance(tensor, ir.serde.TensorProtoTensor):
-            value.const_value = ir.serde.TensorProtoTensor(_retyped(tensor.raw, dtype))
+        tensor, element = value.const_value, ir.DataType(dtype)
+        if isinstance(tensor, ir.ExternalTensor):
+            place = tensor.location, tensor.offset, tensor.length, element
+            shape, folder = ir.Shape(dims(tensor)), tensor.base_dir
+            value.const_value = ir.ExternalTensor(*place, shape=shape, name=tensor.name or "", base_dir=folder)
+        elif tensor is not None:
+            value.const_value = ir.Tensor(tensor.numpy().view(element.numpy()), dtype=element, name=tensor.name)
         if value.is_graph_input():
-            value.type = ir.TensorType(ir.DataType(dtype))
+            value.type = ir.TensorType(element)
 
     def codes(self, tensor: ir.TensorProtocol) -> Codes:
         """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
         if tensor.dtype.bitwidth != 8:
-            where, advice = f"{self.opened.name}: tensor {tensor.name!r}", "export the model again"
+            where, advice = f"{name_of(self.model)}: tensor {tensor.name!r}", "export the model again"
             what = f"is {tensor.dtype.name.lower()}"
             raise ContractError(where, what, expected="elements or scales of 8 bits", advice=advice)
         return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(dims(tensor))
 
     def note(self, text: str) -> None:
         """Tells something in the report, once."""
-        if text not in self.opened.notes:
-            self.opened.notes.append(text)
+        if text not in self.notes:
+            self.notes.append(text)
 
     def refuse(self, node: ir.Node, what: str, *, expected: str, advice: Advice) -> ContractError:
         """Returns the error for a node that cannot be read or written."""
-        where = f"{self.opened.name}: node {label(node)!r} ({node.op_type})"
+        where = f"{name_of(self.model)}: node {label(node)!r} ({node.op_type})"
         return ContractError(where, what, expected=expected, advice=advice)
-
-
-def _retyped(tensor: onnx.TensorProto, dtype: int) -> onnx.TensorProto:
-    copy = onnx.TensorProto()
-    copy.CopyFrom(tensor)  # a caller's proto is never modified
-    copy.data_type = dtype
-    return copy
 
 
 def _float_dtypes(model: ir.Model) -> set[int]:
@@ -229,7 +211,7 @@ def _heir(value: ir.Value) -> ir.Value:
         new = ir.Value(name=value.name, type=value.type, shape=value.shape, doc_string=value.doc_string)
         new.metadata_props.update(value.metadata_props)
     # onnx_ir keeps annotations of quantization there.
-    new.meta.update({key: kept for key, kept in value.meta.items() if key != INFERRED} | {HEIR_OF: value})
+    new.meta.update({key: kept for key, kept in value.meta.items() if key != INFERRED} | {REPLACES: value})
     return new
 
 

@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
-from mxfp8_graph.onnx_pass.fuse.replacement import is_ours, ours
+from mxfp8_graph.onnx_pass.fuse.replacement import is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op
 from mxfp8_graph.tools.dialects.decompose import is_marked
 from mxfp8_graph.tools.dialects.edit import (
     CASTS,
@@ -104,7 +104,7 @@ def _embedding(node: ir.Node) -> Nodes | None:
     by_row = attribute(node, "axis", 0) in (0, -2) and dtype_of(ids) in contract.INDICES
     if not along_rows or not by_row or dtype is None:
         return None
-    return [ours(node, contract.EMBEDDING, [ids, *operands(table)], heirs(node), output_dtype=dtype)]
+    return [mxfp8_node(node, contract.EMBEDDING, [ids, *operands(table)], heirs(node), output_dtype=dtype)]
 
 
 def _is_plain(node: ir.Node) -> bool:
@@ -137,11 +137,11 @@ def _gemm(edit: Edit, product: ir.Node, last: ir.Node, bias: ir.Value | None) ->
     inputs = [weight.elements, weight.scales, *([bias] if bias is not None else [])]
     outputs = heirs(last)
     if quantized is not None:
-        return [ours(product, contract.GEMM, [*quantized, *inputs], outputs, output_dtype=dtype)]
+        return [mxfp8_node(product, contract.GEMM, [*quantized, *inputs], outputs, output_dtype=dtype)]
     x, settings = _activation(operands(product)[0])
     held = weight_gemm_dtype(dtype)
     y = outputs if held == dtype else [ir.Value(name=edit.fresh(f"{outputs[0].name}_gemm"))]
-    nodes = [ours(product, contract.WEIGHT_GEMM, [x, *inputs], y, output_dtype=held, **settings)]
+    nodes = [mxfp8_node(product, contract.WEIGHT_GEMM, [x, *inputs], y, output_dtype=held, **settings)]
     return nodes if y is outputs else [*nodes, ir.node("Cast", y, {"to": dtype}, outputs=outputs, name=y[0].name)]
 
 

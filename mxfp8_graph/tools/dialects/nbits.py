@@ -12,10 +12,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
-from mxfp8_graph.onnx_model.walk import MICROSOFT
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects import standard
 from mxfp8_graph.tools.dialects.decompose import gemm_of
 from mxfp8_graph.tools.dialects.edit import Codes, Edit, Nodes, dims, heirs, operand, operands, tensor_of
@@ -74,9 +73,9 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     inputs = [a, *packed, *([] if bias is None else [edit.cast(node, bias, contract.FLOAT, "float")])]
     outputs, dtype = heirs(node), dtype_of(a) or dtype_of(node.outputs[0]) or contract.FLOAT
     if weight_gemm_dtype(dtype) == dtype:
-        return [ours(node, contract.WEIGHT_GEMM, inputs, outputs, output_dtype=dtype)]
+        return [mxfp8_node(node, contract.WEIGHT_GEMM, inputs, outputs, output_dtype=dtype)]
     y = ir.Value(name=edit.fresh(f"{outputs[0].name}_float"))
-    gemm = ours(node, contract.WEIGHT_GEMM, inputs, [y])
+    gemm = mxfp8_node(node, contract.WEIGHT_GEMM, inputs, [y])
     return [gemm, ir.node("Cast", [y], {"to": dtype}, outputs=outputs, name=y.name)]
 
 

@@ -10,8 +10,8 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialects import OPS
-from mxfp8_graph.onnx_model.graph import attribute, is_op
+from mxfp8_graph.onnx_pass.dialects import OPS
+from mxfp8_graph.onnx_pass.graph import attribute, is_op
 from mxfp8_graph.tools.dialects.edit import Advice, Edit, dims, operand, rank_of, tensor_of
 from mxfp8_ops.formats import BLOCK_SIZE
 

@@ -10,10 +10,9 @@ from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, label
-from mxfp8_graph.onnx_model.walk import MICROSOFT
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects import standard
 from mxfp8_graph.tools.dialects.decompose import gemm_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, tensor_of
@@ -60,10 +59,10 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         inputs.append(edit.cast(node, bias, contract.FLOAT, "float"))
     outputs = heirs(node)
     if (dtype_of(a) or dtype_of(node.outputs[0])) == contract.BFLOAT16:
-        return [ours(node, contract.WEIGHT_GEMM, inputs, outputs, output_dtype=contract.BFLOAT16)]
+        return [mxfp8_node(node, contract.WEIGHT_GEMM, inputs, outputs, output_dtype=contract.BFLOAT16)]
     # Float16, or unknown: in float32, and then in the dtype of A (see `weight_gemm_dtype`).
     y = ir.Value(name=edit.fresh(f"{outputs[0].name}_float"))
-    gemm = ours(node, contract.WEIGHT_GEMM, inputs, [y])
+    gemm = mxfp8_node(node, contract.WEIGHT_GEMM, inputs, [y])
     return [gemm, ir.node("CastLike", [y, a], outputs=outputs, name=y.name)]
 
 

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op
 from mxfp8_graph.tools.dialects.decompose import gemm_of, product
 from mxfp8_graph.tools.dialects.edit import CASTS, Codes, Edit, Nodes, dims, heirs, operands, source, tensor_of
 from mxfp8_graph.tools.dialects.gemms import KN, swapped
@@ -68,7 +68,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
             raise edit.refuse(node, what, expected=f"one for {BLOCK_SIZE} elements", advice="export the model again")
     edit.counts["qdq", "activations" if static else "weights"] += 1
     scales = stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])
-    return [ours(node, contract.DEQUANTIZE, [value, scales], heirs(node), axis=axis, output_dtype=dtype)]
+    return [mxfp8_node(node, contract.DEQUANTIZE, [value, scales], heirs(node), axis=axis, output_dtype=dtype)]
 
 
 def stored_codes(edit: Edit, scales: ir.Value, wanted: str, codes: Codes, shift: int = 0) -> ir.Value:

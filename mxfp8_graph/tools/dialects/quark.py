@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import dialect_of
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of
-from mxfp8_graph.onnx_pass.fuse.replacement import ours
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
+from mxfp8_graph.onnx_pass.fuse.replacement import mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands, tensor_of
 from mxfp8_ops import contract, cpu
 from mxfp8_ops.formats import BLOCK_SIZE, element_format
@@ -52,7 +52,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
             edit.store(x.graph, f"{x.name}_mxfp8", code, np.ascontiguousarray(elements)),
             edit.store(x.graph, f"{x.name}_mxfp8_scales", contract.UINT8, np.ascontiguousarray(scales)),
         ]
-        return [ours(node, contract.DEQUANTIZE, packed, heirs(node), axis=axis, output_dtype=int(stored.dtype))]
+        return [mxfp8_node(node, contract.DEQUANTIZE, packed, heirs(node), axis=axis, output_dtype=int(stored.dtype))]
     edit.counts["quark", "activations"] += 1
     packed = [ir.Value(name=edit.fresh(f"{x.name}_mxfp8")), ir.Value(name=edit.fresh(f"{x.name}_mxfp8_scales"))]
     settings = {**contract.QUANTIZE.attributes, "axis": axis, "output_dtype": code, "scale_rounding": "floor"}
@@ -66,7 +66,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     )
     known, outputs = dtype_of(x), heirs(node)
     if known in contract.VALUES:
-        return [quantize, ours(node, contract.DEQUANTIZE, packed, outputs, axis=axis, output_dtype=known)]
+        return [quantize, mxfp8_node(node, contract.DEQUANTIZE, packed, outputs, axis=axis, output_dtype=known)]
     y = ir.Value(name=edit.fresh(f"{outputs[0].name}_float"))
-    whole = ours(node, contract.DEQUANTIZE, packed, [y], axis=axis, output_dtype=contract.FLOAT)
+    whole = mxfp8_node(node, contract.DEQUANTIZE, packed, [y], axis=axis, output_dtype=contract.FLOAT)
     return [quantize, whole, ir.node("CastLike", [y, x], outputs=outputs, name=y.name)]

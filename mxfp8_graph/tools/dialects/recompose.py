@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import constant, graphs_of, is_op, only_used_by
 from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, heir, ours
+from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, mxfp8_node, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
+from mxfp8_graph.onnx_pass.graph import constant, graphs_of, is_op, only_used_by
 from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, graph_of, is_marked
 from mxfp8_graph.tools.dialects.edit import Edit, settings_of
 from mxfp8_ops import contract
@@ -109,9 +109,8 @@ def _replacement(
             inputs.append(match.inputs.get(port.name))
     while inputs and inputs[-1] is None:
         inputs.pop()
-    whole = ours(
-        node, op, inputs, list(map(heir, outputs)), **{name: value for name, (value,) in case.attributes.items()}
-    )
+    settings = {name: value for name, (value,) in case.attributes.items()}
+    whole = mxfp8_node(node, op, inputs, list(map(value_replacing, outputs)), **settings)
     whole.name = mark["name"]
     del whole.metadata_props[MARK + op.name]
     return Replacement(kind=op.name, node=whole, gone=tuple(gone), before=tuple(before))

@@ -16,11 +16,10 @@ from typing import Final
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialect_ops import blocked_axis, dialect_of, without_padding
-from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, dtype_of, is_op, to_ir
-from mxfp8_graph.onnx_model.open import OpenedModel
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, ours
+from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_padding
+from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, name_of
 from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_graph.tools.dialects.edit import (
     Codes,
@@ -59,7 +58,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     edit.counts["trt", "activations"] += 1
     axis = attribute(node, "axis", _AXES[node.op_type])
     if node.op_type == TRT_QUANTIZE:
-        return [ours(node, contract.QUANTIZE, node.inputs, heirs(node), axis=axis)]
+        return [mxfp8_node(node, contract.QUANTIZE, node.inputs, heirs(node), axis=axis)]
     return [_quantize_static(edit, node, axis)]
 
 
@@ -93,7 +92,7 @@ def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
         axis, scales = _weight(edit, node, stored)
         edit.counts["trt", "weights"] += 1
     dtype = _dtype(edit, node)
-    return ours(node, contract.DEQUANTIZE, [elements, scales], heirs(node), axis=axis, output_dtype=dtype)
+    return mxfp8_node(node, contract.DEQUANTIZE, [elements, scales], heirs(node), axis=axis, output_dtype=dtype)
 
 
 def _dtype(edit: Edit, node: ir.Node) -> int:
@@ -215,12 +214,12 @@ def _check_weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, settings
         raise edit.refuse(node, what, expected=f"a multiple of {BLOCK_SIZE}, as TensorRT requires", advice=advice)
 
 
-def check(opened: OpenedModel) -> None:
+def check(model: ir.Model) -> None:
     """Raises ContractError if TensorRT's parser would refuse a converted model."""
-    if broken := trt_rules.violations(to_ir(opened)):
+    if broken := trt_rules.violations(model):
         what = f"breaks rules of TensorRT's parser: {'; '.join(broken[:5])}"
         expected, advice = "a model that the parser accepts", "convert to qdq or standard"
-        raise ContractError(opened.name, what, expected=expected, advice=advice)
+        raise ContractError(name_of(model), what, expected=expected, advice=advice)
 
 
 def _only_e4m3(edit: Edit, node: ir.Node) -> Exception:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
-from mxfp8_graph.onnx_model.graph import attribute, default, dtype_of, graphs_of, label
+from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
+from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, graphs_of, label
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
 

@@ -12,9 +12,9 @@ import onnx_ir as ir
 import torch
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_export.export import quiet, translate
-from mxfp8_graph.onnx_model.walk import NAME_SCOPES
+from mxfp8_graph.onnx_pass.graph import NAME_SCOPES
 from mxfp8_graph.tools.from_hf.architecture import Call
+from mxfp8_graph.torch_pass import exporter
 from mxfp8_ops.errors import ContractError
 
 _OURS: Final = "model."
@@ -28,7 +28,7 @@ def export(call: Call, opset: int, where: str) -> ir.Model:
         ContractError: torch cannot export the model.
     """
     try:
-        with quiet(), torch.no_grad():
+        with exporter.quiet(), torch.no_grad():
             program = torch.export.export(call.module, call.inputs, dynamic_shapes=call.dims, strict=False)
     except Exception as error:  # they have no common base
         what = f"torch {torch.__version__} cannot export it: {first_line(error)}"
@@ -39,7 +39,8 @@ def export(call: Call, opset: int, where: str) -> ir.Model:
     parameters = {name for name, _ in call.module.named_parameters(remove_duplicate=False)}
     parameters |= set(call.module.state_dict())
 
-    def lift(model: ir.Model) -> None:
+    def lift(exported: torch.onnx.ONNXProgram) -> None:
+        model = exported.model
         for name in parameters & model.graph.initializers.keys():
             value = model.graph.initializers.pop(name)
             # Without a value the initializer becomes an input, which no pass folds.
@@ -48,7 +49,7 @@ def export(call: Call, opset: int, where: str) -> ir.Model:
             model.graph.inputs.append(value)
 
     names = {"input_names": call.input_names, "output_names": call.output_names()}
-    model: ir.Model = translate(program, opset, names, before_optimizing=lift)
+    model = exporter.export(program, opset, names, lift)
     _name_axes(model.graph, call)
     for node in model.graph:
         if NAME_SCOPES in node.metadata_props:

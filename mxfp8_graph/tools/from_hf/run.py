@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mxfp8_graph.file_reading import Pins, is_folder
-from mxfp8_graph.onnx_export.export import check_opset
+from mxfp8_graph.models import check_opset
 from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, Unpack, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
-from mxfp8_graph.pass_steps import Reporter
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
+from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 
 if TYPE_CHECKING:
-    from mxfp8_graph.onnx_model.open import OpenedModel
+    import onnx_ir as ir
 
 _WEIGHT_ONLY = "mxfp8-weight-only"
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
@@ -69,11 +69,10 @@ def from_hf(
     """
     check_options("from_hf", options, PackOptions)
     folder = Path(folder)
-    if not is_folder(folder):
+    if not os.path.isdir(folder):
         raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
     config = read_json(
         folder / "config.json",
-        Pins(),
         what="not a JSON object",
         expected="the config of a model",
         advice="download it again",
@@ -89,23 +88,26 @@ def from_hf(
         where=str(folder),
         weights=checkpoint.weights,
         instead=True,
-        check=checkpoint.check,
         files=checkpoint.files | {folder / "config.json"},
     )
     # Before the export, which takes minutes: the output must not be one of the files that it is made of.
     weights.keep(target)
     whole = Options(name=str(folder), output=target, weights=weights, **options)
     reporter = Reporter(recipe=chosen, options=whole, bytes_before=checkpoint.byte_size)
-    opened = _opened(folder, config, checkpoint, dtype, opset)
-    from mxfp8_graph.onnx_pass.run import rewrite_opened
+    model, names = _model(folder, config, checkpoint, dtype, opset)
+    if unused := sorted(checkpoint.others.keys() - names):
+        reporter.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")
+    from mxfp8_graph.onnx_pass.run import rewrite_model
 
-    path, report = rewrite_opened(opened, reporter)
+    path, report = rewrite_model(model, reporter)
     assert isinstance(path, Path)  # an output was asked for
     return path, report
 
 
-def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int) -> OpenedModel:
-    """Returns the model, whose tensors are external data in the files of the checkpoint."""
+def _model(
+    folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int
+) -> tuple[ir.Model, set[str]]:
+    """Returns (the model, whose tensors are external data in the files of the checkpoint; the names that it uses)."""
     try:
         import onnxscript  # noqa: F401
         import torch  # noqa: F401
@@ -135,11 +137,8 @@ def _opened(folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype
         model = architecture.build(config, folder, dtype, limits, "cpu")
         call = architecture.call_of(model, config)
         exported = graph.export(call, opset, str(folder))
-    opened = stored.opened(exported, checkpoint, call.input_names, names)
-    unused = sorted(checkpoint.others.keys() - names.used)
-    if unused:
-        opened.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")
-    return opened
+    stored.take(exported, checkpoint, call.input_names, names)
+    return exported, names.used
 
 
 def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) -> str:

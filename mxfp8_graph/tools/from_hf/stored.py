@@ -1,20 +1,17 @@
 """Turns the parameters of a graph into external data in the files of the checkpoint, without reading it.
 
 A safetensors file is what ONNX calls external data: an offset and a length. So tensors in high precision are copied
-from file to file, as they are, and MXFP8 weights become stubs in the graph that the pass fills with their bytes.
+from file to file, as they are, and the pass fills MXFP8 weights with their bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.file_reading import ModelFolder
-from mxfp8_graph.onnx_model.graph import attribute, is_op
-from mxfp8_graph.onnx_model.open import OpenedModel
+from mxfp8_graph.onnx_pass.graph import attribute, is_op
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed
 from mxfp8_graph.packed.safetensors import DTYPES, Stored
 from mxfp8_ops.errors import ContractError
@@ -23,42 +20,33 @@ _FLOATS: Final = ("F32", "F16", "BF16", "F64")
 """Dtypes of parameters, in the words of safetensors."""
 
 
-def opened(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> OpenedModel:
-    """Returns the model with its parameters from a checkpoint, as the pass takes it.
+def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> None:
+    """Gives a model its parameters, in place.
 
     Args:
-        model: its inputs are `inputs` and parameters; edited in place.
+        model: its inputs are `inputs` and parameters.
         checkpoint: where values are.
         inputs: the names of the inputs of a run.
         names: finds the checkpoint's name of a parameter; see `check`.
-
-    Raises:
-        ContractError: the files of the checkpoint are in several folders.
     """
     graph = model.graph
     # Parameters were inputs for the export only; from here on they are initializers.
     parameters = [value for value in graph.inputs if value.name not in inputs]
     graph.inputs[:] = [value for value in graph.inputs if value.name in inputs]
-    sources: dict[str, Stored] = {}
     for value in parameters:
         value.name = name = names.of(str(value.name))
         assert name is not None  # `check` found it
-        if name in checkpoint.others:
-            sources[name] = checkpoint.others[name]
+        stored = checkpoint.others.get(name)
+        if stored is None:
+            value.const_value = _without_data(name, value, checkpoint)
+        else:
+            value.const_value = tensor = _external(name, stored)
             # The bytes of the file stay as they are, so nodes that compute in another dtype need a cast.
-            dtype = ir.DataType.from_numpy(DTYPES[sources[name].dtype])
-            if dtype != value.dtype:
-                _cast(graph, value, dtype)
-    proto = ir.to_proto(model)
-    for value in parameters:
-        assert value.shape is not None  # the exporter gives it
-        assert value.dtype is not None
-        proto.graph.initializer.add(name=value.name, dims=value.shape.numpy(), data_type=value.dtype)
-    folder = _folder(checkpoint, sources)
-    tensors = {name: ir.serde.serialize_tensor(_external(name, stored)) for name, stored in sources.items()}
-    size = sum(math.prod(tensor.dims) * ir.DataType(tensor.data_type).itemsize for tensor in proto.graph.initializer)
-    where, size = str(checkpoint.path), int(size) + proto.ByteSize()
-    return OpenedModel(where, proto, tensors, folder, size, uses_external_data=True, weights_are_inputs=False)
+            if tensor.dtype != value.dtype:
+                _cast(graph, value, tensor.dtype)
+        graph.register_initializer(value)
+        value.type = value.shape = None  # else the saved model declares each initializer's type twice
+    model.meta["name"] = str(checkpoint.path)
 
 
 def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, names: Names) -> None:
@@ -99,24 +87,20 @@ class Names:
         return None
 
 
-def _folder(checkpoint: Checkpoint, sources: Mapping[str, Stored]) -> ModelFolder | None:
-    """Returns the folder of the files that tensors are in, which must be one; None without tensors."""
-    folder: ModelFolder | None = None
-    for stored in sources.values():
-        if folder is None:
-            folder = ModelFolder(stored.path)
-            folder.files = stored.files
-        if stored.path.parent != folder.path:
-            what = f"{stored.path} and others are in several folders"
-            raise ContractError(checkpoint.path, what, expected="shards in one folder", advice="move them there")
-    return folder
-
-
 def _external(name: str, stored: Stored) -> ir.ExternalTensor:
     """Returns a tensor whose data is in a file of the checkpoint."""
     dtype = ir.DataType.from_numpy(DTYPES[stored.dtype])
-    place = stored.path.name, stored.offset, stored.byte_size
-    return ir.ExternalTensor(*place, dtype, shape=ir.Shape(stored.shape), name=name)
+    path = stored.path.resolve()  # the Hugging Face hub's cache has links there, out of the folder
+    place = path.name, stored.offset, stored.byte_size
+    return ir.ExternalTensor(*place, dtype, shape=ir.Shape(stored.shape), name=name, base_dir=str(path.parent))
+
+
+def _without_data(name: str, value: ir.Value, checkpoint: Checkpoint) -> ir.ExternalTensor:
+    """Returns what stands for an MXFP8 weight until the pass takes its packed bytes: no one reads it."""
+    assert value.shape is not None  # the exporter gives it
+    assert value.dtype is not None
+    folder = str(checkpoint.path)
+    return ir.ExternalTensor(name, None, None, value.dtype, shape=value.shape, name=name, base_dir=folder)
 
 
 def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> None:

@@ -41,7 +41,6 @@ def export_checkpoint(
     *,
     config: str | Path,
     convention: str = COMPRESSED_TENSORS.name,
-    trust_pickle: bool = False,
 ) -> tuple[Path, list[str]]:
     """Returns (`output`, notes): a new folder that vLLM, SGLang or transformers load, with the packed bytes of a model.
 
@@ -54,7 +53,6 @@ def export_checkpoint(
         output: the folder.
         config: the Hugging Face folder that the model comes from, or another one with its config.json and tokenizer.
         convention: "compressed-tensors" for vLLM, "scale-inv" for SGLang and transformers.
-        trust_pickle: let a .pt2 file run code that it brings; see `mxfp8_graph.load`.
 
     Raises:
         ContractError: the model has no packed weights, or lacks tensors of the class of transformers; a weight is
@@ -66,7 +64,7 @@ def export_checkpoint(
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     target = Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
     require_new(target)
-    source = contents(model, trust_pickle=trust_pickle)
+    source = contents(model)
     described = Description(Path(config), source.where, "config.json", "config.json and a tokenizer")
     numbers = described.json("config.json", dict)
     reference = _reference(described.path, numbers, source)

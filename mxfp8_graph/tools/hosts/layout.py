@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.file_reading import ModelFolder, open_regular
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_ops.errors import ContractError, Option
 
 MODEL: Final = "model.onnx"
@@ -87,7 +87,7 @@ class Description:
         """
         path = self.path / name
         try:
-            with open_regular(self.locate(name)) as file:
+            with self.locate(name).open("rb") as file:
                 data = json.load(file)
         except OSError as error:
             raise ContractError.unreadable(path, error, "a readable file") from None

@@ -11,7 +11,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_model.graph import dtype_of
+from mxfp8_graph.onnx_pass.graph import dtype_of
 from mxfp8_graph.tools.hosts.layout import MODEL, Layout, Request
 from mxfp8_ops.errors import ContractError
 

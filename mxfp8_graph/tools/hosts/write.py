@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from mxfp8_graph.file_reading import open_regular
-from mxfp8_graph.files import new_folder
+import onnx_ir as ir
+
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.onnx_model import record
-from mxfp8_graph.onnx_model.graph import declared
-from mxfp8_graph.onnx_model.open import OpenedModel, open_model
-from mxfp8_graph.onnx_model.tensor_data import is_external, location
-from mxfp8_graph.onnx_model.walk import iter_tensors
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.graph import name_of
+from mxfp8_graph.onnx_pass.load import external_files, load, path_of
 from mxfp8_graph.tools.hosts import HOSTS
 from mxfp8_graph.tools.hosts.layout import Request
 from mxfp8_ops import native
@@ -36,7 +34,7 @@ def package(
     """Returns `output`, a new folder that a host loads a rewritten model from.
 
     Files are copied, the model's external data too. The folder is put in place whole; if the process is killed on the
-    way, a folder `.NAME.TOKEN.mxfp8-folder` stays beside it.
+    way, a folder `.mxfp8-graph-RANDOM` stays beside it.
 
     Args:
         model: an ONNX file that `rewrite` made.
@@ -62,12 +60,12 @@ def package(
     if config is not None and host == "triton":
         what, expected = "a description for triton", "none, since the configuration follows from the model"
         raise ContractError("config", what, expected=expected, advice="leave it out")
-    opened, target = _rewritten(model), Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
+    loaded, target = _rewritten(model), Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
     require_new(target)
     library = native.library_path()
     request = Request(
-        graph=declared(opened).graph,
-        name=opened.name,
+        graph=loaded.graph,
+        name=name_of(loaded),
         folder_name=target.name,
         library=library.name,
         config=None if config is None else Path(config),
@@ -78,8 +76,8 @@ def package(
     with whole_folder(target) as folder:
         write_files(folder, layout.files)
         if layout.library is not None:
-            _copy(functools.partial(open_regular, library), library, folder, layout.library)
-        _copy_model(folder, layout.model, opened)
+            _copy(library, folder, layout.library)
+        _copy_model(folder, layout.model, loaded)
     return target
 
 
@@ -99,10 +97,13 @@ def whole_folder(target: Path) -> Iterator[Path]:
     """
     require_new(target)
     try:
-        with new_folder(target) as folder:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".mxfp8-graph-", dir=target.parent) as around:
+            folder = Path(around, target.name)
+            folder.mkdir()
             yield folder
-    except FileExistsError:  # since it was looked for
-        raise _exists(target) from None
+            require_new(target)  # once more: something may have come since
+            folder.rename(target)
     except OSError as error:
         raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
 
@@ -114,36 +115,34 @@ def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
             with _new_file(folder, name) as file:
                 file.write(content)
         else:
-            _copy(functools.partial(open_regular, content), content, folder, name)
+            _copy(content, folder, name)
 
 
-def _rewritten(model: Any) -> OpenedModel:
+def _rewritten(model: Any) -> ir.Model:
     if kind_of(model) is not Kind.ONNX_FILE:
         advice = "write a program with mxfp8_graph.to_onnx, a model in memory with onnx.save"
         raise ContractError(str(model)[:80], "is not an ONNX file", expected="one", advice=advice)
-    opened = open_model(model)
-    if record.find(opened.proto) is None:
-        raise ContractError(opened.name, "has no MXFP8 nodes", expected="a rewritten model", advice="rewrite it first")
-    return opened
+    loaded = load(model, sparse=True)
+    if record.find(loaded) is None:
+        what, expected = "has no MXFP8 nodes", "a rewritten model"
+        raise ContractError(name_of(loaded), what, expected=expected, advice="rewrite it first")
+    return loaded
 
 
-def _copy_model(folder: Path, name: str, opened: OpenedModel) -> None:
+def _copy_model(folder: Path, name: str, model: ir.Model) -> None:
     """Copies a model and its external data, which keeps its place relative to the model."""
-    models, path = opened.folder, Path(opened.name)
-    assert models is not None  # it came from a file
-    _copy(functools.partial(models.files.open, path), path, folder, name)
-    tensors = [*opened.tensors.values(), *iter_tensors(opened.proto)]
-    for data in sorted({location(tensor) for tensor in tensors if is_external(tensor)}):
-        place = str(PurePosixPath(name).parent / data)
-        _copy(functools.partial(models.open, data, opened.name), path.parent / data, folder, place)
-    # After the copies: a model that changed meanwhile may have given parts of two versions.
-    models.files.check()
+    path = path_of(model)
+    assert path is not None  # it came from a file
+    _copy(path, folder, name)
+    for data in sorted(external_files(model)):
+        place = data.relative_to(os.path.abspath(path.parent))  # noqa: PTH100 - as `load` names it
+        _copy(data, folder, str(PurePosixPath(name).parent / place.as_posix()))
 
 
-def _copy(open_original: Callable[[], BinaryIO], path: Path, folder: Path, name: str) -> None:
-    """Copies what `open_original` opens, called `path` in errors, to a new file below `folder`."""
+def _copy(path: Path, folder: Path, name: str) -> None:
+    """Copies a file to a new one below `folder`."""
     try:
-        original = open_original()
+        original = path.open("rb")
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
     with original, _new_file(folder, name) as file:

@@ -24,11 +24,8 @@ from typing import Annotated, Any, BinaryIO, Final
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from mxfp8_graph.file_reading import is_folder, open_regular
-from mxfp8_graph.files import open_locked, uninterrupted
 from mxfp8_graph.models import kind_of
-from mxfp8_graph.onnx_model.open import open_model
-from mxfp8_graph.onnx_model.write import input_files
+from mxfp8_graph.onnx_pass.load import external_files, load
 from mxfp8_graph.running.runner import is_program
 from mxfp8_graph.running.samples import Samples
 from mxfp8_graph.tools.metrics import Metric
@@ -75,31 +72,28 @@ class Place:
         self.part = self.folder.with_name(f"{self.folder.name}.part")
         self.model_name = f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
         self._state = self.part / NAME
-        if not is_folder(self.folder.parent):
+        if not os.path.isdir(self.folder.parent):
             what = f"no folder {self.folder.parent}"
             raise ContractError(self.folder, what, expected="a folder for it", advice="correct the output")
-        if self.folder.exists() and not is_folder(self.folder):
+        if self.folder.exists() and not os.path.isdir(self.folder):
             raise ContractError(self.folder, "is a file", expected="a folder", advice=another)
         self.check_free()
-        # Drafts of a killed process, whose names begin with a dot, are not in the way.
+        # Temporary folders of a killed process, whose names begin with a dot, are not in the way.
         inside = [path for path in self.part.glob("*") if not path.name.startswith(".")]
-        if (self.part.exists() and not is_folder(self.part)) or (inside and self._state not in inside):
+        if (self.part.exists() and not os.path.isdir(self.part)) or (inside and self._state not in inside):
             away = ("move it away, or ", *another)
             raise ContractError(self.part, "exists", expected="nothing there, or an unfinished search", advice=away)
 
     @contextlib.contextmanager
     def search(self) -> Iterator[BinaryIO]:
-        """Yields the file of the measurements, open for reading and appending; its lock keeps other searches out.
+        """Yields the file of the measurements, open for reading and appending.
 
         Raises:
-            ContractError: another process uses it for a search, or the folder cannot be written.
+            ContractError: the folder cannot be written.
         """
         try:
             self.part.mkdir(exist_ok=True)
-            file = open_locked(self._state)
-        except BlockingIOError:
-            what, advice = "another process uses it for a search", ("wait for it, or pass another ", Option("output"))
-            raise ContractError(self.part, what, expected="one search at a time", advice=advice) from None
+            file = self._state.open("a+b")
         except OSError as error:
             raise ContractError.unwritable(self.part, error, ("pass another ", Option("output"))) from None
         try:
@@ -178,10 +172,9 @@ class Measurements:
     def _append(self, line: Mapping[str, Any]) -> None:
         if self._file is not None:
             try:
-                with uninterrupted():
-                    self._file.write(json.dumps(line).encode() + b"\n")
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
+                self._file.write(json.dumps(line).encode() + b"\n")
+                self._file.flush()
+                os.fsync(self._file.fileno())
             except OSError as error:
                 raise ContractError.unwritable(self._file.name, error, ("pass another ", Option("output"))) from None
 
@@ -235,11 +228,12 @@ def _checksum(name: str, value: Any) -> int:
 def model_digest(model: Any) -> str:
     """Returns the SHA-256 of a model: of its files, or of what it holds in memory."""
     if isinstance(model, (str, Path)):
-        files = [Path(model)] if is_program(model) else sorted(input_files(open_model(Path(model))))
+        beside = [] if is_program(model) else sorted(external_files(load(model, sparse=True)))
+        files = [Path(model), *beside]
         return _digest(piece for file in files for piece in _pieces(file))
     if not is_program(model):
         return _digest([model.SerializeToString(deterministic=True)])
-    from mxfp8_graph.torch_program.internals import to_numpy
+    from mxfp8_graph.torch_pass.internals import to_numpy
 
     tensors = sorted({**model.state_dict, **model.constants}.items())
     values = (to_numpy(t.detach().contiguous()).tobytes() if hasattr(t, "detach") else b"" for _, t in tensors)
@@ -262,7 +256,7 @@ def metric_digest(metric: Metric) -> str:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    with open_regular(path) as file:
+    with path.open("rb") as file:
         while piece := file.read(2**20):
             yield piece
 

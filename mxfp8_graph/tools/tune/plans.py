@@ -174,7 +174,7 @@ class Recipes:
         self._decisions = {decision.site.name: decision for decision in decisions}
         self._sites = [decision.site for decision in decisions]
         eligible = [decision.site.name for decision in decisions if decision.quantize]
-        self._patterns = dict(zip(eligible, anchored(eligible, self._sites, base), strict=True))
+        self._patterns = dict(zip(eligible, anchored(eligible, self._sites), strict=True))
 
     def recipe(self, ways: Mapping[str, Way], name: str) -> Recipe:
         """Returns the recipe that does with each eligible site, by name, what `ways` says.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from mxfp8_graph.files import scratch
 from mxfp8_graph.options import Progress, Unpack, check_options, documented
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
@@ -84,11 +84,10 @@ def tune(
     in_memory = not isinstance(model, (str, Path))
     place = None if in_memory and output is None else Place(model, output, overwrite=options.get("overwrite", False))
     search = contextlib.nullcontext() if place is None else place.search()
-    trust_pickle = options.get("trust_pickle", False)
-    with search as file, _opened(model, trust_pickle=trust_pickle) as (source, signature, original):
+    with search as file, _opened(model) as (source, signature, original):
         samples = make_samples(signature, options, count=SYNTHESISED, run=original.run)
         base = base.for_cpu() if original.note else base
-        with scratch("tune") as folder:
+        with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:
             tuner = Tuner(
                 model=model,
                 source=source,
@@ -100,7 +99,7 @@ def tune(
                 objective=objective,
                 place=place,
                 file=file,
-                folder=folder,
+                folder=Path(folder),
                 allow_nonfinite=options.get("allow_nonfinite", False),
                 ticker=Ticker(options.get("progress")),
             )
@@ -108,13 +107,13 @@ def tune(
 
 
 @contextlib.contextmanager
-def _opened(model: Model, *, trust_pickle: bool) -> Iterator[tuple[Any, Signature, Runnable]]:
+def _opened(model: Model) -> Iterator[tuple[Any, Signature, Runnable]]:
     """Yields (the model as the passes take it, what it takes, the model ready to run); a program is read once."""
     source: Any = model
     if is_program(model) and isinstance(model, (str, Path)):
-        from mxfp8_graph.torch_program import load
+        from mxfp8_graph.torch_pass.load import load
 
-        source = load(model, trust_pickle=trust_pickle)
+        source = load(model)
     signature, original = open_runnable(source)
     if source is not model:
         signature = replace(signature, name=str(model))

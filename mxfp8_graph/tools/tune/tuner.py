@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from mxfp8_graph import rewriting
 from mxfp8_graph._version import __version__
-from mxfp8_graph.files import write_text
+from mxfp8_graph.files import output
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport
@@ -138,8 +138,8 @@ class Tuner:
         self.ticker.total = len(self.samples) * (plans + 1) + ranked + timed
 
     def _damages(self) -> Damages:
-        settings = {"allow_nonfinite": self.allow_nonfinite, "trust_pickle": False}
-        return Damages(self.source, self.base, self.samples, self._measurements, self.ticker, **settings)
+        measured, allow = self._measurements, self.allow_nonfinite
+        return Damages(self.source, self.base, self.samples, measured, self.ticker, allow_nonfinite=allow)
 
     def _try_plans(self, decisions: Sequence[Decision]) -> None:
         """Measures what it takes to choose, and leaves the steps in the search."""
@@ -263,7 +263,8 @@ class Tuner:
 
 
 def _write_reports(found: Tuning, folder: Path) -> None:
-    write_text(folder / "recipe.yaml", found.recipe.to_yaml())
+    with output(folder / "recipe.yaml", overwrite=True) as new:
+        (new / "recipe.yaml").write_bytes(found.recipe.to_yaml().encode())
     found = replace(found, resumed=0)  # an interrupted search gives the same files
     found.write(folder / "report.json")
     found.write(folder / "report.html")

@@ -1,0 +1,129 @@
+"""Makes the report of a rewrite: a report of each site as it is replaced or kept, then all of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.account import Account
+from mxfp8_graph.report.data import FusionReport, RewriteReport, SiteReport
+
+Site = TypeVar("Site")
+
+
+@dataclass(frozen=True)
+class PackedNames:
+    """A packed weight in the rewritten model."""
+
+    elements: str
+    """Name of the initializer or buffer with the elements."""
+    scales: str
+    """Name of the one with the scales."""
+    byte_size: int
+    """Bytes of both."""
+    relative_l2: float | None
+    """Rounding error of the weight, where it is known."""
+
+
+@dataclass(kw_only=True)
+class Reporter:
+    """Makes the report of one rewrite. The clock starts with it, before the model is opened."""
+
+    recipe: Recipe
+    options: Options
+    bytes_before: int = 0
+    """Size of the model, once it is known."""
+    notes: list[str] = field(default_factory=list)
+    """What else was done to the model; grows on the way."""
+    fusions: Sequence[FusionReport] = ()
+    """What was fused."""
+    account: Account = field(default=Account())
+    """The bytes of the tensors, once the result is known."""
+    _started: float = field(default_factory=time.perf_counter, init=False)
+
+    def report(
+        self, sites: Sequence[SiteReport] = (), bytes_after: int | None = None, *, already_rewritten: bool = False
+    ) -> RewriteReport:
+        """Returns the report; `bytes_after` is None if nothing was written."""
+        output = self.options.output if bytes_after is not None else None
+        gone = {name for fusion in self.fusions for name in fusion.replaced}
+        fused = [fusion for fusion in self.fusions if fusion.kind == "attention"]
+        attention = {name for fusion in fused for name in (fusion.node, *fusion.replaced)}
+        return RewriteReport(
+            source=self.options.name,
+            output=None if output is None else str(output),
+            recipe=self.recipe.model_dump(mode="json"),
+            sites=tuple(self._fused(site, attention).without(gone) for site in sites),
+            fusions=tuple(self.fusions),
+            bytes_before=self.bytes_before,
+            bytes_after=bytes_after,
+            account=self.account,
+            seconds=time.perf_counter() - self._started,
+            notes=tuple(self.notes),
+            dry_run=self.options.dry_run,
+            already_rewritten=already_rewritten,
+        )
+
+    def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
+        """Returns the report of a rewrite that stops with the plan."""
+        return self.report([kept(decision) for decision in decisions])
+
+    def _fused(self, site: SiteReport, attention: AbstractSet[str]) -> SiteReport:
+        """Returns the report of a site, which says so if the site is a product in one of the `attention` nodes."""
+        decision, role = site.decision, site.decision.site.role
+        # A product that the recipe excludes, or a rule keeps, keeps that reason.
+        if decision.kind != "role" or role not in ROLE_SETTINGS or decision.site.name not in attention:
+            return site
+        how = "not rounded" if self.recipe.activations == "unchanged" else "rounded to bfloat16"
+        reason = f"{role.replace('_', ' ')}, fused, {how}; set {ROLE_SETTINGS[role]}: true to quantize it"
+        return replace(site, decision=replace(decision, kind="fused", reason=reason))
+
+
+def replace_each(
+    sites: Sequence[Site],
+    decisions: Sequence[Decision],
+    replace: Callable[[Site, Decision], SiteReport],
+    *,
+    keep: Callable[[Site], None] | None = None,
+    progress: Progress | None = None,
+) -> list[SiteReport]:
+    """Returns a report of each site: `replace` is called for those that are rewritten, `keep` for the others."""
+    total = sum(decision.site.weight_bytes for decision in decisions if decision.quantize)
+    done = 0
+    reports = []
+    for site, decision in zip(sites, decisions, strict=True):
+        if not decision.quantize:
+            if keep is not None:
+                keep(site)
+            reports.append(kept(decision))
+            continue
+        reports.append(replace(site, decision))
+        done += decision.site.weight_bytes
+        if progress is not None:
+            progress(decision.site.name, done, total)
+    return reports
+
+
+def replaced(decision: Decision, nodes: Sequence[str], weight: PackedNames | None) -> SiteReport:
+    """Returns the report of a site that `nodes` replace."""
+    if weight is None:
+        return SiteReport(decision=decision, nodes=tuple(nodes))
+    return SiteReport(
+        decision=decision,
+        nodes=tuple(nodes),
+        packed=weight.elements,
+        bytes_before=decision.site.weight_bytes,
+        bytes_after=weight.byte_size,
+        relative_l2=weight.relative_l2,
+    )
+
+
+def kept(decision: Decision) -> SiteReport:
+    """Returns the report of a site without new nodes."""
+    return SiteReport(decision=decision, bytes_before=decision.site.weight_bytes)

@@ -1,0 +1,316 @@
+"""All private and version-dependent APIs of torch that the package uses, in one module.
+
+The undocumented names, and why each is used:
+
+    ExportedProgram._update            the only way to give a program other parameters; it verifies the result
+    GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
+    OpOverload._schema                 says which arguments an op writes to
+    ExportedProgram._example_inputs    to save sample inputs without their containers
+    torch.utils._pytree                the containers that a program takes and gives
+    Node.meta["from_node"]             what a node was before decomposition
+    pt2_archive._package.load_pt2      torch.export.load hides what is wrong with a file
+    torch._C.PyTorchFileReader         reads a record of a .pt2 file before torch reads the program
+    torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
+    torch._dispatch.python             evaluates ops in Python, see `python_dispatch`
+    torch._C._current_graph_task_id    says whether a backward pass runs, see `in_backward`
+    Tensor._make_wrapper_subclass      the documented way to a tensor that consists of others; see `empty_wrapper`
+    CHECKPOINT_PREFIX                  what checkpoint_wrapper adds to the names of parameters
+    _resolve_process_group             the process group of a name: a graph holds names only
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import ml_dtypes
+import numpy.typing as npt
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ExportGraphSignature, InputSpec
+from torch.fx import GraphModule, Node
+
+from mxfp8_ops.errors import BackendError
+
+OLDEST: Final = (2, 10)
+"""2.9 cannot decompose the guards that it writes into programs of varying sizes; older ones lose custom metadata."""
+NEWEST_TESTED: Final = (2, 15)
+
+CHECKPOINT_PREFIX: Final = "_checkpoint_wrapped_module."
+"""The name of the module inside a `checkpoint_wrapper`, a part of the names of its parameters and modules."""
+
+_AUTOCAST, _SET_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
+
+_UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
+
+
+def check_torch() -> str | None:
+    """Returns None if the pass was tested with this torch, or a note if it is newer and looks as expected.
+
+    Raises:
+        BackendError: too old, or newer with another private API; says which versions work.
+    """
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    works = f"torch {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)}"
+    if version < OLDEST:
+        raise BackendError(f"torch {torch.__version__}", "too old", expected=works, advice="pip install -U torch")
+    # By the signature and not by the version alone: nightly builds have the number of a release that is not out.
+    update = getattr(ExportedProgram, "_update", None)
+    if update is None or not set(_UPDATE) <= set(inspect.signature(update).parameters):
+        what = "ExportedProgram._update is not the one this pass knows"
+        advice = "install one of those, or a newer mxfp8-graph"
+        raise BackendError(f"torch {torch.__version__}", what, expected=works, advice=advice)
+    if version > NEWEST_TESTED:
+        return f"torch {torch.__version__} is newer than the last one tested ({_dotted(NEWEST_TESTED)})"
+    return None
+
+
+def python_dispatch() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which ops are evaluated in Python, as in export.
+
+    In C++, torch 2.10 fixes a size that varies to that of the example.
+    """
+    dispatch: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
+    return dispatch
+
+
+def updated(
+    program: ExportedProgram,
+    module: GraphModule,
+    inputs: Sequence[InputSpec],
+    state: Mapping[str, torch.Tensor],
+    constants: Mapping[str, Any],
+) -> ExportedProgram:
+    """Returns `program` with another graph and other weights; outputs, ranges and module calls stay."""
+    signature = ExportGraphSignature(input_specs=list(inputs), output_specs=program.graph_signature.output_specs)
+    with quiet():
+        new: ExportedProgram = program._update(module, signature, state_dict=dict(state), constants=dict(constants))
+    return new
+
+
+def with_samples(program: ExportedProgram, samples: Any) -> ExportedProgram:
+    """Returns a shallow copy of `program` with other sample inputs, which need not fit its arguments."""
+    other = copy.copy(program)
+    other._example_inputs = samples
+    return other
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences torch's warnings about its own use of deprecated names."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def fake_mode(module: GraphModule) -> Any:
+    """Returns the fake mode the program was traced under.
+
+    Raises:
+        BackendError: the nodes carry no fake values.
+    """
+    from torch._guards import detect_fake_mode
+
+    # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
+    mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.meta.get("val") is not None])
+    if mode is None:
+        what = "its nodes carry no fake tensors"
+        raise BackendError("program", what, expected="a program as torch.export makes it", advice="export it again")
+    return mode
+
+
+def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
+    """Returns the fake twin of `tensor`, every size static."""
+    return mode.from_tensor(tensor, static_shapes=True)
+
+
+def graphs(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.fx.Graph]]:
+    """Yields (name, submodule, its graph) of the submodules that run one, those of `unflatten` among them."""
+    for name, each in module.named_modules():
+        # Not getattr: a checkpoint_wrapper has the attributes of the module inside.
+        graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
+        if isinstance(graph, torch.fx.Graph):
+            yield name, each, graph
+
+
+def in_backward() -> bool:
+    """Whether the engine of autograd runs a backward pass in this thread.
+
+    FSDP2 asks in the same way. Hooks do not serve: FSDP2 prefetches a block before any hook of that block runs.
+    """
+    running: int = torch._C._current_graph_task_id()
+    return running != -1
+
+
+def empty_wrapper(kind: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns a tensor of the class `kind` without memory, contiguous; its `__torch_dispatch__` computes."""
+    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(size), dtype=dtype, device=device)
+
+
+def process_group(name: str) -> Any:
+    """Returns the torch.distributed.ProcessGroup whose `group_name` is `name`."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch does not export it
+    return resolve(name)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has values: it is neither on the meta device nor fake."""
+    return not tensor.is_meta and not isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Returns the values of a tensor, bfloat16 as ml_dtypes has it; they share its memory if that is on the CPU."""
+    tensor = tensor.detach().cpu()
+    if tensor.dtype == torch.bfloat16:  # NumPy has no such type; ml_dtypes does, and the bits are the same
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    array: npt.NDArray[Any] = tensor.numpy()
+    return array
+
+
+def storage_of(tensor: Any) -> int:
+    """Returns the address where the memory of a tensor begins; 0 for a tensor without memory of its own."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return 0
+
+
+def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
+    """Returns `program` with each einsum as permutes, views and a bmm, and without regions of autocast and no_grad.
+
+    Training keeps a program with a no_grad region as it is: gradients would pass through what was inside.
+    """
+    from torch._export.utils import _get_decomp_for_cia
+
+    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
+    ops = {op_name(node) for module in modules for node in module.graph.nodes}
+    if not ops & {"einsum", _AUTOCAST, _SET_GRAD} or (training and _SET_GRAD in ops):
+        return program
+    op = torch.ops.aten.einsum.default
+    with quiet():
+        result: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
+    return result
+
+
+def is_from_einsum(node: Node) -> bool:
+    """Whether `node` is part of a decomposed einsum, by torch's record of decompositions."""
+    return any(source.target == str(torch.ops.aten.einsum.default) for source in node.meta.get("from_node") or ())
+
+
+def op_names(names: str) -> frozenset[str]:
+    """Returns a set of names as `op_name` gives them, written with spaces between."""
+    return frozenset(names.split())
+
+
+def op_name(node: Node) -> str:
+    """Returns what a call_function node calls: "linear" for aten ops, "mxfp8::gemm", "cond"; "" for other nodes."""
+    target = node.target
+    if node.op != "call_function":
+        return ""
+    if isinstance(target, torch._ops.OpOverload):
+        name: str = target._schema.name
+        return name.removeprefix("aten::")
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return str(target._name)
+    return str(getattr(target, "__name__", target))
+
+
+def is_higher_order(node: Node) -> bool:
+    """Whether `node` calls an op that runs graphs of its own."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def inner_graphs(node: Node) -> list[tuple[str, GraphModule]]:
+    """Returns (name, graph) of each graph that a call of a higher-order op runs; none for other nodes."""
+    if not is_higher_order(node):
+        return []
+    owner = node.graph.owning_module
+    modules = [(str(a.target), getattr(owner, str(a.target), None)) for a in node.all_input_nodes if a.op == "get_attr"]
+    return [(name, module) for name, module in modules if isinstance(module, GraphModule)]
+
+
+def module_path(node: Node) -> str:
+    """Returns the path of the module that made `node`, such as "model.layers.0.mlp.up_proj"; "" for the model."""
+    stack = node.meta.get("nn_module_stack")
+    return str(list(stack.values())[-1][0]) if stack else ""
+
+
+def transform_depth(node: Node) -> int:
+    """Returns 1 if a function transform such as vmap begins at `node`, -1 if one ends there, and else 0."""
+    name = op_name(node)
+    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """Returns an argument of an op call by its name in the op's schema, however it was passed."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    # By the schema: exporters pass the same argument by position or by keyword.
+    formals = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    for index, formal in enumerate(formals):
+        if formal.name == name and not formal.kwarg_only:
+            if index < len(node.args):
+                return node.args[index]
+            return formal.default_value if formal.has_default_value() else default
+    return default
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Sets an argument of an op call by its name in the op's schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    index = [formal.name for formal in node.target._schema.arguments].index(name)
+    if index < len(node.args):
+        node.update_arg(index, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keyword arguments that differ from the op's defaults; each one costs half a microsecond a call."""
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    return {name: value for name, value in keywords.items() if name not in defaults or defaults[name] != value}
+
+
+def written(node: Node) -> list[Node]:
+    """Returns the arguments that the op of `node` writes to; of a higher-order op that writes at all, every one."""
+    target = node.target
+    if any(written(inner) for _, module in inner_graphs(node) for inner in module.graph.nodes):
+        return node.all_input_nodes
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return []
+    arguments = []
+    for index, formal in enumerate(target._schema.arguments):
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            value = node.kwargs.get(formal.name, node.args[index] if index < len(node.args) else None)
+            arguments += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
+    return arguments
+
+
+def written_names(graph: torch.fx.Graph, stored_name: Callable[[Node], str | None]) -> set[str]:
+    """Returns the names of the stored tensors that ops of `graph` may write to.
+
+    Args:
+        graph: the main graph of a program.
+        stored_name: the name of the stored tensor that a placeholder stands for, or None.
+    """
+    names: set[str] = set()
+    for node in graph.nodes:
+        for argument in written(node):
+            # A view is of its first input. Another op's result is not the tensor: a name too many does no harm.
+            origin = argument
+            while origin.op == "call_function" and origin.all_input_nodes:
+                origin = origin.all_input_nodes[0]
+            names.update(filter(None, [stored_name(origin)]))
+    return names
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,121 @@
+"""Writes programs to .pt2 files, with a record of the recipe, the tool and the node contract that made them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO, Final
+
+import torch
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from mxfp8_graph import provenance
+from mxfp8_graph.files import check_output, output
+from mxfp8_graph.naming import first_line
+from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.torch_pass.checked_program import check_values
+from mxfp8_ops.errors import ContractError, Mxfp8Error
+
+_PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
+"""Containers that torch unpickles without importing a class; None stands for a leaf."""
+
+
+def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
+    """Returns the .pt2 file a program was written to; see `mxfp8_graph.save`."""
+    path = check_target(path, overwrite=overwrite)
+    check_values(program, path)
+    return write(program, path, overwrite=overwrite)
+
+
+def write(program: ExportedProgram, path: Path, *, overwrite: bool) -> Path:
+    """Returns the .pt2 file that a program was written to, which `check_target` and `check_values` have passed."""
+    rewrite_record = record.find(program)
+    entries: dict[str, Any] = provenance.entries(rewrite_record.recipe if rewrite_record else None)
+    entries[record.MODULES_KEY] = container_modules(program)
+    # Sample inputs with containers of transformers would be pickled by class, and `load` unpickles no classes.
+    leaves, tree = pytree.tree_flatten(program.example_inputs)
+    if tree == program.call_spec.in_spec and not {spec.type for spec in _specs(tree)} <= _PLAIN:
+        entries[record.SAMPLES_KEY] = "leaves"
+        program = internals.with_samples(program, (tuple(leaves), {}))
+    try:
+        # In a thread, where no signal raises: torch's writer ends the process when its file raises something.
+        with (
+            output(path, overwrite=overwrite) as folder,
+            (folder / path.name).open("wb") as file,
+            ThreadPoolExecutor(1) as thread,
+        ):
+            sink: Any = _Sink(file)
+            extra = {record.EXTRA_FILE: json.dumps(entries)}
+            thread.submit(torch.export.save, program, sink, extra_files=extra).result()
+            if sink.error is not None:
+                raise sink.error
+    except Mxfp8Error:
+        raise
+    except Exception as error:
+        what = f"torch cannot serialize the program: {first_line(error)}"
+        expected = "containers that pytree knows and registered ops"
+        raise ContractError(path, what, expected=expected, advice="see the cause above") from error
+    return path
+
+
+class _Sink(io.RawIOBase):
+    """A file that stores its first error, and ignores all writes after it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.error: OSError | None = None
+        self._file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True  # torch asks, and goes back to the start at the end
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return offset
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return len(data)
+
+
+def check_target(path: str | Path, *, overwrite: bool, inputs: Collection[Path] = ()) -> Path:
+    """Returns `path` if a program can be written there, which is none of `inputs`. Ask before the work, not after it.
+
+    Raises:
+        ContractError: another suffix than .pt2, or as `files.check_output`.
+    """
+    path = Path(path)
+    if path.suffix != ".pt2":
+        raise ContractError(path, f"suffix {path.suffix!r}", expected=".pt2", advice="rename it (to_onnx writes ONNX)")
+    check_output(path, overwrite=overwrite, inputs=inputs)
+    return path
+
+
+def container_modules(program: ExportedProgram) -> list[str]:
+    """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
+    modules: set[str] = set()
+    for spec in (*_specs(program.call_spec.in_spec), *_specs(program.call_spec.out_spec)):
+        # A namedtuple has its class in the context.
+        for kind in (spec.type, spec.context):
+            if isinstance(kind, type):
+                modules.add(kind.__module__)
+    return sorted(modules - {"builtins", "collections"})
+
+
+def _specs(tree: Any) -> Iterator[Any]:
+    """Yields the nodes of a tree of containers."""
+    stack = [tree] if tree is not None else []
+    while stack:
+        spec = stack.pop()
+        yield spec
+        stack += spec.children() if callable(getattr(spec, "children", None)) else spec.children_specs

@@ -1,0 +1,323 @@
+"""to_onnx: exports a packed program as the plain one that it was made from, and rewrites that by the ONNX pass.
+
+    gemm(quantize(x), w)           ->  linear(x, W)
+    gemm(quantize(q), quantize(k)) ->  matmul(q, k^T)
+    weight_gemm(x, w)              ->  linear(x, W)
+    gemm(quantize(x), w[ids])      ->  matmul(x, W[ids]^T)
+    grouped_gemm(x, w, offs)       ->  matmul(x, W[group of each row]^T)
+    embedding(ids, w)              ->  embedding(W, ids)
+
+The pass packs the nodes that these become, with the settings of the ops, and takes the bytes of w by name. The values
+of W are never read, so W is zeros, which take no memory.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+
+import onnx_ir as ir
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from mxfp8_graph.naming import first_line
+from mxfp8_graph.onnx_pass.load import load as load_onnx
+from mxfp8_graph.onnx_pass.prepare import infer
+from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_onnx
+from mxfp8_graph.options import CheckpointWeights, Options
+from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
+from mxfp8_graph.torch_pass import exporter, internals, record
+from mxfp8_graph.torch_pass.build import Builder
+from mxfp8_graph.torch_pass.checked_program import check_stored, check_values
+from mxfp8_graph.torch_pass.load import load
+from mxfp8_graph.torch_pass.operands import GATHERS
+from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.training_mode import evaluated
+from mxfp8_ops import contract, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops.errors import ContractError, Mxfp8Error
+
+_ATEN: Final = torch.ops.aten
+_SITE: Final = "mxfp8_graph.site"
+"""Key in the custom metadata of a product or lookup: activations, scale rounding and weight format, in one text."""
+_INLINE_LIMIT: Final = 1_900_000_000
+"""Bytes. protobuf cannot hold 2^31; the rest is room for the graph."""
+_LARGE: Final = 4096
+"""Bytes from which on a tensor of the plain model goes to external data."""
+
+
+class _Decided(Recipe):
+    """A recipe whose rules name the nodes to quantize. The file has the record of the one that packed the program."""
+
+    record: str
+
+    def to_record(self) -> str:
+        """Returns the recipe that packed the program, as JSON."""
+        return self.record
+
+
+def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mapping[str, Any], options: Any) -> Path:
+    """Writes a packed program as ONNX, and returns `path`; `mxfp8_graph.to_onnx` has the arguments."""
+    source = _opened(program)
+    plain = _Plain(source)
+
+    def before_optimizing(exported: torch.onnx.ONNXProgram) -> None:
+        _rename(exported.model.graph, names)
+        plain.lift(exported)
+
+    shapes = {} if names["dynamic_shapes"] is None else {"dynamic_shapes": names["dynamic_shapes"]}
+    model = exporter.export(plain.finish(), opset, shapes, before_optimizing)
+    recipe = _decided(source, plain.sites)
+    own = {name: name for name in plain.weights}  # explicit, so that no name is guessed
+    weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph.") as folder:
+        try:
+            saved = _save(model, Path(folder) / "plain.onnx", own)
+        except OSError as error:
+            raise ContractError.unwritable(folder, error, "free some space for temporary files") from error
+        rewrite_onnx(saved, recipe, Options(name="to_onnx", output=path, weights=weights, **_settings(source, options)))
+    values = (node.meta.get("val") for node in source.graph.nodes)
+    if not recipe.runs_on and any(getattr(v, "dtype", None) in {torch.float16, torch.bfloat16} for v in values):
+        written = load_onnx(path)
+        infer(written, [])
+        for note in cpu_note(written):
+            warnings.warn(note, stacklevel=3)  # the caller of mxfp8_graph.to_onnx
+    return path
+
+
+def plain_to_onnx(program: ExportedProgram | Path, path: Path) -> Path:
+    """Writes an original program as ONNX, with external data, and returns `path`; errors as `mxfp8_graph.to_onnx`."""
+    return _save(exporter.export(_opened(program), contract.MIN_OPSET, {}), path)
+
+
+def _opened(program: ExportedProgram | Path) -> ExportedProgram:
+    if isinstance(program, Path):
+        return evaluated(load(program))
+    check_values(program, "to_onnx")  # a program from a file has given out no modules yet
+    check_stored(program, "to_onnx", "rewrite the original again")
+    return evaluated(program)
+
+
+def _rename(graph: ir.Graph, names: Mapping[str, Any]) -> None:
+    """Gives inputs and outputs the names that are asked for.
+
+    Not by torch.onnx.export: optimizing makes names that occur twice unique, instead of refusing them.
+    """
+    inputs, outputs = (names[key] or () for key in ("input_names", "output_names"))
+    wanted = [*zip(graph.inputs, inputs, strict=False), *zip(graph.outputs, outputs, strict=False)]
+    values = {*graph.inputs, *graph.initializers.values(), *(output for node in graph for output in node.outputs)}
+    taken = {value.name for value in values.difference(value for value, _ in wanted)}
+    for value, name in wanted:
+        if name in taken:
+            what = f"{name!r} is the name of another value"
+            raise ContractError("to_onnx", what, expected="another name", advice="pass other names")
+        value.name = name
+        taken.add(name)
+
+
+def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Recipe:
+    """Returns the recipe that packed a program, with rules that quantize the nodes of each setting and nothing else."""
+    made = record.find(source)
+    text = (made and made.recipe) or ""
+    known = recorded(text)
+    rules = []
+    for setting, nodes in sites.items():
+        names = ("activations", "scale_rounding", "weight_format")
+        keys: dict[str, Any] = dict(zip(names, setting.split(), strict=True))
+        # Not validated: a pattern of many names is longer than those of users may be.
+        rules.append(Rule.model_construct(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
+    fields = {**dict(known or Recipe(fuse=False)), "include": (), "exclude": (), "rules": tuple(rules)}
+    fields |= {"attention_scores": False, "attention_values": False, "record": known.to_record() if known else text}
+    return _Decided.model_construct(None, **fields)
+
+
+def _settings(source: ExportedProgram, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of the rewrite."""
+    settings = {name: options[name] for name in ("external_data", "overwrite", "bodies") if name in options}
+    # Not as the plain model has it, which has external data at any size.
+    if settings.get("external_data", "auto") == "auto":
+        stored = sum(tensor.nbytes for tensor in source.state_dict.values())
+        settings["external_data"] = "always" if stored > _INLINE_LIMIT else "never"
+    return {**settings, "allow_nonfinite": True}  # that was decided when the program was packed
+
+
+def _save(model: ir.Model, path: Path, weights: Sequence[str] | Mapping[str, str] = ()) -> Path:
+    """Writes a model with external data, and returns `path`; `weights` are inputs that become initializers of zeros."""
+    ir.external_data.unload_from_model(model, path.parent, f"{path.name}.data", size_threshold_bytes=_LARGE)
+    zeros = path.with_name(f"{path.name}.zeros")  # one range of one file for all
+    for value in [value for value in model.graph.inputs if value.name in weights]:
+        shape, dtype = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED
+        size = math.prod(shape.numpy()) * int(dtype.itemsize)
+        with zeros.open("ab") as file:
+            file.truncate(max(size, file.tell()))  # takes no space on the disk
+        model.graph.inputs.remove(value)
+        name = str(value.name)
+        value.const_value = ir.ExternalTensor(zeros.name, 0, size, dtype, shape=shape, name=name, base_dir=path.parent)
+        model.graph.register_initializer(value)
+    ir.save(model, path)
+    return path
+
+
+class _Plain:
+    """The plain program of a packed one."""
+
+    def __init__(self, source: ExportedProgram) -> None:
+        self.weights: dict[str, Any] = {}
+        """The packed weights, as `options.StoredWeight`, by the names of the plain ones."""
+        self.sites: dict[str, list[str]] = {}
+        """Names of the ONNX nodes of products and lookups, by what is under `_SITE`; filled by `lift`."""
+        self._program = Program(source)
+        self._names: dict[tuple[object, ...], str] = {}
+
+    def finish(self) -> ExportedProgram:
+        """Returns the plain program.
+
+        Raises:
+            ContractError: the source has no mxfp8 op, or one that `rewrite` does not make for inference.
+        """
+        graph, count = self._program.module.graph, 0
+        for node in list(graph.nodes):
+            if internals.op_name(node) not in contract.PACKED_OPS - contract.TRAINING_OPS:
+                continue
+            build = Builder(self._program, node)
+            try:
+                build.evaluate(node.target, node.args, node.kwargs)  # refuses operands that do not fit
+                result = self._result(node, build)
+            except (Mxfp8Error, RuntimeError) as error:
+                what, advice = f"the program is damaged: {first_line(error)}", "rewrite the original again"
+                raise ContractError("to_onnx", what, expected="operands that fit", advice=advice) from error
+            if result is not None:
+                # In place: users, metadata and the program's signature refer to the node.
+                node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
+                node.meta["custom"] = result.meta.get("custom", {})
+                graph.erase_node(result)
+                count += 1
+        graph.eliminate_dead_code()
+        for _, _, inner in internals.graphs(self._program.module):
+            for node in inner.nodes:
+                if op := contract.TORCH_OPS.get(internals.op_name(node)):
+                    raise _without_form(node, op)
+        if not count:
+            advice = "call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is"
+            raise ContractError("to_onnx", "the program has no mxfp8 op", expected="a rewritten one", advice=advice)
+        return self._program.finish()
+
+    def lift(self, exported: torch.onnx.ONNXProgram) -> None:
+        """Makes the weights of the exported program inputs, in place, and notes its nodes in `sites`."""
+        graph, translated = exported.model.graph, exported.exported_program
+        assert translated is not None  # it was exported by torch.export
+        # As initializers they would be folded, and merged.
+        for name in self.weights:
+            value = graph.initializers.pop(name)
+            value.const_value = None
+            graph.inputs.append(value)
+        # The exporter decomposes ops first, which keeps the metadata of nodes and not their names.
+        settings = {node.name: (node.meta.get("custom") or {}).get(_SITE) for node in translated.graph.nodes}
+        for node in graph:
+            text = node.metadata_props.get("pkg.torch.onnx.fx_node", "")  # "%linear_1 : [num_users=1] = ..."
+            setting = settings.get(text.partition(" ")[0].removeprefix("%"))
+            if setting and node.op_type in {"MatMul", "Gemm", "Gather"}:
+                self.sites.setdefault(setting, []).append(str(node.name))
+
+    def _result(self, node: Node, build: Builder) -> Node | None:
+        """Returns a new node with the plain result of `node`; None if its operands are not as `rewrite` makes them."""
+        argument, dtype = partial(internals.argument, node), node.meta["val"].dtype
+        x, setting = argument("a") or argument("x"), argument("activation_dtype") or "unchanged"
+        setting = f"{setting} ceil".removeprefix("torch.")
+        if argument("a_scales") is not None:
+            if (quantize := _quantize(x, argument("a_scales"))) is None:
+                return None
+            x, setting = quantize.args[0], f"{argument('a_format')} {internals.argument(quantize, 'scale_rounding')}"
+        # In the wider dtype, of activation and result: nothing is rounded then that the op does not round.
+        wide = dtype if x is None else torch.promote_types(x.meta["val"].dtype, dtype)
+        other = _quantize(argument("b"), argument("b_scales"))
+        w = _cast(build, wide, other.all_input_nodes[0]) if other else self._weight(node, wide, build)
+        if w is None:
+            return None
+        if x is None:  # ids pick rows of a table
+            product = result = build.add("rows", _ATEN.embedding.default, w, argument("indices"))
+        else:
+            bias = argument("bias") and _cast(build, wide, argument("bias"))
+            product, result = _product(build, _cast(build, wide, x), w, bias, argument("offs"))
+        product.meta["custom"] = {_SITE: f"{setting} {argument('b_format')}"}
+        return _cast(build, dtype, result)
+
+    def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> Node | None:
+        """Returns the plain weight of an op, or what is picked of it; None if it is not a packed buffer."""
+        elements, scales = (internals.argument(node, name) for name in ("b", "b_scales"))
+        gather = elements if internals.op_name(elements) in GATHERS else None
+        if gather is not None and (scales.target, scales.args[1:]) == (gather.target, gather.args[1:]):
+            elements, scales = gather.args[0], scales.args[0]
+        stored = [self._program.stored_name(each) for each in (elements, scales)]
+        if None in stored:
+            return None
+        key = (*stored, internals.argument(node, "b_format"), dtype)
+        if key not in self._names:
+            packed = [self._program.tensor(str(each)) for each in stored]
+            for name, tensor in zip(stored, packed, strict=True):
+                if not internals.has_values(tensor):
+                    what, advice = f"tensor {name!r} is on {tensor.device}", "load its values"
+                    raise ContractError("to_onnx", what, expected="a tensor with values", advice=advice)
+            name = self._names[key] = self._program.fresh(re.sub(r"_mxfp8(?=(_\d+)?$)", "", str(stored[0])))
+            codes = (internals.to_numpy(tensor.contiguous()) for tensor in packed)
+            fields = dict(zip(("elements", "scales"), codes, strict=True), shape=tuple(packed[0].shape))
+            self.weights[name] = SimpleNamespace(name=name, element_format=key[2], **fields)
+            zero = torch.zeros((), dtype=dtype, device=packed[0].device)
+            self._program.add_buffer(name, zero.expand(packed[0].shape))
+        plain = self._program.weight(self._names[key])
+        return plain if gather is None else build.add("picked", gather.target, plain, *gather.args[1:], **gather.kwargs)
+
+
+def _quantize(elements: Node, scales: Node) -> Node | None:
+    """Returns the node that quantizes along the last axis to `elements` and `scales`, or None."""
+    if not elements.target is scales.target is operator.getitem or elements.args[0] is not scales.args[0]:
+        return None
+    source: Any = elements.args[0]
+    is_quantize = internals.op_name(source) == "mxfp8::quantize" and internals.argument(source, "axis") == -1
+    return source if is_quantize else None
+
+
+def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | None) -> tuple[Node, Node]:
+    """Returns (the node that multiplies, the result)."""
+    if w.op == "placeholder" and w.meta["val"].dim() == 2:
+        product = build.add("product", _ATEN.linear.default, x, w, bias)
+        return product, product
+    if offs is not None:
+        # ONNX has no product of groups of rows, so each row picks its matrix; one after the last group picks none, for
+        # which the node gives 0.
+        ends = build.add("ends", _ATEN.unsqueeze.default, offs, 0)
+        rows = build.add("rows", _ATEN.arange.default, build.size(x, 0), device=x.meta["val"].device)
+        ended = build.add("ended", _ATEN.le.Tensor, ends, build.add("row", _ATEN.unsqueeze.default, rows, 1))
+        group = build.add("group", _ATEN.sum.dim_IntList, ended, [1])
+        w = build.add("picked", _ATEN.index_select.default, w, 0, group)
+        x = build.add("matrices", _ATEN.unsqueeze.default, x, 1)
+    transposed = build.add("transposed", _ATEN.transpose.int, w, -2, -1)
+    product = result = build.add("product", _ATEN.matmul.default, x, transposed)
+    if offs is not None:
+        result = build.add("result", _ATEN.squeeze.dim, product, 1)
+    if bias is not None:
+        result = build.add("sum", _ATEN.add.Tensor, result, bias)
+    return product, result
+
+
+def _cast(build: Builder, dtype: torch.dtype, node: Node) -> Node:
+    same = node.meta["val"].dtype == dtype
+    return node if same else build.add("cast", _ATEN._to_copy.default, node, dtype=dtype)
+
+
+def _without_form(node: Node, op: contract.TorchOp) -> ContractError:
+    """Returns the error for an mxfp8 op that has no plain form."""
+    what, advice = f"node {node.name!r} is mxfp8.{op.name}, not as rewrite makes it", "rewrite the original"
+    if op.trains:
+        what = f"node {node.name!r} is mxfp8.{op.name}, which is for training and has no ONNX form"
+        advice = "rewrite the program again, without training"
+    expected = "products with packed weights, and lookups in them"
+    return ContractError("to_onnx", what, expected=expected, advice=advice)

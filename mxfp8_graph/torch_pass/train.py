@@ -1,0 +1,220 @@
+"""Applies decisions for training: matmuls become `mxfp8::linear_train`, their weights stay parameters.
+
+linear(x, w [N, K], b)      -> linear_train(x, w, b)
+addmm(b, x, w [K, N])       -> linear_train(x, transpose(w), b)
+bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
+matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, once attention is taken apart
+grouped_mm(x, w [E, K, N])  -> grouped_linear_train(x, transpose(w))
+matmul(w, x)                -> clone(transpose(linear_train(transpose(x), w)))
+baddbmm(c, x, w)            -> c + linear_train(x, transpose(w))
+
+Operands with fewer leading sizes are expanded. Inside of autocast x is cast to the dtype of the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch.fx import Node
+
+from mxfp8_graph.policy.eligibility import k_last
+from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.provenance import RewriteRecord
+from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.torch_pass.build import Builder
+from mxfp8_graph.torch_pass.find import Site, TorchSite
+from mxfp8_graph.torch_pass.operands import permutation
+from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand
+from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.replace import Call, prune, put
+from mxfp8_ops import formats
+from mxfp8_ops.errors import ContractError, RecipeError
+
+_ATEN: Final = torch.ops.aten
+_PRODUCTS: Final = {"attention_scores", "attention_values", "product"}
+"""Roles that a recipe has to ask for by name."""
+_ORIGINAL_KEY: Final = "mxfp8_graph.original"
+"""Key in a node's custom metadata, which files keep."""
+_SHOWN: Final = 5
+"""Names that a note lists at most."""
+
+
+def obstacle(site: Site) -> str | None:
+    """Returns why a site cannot be trained in MXFP8, or None."""
+    if not isinstance(site, TorchSite):
+        return None  # attention is taken apart into two products
+    if site.packed:
+        return "torchao packed this weight; expected one in high precision, to train it"
+    if site.lookup:
+        return "embeddings stay in high precision in training, which quantizes matmuls only"
+    if site.x.rank < 2 < int(site.w.node.meta["val"].dim()):
+        return "training does not support a vector times a stack of matrices; expected [..., M, K]"
+    return None
+
+
+def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
+    """Raises RecipeError if the recipe asks for what training does not have, attention products among them."""
+    where = f"recipe {recipe.name!r}"
+    for decision in decisions:
+        name = decision.site.name
+        if decision.quantize and decision.weight_only:
+            what = f"activations: {decision.activations} for {name!r}"
+            expected = "activations in MXFP8 too, since training quantizes both operands of every product"
+            raise RecipeError(where, what, expected=expected, advice="set activations: e4m3")
+        # linear_train has one setting for all its formats, TransformerEngine's, so a format of a single operand has no
+        # place.
+        others = sorted({decision.activations, decision.weight_format} - {formats.E4M3.name})
+        if decision.quantize and others:
+            what = f"{others[0]} for {name!r}"
+            expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
+            raise RecipeError(where, what, expected=expected, advice="set that instead")
+        # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out
+        # is a note.
+        if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or _asked_in_vain(recipe, decision)):
+            what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
+            raise RecipeError(where, what, expected="one that training can quantize", advice="exclude it in the recipe")
+
+
+def _asked_in_vain(recipe: Recipe, decision: Decision) -> bool:
+    """Whether the recipe names the role of a site that no recipe could rewrite."""
+    return decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
+
+
+def note(decisions: Sequence[Decision]) -> str | None:
+    """Returns what the recipe asks for and training keeps in high precision, with the reasons; None if nothing."""
+    left = [decision for decision in decisions if decision.kind == "unfit"]
+    if not left:
+        return None
+    names = ", ".join(d.site.module or d.site.name for d in left[:_SHOWN]) + (", ..." if len(left) > _SHOWN else "")
+    reasons = "; ".join(dict.fromkeys(d.reason for d in left))
+    return f"training keeps {len(left)} of the sites that the recipe asks for ({names}): {reasons}"
+
+
+def apply(
+    program: Program, site: TorchSite, decision: Decision, recipe: Recipe, rewrite_record: RewriteRecord
+) -> SiteReport:
+    """Replaces the site by a `linear_train` of its operands, and returns the report of the site."""
+    build = Builder(program, site.node)
+    x, weight = _operands(site, build)
+    added = site.added
+    if added.bias is not None and not _absorbed(site, added.bias, weight):
+        added = replace(added, bias=None, addend=added.bias)
+    # Whatever it is stored as, the weight is an operand like another one here: nothing is folded into it.
+    stored = site.w.node
+    site = replace(site, w=Operand(node=weight), added=added)
+    settings = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
+    call = Call("train", torch.ops.mxfp8.linear_train.default, (x, weight, added.bias), settings)
+    if site.form.offs is not None:
+        call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
+        _note_original(site.node)
+    put(site, call, build, rewrite_record)
+    # A transpose that was dropped: it would keep the weight in the program once that is packed.
+    prune(program, [stored], set())
+    # Training keeps the weight as it is, so before and after are equal.
+    size = site.matmul.weight_bytes
+    names = (*(new.name for new in build.new), added.output.name)
+    return SiteReport(decision=decision, nodes=names, bytes_before=size, bytes_after=size)
+
+
+def _absorbed(site: TorchSite, bias: Node, weight: Node) -> bool:
+    """Whether `linear_train` takes the bias; otherwise it is added to the result."""
+    shape = bias.meta["val"].shape
+    scaled = site.form.alpha != 1.0 or site.form.beta != 1.0
+    return not scaled and len(shape) == 1 and shape[0] == site.matmul.n and weight.meta["val"].dim() == 2
+
+
+def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
+    """Returns x [..., M, K] in the dtype of the result, and w [N, K] or [..., N, K] with the leading sizes of x.
+
+    Of a grouped matmul they are x [S, K] and w [E, N, K].
+    """
+    x, w = build.k_last(site.x), _weight(site.w, build)
+    dtype = site.added.output.meta["val"].dtype
+    if x.meta["val"].dtype != dtype:  # inside of autocast, where the matmul itself would cast
+        x = build.add(f"{x.name}_cast", _ATEN._to_copy.default, x, dtype=dtype)
+    x_rank = x.meta["val"].dim()
+    # A leading 1 only broadcasts: without it the weight is one matrix for all rows of x.
+    while 2 < w.meta["val"].dim() <= x_rank and _is_one(w.meta["val"].shape[0]):
+        w = build.add(f"{w.name}_matrix", _ATEN.select.int, w, 0, 0)
+    if w.meta["val"].dim() == 2 or site.form.offs is not None:
+        return x, w
+    return _expanded(build, x, w), _expanded(build, w, x)
+
+
+def _expanded(build: Builder, node: Node, other: Node) -> Node:
+    """Returns `node` broadcast to the leading sizes of its product with `other`, as matmul does."""
+    mine, theirs = (list(n.meta["val"].shape[:-2]) for n in (node, other))
+    rank = max(len(mine), len(theirs))
+    pairs = zip([1] * (rank - len(mine)) + mine, [1] * (rank - len(theirs)) + theirs, strict=True)
+    taken = [_is_one(own) and not _is_one(there) for own, there in pairs]
+    if rank == len(mine) and not any(taken):
+        return node
+    own_sizes = [1] * (rank - len(mine)) + [-1] * len(mine)
+    sizes = [build.size(other, at - rank - 2) if take else own_sizes[at] for at, take in enumerate(taken)]
+    return build.add(f"{node.name}_expanded", _ATEN.expand.default, node, [*sizes, -1, -1])
+
+
+def _is_one(size: Any) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def undo(program: Program, site: Site) -> None:
+    """Replaces a `linear_train` by the linear, bmm or matmul that it stands for; leaves other nodes alone.
+
+    One of groups becomes the op that it was.
+    """
+    node = site.node
+    if internals.op_name(node) == GROUPED_TRAIN:
+        x, weight, offs = (internals.argument(node, name) for name in ("x", "weight", "offs"))
+        node.target, node.kwargs = _original(node), {}
+        node.args = (x, Builder(program, node).permute(weight, k_last(range(3))), offs)
+        record.unmark(node)
+    if internals.op_name(node) == LINEAR_TRAIN:
+        x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
+        if weight.meta["val"].dim() == 2:
+            node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
+        else:
+            rank = weight.meta["val"].dim()
+            transposed = Builder(program, node).permute(weight, k_last(range(rank)))
+            node.target = _ATEN.bmm.default if rank == 3 else _ATEN.matmul.default
+            node.args, node.kwargs = (x, transposed), {}
+        record.unmark(node)
+
+
+def _note_original(node: Node) -> None:
+    """Records which op a grouped matmul is: torch's takes float32 in eager mode only, transformers' takes any."""
+    name = internals.op_name(node)
+    if name != GROUPED_TRAIN:
+        node.meta["custom"] = {**(node.meta.get("custom") or {}), _ORIGINAL_KEY: name}
+
+
+def _original(node: Node) -> Any:
+    """Returns the op that `_note_original` recorded, and forgets it.
+
+    Raises:
+        ContractError: its library is not loaded.
+    """
+    name = node.meta["custom"].pop(_ORIGINAL_KEY)
+    namespace, op = name.split("::") if "::" in name else ("aten", name)
+    if not hasattr(getattr(torch.ops, namespace), op):
+        what = f"becomes {name} again, which is not registered"
+        raise ContractError(node.name, what, expected="the library that has it", advice=f"import {namespace} first")
+    return getattr(getattr(torch.ops, namespace), op).default
+
+
+def _weight(w: Operand, build: Builder) -> Node:
+    """Returns the second operand as [..., N, K]; a transpose in the program is dropped instead of being undone."""
+    if w.static is None:
+        return build.k_last(w)
+    node = w.node
+    if not w.transposed:
+        return node
+    rank = node.meta["val"].dim()
+    if permutation(node, rank) == k_last(range(rank)):
+        return node.all_input_nodes[0]
+    return build.permute(node, k_last(range(rank)))
