@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.forms import Form, Layout, Resolve, Step
+from mxfp8_graph.onnx_pass.forms import EpilogueNode, Form, Layout, Resolve
 from mxfp8_graph.onnx_pass.graph import attribute, shape_of
 from mxfp8_graph.onnx_pass.views import Static
 
@@ -60,7 +60,7 @@ def _form(x: ir.Value, w: ir.Value, static: Static | None, c: _Contraction) -> F
     in_order = (*c.batch, *c.k, *c.n) == c.w
     wanted = c.w if in_order else (*c.batch, *c.n, *c.k)
     x_layout, w_layout = Layout(perm=_perm(c.x, (*c.batch, *c.m, *c.k))), Layout(perm=_perm(c.w, wanted))
-    after: list[Step] = []
+    after: list[EpilogueNode] = []
     if len(c.n) > 1 or len(c.k) > 1 or (c.batch and len(c.m) != 1):
         sizes = _sizes(x, static, c)
         n, k = (math.prod(sizes[label] for label in labels) for labels in (c.n, c.k))
@@ -72,10 +72,10 @@ def _form(x: ir.Value, w: ir.Value, static: Static | None, c: _Contraction) -> F
             x_layout = Layout(perm=x_layout.perm, shape=(*lead, *no_rows, k))
         if len(c.n) > 1 or no_rows:
             shape = [*lead, *(sizes[label] for label in wanted if label in c.n)]
-            after.append(Step(op="Reshape", inputs=(ir.tensor(shape, ir.DataType.INT64),)))
+            after.append(EpilogueNode(op="Reshape", inputs=(ir.tensor(shape, ir.DataType.INT64),)))
     made = (*c.batch, *c.m, *(label for label in wanted if label in c.n))
     if made != c.output:
-        after.append(Step(op="Transpose", attributes={"perm": _perm(made, c.output)}))
+        after.append(EpilogueNode(op="Transpose", attributes={"perm": _perm(made, c.output)}))
     return Form(
         a=x, b=w, a_layout=x_layout, b_layout=w_layout, b_transposed=in_order, after=tuple(after), absorbs_add=not after
     )

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
-from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Step
+from mxfp8_graph.onnx_pass.forms import AS_IS, EpilogueNode, Form
 from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
     NAME_SCOPES,
@@ -55,7 +55,7 @@ class Addend:
     """The Add node that the bias came from, which goes away."""
     addend: ir.Value | None = None
     """C where it cannot be absorbed: added by nodes of its own, times beta."""
-    after: tuple[Step, ...] = ()
+    after: tuple[EpilogueNode, ...] = ()
     """What the node that the bias came from does with the sum."""
     output: ir.Value
     """The sum."""
@@ -232,14 +232,14 @@ class _Finder:
         """Returns the op's own c, or the static operand of a following Add, if the gemm can add it exactly."""
         product = output = node.outputs[0]
         c, add = form.c, None
-        after: tuple[Step, ...] = ()
+        after: tuple[EpilogueNode, ...] = ()
         if c is None:
             add = next((user for user, _ in product.uses()), None)
             if add is None or len(product.uses()) > 1 or product.is_graph_output() or not form.absorbs_add:
                 return None
             if add.graph is not node.graph or not (is_op(add, "Add") or _is_bias_gelu(add, product)):
                 return None
-            after = () if is_op(add, "Add") else (Step(op="Gelu"),)
+            after = () if is_op(add, "Add") else (EpilogueNode(op="Gelu"),)
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
             output = add.outputs[0]
         bias = self._operands.static(c)

@@ -45,7 +45,7 @@ AS_IS = Layout()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class EpilogueNode:
     """A node behind a product. It takes every result of the step before, and then `inputs`."""
 
     op: str
@@ -76,7 +76,7 @@ class Form:
     """Rank of both operands, where the op allows only one."""
     absorbs_add: bool = True
     """A bias in an Add after the op may become part of it."""
-    after: tuple[Step, ...] = ()
+    after: tuple[EpilogueNode, ...] = ()
     """What the op does with the sum."""
     picks_rows: bool = False
     """Nothing is multiplied: `a` are ids, which pick rows of the table `b`."""
@@ -192,7 +192,7 @@ def _activated(form: Form, node: ir.Node) -> Form:
         return replace(form, blocker=f"its activation {op!r} is not known; expected one of {', '.join(ACTIVATIONS)}")
     known = ((name, node.attributes.get(f"activation_{name}")) for name in ACTIVATIONS[op])
     attributes = {name: entry.value for name, entry in known if entry is not None}
-    return replace(form, after=(Step(op=op, attributes=attributes),))
+    return replace(form, after=(EpilogueNode(op=op, attributes=attributes),))
 
 
 # --- com.microsoft Attention ---
@@ -228,8 +228,10 @@ def packed_attention(node: ir.Node, resolve: Resolve) -> Form:
     attributes = {name: node.attributes[name].value for name in _KEPT if name in node.attributes}
     lengths = ir.tensor(sizes or (0, 0, 0), ir.DataType.INT64)
     after = (
-        Step(op="Split", inputs=(lengths,), attributes={"axis": -1}, outputs=3),
-        Step(op="MultiHeadAttention", inputs=(None, mask, attention_bias), attributes=attributes, domain=MICROSOFT),
+        EpilogueNode(op="Split", inputs=(lengths,), attributes={"axis": -1}, outputs=3),
+        EpilogueNode(
+            op="MultiHeadAttention", inputs=(None, mask, attention_bias), attributes=attributes, domain=MICROSOFT
+        ),
     )
     return Form(a=x, b=w, c=bias, absorbs_add=False, after=after, blocker=obstacle)
 

@@ -22,7 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.find import OnnxSite
-from mxfp8_graph.onnx_pass.forms import Step
+from mxfp8_graph.onnx_pass.forms import EpilogueNode
 from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names, remove, remove_unused, settings_of
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
@@ -150,16 +150,18 @@ class Editor:
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
             # node it shows a single index as a tensor of unknown rank.
             dtype = contract.FLOAT
-        steps: list[Step] = []
+        steps: list[EpilogueNode] = []
+        # The cast first: the others compute in the site's dtype. The transpose next: C has the layout of the result.
+        # Alpha before C, since the sum is alpha * a @ b + beta * c; activations see the sum.
         if dtype != site.dtype:
-            steps.append(Step(op="Cast", attributes={"to": site.dtype}))
+            steps.append(EpilogueNode(op="Cast", attributes={"to": site.dtype}))
         if site.swapped:
             perm = k_last(range(max(site.x.rank or 2, site.w.rank or 2)))
-            steps.append(Step(op="Transpose", attributes={"perm": perm}))
+            steps.append(EpilogueNode(op="Transpose", attributes={"perm": perm}))
         if site.form.alpha != 1.0 and site.w.static is None:
-            steps.append(Step(op="Mul", inputs=(_scalar(site.form.alpha, site.dtype),)))
+            steps.append(EpilogueNode(op="Mul", inputs=(_scalar(site.form.alpha, site.dtype),)))
         if site.added.addend is not None:
-            steps.append(Step(op="Add", inputs=((site.added.addend, site.form.beta),)))
+            steps.append(EpilogueNode(op="Add", inputs=((site.added.addend, site.form.beta),)))
         steps += [*site.form.after, *site.added.after]
         result = str(site.added.output.name)
         settings = {"output_dtype": dtype}
@@ -326,7 +328,7 @@ class Builder:
 
         return self._once(("experts", picked.index, picked.index_steps), make)[0]
 
-    def epilogue(self, values: Sequence[ir.Value], steps: Sequence[Step]) -> ir.Value:
+    def epilogue(self, values: Sequence[ir.Value], steps: Sequence[EpilogueNode]) -> ir.Value:
         """Returns the site's result, which these steps make of the gemm's, `values`."""
         site, result = self._site, str(self._site.added.output.name)
         for number, step in enumerate(steps, 1):

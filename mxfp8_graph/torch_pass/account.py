@@ -9,7 +9,7 @@ import torch
 
 from mxfp8_graph.report.account import StoredTensor
 from mxfp8_graph.torch_pass import torchao_weights
-from mxfp8_graph.torch_pass.internals import storage_of
+from mxfp8_graph.torch_pass.program import storage_of
 from mxfp8_ops.checks import dtype_name
 
 

@@ -175,14 +175,6 @@ def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return array
 
 
-def storage_of(tensor: Any) -> int:
-    """Returns the address where the memory of a tensor begins; 0 for a tensor without memory of its own."""
-    try:
-        return int(tensor.untyped_storage().data_ptr())
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return 0
-
-
 def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
     """Returns `program` with each einsum as permutes, views and a bmm, and without regions of autocast and no_grad.
 
@@ -261,6 +253,12 @@ def argument(node: Node, name: str, default: Any = None) -> Any:
                 return node.args[index]
             return formal.default_value if formal.has_default_value() else default
     return default
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """Returns every argument of an op call by its name in the op's schema; of other nodes, the keyword arguments."""
+    formals = node.target._schema.arguments if isinstance(node.target, torch._ops.OpOverload) else ()
+    return {**node.kwargs, **{formal.name: argument(node, formal.name) for formal in formals}}
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:

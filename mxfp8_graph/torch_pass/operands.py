@@ -19,8 +19,8 @@ from torch.fx import Node
 
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_pass import internals
-from mxfp8_graph.torch_pass.internals import storage_of, to_numpy
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.internals import to_numpy
+from mxfp8_graph.torch_pass.program import Program, storage_of
 from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 

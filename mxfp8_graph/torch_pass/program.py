@@ -16,7 +16,6 @@ from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_pass import internals
-from mxfp8_graph.torch_pass.internals import storage_of
 
 _STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -196,3 +195,11 @@ def clone(module: GraphModule) -> GraphModule:
                 if before.op == "placeholder":
                     after.target = before.target
     return copied
+
+
+def storage_of(tensor: Any) -> int:
+    """Returns the address where the memory of a tensor begins; 0 for a tensor without memory of its own."""
+    try:
+        return int(tensor.untyped_storage().data_ptr())
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return 0

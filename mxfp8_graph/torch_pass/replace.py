@@ -30,9 +30,8 @@ from mxfp8_graph.report.reporter import PackedNames, replaced
 from mxfp8_graph.torch_pass import internals, record, torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
-from mxfp8_graph.torch_pass.internals import storage_of
 from mxfp8_graph.torch_pass.operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.program import Program, storage_of
 from mxfp8_graph.weights import Rows, pack, take
 from mxfp8_ops.errors import ContractError
 

@@ -68,7 +68,7 @@ def rewrite_torch(
     if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
             return model if path is None else None, reporter.report(already_rewritten=True)
-        write(source, path, overwrite=options.overwrite)
+        write(source, path, recipe.model_dump_json(), overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         _note_training(source, reporter)
@@ -92,7 +92,7 @@ def rewrite_torch(
     result = checked(program.finish(), prepared=options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result))
-    write(result, options.output, overwrite=options.overwrite)
+    write(result, options.output, recipe.model_dump_json(), overwrite=options.overwrite)
     return options.output, reporter.report(reports, options.output.stat().st_size)
 
 

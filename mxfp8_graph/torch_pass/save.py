@@ -29,13 +29,16 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     """Returns the .pt2 file a program was written to; see `mxfp8_graph.save`."""
     path = check_target(path, overwrite=overwrite)
     check_values(program, path)
-    return write(program, path, overwrite=overwrite)
-
-
-def write(program: ExportedProgram, path: Path, *, overwrite: bool) -> Path:
-    """Returns the .pt2 file that a program was written to, which `check_target` and `check_values` have passed."""
     rewrite_record = record.find(program)
-    entries: dict[str, Any] = provenance.entries(rewrite_record.recipe if rewrite_record else None)
+    return write(program, path, rewrite_record.recipe if rewrite_record else None, overwrite=overwrite)
+
+
+def write(program: ExportedProgram, path: Path, recipe: str | None, *, overwrite: bool) -> Path:
+    """Returns the .pt2 file that a program was written to, which `check_target` and `check_values` have passed.
+
+    `recipe` is the JSON of the recipe that rewrote the program, or None.
+    """
+    entries: dict[str, Any] = provenance.entries(recipe)
     entries[record.MODULES_KEY] = container_modules(program)
     # Sample inputs with containers of transformers would be pickled by class, and `load` unpickles no classes.
     leaves, tree = pytree.tree_flatten(program.example_inputs)

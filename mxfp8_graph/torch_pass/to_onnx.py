@@ -83,7 +83,13 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
             saved = _save(model, Path(folder) / "plain.onnx", own)
         except OSError as error:
             raise ContractError.unwritable(folder, error, "free some space for temporary files") from error
-        rewrite_onnx(saved, recipe, Options(name="to_onnx", output=path, weights=weights, **_settings(source, options)))
+        whole = Options(name="to_onnx", output=path, weights=weights, **_settings(source, options))
+        _, report = rewrite_onnx(saved, recipe, whole)
+    # Weights are all taken, or it is an error before; of products without one the pass may say that it cannot.
+    wanted = {str(node.name) for node in model.graph} & {name for nodes in plain.sites.values() for name in nodes}
+    if lost := wanted - {site.decision.site.name for site in report.rewritten}:
+        what, advice = f"holds {min(lost)!r} in high precision", "report this as a bug"
+        raise ContractError(path, what, expected="MXFP8, as in the program", advice=advice)
     values = (node.meta.get("val") for node in source.graph.nodes)
     if not recipe.runs_on and any(getattr(v, "dtype", None) in {torch.float16, torch.bfloat16} for v in values):
         written = load_onnx(path)
@@ -230,16 +236,18 @@ class _Plain:
     def _result(self, node: Node, build: Builder) -> Node | None:
         """Returns a new node with the plain result of `node`; None if its operands are not as `rewrite` makes them."""
         argument, dtype = partial(internals.argument, node), node.meta["val"].dtype
-        x, setting = argument("a") or argument("x"), argument("activation_dtype") or "unchanged"
-        setting = f"{setting} ceil".removeprefix("torch.")
-        if argument("a_scales") is not None:
-            if (quantize := _quantize(x, argument("a_scales"))) is None:
-                return None
-            x, setting = quantize.args[0], f"{argument('a_format')} {internals.argument(quantize, 'scale_rounding')}"
+        x, left, right = argument("a") or argument("x"), _quantize(node, "a"), _quantize(node, "b")
+        activations, rounding = str(argument("activation_dtype") or "unchanged").removeprefix("torch."), "ceil"
+        if left is not None:
+            x, activations, rounding = left.args[0], argument("a_format"), internals.argument(left, "scale_rounding")
+        as_made = (left is None) == (argument("a_scales") is None)
+        if right is not None:  # nothing is packed, so both operands are rounded at run time, alike
+            as_made = as_made and left is not None and internals.argument(right, "scale_rounding") == rounding
+        if not as_made:
+            return None
         # In the wider dtype, of activation and result: nothing is rounded then that the op does not round.
         wide = dtype if x is None else torch.promote_types(x.meta["val"].dtype, dtype)
-        other = _quantize(argument("b"), argument("b_scales"))
-        w = _cast(build, wide, other.all_input_nodes[0]) if other else self._weight(node, wide, build)
+        w = _cast(build, wide, right.all_input_nodes[0]) if right else self._weight(node, wide, build)
         if w is None:
             return None
         if x is None:  # ids pick rows of a table
@@ -247,7 +255,7 @@ class _Plain:
         else:
             bias = argument("bias") and _cast(build, wide, argument("bias"))
             product, result = _product(build, _cast(build, wide, x), w, bias, argument("offs"))
-        product.meta["custom"] = {_SITE: f"{setting} {argument('b_format')}"}
+        product.meta["custom"] = {_SITE: f"{activations} {rounding} {argument('b_format')}"}
         return _cast(build, dtype, result)
 
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> Node | None:
@@ -276,13 +284,16 @@ class _Plain:
         return plain if gather is None else build.add("picked", gather.target, plain, *gather.args[1:], **gather.kwargs)
 
 
-def _quantize(elements: Node, scales: Node) -> Node | None:
-    """Returns the node that quantizes along the last axis to `elements` and `scales`, or None."""
-    if not elements.target is scales.target is operator.getitem or elements.args[0] is not scales.args[0]:
+def _quantize(node: Node, operand: str) -> Node | None:
+    """Returns the node that quantizes an operand of a product along K, in the format that is multiplied, or None."""
+    elements, scales = (internals.argument(node, name) for name in (operand, f"{operand}_scales"))
+    if scales is None or not elements.target is scales.target is operator.getitem:
         return None
-    source: Any = elements.args[0]
-    is_quantize = internals.op_name(source) == "mxfp8::quantize" and internals.argument(source, "axis") == -1
-    return source if is_quantize else None
+    source, expected = elements.args[0], (-1, internals.argument(node, f"{operand}_format"))
+    if (elements.args[1], scales.args) != (0, (source, 1)) or internals.op_name(source) != "mxfp8::quantize":
+        return None
+    is_alike = (internals.argument(source, "axis"), internals.argument(source, "element_format")) == expected
+    return source if is_alike else None
 
 
 def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | None) -> tuple[Node, Node]:

@@ -82,6 +82,8 @@ def test_elements_that_equal_their_scales_become_two_tensors(tmp_path: Path) -> 
         lambda codes, weight: (torch.ops.mxfp8.gemm(*codes, *weight), codes[0] + 1),
         lambda codes, weight: torch.ops.mxfp8.gemm(codes[0] ^ 128, codes[1], *weight),
         lambda codes, weight: torch.ops.mxfp8.gemm(*codes, weight[0] + 1, weight[1]),
+        lambda codes, weight: torch.ops.mxfp8.gemm(*codes, *weight, a_format="e5m2"),
+        lambda codes, weight: torch.ops.mxfp8.weight_gemm(torch.ones(3, 64), *codes),
         lambda codes, weight: torch.ops.mxfp8.gemm(codes[0].reshape(1, -1, 64), codes[1].reshape(1, -1, 2), *weight),
     ],
 )
