@@ -138,7 +138,7 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
     folder = os.path.abspath(path.parent)  # noqa: PTH100 - resolve() would follow a link to another folder
     is_own = tensor.location == path.name
     place = Path(folder, tensor.location)
-    if place.is_symlink() and path.is_symlink() and place.resolve().parent == path.resolve().parent:
+    if not is_own and place.is_symlink() and path.is_symlink() and place.resolve().parent == path.resolve().parent:
         # The cache of Hugging Face has links to files of one folder.
         folder, tensor._location = str(place.resolve().parent), place.resolve().name
     # onnx_ir checks nothing of where files lie if this is "": as it should in the model's own, which may be a link.

@@ -19,7 +19,7 @@ from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, without_padding
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
-from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, attribute, default, label, module_of, name_of, with_inner
+from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, attribute, default, label, module_of, name_of
 from mxfp8_graph.onnx_pass.load import external_files, path_of
 from mxfp8_graph.packed.weight import Array, Codes, Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_ops import contract, formats
@@ -79,7 +79,7 @@ def contents(model: ir.Model) -> Contents:
 
 def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
     """Yields the nodes of a graph and its subgraphs whose elements and scales are both stored, as they run."""
-    for node in (node for top in main for node in with_inner(top)):
+    for node in main.all_nodes():
         at = _elements_at(node)
         values = () if at is None else node.inputs[at : at + 2]
         # Packed initializers that a caller may replace count too.
@@ -90,7 +90,7 @@ def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
 
 def _biases(main: ir.Graph) -> set[ir.Value | None]:
     """Returns what gemms of ours add, in the graph and its subgraphs."""
-    nodes = [node for top in main for node in with_inner(top) if node.domain == contract.DOMAIN]
+    nodes = [node for node in main.all_nodes() if node.domain == contract.DOMAIN]
     places = ((node, op.at("bias")) for node in nodes if (op := contract.OPS.get(node.op_type)) and op.is_gemm)
     return {node.inputs[at] for node, at in places if at is not None and at < len(node.inputs)}
 

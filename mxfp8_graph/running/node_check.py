@@ -110,12 +110,13 @@ def nodes_in_subgraphs(graph: ir.Graph) -> int:
 def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
     stored, path = model.graph.initializers, path_of(model)
-    if path is not None and not external_files(model):
-        path = path.resolve()  # ONNX Runtime reads data through no link
+    folder = path and path.resolve().parent  # ONNX Runtime reads data through no link
+    if path and folder and not all(file.resolve().is_relative_to(folder) for file in external_files(model)):
+        folder = path.parent  # the model is a link, and its data is none
     instrumented = to_proto(model)  # large weights stay in their files, the model's own among them
     pairs = _instrument(instrumented, chosen, {*inputs, *stored})
     # Unoptimized, so that every node runs as the file has it.
-    settings: dict[str, Any] = {"where": name_of(model), "folder": path and path.parent}
+    settings: dict[str, Any] = {"where": name_of(model), "folder": folder}
     session = Session(instrumented, kernels=True, execution=Execution(optimize=False), **settings)
     with cpu.profiled() as written:
         values = {**session.run(inputs), **inputs}

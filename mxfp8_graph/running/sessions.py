@@ -51,11 +51,7 @@ _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 21)
 """Whether ONNX Runtime looks there while it optimizes, too; later releases refuse absolute paths."""
 
-
-_MISSING: Final = (
-    r"implementation for (?P<op>\w+)\(\d+\) node with name '(?P<node>.*)'",
-    r"Type 'tensor\(b?float16\)' of input parameter .* of operator \((?P<op>\w+)\) in node \((?P<node>.*)\) is",
-)
+_MISSING: Final = re.compile(r"implementation for \w+\(\d+\) node|Type 'tensor\(b?float16\)' of input parameter")
 """What ONNX Runtime says of an op without a kernel for a dtype, and of one that has no such dtype in the standard."""
 
 
@@ -201,12 +197,11 @@ class Session(Runnable):
         try:
             return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except _RUNTIME_ERRORS as error:
-            reason, missing = _in_one_line(error), any(re.search(pattern, str(error)) for pattern in _MISSING)
+            reason, missing = _in_one_line(error), _MISSING.search(str(error))
         # ONNX Runtime refuses 16-bit models node by node; a copy in float32 runs, and `note` says so.
         if missing and float32:
-            model = load(self._model)
-            infer(model, [])
-            self.note = f"{self.name} runs as a copy that {'; '.join(to_float32(model))}"
+            infer(model := load(self._model), [])
+            self.note = "".join(f"{self.name} runs as a copy that {change}" for change in to_float32(model))
             with tempfile.TemporaryDirectory() as folder:  # what is loaded needs the file no more
                 path = Path(folder) / "model.onnx"
                 save(model, path, external=wants_external(model, path, "auto", as_source=False), overwrite=False)

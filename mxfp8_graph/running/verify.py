@@ -82,21 +82,13 @@ def verify(
     # After the runs, so that what fails on these inputs is first said of the original.
     nodes = check_nodes(after, chosen.feeds[0])
     outputs = checks.outputs()
-    return VerifyReport(
-        original=old,
-        rewritten=new,
-        inputs=str(chosen),
-        isa=cpu.isa(),
-        outputs=outputs,
-        nodes=tuple(nodes),
-        output_failures=checks.failures(),
-        notes=(
-            *filter(None, [sessions[0].note.replace(sessions[0].name, old)]),
-            *_notes(after.graph, new, nodes, outputs, chosen),
-            *checks.notes,
-            *_drift_notes(nodes, outputs),
-        ),
+    notes = (
+        *filter(None, [sessions[0].note.replace(sessions[0].name, old)]),
+        *_notes(after.graph, new, nodes, outputs, chosen),
+        *checks.notes,
+        *_drift_notes(nodes, outputs),
     )
+    return checks.report(old, new, nodes, notes)
 
 
 def _verify_programs(
@@ -121,16 +113,7 @@ def _verify_programs(
         results = after.run({new_input[name]: array for name, array in feeds.items()})
         for name, array in expected.items():
             checks.add(sample, name, array, results[new_output[name]])
-    return VerifyReport(
-        original=old.name,
-        rewritten=new.name,
-        inputs=str(samples),
-        isa=cpu.isa(),
-        outputs=checks.outputs(),
-        nodes=(),
-        output_failures=checks.failures(),
-        notes=(*notes, *checks.notes),
-    )
+    return checks.report(*models, [], [*notes, *checks.notes])
 
 
 class _OutputChecks:
@@ -162,9 +145,19 @@ class _OutputChecks:
         """Returns the worst sample of each output; none if a shape differs."""
         return () if self._mismatches else tuple(worst_of(checks) for checks in self._checks.values())
 
-    def failures(self) -> tuple[str, ...]:
-        """Returns the failures of outputs in words."""
-        return (*self._mismatches, *(text for output in self.outputs() for text in _output_failures(output)))
+    def report(self, original: str, rewritten: str, nodes: Sequence[NodeCheck], notes: Sequence[str]) -> VerifyReport:
+        """Returns the report, with the failures of outputs in words."""
+        outputs = self.outputs()
+        return VerifyReport(
+            original=original,
+            rewritten=rewritten,
+            inputs=str(self._samples),
+            isa=cpu.isa(),
+            outputs=outputs,
+            nodes=tuple(nodes),
+            output_failures=(*self._mismatches, *(text for output in outputs for text in _output_failures(output))),
+            notes=tuple(notes),
+        )
 
 
 def _matched(

@@ -16,7 +16,6 @@ from oracle import kinds, normal
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.doctor import diagnose_file
 from mxfp8_graph.running.runner import run_model
 from mxfp8_graph.running.sessions import Session
 from mxfp8_ops.errors import BackendError, ContractError, RecipeError
@@ -278,19 +277,6 @@ class TestOriginals:
         assert any("computes in float32 instead of 16 bits" in note for note in found.notes), found.notes
         tuned = mxfp8_graph.tune(original, budget="cosine>=0.99")
         assert mxfp8_graph.load_recipe(Path(tuned.output) / "recipe.yaml").runs_on == "cpu"
-
-
-def test_the_doctor_says_what_a_cpu_lacks_kernels_for(tmp_path: Path) -> None:
-    source = b.save(b.matmul_model(dtype=BF16), tmp_path / "m.onnx")
-    assert "no MXFP8 in it; computes in bfloat16" in diagnose_file(source).detail
-    found = diagnose_file(mxfp8_graph.rewrite(source, CPU)[0])
-    assert found.state == "ok"
-    assert "runs everywhere in ONNX Runtime" in found.detail
-    found = diagnose_file(mxfp8_graph.rewrite(source, Recipe(fuse=False), overwrite=True)[0])
-    assert found.state == "ok"
-    assert "runs everywhere in ONNX Runtime" not in found.detail
-    assert NOTE.partition(";")[0] in found.detail
-    assert "--for cpu" in found.advice
 
 
 def lookup_model() -> onnx.ModelProto:

@@ -151,24 +151,6 @@ def test_a_weight_that_the_exporter_renamed_is_known_by_its_module() -> None:
     assert (weight.name, weight.module, weight.parameter) == ("w", "model.up", "model.up.weight")
 
 
-class Choice(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.yes, self.no = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-
-    def forward(self, x: Any) -> Any:
-        return torch.cond(x.sum() > 0, self.yes, self.no, (x,))
-
-
-def test_weights_inside_control_flow(tmp_path: Path) -> None:
-    module = Choice()
-    packed = program(module, torch.randn(2, 64), recipe=Recipe(output_projections=True))
-    for model in (packed, mxfp8_graph.to_onnx(packed, tmp_path / "a.onnx")):
-        weights = mxfp8_graph.unpack(model)
-        for name in ("yes", "no"):
-            check(weights[f"{name}.weight"], module.get_submodule(name).weight.detach().numpy())
-
-
 def test_weights_inside_control_flow_are_listed_where_they_run() -> None:
     inner, outer = builders.weight(64, 64), builders.weight(64, 64, seed=1)
     y = builders.value("y0", np.float32, ["m", 64])

@@ -123,6 +123,22 @@ def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pyt
     assert len(checks[0]) == 12
 
 
+@pytest.mark.parametrize("linked", [(), ("model",), ("model", "m.onnx.data")], ids=["data is none", "one file", "both"])
+def test_a_file_behind_a_link_is_checked(linked: tuple[str, ...], tmp_path: Path) -> None:
+    """Weights in a file stay there for the sessions that check nodes, which read through no link."""
+    model, stored = b.chain_model(), tmp_path / "stored"
+    stored.mkdir()
+    b.save(rewritten(model), stored / "m.onnx", external=linked != ("model",))
+    (tmp_path / "link.onnx").symlink_to(stored / "m.onnx")
+    if linked[1:]:
+        (tmp_path / "m.onnx.data").symlink_to(stored / "m.onnx.data")
+    elif not linked:
+        (stored / "m.onnx.data").rename(tmp_path / "m.onnx.data")
+    report = verify(model, tmp_path / "link.onnx")
+    assert report.failures == ()
+    assert report.nodes
+
+
 def test_heavy_tailed_data_stay_within_the_bound() -> None:
     model = b.chain_model((4096, 64, 64))
     x = np.random.default_rng(0).standard_t(2, (8, 4096)).astype(np.float32)
