@@ -18,7 +18,7 @@ from google.protobuf.message import DecodeError
 
 from mxfp8_graph.onnx_pass import check
 from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of
-from mxfp8_graph.onnx_pass.protos import from_proto, without_sparse
+from mxfp8_graph.onnx_pass.protos import from_proto, large_constant, without_sparse
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
 
@@ -116,11 +116,13 @@ def _external(model: ir.Model) -> Iterator[tuple[ir.ExternalTensor, Callable[[],
     for node in (*model.graph.all_nodes(), *functions):
         for attribute in list(node.attributes.values()):
             if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                yield attribute.value, partial(_read_now, node, attribute)
+                yield attribute.value, partial(_read_attribute, node, attribute)
 
 
-def _read_now(node: ir.Node, attribute: ir.Attr) -> None:
+def _read_attribute(node: ir.Node, attribute: ir.Attr) -> None:
     tensor = attribute.as_tensor()
+    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir and large_constant(node):
+        return  # in the model's own file, from which `to_proto` reads it if it stays
     dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
     node.attributes[attribute.name] = ir.AttrTensor(attribute.name, dense)
 

@@ -28,7 +28,7 @@ from mxfp8_graph.onnx_pass.graph import (
     stored,
 )
 from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
-from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, lent
+from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, large_constant, lent
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
@@ -165,12 +165,13 @@ def through(
                 value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
         for node in graph:
             origin = known.get(str(node.outputs[0].name)) if node.outputs else None
-            if not converts:
-                pass
-            elif origin is not None and (producer := origin.producer()) is not None:  # the converter loses them
+            producer = None if origin is None else origin.producer()
+            if producer is not None and (constant := large_constant(producer)) is not None:
+                node.attributes["value"] = constant
+            if converts and producer is not None:  # the converter loses them
                 node.metadata_props.update(producer.metadata_props)
                 node.name, node.doc_string = producer.name, node.doc_string or producer.doc_string
-            elif node.name:  # the converter calls what it adds like the node that it adds it for
+            elif converts and node.name:  # the converter calls what it adds like the node that it adds it for
                 node.name = take_name(node.name, names)
             for value in node.outputs:  # the model declares what it did before
                 before = known.get(str(value.name))

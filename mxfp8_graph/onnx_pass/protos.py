@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.graph import graphs_of, is_large
+from mxfp8_graph.onnx_pass.graph import graphs_of, is_large, is_op, nodes_of
 from mxfp8_ops.errors import ContractError
 
 FOREIGN: Final = "types that onnx_ir does not have"
@@ -105,6 +105,11 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.LazyTensor):  # onnx_ir would read it twice, and wrap its errors
                 value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
+    for node in nodes_of(model):
+        attribute = large_constant(node)
+        if attribute is not None and isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
+            dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
+            node.attributes["value"] = ir.AttrTensor("value", dense)
     proto = ir.to_proto(model)
     proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
     for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
@@ -117,14 +122,15 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 @contextlib.contextmanager
 def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProto]:
-    """Yields the model as a proto without the data of its large initializers, which have name, dtype and dims.
+    """Yields the model as a proto without the data of its large tensors, which have name, dtype and dims.
 
-    `main_only` leaves data out of the main graph alone.
+    Those are initializers and values of Constant nodes; with `main_only`, initializers of the main graph alone.
 
     Not `onnx_ir.passes.common._c_api_utils.call_onnx_api`: that turns initializers into graph inputs, of the main graph
     only, sets types, and leaves the model broken if it cannot be serialized.
     """
     taken: list[tuple[ir.Value, ir.TensorProtocol]] = []
+    constants: list[tuple[ir.Node, ir.Attr]] = []
     try:
         for graph in [model.graph] if main_only else graphs_of(model.graph):
             for value in graph.initializers.values():
@@ -132,12 +138,29 @@ def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProt
                 if tensor is None or not is_large(tensor):
                     continue
                 taken.append((value, tensor))
-                stub = onnx.TensorProto(name=value.name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
-                value.const_value = ir.serde.TensorProtoTensor(stub)
+                value.const_value = _stub(tensor, value.name)
+            for node in () if main_only else graph:
+                if (attribute := large_constant(node)) is not None:
+                    constants.append((node, attribute))
+                    node.attributes["value"] = ir.AttrTensor("value", _stub(attribute.as_tensor(), ""))
         yield to_proto(model)
     finally:
+        for node, attribute in constants:
+            node.attributes["value"] = attribute
         for value, tensor in taken:
             value.const_value = tensor
+
+
+def large_constant(node: ir.Node) -> ir.Attr | None:
+    """Returns the attribute of a Constant node that holds a large tensor, or None."""
+    attribute = node.attributes.get("value") if is_op(node, "Constant") else None
+    is_tensor = attribute is not None and attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref()
+    return attribute if attribute is not None and is_tensor and is_large(attribute.as_tensor()) else None
+
+
+def _stub(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    dims = tensor.shape.numpy()
+    return ir.serde.TensorProtoTensor(onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=dims))
 
 
 def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:

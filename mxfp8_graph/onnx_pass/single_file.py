@@ -21,6 +21,14 @@ from mxfp8_graph.onnx_pass.protos import lent, write_tensor
 _GRAPH: Final = 7  # ModelProto.graph
 _INITIALIZER: Final = 5  # GraphProto.initializer
 _RAW_DATA: Final = 9  # TensorProto.raw_data
+_NODE: Final = 1  # GraphProto.node
+_ATTRIBUTE: Final = 5  # NodeProto.attribute
+_TENSOR: Final = 5  # AttributeProto.t
+
+Tree = dict[int, "Tree"]
+_TENSORS: Final[Tree] = {_GRAPH: {_INITIALIZER: {}, _NODE: {_ATTRIBUTE: {_TENSOR: {}}}}}
+"""The fields that lead from a model to the tensors of its main graph."""
+
 _LENGTH: Final = 2  # wire type of messages, strings and bytes
 
 
@@ -29,7 +37,7 @@ def skeleton(path: Path) -> bytes:
     with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                return b"".join(_model(content, path.name))
+                return b"".join(_message(content, 0, len(content), _TENSORS, path.name))
         except (ValueError, IndexError):
             file.seek(0)
             return file.read()
@@ -69,30 +77,21 @@ def write(model: ir.Model, path: Path) -> None:
                     write_tensor(tensor, file)
 
 
-def _model(content: mmap.mmap | bytes, name: str) -> Iterator[bytes]:
-    for number, head, start, stop in _fields(content, 0, len(content)):
-        if number != _GRAPH:
-            yield content[head:stop]
-            continue
-        graph = b"".join(_graph(content, start, stop, name))
-        yield _tagged(number, graph)
-
-
-def _graph(content: mmap.mmap | bytes, start: int, stop: int, name: str) -> Iterator[bytes]:
-    for number, head, first, last in _fields(content, start, stop):
-        if number != _INITIALIZER or last - first <= INLINE_BYTES:
-            yield content[head:last]
-            continue
-        parts = []
-        for field, place, begin, end in _fields(content, first, last):
-            if field == _RAW_DATA and end - begin > INLINE_BYTES:
-                tensor = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
-                for key, value in (("location", name), ("offset", str(begin)), ("length", str(end - begin))):
-                    tensor.external_data.add(key=key, value=value)
-                parts.append(tensor.SerializeToString())
-            else:
-                parts.append(content[place:end])
-        yield _tagged(number, b"".join(parts))
+def _message(content: mmap.mmap | bytes, start: int, stop: int, tree: Tree, name: str) -> Iterator[bytes]:
+    """Yields a message, of whose tensors, to which `tree` leads, large raw data becomes external data of the file."""
+    external = b""
+    for number, head, begin, end in _fields(content, start, stop):
+        is_large = end - begin > INLINE_BYTES
+        if is_large and number in tree:
+            yield _tagged(number, b"".join(_message(content, begin, end, tree[number], name)))
+        elif is_large and number == _RAW_DATA and not tree:
+            tensor = onnx.TensorProto(data_location=onnx.TensorProto.EXTERNAL)
+            for key, value in (("location", name), ("offset", str(begin)), ("length", str(end - begin))):
+                tensor.external_data.add(key=key, value=value)
+            external = tensor.SerializeToString()
+        else:
+            yield content[head:end]
+    yield external  # last, for the last data_location counts
 
 
 def _fields(content: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
