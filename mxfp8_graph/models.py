@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_graph.options import ExportOptions, Unpack, check_options
-from mxfp8_ops import contract
 from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.node import MIN_OPSET
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -102,7 +102,7 @@ def to_onnx(
     program: Any,
     path: str | Path,
     *,
-    opset: int = contract.MIN_OPSET,
+    opset: int = MIN_OPSET,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_shapes: Any = None,
@@ -153,8 +153,8 @@ def check_opset(opset: object, where: str) -> None:
     import onnx
 
     newest = onnx.defs.onnx_opset_version()
-    if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
-        expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
+    if not isinstance(opset, int) or not MIN_OPSET <= opset <= newest:
+        expected = f"{MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError(where, f"opset {opset}", expected=expected, advice="pass another opset")
 
 

@@ -5,7 +5,7 @@ Large raw data of the file itself becomes external data of that file, so every l
 
 from __future__ import annotations
 
-import os
+import stat
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
+from mxfp8_graph.file_reading import ModelFolder
 from mxfp8_graph.onnx_pass import check
 from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of
 from mxfp8_graph.onnx_pass.protos import from_proto, large_constant, without_sparse
@@ -47,18 +48,18 @@ def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Mod
     if isinstance(model, onnx.ModelProto):
         return _graph(model, None, model.ByteSize(), sparse=sparse)
     path = Path(model)
-    if path.is_dir():
-        advice = "name the .onnx file inside it"
-        if (path / "config.json").exists():
-            advice += f"; {_FROM_HF}"
-        raise ContractError(path, "a directory", expected="an ONNX file", advice=advice)
     try:
-        if path.exists() and not path.is_file():  # a FIFO or a device could block, or never end
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            advice = "name the .onnx file inside it"
+            if (path / "config.json").exists():
+                advice += f"; {_FROM_HF}"
+            raise ContractError(path, "a directory", expected="an ONNX file", advice=advice)
+        if not stat.S_ISREG(mode):  # a FIFO or a device could block, or never end
             raise ContractError(path, "not a regular file", expected="an ONNX file", advice="name one")
-        size = path.stat().st_size
-        content = skeleton(path)
-    except (OSError, ValueError) as error:
-        raise ContractError.unreadable(path, _os_error(error), "a readable ONNX file") from None
+        size, content = path.stat().st_size, skeleton(path)
+    except OSError as error:
+        raise ContractError.unreadable(path, error, "a readable ONNX file") from None
     if not content:
         raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")
     try:
@@ -89,11 +90,11 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool
     check.fields(proto, name)
     model = from_proto(without_sparse(proto) if sparse else proto, name)
     model.meta.update({"name": name, _SOURCE: path})
-    external = list(_external(model))
+    external, own = list(_external(model)), path and path.absolute()
     for tensor, keep in external:
         size += _place(tensor, path, name)
         keep()
-    model.meta[_FILES] = {Path(tensor.path) for tensor, _ in external if tensor.base_dir}
+    model.meta[_FILES] = {Path(tensor.path) for tensor, _ in external} - {own}
     model.meta[_SIZE] = size
     for graph, message in zip(graphs_of(model.graph), check.names(proto, name), strict=True):
         declared = {info.name for info in message.value_info}
@@ -112,17 +113,17 @@ def _external(model: ir.Model) -> Iterator[tuple[ir.ExternalTensor, Callable[[],
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 yield value.const_value, lambda: None
-    functions = (node for function in model.functions.values() for node in function.all_nodes())
-    for node in (*model.graph.all_nodes(), *functions):
+    inner = {node for function in model.functions.values() for node in function.all_nodes()}
+    for node in (*model.graph.all_nodes(), *inner):
         for attribute in list(node.attributes.values()):
             if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                yield attribute.value, partial(_read_attribute, node, attribute)
+                # `to_proto` reads the large constants of graphs that stay.
+                stays = node not in inner and large_constant(node)
+                yield attribute.value, (lambda: None) if stays else partial(_read_now, node, attribute)
 
 
-def _read_attribute(node: ir.Node, attribute: ir.Attr) -> None:
+def _read_now(node: ir.Node, attribute: ir.Attr) -> None:
     tensor = attribute.as_tensor()
-    if isinstance(tensor, ir.ExternalTensor) and not tensor.base_dir and large_constant(node):
-        return  # in the model's own file, from which `to_proto` reads it if it stays
     dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
     node.attributes[attribute.name] = ir.AttrTensor(attribute.name, dense)
 
@@ -137,26 +138,16 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
     if path is None:
         what = f"lies in external file {str(tensor.location)!r}, and a model in memory has no folder to look in"
         raise ContractError(where, what, expected="a path", advice="pass the model's path instead")
-    folder = os.path.abspath(path.parent)  # noqa: PTH100 - resolve() would follow a link to another folder
     is_own = tensor.location == path.name
-    place = Path(folder, tensor.location)
-    if not is_own and place.is_symlink() and path.is_symlink() and place.resolve().parent == path.resolve().parent:
-        # The cache of Hugging Face has links to files of one folder.
-        folder, tensor._location = str(place.resolve().parent), place.resolve().name
-    # onnx_ir checks nothing of where files lie if this is "": as it should in the model's own, which may be a link.
-    tensor.base_dir = "" if is_own else folder
-    if is_own:
-        tensor._location = os.path.join(folder, path.name)  # noqa: PTH118 - it has no setter
     try:
-        tensor._check_path_containment()
-    except ValueError:
-        what, advice = f"external file {str(tensor.location)!r}", "move the data next to the model"
-        raise ContractError(where, what, expected=f"a file inside {folder}", advice=advice) from None
-    file = Path(tensor.path)
-    if not file.is_file():
-        what = f"cannot read external file {file}: {'not a file' if file.exists() else 'there is none'}"
-        raise ContractError(where, what, expected="the file next to the model", advice="copy it there")
-    size = file.stat().st_size
+        file = path if is_own else ModelFolder(path).locate(str(tensor.location), where)
+        size = file.stat().st_size
+    except OSError as error:
+        what = f"cannot read external file {error.filename}: {error.strerror}"
+        advice = "copy it there"
+        raise ContractError(where, what, expected="the file next to the model", advice=advice) from None
+    # Absolute, since that is where it was checked; onnx_ir's own check would refuse the links of a model's own file.
+    tensor.base_dir, tensor._location = "", str(file.absolute())
     start, length = tensor.offset or 0, tensor.nbytes
     if tensor.length not in {None, length}:
         what, expected = f"external data of {tensor.length} bytes", f"{length} for its shape and dtype"
@@ -165,10 +156,6 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
         what = f"needs bytes {start} to {start + length} of {tensor.path}, which has {size}"
         raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
     return 0 if is_own else length
-
-
-def _os_error(error: Exception) -> OSError:
-    return error if isinstance(error, OSError) else OSError(0, "not a name that a file can have")
 
 
 def _described(path: Path, size: int) -> tuple[str, str]:

@@ -96,7 +96,7 @@ def of_a_later_opset(path: Path) -> None:
         ),
         (
             lambda path: path.write_bytes(b"\x12\x04test"),
-            "not an ONNX model (no IR version or no graph); expected an ONNX model; export it again",
+            "not an ONNX model (no IR version or no graph); expected an ONNX model; export the model again",
         ),
         (
             of_a_later_opset,

@@ -49,7 +49,8 @@ class TestExternalData:
     def test_a_name_with_a_nul(self, path):
         self.rename(path, "m.onnx.data\0.txt")
         assert message(mxfp8_graph.rewrite, path) == (
-            f"{path}: tensor 'w': external 'location' is 'm.onnx.data\\x00.txt'; expected text; export the model again"
+            f"{path}: tensor 'w': external file 'm.onnx.data\\x00.txt'; expected a file inside {path.parent}; "
+            "move the data next to the model"
         )
 
     def test_a_second_hard_link_is_refused_as_onnx_does(self, path, tmp_path_factory):

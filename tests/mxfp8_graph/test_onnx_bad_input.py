@@ -135,7 +135,7 @@ def test_external_data_that_is_not_there(path: Path, tmp_path_factory: pytest.Te
     assert sorted(p.name for p in path.parent.iterdir()) == ["m.onnx", "m.onnx.data"]
     data.unlink()
     assert message(path) == (
-        f"{path}: tensor 'w': cannot read external file {data}: there is none; expected the file next "
+        f"{path}: tensor 'w': cannot read external file {data}: No such file or directory; expected the file next "
         "to the model; copy it there"
     )
     data.mkdir()

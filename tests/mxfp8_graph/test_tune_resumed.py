@@ -126,14 +126,14 @@ def interrupt(source: str, when: str, signal: str) -> subprocess.CompletedProces
     """Runs the command, which gets a signal once its progress says `when`."""
     script = (
         "import contextlib, os, signal, sys\n"
-        "from mxfp8_graph import cli\n"
+        "from mxfp8_graph import __main__ as command, cli\n"
         "@contextlib.contextmanager\n"
         "def progress(**settings):\n"
         f"    yield lambda name, *runs: os.kill(os.getpid(), signal.{signal}) if {when!r} in name else None\n"
         "cli.evidence.progress_bar = progress\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs ignore it
         f"sys.argv[1:] = {command(source)!r}\n"
-        "cli.main()\n"
+        "command.main()\n"
     )
     return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
 
