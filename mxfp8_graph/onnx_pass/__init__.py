@@ -1,14 +1,13 @@
-"""The ONNX front end: opened model -> onnx_ir graph -> sites -> plan -> replaced and fused nodes -> file.
+"""The ONNX front end, on one `onnx_ir.Model`; its files in the order of the way through it.
 
-run.py       the steps, in order
-ops.py       the table of ops: how each multiplies, passes a weight on, picks rows; forms.py, einsum.py: its readers
-operands.py  operands that are known before the model runs; views.py: the steps from stored data to them
-find.py      finds the matmuls
-replace.py   replaces them
-fuse/        puts what stands beside a replaced matmul into its node
-account.py   yields the stored tensors, for the report
+run.py          the stations, in order
+load.py         a file or proto as a graph; protos.py: between the two; single_file.py: weights stay in the file
+check.py        what is refused of a model
+prepare.py      opset, functions, Attention, Dropout, types; conversion.py, float32.py: what it calls
+find.py         finds the matmuls; ops.py: the table of ops; forms.py, einsum.py, operands.py, views.py: its readers
+replace.py      replaces them; weights.py: weights that are packed when they are written
+fuse/           puts what stands beside a replaced matmul into its node
+record.py       the record of the rewrite, and function bodies
+save.py         writes model and data
+account.py      yields the stored tensors, for the report
 """
-
-from mxfp8_graph.onnx_pass.run import rewrite_onnx
-
-__all__ = ["rewrite_onnx"]
