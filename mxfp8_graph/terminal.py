@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -24,46 +24,18 @@ from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Progress as ProgressCallback
 
 
-def console(*, stderr: bool = False) -> Console:
-    """Returns a console that prints text without markup, and does not fold lines in a pipe or a file."""
-    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False)
-    if not result.is_terminal:
-        result.width = 10_000
-    return result
-
-
 def say(message: str) -> None:
-    """Prints a message on stderr without folding lines or interpreting markup."""
-    lines = "\n".join(map(printable, message.split("\n")))
-    console(stderr=True).print(Text(lines), soft_wrap=True)
+    """Prints a message on stderr."""
+    show(Text("\n".join(map(printable, message.split("\n")))), stderr=True)
 
 
-MOST_LINES: Final = 2000
-"""Lines of a list that a terminal shows."""
-
-
-def show(result: RenderableType, *, fold: bool = True, stderr: bool = False) -> None:
-    """Prints a result on stdout; into a pipe or a file without the blanks that fill up table cells.
-
-    A pipe or a file gets a list whole; a terminal shows its first lines and the number of the others.
-    """
-    out = console(stderr=stderr)
+def show(result: Text, *, stderr: bool = False) -> None:
+    """Prints a result on stdout, without folding lines."""
+    out = Console(stderr=stderr)
     if out.is_terminal:
-        out.print(_first_lines(result) if isinstance(result, Text) else result, soft_wrap=not fold)
-        return
-    with out.capture() as captured:
-        out.print(result, soft_wrap=not fold)
-    for line in captured.get().splitlines():
-        typer.echo(line.rstrip(), err=stderr)
-
-
-def _first_lines(text: Text) -> Text:
-    lines = text.plain.split("\n")
-    more = len(lines) - MOST_LINES
-    if more <= 0:
-        return text
-    shown = text[: sum(len(line) + 1 for line in lines[:MOST_LINES])]
-    return shown.append(f"... and {more} more lines; a pipe or a file gets them all")
+        out.print(result, soft_wrap=True)
+    else:
+        typer.echo(result.plain, err=stderr)
 
 
 @contextlib.contextmanager
@@ -72,7 +44,7 @@ def progress_bar(*, steps: bool = False) -> Iterator[ProgressCallback | None]:
 
     With `steps` it counts steps and not only bytes: a new total restarts the count.
     """
-    err = console(stderr=True)
+    err = Console(stderr=True)
     # No bar in logs: it would be thousands of lines.
     if not err.is_terminal:
         yield None

@@ -71,9 +71,9 @@ def refuse(error: BaseException) -> int:
         say(traceback.format_exc())
     # The reasons of all sites go to stderr too: stdout is for results.
     if code == NOTHING_ELIGIBLE and (decisions := getattr(error, "decisions", ())):
-        from mxfp8_graph.report.data import reasons
+        from mxfp8_graph.report import data, text
 
-        show(reasons(decisions), fold=False, stderr=True)
+        show(text.columns(*data.site_table([data.SiteReport(decision=each) for each in decisions])), stderr=True)
     return code
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from json import dumps
 
 import typer
 
@@ -14,11 +15,10 @@ from mxfp8_graph.terminal import say, show
 def doctor(json: Json = False) -> None:
     """Checks the installation. Exit code 2 if models cannot run on the CPU."""
     from mxfp8_graph.doctor import diagnose, healthy, table
-    from mxfp8_graph.report.base import json_text
 
     checks = diagnose()
     if json:
-        typer.echo(json_text({"healthy": healthy(checks), "checks": [asdict(check) for check in checks]}), nl=False)
+        typer.echo(dumps({"healthy": healthy(checks), "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         show(table(checks))
     if not healthy(checks):

@@ -89,8 +89,7 @@ def rewrite(
             dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training,
             weights=weights, weight_names=weight_names, progress=progress,
         )  # fmt: skip
-    lists = done.lists(plan=dry_run or verbose, verbose=verbose)
-    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
+    print_result(done, every=dry_run or verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def verify(
@@ -127,7 +126,6 @@ def verify(
     check_reports(report, [original, rewritten], overwrite=overwrite)
     result = run_verify(
         original, rewritten, inputs=inputs, shapes=arg.shapes(dim), seed=seed, max_rel_l2=max_rel_l2,
-
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
@@ -153,6 +151,5 @@ def run(
     check_reports(report, [model], overwrite=overwrite)
     result = run_model(
         model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile,
-
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)

@@ -56,8 +56,7 @@ def from_hf(
             folder, output, recipe=recipe, settings=settings or (), dtype=dtype, opset=opset,
             external_data=external_data, overwrite=overwrite, allow_nonfinite=allow_nonfinite, progress=progress,
         )  # fmt: skip
-    lists = done.lists(plan=verbose, verbose=verbose)
-    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
+    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def convert(

@@ -11,8 +11,6 @@ import typer
 from mxfp8_graph.terminal import show
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from mxfp8_graph.report.base import Report
 
 
@@ -26,22 +24,13 @@ def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None],
 
 
 def print_result(
-    result: Report,
-    *,
-    json: bool,
-    reports: Sequence[Path] | None,
-    overwrite: bool,
-    every: bool = False,
-    lists: Iterable[RenderableType] = (),
+    result: Report, *, json: bool, reports: Sequence[Path] | None, overwrite: bool, every: bool = False
 ) -> None:
-    """Prints a result, as JSON or as text with `lists` before it, and writes the reports; see `Report.to_text`."""
+    """Prints a result, as JSON or as text, and writes the reports; see `Report.to_text`."""
     if json:
         typer.echo(result.to_json(), nl=False)
     else:
-        for text in lists:
-            show(text, fold=False)
-            show("")
-        show(result.to_text(every=every), fold=result.FOLDS)
+        show(result.to_text(every=every))
     # A path that is named twice is written once; the second write would fail without --overwrite.
     for report in dict.fromkeys(reports or ()):
         result.write(report, overwrite=overwrite)

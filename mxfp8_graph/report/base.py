@@ -11,7 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from rich.console import RenderableType
+from rich.text import Text
 
 from mxfp8_graph.files import check_output, output
 from mxfp8_graph.report import html, text
@@ -23,8 +23,6 @@ SUFFIXES: Final = (".json", ".html")
 
 _LEAD: Final = frozenset({"size", "weight error", "chosen", "search", "everything rewritten", "excluded"})
 """Labels of the facts that a page has at its top too."""
-
-_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +56,6 @@ class Report(Data, ABC):
     """Heading of the page, with names of fields in braces: "Rewrite of {source}"."""
     FILES: ClassVar[tuple[str, ...]]
     """Fields that have the paths of models, which the page identifies; it leaves out None and paths without a file."""
-    FOLDS: ClassVar[bool] = True
-    """Whether a terminal folds its lines; text to copy must not be folded."""
 
     @abstractmethod
     def sections(self) -> Iterable[Section]:
@@ -84,18 +80,18 @@ class Report(Data, ABC):
                 lines.append(value if label == "note" else f"{label.capitalize()}: {value}.")
         return lines
 
-    def to_text(self, *, every: bool = False) -> RenderableType:
+    def to_text(self, *, every: bool = False) -> Text:
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
         return text.render(self.headline(), self.sections(), every=every)
 
     def __str__(self) -> str:
         """Returns what a terminal shows, as plain text."""
-        return text.plain(self.to_text())
+        return self.to_text().plain
 
     def _repr_html_(self) -> str:
         """Returns what a terminal shows as HTML, for notebooks."""
-        shown = (section for section in self.sections() if not section.detail)
-        return html.fragment(self.headline(), shown)
+        outcome = Section(facts=[("outcome", self.headline())] if self.headline() else ())
+        return "\n".join(html.section_html(part) for part in (outcome, *self.sections()) if not part.detail)
 
     def to_html(self) -> str:
         """Returns one self-contained page: nothing is fetched, and all is there without its script."""
@@ -103,8 +99,8 @@ class Report(Data, ABC):
         return html.page(title, self.lead(), self.sections(), filter(None, files))
 
     def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a row of each list per line."""
-        return json_text(self.to_dict())
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
         """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
@@ -145,31 +141,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def json_text(data: Any) -> str:
-    """Returns `data`, of JSON types only, as JSON that is easy to read, grep and diff: each row of a list on one line.
-
-    Text that is not printable is escaped, other text is unchanged.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
-    lines = _spread(data, "").split("\n")  # within a text, a line's end is escaped
-    return "\n".join(line if line.isprintable() else _visible(line) for line in lines) + "\n"
-
-
-def _spread(data: Any, indent: str) -> str:
-    """Returns the JSON of `data` with a line per key, and per item of a list of objects."""
-    if isinstance(data, dict) and data:
-        items = [f"{_ENCODER.encode(key)}: {_spread(value, indent + '  ')}" for key, value in data.items()]
-        brackets = "{}"
-    elif isinstance(data, list) and data and isinstance(data[0], dict):
-        items, brackets = [_ENCODER.encode(row) for row in data], "[]"
-    else:
-        return _ENCODER.encode(data)
-    return f"{brackets[0]}\n{indent}  " + f",\n{indent}  ".join(items) + f"\n{indent}{brackets[1]}"
-
-
-def _visible(line: str) -> str:
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)

@@ -10,15 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
-from rich.text import Text
 
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_graph.report import text
 from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, column_sum, filled, number
+from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
@@ -28,16 +25,7 @@ _SITE: Final = "name op module subgraph role m n k dtype weight shared_with has_
 _DECISION: Final = "quantize kind rule reason activations weight_format scale_rounding"
 """Fields of a site and of its decision that the JSON of a `SiteReport` begins with."""
 
-SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
-"""Header of `SiteReport.row`."""
-
-WEIGHT_HEADER: Final[tuple[str, ...]] = ("before", "after", "rel. L2", "SQNR dB")
-"""Header of `SiteReport.weight_row`."""
-
-REASON_HEADER: Final[tuple[str, ...]] = ("decision", "sites", "reason")
-"""Header of `reason_rows`."""
-
-MOST_REASONS: Final = 20
+_MOST_REASONS: Final = 20
 """Reasons that a terminal shows: patterns that match single sites make a reason for each, which may be hundreds."""
 
 
@@ -78,21 +66,10 @@ class SiteReport(Data):
         return None if self.relative_l2 is None else sqnr_db(self.relative_l2)
 
     @property
-    def row(self) -> tuple[str, ...]:
-        """The site and its decision in words, as `SITE_HEADER` has them."""
-        decision, site = self.decision, self.decision.site
-        name = f"{site.subgraph}/{site.name}" if site.subgraph else site.name
-        verdict = "rewritten" if decision.quantize else "kept"
-        return (name, site.module, site.op, sizes(site), verdict, decision.rule, decision.reason)
-
-    @property
-    def weight_row(self) -> tuple[Cell, ...]:
-        """Bytes and errors in words, as `WEIGHT_HEADER` has them; empty where the site has no packed weight."""
-        before = byte_size(self.bytes_before or None)
-        if self.relative_l2 is None:
-            return (before, "", "", "")
-        errors = number(self.relative_l2, ".4f"), number(self.sqnr_db, ".1f")
-        return (before, byte_size(self.bytes_after), *errors)
+    def path(self) -> str:
+        """Name of the site, with the path of its subgraph."""
+        site = self.decision.site
+        return f"{site.subgraph}/{site.name}" if site.subgraph else site.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,18 +217,13 @@ class RewriteReport(Report):
         if self.dry_run:
             lines.append(("result", "nothing written (dry run)"))
         elif self.output:
+            if Path(self.source).suffix and not self.already_rewritten:  # no folder of from_hf, no model in memory
+                verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
+                lines.append(("verify", verify))
             lines.append(("result", self.output))
         elif self.already_rewritten:
             lines.append(("result", f"nothing written; {self.source} is the result"))
         return lines
-
-    def reason_rows(self) -> list[tuple[str, tuple[str, float], str]]:
-        """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
-        return [
-            (decision, (str(len(sites)), len(sites)), reason)
-            for decision, groups in (("rewritten", self.rewritten_by_reason), ("kept", self.kept_by_reason))
-            for reason, sites in groups.items()
-        ]
 
     def _counts(self) -> str:
         """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
@@ -268,30 +240,14 @@ class RewriteReport(Report):
         if self.already_rewritten:
             yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
             return
-        sites = lambda rows: f", {column_sum(rows, 1):.0f} sites"  # noqa: E731
-        yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS, rest=sites)
+        groups = (("rewritten", self.rewritten_by_reason), ("kept", self.kept_by_reason))
+        rows = [(verdict, number(len(s), "d"), reason) for verdict, by in groups for reason, s in by.items()]
+        yield Section(title="Why", columns=(("decision", "sites", "reason"), rows), most=_MOST_REASONS)
         yield self.account.section()
         yield Section(facts=self.facts())
-        if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
-            verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
-            yield Section(title="To measure the error at the outputs", text=verify, detail=True)
-        yield Section(title="Sites", columns=self._site_table(weights=True), detail=True)
+        yield Section(title="Sites", columns=site_table(self.sites), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
-
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns what a terminal shows; `lists` has the details."""
-        return text.render(self.headline(), (part for part in self.sections() if not part.detail), every=every)
-
-    def lists(self, *, plan: bool, verbose: bool) -> Iterator[Text]:
-        """Yields with `plan` one line per site, with `verbose` also bytes and errors."""
-        if plan and self.sites:
-            yield text.columns(*self._site_table(weights=verbose))
-
-    def _site_table(self, *, weights: bool) -> Columns:
-        header = (*SITE_HEADER[:5], *(WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])
-        rows = [(*site.row[:5], *(site.weight_row if weights else ()), *site.row[5:]) for site in self.sites]
-        return filled(header, rows)
 
 
 def sizes(site: MatMulSite) -> str:
@@ -306,7 +262,15 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
-def reasons(decisions: Iterable[Decision]) -> Text:
-    """Returns one line per site, with the reason why it is not eligible."""
-    rows = [(d.site.name, d.site.module, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
-    return text.columns(*filled((*SITE_HEADER[:4], "rule", "reason"), rows))
+def site_table(sites: Iterable[SiteReport]) -> Columns:
+    """Returns header and one row per site: the decision on it, with bytes and errors where it has a packed weight."""
+    errors = ("before", "after", "rel. L2", "SQNR dB")
+    rows = []
+    for each in sites:
+        decision, site = each.decision, each.decision.site
+        after = byte_size(None if each.relative_l2 is None else each.bytes_after)
+        weight = (byte_size(each.bytes_before or None), after, number(each.relative_l2, ".4f"))
+        verdict = "rewritten" if decision.quantize else "kept"
+        known = (each.path, site.module, site.op, sizes(site), verdict, *weight, number(each.sqnr_db, ".1f"))
+        rows.append((*known, decision.rule, decision.reason))
+    return filled(("site", "module", "op", "M x N x K", "decision", *errors, "rule", "reason"), rows)

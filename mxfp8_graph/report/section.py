@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,8 +11,7 @@ from rich.filesize import decimal as size  # a number of bytes in words
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
-Row = tuple[Cell, ...]
-Columns = tuple[tuple[str, ...], Sequence[Row]]
+Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
 """Header and rows of a table."""
 
 STYLES: Final = {
@@ -42,13 +41,8 @@ class Section:
     """Header and rows of the table."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
-    spare: Sequence[str] | None = None
-    """Titles of the columns that a narrow terminal leaves out, first to last, before those on the right; with None,
-    long cells fold instead."""
     most: int | None = None
     """Number of rows that a terminal shows unless all are asked for; negative for the last rows."""
-    rest: Callable[[Sequence[Row]], str] = lambda _: ""
-    """Returns what the rows that it does not show add up to, in words."""
     detail: bool = False
     """Whether a terminal shows it only if all is asked for."""
 
@@ -61,11 +55,6 @@ def number(value: float | None, form: str = ".3g") -> Cell:
 def byte_size(count: int | None) -> Cell:
     """Returns a cell for a number of bytes, in words; empty without one."""
     return "" if count is None else (size(count), float(count))
-
-
-def column_sum(rows: Sequence[Row], column: int) -> float:
-    """Returns the sum of the numbers of a column."""
-    return sum(cell[1] for row in rows if isinstance(cell := row[column], tuple))
 
 
 def cell_text(cell: Cell) -> str:
