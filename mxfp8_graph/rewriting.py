@@ -101,7 +101,8 @@ def rewrite(
         from mxfp8_graph.torch_pass import rewrite_torch
 
         return rewrite_torch(model, chosen, whole)
-    from mxfp8_graph.onnx_pass import graphsurgeon, rewrite_onnx
+    from mxfp8_graph.onnx_pass import graphsurgeon
+    from mxfp8_graph.onnx_pass.run import rewrite_onnx
 
     if kind is not Kind.GRAPHSURGEON:
         return rewrite_onnx(model, chosen, whole)

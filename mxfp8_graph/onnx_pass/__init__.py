@@ -8,7 +8,3 @@ replace.py   replaces them
 fuse/        puts what stands beside a replaced matmul into its node
 account.py   yields the stored tensors, for the report
 """
-
-from mxfp8_graph.onnx_pass.run import rewrite_onnx
-
-__all__ = ["rewrite_onnx"]
