@@ -198,8 +198,7 @@ def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     source = tmp_path / "m.onnx"
     source.write_bytes(b"abc")
     cells = " ".join(Page(make_report(source=str(source)).to_html()).cells)
-    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # SHA-256's own example
-    assert f"{source}, 3 bytes, SHA-256 {sha256}" in cells
+    assert f"{source}, 3 bytes" in cells
     assert f"mxfp8-graph {__version__}" in cells
     assert "none, Python API" in cells
     assert provenance.processor() in cells
