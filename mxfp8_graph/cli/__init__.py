@@ -1,8 +1,7 @@
 """The command line: arguments, progress, exit codes. Each command calls a function of the Python API.
 
-guard.py         the app, and the exit codes of errors
+guard.py         the app, results of commands, and the exit codes of errors
 arguments.py     arguments of several commands
-results.py       results as text, as JSON and in files
 models.py        rewrite, verify, run
 evidence.py      compare, analyze, tune
 other_tools.py   from-hf, convert, package, export-checkpoint

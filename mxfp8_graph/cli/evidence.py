@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from typer import Exit, Option
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, refuse
-from mxfp8_graph.cli.results import check_reports, print_result
+from mxfp8_graph.cli.guard import FAILED, check_reports, print_result, refuse
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar, say
 
@@ -20,23 +19,12 @@ def compare(
     recipes: Annotated[
         str | None,
         Option(
-            "--recipes",
-            metavar="A,B,...",
-            help="Presets, recipe files and formats of other tools, separated by commas. Default: all presets and "
-            "formats; an unknown name lists them.",
-            show_default=False,
+            metavar="A,B,...", help="Presets, recipe files, formats of other tools. Default: all presets and formats."
         ),
     ] = None,
     inputs: arg.SamplesPath = None,
     metric: Annotated[
-        list[str] | None,
-        Option(
-            "--metric",
-            metavar="NAME",
-            help="Error to print: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function (your code). "
-            "Repeatable. Default: relative_l2 and cosine.",
-            show_default=False,
-        ),
+        list[str] | None, Option(metavar="NAME", help=f"{arg.METRICS}. Repeatable. Default: relative_l2 and cosine.")
     ] = None,
     repeat: arg.Repeat = 7,
     dim: arg.Dims = None,
@@ -71,19 +59,10 @@ def analyze(
     recipe: arg.SelectingRecipe = presets.DEFAULT,
     settings: arg.Settings = None,
     inputs: arg.SamplesPath = None,
-    metric: Annotated[
-        str,
-        Option(
-            "--metric",
-            metavar="NAME",
-            help="Error that ranks the matmuls: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
-        ),
-    ] = "relative_l2",
+    metric: Annotated[str, Option(metavar="NAME", help=f"Ranks the matmuls: {arg.METRICS}.")] = "relative_l2",
     keep: Annotated[
         int | None,
-        Option(
-            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that cause half of the error."
-        ),
+        Option(metavar="N", min=0, help="Exclude the N worst. Default: the fewest that cause half of the error."),
     ] = None,
     report: arg.Reports = None,
     json: arg.Json = False,
@@ -116,25 +95,20 @@ def tune(
     budget: Annotated[
         list[str],
         Option(
-            "--budget",
             metavar="BUDGET",
-            help="Limit: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
-            "Metrics: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable, all apply.",
-            show_default=False,
+            help="cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst. Repeatable. "
+            f"Metrics: {arg.METRICS}.",
         ),
     ],
     objective: Annotated[
-        Literal["size", "latency"],
-        Option("--objective", help="Minimise the size of the model, or its latency on this machine."),
+        Literal["size", "latency"], Option(help="Minimise the size of the model, or its latency here.")
     ] = "size",
     recipe: arg.SelectingRecipe = presets.DEFAULT,
     settings: arg.Settings = None,
     inputs: arg.SamplesPath = None,
     output: Annotated[
         Path | None,
-        arg.output_option(
-            "Folder for the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned.", metavar="FOLDER"
-        ),
+        Option("-o", "--output", metavar="FOLDER", help="Folder for model, recipe and reports. Default: MODEL.tuned."),
     ] = None,
     overwrite: arg.Overwrite = False,
     report: arg.Reports = None,

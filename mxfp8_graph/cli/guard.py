@@ -1,4 +1,4 @@
-"""The app that commands are registered with, and its errors: one message and an exit code.
+"""The app that commands are registered with; their results, as text, as JSON and in files; and their errors.
 
 Exit codes: 0 done; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect of
 ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Annotated, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
@@ -20,6 +21,9 @@ from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import first_line, printable
 from mxfp8_graph.terminal import say, show
 from mxfp8_ops.errors import Mxfp8Error, Option
+
+if TYPE_CHECKING:
+    from mxfp8_graph.report.base import Report
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -61,6 +65,28 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None], *, overwrite: bool) -> None:
+    """Raises Mxfp8Error if a report cannot be written. Commands call it before the work, which may take minutes."""
+    from mxfp8_graph.report.base import check_report_path
+
+    files = [model for model in models if model]
+    for report in reports or ():
+        check_report_path(report, files, overwrite=overwrite)
+
+
+def print_result(
+    result: Report, *, json: bool, reports: Sequence[Path] | None, overwrite: bool, every: bool = False
+) -> None:
+    """Prints a result, as JSON or as text, and writes the reports; see `Report.to_text`."""
+    if json:
+        typer.echo(result.to_json(), nl=False)
+    else:
+        show(result.to_text(every=every))
+    # A path that is named twice is written once; the second write would fail without --overwrite.
+    for report in dict.fromkeys(reports or ()):
+        result.write(report, overwrite=overwrite)
 
 
 def refuse(error: BaseException) -> int:

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 from typer import Argument, Exit, Option
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, NOTHING_ELIGIBLE
-from mxfp8_graph.cli.results import check_reports, print_result
+from mxfp8_graph.cli.guard import FAILED, NOTHING_ELIGIBLE, check_reports, print_result
 from mxfp8_graph.policy import presets
 from mxfp8_graph.terminal import progress_bar
 
@@ -17,30 +16,21 @@ from mxfp8_graph.terminal import progress_bar
 def rewrite(
     model: arg.ModelPath,
     *,
-    output: Annotated[Path | None, arg.output_option("Default: MODEL.mxfp8.onnx, or .pt2.")] = None,
-    recipe: Annotated[str, arg.recipe_option(f"{presets.choices()}.")] = presets.DEFAULT,
+    output: Annotated[Path | None, Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.")] = None,
+    recipe: Annotated[str, arg.recipe_option()] = presets.DEFAULT,
     settings: arg.Settings = None,
     exclude: Annotated[
         list[str] | None,
-        Option(
-            "--exclude",
-            metavar="REGEX",
-            help="Keep matmuls whose name or module path matches, in addition to the recipe's. Repeatable.",
-        ),
+        Option(metavar="REGEX", help="Also keep matmuls whose name or module path matches. Repeatable."),
     ] = None,
-    no_fuse: Annotated[
-        bool, Option("--no-fuse", help="ONNX: do not fuse activations, normalizations and attention.")
-    ] = False,
+    no_fuse: Annotated[bool, Option("--no-fuse", help="ONNX: fuse no activations, norms, attention.")] = False,
     runs_on: Annotated[
         Literal["cpu"] | None,
-        Option("--for", help="ONNX: use float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
+        Option("--for", help="ONNX: float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
     ] = None,
     bodies: Annotated[
         Literal["folded", "small", "none"],
-        Option(
-            "--bodies",
-            help="ONNX, without our library: weights in float32; in 8 bits, slow; or none, it does not run there.",
-        ),
+        Option(help="ONNX, without our library: weights in float32; in 8 bits, slow; none: it does not run."),
     ] = "folded",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: arg.Reports = None,
@@ -50,28 +40,14 @@ def rewrite(
     allow_nonfinite: arg.AllowNonfinite = False,
     training: Annotated[
         bool,
-        Option(
-            "--training",
-            help=".pt2: keep weights as trainable parameters. In a packed program the packed weights stay frozen.",
-        ),
+        Option("--training", help=".pt2: keep weights as trainable parameters; those of a packed program stay frozen."),
     ] = False,
     weights: Annotated[
         Path | None,
-        Option(
-            "--weights",
-            metavar="CHECKPOINT",
-            help="Take the packed bytes from an MXFP8 safetensors file, index or folder; quantize nothing.",
-            show_default=False,
-        ),
+        Option(metavar="CHECKPOINT", help="Take the packed bytes from MXFP8 safetensors; quantize nothing."),
     ] = None,
     weight_names: Annotated[
-        Path | None,
-        Option(
-            "--weight-names",
-            metavar="FILE.json",
-            help="JSON object that maps names in the model to different names in the checkpoint.",
-            show_default=False,
-        ),
+        Path | None, Option(metavar="FILE.json", help="JSON object: names in the model to those in the checkpoint.")
     ] = None,
     verbose: arg.Verbose = False,
 ) -> None:
@@ -93,18 +69,14 @@ def rewrite(
 
 
 def verify(
-    original: Annotated[Path, Argument(metavar="ORIGINAL", help="The original model.", show_default=False)],
-    rewritten: Annotated[Path, Argument(metavar="REWRITTEN", help="The rewritten model.", show_default=False)],
+    original: Annotated[Path, Argument(metavar="ORIGINAL", help="The original model.")],
+    rewritten: Annotated[Path, Argument(metavar="REWRITTEN", help="The rewritten model.")],
     *,
     inputs: arg.SamplesPath = None,
     max_rel_l2: Annotated[
         float | None,
         Option(
-            "--max-rel-l2",
-            metavar="X",
-            min=0,
-            help="Limit of each output's relative L2 error. Default: 0.5 for floats, none for integers.",
-            show_default=False,
+            metavar="X", min=0, help="Limit of each output's relative L2. Default: 0.5 for floats, none for integers."
         ),
     ] = None,
     dim: arg.Dims = None,
