@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
@@ -39,22 +30,19 @@ def show(result: Text, *, stderr: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(*, steps: bool = False) -> Iterator[ProgressCallback | None]:
+def progress_bar() -> Iterator[ProgressCallback | None]:
     """Yields a callback for progress, which updates a bar on stderr, or None if stderr is no terminal.
 
-    With `steps` it counts steps and not only bytes: a new total restarts the count.
+    A new total restarts the count.
     """
     err = Console(stderr=True)
     # No bar in logs: it would be thousands of lines.
     if not err.is_terminal:
         yield None
         return
-    columns: tuple[Any, ...] = (
-        TextColumn("{task.description}", markup=False, table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
-        BarColumn(),
-        *((TaskProgressColumn(),) if steps else (DownloadColumn(), TransferSpeedColumn())),
-        TimeRemainingColumn(),
-    )
+    fits = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    name = TextColumn("{task.description}", markup=False, table_column=fits)
+    columns = (name, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=err, transient=True, expand=True) as bar:
         task = bar.add_task("planning", total=None)
 

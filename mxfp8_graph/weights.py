@@ -18,9 +18,6 @@ from mxfp8_ops.formats import BLOCK_SIZE, element_format
 
 Array = npt.NDArray[Any]
 
-_CHECKED_ROWS: Final = 256
-"""Rows that are checked at once for NaN and Inf."""
-
 SLICE_BYTES: Final = 32 << 20
 """Bytes of a weight, as float32, that are read at once."""
 
@@ -59,16 +56,12 @@ def take(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
         fmt = element_format(weight.element_format)
         # Every INT8 code is a number; in the other formats the greatest codes, without the sign, are not.
         largest, magnitude = (0xFF, 0xFF) if fmt.twos_complement else (fmt.max_code, 0x7F)
-        for what, codes, most, mask in (
-            ("scale", packed.scales, 254, 0xFF),
-            ("element", packed.elements, largest, magnitude),
-        ):
-            # In slices: `codes & mask` of a whole weight would be a copy of it.
-            for row in range(0, codes.shape[0], _CHECKED_ROWS):
-                if codes.size and int((codes[row : row + _CHECKED_ROWS] & mask).max()) > most:
-                    problem = f"a {what} that is NaN or Inf"
-                    advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to keep it")
-                    raise NonFiniteError(f"weight {weight.name!r}", problem, expected="finite values", advice=advice)
+        checks = (("scale", packed.scales, 254, 0xFF), ("element", packed.elements, largest, magnitude))
+        for what, codes, most, mask in checks:
+            if codes.size and int((codes & np.uint8(mask)).max()) > most:
+                problem = f"a {what} that is NaN or Inf"
+                advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to keep it")
+                raise NonFiniteError(f"weight {weight.name!r}", problem, expected="finite values", advice=advice)
     return packed
 
 

@@ -44,7 +44,7 @@ def compare(
     from mxfp8_graph.tools.compare.run import compare as run_comparison
 
     check_reports(report, [model], overwrite=overwrite)
-    with progress_bar(steps=True) as progress:
+    with progress_bar() as progress:
         result = run_comparison(
             model, [name.strip() for name in recipes.split(",")] if recipes else (), settings=settings or (),
             inputs=inputs, metrics=metric or METRICS, shapes=arg.shapes(dim), seed=seed, repeat=repeat,
@@ -81,7 +81,7 @@ def analyze(
     from mxfp8_graph.tools.analyze.run import analyze as run_analysis
 
     check_reports(report, [model], overwrite=overwrite)
-    with progress_bar(steps=True) as progress:
+    with progress_bar() as progress:
         result = run_analysis(
             model, load_recipe(recipe).setting(settings or ()), inputs=inputs, shapes=arg.shapes(dim), seed=seed,
             metric=metric, keep=keep, allow_nonfinite=allow_nonfinite, progress=progress,
@@ -132,7 +132,7 @@ def tune(
 
     check_reports(report, [model], overwrite=overwrite)
     try:
-        with progress_bar(steps=True) as progress:
+        with progress_bar() as progress:
             result = run_search(
                 model, budget, objective=objective, recipe=load_recipe(recipe).setting(settings or ()), inputs=inputs,
                 output=output, overwrite=overwrite, shapes=arg.shapes(dim), seed=seed,

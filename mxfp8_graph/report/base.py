@@ -21,9 +21,6 @@ from mxfp8_ops.errors import Mxfp8Error
 SUFFIXES: Final = (".json", ".html")
 """Suffixes of the files that `Report.write` can write."""
 
-_LEAD: Final = frozenset({"size", "weight error", "chosen", "search", "everything rewritten", "excluded"})
-"""Labels of the facts that a page has at its top too."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
@@ -70,15 +67,8 @@ class Report(Data, ABC):
         return ()
 
     def lead(self) -> Sequence[str]:
-        """Returns the sentences at the top of the page: the outcome, its numbers, and notes.
-
-        The facts may stand behind tables of hundreds of rows, and some notes name options.
-        """
-        lines = [f"{self.headline()}."] if self.headline() else []
-        for label, value in self.facts():
-            if label == "note" or label in _LEAD:
-                lines.append(value if label == "note" else f"{label.capitalize()}: {value}.")
-        return lines
+        """Returns the sentences at the top of the page: the outcome."""
+        return [f"{self.headline()}."] if self.headline() else []
 
     def to_text(self, *, every: bool = False) -> Text:
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
@@ -96,7 +86,9 @@ class Report(Data, ABC):
     def to_html(self) -> str:
         """Returns one self-contained page: nothing is fetched, and all is there without its script."""
         title, files = self.TITLE.format_map(vars(self)), (getattr(self, name) for name in self.FILES)
-        return html.page(title, self.lead(), self.sections(), filter(None, files))
+        # Facts first: they would stand behind tables of hundreds of rows, and notes are among them.
+        sections = sorted(self.sections(), key=lambda section: not section.facts)
+        return html.page(title, self.lead(), sections, filter(None, files))
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON."""

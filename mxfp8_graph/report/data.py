@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -49,16 +49,15 @@ class SiteReport(Data):
     """Names of the nodes that replace it; empty if it was kept or in a dry run."""
     packed: str | None = None
     """Name of the initializer that holds the packed elements."""
-    bytes_before: int = 0
-    """Bytes of the static operand in the original."""
     bytes_after: int = 0
     """Bytes of its elements and scales."""
     relative_l2: float | None = None
     """|w - dequantized| / |w| of the static operand; None without one."""
 
-    def without(self, nodes: Container[str]) -> SiteReport:
-        """Returns the report without the names of nodes that a fused node replaced."""
-        return replace(self, nodes=tuple(name for name in self.nodes if name not in nodes))
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the static operand in the original."""
+        return self.decision.site.weight_bytes
 
     @property
     def sqnr_db(self) -> float | None:

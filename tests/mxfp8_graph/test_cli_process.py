@@ -210,10 +210,10 @@ def on_a_terminal(*arguments: str, columns: int, **environment: str) -> str:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
-def test_a_terminal_shows_progress_in_bytes() -> None:
+def test_a_terminal_shows_progress() -> None:
     save(b.chain_model())
     output = on_a_terminal("rewrite", "m.onnx", columns=120)
-    assert "65.5/65.5 kB" in output
+    assert "100%" in output
     assert "layers.1.linear" in output
 
 

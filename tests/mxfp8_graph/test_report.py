@@ -28,17 +28,17 @@ from mxfp8_ops.errors import Mxfp8Error
 def make_report(**fields: Any) -> RewriteReport:
     """Returns three rewritten sites, two of which share a weight, and two kept ones."""
     sites = [
-        MatMulSite(name="up", op="MatMul", m="batch", n=64, k=128, weight="w0"),
-        MatMulSite(name="down[0]", op="Gemm", m=4, n=128, k=64, weight="w1"),
-        MatMulSite(name="down[1]", op="Gemm", m=None, n=128, k=64, weight="w1", shared_with=1),
+        MatMulSite(name="up", op="MatMul", m="batch", n=64, k=128, weight="w0", weight_bytes=4000),
+        MatMulSite(name="down[0]", op="Gemm", m=4, n=128, k=64, weight="w1", weight_bytes=4000),
+        MatMulSite(name="down[1]", op="Gemm", m=None, n=128, k=64, weight="w1", weight_bytes=4000, shared_with=1),
         MatMulSite(name="<head>", op="MatMul", role="output_projection", n=100, k=64, weight="w2"),
         MatMulSite(name="small", op="MatMul", n=8, k=64, weight="w3", subgraph="if/then_branch"),
     ]
     recipe = Recipe(name="mxfp8")
     outcome = {
-        "up": {"packed": "w0_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.01},
-        "down[0]": {"packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.03},
-        "down[1]": {"packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.03},
+        "up": {"packed": "w0_e", "bytes_after": 1000, "relative_l2": 0.01},
+        "down[0]": {"packed": "w1_e", "bytes_after": 1000, "relative_l2": 0.03},
+        "down[1]": {"packed": "w1_e", "bytes_after": 1000, "relative_l2": 0.03},
     }
     defaults: dict[str, Any] = {
         "source": "m.onnx",
@@ -188,10 +188,10 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_begins_with_the_notes_however_long_its_tables_are() -> None:
-    top = make_report(notes=("pack <head>",)).to_html().split("<h2>")[0]
-    assert "<p>pack &lt;head&gt;</p></div>" in top
-    assert "<p>Size: 40.0 kB -&gt; 10.0 kB (4.00x smaller).</p>" in top
-    assert "<p>Weight error: relative L2 mean 0.0200" in top
+    top = make_report(notes=("pack <head>",)).to_html().split("<table")[0]
+    assert "<dt>note</dt><dd>pack &lt;head&gt;</dd>" in top
+    assert "<dt>size</dt><dd>40.0 kB -&gt; 10.0 kB (4.00x smaller)</dd>" in top
+    assert "<dt>weight error</dt><dd>relative L2 mean 0.0200" in top
 
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
