@@ -9,16 +9,9 @@ from mxfp8_ops.errors import ContractError
 
 
 def locate(named_in: Path, name: str, where: str) -> Path:
-    """Returns the path, without links, of the file that the file `named_in` calls `name`.
+    """Returns the path, without links, of the file beside `named_in` that it calls `name`; `where` is for errors.
 
-    Args:
-        named_in: a file in the same folder.
-        name: as it has it.
-        where: the part of it that has the name, for errors.
-
-    Raises:
-        OSError: there is no such file.
-        ContractError: the file lies outside the folder: an index from a stranger can name any file.
+    Raises OSError if there is none, and ContractError if it lies outside: an index from a stranger can name any file.
     """
     folder = Path(os.path.realpath(named_in.parent))
     # In the cache of the Hugging Face hub, index and shards are links into one other folder: that counts as inside.

@@ -8,9 +8,8 @@ from typing import Annotated, Literal
 from typer import Exit, Option
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, check_reports, print_result, refuse
+from mxfp8_graph.cli.guard import FAILED, check_reports, print_result, progress_bar, refuse, say
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, say
 
 
 def compare(

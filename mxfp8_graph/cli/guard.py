@@ -6,20 +6,25 @@ ours; 130 and 143 interrupted and terminated. Results go to stdout, everything e
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import first_line, printable
-from mxfp8_graph.terminal import say, show
+from mxfp8_graph.options import Progress as ProgressCallback
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 if TYPE_CHECKING:
@@ -65,6 +70,45 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def say(message: str) -> None:
+    """Prints a message on stderr."""
+    show(Text("\n".join(map(printable, message.split("\n")))), stderr=True)
+
+
+def show(result: Text, *, stderr: bool = False) -> None:
+    """Prints a result on stdout, without folding lines."""
+    out = Console(stderr=stderr)
+    if out.is_terminal:
+        out.print(result, soft_wrap=True)
+    else:
+        typer.echo(result.plain, err=stderr)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[ProgressCallback | None]:
+    """Yields a callback for progress, which updates a bar on stderr, or None if stderr is no terminal.
+
+    A new total restarts the count.
+    """
+    err = Console(stderr=True)
+    # No bar in logs: it would be thousands of lines.
+    if not err.is_terminal:
+        yield None
+        return
+    fits = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    name = TextColumn("{task.description}", markup=False, table_column=fits)
+    columns = (name, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, expand=True) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def advance(name: str, done: int, total: int) -> None:
+            if bar.tasks[0].total not in {None, total}:
+                bar.reset(task)  # the time that is left does not follow from what other steps took
+            bar.update(task, description=printable(name), completed=done, total=total)
+
+        yield advance
 
 
 def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None], *, overwrite: bool) -> None:

@@ -1,16 +1,26 @@
-"""rewrite, verify and run: commands on one model."""
+"""rewrite, verify and run: commands on one model; doctor and library-path: what is installed."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Exit, Option
+from typer import Argument, Exit, Option, echo
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, NOTHING_ELIGIBLE, check_reports, print_result
+from mxfp8_graph.cli.guard import (
+    BAD_INPUT,
+    FAILED,
+    NOTHING_ELIGIBLE,
+    check_reports,
+    print_result,
+    progress_bar,
+    say,
+    show,
+)
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar
 
 
 def rewrite(
@@ -125,3 +135,27 @@ def run(
         model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile,
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
+
+
+def doctor(json: arg.Json = False) -> None:
+    """Checks the installation. Exit code 2 if models cannot run on the CPU."""
+    from mxfp8_graph.doctor import diagnose, healthy, table
+
+    checks = diagnose()
+    if json:
+        echo(dumps({"healthy": healthy(checks), "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        show(table(checks))
+    if not healthy(checks):
+        say("error: the CPU path does not work here; expected no failed check; follow the advice above")
+        raise Exit(BAD_INPUT)
+
+
+def library_path() -> None:
+    """Prints the path of the native library.
+
+    RegisterCustomOpsLibrary in C, C++, C# or Rust needs it.
+    """
+    from mxfp8_ops import cpu
+
+    echo(cpu.library_path())

@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 from typer import Argument, Option, echo
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import check_reports, print_result
+from mxfp8_graph.cli.guard import check_reports, print_result, progress_bar
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
-from mxfp8_graph.terminal import progress_bar
 from mxfp8_graph.tools.hosts import HOSTS
 
 _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]

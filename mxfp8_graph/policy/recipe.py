@@ -70,11 +70,7 @@ def _refusal(name: object) -> tuple[str, str] | None:
 
 
 def _without_type(fields: Any) -> Any:
-    """Returns the fields of a recipe without `recipe_type`, which every recipe here has.
-
-    Raises:
-        ValueError: it is another.
-    """
+    """Returns the fields of a recipe without `recipe_type`, which every one has; ValueError if it is another."""
     if not isinstance(fields, Mapping) or "recipe_type" not in fields:
         return fields
     # Accepted and dropped: configurations that were written for TransformerEngine name the type of the recipe.

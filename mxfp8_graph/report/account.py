@@ -56,13 +56,7 @@ class Account(Data):
 
 
 def account(decisions: Sequence[Decision], bytes_before: int, after: Iterable[StoredTensor]) -> Account:
-    """Returns the account of a rewrite.
-
-    Args:
-        decisions: one per site.
-        bytes_before: bytes of all tensors of the model.
-        after: all tensors of the result.
-    """
+    """Returns the account of a rewrite: `bytes_before` of the model's tensors, and all tensors of the result."""
     tensors = list(after)
     # A weight that one site packs and another keeps is stored twice: the site that keeps it says why.
     reasons = {d.site.weight: d.reason for d in decisions if not d.quantize}

@@ -143,17 +143,6 @@ class RewriteReport(Report):
         return tuple(site for site in self.sites if not site.decision.quantize)
 
     @property
-    def formats(self) -> tuple[str, ...]:
-        """The formats of rewritten weights and activations: "MXFP8", "MXINT8"."""
-        used = ((site.decision.weight_format, site.decision.activation_format) for site in self.rewritten)
-        return tuple(dict.fromkeys(element_format(name).mx_name for pair in used for name in pair if name))
-
-    @property
-    def rewritten_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
-        """The rewritten sites by reason, most frequent first."""
-        return _by_reason(self.rewritten)
-
-    @property
     def kept_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
         """The kept sites by reason, most frequent first."""
         return _by_reason(self.kept)
@@ -193,7 +182,8 @@ class RewriteReport(Report):
         if self.already_rewritten:
             return f"already rewritten with recipe {recipe}; {'copied' if self.output else 'nothing to do'}"
         verb = "would be rewritten" if self.dry_run else "rewritten"
-        formats = " and ".join(self.formats)
+        used = ((site.decision.weight_format, site.decision.activation_format) for site in self.rewritten)
+        formats = " and ".join(dict.fromkeys(element_format(name).mx_name for pair in used for name in pair if name))
         return f"{self._counts()} {verb}{formats and f' to {formats}'} with recipe {recipe}"
 
     def facts(self) -> list[tuple[str, str]]:
@@ -226,12 +216,11 @@ class RewriteReport(Report):
 
     def _counts(self) -> str:
         """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
-        counts = {"matmuls": [0, 0], "embeddings": [0, 0]}
-        for site in self.sites:
-            of_kind = counts["embeddings" if site.decision.site.role == "embedding" else "matmuls"]
-            of_kind[0] += site.decision.quantize
-            of_kind[1] += 1
-        parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
+        parts = []
+        for kind in ("matmuls", "embeddings"):
+            sites = [each for each in self.sites if (each.decision.site.role == "embedding") == (kind == "embeddings")]
+            if sites or kind == "matmuls":
+                parts.append(f"{sum(each.decision.quantize for each in sites)} of {len(sites)} {kind}")
         return " and ".join(parts)
 
     def sections(self) -> Iterator[Section]:
@@ -239,7 +228,7 @@ class RewriteReport(Report):
         if self.already_rewritten:
             yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
             return
-        groups = (("rewritten", self.rewritten_by_reason), ("kept", self.kept_by_reason))
+        groups = (("rewritten", _by_reason(self.rewritten)), ("kept", self.kept_by_reason))
         rows = [(verdict, number(len(s), "d"), reason) for verdict, by in groups for reason, s in by.items()]
         yield Section(title="Why", columns=(("decision", "sites", "reason"), rows), most=_MOST_REASONS)
         yield self.account.section()

@@ -66,14 +66,7 @@ _SHORT: Final = 20
 
 
 def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: Iterable[str]) -> str:
-    """Returns the page.
-
-    Args:
-        title: heading of the page, such as "Rewrite of model.onnx".
-        lead: sentences at the top, the most important ones.
-        sections: what follows.
-        files: paths of the models in the report, which are identified at the end; missing files are left out.
-    """
+    """Returns the page: title, sentences at the top, sections, and a footer that identifies the files that exist."""
     # The policy allows the script by its hash, so a name that would get past the escaping still could not run code.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
