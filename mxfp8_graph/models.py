@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_graph.options import ExportOptions, Unpack, check_options
-from mxfp8_ops import contract
+from mxfp8_ops import node
 from mxfp8_ops.errors import BackendError, ContractError
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def to_onnx(
     program: Any,
     path: str | Path,
     *,
-    opset: int = contract.MIN_OPSET,
+    opset: int = node.MIN_OPSET,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
     dynamic_shapes: Any = None,
@@ -155,8 +155,8 @@ def check_opset(opset: object, where: str) -> None:
     import onnx
 
     newest = onnx.defs.onnx_opset_version()
-    if not isinstance(opset, int) or not contract.MIN_OPSET <= opset <= newest:
-        expected = f"{contract.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
+    if not isinstance(opset, int) or not node.MIN_OPSET <= opset <= newest:
+        expected = f"{node.MIN_OPSET} to {newest}, which onnx {onnx.__version__} knows"
         raise ContractError(where, f"opset {opset}", expected=expected, advice="pass another opset")
 
 

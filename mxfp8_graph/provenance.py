@@ -66,8 +66,6 @@ def recipe_name(recorded: str | None) -> str:
     return str(fields.get("name", "a recipe this version cannot read"))
 
 
-_PACKAGES: Final = ("numpy", "onnx", "onnxruntime", "torch")
-
 COMMAND: Final[ContextVar[Sequence[str] | None]] = ContextVar("command", default=None)
 """Arguments of the running command; None in a program that calls the Python API."""
 
@@ -76,7 +74,11 @@ def facts(files: Iterable[Path | str]) -> list[tuple[str, str]]:
     """Returns (label, value) pairs: command, versions, processor, date, and path and size of each readable file."""
     arguments = COMMAND.get()
     versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]
-    versions += [f"{name} {version}" for name in _PACKAGES if (version := installed(name)) is not None]
+    versions += [
+        f"{name} {version}"
+        for name in ("numpy", "onnx", "onnxruntime", "torch")
+        if (version := installed(name)) is not None
+    ]
     return [
         ("command", "none, Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
         ("versions", ", ".join(versions)),

@@ -109,10 +109,6 @@ class Decision:
         return self.activation_format is None
 
 
-_SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
-"""Settings of a site's quantization, in a recipe and in its rules."""
-
-
 ROLE_SETTINGS: Final[Mapping[Role, str]] = {
     "output_projection": "output_projections",
     "router": "routers",
@@ -159,8 +155,7 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     Order of precedence: what cannot be rewritten; `exclude`; the first matching rule; `include`; the default policy
     for the site's role; `min_dim`.
 
-    Raises:
-        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not.
+    RecipeError is raised if a rule or a pattern decided nothing.
     """
     decisions = [_decide(site, recipe) for site in sites]
     _refuse_unused(sites, recipe)
@@ -208,8 +203,8 @@ def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None
 
 
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
-    settings = rule.settings if rule else {}
-    chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
+    names = ("activations", "weight_format", "scale_rounding")
+    chosen = {name: getattr(recipe, name) for name in names} | (rule.settings if rule else {})
     decision = Decision(site=site, kind="quantized", rule=rule_name, reason=reason, **chosen)
     # A product of two activations has no weight, so without quantized activations nothing would be left to quantize.
     if decision.weight_only and site.weight is None:

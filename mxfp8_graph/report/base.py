@@ -95,11 +95,7 @@ class Report(Data, ABC):
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
-        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
-
-        Raises:
-            Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
-        """
+        """Writes the report, as JSON or (suffix .html) as a page, and returns the path; raises Mxfp8Error otherwise."""
         path = check_report_path(path, overwrite=overwrite)
         text = self.to_html() if path.suffix.lower() == ".html" else self.to_json()
         with output(path, overwrite=overwrite) as folder:
@@ -108,11 +104,7 @@ class Report(Data, ABC):
 
 
 def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
-    """Returns `path` if a report can be written there. Ask before the work, not after it.
-
-    Raises:
-        Mxfp8Error: another suffix than one of `SUFFIXES`, or as `files.check_output`, where `models` are the inputs.
-    """
+    """Returns `path` if a report on `models` can be written there, else raises Mxfp8Error. Ask before the work."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         what = f"report with suffix {path.suffix!r}"

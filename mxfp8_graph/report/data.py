@@ -87,23 +87,17 @@ class FusionReport(Data):
 class WeightError(Data):
     """Errors of the packed weights, each weight counted once however many sites share it."""
 
-    KEYS = "mean_relative_l2=mean mean_sqnr_db worst_relative_l2=worst worst_sqnr_db worst_site"
-
     mean: float
     """Mean of the relative L2 errors."""
     worst: float
     worst_site: str
     """Name of the (first) site whose weight has the worst error."""
 
-    @property
-    def mean_sqnr_db(self) -> float:
-        """The mean as signal-to-quantization-noise ratio in dB."""
-        return sqnr_db(self.mean)
-
-    @property
-    def worst_sqnr_db(self) -> float:
-        """The worst error as signal-to-quantization-noise ratio in dB."""
-        return sqnr_db(self.worst)
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has: the errors, and in dB."""
+        mean = {"mean_relative_l2": self.mean, "mean_sqnr_db": sqnr_db(self.mean)}
+        worst = {"worst_relative_l2": self.worst, "worst_sqnr_db": sqnr_db(self.worst)}
+        return {**mean, **worst, "worst_site": self.worst_site}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,8 +189,7 @@ class RewriteReport(Report):
         if self.account.bytes_before:
             lines.append(("tensors", f"{size(self.account.bytes_before)} -> {size(self.account.bytes_after)}"))
         if error := self.weight_error:
-            mean = f"{error.mean:.4f} ({error.mean_sqnr_db:.1f} dB)"
-            worst = f"{error.worst:.4f} ({error.worst_sqnr_db:.1f} dB)"
+            mean, worst = (f"{each:.4f} ({sqnr_db(each):.1f} dB)" for each in (error.mean, error.worst))
             lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
         if self.fusions:
             kinds = Counter(fusion.kind for fusion in self.fusions)

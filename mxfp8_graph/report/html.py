@@ -61,9 +61,6 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px;
   .scroll { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """
 
-_SHORT: Final = 20
-"""Characters up to which the cells of a column stay on one line."""
-
 
 def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: Iterable[str]) -> str:
     """Returns the page: title, sentences at the top, sections, and a footer that identifies the files that exist."""
@@ -112,7 +109,7 @@ def _table(section: Section) -> str:
     for title, column in zip(header, zip(*rows, strict=True), strict=True):
         numbers = [cell[1] for cell in column if isinstance(cell, tuple)]
         # Short cells never fold, so that numbers and dtypes stay in one line on a narrow page.
-        short = max(len(cell_text(cell)) for cell in column) <= _SHORT
+        short = max(len(cell_text(cell)) for cell in column) <= 20
         kinds.append("number" if numbers else "short" if short else "text")
         scales.append(max(numbers, default=0.0) if title == section.bar else 0.0)
     head = "".join(f'<th class="{kind}">{_text(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
