@@ -15,7 +15,7 @@ import onnx_ir as ir
 from rich.text import Text
 
 from mxfp8_graph._version import __version__, installed
-from mxfp8_graph.report.text import columns
+from mxfp8_graph.report.section import columns
 from mxfp8_ops import contract, cpu, formats, numpy_nodes
 from mxfp8_ops.cuda import build, system
 from mxfp8_ops.cuda.hardware import native_reason

@@ -141,9 +141,9 @@ def refuse(error: BaseException) -> int:
         say(traceback.format_exc())
     # The reasons of all sites go to stderr too: stdout is for results.
     if code == NOTHING_ELIGIBLE and (decisions := getattr(error, "decisions", ())):
-        from mxfp8_graph.report import data, text
+        from mxfp8_graph.report import data, section
 
-        show(text.columns(*data.site_table([data.SiteReport(decision=each) for each in decisions])), stderr=True)
+        show(section.columns(*data.site_table([data.SiteReport(decision=each) for each in decisions])), stderr=True)
     return code
 
 

@@ -28,8 +28,7 @@ from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
-from mxfp8_graph.report.account import account
-from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_graph.report.data import RewriteReport, SiteReport, account
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error

@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Final
 from rich.text import Text
 
 from mxfp8_graph.files import check_output, output
-from mxfp8_graph.report import html, text
-from mxfp8_graph.report.section import Section
+from mxfp8_graph.report import html
+from mxfp8_graph.report.section import Section, render
 from mxfp8_ops.errors import Mxfp8Error
 
 SUFFIXES: Final = (".json", ".html")
@@ -72,7 +72,7 @@ class Report(Data, ABC):
 
     def to_text(self, *, every: bool = False) -> Text:
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
-        return text.render(self.headline(), self.sections(), every=every)
+        return render(self.headline(), self.sections(), every=every)
 
     def __str__(self) -> str:
         """Returns what a terminal shows, as plain text."""

@@ -11,8 +11,7 @@ from typing import TypeVar
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.account import Account
-from mxfp8_graph.report.data import FusionReport, RewriteReport, SiteReport
+from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport
 
 Site = TypeVar("Site")
 

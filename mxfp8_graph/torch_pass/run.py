@@ -18,8 +18,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import account
-from mxfp8_graph.report.data import RewriteReport, SiteReport
+from mxfp8_graph.report.data import RewriteReport, SiteReport, account
 from mxfp8_graph.report.reporter import Reporter, replace_each
 from mxfp8_graph.torch_pass import (
     attention,

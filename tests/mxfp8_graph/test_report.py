@@ -20,8 +20,7 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
-from mxfp8_graph.report.section import Section
-from mxfp8_graph.report.text import render
+from mxfp8_graph.report.section import Section, render
 from mxfp8_ops.errors import Mxfp8Error
 
 
