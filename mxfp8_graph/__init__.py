@@ -32,30 +32,23 @@ if TYPE_CHECKING:
     from mxfp8_graph.tools.tune.run import tune as tune
 
 # The names a second time: the block above is for type checkers, this table for the import on first use.
-_HOMES = {
-    "rewrite": "rewriting",
-    "convert": "tools.dialects",
-    "to_onnx": "models",
-    "from_hf": "tools.from_hf",
-    "unpack": "packed",
-    "PackedWeight": "packed",
-    "export_safetensors": "packed",
-    "import_safetensors": "packed",
-    "export_checkpoint": "tools.hosts.checkpoint",
-    "NothingEligibleError": "policy.plan",
-    "MXFP8BlockScaling": "policy.recipe",
-    "Recipe": "policy.recipe",
-    "Rule": "policy.recipe",
-    "load_recipe": "policy.recipe",
-    "RewriteReport": "report.data",
-    "load": "models",
-    "save": "models",
-    "verify": "running.verify",
-    "analyze": "tools.analyze.run",
-    "compare": "tools.compare.run",
-    "package": "tools.hosts.write",
-    "tune": "tools.tune.run",
+_MODULES = {
+    "rewriting": "rewrite",
+    "models": "load save to_onnx",
+    "packed": "PackedWeight export_safetensors import_safetensors unpack",
+    "policy.plan": "NothingEligibleError",
+    "policy.recipe": "MXFP8BlockScaling Recipe Rule load_recipe",
+    "report.data": "RewriteReport",
+    "running.verify": "verify",
+    "tools.analyze.run": "analyze",
+    "tools.compare.run": "compare",
+    "tools.dialects": "convert",
+    "tools.from_hf": "from_hf",
+    "tools.hosts.checkpoint": "export_checkpoint",
+    "tools.hosts.write": "package",
+    "tools.tune.run": "tune",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = [*_HOMES]  # noqa: PLE0604
 
 

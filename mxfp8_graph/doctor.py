@@ -12,13 +12,10 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
-from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph._version import __version__, installed
-from mxfp8_graph.naming import printable
-from mxfp8_graph.report.section import STYLES
+from mxfp8_graph.report.section import columns
 from mxfp8_ops import contract, cpu, formats, numpy_nodes
 from mxfp8_ops.cuda import build, system
 from mxfp8_ops.cuda.hardware import native_reason
@@ -63,16 +60,14 @@ def diagnose() -> list[Check]:
     ]
 
 
-def table(checks: Iterable[Check]) -> RenderableType:
+def table(checks: Iterable[Check]) -> Text:
     """Returns the checks for a terminal, one line each, advice below what is not ok."""
-    rows = Table(box=None, pad_edge=False, show_header=False)
-    for _ in range(3):
-        rows.add_column(overflow="fold")
+    rows: list[tuple[str, str, str]] = []
     for check in checks:
-        rows.add_row(check.name, Text(check.state, style=STYLES[check.state]), Text(printable(check.detail)))
+        rows.append((check.name, check.state, check.detail))
         if check.advice:
-            rows.add_row("", "", Text(f"-> {printable(check.advice)}"))
-    return rows
+            rows.append(("", "", f"-> {check.advice}"))
+    return columns((), rows)
 
 
 def healthy(checks: Sequence[Check]) -> bool:

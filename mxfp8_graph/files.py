@@ -25,14 +25,8 @@ def output(
     At the end the old `path` and `replaces` are removed, then the new files are renamed into place, `path` last. After
     an error before that, `path` is what it was; after one within, it is absent. An empty folder replaces nothing.
 
-    Args:
-        path: the file to write.
-        overwrite: whether an existing `path` may be replaced.
-        inputs: files that must not be replaced, under whatever name.
-        replaces: files beside `path` that belong to the old one, and to no other model.
-
-    Raises:
-        ContractError: as `check_output`; or the system refused a step, or one of the caller's with an OSError.
+    `inputs` must not be replaced, under whatever name; `replaces` are files beside `path` that belong to the old one,
+    and to no other model. Raises ContractError as `check_output`, or for an OSError of a step or of the caller's.
     """
     check = partial(check_output, path, overwrite=overwrite, inputs=list(inputs), replaces=replaces)
     check()
@@ -55,9 +49,7 @@ def check_output(
 ) -> None:
     """Checks that `output` can write `path`, and the files `beside` it. To be called before long work.
 
-    Raises:
-        ContractError: the folder is missing or not writable; or a file is an input or no regular file, or exists and
-            must not be replaced.
+    Raises ContractError if the folder is not writable, or a file is an input, irregular, or must not be replaced.
     """
     for file in dict.fromkeys((path, *replaces, *beside)):
         if is_any_of(file, inputs):

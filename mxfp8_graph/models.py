@@ -131,7 +131,9 @@ def to_onnx(
     check_opset(opset, "to_onnx")
     names = {"input_names": input_names, "output_names": output_names}
     for kind, wanted in names.items():
-        _check_names(kind, wanted)
+        if wanted is not None and not _are_names(wanted):
+            expected, advice = "a list of names, each once", f"correct {kind}"
+            raise ContractError("to_onnx", f"{kind} is {wanted!r}", expected=expected, advice=advice)
     if kind_of(program) not in {Kind.PROGRAM, Kind.PROGRAM_FILE, Kind.ONNX_FILE}:
         expected, advice = "a rewritten ExportedProgram or the path of one", "pass what mxfp8_graph.rewrite gave back"
         raise ContractError("to_onnx", f"a {type(program).__name__}", expected=expected, advice=advice)
@@ -158,19 +160,8 @@ def check_opset(opset: object, where: str) -> None:
         raise ContractError(where, f"opset {opset}", expected=expected, advice="pass another opset")
 
 
-def _check_names(kind: str, names: Sequence[str] | None) -> None:
-    """Raises ContractError if `names` are not distinct texts that ONNX can store."""
-    if names is None:
-        return
-    expected, advice = "a list of names, each once", f"correct {kind}"
-    if isinstance(names, str) or not isinstance(names, Sequence):
-        raise ContractError("to_onnx", f"{kind} is {names!r}", expected=expected, advice=advice)
-    for index, name in enumerate(names):
-        # UTF-8 cannot encode half of a surrogate pair.
-        if (
-            not isinstance(name, str)
-            or not name
-            or name.encode(errors="replace").decode() != name
-            or name in names[:index]
-        ):
-            raise ContractError("to_onnx", f"{name!r} is among {kind}", expected=expected, advice=advice)
+def _are_names(names: object) -> bool:
+    """Whether `names` is a list of distinct texts, none of them empty."""
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        return False
+    return all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)

@@ -1,13 +1,13 @@
-"""The options of the functions that write models, each documented at its field: `documented` puts that in `help`."""
+"""The options of the functions that write models."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, TypedDict, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+
+from typing_extensions import Unpack as Unpack  # noqa: PLC0414 - used elsewhere
 
 from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_ops.errors import ContractError, Option
@@ -16,74 +16,43 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-# At run time too: `typing.get_type_hints` of the functions that have options needs it.
-if sys.version_info >= (3, 11):
-    from typing import Unpack as Unpack  # noqa: PLC0414 - used elsewhere
-else:
-    from typing_extensions import Unpack as Unpack  # noqa: PLC0414 - used elsewhere
-
-_Class = TypeVar("_Class", bound=type)
-
 Progress = Callable[[str, int, int], None]
 """Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
 
 
-def documented(options: _Class) -> _Class:
-    """Returns a TypedDict of `Annotated[type, "text"]` whose docstring lists every option with its text and default.
-
-    The default follows from the type: None where that may be, the first of several texts, else False or 0.
-    """
-    lines = []
-    for name, hint in get_type_hints(options, include_extras=True).items():
-        kind, text = get_args(hint)
-        choices = get_args(kind)
-        default = None if NoneType in choices else choices[0] if choices else kind()
-        lines.append(f"    {name}: {text} Default: {default!r}.")
-    options.__doc__ = "\n".join([f"{options.__doc__}\n", *lines])
-    return options
-
-
-Bodies = Annotated[
-    Literal["folded", "small", "none"],
-    'how an ONNX file computes its nodes where our library is not registered: "folded" decodes weights to float32 when '
-    'a session opens, "small" keeps them in 8 bits and decodes them at every run, "none" cannot run there.',
-]
-
-
-@documented
 class WriteOptions(TypedDict, total=False):
     """The options of every function that writes a model."""
 
-    external_data: Annotated[
-        Literal["auto", "always", "never"],
-        'whether tensors go to OUTPUT.data: "always", "never", or "auto": as the source has them, and near 2 GB.',
-    ]
-    overwrite: Annotated[bool, "whether an existing output may be replaced. The input never is."]
+    external_data: Literal["auto", "always", "never"]
+    """Whether tensors go to OUTPUT.data; "auto", the default: as the source has them, and near 2 GB."""
+    overwrite: bool
+    """Whether an existing output may be replaced. The input never is. Default: False."""
 
 
-@documented
 class ExportOptions(WriteOptions, total=False):
     """The options of a function that reads a model, perhaps a .pt2 file, and writes one."""
 
-    bodies: Bodies
+    bodies: Literal["folded", "small", "none"]
+    """How an ONNX file computes its nodes where our library is not registered: "folded", the default, decodes weights
+    to float32 when a session opens, "small" keeps them in 8 bits and decodes them at every run, "none" cannot run
+    there."""
 
 
-@documented
 class PackOptions(WriteOptions, total=False):
     """The options of a function that packs weights."""
 
-    allow_nonfinite: Annotated[bool, "take weights that hold NaN or Inf (their blocks become NaN); else refuse them."]
-    progress: Annotated[Progress | None, "called as progress(site_name, bytes_done, bytes_total) after each weight."]
+    allow_nonfinite: bool
+    """Take weights that hold NaN or Inf (their blocks become NaN); else refuse them. Default: False."""
+    progress: Progress | None
+    """Called as progress(site_name, bytes_done, bytes_total) after each weight. Default: None."""
 
 
-@documented
 class RewriteOptions(ExportOptions, PackOptions, total=False):
     """The options of `rewrite` for any model."""
 
-    dry_run: Annotated[
-        bool,
-        "plan, report, check that the output could be written (it may exist), write nothing; the first result is None.",
-    ]
+    dry_run: bool
+    """Plan, report, check that the output could be written (it may exist), write nothing; the first result is None.
+    Default: False."""
 
 
 def check_options(function: str, options: Mapping[str, Any], known: type) -> None:

@@ -116,10 +116,8 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
     """Returns the weights of a checkpoint, or None without one."""
     if weights is None:
         if names is not None:
-            advice = ("pass ", Option("weights"), " too")
-            raise ContractError(
-                "rewrite", "names of weights without a checkpoint", expected="a checkpoint", advice=advice
-            )
+            what, advice = "names of weights without a checkpoint", ("pass ", Option("weights"), " too")
+            raise ContractError("rewrite", what, expected="a checkpoint", advice=advice)
         return None
     from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
     from mxfp8_graph.packed.conventions import COMFY_MARKER

@@ -18,9 +18,6 @@ from mxfp8_ops.formats import BLOCK_SIZE, element_format
 
 Array = npt.NDArray[Any]
 
-_CHECKED_ROWS: Final = 256
-"""Rows that are checked at once for NaN and Inf."""
-
 SLICE_BYTES: Final = 32 << 20
 """Bytes of a weight, as float32, that are read at once."""
 
@@ -48,27 +45,18 @@ class Packed:
 
 
 def take(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
-    """Returns the bytes of a packed weight; its quantization error is unknown (NaN).
-
-    Raises:
-        NonFiniteError: an element or a scale is NaN or Inf and `allow_nonfinite` is false.
-        ContractError: its file cannot be read.
-    """
+    """Returns the bytes of a packed weight, whose error is unknown (NaN); NonFiniteError unless all are finite."""
     packed = Packed(weight.elements, weight.scales, math.nan, math.nan)
     if not allow_nonfinite:
         fmt = element_format(weight.element_format)
         # Every INT8 code is a number; in the other formats the greatest codes, without the sign, are not.
         largest, magnitude = (0xFF, 0xFF) if fmt.twos_complement else (fmt.max_code, 0x7F)
-        for what, codes, most, mask in (
-            ("scale", packed.scales, 254, 0xFF),
-            ("element", packed.elements, largest, magnitude),
-        ):
-            # In slices: `codes & mask` of a whole weight would be a copy of it.
-            for row in range(0, codes.shape[0], _CHECKED_ROWS):
-                if codes.size and int((codes[row : row + _CHECKED_ROWS] & mask).max()) > most:
-                    problem = f"a {what} that is NaN or Inf"
-                    advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to keep it")
-                    raise NonFiniteError(f"weight {weight.name!r}", problem, expected="finite values", advice=advice)
+        checks = (("scale", packed.scales, 254, 0xFF), ("element", packed.elements, largest, magnitude))
+        for what, codes, most, mask in checks:
+            if codes.size and int((codes & np.uint8(mask)).max()) > most:
+                problem = f"a {what} that is NaN or Inf"
+                advice = ("repair the checkpoint, or pass ", Option("allow_nonfinite", True), " to keep it")
+                raise NonFiniteError(f"weight {weight.name!r}", problem, expected="finite values", advice=advice)
     return packed
 
 
@@ -91,12 +79,7 @@ class Rows:
 
 
 def packed_bytes(shape: Sequence[int], *, transposed: bool) -> int:
-    """Returns the bytes of a packed weight: its elements and its scales.
-
-    Args:
-        shape: [..., N, K], or [..., K, N] if `transposed`.
-        transposed: whether K is the last axis but one.
-    """
+    """Returns the bytes of elements and scales of a weight [..., N, K], or [..., K, N] if `transposed`."""
     *lead, height, width = shape
     n, k = (width, height) if transposed else (height, width)
     return math.prod(lead) * n * (k + scale_count(k))
@@ -118,12 +101,9 @@ def pack(
             sizes only, and takes no memory.
         transposed: whether K is the last axis but one.
         factor: multiplied in float32 before rounding.
-        element_format: "e4m3", "e5m2" or "int8".
-        scale_rounding: "ceil", "floor" or "even".
-        allow_nonfinite: whether to pack a NaN or Inf (its block becomes NaN) instead of refusing it.
-
-    Raises:
-        NonFiniteError: the weight holds a NaN or Inf and `allow_nonfinite` is false.
+        element_format: a name of `formats.ELEMENT_FORMATS`.
+        scale_rounding: one of `formats.SCALE_ROUNDINGS`.
+        allow_nonfinite: whether a block with NaN or Inf becomes NaN, instead of raising NonFiniteError.
     """
     *lead, height, width = rows.shape
     n, k = (width, height) if transposed else (height, width)

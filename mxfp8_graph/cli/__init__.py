@@ -1,26 +1,24 @@
 """The command line: arguments, progress, exit codes. Each command calls a function of the Python API.
 
-guard.py         the app, and the exit codes of errors
+guard.py         the app, progress and results of commands, and the exit codes of errors
 arguments.py     arguments of several commands
-results.py       results as text, as JSON and in files
-models.py        rewrite, verify, run
+models.py        rewrite, verify, run, doctor, library-path
 evidence.py      compare, analyze, tune
 other_tools.py   from-hf, convert, package, export-checkpoint
-installation.py  doctor, library-path
 """
 
 from __future__ import annotations
 
 import sys
 
-from mxfp8_graph.cli import evidence, installation, models, other_tools
+from mxfp8_graph.cli import evidence, models, other_tools
 from mxfp8_graph.cli.guard import app
 
 for _command in (
     *(models.rewrite, other_tools.from_hf, models.verify, models.run),
     *(evidence.compare, evidence.analyze, evidence.tune),
     *(other_tools.convert, other_tools.package, other_tools.export_checkpoint),
-    *(installation.doctor, installation.library_path),
+    *(models.doctor, models.library_path),
 ):
     app.command()(_command)
 

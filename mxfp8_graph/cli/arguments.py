@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from typer import Argument, BadParameter, Option
 
 from mxfp8_graph.policy import presets
 
-ModelPath = Annotated[Path, Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.", show_default=False)]
+METRICS: Final = "relative_l2, sqnr, cosine, max_error, top1, kl, or module:function (runs your code)"
+
+ModelPath = Annotated[Path, Argument(metavar="MODEL", help="An ONNX model or a .pt2 program.")]
 SamplesPath = Annotated[
     Path | None,
     Option(
@@ -22,13 +24,10 @@ SamplesPath = Annotated[
 ]
 Dims = Annotated[
     list[str] | None,
-    Option(
-        "--dim", metavar="NAME=SIZE", help="Size of a free dimension of synthesised inputs: batch=4, input_ids.1=128."
-    ),
+    Option("--dim", metavar="NAME=SIZE", help="Size of synthesised inputs: batch=4, input_ids.1=128."),
 ]
-Seed = Annotated[int, Option("--seed", help="Random seed for synthesised inputs.")]
-Repeat = Annotated[int, Option("--repeat", metavar="N", help="Number of timed runs.", min=1)]
-
+Seed = Annotated[int, Option(help="Random seed for synthesised inputs.")]
+Repeat = Annotated[int, Option(metavar="N", help="Number of timed runs.", min=1)]
 Reports = Annotated[
     list[Path] | None,
     Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),
@@ -36,27 +35,16 @@ Reports = Annotated[
 Json = Annotated[bool, Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 Settings = Annotated[
     list[str] | None,
-    Option(
-        "--set",
-        metavar="FIELD=VALUE",
-        help="Set a field of the recipe, as in embeddings=true. VALUE is YAML. Repeatable.",
-    ),
+    Option("--set", metavar="FIELD=VALUE", help="A field of the recipe: embeddings=true. VALUE is YAML. Repeatable."),
 ]
 ExternalData = Annotated[
     Literal["auto", "always", "never"],
-    Option("--external-data", help="Write weights to OUTPUT.data; auto: as in MODEL, and always in from-hf."),
+    Option(help="Write weights to OUTPUT.data; auto: as in MODEL, and always in from-hf."),
 ]
-AllowNonfinite = Annotated[
-    bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf. Without it they are an error.")
-]
+AllowNonfinite = Annotated[bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf, else an error.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing outputs and reports.")]
 Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
 NewFolder = Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")]
-
-
-def output_option(help: str, **settings: Any) -> Any:
-    """Returns the option --output of a file or folder that has a default name."""
-    return Option("-o", "--output", help=help, show_default=False, **settings)
 
 
 def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
@@ -68,12 +56,13 @@ def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
     return complete
 
 
-def recipe_option(help: str, **settings: Any) -> Any:
+def recipe_option(help: str = "") -> Any:
     """Returns the option --recipe, with completion of the presets."""
-    return Option("--recipe", autocompletion=completed(presets.PRESETS), help=help, **settings)
+    help = f"{presets.choices()}. {help}".strip()
+    return Option("--recipe", autocompletion=completed(presets.PRESETS), help=help)
 
 
-SelectingRecipe = Annotated[str, recipe_option(f"Recipe that selects the matmuls: {presets.choices()}.")]
+SelectingRecipe = Annotated[str, recipe_option()]
 
 
 def shapes(dims: list[str] | None) -> dict[str, int]:

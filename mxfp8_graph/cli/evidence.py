@@ -8,10 +8,8 @@ from typing import Annotated, Literal
 from typer import Exit, Option
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, refuse
-from mxfp8_graph.cli.results import check_reports, print_result
+from mxfp8_graph.cli.guard import FAILED, check_reports, print_result, progress_bar, refuse, say
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar, say
 
 
 def compare(
@@ -20,23 +18,12 @@ def compare(
     recipes: Annotated[
         str | None,
         Option(
-            "--recipes",
-            metavar="A,B,...",
-            help="Presets, recipe files and formats of other tools, separated by commas. Default: all presets and "
-            "formats; an unknown name lists them.",
-            show_default=False,
+            metavar="A,B,...", help="Presets, recipe files, formats of other tools. Default: all presets and formats."
         ),
     ] = None,
     inputs: arg.SamplesPath = None,
     metric: Annotated[
-        list[str] | None,
-        Option(
-            "--metric",
-            metavar="NAME",
-            help="Error to print: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function (your code). "
-            "Repeatable. Default: relative_l2 and cosine.",
-            show_default=False,
-        ),
+        list[str] | None, Option(metavar="NAME", help=f"{arg.METRICS}. Repeatable. Default: relative_l2 and cosine.")
     ] = None,
     repeat: arg.Repeat = 7,
     dim: arg.Dims = None,
@@ -56,7 +43,7 @@ def compare(
     from mxfp8_graph.tools.compare.run import compare as run_comparison
 
     check_reports(report, [model], overwrite=overwrite)
-    with progress_bar(steps=True) as progress:
+    with progress_bar() as progress:
         result = run_comparison(
             model, [name.strip() for name in recipes.split(",")] if recipes else (), settings=settings or (),
             inputs=inputs, metrics=metric or METRICS, shapes=arg.shapes(dim), seed=seed, repeat=repeat,
@@ -71,19 +58,10 @@ def analyze(
     recipe: arg.SelectingRecipe = presets.DEFAULT,
     settings: arg.Settings = None,
     inputs: arg.SamplesPath = None,
-    metric: Annotated[
-        str,
-        Option(
-            "--metric",
-            metavar="NAME",
-            help="Error that ranks the matmuls: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function.",
-        ),
-    ] = "relative_l2",
+    metric: Annotated[str, Option(metavar="NAME", help=f"Ranks the matmuls: {arg.METRICS}.")] = "relative_l2",
     keep: Annotated[
         int | None,
-        Option(
-            "--keep", metavar="N", min=0, help="Exclude the N worst. Default: the fewest that cause half of the error."
-        ),
+        Option(metavar="N", min=0, help="Exclude the N worst. Default: the fewest that cause half of the error."),
     ] = None,
     report: arg.Reports = None,
     json: arg.Json = False,
@@ -102,7 +80,7 @@ def analyze(
     from mxfp8_graph.tools.analyze.run import analyze as run_analysis
 
     check_reports(report, [model], overwrite=overwrite)
-    with progress_bar(steps=True) as progress:
+    with progress_bar() as progress:
         result = run_analysis(
             model, load_recipe(recipe).setting(settings or ()), inputs=inputs, shapes=arg.shapes(dim), seed=seed,
             metric=metric, keep=keep, allow_nonfinite=allow_nonfinite, progress=progress,
@@ -116,25 +94,20 @@ def tune(
     budget: Annotated[
         list[str],
         Option(
-            "--budget",
             metavar="BUDGET",
-            help="Limit: cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst sample. "
-            "Metrics: relative_l2, sqnr, cosine, max_error, top1, kl, or module:function. Repeatable, all apply.",
-            show_default=False,
+            help="cosine>=0.999 for the mean over all samples, worst_cosine>=0.99 for the worst. Repeatable. "
+            f"Metrics: {arg.METRICS}.",
         ),
     ],
     objective: Annotated[
-        Literal["size", "latency"],
-        Option("--objective", help="Minimise the size of the model, or its latency on this machine."),
+        Literal["size", "latency"], Option(help="Minimise the size of the model, or its latency here.")
     ] = "size",
     recipe: arg.SelectingRecipe = presets.DEFAULT,
     settings: arg.Settings = None,
     inputs: arg.SamplesPath = None,
     output: Annotated[
         Path | None,
-        arg.output_option(
-            "Folder for the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned.", metavar="FOLDER"
-        ),
+        Option("-o", "--output", metavar="FOLDER", help="Folder for model, recipe and reports. Default: MODEL.tuned."),
     ] = None,
     overwrite: arg.Overwrite = False,
     report: arg.Reports = None,
@@ -158,7 +131,7 @@ def tune(
 
     check_reports(report, [model], overwrite=overwrite)
     try:
-        with progress_bar(steps=True) as progress:
+        with progress_bar() as progress:
             result = run_search(
                 model, budget, objective=objective, recipe=load_recipe(recipe).setting(settings or ()), inputs=inputs,
                 output=output, overwrite=overwrite, shapes=arg.shapes(dim), seed=seed,

@@ -1,4 +1,4 @@
-"""The app that commands are registered with, and its errors: one message and an exit code.
+"""The app that commands are registered with; their results, as text, as JSON and in files; and their errors.
 
 Exit codes: 0 done; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect of
 ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
@@ -6,20 +6,29 @@ ours; 130 and 143 interrupted and terminated. Results go to stdout, everything e
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Annotated, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import first_line, printable
-from mxfp8_graph.terminal import say, show
+from mxfp8_graph.options import Progress as ProgressCallback
 from mxfp8_ops.errors import Mxfp8Error, Option
+
+if TYPE_CHECKING:
+    from mxfp8_graph.report.base import Report
 
 FAILED: Final = 1
 BAD_INPUT: Final = 2
@@ -63,6 +72,67 @@ app = typer.Typer(
 )
 
 
+def say(message: str) -> None:
+    """Prints a message on stderr."""
+    show(Text("\n".join(map(printable, message.split("\n")))), stderr=True)
+
+
+def show(result: Text, *, stderr: bool = False) -> None:
+    """Prints a result on stdout, without folding lines."""
+    out = Console(stderr=stderr)
+    if out.is_terminal:
+        out.print(result, soft_wrap=True)
+    else:
+        typer.echo(result.plain, err=stderr)
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[ProgressCallback | None]:
+    """Yields a callback for progress, which updates a bar on stderr, or None if stderr is no terminal.
+
+    A new total restarts the count.
+    """
+    err = Console(stderr=True)
+    # No bar in logs: it would be thousands of lines.
+    if not err.is_terminal:
+        yield None
+        return
+    fits = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    name = TextColumn("{task.description}", markup=False, table_column=fits)
+    columns = (name, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, expand=True) as bar:
+        task = bar.add_task("planning", total=None)
+
+        def advance(name: str, done: int, total: int) -> None:
+            if bar.tasks[0].total not in {None, total}:
+                bar.reset(task)  # the time that is left does not follow from what other steps took
+            bar.update(task, description=printable(name), completed=done, total=total)
+
+        yield advance
+
+
+def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None], *, overwrite: bool) -> None:
+    """Raises Mxfp8Error if a report cannot be written. Commands call it before the work, which may take minutes."""
+    from mxfp8_graph.report.base import check_report_path
+
+    files = [model for model in models if model]
+    for report in reports or ():
+        check_report_path(report, files, overwrite=overwrite)
+
+
+def print_result(
+    result: Report, *, json: bool, reports: Sequence[Path] | None, overwrite: bool, every: bool = False
+) -> None:
+    """Prints a result, as JSON or as text, and writes the reports; see `Report.to_text`."""
+    if json:
+        typer.echo(result.to_json(), nl=False)
+    else:
+        show(result.to_text(every=every))
+    # A path that is named twice is written once; the second write would fail without --overwrite.
+    for report in dict.fromkeys(reports or ()):
+        result.write(report, overwrite=overwrite)
+
+
 def refuse(error: BaseException) -> int:
     """Prints the message of an error, and returns the exit code."""
     code, message = _message(error)
@@ -71,9 +141,9 @@ def refuse(error: BaseException) -> int:
         say(traceback.format_exc())
     # The reasons of all sites go to stderr too: stdout is for results.
     if code == NOTHING_ELIGIBLE and (decisions := getattr(error, "decisions", ())):
-        from mxfp8_graph.report.data import reasons
+        from mxfp8_graph.report import data, section
 
-        show(reasons(decisions), fold=False, stderr=True)
+        show(section.columns(*data.site_table([data.SiteReport(decision=each) for each in decisions])), stderr=True)
     return code
 
 

@@ -1,46 +1,46 @@
-"""rewrite, verify and run: commands on one model."""
+"""rewrite, verify and run: commands on one model; doctor and library-path: what is installed."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Argument, Exit, Option
+from typer import Argument, Exit, Option, echo
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, NOTHING_ELIGIBLE
-from mxfp8_graph.cli.results import check_reports, print_result
+from mxfp8_graph.cli.guard import (
+    BAD_INPUT,
+    FAILED,
+    NOTHING_ELIGIBLE,
+    check_reports,
+    print_result,
+    progress_bar,
+    say,
+    show,
+)
 from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar
 
 
 def rewrite(
     model: arg.ModelPath,
     *,
-    output: Annotated[Path | None, arg.output_option("Default: MODEL.mxfp8.onnx, or .pt2.")] = None,
-    recipe: Annotated[str, arg.recipe_option(f"{presets.choices()}.")] = presets.DEFAULT,
+    output: Annotated[Path | None, Option("-o", "--output", help="Default: MODEL.mxfp8.onnx, or .pt2.")] = None,
+    recipe: Annotated[str, arg.recipe_option()] = presets.DEFAULT,
     settings: arg.Settings = None,
     exclude: Annotated[
         list[str] | None,
-        Option(
-            "--exclude",
-            metavar="REGEX",
-            help="Keep matmuls whose name or module path matches, in addition to the recipe's. Repeatable.",
-        ),
+        Option(metavar="REGEX", help="Also keep matmuls whose name or module path matches. Repeatable."),
     ] = None,
-    no_fuse: Annotated[
-        bool, Option("--no-fuse", help="ONNX: do not fuse activations, normalizations and attention.")
-    ] = False,
+    no_fuse: Annotated[bool, Option("--no-fuse", help="ONNX: fuse no activations, norms, attention.")] = False,
     runs_on: Annotated[
         Literal["cpu"] | None,
-        Option("--for", help="ONNX: use float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
+        Option("--for", help="ONNX: float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),
     ] = None,
     bodies: Annotated[
         Literal["folded", "small", "none"],
-        Option(
-            "--bodies",
-            help="ONNX, without our library: weights in float32; in 8 bits, slow; or none, it does not run there.",
-        ),
+        Option(help="ONNX, without our library: weights in float32; in 8 bits, slow; none: it does not run."),
     ] = "folded",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: arg.Reports = None,
@@ -50,28 +50,14 @@ def rewrite(
     allow_nonfinite: arg.AllowNonfinite = False,
     training: Annotated[
         bool,
-        Option(
-            "--training",
-            help=".pt2: keep weights as trainable parameters. In a packed program the packed weights stay frozen.",
-        ),
+        Option("--training", help=".pt2: keep weights as trainable parameters; those of a packed program stay frozen."),
     ] = False,
     weights: Annotated[
         Path | None,
-        Option(
-            "--weights",
-            metavar="CHECKPOINT",
-            help="Take the packed bytes from an MXFP8 safetensors file, index or folder; quantize nothing.",
-            show_default=False,
-        ),
+        Option(metavar="CHECKPOINT", help="Take the packed bytes from MXFP8 safetensors; quantize nothing."),
     ] = None,
     weight_names: Annotated[
-        Path | None,
-        Option(
-            "--weight-names",
-            metavar="FILE.json",
-            help="JSON object that maps names in the model to different names in the checkpoint.",
-            show_default=False,
-        ),
+        Path | None, Option(metavar="FILE.json", help="JSON object: names in the model to those in the checkpoint.")
     ] = None,
     verbose: arg.Verbose = False,
 ) -> None:
@@ -89,23 +75,18 @@ def rewrite(
             dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training,
             weights=weights, weight_names=weight_names, progress=progress,
         )  # fmt: skip
-    lists = done.lists(plan=dry_run or verbose, verbose=verbose)
-    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
+    print_result(done, every=dry_run or verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def verify(
-    original: Annotated[Path, Argument(metavar="ORIGINAL", help="The original model.", show_default=False)],
-    rewritten: Annotated[Path, Argument(metavar="REWRITTEN", help="The rewritten model.", show_default=False)],
+    original: Annotated[Path, Argument(metavar="ORIGINAL", help="The original model.")],
+    rewritten: Annotated[Path, Argument(metavar="REWRITTEN", help="The rewritten model.")],
     *,
     inputs: arg.SamplesPath = None,
     max_rel_l2: Annotated[
         float | None,
         Option(
-            "--max-rel-l2",
-            metavar="X",
-            min=0,
-            help="Limit of each output's relative L2 error. Default: 0.5 for floats, none for integers.",
-            show_default=False,
+            metavar="X", min=0, help="Limit of each output's relative L2. Default: 0.5 for floats, none for integers."
         ),
     ] = None,
     dim: arg.Dims = None,
@@ -127,7 +108,6 @@ def verify(
     check_reports(report, [original, rewritten], overwrite=overwrite)
     result = run_verify(
         original, rewritten, inputs=inputs, shapes=arg.shapes(dim), seed=seed, max_rel_l2=max_rel_l2,
-
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
@@ -153,6 +133,29 @@ def run(
     check_reports(report, [model], overwrite=overwrite)
     result = run_model(
         model, inputs=inputs, shapes=arg.shapes(dim), seed=seed, repeat=repeat, profile=profile,
-
     )  # fmt: skip
     print_result(result, json=json, reports=report, overwrite=overwrite)
+
+
+def doctor(json: arg.Json = False) -> None:
+    """Checks the installation. Exit code 2 if models cannot run on the CPU."""
+    from mxfp8_graph.doctor import diagnose, healthy, table
+
+    checks = diagnose()
+    if json:
+        echo(dumps({"healthy": healthy(checks), "checks": [asdict(check) for check in checks]}, indent=2))
+    else:
+        show(table(checks))
+    if not healthy(checks):
+        say("error: the CPU path does not work here; expected no failed check; follow the advice above")
+        raise Exit(BAD_INPUT)
+
+
+def library_path() -> None:
+    """Prints the path of the native library.
+
+    RegisterCustomOpsLibrary in C, C++, C# or Rust needs it.
+    """
+    from mxfp8_ops import cpu
+
+    echo(cpu.library_path())

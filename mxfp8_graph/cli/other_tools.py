@@ -8,35 +8,26 @@ from typing import Annotated, Literal
 from typer import Argument, Option, echo
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.results import check_reports, print_result
+from mxfp8_graph.cli.guard import check_reports, print_result, progress_bar
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
-from mxfp8_graph.policy import presets
-from mxfp8_graph.terminal import progress_bar
 from mxfp8_graph.tools.hosts import HOSTS
 
 _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 
 
 def from_hf(
-    folder: Annotated[
-        Path,
-        Argument(metavar="FOLDER", help="A local Hugging Face folder: config.json, *.safetensors.", show_default=False),
-    ],
+    folder: Annotated[Path, Argument(metavar="FOLDER", help="Hugging Face folder: config.json, *.safetensors.")],
     *,
-    output: Annotated[Path | None, arg.output_option("Default: FOLDER/model.mxfp8.onnx.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Default: FOLDER/model.mxfp8.onnx.")] = None,
     recipe: Annotated[
-        str | None,
-        arg.recipe_option(
-            f"{presets.choices()}. Default: mxfp8, or mxfp8-weight-only if the checkpoint quantizes weights only.",
-            show_default=False,
-        ),
+        str | None, arg.recipe_option("Default: mxfp8, or mxfp8-weight-only if the checkpoint quantizes weights only.")
     ] = None,
     settings: arg.Settings = None,
     dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"], Option("--dtype", help="Dtype of all values that are not MXFP8.")
+        Literal["float32", "float16", "bfloat16"], Option(help="Dtype of all values that are not MXFP8.")
     ] = "float32",
-    opset: Annotated[int, Option("--opset", metavar="N", help="ONNX opset version, 21 or later.")] = 21,
+    opset: Annotated[int, Option(metavar="N", help="ONNX opset version, 21 or later.")] = 21,
     report: arg.Reports = None,
     json: arg.Json = False,
     external_data: arg.ExternalData = "auto",
@@ -56,39 +47,26 @@ def from_hf(
             folder, output, recipe=recipe, settings=settings or (), dtype=dtype, opset=opset,
             external_data=external_data, overwrite=overwrite, allow_nonfinite=allow_nonfinite, progress=progress,
         )  # fmt: skip
-    lists = done.lists(plan=verbose, verbose=verbose)
-    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite, lists=lists)
+    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def convert(
-    model: Annotated[Path, Argument(metavar="MODEL", help="An ONNX model in MXFP8.", show_default=False)],
+    model: Annotated[Path, Argument(metavar="MODEL", help="An ONNX model in MXFP8.")],
     *,
     to: Annotated[
-        str,
-        Option(
-            "--to",
-            metavar="DIALECT",
-            autocompletion=arg.completed(WRITTEN),
-            help=f"{', '.join(_DIALECTS[:-1])} or {_DIALECTS[-1]}.",
-            show_default=False,
-        ),
+        str, Option(metavar="DIALECT", autocompletion=arg.completed(WRITTEN), help=f"One of: {', '.join(_DIALECTS)}.")
     ],
-    output: Annotated[Path | None, arg.output_option("Default: MODEL.DIALECT.onnx.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Default: MODEL.DIALECT.onnx.")] = None,
     allow: Annotated[
         list[str] | None,
         Option(
-            "--allow",
             metavar="LOSS",
             help="Accept a loss in the dialect: activations (no longer quantized), rounding (their scales are rounded "
             "differently), half (products in float16 or bfloat16). Repeatable.",
         ),
     ] = None,
     accuracy_level: Annotated[
-        Literal[0, 4],
-        Option(
-            "--accuracy-level",
-            help="nbits only: at 4 ONNX Runtime rounds activations to int8, at 0 it computes in float32, slower.",
-        ),
+        Literal[0, 4], Option(help="nbits: at 4 ONNX Runtime rounds activations to int8, at 0 it computes in float32.")
     ] = 4,
     external_data: arg.ExternalData = "auto",
     overwrite: arg.Overwrite = False,
@@ -111,21 +89,16 @@ def convert(
 
 
 def package(
-    model: Annotated[Path, Argument(metavar="MODEL", help="A rewritten ONNX model.", show_default=False)],
+    model: Annotated[Path, Argument(metavar="MODEL", help="A rewritten ONNX model.")],
     *,
     host: Annotated[
         str, Option("--for", metavar="HOST", autocompletion=arg.completed(HOSTS), help=f"One of {', '.join(HOSTS)}.")
     ],
     output: arg.NewFolder,
     config: Annotated[
-        Path | None,
-        Option(
-            "--config", metavar="FOLDER", help="Folder with the configuration and tokenizer of MODEL. Not for triton."
-        ),
+        Path | None, Option(metavar="FOLDER", help="Folder with configuration and tokenizer of MODEL. Not for triton.")
     ] = None,
-    root: Annotated[
-        Path | None, Option("--root", metavar="PATH", help="triton: path of FOLDER on the server, if it differs.")
-    ] = None,
+    root: Annotated[Path | None, Option(metavar="PATH", help="triton: path of FOLDER on the server.")] = None,
 ) -> None:
     """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
     from mxfp8_graph.tools.hosts.write import package as write_folder
@@ -137,12 +110,10 @@ def export_checkpoint(
     model: arg.ModelPath,
     *,
     output: arg.NewFolder,
-    config: Annotated[
-        Path, Option("--config", metavar="FOLDER", help="Hugging Face folder of the original: config.json, tokenizer.")
-    ],
+    config: Annotated[Path, Option(metavar="FOLDER", help="Hugging Face folder of the original.")],
     convention: Annotated[
         Literal["compressed-tensors", "scale-inv"],
-        Option("--convention", help="compressed-tensors for vLLM, scale-inv for SGLang and transformers."),
+        Option(help="The first for vLLM, the second for SGLang and transformers."),
     ] = "compressed-tensors",
 ) -> None:
     """Writes a Hugging Face folder with the packed weights of MODEL, which vLLM, SGLang and transformers load."""

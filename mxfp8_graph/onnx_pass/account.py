@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.find import paths_of
 from mxfp8_graph.onnx_pass.graph import label
-from mxfp8_graph.report.account import StoredTensor
+from mxfp8_graph.report.data import StoredTensor
 
 
 def stored_tensors(model: ir.Model) -> Iterator[StoredTensor]:

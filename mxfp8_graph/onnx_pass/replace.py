@@ -60,7 +60,6 @@ class Replaced:
             decision=self.decision,
             nodes=self.nodes,
             packed=self.weight.elements.name,
-            bytes_before=self.decision.site.weight_bytes,
             bytes_after=self.weight.byte_size,
             relative_l2=self.weight.relative_l2,
         )

@@ -28,9 +28,8 @@ from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
-from mxfp8_graph.report.account import account
-from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.report.reporter import Reporter, kept
+from mxfp8_graph.report.data import RewriteReport, SiteReport, account
+from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
@@ -145,7 +144,7 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
 
 def site_report(done: Replaced | Decision) -> SiteReport:
     """Returns the report of a site; after the save, which finds the error of its weight."""
-    return kept(done) if isinstance(done, Decision) else done.report()
+    return SiteReport(decision=done) if isinstance(done, Decision) else done.report()
 
 
 def cpu_note(model: ir.Model) -> list[str]:

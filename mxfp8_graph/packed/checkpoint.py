@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Final
 
-from mxfp8_graph.file_reading import ModelFolder
+from mxfp8_graph.file_reading import locate
 from mxfp8_graph.packed import conventions, safetensors
 from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
 from mxfp8_graph.packed.weight import Codes, PackedWeight
@@ -251,7 +251,6 @@ def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str,
 
 def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str]]:
     """Returns the tensors of every file an index names, and their metadata."""
-    folder = ModelFolder(path)
     what, expected = "not the index of a checkpoint", "JSON with a weight_map"
     advice = "name a .safetensors.index.json"
     index = read_json(path, what=what, expected=expected, advice=advice)
@@ -268,7 +267,7 @@ def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str]]
     lacking: list[str] = []
     for shard, names in sorted(wanted.items()):
         try:
-            shard_path = folder.locate(shard, str(path))
+            shard_path = locate(path, shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
         tensors, shard_metadata = safetensors.read(shard_path)

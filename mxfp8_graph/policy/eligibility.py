@@ -16,13 +16,7 @@ BOTH_CONSTANT: Final = "both operands are constant; fold the constants of the mo
 
 
 def dtype_blocker(dtype: str | None, advice: str, *, owner: str = "") -> str | None:
-    """Returns why a matmul of this dtype cannot be rewritten, or None.
-
-    Args:
-        dtype: "float32" or another name; None if it is unknown.
-        advice: what the user can do.
-        owner: what has the dtype, such as "the activation"; by default the matmul.
-    """
+    """Returns why a matmul cannot be rewritten because `owner` ("the activation"; "" is the matmul) has this dtype."""
     # The kernels take these three dtypes. Whether a float64 model may lose precision is for its owner to decide, so the
     # advice is a cast and not a silent one here.
     if dtype in VALUE_NAMES.values():
@@ -49,12 +43,7 @@ def is_bias(shape: Sequence[int], dtype: str | None, *, n: Dim, rank: int) -> bo
 
 
 def sizes(x: Sequence[Any] | None, w: Sequence[Any] | None) -> tuple[Dim, Dim, Dim]:
-    """Returns m, n and k of a matmul, None where its shapes do not say; m counts all rows of X.
-
-    Args:
-        x: [..., M, K] or [K]; None if unknown. A symbolic dimension counts as its text.
-        w: [..., N, K]; None if unknown.
-    """
+    """Returns m, n and k of [..., M, K] or [K] times [..., N, K]; m counts all rows. None where shapes do not say."""
     n, k = (_dim(w[-2]), _dim(w[-1])) if w is not None and len(w) >= 2 else (None, None)
     return rows(x[:-1]) if x is not None else None, n, k
 

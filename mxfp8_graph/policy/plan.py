@@ -109,10 +109,6 @@ class Decision:
         return self.activation_format is None
 
 
-_SETTINGS: Final = ("activations", "weight_format", "scale_rounding")
-"""Settings of a site's quantization, in a recipe and in its rules."""
-
-
 ROLE_SETTINGS: Final[Mapping[Role, str]] = {
     "output_projection": "output_projections",
     "router": "routers",
@@ -141,13 +137,7 @@ class NothingEligibleError(Mxfp8Error):
 
 
 def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) -> None:
-    """Raises NothingEligibleError if no site is rewritten.
-
-    Args:
-        decisions: the plan.
-        where: name of the model.
-        wanted: what the pass looked for, and where.
-    """
+    """Raises NothingEligibleError if no site of the model `where`, in which `wanted` was looked for, is rewritten."""
     if any(decision.quantize for decision in decisions):
         return
     if not decisions:
@@ -165,8 +155,7 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     Order of precedence: what cannot be rewritten; `exclude`; the first matching rule; `include`; the default policy
     for the site's role; `min_dim`.
 
-    Raises:
-        RecipeError: a rule or a pattern decided nothing, which is a typing error more often than not.
+    RecipeError is raised if a rule or a pattern decided nothing.
     """
     decisions = [_decide(site, recipe) for site in sites]
     _refuse_unused(sites, recipe)
@@ -214,8 +203,8 @@ def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None
 
 
 def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rule: Rule | None = None) -> Decision:
-    settings = rule.settings if rule else {}
-    chosen = {name: settings.get(name, getattr(recipe, name)) for name in _SETTINGS}
+    names = ("activations", "weight_format", "scale_rounding")
+    chosen = {name: getattr(recipe, name) for name in names} | (rule.settings if rule else {})
     decision = Decision(site=site, kind="quantized", rule=rule_name, reason=reason, **chosen)
     # A product of two activations has no weight, so without quantized activations nothing would be left to quantize.
     if decision.weight_only and site.weight is None:
@@ -259,18 +248,13 @@ def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
         for index, pattern in enumerate(getattr(recipe, field)):
             if not any(_named(pattern, site) for site in sites):
                 raise _unused(recipe, f"{field}.{index}: {pattern!r} matches none", names)
-    # Two sets, since a rule that matches but never decides needs another advice than one that matches nothing.
-    reached: set[int] = set()
-    matched: set[int] = set()
-    for site in sites:
-        hits = [index for index, rule in enumerate(recipe.rules) if _matches(rule, site)]
-        matched.update(hits)
-        if hits and not _first(recipe.exclude, site):
-            reached.add(hits[0])
+    matching = [[index for index, rule in enumerate(recipe.rules) if _matches(rule, site)] for site in sites]
+    deciding = {m[0] for m, site in zip(matching, sites, strict=True) if m and not _first(recipe.exclude, site)}
     for index, rule in enumerate(recipe.rules):
-        if index not in matched:
+        # A rule that matches but never decides needs another advice than one that matches nothing.
+        if not any(index in rules for rules in matching):
             raise _unused(recipe, f"rules.{index}: {rule} matches none", names)
-        if index not in reached:
+        if index not in deciding:
             taken = f"rules.{index}: {rule} decides none (earlier rules or exclude take all it matches)"
             raise _unused(recipe, taken, names)
 
@@ -285,10 +269,7 @@ def tied(decisions: Sequence[Decision], weights: Sequence[Hashable | None]) -> l
     """Returns the decisions, with the reason of each rewritten site saying so if its table stays for another site.
 
     An embedding whose table stays for others anyway is kept, unless a rule asks for it: to pack it alone saves nothing.
-
-    Args:
-        decisions: one per site.
-        weights: what the site's static operand is stored as, equal for sites that share it; None without one.
+    `weights` has what each site's static operand is stored as, equal for sites that share it; None without one.
     """
     groups: dict[Hashable, list[Decision]] = {}
     for decision, weight in zip(decisions, weights, strict=True):
@@ -304,15 +285,14 @@ def _tied(decision: Decision, sharing: Sequence[Decision]) -> Decision:
         return decision
     setting = ROLE_SETTINGS.get(partner.site.role) if partner.kind == "role" else None
     advice = f"set {setting}: true to share one" if setting else "see why"
-    shared = (
-        f"its {_what(decision.site)} is also the {_what(partner.site)} of {partner.site.module or partner.site.name!r}"
-    )
-    packed = any(other.quantize and other.site.role != "embedding" for other in sharing)
+    other = partner.site
+    shared = f"its {_what(decision.site)} is also the {_what(other)} of {other.module or other.name!r}, which is kept"
+    packed = any(each.quantize and each.site.role != "embedding" for each in sharing)
     if decision.site.role == "embedding" and decision.rule == "policy" and not packed:
-        reason = f"embedding: {shared}, which is kept: packed alone it would make the file larger; {advice}"
+        reason = f"embedding: {shared}: packed alone it would make the file larger; {advice}"
         return replace(decision, kind="tied", reason=reason)
     stored = "both copies are stored, and the file is larger than with neither quantized"
-    return replace(decision, reason=f"{decision.reason}; {shared}, which is kept: {stored}; {advice}")
+    return replace(decision, reason=f"{decision.reason}; {shared}: {stored}; {advice}")
 
 
 def _what(site: MatMulSite) -> str:

@@ -8,7 +8,7 @@ not the attention products; nor routers, which ModelOpt keeps too.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -16,7 +16,7 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from mxfp8_graph.policy import presets, recipe_file, transformer_engine
+from mxfp8_graph.policy import presets, recipe_file
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
@@ -48,6 +48,44 @@ if TYPE_CHECKING:
 else:
     Activations = Literal[ACTIVATIONS]
     ElementFormatName, ScaleRounding = Literal[tuple(ELEMENT_FORMATS)], Literal[SCALE_ROUNDINGS]
+
+
+_MXFP8: Final = "MXFP8BlockScaling"
+
+_OTHERS: Final[Mapping[str, str]] = {
+    "DelayedScaling": "FP8 with one scale per tensor, from the magnitudes of earlier steps",
+    "Float8CurrentScaling": "FP8 with one scale per tensor, from its own magnitude",
+    "Float8BlockScaling": "FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight",
+    "NVFP4BlockScaling": "FP4 with an E4M3 scale per 16 values and one per tensor",
+}
+"""TransformerEngine's other recipes, and what each of them is."""
+
+
+def _refusal(name: object) -> tuple[str, str] | None:
+    """Returns (a description of one of its other recipes, advice), or None for a name that is none of them."""
+    if not isinstance(name, str) or name not in _OTHERS:
+        return None
+    advice = "`mxfp8-graph compare` emulates it and shows the error it makes on your model"
+    return f"{name} is {_OTHERS[name]}, not MXFP8", advice
+
+
+def _without_type(fields: Any) -> Any:
+    """Returns the fields of a recipe without `recipe_type`, which every one has; ValueError if it is another."""
+    if not isinstance(fields, Mapping) or "recipe_type" not in fields:
+        return fields
+    # Accepted and dropped: configurations that were written for TransformerEngine name the type of the recipe.
+    kind = fields["recipe_type"]
+    if kind != _MXFP8:
+        what, advice = _refusal(kind) or (repr(kind)[:200], "correct or remove it")
+        raise ValueError(f"recipe_type: {what}; expected {_MXFP8}; {advice}")
+    return {key: value for key, value in fields.items() if key != "recipe_type"}
+
+
+def _format_name(value: Any) -> Any:
+    """Returns the name of one of its `Format`s, or of whatever else has one; other values as they are."""
+    # By attribute, so that TransformerEngine need not be installed.
+    name = getattr(value, "name", None)
+    return name if isinstance(name, str) else value
 
 
 class _Construction(type(BaseModel)):  # type: ignore[misc]
@@ -141,7 +179,7 @@ class Recipe(_Model):
     name: str = "custom"
     """Shown in reports and recorded in the rewritten file."""
     # The next four fields have TransformerEngine's names and defaults, so that its code runs with a recipe of ours.
-    fp8_format: Annotated[Literal["E4M3", "HYBRID"], BeforeValidator(transformer_engine.format_name)] = "E4M3"
+    fp8_format: Annotated[Literal["E4M3", "HYBRID"], BeforeValidator(_format_name)] = "E4M3"
     """TE: E4M3 everywhere, or HYBRID: E5M2 for gradients. The two differ in training only. Takes TE's `Format`."""
     margin: Literal[0] = 0
     """TE's field; MXFP8 block scaling has no margin."""
@@ -231,7 +269,7 @@ class Recipe(_Model):
         said = {"name", "margin", "fp8_format"}
         defaults = {name: field.default for name, field in Recipe.model_fields.items() if name not in said}
         others = [f"{name}={_text(ours)}" for name, ours in self if name in defaults and ours != defaults[name]]
-        kind = f"recipe_type={transformer_engine.MXFP8}"
+        kind = f"recipe_type={_MXFP8}"
         return ", ".join((kind, f"margin={self.margin}", f"format={self.fp8_format}", *others))
 
     def differences(self, other: Recipe) -> dict[str, tuple[str, str]]:
@@ -241,7 +279,7 @@ class Recipe(_Model):
         pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse", "runs_on"})
         return {name: (_text(ours)[:200], _text(theirs)[:200]) for name, ours, theirs in pairs if ours != theirs}
 
-    _typed = model_validator(mode="before")(transformer_engine.in_recipe)
+    _typed = model_validator(mode="before")(_without_type)
 
     @model_validator(mode="after")
     def _check(self) -> Recipe:
@@ -284,7 +322,7 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
     Raises:
         RecipeError: a value or a field that is none of these.
     """
-    name = transformer_engine.MXFP8
+    name = _MXFP8
     if backward_override is not None:
         what = f"backward_override: {backward_override!r}"
         raise RecipeError(name, what, expected="None, gradients in MXFP8", advice="leave it out")
@@ -333,7 +371,7 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     name, path = str(recipe), Path(recipe)
     if name in presets.PRESETS:
         return Recipe(name=name, **presets.PRESETS[name])
-    if refused := transformer_engine.refusal(name):
+    if refused := _refusal(name):
         what, advice = refused
         raise RecipeError("recipe", what, expected=f"one of {presets.choices()}", advice=advice)
     # Without a known suffix the text is more likely a mistyped preset than a file.

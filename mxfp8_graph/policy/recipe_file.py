@@ -40,11 +40,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the file's data.
-
-    Raises:
-        RecipeError: the file cannot be read, or is not a mapping in YAML or TOML.
-    """
+    """Returns the file's data; raises RecipeError if it cannot be read, or is not a mapping in YAML or TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -60,11 +56,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def assigned(texts: Sequence[str]) -> dict[str, Any]:
-    """Returns the fields that texts such as "embeddings=true" set, each value in YAML.
-
-    Raises:
-        RecipeError: a text is not FIELD=VALUE, or its value is not YAML.
-    """
+    """Returns the fields that texts such as "embeddings=true" set, each value in YAML."""
     fields = {}
     for text in texts:
         name, equals, value = text.partition("=")

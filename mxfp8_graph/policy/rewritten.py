@@ -15,17 +15,9 @@ from mxfp8_ops.errors import ContractError, RecipeError
 def already_rewritten(before: RewriteRecord | None, recipe: Recipe, options: Options, *, what: str) -> bool:
     """Whether `recipe` made the model, as its record tells; warns if another recipe prepared it for training.
 
-    A program that is packed, and to be prepared for training or taken back from it, is not.
-
-    Args:
-        before: the record of the model.
-        recipe: what is asked for.
-        options: name the model.
-        what: "model" or "program", for the message.
-
-    Raises:
-        ContractError: a checkpoint is to replace weights that are packed.
-        RecipeError: another recipe packed its weights; they cannot be packed again.
+    A program that is packed, and to be prepared for training or taken back from it, is not. `what` ("model" or
+    "program") is for messages. Raises ContractError if a checkpoint is to replace weights that are packed, and
+    RecipeError if another recipe packed them: they cannot be packed again.
     """
     if before is None:
         return False

@@ -133,12 +133,9 @@ class Roles(Generic[Op, Value]):
 
     def _feeds_compute(self, start: Value) -> bool:
         """Whether any matmul-like op lies downstream of `start`."""
-
-        def onward(value: Value) -> Iterator[Value]:
-            return (result for _, result in self._graph.consumers(value))
-
         # All of the graph, not `_passively`: a cache reaches the next product through any op.
-        return any(self._takers(value) & self._ops.compute for value in _reached([start], onward))
+        reached = _reached([start], lambda value: (result for _, result in self._graph.consumers(value)))
+        return any(self._takers(value) & self._ops.compute for value in reached)
 
     def _leads_to_softmax(self, start: Value) -> bool:
         def onward(value: Value) -> Iterator[Value]:

@@ -33,8 +33,7 @@ def apply_checkpoint(
 ) -> Assigned:
     """Returns the decision on each site when a checkpoint, if there is one, supplies the weights.
 
-    Raises:
-        ContractError: a weight of the checkpoint fits no matmul: its name, its shape or its place; lists them all.
+    Raises ContractError with the list of all weights that fit no matmul by name, shape or place.
     """
     if checkpoint is None:
         return Assigned(list(decisions), {})

@@ -11,20 +11,15 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
-from rich.console import RenderableType
+from rich.text import Text
 
 from mxfp8_graph.files import check_output, output
-from mxfp8_graph.report import html, text
-from mxfp8_graph.report.section import Section
+from mxfp8_graph.report import html
+from mxfp8_graph.report.section import Section, render
 from mxfp8_ops.errors import Mxfp8Error
 
 SUFFIXES: Final = (".json", ".html")
 """Suffixes of the files that `Report.write` can write."""
-
-_LEAD: Final = frozenset({"size", "weight error", "chosen", "search", "everything rewritten", "excluded"})
-"""Labels of the facts that a page has at its top too."""
-
-_ENCODER: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +53,6 @@ class Report(Data, ABC):
     """Heading of the page, with names of fields in braces: "Rewrite of {source}"."""
     FILES: ClassVar[tuple[str, ...]]
     """Fields that have the paths of models, which the page identifies; it leaves out None and paths without a file."""
-    FOLDS: ClassVar[bool] = True
-    """Whether a terminal folds its lines; text to copy must not be folded."""
 
     @abstractmethod
     def sections(self) -> Iterable[Section]:
@@ -74,44 +67,35 @@ class Report(Data, ABC):
         return ()
 
     def lead(self) -> Sequence[str]:
-        """Returns the sentences at the top of the page: the outcome, its numbers, and notes.
+        """Returns the sentences at the top of the page: the outcome."""
+        return [f"{self.headline()}."] if self.headline() else []
 
-        The facts may stand behind tables of hundreds of rows, and some notes name options.
-        """
-        lines = [f"{self.headline()}."] if self.headline() else []
-        for label, value in self.facts():
-            if label == "note" or label in _LEAD:
-                lines.append(value if label == "note" else f"{label.capitalize()}: {value}.")
-        return lines
-
-    def to_text(self, *, every: bool = False) -> RenderableType:
+    def to_text(self, *, every: bool = False) -> Text:
         """Returns what a terminal shows; with `every` also the rows that are too many to be shown unasked."""
-        return text.render(self.headline(), self.sections(), every=every)
+        return render(self.headline(), self.sections(), every=every)
 
     def __str__(self) -> str:
         """Returns what a terminal shows, as plain text."""
-        return text.plain(self.to_text())
+        return self.to_text().plain
 
     def _repr_html_(self) -> str:
         """Returns what a terminal shows as HTML, for notebooks."""
-        shown = (section for section in self.sections() if not section.detail)
-        return html.fragment(self.headline(), shown)
+        outcome = Section(facts=[("outcome", self.headline())] if self.headline() else ())
+        return "\n".join(html.section_html(part) for part in (outcome, *self.sections()) if not part.detail)
 
     def to_html(self) -> str:
         """Returns one self-contained page: nothing is fetched, and all is there without its script."""
         title, files = self.TITLE.format_map(vars(self)), (getattr(self, name) for name in self.FILES)
-        return html.page(title, self.lead(), self.sections(), filter(None, files))
+        # Facts first: they would stand behind tables of hundreds of rows, and notes are among them.
+        sections = sorted(self.sections(), key=lambda section: not section.facts)
+        return html.page(title, self.lead(), sections, filter(None, files))
 
     def to_json(self) -> str:
-        """Returns `to_dict` as JSON, a row of each list per line."""
-        return json_text(self.to_dict())
+        """Returns `to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
-        """Writes the report, as JSON or (suffix .html) as a page, and returns the path.
-
-        Raises:
-            Mxfp8Error: as `check_report_path`, or the file cannot be written; a file that is there stays as it was.
-        """
+        """Writes the report, as JSON or (suffix .html) as a page, and returns the path; raises Mxfp8Error otherwise."""
         path = check_report_path(path, overwrite=overwrite)
         text = self.to_html() if path.suffix.lower() == ".html" else self.to_json()
         with output(path, overwrite=overwrite) as folder:
@@ -120,11 +104,7 @@ class Report(Data, ABC):
 
 
 def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
-    """Returns `path` if a report can be written there. Ask before the work, not after it.
-
-    Raises:
-        Mxfp8Error: another suffix than one of `SUFFIXES`, or as `files.check_output`, where `models` are the inputs.
-    """
+    """Returns `path` if a report on `models` can be written there, else raises Mxfp8Error. Ask before the work."""
     path = Path(path)
     if path.suffix.lower() not in SUFFIXES:
         what = f"report with suffix {path.suffix!r}"
@@ -145,31 +125,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)
-
-
-def json_text(data: Any) -> str:
-    """Returns `data`, of JSON types only, as JSON that is easy to read, grep and diff: each row of a list on one line.
-
-    Text that is not printable is escaped, other text is unchanged.
-
-    Raises:
-        ValueError: a number is NaN or infinite.
-    """
-    lines = _spread(data, "").split("\n")  # within a text, a line's end is escaped
-    return "\n".join(line if line.isprintable() else _visible(line) for line in lines) + "\n"
-
-
-def _spread(data: Any, indent: str) -> str:
-    """Returns the JSON of `data` with a line per key, and per item of a list of objects."""
-    if isinstance(data, dict) and data:
-        items = [f"{_ENCODER.encode(key)}: {_spread(value, indent + '  ')}" for key, value in data.items()]
-        brackets = "{}"
-    elif isinstance(data, list) and data and isinstance(data[0], dict):
-        items, brackets = [_ENCODER.encode(row) for row in data], "[]"
-    else:
-        return _ENCODER.encode(data)
-    return f"{brackets[0]}\n{indent}  " + f",\n{indent}  ".join(items) + f"\n{indent}{brackets[1]}"
-
-
-def _visible(line: str) -> str:
-    return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in line)

@@ -1,24 +1,21 @@
-"""The report of a rewrite: sites, decisions, reasons, bytes and errors."""
+"""The report of a rewrite: sites, decisions, reasons, bytes and errors, and the account of all tensors."""
 
 from __future__ import annotations
 
+import heapq
 import math
 import shlex
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from rich.console import RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
-from rich.text import Text
 
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_graph.report import text
-from mxfp8_graph.report.account import Account
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, column_sum, filled, number
+from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number, shape_text
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
@@ -28,17 +25,52 @@ _SITE: Final = "name op module subgraph role m n k dtype weight shared_with has_
 _DECISION: Final = "quantize kind rule reason activations weight_format scale_rounding"
 """Fields of a site and of its decision that the JSON of a `SiteReport` begins with."""
 
-SITE_HEADER: Final[tuple[str, ...]] = ("site", "module", "op", "M x N x K", "decision", "rule", "reason")
-"""Header of `SiteReport.row`."""
-
-WEIGHT_HEADER: Final[tuple[str, ...]] = ("before", "after", "rel. L2", "SQNR dB")
-"""Header of `SiteReport.weight_row`."""
-
-REASON_HEADER: Final[tuple[str, ...]] = ("decision", "sites", "reason")
-"""Header of `reason_rows`."""
-
-MOST_REASONS: Final = 20
+_MOST_REASONS: Final = 20
 """Reasons that a terminal shows: patterns that match single sites make a reason for each, which may be hundreds."""
+
+
+_HIGH_PRECISION: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
+
+_MOST_KEPT: Final = 3
+"""Tensors that an account lists: enough to see what keeps a result large."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor that a model stores. Tensors that share their bytes are one, with several names."""
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: str
+    byte_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptTensor(Data):
+    """A tensor that the result stores in high precision."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    byte_size: int
+    reason: str
+    """Why its site is kept; or that it is the weight of no site."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account(Data):
+    """The bytes of all tensors of a model and of its rewritten result; in a dry run, the predicted ones."""
+
+    bytes_before: int = 0
+    bytes_after: int = 0
+    largest_kept: tuple[KeptTensor, ...] = ()
+    """The largest tensors in high precision, but for those whose sites are all rewritten."""
+
+    def section(self) -> Section:
+        """Returns the largest tensors that stay in high precision, as a table."""
+        rows = [(t.name, shape_text(t.shape), t.dtype, byte_size(t.byte_size), t.reason) for t in self.largest_kept]
+        return Section(
+            title="Largest tensors in high precision", columns=(("tensor", "shape", "dtype", "bytes", "why"), rows)
+        )
 
 
 def sqnr_db(relative_l2: float) -> float:
@@ -61,16 +93,15 @@ class SiteReport(Data):
     """Names of the nodes that replace it; empty if it was kept or in a dry run."""
     packed: str | None = None
     """Name of the initializer that holds the packed elements."""
-    bytes_before: int = 0
-    """Bytes of the static operand in the original."""
     bytes_after: int = 0
     """Bytes of its elements and scales."""
     relative_l2: float | None = None
     """|w - dequantized| / |w| of the static operand; None without one."""
 
-    def without(self, nodes: Container[str]) -> SiteReport:
-        """Returns the report without the names of nodes that a fused node replaced."""
-        return replace(self, nodes=tuple(name for name in self.nodes if name not in nodes))
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the static operand in the original."""
+        return self.decision.site.weight_bytes
 
     @property
     def sqnr_db(self) -> float | None:
@@ -78,21 +109,10 @@ class SiteReport(Data):
         return None if self.relative_l2 is None else sqnr_db(self.relative_l2)
 
     @property
-    def row(self) -> tuple[str, ...]:
-        """The site and its decision in words, as `SITE_HEADER` has them."""
-        decision, site = self.decision, self.decision.site
-        name = f"{site.subgraph}/{site.name}" if site.subgraph else site.name
-        verdict = "rewritten" if decision.quantize else "kept"
-        return (name, site.module, site.op, sizes(site), verdict, decision.rule, decision.reason)
-
-    @property
-    def weight_row(self) -> tuple[Cell, ...]:
-        """Bytes and errors in words, as `WEIGHT_HEADER` has them; empty where the site has no packed weight."""
-        before = byte_size(self.bytes_before or None)
-        if self.relative_l2 is None:
-            return (before, "", "", "")
-        errors = number(self.relative_l2, ".4f"), number(self.sqnr_db, ".1f")
-        return (before, byte_size(self.bytes_after), *errors)
+    def path(self) -> str:
+        """Name of the site, with the path of its subgraph."""
+        site = self.decision.site
+        return f"{site.subgraph}/{site.name}" if site.subgraph else site.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,23 +131,17 @@ class FusionReport(Data):
 class WeightError(Data):
     """Errors of the packed weights, each weight counted once however many sites share it."""
 
-    KEYS = "mean_relative_l2=mean mean_sqnr_db worst_relative_l2=worst worst_sqnr_db worst_site"
-
     mean: float
     """Mean of the relative L2 errors."""
     worst: float
     worst_site: str
     """Name of the (first) site whose weight has the worst error."""
 
-    @property
-    def mean_sqnr_db(self) -> float:
-        """The mean as signal-to-quantization-noise ratio in dB."""
-        return sqnr_db(self.mean)
-
-    @property
-    def worst_sqnr_db(self) -> float:
-        """The worst error as signal-to-quantization-noise ratio in dB."""
-        return sqnr_db(self.worst)
+    def content(self) -> dict[str, Any]:
+        """Returns what the JSON has: the errors, and in dB."""
+        mean = {"mean_relative_l2": self.mean, "mean_sqnr_db": sqnr_db(self.mean)}
+        worst = {"worst_relative_l2": self.worst, "worst_sqnr_db": sqnr_db(self.worst)}
+        return {**mean, **worst, "worst_site": self.worst_site}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,17 +179,6 @@ class RewriteReport(Report):
     def kept(self) -> tuple[SiteReport, ...]:
         """The sites that stay in high precision."""
         return tuple(site for site in self.sites if not site.decision.quantize)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The formats of rewritten weights and activations: "MXFP8", "MXINT8"."""
-        used = ((site.decision.weight_format, site.decision.activation_format) for site in self.rewritten)
-        return tuple(dict.fromkeys(element_format(name).mx_name for pair in used for name in pair if name))
-
-    @property
-    def rewritten_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
-        """The rewritten sites by reason, most frequent first."""
-        return _by_reason(self.rewritten)
 
     @property
     def kept_by_reason(self) -> dict[str, tuple[SiteReport, ...]]:
@@ -217,7 +220,8 @@ class RewriteReport(Report):
         if self.already_rewritten:
             return f"already rewritten with recipe {recipe}; {'copied' if self.output else 'nothing to do'}"
         verb = "would be rewritten" if self.dry_run else "rewritten"
-        formats = " and ".join(self.formats)
+        used = ((site.decision.weight_format, site.decision.activation_format) for site in self.rewritten)
+        formats = " and ".join(dict.fromkeys(element_format(name).mx_name for pair in used for name in pair if name))
         return f"{self._counts()} {verb}{formats and f' to {formats}'} with recipe {recipe}"
 
     def facts(self) -> list[tuple[str, str]]:
@@ -229,8 +233,7 @@ class RewriteReport(Report):
         if self.account.bytes_before:
             lines.append(("tensors", f"{size(self.account.bytes_before)} -> {size(self.account.bytes_after)}"))
         if error := self.weight_error:
-            mean = f"{error.mean:.4f} ({error.mean_sqnr_db:.1f} dB)"
-            worst = f"{error.worst:.4f} ({error.worst_sqnr_db:.1f} dB)"
+            mean, worst = (f"{each:.4f} ({sqnr_db(each):.1f} dB)" for each in (error.mean, error.worst))
             lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
         if self.fusions:
             kinds = Counter(fusion.kind for fusion in self.fusions)
@@ -240,27 +243,21 @@ class RewriteReport(Report):
         if self.dry_run:
             lines.append(("result", "nothing written (dry run)"))
         elif self.output:
+            if Path(self.source).suffix and not self.already_rewritten:  # no folder of from_hf, no model in memory
+                verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
+                lines.append(("verify", verify))
             lines.append(("result", self.output))
         elif self.already_rewritten:
             lines.append(("result", f"nothing written; {self.source} is the result"))
         return lines
 
-    def reason_rows(self) -> list[tuple[str, tuple[str, float], str]]:
-        """Returns how many sites were rewritten and kept for which reason, as `REASON_HEADER` has it."""
-        return [
-            (decision, (str(len(sites)), len(sites)), reason)
-            for decision, groups in (("rewritten", self.rewritten_by_reason), ("kept", self.kept_by_reason))
-            for reason, sites in groups.items()
-        ]
-
     def _counts(self) -> str:
         """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
-        counts = {"matmuls": [0, 0], "embeddings": [0, 0]}
-        for site in self.sites:
-            of_kind = counts["embeddings" if site.decision.site.role == "embedding" else "matmuls"]
-            of_kind[0] += site.decision.quantize
-            of_kind[1] += 1
-        parts = [f"{done} of {total} {kind}" for kind, (done, total) in counts.items() if total or kind == "matmuls"]
+        parts = []
+        for kind in ("matmuls", "embeddings"):
+            sites = [each for each in self.sites if (each.decision.site.role == "embedding") == (kind == "embeddings")]
+            if sites or kind == "matmuls":
+                parts.append(f"{sum(each.decision.quantize for each in sites)} of {len(sites)} {kind}")
         return " and ".join(parts)
 
     def sections(self) -> Iterator[Section]:
@@ -268,30 +265,14 @@ class RewriteReport(Report):
         if self.already_rewritten:
             yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
             return
-        sites = lambda rows: f", {column_sum(rows, 1):.0f} sites"  # noqa: E731
-        yield Section(title="Why", columns=(REASON_HEADER, self.reason_rows()), most=MOST_REASONS, rest=sites)
+        groups = (("rewritten", _by_reason(self.rewritten)), ("kept", self.kept_by_reason))
+        rows = [(verdict, number(len(s), "d"), reason) for verdict, by in groups for reason, s in by.items()]
+        yield Section(title="Why", columns=(("decision", "sites", "reason"), rows), most=_MOST_REASONS)
         yield self.account.section()
         yield Section(facts=self.facts())
-        if self.output and Path(self.source).suffix:  # not a folder that from_hf read, or a model in memory
-            verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
-            yield Section(title="To measure the error at the outputs", text=verify, detail=True)
-        yield Section(title="Sites", columns=self._site_table(weights=True), detail=True)
+        yield Section(title="Sites", columns=site_table(self.sites), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
-
-    def to_text(self, *, every: bool = False) -> RenderableType:
-        """Returns what a terminal shows; `lists` has the details."""
-        return text.render(self.headline(), (part for part in self.sections() if not part.detail), every=every)
-
-    def lists(self, *, plan: bool, verbose: bool) -> Iterator[Text]:
-        """Yields with `plan` one line per site, with `verbose` also bytes and errors."""
-        if plan and self.sites:
-            yield text.columns(*self._site_table(weights=verbose))
-
-    def _site_table(self, *, weights: bool) -> Columns:
-        header = (*SITE_HEADER[:5], *(WEIGHT_HEADER if weights else ()), *SITE_HEADER[5:])
-        rows = [(*site.row[:5], *(site.weight_row if weights else ()), *site.row[5:]) for site in self.sites]
-        return filled(header, rows)
 
 
 def sizes(site: MatMulSite) -> str:
@@ -306,7 +287,36 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
-def reasons(decisions: Iterable[Decision]) -> Text:
-    """Returns one line per site, with the reason why it is not eligible."""
-    rows = [(d.site.name, d.site.module, d.site.op, sizes(d.site), d.rule, d.reason) for d in decisions]
-    return text.columns(*filled((*SITE_HEADER[:4], "rule", "reason"), rows))
+def site_table(sites: Iterable[SiteReport]) -> Columns:
+    """Returns header and one row per site: the decision on it, with bytes and errors where it has a packed weight."""
+    errors = ("before", "after", "rel. L2", "SQNR dB")
+    rows = []
+    for each in sites:
+        decision, site = each.decision, each.decision.site
+        after = byte_size(None if each.relative_l2 is None else each.bytes_after)
+        weight = (byte_size(each.bytes_before or None), after, number(each.relative_l2, ".4f"))
+        verdict = "rewritten" if decision.quantize else "kept"
+        known = (each.path, site.module, site.op, sizes(site), verdict, *weight, number(each.sqnr_db, ".1f"))
+        rows.append((*known, decision.rule, decision.reason))
+    return filled(("site", "module", "op", "M x N x K", "decision", *errors, "rule", "reason"), rows)
+
+
+def account(decisions: Sequence[Decision], bytes_before: int, after: Iterable[StoredTensor]) -> Account:
+    """Returns the account of a rewrite: `bytes_before` of the model's tensors, and all tensors of the result."""
+    tensors = list(after)
+    # A weight that one site packs and another keeps is stored twice: the site that keeps it says why.
+    reasons = {d.site.weight: d.reason for d in decisions if not d.quantize}
+    rewritten = {d.site.weight for d in decisions if d.quantize} - reasons.keys()
+    high = (t for t in tensors if t.dtype in _HIGH_PRECISION and rewritten.isdisjoint(t.names))
+    kept = [
+        KeptTensor(
+            name=tensor.names[0],
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            byte_size=tensor.byte_size,
+            reason=next((reasons[name] for name in tensor.names if name in reasons), "no weight of a matmul"),
+        )
+        for tensor in heapq.nlargest(_MOST_KEPT, high, key=lambda tensor: tensor.byte_size)
+    ]
+    bytes_after = sum(tensor.byte_size for tensor in tensors)
+    return Account(bytes_before=bytes_before, bytes_after=bytes_after, largest_kept=tuple(kept))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import re
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Final
@@ -62,22 +61,9 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px;
   .scroll { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """
 
-MOST_ROWS: Final = 2000
-"""Rows of a table that a page has: browsers and readers get slow beyond."""
-
-_SHORT: Final = 20
-"""Characters up to which the cells of a column stay on one line."""
-
 
 def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: Iterable[str]) -> str:
-    """Returns the page.
-
-    Args:
-        title: heading of the page, such as "Rewrite of model.onnx".
-        lead: sentences at the top, the most important ones.
-        sections: what follows.
-        files: paths of the models in the report, which are identified at the end; missing files are left out.
-    """
+    """Returns the page: title, sentences at the top, sections, and a footer that identifies the files that exist."""
     # The policy allows the script by its hash, so a name that would get past the escaping still could not run code.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -96,11 +82,6 @@ def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: It
     footer = f"<footer>{_facts(provenance.facts(files))}</footer>"
     script = f"<script>{_SCRIPT}</script>"
     return "\n".join([head, *first, *map(section_html, sections), footer, script, "</body>", "</html>", ""])
-
-
-def fragment(headline: str, sections: Iterable[Section]) -> str:
-    """Returns a headline and sections without page, styles or script, to be part of another page."""
-    return "\n".join([f"<p>{_text(headline)}</p>" if headline else "", *map(section_html, sections)])
 
 
 def section_html(section: Section) -> str:
@@ -122,22 +103,19 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _table(section: Section) -> str:
-    """Returns the table, sortable by column: its first `MOST_ROWS` rows, and how many more there are."""
-    header, rows = section.columns[0], section.columns[1][:MOST_ROWS]
+    """Returns the table, sortable by column."""
+    header, rows = section.columns
     kinds, scales = [], []
     for title, column in zip(header, zip(*rows, strict=True), strict=True):
         numbers = [cell[1] for cell in column if isinstance(cell, tuple)]
         # Short cells never fold, so that numbers and dtypes stay in one line on a narrow page.
-        short = max(len(cell_text(cell)) for cell in column) <= _SHORT
+        short = max(len(cell_text(cell)) for cell in column) <= 20
         kinds.append("number" if numbers else "short" if short else "text")
         scales.append(max(numbers, default=0.0) if title == section.bar else 0.0)
     head = "".join(f'<th class="{kind}">{_text(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
     lines = [f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>']
     lines += [f"<tr>{''.join(map(_cell, row, kinds, scales))}</tr>" for row in rows]
-    lines.append("</tbody></table></div>")
-    if more := len(section.columns[1]) - len(rows):
-        lines.append(f"<p>The first {len(rows)} rows; {more} more are in the report in JSON.</p>")
-    return "\n".join(lines)
+    return "\n".join([*lines, "</tbody></table></div>"])
 
 
 def _cell(cell: Cell, kind: str, scale: float) -> str:
@@ -148,16 +126,7 @@ def _cell(cell: Cell, kind: str, scale: float) -> str:
         width = f"{100 * max(cell[1], 0) / scale:.1f}%" if scale > 0 else ""
         style = f' style="background: linear-gradient(to right, var(--bar) {width}, transparent 0)"' if width else ""
     classes = f"{kind} {STYLES.get(text, '').split(' ')[-1]}".rstrip()
-    return f'<td class="{classes}"{sort}{style}>{_folding(text) if kind == "text" else _text(text)}</td>'
-
-
-_LONG_WORD: Final = re.compile(r"\S{25,}")
-_INNER_MARKS: Final = re.compile(r"(?<=\w)[/._:-]+(?=\w)")
-
-
-def _folding(text: str) -> str:
-    """Returns `text` with breaks allowed after dots and slashes of long names, and nowhere else inside a word."""
-    return _LONG_WORD.sub(lambda word: _INNER_MARKS.sub(r"\g<0><wbr>", word[0]), _text(text))
+    return f'<td class="{classes}"{sort}{style}>{_text(text)}</td>'
 
 
 def _text(text: str) -> str:

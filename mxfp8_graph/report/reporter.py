@@ -11,24 +11,9 @@ from typing import TypeVar
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.account import Account
-from mxfp8_graph.report.data import FusionReport, RewriteReport, SiteReport
+from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport
 
 Site = TypeVar("Site")
-
-
-@dataclass(frozen=True)
-class PackedNames:
-    """A packed weight in the rewritten model."""
-
-    elements: str
-    """Name of the initializer or buffer with the elements."""
-    scales: str
-    """Name of the one with the scales."""
-    byte_size: int
-    """Bytes of both."""
-    relative_l2: float | None
-    """Rounding error of the weight, where it is known."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +44,7 @@ class Reporter:
             source=self.options.name,
             output=None if output is None else str(output),
             recipe=self.recipe.model_dump(mode="json"),
-            sites=tuple(self._fused(site, attention).without(gone) for site in sites),
+            sites=tuple(self._fused(site, gone, attention) for site in sites),
             fusions=tuple(self.fusions),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
@@ -72,10 +57,11 @@ class Reporter:
 
     def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
         """Returns the report of a rewrite that stops with the plan."""
-        return self.report([kept(decision) for decision in decisions])
+        return self.report([SiteReport(decision=decision) for decision in decisions])
 
-    def _fused(self, site: SiteReport, attention: AbstractSet[str]) -> SiteReport:
-        """Returns the report of a site, which says so if the site is a product in one of the `attention` nodes."""
+    def _fused(self, site: SiteReport, gone: AbstractSet[str], attention: AbstractSet[str]) -> SiteReport:
+        """Returns the report of a site without nodes that are `gone`, which says whether an `attention` node has it."""
+        site = replace(site, nodes=tuple(name for name in site.nodes if name not in gone))
         decision, role = site.decision, site.decision.site.role
         # A product that the recipe excludes, or a rule keeps, keeps that reason.
         if decision.kind != "role" or role not in ROLE_SETTINGS or decision.site.name not in attention:
@@ -101,29 +87,10 @@ def replace_each(
         if not decision.quantize:
             if keep is not None:
                 keep(site)
-            reports.append(kept(decision))
+            reports.append(SiteReport(decision=decision))
             continue
         reports.append(replace(site, decision))
         done += decision.site.weight_bytes
         if progress is not None:
             progress(decision.site.name, done, total)
     return reports
-
-
-def replaced(decision: Decision, nodes: Sequence[str], weight: PackedNames | None) -> SiteReport:
-    """Returns the report of a site that `nodes` replace."""
-    if weight is None:
-        return SiteReport(decision=decision, nodes=tuple(nodes))
-    return SiteReport(
-        decision=decision,
-        nodes=tuple(nodes),
-        packed=weight.elements,
-        bytes_before=decision.site.weight_bytes,
-        bytes_after=weight.byte_size,
-        relative_l2=weight.relative_l2,
-    )
-
-
-def kept(decision: Decision) -> SiteReport:
-    """Returns the report of a site without new nodes."""
-    return SiteReport(decision=decision, bytes_before=decision.site.weight_bytes)

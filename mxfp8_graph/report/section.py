@@ -1,18 +1,24 @@
-"""The parts of a report: tables, facts and text to copy. `text.py` and `html.py` show them."""
+"""The parts of a report: tables, facts and text to copy; and how a terminal shows them. `html.py` makes a page.
+
+On a terminal: aligned columns, one line per row and never folded, to read, grep and pipe.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rich.cells import cell_len
 from rich.filesize import decimal as size  # a number of bytes in words
+from rich.text import Text
+
+from mxfp8_graph.naming import printable
 
 Cell = str | tuple[str, float]
 """Text, or text and the number that it stands for."""
-Row = tuple[Cell, ...]
-Columns = tuple[tuple[str, ...], Sequence[Row]]
+Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
 """Header and rows of a table."""
 
 STYLES: Final = {
@@ -42,13 +48,8 @@ class Section:
     """Header and rows of the table."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
-    spare: Sequence[str] | None = None
-    """Titles of the columns that a narrow terminal leaves out, first to last, before those on the right; with None,
-    long cells fold instead."""
     most: int | None = None
     """Number of rows that a terminal shows unless all are asked for; negative for the last rows."""
-    rest: Callable[[Sequence[Row]], str] = lambda _: ""
-    """Returns what the rows that it does not show add up to, in words."""
     detail: bool = False
     """Whether a terminal shows it only if all is asked for."""
 
@@ -61,11 +62,6 @@ def number(value: float | None, form: str = ".3g") -> Cell:
 def byte_size(count: int | None) -> Cell:
     """Returns a cell for a number of bytes, in words; empty without one."""
     return "" if count is None else (size(count), float(count))
-
-
-def column_sum(rows: Sequence[Row], column: int) -> float:
-    """Returns the sum of the numbers of a column."""
-    return sum(cell[1] for row in rows if isinstance(cell := row[column], tuple))
 
 
 def cell_text(cell: Cell) -> str:
@@ -82,3 +78,41 @@ def filled(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Columns:
     """Returns a table without its columns that have only empty cells."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
+
+
+def render(headline: str, sections: Iterable[Section], *, every: bool) -> Text:
+    """Returns the headline and the sections; with `every` also details, and the rows that are too many otherwise."""
+    parts = [Text(printable(headline))] if headline else []
+    # Details first, since the last lines of a terminal are the ones in view.
+    for section in sorted(sections, key=lambda section: not section.detail):
+        if section.detail and not every:
+            continue
+        header, rows = section.columns
+        most = len(rows) if every or section.most is None else section.most
+        if rows:
+            parts.append(columns(header, rows[min(most, 0) :][: abs(most)]))
+            if (others := len(rows) - abs(most)) > 0:
+                before = " before" if most < 0 else ""
+                parts.append(Text(f"... and {others} more{before}; --verbose and --json have all"))
+            parts.append(Text())
+        if section.facts:
+            parts.append(columns((), section.facts))
+        if section.text:
+            shown = "\n".join(map(printable, section.text.rstrip("\n").split("\n")))
+            parts.append(Text(f"\n{section.title}:\n\n{shown}"))
+    return Text("\n").join(parts)
+
+
+def columns(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Text:
+    """Returns one line per row, in aligned columns, below `header` if there is one."""
+    table = [tuple(printable(cell_text(cell)) for cell in row) for row in (header, *rows) if row]
+    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for number, row in enumerate(table):
+        line = Text()
+        for cell, width in zip(row, widths, strict=True):
+            style = "bold" if header and number == 0 else STYLES.get(cell, "")
+            line.append(cell + " " * (width - cell_len(cell) + 2), style=style)
+        line.rstrip()  # blanks at line ends show up in diffs
+        lines.append(line)
+    return Text("\n").join(lines)

@@ -18,10 +18,6 @@ PLAUSIBLE: Final = 0.5
 rewrites of real models, decoders of 24 layers among them, have .15 at most; a weight in a wrong order gives about 1."""
 
 
-SPARE: Final = ("worst sample", "dtype", "kernel vs body: max error", "max error", "shape")
-"""Columns to leave out of a narrow table, in this order."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class OutputCheck(Data):
     """The error of one output: for several samples, that of the worst one, with the means of all."""
@@ -152,7 +148,7 @@ class VerifyReport(Report):
 
     def sections(self) -> Iterator[Section]:
         """Yields the outputs; what the nodes did; notes, failures and the verdict."""
-        yield Section(title="Outputs against the original's", columns=self.table(), spare=SPARE)
+        yield Section(title="Outputs against the original's", columns=self.table())
         nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)

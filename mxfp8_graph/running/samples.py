@@ -21,11 +21,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Final, TypedDict
+from typing import Any, Final, TypedDict
 
 import numpy as np
 
-from mxfp8_graph.options import documented
 from mxfp8_graph.running.inputs import (
     Array,
     Inputs,
@@ -44,20 +43,16 @@ SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] 
 """The types of `inputs` in the Python API."""
 
 
-@documented
 class SampleOptions(TypedDict, total=False):
     """The options of every function that runs a model on samples."""
 
-    inputs: Annotated[
-        SampleSource,
-        'a file, a folder, "module:function", arrays by input name, or an iterable of these: see `running.samples`. '
-        "None synthesises them, and results say so.",
-    ]
-    shapes: Annotated[
-        Mapping[str, int] | None,
-        "sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`.",
-    ]
-    seed: Annotated[int, "of the first synthesised sample; those that follow have the numbers that follow."]
+    inputs: SampleSource
+    """A file, a folder, "module:function", arrays by input name, or an iterable of these; see `running.samples`.
+    Default: None, which synthesises them, and results say so."""
+    shapes: Mapping[str, int] | None
+    """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`. Default: None."""
+    seed: int
+    """Of the first synthesised sample; those that follow have the numbers that follow. Default: 0."""
 
 
 MOST_SAMPLES: Final = 100_000

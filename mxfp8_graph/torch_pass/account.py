@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mxfp8_graph.report.account import StoredTensor
+from mxfp8_graph.report.data import StoredTensor
 from mxfp8_graph.torch_pass import torchao_weights
 from mxfp8_graph.torch_pass.program import storage_of
 from mxfp8_ops.checks import dtype_name

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,6 @@ from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.report.reporter import PackedNames, replaced
 from mxfp8_graph.torch_pass import internals, record, torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
@@ -36,6 +35,15 @@ from mxfp8_graph.weights import Rows, pack, take
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
+
+
+class PackedNames(NamedTuple):
+    """A packed weight in the rewritten program: names and bytes of its buffers, and its rounding error if known."""
+
+    elements: str
+    scales: str
+    byte_size: int
+    relative_l2: float | None
 
 
 class Editor:
@@ -93,7 +101,11 @@ class Editor:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
         put(site, _gemm(site, decision, inputs), build, self._made)
-        return replaced(decision, [node.name for node in [*build.new, site.added.output]], packed)
+        nodes = tuple(node.name for node in [*build.new, site.added.output])
+        if packed is None:
+            return SiteReport(decision=decision, nodes=nodes)
+        name, _, size, error = packed
+        return SiteReport(decision=decision, nodes=nodes, packed=name, bytes_after=size, relative_l2=error)
 
     def finish(self) -> None:
         """Removes the nodes and tensors that have no user any more."""

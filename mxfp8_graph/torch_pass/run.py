@@ -18,9 +18,8 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.account import account
-from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_graph.report.reporter import Reporter, kept, replace_each
+from mxfp8_graph.report.data import RewriteReport, SiteReport, account
+from mxfp8_graph.report.reporter import Reporter, replace_each
 from mxfp8_graph.torch_pass import (
     attention,
     internals,
@@ -125,7 +124,7 @@ def _switch_training(program: Program, others: Sequence[Decision], reporter: Rep
         reporter.notes.append(packed_training.NOTE)
     else:
         reports = packed_training.to_inference(program, recipe)
-    return [*reports, *map(kept, others)]
+    return [*reports, *(SiteReport(decision=other) for other in others)]
 
 
 def byte_size(program: ExportedProgram) -> int:

@@ -116,9 +116,8 @@ def apply(
     # A transpose that was dropped: it would keep the weight in the program once that is packed.
     prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.
-    size = site.matmul.weight_bytes
     names = (*(new.name for new in build.new), added.output.name)
-    return SiteReport(decision=decision, nodes=names, bytes_before=size, bytes_after=size)
+    return SiteReport(decision=decision, nodes=names, bytes_after=site.matmul.weight_bytes)
 
 
 def _absorbed(site: TorchSite, bias: Node, weight: Node) -> bool:

@@ -13,7 +13,7 @@ from commands import run, save
 
 import mxfp8_graph
 from mxfp8_graph.policy.plan import Decision, MatMulSite
-from mxfp8_graph.report.account import Account, KeptTensor, StoredTensor, account
+from mxfp8_graph.report.data import Account, KeptTensor, StoredTensor, account
 
 NO_MATMUL = "no weight of a matmul"
 EMBEDDING = "embedding: ids pick its rows; set embeddings: true to quantize it"

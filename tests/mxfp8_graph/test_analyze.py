@@ -265,7 +265,6 @@ def test_the_command_prints_the_ranking_and_the_lines_to_paste() -> None:
     assert lines[0] == "6 rewritten sites analyzed with recipe mxfp8; layers.3.linear hurts most"
     ranked = [line for line in lines if line.startswith("layers.")]
     assert ranked[0].startswith("layers.3.linear")
-    assert max(map(len, lines[1:10])) <= 120, "a table in a pipe is readable too"
     assert lines[-2:] == ["exclude:", r"- ^layers\.3\.linear$"]
     assert "synthesised" in result.stdout
     page = Path("a.html").read_text()

@@ -260,9 +260,9 @@ def test_when_all_sites_are_skipped_the_reasons_are_listed(flags: list[str]) -> 
     source = save(b.chain_model((64, 100), head=True))
     assert refused("rewrite", source, *flags, code=3).splitlines() == [
         "error: m.onnx: none of its 1 matmul is eligible; expected at least one; see the reasons and adapt the recipe",
-        "site             op      M x N x K         rule    reason",
-        "layers.0.linear  MatMul  batch x 100 x 64  policy  output projection: its result is a graph output; "
-        "set output_projections: true to quantize it",
+        "site             op      M x N x K         decision  before   rule    reason",
+        "layers.0.linear  MatMul  batch x 100 x 64  kept      25.6 kB  policy  output projection: its result is a "
+        "graph output; set output_projections: true to quantize it",
     ]
 
 

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import builders as b
-import numpy as np
 import onnx_ir as ir
 import pytest
 from commands import process, refused, run, save
 
 import mxfp8_graph
-from mxfp8_graph import __version__, rewriting, terminal
+from mxfp8_graph import __version__, rewriting
 from mxfp8_graph.cli import guard
 from mxfp8_graph.onnx_pass import run as onnx_pass_run
 from mxfp8_graph.policy.recipe import Recipe
@@ -208,10 +207,10 @@ def on_a_terminal(*arguments: str, columns: int, **environment: str) -> str:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
-def test_a_terminal_shows_progress_in_bytes() -> None:
+def test_a_terminal_shows_progress() -> None:
     save(b.chain_model())
     output = on_a_terminal("rewrite", "m.onnx", columns=120)
-    assert "65.5/65.5 kB" in output
+    assert "100%" in output
     assert "layers.1.linear" in output
 
 
@@ -230,17 +229,3 @@ def test_a_narrow_terminal_cuts_no_names() -> None:
     output = on_a_terminal("rewrite", "m.onnx", columns=30)
     closing = output[output.index("2 of 2 matmuls") :]
     assert model.graph.node[2].name in "".join(closing.split())
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
-def test_a_terminal_is_not_flooded_and_a_pipe_gets_all() -> None:
-    count = terminal.MOST_LINES + 10
-    nodes = [b.node("MatMul", "x w", f"y{i}") for i in range(count)]
-    nodes.append(b.node("Sum", " ".join(f"y{i}" for i in range(count)), "y"))
-    shapes = {"x": (np.float32, ["m", 8])}, {"y": (np.float32, ["m", 8])}
-    save(b.model(nodes, *shapes, {"w": b.weight(8, 8)}))
-    shown = on_a_terminal("rewrite", "m.onnx", columns=120)
-    assert "... and 11 more lines; a pipe or a file gets them all" in shown  # one is the header
-    assert shown.count("MatMul_y") == terminal.MOST_LINES - 1
-    piped = process("rewrite", "m.onnx")
-    assert piped.stderr.count("MatMul_y") == count

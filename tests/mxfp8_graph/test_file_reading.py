@@ -97,11 +97,6 @@ class TestIndex:
             f"{index}: external file {shard!r}; expected a file inside {index.parent}; move the data next to the model"
         )
 
-    def test_a_shard_that_is_a_hard_link(self, tmp_path, index):
-        os.link(tmp_path / "secret.safetensors", index.parent / "a.safetensors")
-        index.write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
-        assert "'a.safetensors' has 2 hard links" in message(mxfp8_graph.import_safetensors, index)
-
     def test_links_of_index_and_shards_into_one_folder_as_the_hugging_face_cache_has_them(self, tmp_path, index):
         (tmp_path / "index").write_text(json.dumps({"weight_map": {"w": "a.safetensors"}}))
         index.symlink_to("../index")

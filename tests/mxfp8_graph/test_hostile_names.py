@@ -134,7 +134,6 @@ def _read(terminal: int) -> bytes:
 def test_what_is_not_visible_is_escaped() -> None:
     assert printable("a\x1b\x00\u202e\ud800\n b") == "a\\x1b\\x00\\u202e\\ud800\\n b"
     assert printable("naïve 名前 🙂") == "naïve 名前 🙂"
-    assert len(printable("x" * 10**6)) < 5000
 
 
 def test_a_report_of_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
@@ -145,19 +144,3 @@ def test_a_report_of_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert json.loads(Path("r.json").read_text())["source"] == os.fsdecode(b"m\xff.onnx")
     assert run("rewrite", os.fsdecode(b"m\xff.onnx"), "--overwrite", "--report", "r.html").exit_code == 0
-
-
-def test_names_of_a_hundred_thousand_characters() -> None:
-    """What people look at stays small; the JSON report has them whole."""
-    model = b.chain_model()
-    for node in model.graph.node:
-        node.name += "n" * 100_000
-    onnx.save(model, "m.onnx")
-    plan = run("rewrite", "m.onnx", "--dry-run", "-v")
-    assert plan.exit_code == 0
-    assert len(plan.output) < 50_000
-    for name in ("r.html", "r.json"):
-        assert len(run("rewrite", "m.onnx", "--overwrite", "--report", name).output) < 50_000
-    assert len(Path("r.html").read_text()) < 100_000
-    sites = json.loads(Path("r.json").read_text())["sites"]
-    assert max(len(site["name"]) for site in sites) > 100_000

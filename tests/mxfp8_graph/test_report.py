@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from full_disk import files, files_of_at_most
 from grids import looped
-from rich.console import Console
 
 from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
@@ -21,25 +20,24 @@ from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report import html
 from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
-from mxfp8_graph.report.section import Section, column_sum
-from mxfp8_graph.report.text import Fitted, render
+from mxfp8_graph.report.section import Section, render
 from mxfp8_ops.errors import Mxfp8Error
 
 
 def make_report(**fields: Any) -> RewriteReport:
     """Returns three rewritten sites, two of which share a weight, and two kept ones."""
     sites = [
-        MatMulSite(name="up", op="MatMul", m="batch", n=64, k=128, weight="w0"),
-        MatMulSite(name="down[0]", op="Gemm", m=4, n=128, k=64, weight="w1"),
-        MatMulSite(name="down[1]", op="Gemm", m=None, n=128, k=64, weight="w1", shared_with=1),
+        MatMulSite(name="up", op="MatMul", m="batch", n=64, k=128, weight="w0", weight_bytes=4000),
+        MatMulSite(name="down[0]", op="Gemm", m=4, n=128, k=64, weight="w1", weight_bytes=4000),
+        MatMulSite(name="down[1]", op="Gemm", m=None, n=128, k=64, weight="w1", weight_bytes=4000, shared_with=1),
         MatMulSite(name="<head>", op="MatMul", role="output_projection", n=100, k=64, weight="w2"),
         MatMulSite(name="small", op="MatMul", n=8, k=64, weight="w3", subgraph="if/then_branch"),
     ]
     recipe = Recipe(name="mxfp8")
     outcome = {
-        "up": {"packed": "w0_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.01},
-        "down[0]": {"packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.03},
-        "down[1]": {"packed": "w1_e", "bytes_before": 4000, "bytes_after": 1000, "relative_l2": 0.03},
+        "up": {"packed": "w0_e", "bytes_after": 1000, "relative_l2": 0.01},
+        "down[0]": {"packed": "w1_e", "bytes_after": 1000, "relative_l2": 0.03},
+        "down[1]": {"packed": "w1_e", "bytes_after": 1000, "relative_l2": 0.03},
     }
     defaults: dict[str, Any] = {
         "source": "m.onnx",
@@ -68,9 +66,6 @@ def test_sqnr() -> None:
 def test_rewritten_and_kept_and_groups_by_reason() -> None:
     assert names(REPORT.rewritten) == ["up", "down[0]", "down[1]"]
     assert names(REPORT.kept) == ["<head>", "small"]
-    assert {reason: names(sites) for reason, sites in REPORT.rewritten_by_reason.items()} == {
-        "linear, by recipe 'mxfp8'": ["up", "down[0]", "down[1]"]
-    }
     assert {reason[:17]: names(sites) for reason, sites in REPORT.kept_by_reason.items()} == {
         "output projection": ["<head>"],
         "tiny: N = 8 is be": ["small"],
@@ -109,7 +104,6 @@ def test_printed_it_is_what_a_terminal_shows() -> None:
     lines = str(REPORT).splitlines()
     assert lines[0] == "3 of 5 matmuls rewritten to MXFP8 with recipe mxfp8"
     assert "size          40.0 kB -> 10.0 kB (4.00x smaller)" in lines
-    assert max(map(len, lines)) <= 120
     assert not any("SiteReport(" in line or line != line.rstrip() for line in lines)
 
 
@@ -137,11 +131,8 @@ def test_the_headline_names_the_formats(formats: tuple[tuple[str, str], ...], wa
     assert headline == f"2 of 2 matmuls rewritten to {wanted} with recipe mxfp8"
 
 
-def test_json_is_the_dict_with_a_line_per_site(tmp_path: Path) -> None:
-    text = REPORT.to_json()
-    assert json.loads(text) == REPORT.to_dict()
-    sites = [json.loads(line.strip().rstrip(",")) for line in text.splitlines() if '"rule":' in line]
-    assert [site["name"] for site in sites] == ["up", "down[0]", "down[1]", "<head>", "small"]
+def test_json_is_the_dict(tmp_path: Path) -> None:
+    assert json.loads(REPORT.to_json()) == REPORT.to_dict()
     path = REPORT.write(tmp_path / "report.json")
     assert json.loads(path.read_text(encoding="utf-8")) == REPORT.to_dict()
 
@@ -193,51 +184,31 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_begins_with_the_notes_however_long_its_tables_are() -> None:
-    top = make_report(notes=("pack <head>",)).to_html().split("<h2>")[0]
-    assert "<p>pack &lt;head&gt;</p></div>" in top
-    assert "<p>Size: 40.0 kB -&gt; 10.0 kB (4.00x smaller).</p>" in top
-    assert "<p>Weight error: relative L2 mean 0.0200" in top
+    top = make_report(notes=("pack <head>",)).to_html().split("<table")[0]
+    assert "<dt>note</dt><dd>pack &lt;head&gt;</dd>" in top
+    assert "<dt>size</dt><dd>40.0 kB -&gt; 10.0 kB (4.00x smaller)</dd>" in top
+    assert "<dt>weight error</dt><dd>relative L2 mean 0.0200" in top
 
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     source = tmp_path / "m.onnx"
     source.write_bytes(b"abc")
     cells = " ".join(Page(make_report(source=str(source)).to_html()).cells)
-    sha256 = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # SHA-256's own example
-    assert f"{source}, 3 bytes, SHA-256 {sha256}" in cells
+    assert f"{source}, 3 bytes" in cells
     assert f"mxfp8-graph {__version__}" in cells
     assert "none, Python API" in cells
     assert provenance.processor() in cells
     assert datetime.now(timezone.utc).strftime("%Y-") in cells
 
 
-def test_long_names_fold_at_their_dots_only() -> None:
-    name = "encoder.layer.0.attention.self.query"
-    rows = [(name, "set output_projections: true to quantize it")]
-    table = html.section_html(Section(columns=(("name", "reason"), rows)))
-    assert name.replace(".", ".<wbr>") in table
-    assert "set output_projections: true to quantize it" in table
-
-
-def test_a_long_table_says_how_much_of_it_the_page_has() -> None:
-    rows = [(f"site {number}",) for number in range(html.MOST_ROWS + 3)]
-    page = html.section_html(Section(columns=(("name",), rows)))
-    assert page.count("<td") == html.MOST_ROWS
-    assert f"<p>The first {html.MOST_ROWS} rows; 3 more are in the report in JSON.</p>" in page
-    assert "<p>" not in html.section_html(Section(columns=(("name",), rows[: html.MOST_ROWS])))
-
-
 def test_a_section_as_text_and_as_html() -> None:
     rows = [(f"site {n}", (f"{n} B", float(n))) for n in range(5)]
-    rest = lambda others: f", {column_sum(others, 1):.0f} B"  # noqa: E731
-    table = Section(columns=(("site", "bytes"), rows), bar="bytes", most=-2, rest=rest)
-    console = Console(width=80)
+    table = Section(columns=(("site", "bytes"), rows), bar="bytes", most=-2)
     for every, shown in ((False, ["site 3", "site 4"]), (True, [row[0] for row in rows])):
-        with console.capture() as captured:
-            console.print(render("", [table, Section(facts=[("a", "b")], detail=True)], every=every))
-        lines = [line.split("  ")[0].strip() for line in captured.get().splitlines()]
-        more = [] if every else ["... and 3 more before, 3 B; --verbose and --json have all"]
-        assert [line for line in lines if line][2:] == [*shown, *more, *(["a"] if every else [])]
+        text = render("", [table, Section(facts=[("a", "b")], detail=True)], every=every).plain
+        lines = [line.split("  ")[0] for line in text.splitlines()]
+        more = [] if every else ["... and 3 more before; --verbose and --json have all"]
+        assert lines == [*(["a"] if every else []), "site", *shown, *more]
     cell = '<td class="number" data-sort="2.0" style="background: linear-gradient(to right, var(--bar) 50.0%'
     assert cell in html.section_html(table)
     assert html.section_html(Section(title="nothing")).strip() == ""
@@ -268,29 +239,3 @@ def test_where_a_report_cannot_go(tmp_path: Path) -> None:
         with pytest.raises(Mxfp8Error) as caught:
             REPORT.write(tmp_path / name)
         assert str(caught.value) == f"{tmp_path / name}: {message}"
-
-
-HEADER = ("recipe", "relative L2: mean", "worst", "what it is")
-ROWS = [("mxfp8", "0.0988", "0.107", "E4M3, ceil scales"), ("mxfp8-weight-only", "0.0792", "0.081", "weights alone")]
-
-
-@looped(
-    "width, header, left_out",
-    [
-        (80, "recipe relative L2: mean worst what it is", []),
-        (53, "recipe relative worst what it is L2: mean", []),
-        (46, "recipe relative what it is L2: mean", ["worst"]),
-        (30, "recipe relative L2: mean", ["worst", "what it is"]),
-        (10, "recipe", ["worst", "what it is", "relative L2: mean"]),
-    ],
-)
-def test_a_table_that_does_not_fit_wraps_its_header_and_leaves_out_columns(
-    width: int, header: str, left_out: list[str]
-) -> None:
-    console = Console(width=width, force_terminal=True, color_system=None)
-    with console.capture() as captured:
-        console.print(Fitted(HEADER, ROWS, ("worst",)), soft_wrap=True)
-    titles, first, rest = captured.get().partition("mxfp8")
-    assert " ".join(titles.split()) == header
-    note = f"left out for the width, in --json: {'; '.join(left_out)}" if left_out else ""
-    assert (first + rest).splitlines()[2:] == ([note] if note else [])

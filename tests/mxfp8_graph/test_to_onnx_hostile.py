@@ -112,10 +112,9 @@ def test_an_opset_that_is_no_number_or_out_of_range(good: Any, tmp_path: Path) -
     [
         ({"input_names": "ab"}, "input_names is 'ab'; expected a list of names, each once"),
         ({"input_names": 3}, "input_names is 3"),
-        ({"input_names": [""]}, "'' is among input_names"),
-        ({"input_names": [3]}, "3 is among input_names"),
-        ({"input_names": ["\ud800"]}, "'\\ud800' is among input_names"),
-        ({"output_names": ["a", "a"]}, "'a' is among output_names"),
+        ({"input_names": [""]}, "input_names is ['']"),
+        ({"input_names": [3]}, "input_names is [3]"),
+        ({"output_names": ["a", "a"]}, "output_names is ['a', 'a']"),
         ({"input_names": ["a"], "output_names": ["a"]}, "'a' is the name of another value"),
         ({"input_names": ["linear.weight"]}, "'linear.weight' is the name of another value"),
         ({"output_names": ["linear.bias"]}, "'linear.bias' is the name of another value"),

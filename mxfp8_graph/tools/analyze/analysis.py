@@ -22,8 +22,6 @@ SCHEMA: Final = 1
 
 SHOWN: Final = 20
 """Sites and layers that a terminal shows unless all are asked for."""
-SPARE: Final = ("lost", "outlier blocks", "weight SQNR dB", "M x N x K", "amax", "input SQNR dB")
-"""Columns to leave out of a narrow table, in this order."""
 _RELATIVE_L2: Final = METRICS["relative_l2"]
 _SQNR_HEADER: Final = ("weight SQNR dB", "input SQNR dB", "amax", "outlier blocks", "lost")
 
@@ -104,8 +102,6 @@ class Analysis(Report):
 
     TITLE = "Analysis of {source}"
     FILES = ("source",)
-    FOLDS = False
-
     KEYS = (
         "schema source recipe inputs synthesised samples isa metric=metric.name everything exclusion "
         "runs seconds notes layers sites kept"
@@ -150,11 +146,10 @@ class Analysis(Report):
             title="Sites, the one that does most damage first",
             columns=(header[named:], [row[named:] for row in sites]),
             bar=f"alone, {self.metric.shown_title}",
-            spare=SPARE,
             most=SHOWN,
         )
         if len(self.layers) > 1:
-            yield Section(title="Layers", columns=self.layer_table(), bar="share", spare=(), most=SHOWN)
+            yield Section(title="Layers", columns=self.layer_table(), bar="share", most=SHOWN)
         yield Section(facts=self.facts())
         if self.exclusion is not None:
             yield Section(title="To paste into a recipe file", text=self.exclusion.yaml)
@@ -205,7 +200,7 @@ def _row(site: SiteDamage, metric: Metric) -> tuple[Cell, ...]:
     relative = () if metric is _RELATIVE_L2 else (_score(site.alone[_RELATIVE_L2.name]),)
     inputs = (seen.sqnr_db, seen.amax, seen.outlier_blocks, seen.lost) if seen else (None,) * 4
     return (
-        site.site.row[0],
+        site.site.path,
         matmul.module,
         sizes(matmul),
         _score(site.alone[metric.name]),

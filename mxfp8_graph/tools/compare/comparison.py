@@ -35,10 +35,6 @@ LEGEND: Final = (
 )
 
 
-SPARE: Final = ("matmuls", "bytes per weight", "weight SQNR, dB", "worst", "kind")
-"""Columns to leave out of a narrow table, in this order."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row(Data):
     """One recipe. What is None does not apply, or could not be found for the reason in `problem`."""
@@ -93,7 +89,6 @@ class Comparison(Report):
 
     TITLE = "Recipes for {model}"
     FILES = ("model",)
-    FOLDS = False
     KEYS = "model inputs latency_inputs=timed synthesised samples=sample_names isa notes recipes=rows"
 
     model: str
@@ -149,7 +144,7 @@ class Comparison(Report):
     def sections(self) -> Iterator[Section]:
         """Yields a row per recipe, what each recipe is, and what there is to know about the table."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
-        yield Section(title="Recipes", columns=self.table(), spare=SPARE, bar=errors)
+        yield Section(title="Recipes", columns=self.table(), bar=errors)
         yield Section(facts=[*self.facts(), *((row.name, row.explained) for row in self.rows if row.what), *LEGEND])
         if taken := self.taken():
             yield Section(title=f"The recipe {taken.name}, as a file has it", text=taken.recipe, detail=True)

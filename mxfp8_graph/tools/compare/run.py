@@ -19,7 +19,7 @@ from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress, Unpack, check_options
-from mxfp8_graph.policy import presets, transformer_engine
+from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_graph.running.compare import sqnr
@@ -35,7 +35,7 @@ from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 from mxfp8_ops.formats import VALUE_DTYPES
 
-NAMED: Final = tuple(name for name in presets.PRESETS if name != transformer_engine.MXFP8)
+NAMED: Final = tuple(name for name in presets.PRESETS if name != "MXFP8BlockScaling")
 """The presets, each once: one of them is another by a second name."""
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {

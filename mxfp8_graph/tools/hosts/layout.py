@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.file_reading import ModelFolder
+from mxfp8_graph.file_reading import locate
 from mxfp8_ops.errors import ContractError, Option
 
 MODEL: Final = "model.onnx"
@@ -66,7 +66,7 @@ class Description:
         if not (self.path / main).is_file():
             advice = ("pass another ", Option("config", "FOLDER"))
             raise ContractError(self.path, f"has no {main}", expected=f"a folder with {made_by}", advice=advice)
-        self._folder = ModelFolder(self.path / main)
+        self._main = self.path / main
 
     def locate(self, name: str) -> Path:
         """Returns the path of a file in the folder.
@@ -75,7 +75,7 @@ class Description:
             ContractError: there is none, or it lies elsewhere.
         """
         try:
-            return self._folder.locate(name, str(self.path))
+            return locate(self._main, name, str(self.path))
         except OSError as error:
             raise ContractError.unreadable(self.path / name, error, "a readable file") from None
 
@@ -106,7 +106,7 @@ class Description:
         """
         try:
             # Located before it is listed: a link to a folder elsewhere is refused unread.
-            folder = self._folder.locate(below, str(self.path)) if below else self.path
+            folder = locate(self._main, below, str(self.path)) if below else self.path
             names = sorted(path.name for path in folder.iterdir() if path.is_file())
         except OSError as error:
             if optional and isinstance(error, FileNotFoundError):

@@ -22,9 +22,6 @@ SCHEMA: Final = 1
 SHOWN: Final = 12
 """Steps that a terminal shows unless all are asked for, the last ones."""
 
-SPARE: Final = ("relative L2, estimated", "step")
-"""Columns to leave out of a narrow table, in this order."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Report):
@@ -32,8 +29,6 @@ class Tuning(Report):
 
     TITLE = "Plan for {source}"
     FILES = ("source",)
-    FOLDS = False
-
     source: str
     objective: str
     budgets: tuple[Budget, ...]
@@ -182,8 +177,8 @@ class Tuning(Report):
 
     def sections(self) -> Iterator[Section]:
         """Yields the steps, the weights, what there is to know beside them, and the recipe."""
-        yield Section(title="Steps", columns=self.step_table(), bar="tensors", spare=SPARE, most=-SHOWN)
-        yield Section(title="Weights", columns=self.unit_table(), spare=(), detail=True)
+        yield Section(title="Steps", columns=self.step_table(), bar="tensors", most=-SHOWN)
+        yield Section(title="Weights", columns=self.unit_table(), detail=True)
         # The result is the same, so the JSON has nothing of it.
         more = f"{self.resumed} measurements are of a search that did not finish"
         yield Section(facts=[*self.facts(), *([("resumed", more)] if self.resumed else [])])

@@ -7,9 +7,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from mxfp8_graph.options import Progress, Unpack, check_options, documented
+from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.running.inputs import Signature
@@ -28,13 +28,15 @@ SYNTHESISED: Final = 8
 """Samples that are made where none are given."""
 
 
-@documented
 class TuneOptions(SampleOptions, total=False):
     """The options of `tune` besides the goal."""
 
-    overwrite: Annotated[bool, "whether files in a folder that exists may be replaced."]
-    allow_nonfinite: Annotated[bool, "pack weights that hold NaN or Inf."]
-    progress: Annotated[Progress | None, "called as progress(what, runs done, runs that it may take at most)."]
+    overwrite: bool
+    """Whether files in a folder that exists may be replaced. Default: False."""
+    allow_nonfinite: bool
+    """Pack weights that hold NaN or Inf. Default: False."""
+    progress: Progress | None
+    """Called as progress(what, runs done, runs that it may take at most). Default: None."""
 
 
 def tune(
