@@ -6,7 +6,6 @@ operands.py  operands that are known before the model runs; views.py: the steps 
 find.py      finds the matmuls
 replace.py   replaces them
 fuse/        puts what stands beside a replaced matmul into its node
-account.py   yields the stored tensors, for the report
 """
 
 from mxfp8_graph.onnx_pass.run import rewrite_onnx

@@ -69,6 +69,11 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
             yield from graphs_of(inner)
 
 
+def initializers_of(model: ir.Model) -> Iterator[ir.Value]:
+    """Yields the initializers of the graph and of every subgraph."""
+    return (value for graph in graphs_of(model.graph) for value in graph.initializers.values())
+
+
 def fresh_names(model: ir.Model) -> Callable[[str], str]:
     """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
     taken: set[str] = set()

@@ -6,8 +6,6 @@ Large raw data of the file itself becomes external data of that file, so every l
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -17,8 +15,8 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of
-from mxfp8_graph.onnx_pass.protos import from_proto, without_sparse
+from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of, initializers_of
+from mxfp8_graph.onnx_pass.protos import from_proto
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
 
@@ -31,18 +29,17 @@ _SIZE: Final = "size"
 _FROM_HF: Final = "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER"
 
 
-def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Model:
+def load(model: str | Path | onnx.ModelProto) -> ir.Model:
     """Returns the model in a file or in memory; a caller's proto is not changed, and external data is not read.
 
     Args:
         model: a path, or a proto whose tensors the graph refers to.
-        sparse: leave out sparse tensors instead of refusing them: the graph is for reading alone.
 
     Raises:
         ContractError: the file cannot be read, is damaged or is not an ONNX model, or onnx_ir cannot represent it.
     """
     if isinstance(model, onnx.ModelProto):
-        return _graph(model, None, model.ByteSize(), sparse=sparse)
+        return _graph(model, None, model.ByteSize())
     path = Path(model)
     if path.is_dir():
         advice = "name the .onnx file inside it"
@@ -54,8 +51,8 @@ def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Mod
             raise ContractError(path, "not a regular file", expected="an ONNX file", advice="name one")
         size = path.stat().st_size
         content = skeleton(path)
-    except (OSError, ValueError) as error:
-        raise ContractError.unreadable(path, _os_error(error), "a readable ONNX file") from None
+    except OSError as error:
+        raise ContractError.unreadable(path, error, "a readable ONNX file") from None
     if not content:
         raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")
     try:
@@ -63,7 +60,7 @@ def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Mod
     except DecodeError:
         what, advice = _described(path, size)
         raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
-    return _graph(proto, path, size, sparse=sparse)
+    return _graph(proto, path, size)
 
 
 def path_of(model: ir.Model) -> Path | None:
@@ -78,17 +75,26 @@ def bytes_of(model: ir.Model) -> int:
 
 def external_files(model: ir.Model) -> set[Path]:
     """Returns the files beside its own in which a model has tensors."""
-    return {Path(tensor.path) for tensor, _ in _external(model) if tensor.base_dir}
+    tensors = (value.const_value for value in initializers_of(model))
+    return {Path(each.path) for each in tensors if isinstance(each, ir.ExternalTensor) and each.base_dir}
 
 
-def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool) -> ir.Model:
+def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
     name = "model" if path is None else str(path)
     check.fields(proto, name)
-    model = from_proto(without_sparse(proto) if sparse else proto, name)
+    model = from_proto(proto, name)
     model.meta.update({"name": name, _SOURCE: path})
-    for tensor, keep in list(_external(model)):
-        size += _place(tensor, path, name)
-        keep()
+    for value in initializers_of(model):
+        if isinstance(value.const_value, ir.ExternalTensor):
+            size += _place(value.const_value, path, name)
+    functions = (node for function in model.functions.values() for node in function.all_nodes())
+    for node in (*model.graph.all_nodes(), *functions):
+        for key, attribute in list(node.attributes.items()):
+            if isinstance(tensor := attribute.value, ir.ExternalTensor):
+                size += _place(tensor, path, name)
+                # Read now: `save` writes external data of initializers alone.
+                dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
+                node.attributes[key] = ir.AttrTensor(key, dense)
     model.meta[_SIZE] = size
     for graph, message in zip(graphs_of(model.graph), check.names(proto, name), strict=True):
         declared = {info.name for info in message.value_info}
@@ -99,25 +105,6 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool
                 value.type = value.shape = None  # else the saved model declares each initializer's type twice
     check.nodes(model)
     return model
-
-
-def _external(model: ir.Model) -> Iterator[tuple[ir.ExternalTensor, Callable[[], None]]]:
-    """Yields external tensors, and a call that makes each one that `save` can write: it reads those of attributes."""
-    for graph in graphs_of(model.graph):
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                yield value.const_value, lambda: None
-    functions = (node for function in model.functions.values() for node in function.all_nodes())
-    for node in (*model.graph.all_nodes(), *functions):
-        for attribute in list(node.attributes.values()):
-            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                yield attribute.value, partial(_read_now, node, attribute)
-
-
-def _read_now(node: ir.Node, attribute: ir.Attr) -> None:
-    tensor = attribute.as_tensor()
-    dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
-    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, dense)
 
 
 def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
@@ -158,10 +145,6 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
         what = f"needs bytes {start} to {start + length} of {tensor.path}, which has {size}"
         raise ContractError(where, what, expected="the whole file", advice="copy the external data again")
     return 0 if is_own else length
-
-
-def _os_error(error: Exception) -> OSError:
-    return error if isinstance(error, OSError) else OSError(0, "not a name that a file can have")
 
 
 def _described(path: Path, size: int) -> tuple[str, str]:

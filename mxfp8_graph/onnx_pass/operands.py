@@ -35,9 +35,6 @@ from mxfp8_graph.onnx_pass.views import BEHIND_REPEAT, Static, apply, cast, perm
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 
-_MOST_VIEWS: Final = 100
-"""A stored tensor behind more views than this is not looked for."""
-
 _INTEGERS: Final = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 """The dtypes in which nodes take shapes and axes."""
 
@@ -90,8 +87,6 @@ class Operands:
     def __init__(self, model: ir.Model) -> None:
         self._static: dict[ir.Value, Static | None] = {}
         """What `static` returned."""
-        self._nested = 0
-        """How many calls of `integers` are inside each other."""
         self._computed: set[ir.Value] = set()
         """What is computed of constants alone."""
         for graph in graphs_of(model.graph):
@@ -110,7 +105,7 @@ class Operands:
         while value is not None and value not in self._static:
             node = _view_of(value)
             tensor = stored(value)
-            if tensor is not None or node is None or len(views) == _MOST_VIEWS:
+            if tensor is not None or node is None:
                 self._static[value] = None if tensor is None else _origin(value, tensor)
                 break
             views.append(value)
@@ -130,11 +125,7 @@ class Operands:
 
     def integers(self, value: ir.Value | None) -> list[int] | None:
         """Returns the values of a small static vector of integers, or None."""
-        if self._nested == _MOST_VIEWS:
-            return None
-        self._nested += 1
         static = self.static(value)
-        self._nested -= 1
         if static is None or static.lead or len(static.shape) != 1 or static.dtype not in _INTEGERS:
             return None
         if static.byte_size > INLINE_BYTES or is_large(static.tensor):
@@ -309,7 +300,7 @@ def _view_of(value: ir.Value) -> ir.Node | None:
 def _gather_of(value: ir.Value) -> tuple[ir.Node | None, list[ir.Value]]:
     """Returns the node that gathers `value`, and the outputs of the views between, last to first."""
     views: list[ir.Value] = []
-    while len(views) <= _MOST_VIEWS:
+    while True:
         node = value.producer()
         if node is None or node.domain not in STANDARD or not node.inputs or node.inputs[0] is None:
             break

@@ -7,7 +7,7 @@ Everything that asks what an op does reads this table. One row is all that a fur
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import onnx_ir as ir
@@ -130,28 +130,7 @@ def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
     read = op_of(node.domain, node.op_type).product
     if read is None or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
-    form = read(node, resolve)
-    if form is None or node.domain != MICROSOFT or form.blocker:
-        return form
-    known = _ATTRIBUTES.get(node.op_type)
-    if known is None or not (more := node.attributes.keys() - set(known)):
-        return form
-    return replace(form, blocker=f"its attribute {min(more)!r} is not known; expected {', '.join(known)}")
-
-
-_TRANSPOSES: Final = ("alpha", "transA", "transB", "transBatchA", "transBatchB")
-_ACTIVATION: Final = ("activation", "activation_axis", "activation_alpha", "activation_beta", "activation_gamma")
-_ATTRIBUTES: Final = {
-    "FusedMatMul": _TRANSPOSES,
-    "TransposeMatMul": _TRANSPOSES,
-    "FusedMatMulActivation": (*_TRANSPOSES, *_ACTIVATION),
-    "FusedGemm": ("alpha", "beta", "transA", "transB", *_ACTIVATION),
-    "Attention": (
-        *("num_heads", "unidirectional", "past_present_share_buffer", "do_rotary", "rotary_embedding_dim"),
-        *("scale", "mask_filter_value", "qkv_hidden_sizes"),
-    ),
-}
-"""The attributes that a reader knows, by ops of ONNX Runtime's own: others may change what a node computes."""
+    return read(node, resolve)
 
 
 def borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:

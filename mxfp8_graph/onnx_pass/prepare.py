@@ -20,6 +20,7 @@ from mxfp8_graph.onnx_pass.graph import (
     OVERRIDABLE,
     STANDARD,
     graphs_of,
+    initializers_of,
     is_large,
     is_op,
     name_of,
@@ -151,7 +152,7 @@ def through(
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in nodes_of(result)):
             result.functions[key] = model.functions[key]  # the converter drops all
     # By name: onnx's passes keep names of initializers, and those of subgraphs are no names of outer values.
-    tensors = {value.name: value for graph in graphs_of(model.graph) for value in graph.initializers.values()}
+    tensors = {value.name: value for value in initializers_of(model)}
     known = {value.name: value for node in nodes_of(model) for value in node.outputs if value.name}
     names = {str(node.name) for node in nodes_of(model)}
     for graph in graphs_of(result.graph):
@@ -190,14 +191,9 @@ def infer(model: ir.Model, notes: list[str]) -> None:
             return
     for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
         del graph.initializer[count:]
-    keep_types(model, typed)
-
-
-def keep_types(model: ir.Model, typed: onnx.ModelProto) -> None:
-    """Keeps in `Value.meta` the types that `typed` declares, a model with the same graphs."""
-    for graph, message in zip(graphs_of(model.graph), iter_graphs(typed.graph), strict=True):
+    for part, message in zip(graphs_of(model.graph), iter_graphs(typed.graph), strict=True):
         types = {info.name: info for info in (*message.input, *message.output, *message.value_info)}
-        for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        for value in (*part.inputs, *(output for node in part for output in node.outputs)):
             info = types.get(value.name or "")
             if info is not None and info.HasField("type") and not is_foreign(info.type):
                 value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)

@@ -20,13 +20,8 @@ from mxfp8_ops.errors import ContractError, Mxfp8Error
 FOREIGN: Final = "types that onnx_ir does not have"
 """Key of `Graph.meta`: declared types (maps, as classifiers of scikit-learn return, and opaque ones), by name."""
 
-_DEVICES: Final = "device configurations"
-"""Key of `Node.meta`: onnx_ir cannot write one without a name, and drops the sharding of values."""
-
 _TRAINING: Final = "training_info"
 """Key of `Model.meta`: the field of the model that onnx_ir does not have."""
-
-_SPARSE: Final = frozenset({onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS})
 
 
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -91,9 +86,6 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         for value in part.initializers.values():
             if isinstance(value.const_value, ir.serde.TensorProtoTensor):
                 value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
-        _keep_devices(part, message.node)
-    for function, body in zip(model.functions.values(), proto.functions, strict=True):
-        _keep_devices(function, body.node)
     model.meta[_TRAINING] = onnx.ModelProto(training_info=proto.training_info)
     return model
 
@@ -149,25 +141,6 @@ def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
         file.write(tensor.tobytes())
 
 
-def without_sparse(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model without its sparse tensors, which ONNX Runtime runs and onnx_ir does not have."""
-    nodes = [node for graph in iter_graphs(proto.graph) for node in graph.node]
-    nodes += [node for function in proto.functions for node in function.node]
-    if not any(graph.sparse_initializer for graph in iter_graphs(proto.graph)) and not any(
-        attribute.type in _SPARSE for node in nodes for attribute in node.attribute
-    ):
-        return proto
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    for graph in iter_graphs(copy.graph):
-        graph.ClearField("sparse_initializer")
-        for node in graph.node:
-            dense = [attribute for attribute in node.attribute if attribute.type not in _SPARSE]
-            del node.attribute[:]
-            node.attribute.extend(dense)
-    return copy
-
-
 def is_foreign(declared: onnx.TypeProto) -> bool:
     """Whether onnx_ir has no such type: maps, as classifiers of scikit-learn return, and opaque ones."""
     while (which := declared.WhichOneof("value")) in {"sequence_type", "optional_type"}:
@@ -175,17 +148,10 @@ def is_foreign(declared: onnx.TypeProto) -> bool:
     return which in {"map_type", "opaque_type"}
 
 
-def _keep_devices(nodes: ir.Graph | ir.Function, messages: Any) -> None:
-    for node, message in zip(nodes, messages, strict=True):
-        if message.device_configurations:
-            node.meta[_DEVICES], node.device_configurations = tuple(message.device_configurations), ()
-
-
 def _complete(nodes: ir.Graph | ir.Function, messages: Any) -> None:
     for node, message in zip(nodes, messages, strict=True):
         # Absent outputs at the end: a function body has them, and ONNX Runtime refuses the call without.
         message.output.extend([""] * (len(node.outputs) - len(message.output)))
-        message.device_configurations.extend(node.meta.get(_DEVICES, ()))
 
 
 def _declare(graph: onnx.GraphProto, foreign: dict[str, onnx.TypeProto]) -> None:

@@ -13,11 +13,10 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import check, record
-from mxfp8_graph.onnx_pass.account import stored_tensors
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, graphs_of, label, name_of, nodes_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import to_proto
@@ -28,7 +27,7 @@ from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
-from mxfp8_graph.report.account import account
+from mxfp8_graph.report.account import StoredTensor, account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.report.reporter import Reporter, kept
 from mxfp8_ops import contract
@@ -128,6 +127,31 @@ def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list
     sites = find_sites(model)
     stored = [id(site.w.static.value) if site.w.static else None for site in sites]
     return sites, tied(plan([site.matmul for site in sites], recipe), stored)
+
+
+def stored_tensors(model: ir.Model) -> Iterator[StoredTensor]:
+    """Yields initializers and the tensors in attributes, those of Constant nodes above all, of every graph.
+
+    The function bodies of our own nodes are no part of the model: they say what kernels do. Strings are no numbers that
+    could be quantized, and onnx_ir does not know their size.
+    """
+    for name, tensor in _named_tensors(model):
+        if tensor.dtype != ir.DataType.STRING:
+            yield StoredTensor((name,), tuple(tensor.shape.numpy()), tensor.dtype.numpy().name, tensor.nbytes)
+
+
+def _named_tensors(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
+    functions = (function.graph for function in model.functions.values() if function.domain != contract.DOMAIN)
+    for graph in (each for outermost in (model.graph, *functions) for each in graphs_of(outermost)):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield str(value.name), value.const_value
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    constant = node.op_type == "Constant" and node.outputs
+                    name = str(node.outputs[0].name) if constant else f"{label(node)}.{attribute.name}"
+                    yield name, attribute.as_tensor()
 
 
 def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter) -> Result:

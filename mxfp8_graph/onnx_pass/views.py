@@ -28,9 +28,6 @@ Steps = tuple[tuple[str, tuple[int, ...]], ...]
 
 _NUMBERS: Final = {*onnx.TensorProto.DataType.values()} - {onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING}
 
-_MOST_DIMS: Final = 32
-"""NumPy before 2.0 has no arrays of more dimensions."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
@@ -213,7 +210,7 @@ def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
 
     An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
     """
-    if len(shape) > _MOST_DIMS or not 0 < math.prod(shape) == math.prod(before.shape):
+    if not 0 < math.prod(shape) == math.prod(before.shape):
         return None
     return before.then("Reshape", shape, shape=shape)
 

@@ -10,9 +10,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from builders import chain_model, language_model, matmul_model, matmul_stack, model, node, steps, weight
-from google.protobuf import text_format
 from grids import looped
-from onnx import NodeDeviceConfigurationProto as DeviceConfiguration
 from onnx import helper, numpy_helper
 from oracle import GEMM, check_well_formed, computes, expect, initializers, kinds, normal, relu, rewrite, run
 
@@ -65,29 +63,6 @@ def documented() -> onnx.ModelProto:
 def pair() -> tuple[onnx.ModelProto, onnx.ModelProto]:
     before = documented()
     return before, rewrite(before)[0]
-
-
-DEVICES = {
-    "empty": "",
-    "of no configuration of the model": "configuration_id: 'other'",
-    "a stage": "configuration_id: 'two' pipeline_stage: 1",
-    "an empty sharding": "configuration_id: 'two' sharding_spec {}",
-    "a sharding": "sharding_spec {tensor_name: 'h' device: 0 sharded_dim {axis: 0 simple_sharding {num_shards: 2}}}",
-    "groups": "sharding_spec {tensor_name: 'h' device: -1 index_to_device_group_map {key: -1 value: 1}}",
-}
-
-
-@looped("name", DEVICES)
-def test_device_configurations_of_nodes_that_stay_are_the_same_messages(name: str) -> None:
-    """Also those that onnx_ir cannot write, and of values that another node computes now."""
-    proto = matmul_model()
-    proto.ir_version = 11
-    proto.configuration.add(name="two", num_devices=2)
-    proto.graph.node[-1].device_configurations.append(text_format.Parse(DEVICES[name], DeviceConfiguration()))
-    rewritten, _ = rewrite(proto)
-    for result in (rewritten, mxfp8_graph.convert(rewritten, "standard")[0]):
-        assert list(result.graph.node[-1].device_configurations) == list(proto.graph.node[-1].device_configurations)
-        assert list(result.configuration) == list(proto.configuration)
 
 
 def test_model_and_graph_fields_are_the_same_messages(pair):
