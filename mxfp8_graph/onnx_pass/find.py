@@ -151,16 +151,16 @@ class _Finder:
         if form.picks_rows:
             return self._lookup(node, form)
         x, w, swapped = self._operands.of(form)
-        m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
+        sizes = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
-        absorbed = None if swapped or w.picked else self._absorbed(node, form, n, dtype)
+        absorbed = None if swapped or w.picked else self._absorbed(node, form, sizes[1], dtype)
         added = absorbed or Addend(addend=form.c, output=node.outputs[0])
         matmul = self._site(
             node,
             w,
             dtype,
             role=self._role(node, form, w),
-            sizes=(m, n, k),
+            sizes=sizes,
             weight_factor=form.alpha,
             has_bias=added.bias is not None,
             blocker=self._blocker(form, x, w, swapped, dtype) or _repeat_blocker(form, x, w, node.outputs[0]),
@@ -174,10 +174,7 @@ class _Finder:
         w = Operand(value=form.b, rank=2, shape=static.shape if static else shape_of(form.b), static=static)
         dtype = static.dtype if static else dtype_of(form.b)
         unfit = form.blocker or (None if static else self._weight_blocker(form.b))
-        sizes = (
-            None if lead is None else eligibility.rows(lead),
-            *(eligibility.rows([size]) for size in w.shape or (1, 1)),
-        )
+        sizes = [None if lead is None else eligibility.rows(lead), *(eligibility.rows([n]) for n in w.shape or ())]
         blocker = unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first")
         matmul = self._site(node, w, dtype, role="embedding", sizes=sizes, blocker=blocker)
         added = Addend(output=node.outputs[0])
@@ -235,7 +232,7 @@ class _Finder:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
         if w.static and self._operands.is_constant(form.a) and self._operands.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
-        if reason := form.blocker or _contradiction(form, x, w):
+        if reason := form.blocker:
             return reason
         if reason := eligibility.dtype_blocker(_dtype_name(dtype), "cast the model or give it shape information"):
             return reason
@@ -273,17 +270,6 @@ class _Finder:
                 "give the model shape information"
             )
         return None
-
-
-def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
-    """Returns how the operands of a matmul contradict each other, or None; a kept one fails as it did before."""
-    for shape in (x.shape, w.shape):
-        if form.rank is not None and shape is not None and len(shape) != form.rank:
-            return f"an operand has rank {len(shape)}; expected {form.rank}; correct the model's shapes"
-    k = [shape[-1] for shape in (x.shape, w.shape) if shape and isinstance(shape[-1], int) and shape[-1] >= 0]
-    if len(set(k)) > 1:
-        return f"the operands disagree on K, {k[0]} and {k[1]}; correct the model's shapes"
-    return None
 
 
 def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str | None:

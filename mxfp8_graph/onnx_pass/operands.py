@@ -77,10 +77,6 @@ class Operand:
     """What a run-time operand is reshaped to after that, as Reshape takes it; None if it is not."""
 
 
-class _UnreadableError(Exception):
-    """Why a gathered weight cannot be read as matrices picked from a stack."""
-
-
 class Operands:
     """Reads the operands of the products of one model."""
 
@@ -198,20 +194,15 @@ class Operands:
 
     def experts_blocker(self, value: ir.Value) -> str | None:
         """Returns why a weight that is gathered while the model runs cannot be picked; None if it can, or is none."""
-        try:
-            self._read_picked(value)
-        except _UnreadableError as error:
-            return str(error)
-        return None
+        picked = self._read_picked(value)
+        return picked if isinstance(picked, str) else None
 
     def _picked(self, value: ir.Value) -> Picked | None:
-        """Returns how `value` is picked from a stack, or None if it is not."""
-        try:
-            return self._read_picked(value)
-        except _UnreadableError:
-            return None
+        picked = self._read_picked(value)
+        return picked if isinstance(picked, Picked) else None
 
-    def _read_picked(self, value: ir.Value) -> Picked | None:
+    def _read_picked(self, value: ir.Value) -> Picked | str | None:
+        """Returns how `value` is picked from a stack, or why it cannot be; None if it is not gathered."""
         gather, views = _gather_of(value)
         if gather is None or self.is_constant(value):
             return None
@@ -220,6 +211,8 @@ class Operands:
             return None
         where = f"weight {stack.name!r} holds experts that are gathered while the model runs"
         picked = self._gathered(gather, stack, where)
+        if isinstance(picked, str):
+            return picked
         for output in reversed(views):
             node = output.producer()
             assert node is not None  # `_gather_of` came through it
@@ -227,27 +220,27 @@ class Operands:
             if changed is None:
                 what = f"{where}, and then changed by {node.op_type}"
                 expected = "expected the picked matrices as they are, or transposed"
-                raise _UnreadableError(f"{what}; {expected}; export the model so")
+                return f"{what}; {expected}; export the model so"
             picked = changed
         return picked
 
-    def _gathered(self, gather: ir.Node, stack: Static, where: str) -> Picked:
+    def _gathered(self, gather: ir.Node, stack: Static, where: str) -> Picked | str:
         index = gather.inputs[1]
         if len(stack.shape) != 3:
-            raise _UnreadableError(f"{where}, from shape {list(stack.shape)}; expected [E, N, K]; export the model so")
+            return f"{where}, from shape {list(stack.shape)}; expected [E, N, K]; export the model so"
         shape = None if index is None else shape_of(index)
         if shape is None or index is None:
-            raise _UnreadableError(f"{where}, by indices of unknown rank; give the model shape information")
+            return f"{where}, by indices of unknown rank; give the model shape information"
         rank = len(shape)
         if gather.op_type == "Gather":
             axis = attribute(gather, "axis", 0)
             if axis not in {0, -3}:
                 what = f"along axis {axis}; expected axis 0; export the model with the experts first"
-                raise _UnreadableError(f"{where}, {what}")
+                return f"{where}, {what}"
             return Picked(stack=stack, index=index, rank=rank)
         if attribute(gather, "batch_dims", 0) or rank == 0 or shape[-1] != 1:
             what = "by GatherND of more than axis 0; expected one index per matrix; use Gather"
-            raise _UnreadableError(f"{where}, {what}")
+            return f"{where}, {what}"
         producer = index.producer()
         before = None if producer is None or not is_op(producer, "Unsqueeze") else producer.inputs[0]
         if producer is not None and before is not None and self.integers(optional(producer, 1)) in ([-1], [rank - 1]):

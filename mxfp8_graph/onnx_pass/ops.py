@@ -55,8 +55,8 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     ("", "Transpose"): Op(view=views.transpose),
     ("", "Cast"): Op(view=views.cast),
     ("", "Reshape"): Op(view=views.reshape),
-    ("", "Squeeze"): Op(view=views.squeeze),
-    ("", "Unsqueeze"): Op(view=views.unsqueeze),
+    ("", "Squeeze"): Op(view=views.reshape),
+    ("", "Unsqueeze"): Op(view=views.reshape),
     ("", "Split"): Op(view=views.split),
     ("", "Slice"): Op(view=views.slice_),
     ("", "Expand"): Op(view=views.repeat),
@@ -113,16 +113,6 @@ ROLE_OPS: Final = RoleOps(
 def op_of(domain: str, op_type: str) -> Op:
     """Returns the row of an op; an empty one if there is none."""
     return OPS.get(("" if domain in STANDARD else domain, op_type), _UNKNOWN)
-
-
-def multiplies(domain: str, op_type: str) -> bool:
-    """Whether there is a reader for the product of an op."""
-    return op_of(domain, op_type).product is not None
-
-
-def looks_up(domain: str, op_type: str) -> bool:
-    """Whether an op may look up rows of a table."""
-    return op_of(domain, op_type).gathers
 
 
 def form_of(node: ir.Node, resolve: Resolve) -> Form | None:

@@ -28,7 +28,7 @@ from mxfp8_graph.onnx_pass.graph import (
     opset_of,
     stored,
 )
-from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
+from mxfp8_graph.onnx_pass.ops import op_of
 from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, lent
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.contract import MIN_OPSET
@@ -44,7 +44,7 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
     Raises:
         ContractError: the model has no opset, or onnx cannot inline or convert it.
     """
-    model = upgrade(model, lambda op: multiplies(*op) or (recipe.embeddings and looks_up(*op)), notes)
+    model = upgrade(model, lambda op: op_of(*op).product or (recipe.embeddings and op_of(*op).gathers), notes)
     if recipe.attention_scores or recipe.attention_values:
         model = decompose_attention(model, notes)
     count = 0
@@ -62,7 +62,7 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
 
 
 def upgrade(
-    model: ir.Model, holds_sites: Callable[[tuple[str, str]], bool], notes: list[str], *, least: int = MIN_OPSET
+    model: ir.Model, holds_sites: Callable[[tuple[str, str]], object], notes: list[str], *, least: int = MIN_OPSET
 ) -> ir.Model:
     """Returns the model at opset `least` or above, functions with ops for which `holds_sites` is true inlined.
 
@@ -138,12 +138,9 @@ def through(
             changed = call(proto)
         except Exception as error:  # whatever C++ raises
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            where, expected, advice = name_of(model), "a model that onnx understands", _AGAIN
-            if converts:
-                where += conversion.refused(proto, MIN_OPSET)
-                expected, advice = f"opset {MIN_OPSET} or above", f"{advice} with one"
+            expected = f"opset {MIN_OPSET} or above" if converts else "a model that onnx understands"
             text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
-            raise ContractError(where, text, expected=expected, advice=advice) from None
+            raise ContractError(name_of(model), text, expected=expected, advice=_AGAIN) from None
     result = from_proto(changed, name_of(model))
     result.meta.update({**model.meta, **result.meta})
     result.metadata_props.update(model.metadata_props)
@@ -228,7 +225,7 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
         return shape_inference.infer_shapes(proto, data_prop=True)
 
 
-def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], bool]) -> list[ir.OperatorIdentifier]:
+def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], object]) -> list[ir.OperatorIdentifier]:
     """Returns the local functions with such ops, in themselves or in what they call."""
     known: dict[ir.OperatorIdentifier, bool] = {}
 

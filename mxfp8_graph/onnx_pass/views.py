@@ -8,6 +8,7 @@ values in their stored order, rows are read straight from the file; otherwise th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -93,67 +94,24 @@ def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integer
 
 
 def reshape(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Reshape. A value that repeats must keep its shape."""
+    """Reads Reshape, Squeeze or Unsqueeze, whose result onnx infers. A value that repeats must keep its shape."""
+    shape = _sizes_of(output)
     if before.lead:
-        shape = shape_of(output)
-        same = node.inputs[0] is not None and shape_of(node.inputs[0]) == shape
-        return before if same and shape is not None and None not in shape else None
-    dims = integers(node.inputs[1])
-    if dims is None or min(dims, default=0) < -1 or dims.count(-1) > 1:
+        return before if node.inputs[0] is not None and _sizes_of(node.inputs[0]) == shape is not None else None
+    # An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
+    if shape is None or not 0 < math.prod(shape) == math.prod(before.shape):
         return None
-    if not attribute(node, "allowzero", 0):
-        if 0 in dims[len(before.shape) :]:
-            return None
-        dims = [before.shape[i] if d == 0 else d for i, d in enumerate(dims)]
-    if -1 in dims:
-        rest = math.prod(d for d in dims if d != -1)
-        dims[dims.index(-1)] = math.prod(before.shape) // rest if rest else 0
-    return _reshaped(before, tuple(dims))
-
-
-def squeeze(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Squeeze."""
-    rank = len(before.shape)
-    ones = {i for i, d in enumerate(before.shape) if d == 1}
-    if node.inputs[1:2] not in ((), (None,)):
-        axes = integers(node.inputs[1])
-        chosen = {None} if axes is None else {_axis(axis, rank) for axis in axes}
-        if None in chosen:
-            return None
-        ones = {axis for axis in chosen if axis is not None}
-    return _reshaped(before, tuple(d for i, d in enumerate(before.shape) if i not in ones))
-
-
-def unsqueeze(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Unsqueeze."""
-    axes = integers(node.inputs[1])
-    if axes is None:
-        return None
-    rank = len(before.shape) + len(axes)
-    ones = {_axis(axis, rank) for axis in axes}
-    if len(ones) < len(axes) or None in ones:
-        return None
-    rest = iter(before.shape)
-    return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
+    return before.then("Reshape", shape, shape=shape)
 
 
 def split(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
     """Reads one output of Split."""
-    axis = _axis(attribute(node, "axis", 0), len(before.shape))
-    if axis is None:
+    axis, which = _axis(attribute(node, "axis", 0), len(before.shape)), node.outputs.index(output)
+    parts = [_sizes_of(each) for each in node.outputs[: which + 1]]
+    if axis is None or None in parts:
         return None
-    length, count = before.shape[axis], len(node.outputs)
-    part = -(-length // count)
-    sizes: list[int] | None = [*[part] * (count - 1), length - part * (count - 1)]  # the last takes what is left
-    if node.inputs[1:2] not in ((), (None,)):
-        sizes = integers(node.inputs[1])
-    elif attribute(node, "num_outputs", count) != count:
-        return None
-    if sizes is None or len(sizes) != count or sum(sizes) != length or min(sizes) < 0:
-        return None
-    which = node.outputs.index(output)
-    start = sum(sizes[:which])
-    return _cut(before, axis, start, start + sizes[which])
+    *ends, end = itertools.accumulate(part[axis] for part in parts if part)
+    return _cut(before, axis, ends[-1] if ends else 0, end)
 
 
 def slice_(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
@@ -205,14 +163,11 @@ def _axis(axis: int, rank: int) -> int | None:
     return axis % rank if -rank <= axis < rank else None
 
 
-def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
-    """Returns `before` in another shape of as many values, or None if there is none.
-
-    An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
-    """
-    if not 0 < math.prod(shape) == math.prod(before.shape):
-        return None
-    return before.then("Reshape", shape, shape=shape)
+def _sizes_of(value: ir.Value) -> tuple[int, ...] | None:
+    """Returns the shape of a value; None if a size of it is unknown."""
+    shape = shape_of(value) or ()
+    sizes = tuple(size for size in shape if isinstance(size, int))
+    return sizes if sizes and len(sizes) == len(shape) else None
 
 
 def _cut(before: Static, axis: int, start: int, stop: int) -> Static:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,14 +67,7 @@ class PackedWeight:
             packed = take(self._given, allow_nonfinite=how.allow_nonfinite)
         else:
             rows, flipped = rows_of(self._static)
-            packed = pack(
-                rows,
-                transposed=how.transposed != flipped,
-                factor=how.factor,
-                element_format=how.element_format,
-                scale_rounding=how.scale_rounding,
-                allow_nonfinite=how.allow_nonfinite,
-            )
+            packed = pack(rows, **vars(replace(how, transposed=how.transposed != flipped)))
             self.relative_l2 = packed.relative_l2
         self._done()
         return packed
