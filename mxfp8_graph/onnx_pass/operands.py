@@ -102,22 +102,23 @@ class Operands:
             node = _view_of(value)
             tensor = stored(value)
             if tensor is not None or node is None:
-                self._static[value] = None if tensor is None else _origin(value, tensor)
+                self._static[value] = None
+                if tensor is not None:
+                    shape, dtype = tuple(tensor.shape.numpy()), int(tensor.dtype)
+                    self._static[value] = Static(value=value, tensor=tensor, shape=shape, dtype=dtype)
                 break
             views.append(value)
             value = node.inputs[0]
         static = None if value is None else self._static[value]
         for output in reversed(views):
-            static = self._static[output] = self._viewed(static, output)
+            node = output.producer()
+            view = None if node is None else op_of(node.domain, node.op_type).view
+            if static is None or node is None or view is None or (static.lead and view not in BEHIND_REPEAT):
+                static = None
+            else:
+                static = view(node, static, output, self.integers)
+            self._static[output] = static
         return static
-
-    def _viewed(self, before: Static | None, output: ir.Value) -> Static | None:
-        """Returns what the view that makes `output` makes of `before`."""
-        node = output.producer()
-        view = None if node is None else op_of(node.domain, node.op_type).view
-        if before is None or node is None or view is None or (before.lead and view not in BEHIND_REPEAT):
-            return None
-        return view(node, before, output, self.integers)
 
     def integers(self, value: ir.Value | None) -> list[int] | None:
         """Returns the values of a small static vector of integers, or None."""
@@ -276,10 +277,6 @@ def source_of(value: ir.Value) -> str:
         value = node.inputs[0]
     maker = value.producer()
     return "" if maker is None else maker.op_type
-
-
-def _origin(value: ir.Value, tensor: ir.TensorProtocol) -> Static:
-    return Static(value=value, tensor=tensor, shape=tuple(tensor.shape.numpy()), dtype=int(tensor.dtype))
 
 
 def _view_of(value: ir.Value) -> ir.Node | None:

@@ -159,7 +159,7 @@ class Editor:
             perm = k_last(range(max(site.x.rank or 2, site.w.rank or 2)))
             steps.append(EpilogueNode(op="Transpose", attributes={"perm": perm}))
         if site.form.alpha != 1.0 and site.w.static is None:
-            steps.append(EpilogueNode(op="Mul", inputs=(_scalar(site.form.alpha, site.dtype),)))
+            steps.append(EpilogueNode(op="Mul", inputs=(ir.tensor(site.form.alpha, ir.DataType(site.dtype)),)))
         if site.added.addend is not None:
             steps.append(EpilogueNode(op="Add", inputs=((site.added.addend, site.form.beta),)))
         steps += [*site.form.after, *site.added.after]
@@ -177,7 +177,9 @@ class Editor:
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedWeight, list[ir.Value]]:
         """Returns the site's packed weight, elements and scales; one for all sites that can share it."""
         given = self._given.get(site.matmul.name)
-        key = (*_key(site, static, decision), given and given.name)
+        layout = layout_of(static.tensor, static.steps, site.w.transposed)
+        how_packed = (decision.weight_format, decision.scale_rounding, site.form.alpha, given and given.name)
+        key = (static.value, *layout, *how_packed)
         if key not in self._packed:
             how = How(
                 transposed=site.w.transposed,
@@ -350,20 +352,10 @@ class Builder:
         if factor == 1.0:
             return value
         scaled = self.fresh(f"{value.name}_scaled")
-        number = self._constant(_scalar(factor, self.site.dtype), f"{self.site.matmul.name}_factor")
+        number = self._constant(ir.tensor(factor, ir.DataType(self.site.dtype)), f"{self.site.matmul.name}_factor")
         return self.add("Mul", [value, number], [scaled], name=scaled)[0]
 
     def _constant(self, tensor: ir.TensorProtocol, wanted: str) -> ir.Value:
         name = self.fresh(wanted)
         tensor.name = name
         return self.add("Constant", [], [name], name=name, value=tensor)[0]
-
-
-def _scalar(number: float, dtype: int) -> ir.TensorProtocol:
-    return ir.tensor(number, ir.DataType(dtype))
-
-
-def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ...]:
-    """Returns what sites that can share one packed weight have in common."""
-    layout = layout_of(static.tensor, static.steps, site.w.transposed)
-    return (static.value, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)

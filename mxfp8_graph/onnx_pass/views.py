@@ -184,7 +184,9 @@ def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tupl
     if straight is None:
         return (steps, transposed)
     shape, flipped, casts = straight
-    if _is_exact(int(tensor.dtype), casts):
+    # Casts from a dtype of values to float32, or to what it is, change no value.
+    dtype = int(tensor.dtype)
+    if dtype in VALUE_NAMES and {*casts} <= {dtype, onnx.TensorProto.FLOAT}:
         casts = ()
     return (shape, flipped != transposed, casts)
 
@@ -210,11 +212,6 @@ def cast_to(data: Array, dtypes: Sequence[int]) -> Array:
         for dtype in dtypes:
             data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
     return data
-
-
-def _is_exact(dtype: int, casts: Sequence[int]) -> bool:
-    """Whether casts from `dtype` change no value: to float32, or to what it is."""
-    return all(cast in {dtype, onnx.TensorProto.FLOAT} for cast in casts) and dtype in VALUE_NAMES
 
 
 def straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:

@@ -20,8 +20,6 @@ from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
 
-_BYTE: Final = 8
-
 
 @dataclass(frozen=True, kw_only=True)
 class How:
@@ -104,7 +102,7 @@ def _reader(tensor: ir.TensorProtocol) -> Callable[[int, int], Array]:
 
     External data is read and not mapped: the pages of a mapped file would count as memory of the process.
     """
-    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < _BYTE:
+    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
         values = tensor.numpy().reshape(-1)
         return lambda first, count: values[first : first + count]
     tensor._check_path_containment()

@@ -47,14 +47,6 @@ _TOLERANCE: Final = {contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BF
 _Compute = Callable[[ir.Node, Sequence[Array]], Array]
 
 
-def _standard_gelu(node: ir.Node, given: Sequence[Array]) -> Array:
-    return (_gelu_tanh if attribute(node, "approximate", "none") == "tanh" else _gelu)(given[0])
-
-
-def _swish(node: ir.Node, given: Sequence[Array]) -> Array:
-    return given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0])
-
-
 _STANDARD: Final[Mapping[str, _Compute]] = {
     "Identity": lambda node, given: given[0],
     "Neg": lambda node, given: -given[0],
@@ -62,8 +54,8 @@ _STANDARD: Final[Mapping[str, _Compute]] = {
     "Sigmoid": lambda node, given: _sigmoid(given[0]),
     "Tanh": lambda node, given: _tanh(given[0]),
     "Erf": lambda node, given: _erf(given[0]),
-    "Gelu": _standard_gelu,
-    "Swish": _swish,
+    "Gelu": lambda node, given: (_gelu_tanh if attribute(node, "approximate", "") == "tanh" else _gelu)(given[0]),
+    "Swish": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0]),
     "Add": lambda node, given: given[0] + given[1],
     "Sub": lambda node, given: given[0] - given[1],
     "Mul": lambda node, given: given[0] * given[1],
@@ -143,10 +135,10 @@ def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
 
 def _named(values: Array, dtype: int) -> str | None:
     """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
-    errors = {name: _error(values, wanted) for name, wanted in _EPILOGUES.items()}
+    scale = 1 + np.abs(_POINTS)
+    errors = {
+        name: float(np.max(np.nan_to_num(np.abs(values - wanted) / scale, nan=np.inf)))
+        for name, wanted in _EPILOGUES.items()
+    }
     nearest = min(errors, key=errors.__getitem__)
     return nearest if errors[nearest] <= _TOLERANCE[dtype] else None
-
-
-def _error(values: Array, wanted: Array) -> float:
-    return float(np.max(np.nan_to_num(np.abs(values - wanted) / (1 + np.abs(_POINTS)), nan=np.inf)))
