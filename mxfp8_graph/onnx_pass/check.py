@@ -1,6 +1,6 @@
 """What is refused of a model when it is loaded, and what onnx.checker says against it.
 
-Header, names, sizes of tensors, local functions and nodes of ours are checked here: later stations rely on them. The
+Header, names, sizes of tensors and nodes of ours are checked here: later stations rely on them. The
 complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It is the error if a later station fails.
 """
 
@@ -10,7 +10,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
 import onnx
@@ -109,17 +108,7 @@ def _called(node: onnx.NodeProto) -> str:
 
 
 def nodes(model: ir.Model) -> None:
-    """Raises ContractError if a local function calls itself, or a node of ours is not one of the contract."""
-    calls = {
-        key: [node.op_identifier() for node in function.all_nodes() if node.op_identifier() in model.functions]
-        for key, function in model.functions.items()
-    }
-    try:
-        TopologicalSorter(calls).prepare()
-    except CycleError as error:
-        path = " -> ".join(name for _, name, _ in reversed(error.args[1]))
-        what = f"local functions call themselves: {path}"
-        raise ContractError(name_of(model), what, expected="no recursion", advice=_AGAIN) from None
+    """Raises ContractError if a node of ours is not one of the contract."""
     for node in nodes_of(model):
         if node.domain == contract.DOMAIN:
             _check_ours(node, name_of(model))

@@ -214,7 +214,9 @@ class _Finder:
             add = next((user for user, _ in product.uses()), None)
             if add is None or len(product.uses()) > 1 or product.is_graph_output() or not form.absorbs_add:
                 return None
-            if add.graph is not node.graph or not (is_op(add, "Add") or _is_bias_gelu(add, product)):
+            # What ONNX Runtime makes of an Add to the product and a Gelu.
+            is_bias_gelu = (add.domain, add.op_type) == (MICROSOFT, "BiasGelu") and add.inputs[0] is product
+            if add.graph is not node.graph or not (is_op(add, "Add") or is_bias_gelu):
                 return None
             after = () if is_op(add, "Add") else (EpilogueNode(op="Gelu"),)
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
@@ -282,12 +284,6 @@ def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str
     if batch is not None and None not in batch and batch == seen:
         return None
     return "the weight is repeated along a batch that the activation lacks; expand the result instead"
-
-
-def _is_bias_gelu(node: ir.Node, product: ir.Value) -> bool:
-    """Whether `node` is what ONNX Runtime makes of an Add to `product` and a Gelu."""
-    both = len(node.inputs) == 2 and node.inputs[0] is product
-    return both and node.op_type == "BiasGelu" and node.domain == MICROSOFT
 
 
 def _dtype_name(code: int) -> str | None:

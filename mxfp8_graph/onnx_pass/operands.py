@@ -254,8 +254,7 @@ class Operands:
         if node.op_type == "Identity":
             return picked
         if node.op_type == "Cast":
-            stack = cast(node, picked.stack, output, self.integers)
-            return replace(picked, stack=stack) if stack else None
+            return replace(picked, stack=cast(node, picked.stack, output, self.integers))
         if node.op_type == "Transpose":
             perm = permutation(node, rank)
             swaps = perm == k_last(range(rank))

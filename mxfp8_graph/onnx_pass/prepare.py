@@ -229,7 +229,7 @@ def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], object]) 
     """Returns the local functions with such ops, in themselves or in what they call."""
     known: dict[ir.OperatorIdentifier, bool] = {}
 
-    def holds(key: ir.OperatorIdentifier) -> bool:  # none calls itself: `load` checked that
+    def holds(key: ir.OperatorIdentifier) -> bool:  # none calls itself: ONNX forbids that
         if key not in known:
             nodes = list(model.functions[key].all_nodes())
             called = [node.op_identifier() for node in nodes if node.op_identifier() in model.functions]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any, BinaryIO, Final
 
 import onnx
@@ -31,19 +31,6 @@ def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
         for attribute in node.attribute or ():  # most have none, and large models many nodes
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 yield from iter_graphs(inner)
-
-
-def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
-    """Copies every set field of one protobuf message to another of the same type, except those in `skip`."""
-    for descriptor, value in origin.ListFields():
-        if descriptor.name in skip:
-            continue
-        if hasattr(value, "MergeFrom") and not hasattr(value, "DESCRIPTOR"):  # a repeated field
-            getattr(target, descriptor.name).MergeFrom(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, descriptor.name).CopyFrom(value)
-        else:
-            setattr(target, descriptor.name, value)
 
 
 def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:

@@ -109,17 +109,13 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
     reporter.notes += cpu_note(model)
-    path, overwrite = options.output, options.overwrite
-    external = wants_external(model, path, options.external_data, as_source=as_source)
-    if path is not None:
-        check_output(model, path, external=external, overwrite=overwrite)
+    size = _write(model, options.output, options, as_source=as_source)
     if options.dry_run:
         return None, reporter.dry_run(decisions)
-    if path is None:
-        proto = to_proto(model)
-        return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
-    size = save(model, path, external=external, overwrite=overwrite)
-    return path, reporter.report([*map(site_report, done)], size)
+    if options.output is not None:
+        return options.output, reporter.report([*map(site_report, done)], size)
+    proto = to_proto(model)
+    return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -159,12 +155,17 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
     options, path = reporter.options, reporter.options.copy_to
     if path is None:
         return source, reporter.report(already_rewritten=True)
-    external = wants_external(model, path, options.external_data, as_source=bool(external_files(model)))
+    size = _write(model, path, options, as_source=bool(external_files(model)))
+    return None if options.dry_run else path, reporter.report((), size, already_rewritten=True)
+
+
+def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: bool) -> int | None:
+    """Returns how many bytes were written; None of a dry run, and without a path."""
+    external = wants_external(model, path, options.external_data, as_source=as_source)
+    if path is None:
+        return None
     check_output(model, path, external=external, overwrite=options.overwrite)
-    if options.dry_run:
-        return None, reporter.report(already_rewritten=True)
-    size = save(model, path, external=external, overwrite=options.overwrite)
-    return path, reporter.report((), size, already_rewritten=True)
+    return None if options.dry_run else save(model, path, external=external, overwrite=options.overwrite)
 
 
 def site_report(done: Replaced | Decision) -> SiteReport:

@@ -27,8 +27,6 @@ Array = npt.NDArray[Any]
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
 """("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
 
-_NUMBERS: Final = {*onnx.TensorProto.DataType.values()} - {onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
@@ -78,10 +76,10 @@ def identity(node: ir.Node, before: Static, output: ir.Value, integers: Integers
     return before
 
 
-def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static:
     """Reads Cast."""
     code = int(attribute(node, "to", 0))
-    return before.then("Cast", (code,), dtype=code) if {code, before.dtype} <= _NUMBERS else None
+    return before.then("Cast", (code,), dtype=code)
 
 
 def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
