@@ -128,6 +128,15 @@ def _hardmax(node: ir.Node) -> list[str]:
     return []
 
 
+def _prelu(node: ir.Node) -> list[str]:
+    """The slopes of PRelu were per channel, and are broadcast from the last axis on."""
+    slope = node.inputs[1]
+    shape = None if slope is None else shape_of(slope)
+    if shape is None or any(dim != 1 for dim in shape):
+        raise _ChangedError("its slopes were per channel")
+    return []
+
+
 def _resize(node: ir.Node) -> list[str]:
     """Upsample, and Resize of opset 10, counted from the corner; to shrink, ONNX Runtime took the next value behind."""
     node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
@@ -148,6 +157,7 @@ _REPAIRS: Final[dict[str, tuple[int, Callable[[ir.Node], list[str]]]]] = {
     "Clip": (11, _limits),
     "Hardmax": (13, _hardmax),
     "Pad": (11, _limits),
+    "PRelu": (7, _prelu),
     "Resize": (11, _resize),
 }
 """Op, as it is after the conversion -> the opset in which it became that, and what sets it right."""

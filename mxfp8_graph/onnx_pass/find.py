@@ -135,8 +135,6 @@ class _View:
 
 
 class _Finder:
-    """Describes the matmuls of one model, one after another."""
-
     def __init__(self, model: ir.Model, operands: Operands, forms: Sequence[Form]) -> None:
         """`forms`: those of all matmuls, to count how many use one weight."""
         self._operands = operands

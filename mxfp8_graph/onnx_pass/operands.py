@@ -141,17 +141,15 @@ class Operands:
 
         Where neither operand is static, one that is picked from a stack is the weight.
         """
-        left, right = self.static(form.a), self.static(form.b)
-        if left is not None and right is None:
-            x = _run_time(form.b, form.b_transposed, form.b_layout, form.rank)
-            return x, _stored(form.a, left, form.a_transposed, form.a_layout), x.rank != 1  # a vector stays as it is
-        x = _run_time(form.a, form.a_transposed, form.a_layout, form.rank)
-        if right is not None:
-            return x, _stored(form.b, right, form.b_transposed, form.b_layout), False
-        for mine, first in ((form, False), (_mirrored(form), True)):
+        ways = ((form, False), (_mirrored(form), True))
+        for mine, first in ways if self.static(form.b) or not self.static(form.a) else ways[1:]:
+            x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
+            if static := self.static(mine.b):
+                w = _stored(mine.b, static, mine.b_transposed, mine.b_layout)
+                return x, w, first and x.rank != 1  # a vector stays as it is
             if mine.b_layout == AS_IS and (picked := self._picked(mine.b)):
-                x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
                 return x, _of_stack(mine.b, picked, mine.b_transposed), first
+        x = _run_time(form.a, form.a_transposed, form.a_layout, form.rank)
         return x, _run_time(form.b, form.b_transposed, form.b_layout, form.rank), False
 
     def weight_of(self, form: Form) -> Static | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import onnx
 import onnx_ir as ir
@@ -118,14 +118,6 @@ def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProt
     finally:
         for value, tensor in taken:
             value.const_value = tensor
-
-
-def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    """Writes the bytes of a tensor; those that know how copy them from file to file."""
-    if isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor, ir.Tensor)):
-        tensor.tofile(file)
-    else:
-        file.write(tensor.tobytes())
 
 
 def is_foreign(declared: onnx.TypeProto) -> bool:

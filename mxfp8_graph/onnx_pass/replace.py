@@ -277,8 +277,6 @@ class Builder:
         return value
 
     def _view(self, op: str, value: ir.Value, argument: tuple[int, ...], wanted: str) -> ir.Value:
-        """Returns a value transposed or reshaped."""
-
         def make() -> list[ir.Value]:
             output = self.fresh(wanted)
             if op == "Transpose":

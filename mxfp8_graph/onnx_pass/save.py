@@ -14,7 +14,7 @@ from mxfp8_graph import files
 from mxfp8_graph.onnx_pass import single_file
 from mxfp8_graph.onnx_pass.graph import initializers_of, is_large, name_of
 from mxfp8_graph.onnx_pass.load import external_files, load, path_of
-from mxfp8_graph.onnx_pass.protos import to_proto, write_tensor
+from mxfp8_graph.onnx_pass.protos import to_proto
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -112,7 +112,7 @@ def _write_data(model: ir.Model, data: Path) -> None:
             assert tensor is not None  # of `values`
             offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
             file.write(bytes(offset - file.tell()))
-            write_tensor(tensor, file)
+            tensor.tofile(file)  # type: ignore[attr-defined]  # every tensor of onnx_ir has it, its protocol has not
             shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
                 data.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)

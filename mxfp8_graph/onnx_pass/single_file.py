@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, is_large
-from mxfp8_graph.onnx_pass.protos import lent, write_tensor
+from mxfp8_graph.onnx_pass.protos import lent
 
 _GRAPH: Final = 7  # ModelProto.graph
 _INITIALIZER: Final = 5  # GraphProto.initializer
@@ -66,7 +66,7 @@ def write(model: ir.Model, path: Path) -> None:
             for piece, tensor in pieces:
                 file.write(piece)
                 if tensor is not None:
-                    write_tensor(tensor, file)
+                    tensor.tofile(file)  # type: ignore[attr-defined]  # see `save._write_data`
 
 
 def _model(content: mmap.mmap | bytes, name: str) -> Iterator[bytes]:

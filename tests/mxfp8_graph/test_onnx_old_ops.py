@@ -43,6 +43,7 @@ def refusal(each: Form, opset: int) -> str:
     [
         (form("Hardmax", "x"), 12, 13, "it was over all axes from 1 on"),
         (form("Hardmax", "x", axis=0), 7, 13, "it was over all axes from 0 on"),
+        (form("PRelu", "x slope"), 6, 7, "its slopes were per channel"),
         (form("Resize", "image tall"), 10, 11, RESIZE),
         (GROUPS, 20, 21, "its scale and bias were per group"),
     ],

@@ -206,7 +206,6 @@ class _Writer:
         return output
 
     def _constant(self, wanted: str, dtype: int, values: Sequence[float], *, scalar: bool = False) -> ir.Value:
-        """Returns a vector of numbers, or one number."""
         tensor = onnx.helper.make_tensor(wanted, dtype, [] if scalar else [len(values)], values)
         return self._add("Constant", [], wanted, value=ir.from_proto(tensor))
 
@@ -222,7 +221,6 @@ class _Writer:
         return self._add("Reshape", [value, shape], f"{source.value.name}_merged")
 
     def _mask(self, masks: Sequence[Mask]) -> ir.Value:
-        """Returns the sum of all masks."""
         if not masks:
             return self._constant("no_mask", self._dtype, [0.0])
         value, *others = map(self._addend, masks)
@@ -231,7 +229,6 @@ class _Writer:
         return value
 
     def _addend(self, mask: Mask) -> ir.Value:
-        """Returns what is added to scores."""
         if mask.fill is None:
             return mask.value
         zero = self._constant(f"{mask.value.name}_zero", type_of(mask.fill).dtype, [0.0], scalar=True)
