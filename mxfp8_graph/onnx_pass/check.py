@@ -122,6 +122,10 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
     if min(tensor.dims, default=0) < 0:
         raise ContractError(where, f"dims {list(tensor.dims)}", expected="dims from 0 on", advice=_AGAIN)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        numbers = (entry.value for entry in tensor.external_data if entry.key in {"offset", "length"})
+        if not all(number.isdecimal() for number in numbers):
+            what = "external offset or length is not a number"
+            raise ContractError(where, what, expected="integers from 0 on", advice=_AGAIN)
         return
     dtype, size = ir.DataType(tensor.data_type), math.prod(tensor.dims)
     if dtype == ir.DataType.STRING:

@@ -95,6 +95,7 @@ def path(tmp_path: Path) -> Path:
     return save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
 
 
+NO_NUMBER = "external offset or length is not a number; expected integers from 0 on; export the model again"
 OUTSIDE = "expected a file inside {folder}; move the data next to the model"
 ENTRIES = {
     ("location", "../secret"): "external file '../secret'; " + OUTSIDE,
@@ -102,6 +103,9 @@ ENTRIES = {
     ("location", ""): "external file ''; " + OUTSIDE,
     ("location", "a/../../b"): "external file 'a/../../b'; " + OUTSIDE,
     ("length", "100"): "external data of 100 bytes; expected 24576 for its shape and dtype; export the model again",
+    ("offset", "many"): NO_NUMBER,
+    ("length", "many"): NO_NUMBER,
+    ("offset", "-4096"): NO_NUMBER,
     ("offset", "4096"): (
         "needs bytes 4096 to 28672 of {folder}/m.onnx.data, which has 24576; expected the whole file; "
         "copy the external data again"
