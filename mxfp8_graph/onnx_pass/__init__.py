@@ -9,5 +9,4 @@ replace.py      replaces them; weights.py: weights that are packed when they are
 fuse/           puts what stands beside a replaced matmul into its node
 record.py       the record of the rewrite, and function bodies
 save.py         writes model and data
-account.py      yields the stored tensors, for the report
 """

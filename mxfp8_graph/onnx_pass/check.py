@@ -1,6 +1,6 @@
 """What is refused of a model when it is loaded, and what onnx.checker says against it.
 
-Header, names, sizes of tensors, local functions and nodes of ours are checked here: later stations rely on them. The
+Header, names, sizes of tensors and nodes of ours are checked here: later stations rely on them. The
 complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It is the error if a later station fails.
 """
 
@@ -10,14 +10,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
-from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
 import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
-from mxfp8_graph.onnx_pass.protos import copy_fields, iter_graphs, lent
+from mxfp8_graph.onnx_pass.protos import iter_graphs, lent
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
 
@@ -89,22 +88,19 @@ def _defined(
     outer: Set[str] = frozenset(),
 ) -> set[str]:
     """Returns the names that nodes inside these may read; ContractError if one is defined twice, or not at all."""
-    outputs = Counter(output for node in nodes for output in node.output if output)
-    twice = next((each for each, times in outputs.items() if times > 1 or each in own), None)
-    defined = {*own, *outputs}
-    visible = outer | defined
+    outputs = Counter(output for node in nodes for output in node.output)
+    visible = {*outer, *own, *outputs}
+    expected = "an input, an initializer or an output of a node"
     for node in nodes:
-        missing = next((each for each in node.input if each and each not in visible), None)
-        if missing is not None or (twice is not None and twice in node.output):
-            what = f"input {missing!r} is not defined" if missing is not None else f"output {twice!r} is defined twice"
-            expected = "an input, an initializer or an output of a node" if missing is not None else "each name once"
-            raise ContractError(
-                f"{where}: node {_called(node)!r} ({node.op_type})", what, expected=expected, advice=_AGAIN
-            )
-    if (missing := next((each for each in results if each not in own and each not in outputs), None)) is not None:
-        what = f"output {missing!r} is not defined"
-        raise ContractError(where, what, expected="an input, an initializer or an output of a node", advice=_AGAIN)
-    return set(visible)
+        missing = next((f"input {each!r} is not defined" for each in node.input if each and each not in visible), "")
+        twice = (each for each in node.output if outputs[each] > 1 or each in own)
+        if what := missing or next((f"output {each!r} is defined twice" for each in twice if each), ""):
+            at = f"{where}: node {_called(node)!r} ({node.op_type})"
+            raise ContractError(at, what, expected=expected if missing else "each name once", advice=_AGAIN)
+    for each in results:
+        if each not in own and each not in outputs:
+            raise ContractError(where, f"output {each!r} is not defined", expected=expected, advice=_AGAIN)
+    return visible
 
 
 def _called(node: onnx.NodeProto) -> str:
@@ -112,27 +108,19 @@ def _called(node: onnx.NodeProto) -> str:
 
 
 def nodes(model: ir.Model) -> None:
-    """Raises ContractError if a local function calls itself, or a node of ours is not one of the contract."""
-    calls = {
-        key: [node.op_identifier() for node in function.all_nodes() if node.op_identifier() in model.functions]
-        for key, function in model.functions.items()
-    }
-    try:
-        TopologicalSorter(calls).prepare()
-    except CycleError as error:
-        path = " -> ".join(name for _, name, _ in reversed(error.args[1]))
-        what = f"local functions call themselves: {path}"
-        raise ContractError(name_of(model), what, expected="no recursion", advice=_AGAIN) from None
+    """Raises ContractError if a node of ours is not one of the contract."""
     for node in nodes_of(model):
         if node.domain == contract.DOMAIN:
             _check_ours(node, name_of(model))
 
 
 def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
-    where, known = f"{model}: tensor {tensor.name!r}", tensor.data_type in onnx.TensorProto.DataType.values()
-    if not known or not tensor.data_type or min(tensor.dims, default=0) < 0:
-        what = f"dims {list(tensor.dims)}" if known and tensor.data_type else f"unknown dtype {tensor.data_type}"
-        raise ContractError(where, what, expected="a dtype of onnx, and dims from 0 on", advice=_AGAIN)
+    where = f"{model}: tensor {tensor.name!r}"
+    if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
+        what = f"unknown dtype {tensor.data_type}"
+        raise ContractError(where, what, expected="a dtype of onnx", advice=_AGAIN)
+    if min(tensor.dims, default=0) < 0:
+        raise ContractError(where, f"dims {list(tensor.dims)}", expected="dims from 0 on", advice=_AGAIN)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         numbers = (entry.value for entry in tensor.external_data if entry.key in {"offset", "length"})
         if not all(number.isdecimal() for number in numbers):
@@ -179,22 +167,15 @@ def complaint(model: ir.Model) -> str:
 
     It sees the model without the values of tensors: it refuses protos whose data is in files.
     """
-    bare = onnx.ModelProto()
     with lent(model) as proto:
-        copy_fields(bare, proto, skip={"graph"})
-        copy_fields(bare.graph, proto.graph, skip={"initializer"})
-        given = {value.name for value in proto.graph.input}
-        for tensor in proto.graph.initializer:
-            if tensor.name not in given:
-                info = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
-                bare.graph.input.append(info)
-    for graph in iter_graphs(bare.graph):
-        for tensor in graph.initializer:
-            name = tensor.name
-            tensor.CopyFrom(_EMPTY)
-            tensor.name = name
+        for graph in iter_graphs(proto.graph):
+            for tensor in graph.initializer:
+                name = tensor.name
+                tensor.CopyFrom(_EMPTY)
+                tensor.name = name
+        content = proto.SerializeToString()
     try:
-        onnx.checker.check_model(bare.SerializeToString())
+        onnx.checker.check_model(content)
     except Exception as error:  # whatever C++ raises
         said, _, context = " ".join(str(error).split()).partition(" ==> Context: ")
         node = re.match(r"Bad node spec for node\. Name: (.*?) OpType: (\S+)", context)

@@ -7,13 +7,11 @@ every op in ONNX Runtime, before and after.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import version_converter
 
 from mxfp8_graph.onnx_pass.graph import (
     STANDARD,
@@ -80,23 +78,6 @@ def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
     return proto
 
 
-def refused(model: onnx.ModelProto, target: int) -> str:
-    """Returns what to call the first node that cannot be converted alone either, for an error; "" if each can."""
-    for graph in iter_graphs(model.graph):
-        types = {value.name: value for value in (*graph.input, *graph.output, *graph.value_info)}
-        for node in (each for each in graph.node if each.domain in STANDARD):
-            values = [types.get(name, onnx.ValueInfoProto(name=name)) for name in (*node.input, *node.output)]
-            alone = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import)
-            alone.graph.node.append(node)
-            alone.graph.input.extend(value for value in values[: len(node.input)] if value.name)
-            alone.graph.output.extend(value for value in values[len(node.input) :] if value.name)
-            try:
-                version_converter.convert_version(alone, target)
-            except Exception:  # whatever C++ raises
-                return f": node {node.name or next(iter(node.output), '')!r} ({node.op_type})"
-    return ""
-
-
 def after(model: ir.Model, opset: int) -> list[str]:
     """Sets right, in place, what the converter made of a model of `opset`; returns notes for the report.
 
@@ -111,28 +92,20 @@ def after(model: ir.Model, opset: int) -> list[str]:
             continue
         since, repair = _REPAIRS.get(node.op_type, (0, None))
         if repair is not None and opset < since and node.domain in STANDARD:
-            notes += repair(_Converted(model, node, opset, since))
+            try:
+                notes += repair(node)
+            except _ChangedError as error:
+                raise _refusal(model, node, opset, since, str(error)) from None
     return notes
 
 
-@dataclass(frozen=True)
-class _Converted:
-    """A node of the converter's result."""
-
-    model: ir.Model
-    node: ir.Node
-    opset: int
-    """That of the model before."""
-    since: int
-    """The opset in which its op became what it is."""
-
-    def refusal(self, why: str) -> ContractError:
-        return _refusal(self.model, self.node, self.opset, self.since, why)
+class _ChangedError(Exception):
+    """Why a node would compute something else now."""
 
 
-def _limits(converted: _Converted) -> list[str]:
+def _limits(node: ir.Node) -> list[str]:
     """Gives the limits of Clip and the value of Pad, once attributes, the dtype of what they go with."""
-    first, *others = converted.node.inputs
+    first, *others = node.inputs
     dtype = 0 if first is None else dtype_of(first)
     for value in others:
         array = None if value is None else constant(value)
@@ -146,28 +119,26 @@ def _limits(converted: _Converted) -> list[str]:
     return []
 
 
-def _hardmax(converted: _Converted) -> list[str]:
+def _hardmax(node: ir.Node) -> list[str]:
     """Hardmax was over all axes from its own on, and is over one."""
-    node = converted.node
     shape, axis = shape_of(node.inputs[0]) if node.inputs[0] else None, attribute(node, "axis", 1)
     if axis != -1 and (shape is None or axis != len(shape) - 1):
-        raise converted.refusal(f"it was over all axes from {axis} on")
+        raise _ChangedError(f"it was over all axes from {axis} on")
     node.attributes["axis"] = ir.AttrInt64("axis", -1)
     return []
 
 
-def _prelu(converted: _Converted) -> list[str]:
+def _prelu(node: ir.Node) -> list[str]:
     """The slopes of PRelu were per channel, and are broadcast from the last axis on."""
-    slope = converted.node.inputs[1]
+    slope = node.inputs[1]
     shape = None if slope is None else shape_of(slope)
     if shape is None or any(dim != 1 for dim in shape):
-        raise converted.refusal("its slopes were per channel")
+        raise _ChangedError("its slopes were per channel")
     return []
 
 
-def _resize(converted: _Converted) -> list[str]:
+def _resize(node: ir.Node) -> list[str]:
     """Upsample, and Resize of opset 10, counted from the corner; to shrink, ONNX Runtime took the next value behind."""
-    node = converted.node
     node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
     if attribute(node, "mode", "nearest") != "nearest":
         return []
@@ -175,14 +146,14 @@ def _resize(converted: _Converted) -> list[str]:
     scales = None if value is None else constant(value)
     least, most = (1, 1) if scales is None else (scales.min(initial=1), scales.max(initial=1))
     if least < 1 < most:
-        raise converted.refusal("it enlarges one axis and shrinks another, and rounds either its own way")
+        raise _ChangedError("it enlarges one axis and shrinks another, and rounds either its own way")
     node.attributes["nearest_mode"] = ir.AttrString("nearest_mode", "ceil" if least < 1 else "floor")
-    if scales is not None or converted.opset < 10:  # Upsample only enlarges
+    if scales is not None:
         return []
     return [f"node {label(node)!r} ({node.op_type}) is assumed to enlarge: its scales are computed"]
 
 
-_REPAIRS: Final[dict[str, tuple[int, Callable[[_Converted], list[str]]]]] = {
+_REPAIRS: Final[dict[str, tuple[int, Callable[[ir.Node], list[str]]]]] = {
     "Clip": (11, _limits),
     "Hardmax": (13, _hardmax),
     "Pad": (11, _limits),

@@ -1,47 +1,20 @@
-"""Which dialect of MXFP8 a node is of, by its name; and which nodes are quantized in another way."""
+"""Which dialect of MXFP8 a node is of, by its name; and how TensorRT lays out scales."""
 
 from __future__ import annotations
-
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.dialects import OPS, TRT
-from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, default, nodes_of
+from mxfp8_graph.onnx_pass.dialects import OPS
+from mxfp8_graph.onnx_pass.graph import STANDARD, attribute, default, nodes_of
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE
 
-_QUANTIZED: Final = {
-    "": {
-        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"),
-        *("MatMulInteger", "ConvInteger"),
-    },
-    MICROSOFT: {
-        *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "QAttention", "QGemm", "DynamicQuantizeMatMul"),
-        *("MatMulIntegerToFloat", "MatMulBlockQuantizedFp4Weight", "QMoE", "GemmFloat8", "QuantizeLinear"),
-        *("DequantizeLinear", "QEmbedLayerNormalization", "DynamicQuantizeLSTM"),
-    },
-    "com.amd.quark": {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "BFPQuantizeDequantize"},
-    "com.vai.quantize": {"VitisQuantizeLinear", "VitisDequantizeLinear", "BFPFixNeuron"},
-}
 
-
-def may_be_mxfp8(node: ir.Node) -> bool:
-    """Whether it is ONNX's DequantizeLinear, whose operands decide, or QuantizeLinear with the block size of MXFP8.
-
-    Or MatMulNBits with 8 bits in such blocks, whose operands decide too.
-    """
-    if (node.domain, node.op_type) == (MICROSOFT, "MatMulNBits"):
-        return _is_blocked(node) and attribute(node, "bits", 4) == 8
-    if node.domain not in STANDARD or node.op_type not in {"QuantizeLinear", "DequantizeLinear"}:
-        return False
-    return node.op_type == "DequantizeLinear" or _is_blocked(node)
-
-
-def _is_blocked(node: ir.Node) -> bool:
+def is_blocked(node: ir.Node) -> bool:
+    """Whether a node has the block size of MXFP8."""
     return bool(attribute(node, "block_size", 0) == BLOCK_SIZE)
 
 
@@ -53,14 +26,6 @@ def dialect_of(node: ir.Node) -> str | None:
     return None if row is None else row.name
 
 
-def is_quantized(node: ir.Node) -> bool:
-    """Whether a node quantizes, or works on what is quantized, in no dialect of MXFP8 by its name alone."""
-    domain = "" if node.domain in STANDARD else node.domain
-    if domain == TRT:
-        return (dialect_of(node) is None and "uantize" in node.op_type) or "QDQ" in node.op_type
-    return node.op_type in _QUANTIZED.get(domain, ())
-
-
 def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
     """Returns (dialect, node) of the first node that is MXFP8 of another dialect than ours, or None.
 
@@ -70,7 +35,7 @@ def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
         dialect = dialect_of(node)
         if dialect is not None and dialect not in {"mxfp8", "nbits"}:
             return dialect, node
-        if node.op_type == "DequantizeLinear" and node.domain in STANDARD and _is_blocked(node):
+        if node.op_type == "DequantizeLinear" and node.domain in STANDARD and is_blocked(node):
             tensor = default(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
             if tensor is not None and tensor.dtype in contract.ELEMENTS:
                 return "qdq", node

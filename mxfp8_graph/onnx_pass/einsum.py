@@ -130,16 +130,11 @@ def _labels(term: str, value: ir.Value) -> _Labels:
     shape = shape_of(value)
     rank = None if shape is None else len(shape)
     letters = len(term.replace("...", "", 1))
-    if "..." not in term:
-        hidden = 0
-        if rank not in (None, letters):
-            raise _NoMatMulError(f"it has {letters} labels for an operand of rank {rank}; correct the model")
-    elif rank is None:
+    if rank is None and "..." in term:
         raise _NoMatMulError("the rank behind an ellipsis is unknown; give the model shape information")
-    elif rank < letters:
+    hidden = 0 if rank is None else rank - letters
+    if hidden < 0 or (hidden and "..." not in term):
         raise _NoMatMulError(f"it has {letters} labels for an operand of rank {rank}; correct the model")
-    else:
-        hidden = rank - letters
     return _expanded(term, tuple(str(i) for i in reversed(range(hidden))))
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 
@@ -87,20 +88,8 @@ def find_sites(model: ir.Model) -> list[OnnxSite]:
     return [finder.describe(*matmul) for matmul in matmuls]
 
 
-def paths_of(model: ir.Model) -> dict[ir.Graph, str]:
-    """Returns the path of every graph and local function, unique; "" is the main graph.
-
-    It is the names of nodes and attributes down to a graph. Function bodies of our own nodes have none.
-    """
-    taken: set[str] = set()
-    paths = dict(_paths(model.graph, "", taken))
-    for function in model.functions.values():
-        if function.domain != contract.DOMAIN:
-            paths |= _paths(function.graph, take_name(f"{function.domain}::{function.name}", taken, "#"), taken)
-    return paths
-
-
 def _paths(graph: ir.Graph, path: str, taken: set[str]) -> Iterator[tuple[ir.Graph, str]]:
+    """Yields a graph and every subgraph with its path: the names of nodes and attributes down to it, unique."""
     yield graph, path
     for node in graph:
         for name, entry in node.attributes.items():
@@ -112,7 +101,7 @@ def _paths(graph: ir.Graph, path: str, taken: set[str]) -> Iterator[tuple[ir.Gra
 
 
 class _View:
-    """The graphs of one model as a `policy.roles.GraphView`."""
+    """The graphs of one model as a `policy.roles.GraphView`, which documents the methods."""
 
     def __init__(self, model: ir.Model, operands: Operands) -> None:
         self.is_constant = operands.is_constant
@@ -126,7 +115,6 @@ class _View:
                         self._across.setdefault(start, []).append(end)
 
     def consumers(self, value: ir.Value) -> Iterator[tuple[ir.Node | None, ir.Value]]:
-        """See `GraphView`."""
         for node, _ in value.uses():
             for output in node.outputs:
                 yield node, output
@@ -134,30 +122,24 @@ class _View:
             yield None, other
 
     def producer(self, value: ir.Value) -> ir.Node | None:
-        """See `GraphView`."""
         return value.producer()
 
     def operands(self, op: ir.Node) -> Sequence[ir.Value]:
-        """See `GraphView`."""
         return [value for value in op.inputs if value is not None]
 
     def name(self, op: ir.Node) -> str:
-        """See `GraphView`."""
         return op.op_type
 
     def is_model_output(self, value: ir.Value) -> bool:
-        """See `GraphView`."""
         return value in self._outputs
 
 
 class _Finder:
-    """Describes the matmuls of one model, one after another."""
-
     def __init__(self, model: ir.Model, operands: Operands, forms: Sequence[Form]) -> None:
         """`forms`: those of all matmuls, to count how many use one weight."""
         self._operands = operands
         self._roles = Roles(_View(model, operands), ROLE_OPS)
-        self._paths = paths_of(model)
+        self._paths = dict(_paths(model.graph, "", set()))
         self._names: set[str] = set()
         weights = map(operands.weight_of, forms)
         self._uses = Counter(weight.value for weight in weights if weight)
@@ -167,25 +149,17 @@ class _Finder:
         if form.picks_rows:
             return self._lookup(node, form)
         x, w, swapped = self._operands.of(form)
-        m, n, k = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
+        sizes = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
-        absorbed = None if swapped or w.picked else self._absorbed(node, form, n, dtype)
+        absorbed = None if swapped or w.picked else self._absorbed(node, form, sizes[1], dtype)
         added = absorbed or Addend(addend=form.c, output=node.outputs[0])
-        matmul = MatMulSite(
-            name=self._name(node),
-            op=node.op_type,
-            module=module_of(node.metadata_props.get(NAME_SCOPES, "")),
-            subgraph=self._paths[node.graph] if node.graph is not None else "",
+        matmul = self._site(
+            node,
+            w,
+            dtype,
             role=self._role(node, form, w),
-            m=m,
-            n=n,
-            k=k,
-            dtype=_dtype_name(dtype),
-            weight=w.static.name if w.static else None,
-            weight_shape=k_last(w.static.shape, w.transposed) if w.static else (),
+            sizes=sizes,
             weight_factor=form.alpha,
-            weight_bytes=w.static.byte_size if w.static else 0,
-            shared_with=self._uses[w.static.value] - 1 if w.static else 0,
             has_bias=added.bias is not None,
             blocker=self._blocker(form, x, w, swapped, dtype) or _repeat_blocker(form, x, w, node.outputs[0]),
         )
@@ -198,28 +172,29 @@ class _Finder:
         w = Operand(value=form.b, rank=2, shape=static.shape if static else shape_of(form.b), static=static)
         dtype = static.dtype if static else dtype_of(form.b)
         unfit = form.blocker or (None if static else self._weight_blocker(form.b))
-        matmul = MatMulSite(
-            name=self._name(node),
+        sizes = [None if lead is None else eligibility.rows(lead), *(eligibility.rows([n]) for n in w.shape or ())]
+        blocker = unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first")
+        matmul = self._site(node, w, dtype, role="embedding", sizes=sizes, blocker=blocker)
+        added = Addend(output=node.outputs[0])
+        return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=added)
+
+    def _site(self, node: ir.Node, w: Operand, dtype: int, *, sizes: Sequence[Dim], **more: Any) -> MatMulSite:
+        m, n, k = sizes
+        return MatMulSite(
+            name=take_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#"),
             op=node.op_type,
             module=module_of(node.metadata_props.get(NAME_SCOPES, "")),
             subgraph=self._paths[node.graph] if node.graph is not None else "",
-            role="embedding",
-            m=None if lead is None else eligibility.rows(lead),
-            n=eligibility.rows((w.shape or ())[:1]),
-            k=eligibility.rows((w.shape or ())[1:]),
+            m=m,
+            n=n,
+            k=k,
             dtype=_dtype_name(dtype),
-            weight=static.name if static else None,
-            weight_shape=static.shape if static else (),
-            weight_bytes=static.byte_size if static else 0,
-            shared_with=self._uses[static.value] - 1 if static else 0,
-            blocker=unfit or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first"),
+            weight=w.static.name if w.static else None,
+            weight_shape=k_last(w.static.shape, w.transposed) if w.static else (),
+            weight_bytes=w.static.byte_size if w.static else 0,
+            shared_with=self._uses[w.static.value] - 1 if w.static else 0,
+            **more,
         )
-        return OnnxSite(
-            matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=Addend(output=node.outputs[0])
-        )
-
-    def _name(self, node: ir.Node) -> str:
-        return take_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#")
 
     def _role(self, node: ir.Node, form: Form, w: Operand) -> Role:
         if w.static is None:
@@ -237,7 +212,9 @@ class _Finder:
             add = next((user for user, _ in product.uses()), None)
             if add is None or len(product.uses()) > 1 or product.is_graph_output() or not form.absorbs_add:
                 return None
-            if add.graph is not node.graph or not (is_op(add, "Add") or _is_bias_gelu(add, product)):
+            # What ONNX Runtime makes of an Add to the product and a Gelu.
+            is_bias_gelu = (add.domain, add.op_type) == (MICROSOFT, "BiasGelu") and add.inputs[0] is product
+            if add.graph is not node.graph or not (is_op(add, "Add") or is_bias_gelu):
                 return None
             after = () if is_op(add, "Add") else (EpilogueNode(op="Gelu"),)
             c = add.inputs[1] if add.inputs[0] is product else add.inputs[0]
@@ -255,7 +232,7 @@ class _Finder:
         """Returns why a site cannot be rewritten whatever the recipe says, or None."""
         if w.static and self._operands.is_constant(form.a) and self._operands.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
-        if reason := form.blocker or _contradiction(form, x, w):
+        if reason := form.blocker:
             return reason
         if reason := eligibility.dtype_blocker(_dtype_name(dtype), "cast the model or give it shape information"):
             return reason
@@ -295,17 +272,6 @@ class _Finder:
         return None
 
 
-def _contradiction(form: Form, x: Operand, w: Operand) -> str | None:
-    """Returns how the operands of a matmul contradict each other, or None; a kept one fails as it did before."""
-    for shape in (x.shape, w.shape):
-        if form.rank is not None and shape is not None and len(shape) != form.rank:
-            return f"an operand has rank {len(shape)}; expected {form.rank}; correct the model's shapes"
-    k = [shape[-1] for shape in (x.shape, w.shape) if shape and isinstance(shape[-1], int) and shape[-1] >= 0]
-    if len(set(k)) > 1:
-        return f"the operands disagree on K, {k[0]} and {k[1]}; correct the model's shapes"
-    return None
-
-
 def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str | None:
     """Returns why a weight cannot be packed that repeats along leading dimensions, or None if it can or does not."""
     if w.static is None or not w.static.lead:
@@ -316,12 +282,6 @@ def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str
     if batch is not None and None not in batch and batch == seen:
         return None
     return "the weight is repeated along a batch that the activation lacks; expand the result instead"
-
-
-def _is_bias_gelu(node: ir.Node, product: ir.Value) -> bool:
-    """Whether `node` is what ONNX Runtime makes of an Add to `product` and a Gelu."""
-    both = len(node.inputs) == 2 and node.inputs[0] is product
-    return both and node.op_type == "BiasGelu" and node.domain == MICROSOFT
 
 
 def _dtype_name(code: int) -> str | None:

@@ -6,7 +6,7 @@ The model keeps the shapes and dtypes that the file declares. Those that onnx in
 
 from __future__ import annotations
 
-import functools
+import itertools
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -69,6 +69,11 @@ def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
             yield from graphs_of(inner)
 
 
+def initializers_of(model: ir.Model) -> Iterator[ir.Value]:
+    """Yields the initializers of the graph and of every subgraph."""
+    return (value for graph in graphs_of(model.graph) for value in graph.initializers.values())
+
+
 def fresh_names(model: ir.Model) -> Callable[[str], str]:
     """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
     taken: set[str] = set()
@@ -102,17 +107,7 @@ def attribute(node: ir.Node, name: str, default: Any) -> Any:
 
 def settings_of(attributes: Mapping[str, Any]) -> list[ir.Attr]:
     """Returns the attributes of a new node, sorted by name."""
-    return [
-        _setting(name, value)
-        if isinstance(value, (int, float, str, tuple))
-        else ir.convenience.convert_attribute(name, value)
-        for name, value in sorted(attributes.items())
-    ]
-
-
-@functools.lru_cache(maxsize=256, typed=True)  # nearly all nodes have the same, and onnx_ir takes 80 us to make one
-def _setting(name: str, value: float | str | tuple[int, ...]) -> ir.Attr:
-    return ir.convenience.convert_attribute(name, value)
+    return ir.convenience.convert_attributes(dict(sorted(attributes.items())))
 
 
 def dtype_of(value: ir.Value) -> int:
@@ -252,8 +247,5 @@ def only_used_by(value: ir.Value, nodes: Container[ir.Node]) -> bool:
 
 
 def with_inner(node: ir.Node) -> Iterator[ir.Node]:
-    """Yields a node and those of its subgraphs."""
-    yield node
-    for inner in subgraphs_of(node):
-        for below in inner:
-            yield from with_inner(below)
+    """Returns a node and those of its subgraphs."""
+    return itertools.chain([node], *(inner.all_nodes() for inner in subgraphs_of(node)))

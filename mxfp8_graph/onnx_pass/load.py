@@ -6,8 +6,6 @@ Large raw data of the file itself becomes external data of that file, so every l
 from __future__ import annotations
 
 import stat
-from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +14,10 @@ import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from mxfp8_graph.file_reading import ModelFolder
+from mxfp8_graph.file_reading import locate
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of
-from mxfp8_graph.onnx_pass.protos import from_proto, large_constant, without_sparse
+from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of, initializers_of
+from mxfp8_graph.onnx_pass.protos import from_proto, large_constant
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
 
@@ -35,18 +33,17 @@ _SIZE: Final = "size"
 _FROM_HF: Final = "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER"
 
 
-def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Model:
+def load(model: str | Path | onnx.ModelProto) -> ir.Model:
     """Returns the model in a file or in memory; a caller's proto is not changed, and external data is not read.
 
     Args:
         model: a path, or a proto whose tensors the graph refers to.
-        sparse: leave out sparse tensors instead of refusing them: the graph is for reading alone.
 
     Raises:
         ContractError: the file cannot be read, is damaged or is not an ONNX model, or onnx_ir cannot represent it.
     """
     if isinstance(model, onnx.ModelProto):
-        return _graph(model, None, model.ByteSize(), sparse=sparse)
+        return _graph(model, None, model.ByteSize())
     path = Path(model)
     try:
         mode = path.stat().st_mode
@@ -67,7 +64,7 @@ def load(model: str | Path | onnx.ModelProto, *, sparse: bool = False) -> ir.Mod
     except DecodeError:
         what, advice = _described(path, size)
         raise ContractError(path, what, expected="an ONNX model", advice=advice) from None
-    return _graph(proto, path, size, sparse=sparse)
+    return _graph(proto, path, size)
 
 
 def path_of(model: ir.Model) -> Path | None:
@@ -85,16 +82,30 @@ def external_files(model: ir.Model) -> set[Path]:
     return set(model.meta.get(_FILES, ()))
 
 
-def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool) -> ir.Model:
+def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
     name = "model" if path is None else str(path)
     check.fields(proto, name)
-    model = from_proto(without_sparse(proto) if sparse else proto, name)
+    model = from_proto(proto, name)
     model.meta.update({"name": name, _SOURCE: path})
-    external, own = list(_external(model)), path and path.absolute()
-    for tensor, keep in external:
-        size += _place(tensor, path, name)
-        keep()
-    model.meta[_FILES] = {Path(tensor.path) for tensor, _ in external} - {own}
+    files: set[Path] = set()
+    external = [value.const_value for value in initializers_of(model)]
+    inner = {node for function in model.functions.values() for node in function.all_nodes()}
+    for node in (*model.graph.all_nodes(), *inner):
+        for key, attribute in list(node.attributes.items()):
+            if not isinstance(tensor := attribute.value, ir.ExternalTensor):
+                continue
+            if node not in inner and large_constant(node):  # `to_proto` reads those that stay
+                external.append(tensor)
+                continue
+            size += _place(tensor, path, name)
+            files.add(Path(tensor.path))
+            dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
+            node.attributes[key] = ir.AttrTensor(key, dense)
+    for each in external:
+        if isinstance(each, ir.ExternalTensor):
+            size += _place(each, path, name)
+            files.add(Path(each.path))
+    model.meta[_FILES] = files - {path and path.absolute()}
     model.meta[_SIZE] = size
     for graph, message in zip(graphs_of(model.graph), check.names(proto, name), strict=True):
         declared = {info.name for info in message.value_info}
@@ -105,27 +116,6 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int, *, sparse: bool
                 value.type = value.shape = None  # else the saved model declares each initializer's type twice
     check.nodes(model)
     return model
-
-
-def _external(model: ir.Model) -> Iterator[tuple[ir.ExternalTensor, Callable[[], None]]]:
-    """Yields external tensors, and a call that makes each one that `save` can write: it reads those of attributes."""
-    for graph in graphs_of(model.graph):
-        for value in graph.initializers.values():
-            if isinstance(value.const_value, ir.ExternalTensor):
-                yield value.const_value, lambda: None
-    inner = {node for function in model.functions.values() for node in function.all_nodes()}
-    for node in (*model.graph.all_nodes(), *inner):
-        for attribute in list(node.attributes.values()):
-            if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
-                # `to_proto` reads the large constants of graphs that stay.
-                stays = node not in inner and large_constant(node)
-                yield attribute.value, (lambda: None) if stays else partial(_read_now, node, attribute)
-
-
-def _read_now(node: ir.Node, attribute: ir.Attr) -> None:
-    tensor = attribute.as_tensor()
-    dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
-    node.attributes[attribute.name] = ir.AttrTensor(attribute.name, dense)
 
 
 def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
@@ -140,15 +130,18 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
         raise ContractError(where, what, expected="a path", advice="pass the model's path instead")
     is_own = tensor.location == path.name
     try:
-        file = path if is_own else ModelFolder(path).locate(str(tensor.location), where)
-        size = file.stat().st_size
+        file = path if is_own else locate(path, str(tensor.location), where)
+        state = file.stat()
     except OSError as error:
         what = f"cannot read external file {error.filename}: {error.strerror}"
         advice = "copy it there"
         raise ContractError(where, what, expected="the file next to the model", advice=advice) from None
     # Absolute, since that is where it was checked; onnx_ir's own check would refuse the links of a model's own file.
     tensor.base_dir, tensor._location = "", str(file.absolute())
-    start, length = tensor.offset or 0, tensor.nbytes
+    if state.st_nlink > 1 and not is_own:  # of a file elsewhere, perhaps
+        what = f"external file {str(tensor.location)!r} has {state.st_nlink} hard links"
+        raise ContractError(where, what, expected="a file with one name, as onnx does", advice="put a copy there")
+    start, length, size = tensor.offset or 0, tensor.nbytes, state.st_size
     if tensor.length not in {None, length}:
         what, expected = f"external data of {tensor.length} bytes", f"{length} for its shape and dtype"
         raise ContractError(where, what, expected=expected, advice="export the model again")

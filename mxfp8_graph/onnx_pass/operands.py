@@ -35,9 +35,6 @@ from mxfp8_graph.onnx_pass.views import BEHIND_REPEAT, Static, apply, cast, perm
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 
-_MOST_VIEWS: Final = 100
-"""A stored tensor behind more views than this is not looked for."""
-
 _INTEGERS: Final = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 """The dtypes in which nodes take shapes and axes."""
 
@@ -80,18 +77,12 @@ class Operand:
     """What a run-time operand is reshaped to after that, as Reshape takes it; None if it is not."""
 
 
-class _UnreadableError(Exception):
-    """Why a gathered weight cannot be read as matrices picked from a stack."""
-
-
 class Operands:
     """Reads the operands of the products of one model."""
 
     def __init__(self, model: ir.Model) -> None:
         self._static: dict[ir.Value, Static | None] = {}
         """What `static` returned."""
-        self._nested = 0
-        """How many calls of `integers` are inside each other."""
         self._computed: set[ir.Value] = set()
         """What is computed of constants alone."""
         for graph in graphs_of(model.graph):
@@ -110,31 +101,28 @@ class Operands:
         while value is not None and value not in self._static:
             node = _view_of(value)
             tensor = stored(value)
-            if tensor is not None or node is None or len(views) == _MOST_VIEWS:
-                self._static[value] = None if tensor is None else _origin(value, tensor)
+            if tensor is not None or node is None:
+                self._static[value] = None
+                if tensor is not None:
+                    shape, dtype = tuple(tensor.shape.numpy()), int(tensor.dtype)
+                    self._static[value] = Static(value=value, tensor=tensor, shape=shape, dtype=dtype)
                 break
             views.append(value)
             value = node.inputs[0]
         static = None if value is None else self._static[value]
         for output in reversed(views):
-            static = self._static[output] = self._viewed(static, output)
+            node = output.producer()
+            view = None if node is None else op_of(node.domain, node.op_type).view
+            if static is None or node is None or view is None or (static.lead and view not in BEHIND_REPEAT):
+                static = None
+            else:
+                static = view(node, static, output, self.integers)
+            self._static[output] = static
         return static
-
-    def _viewed(self, before: Static | None, output: ir.Value) -> Static | None:
-        """Returns what the view that makes `output` makes of `before`."""
-        node = output.producer()
-        view = None if node is None else op_of(node.domain, node.op_type).view
-        if before is None or node is None or view is None or (before.lead and view not in BEHIND_REPEAT):
-            return None
-        return view(node, before, output, self.integers)
 
     def integers(self, value: ir.Value | None) -> list[int] | None:
         """Returns the values of a small static vector of integers, or None."""
-        if self._nested == _MOST_VIEWS:
-            return None
-        self._nested += 1
         static = self.static(value)
-        self._nested -= 1
         if static is None or static.lead or len(static.shape) != 1 or static.dtype not in _INTEGERS:
             return None
         if static.byte_size > INLINE_BYTES or is_large(static.tensor):
@@ -153,17 +141,15 @@ class Operands:
 
         Where neither operand is static, one that is picked from a stack is the weight.
         """
-        left, right = self.static(form.a), self.static(form.b)
-        if left is not None and right is None:
-            x = _run_time(form.b, form.b_transposed, form.b_layout, form.rank)
-            return x, _stored(form.a, left, form.a_transposed, form.a_layout), x.rank != 1  # a vector stays as it is
-        x = _run_time(form.a, form.a_transposed, form.a_layout, form.rank)
-        if right is not None:
-            return x, _stored(form.b, right, form.b_transposed, form.b_layout), False
-        for mine, first in ((form, False), (_mirrored(form), True)):
+        ways = ((form, False), (_mirrored(form), True))
+        for mine, first in ways if self.static(form.b) or not self.static(form.a) else ways[1:]:
+            x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
+            if static := self.static(mine.b):
+                w = _stored(mine.b, static, mine.b_transposed, mine.b_layout)
+                return x, w, first and x.rank != 1  # a vector stays as it is
             if mine.b_layout == AS_IS and (picked := self._picked(mine.b)):
-                x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
                 return x, _of_stack(mine.b, picked, mine.b_transposed), first
+        x = _run_time(form.a, form.a_transposed, form.a_layout, form.rank)
         return x, _run_time(form.b, form.b_transposed, form.b_layout, form.rank), False
 
     def weight_of(self, form: Form) -> Static | None:
@@ -207,20 +193,15 @@ class Operands:
 
     def experts_blocker(self, value: ir.Value) -> str | None:
         """Returns why a weight that is gathered while the model runs cannot be picked; None if it can, or is none."""
-        try:
-            self._read_picked(value)
-        except _UnreadableError as error:
-            return str(error)
-        return None
+        picked = self._read_picked(value)
+        return picked if isinstance(picked, str) else None
 
     def _picked(self, value: ir.Value) -> Picked | None:
-        """Returns how `value` is picked from a stack, or None if it is not."""
-        try:
-            return self._read_picked(value)
-        except _UnreadableError:
-            return None
+        picked = self._read_picked(value)
+        return picked if isinstance(picked, Picked) else None
 
-    def _read_picked(self, value: ir.Value) -> Picked | None:
+    def _read_picked(self, value: ir.Value) -> Picked | str | None:
+        """Returns how `value` is picked from a stack, or why it cannot be; None if it is not gathered."""
         gather, views = _gather_of(value)
         if gather is None or self.is_constant(value):
             return None
@@ -229,6 +210,8 @@ class Operands:
             return None
         where = f"weight {stack.name!r} holds experts that are gathered while the model runs"
         picked = self._gathered(gather, stack, where)
+        if isinstance(picked, str):
+            return picked
         for output in reversed(views):
             node = output.producer()
             assert node is not None  # `_gather_of` came through it
@@ -236,27 +219,27 @@ class Operands:
             if changed is None:
                 what = f"{where}, and then changed by {node.op_type}"
                 expected = "expected the picked matrices as they are, or transposed"
-                raise _UnreadableError(f"{what}; {expected}; export the model so")
+                return f"{what}; {expected}; export the model so"
             picked = changed
         return picked
 
-    def _gathered(self, gather: ir.Node, stack: Static, where: str) -> Picked:
+    def _gathered(self, gather: ir.Node, stack: Static, where: str) -> Picked | str:
         index = gather.inputs[1]
         if len(stack.shape) != 3:
-            raise _UnreadableError(f"{where}, from shape {list(stack.shape)}; expected [E, N, K]; export the model so")
+            return f"{where}, from shape {list(stack.shape)}; expected [E, N, K]; export the model so"
         shape = None if index is None else shape_of(index)
         if shape is None or index is None:
-            raise _UnreadableError(f"{where}, by indices of unknown rank; give the model shape information")
+            return f"{where}, by indices of unknown rank; give the model shape information"
         rank = len(shape)
         if gather.op_type == "Gather":
             axis = attribute(gather, "axis", 0)
             if axis not in {0, -3}:
                 what = f"along axis {axis}; expected axis 0; export the model with the experts first"
-                raise _UnreadableError(f"{where}, {what}")
+                return f"{where}, {what}"
             return Picked(stack=stack, index=index, rank=rank)
         if attribute(gather, "batch_dims", 0) or rank == 0 or shape[-1] != 1:
             what = "by GatherND of more than axis 0; expected one index per matrix; use Gather"
-            raise _UnreadableError(f"{where}, {what}")
+            return f"{where}, {what}"
         producer = index.producer()
         before = None if producer is None or not is_op(producer, "Unsqueeze") else producer.inputs[0]
         if producer is not None and before is not None and self.integers(optional(producer, 1)) in ([-1], [rank - 1]):
@@ -269,8 +252,7 @@ class Operands:
         if node.op_type == "Identity":
             return picked
         if node.op_type == "Cast":
-            stack = cast(node, picked.stack, output, self.integers)
-            return replace(picked, stack=stack) if stack else None
+            return replace(picked, stack=cast(node, picked.stack, output, self.integers))
         if node.op_type == "Transpose":
             perm = permutation(node, rank)
             swaps = perm == k_last(range(rank))
@@ -294,10 +276,6 @@ def source_of(value: ir.Value) -> str:
     return "" if maker is None else maker.op_type
 
 
-def _origin(value: ir.Value, tensor: ir.TensorProtocol) -> Static:
-    return Static(value=value, tensor=tensor, shape=tuple(tensor.shape.numpy()), dtype=int(tensor.dtype))
-
-
 def _view_of(value: ir.Value) -> ir.Node | None:
     """Returns the node that makes `value` as a view of its first input, or None."""
     node = value.producer()
@@ -309,7 +287,7 @@ def _view_of(value: ir.Value) -> ir.Node | None:
 def _gather_of(value: ir.Value) -> tuple[ir.Node | None, list[ir.Value]]:
     """Returns the node that gathers `value`, and the outputs of the views between, last to first."""
     views: list[ir.Value] = []
-    while len(views) <= _MOST_VIEWS:
+    while True:
         node = value.producer()
         if node is None or node.domain not in STANDARD or not node.inputs or node.inputs[0] is None:
             break

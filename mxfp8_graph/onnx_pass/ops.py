@@ -7,7 +7,7 @@ Everything that asks what an op does reads this table. One row is all that a fur
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import onnx_ir as ir
@@ -55,8 +55,8 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     ("", "Transpose"): Op(view=views.transpose),
     ("", "Cast"): Op(view=views.cast),
     ("", "Reshape"): Op(view=views.reshape),
-    ("", "Squeeze"): Op(view=views.squeeze),
-    ("", "Unsqueeze"): Op(view=views.unsqueeze),
+    ("", "Squeeze"): Op(view=views.reshape),
+    ("", "Unsqueeze"): Op(view=views.reshape),
     ("", "Split"): Op(view=views.split),
     ("", "Slice"): Op(view=views.slice_),
     ("", "Expand"): Op(view=views.repeat),
@@ -115,43 +115,12 @@ def op_of(domain: str, op_type: str) -> Op:
     return OPS.get(("" if domain in STANDARD else domain, op_type), _UNKNOWN)
 
 
-def multiplies(domain: str, op_type: str) -> bool:
-    """Whether there is a reader for the product of an op."""
-    return op_of(domain, op_type).product is not None
-
-
-def looks_up(domain: str, op_type: str) -> bool:
-    """Whether an op may look up rows of a table."""
-    return op_of(domain, op_type).gathers
-
-
 def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
     """Returns how `node` multiplies, or None if it does not."""
     read = op_of(node.domain, node.op_type).product
     if read is None or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
-    form = read(node, resolve)
-    if form is None or node.domain != MICROSOFT or form.blocker:
-        return form
-    known = _ATTRIBUTES.get(node.op_type)
-    if known is None or not (more := node.attributes.keys() - set(known)):
-        return form
-    return replace(form, blocker=f"its attribute {min(more)!r} is not known; expected {', '.join(known)}")
-
-
-_TRANSPOSES: Final = ("alpha", "transA", "transB", "transBatchA", "transBatchB")
-_ACTIVATION: Final = ("activation", "activation_axis", "activation_alpha", "activation_beta", "activation_gamma")
-_ATTRIBUTES: Final = {
-    "FusedMatMul": _TRANSPOSES,
-    "TransposeMatMul": _TRANSPOSES,
-    "FusedMatMulActivation": (*_TRANSPOSES, *_ACTIVATION),
-    "FusedGemm": ("alpha", "beta", "transA", "transB", *_ACTIVATION),
-    "Attention": (
-        *("num_heads", "unidirectional", "past_present_share_buffer", "do_rotary", "rotary_embedding_dim"),
-        *("scale", "mask_filter_value", "qkv_hidden_sizes"),
-    ),
-}
-"""The attributes that a reader knows, by ops of ONNX Runtime's own: others may change what a node computes."""
+    return read(node, resolve)
 
 
 def borders(node: ir.Node, inner: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:

@@ -20,6 +20,7 @@ from mxfp8_graph.onnx_pass.graph import (
     OVERRIDABLE,
     STANDARD,
     graphs_of,
+    initializers_of,
     is_large,
     is_op,
     name_of,
@@ -27,7 +28,7 @@ from mxfp8_graph.onnx_pass.graph import (
     opset_of,
     stored,
 )
-from mxfp8_graph.onnx_pass.ops import looks_up, multiplies
+from mxfp8_graph.onnx_pass.ops import op_of
 from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, large_constant, lent
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.contract import MIN_OPSET
@@ -43,7 +44,7 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
     Raises:
         ContractError: the model has no opset, or onnx cannot inline or convert it.
     """
-    model = upgrade(model, lambda op: multiplies(*op) or (recipe.embeddings and looks_up(*op)), notes)
+    model = upgrade(model, lambda op: op_of(*op).product or (recipe.embeddings and op_of(*op).gathers), notes)
     if recipe.attention_scores or recipe.attention_values:
         model = decompose_attention(model, notes)
     count = 0
@@ -61,7 +62,7 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
 
 
 def upgrade(
-    model: ir.Model, holds_sites: Callable[[tuple[str, str]], bool], notes: list[str], *, least: int = MIN_OPSET
+    model: ir.Model, holds_sites: Callable[[tuple[str, str]], object], notes: list[str], *, least: int = MIN_OPSET
 ) -> ir.Model:
     """Returns the model at opset `least` or above, functions with ops for which `holds_sites` is true inlined.
 
@@ -137,12 +138,9 @@ def through(
             changed = call(proto)
         except Exception as error:  # whatever C++ raises
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            where, expected, advice = name_of(model), "a model that onnx understands", _AGAIN
-            if converts:
-                where += conversion.refused(proto, MIN_OPSET)
-                expected, advice = f"opset {MIN_OPSET} or above", f"{advice} with one"
+            expected = f"opset {MIN_OPSET} or above" if converts else "a model that onnx understands"
             text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
-            raise ContractError(where, text, expected=expected, advice=advice) from None
+            raise ContractError(name_of(model), text, expected=expected, advice=_AGAIN) from None
     result = from_proto(changed, name_of(model))
     result.meta.update({**model.meta, **result.meta})
     result.metadata_props.update(model.metadata_props)
@@ -151,7 +149,7 @@ def through(
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in nodes_of(result)):
             result.functions[key] = model.functions[key]  # the converter drops all
     # By name: onnx's passes keep names of initializers, and those of subgraphs are no names of outer values.
-    tensors = {value.name: value for graph in graphs_of(model.graph) for value in graph.initializers.values()}
+    tensors = {value.name: value for value in initializers_of(model)}
     known = {value.name: value for node in nodes_of(model) for value in node.outputs if value.name}
     names = {str(node.name) for node in nodes_of(model)}
     for graph in graphs_of(result.graph):
@@ -191,14 +189,9 @@ def infer(model: ir.Model, notes: list[str]) -> None:
             return
     for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
         del graph.initializer[count:]
-    keep_types(model, typed)
-
-
-def keep_types(model: ir.Model, typed: onnx.ModelProto) -> None:
-    """Keeps in `Value.meta` the types that `typed` declares, a model with the same graphs."""
-    for graph, message in zip(graphs_of(model.graph), iter_graphs(typed.graph), strict=True):
+    for part, message in zip(graphs_of(model.graph), iter_graphs(typed.graph), strict=True):
         types = {info.name: info for info in (*message.input, *message.output, *message.value_info)}
-        for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
+        for value in (*part.inputs, *(output for node in part for output in node.outputs)):
             info = types.get(value.name or "")
             if info is not None and info.HasField("type") and not is_foreign(info.type):
                 value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
@@ -233,11 +226,11 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
         return shape_inference.infer_shapes(proto, data_prop=True)
 
 
-def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], bool]) -> list[ir.OperatorIdentifier]:
+def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], object]) -> list[ir.OperatorIdentifier]:
     """Returns the local functions with such ops, in themselves or in what they call."""
     known: dict[ir.OperatorIdentifier, bool] = {}
 
-    def holds(key: ir.OperatorIdentifier) -> bool:  # none calls itself: `load` checked that
+    def holds(key: ir.OperatorIdentifier) -> bool:  # none calls itself: ONNX forbids that
         if key not in known:
             nodes = list(model.functions[key].all_nodes())
             called = [node.op_identifier() for node in nodes if node.op_identifier() in model.functions]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Container, Iterator
-from typing import Any, BinaryIO, Final
+from collections.abc import Iterator
+from typing import Any, Final
 
 import numpy as np
 import onnx
@@ -27,8 +27,6 @@ _DEVICES: Final = "device configurations"
 _TRAINING: Final = "training_info"
 """Key of `Model.meta`: the field of the model that onnx_ir does not have."""
 
-_SPARSE: Final = frozenset({onnx.AttributeProto.SPARSE_TENSOR, onnx.AttributeProto.SPARSE_TENSORS})
-
 
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields a graph and every subgraph below it, in the order of `graphs_of`."""
@@ -37,19 +35,6 @@ def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
         for attribute in node.attribute or ():  # most have none, and large models many nodes
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 yield from iter_graphs(inner)
-
-
-def copy_fields(target: Any, origin: Any, skip: Container[str]) -> None:
-    """Copies every set field of one protobuf message to another of the same type, except those in `skip`."""
-    for descriptor, value in origin.ListFields():
-        if descriptor.name in skip:
-            continue
-        if hasattr(value, "MergeFrom") and not hasattr(value, "DESCRIPTOR"):  # a repeated field
-            getattr(target, descriptor.name).MergeFrom(value)
-        elif hasattr(value, "CopyFrom"):
-            getattr(target, descriptor.name).CopyFrom(value)
-        else:
-            setattr(target, descriptor.name, value)
 
 
 def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
@@ -161,35 +146,6 @@ def large_constant(node: ir.Node) -> ir.Attr | None:
 def _stub(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
     dims = tensor.shape.numpy()
     return ir.serde.TensorProtoTensor(onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=dims))
-
-
-def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    """Writes the bytes of a tensor, from file to file where it lies in one."""
-    if isinstance(tensor, ir.ExternalTensor):
-        tensor.tofile(file)
-    elif isinstance(tensor, ir.LazyTensor):  # without a copy; NumPy's own `tofile` hides why it fails
-        file.write(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
-    else:
-        file.write(tensor.tobytes())
-
-
-def without_sparse(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns a model without its sparse tensors, which ONNX Runtime runs and onnx_ir does not have."""
-    nodes = [node for graph in iter_graphs(proto.graph) for node in graph.node]
-    nodes += [node for function in proto.functions for node in function.node]
-    if not any(graph.sparse_initializer for graph in iter_graphs(proto.graph)) and not any(
-        attribute.type in _SPARSE for node in nodes for attribute in node.attribute
-    ):
-        return proto
-    copy = onnx.ModelProto()
-    copy.CopyFrom(proto)
-    for graph in iter_graphs(copy.graph):
-        graph.ClearField("sparse_initializer")
-        for node in graph.node:
-            dense = [attribute for attribute in node.attribute if attribute.type not in _SPARSE]
-            del node.attribute[:]
-            node.attribute.extend(dense)
-    return copy
 
 
 def is_foreign(declared: onnx.TypeProto) -> bool:

@@ -15,7 +15,7 @@ Whatever is not named by a decision stays as it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -158,7 +158,7 @@ class Editor:
             perm = k_last(range(max(site.x.rank or 2, site.w.rank or 2)))
             steps.append(EpilogueNode(op="Transpose", attributes={"perm": perm}))
         if site.form.alpha != 1.0 and site.w.static is None:
-            steps.append(EpilogueNode(op="Mul", inputs=(_scalar(site.form.alpha, site.dtype),)))
+            steps.append(EpilogueNode(op="Mul", inputs=(ir.tensor(site.form.alpha, ir.DataType(site.dtype)),)))
         if site.added.addend is not None:
             steps.append(EpilogueNode(op="Add", inputs=((site.added.addend, site.form.beta),)))
         steps += [*site.form.after, *site.added.after]
@@ -176,7 +176,9 @@ class Editor:
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedWeight, list[ir.Value]]:
         """Returns the site's packed weight, elements and scales; one for all sites that can share it."""
         given = self._given.get(site.matmul.name)
-        key = (*_key(site, static, decision), given and given.name)
+        layout = layout_of(static.tensor, static.steps, site.w.transposed)
+        how_packed = (decision.weight_format, decision.scale_rounding, site.form.alpha, given and given.name)
+        key = (static.value, *layout, *how_packed)
         if key not in self._packed:
             how = How(
                 transposed=site.w.transposed,
@@ -227,18 +229,17 @@ Shared = dict[tuple[object, ...], list[ir.Value]]
 """Outputs of nodes that several sites of a graph read, by the graph and what the nodes compute."""
 
 
+@dataclass
 class Builder:
     """Adds nodes in front of a site's, sharing those that other sites of the graph already added."""
 
-    def __init__(
-        self, site: OnnxSite, shared: Shared, results: Mapping[ir.Value, ir.Value], fresh: Callable[[str], str]
-    ) -> None:
-        """`results`: what stands for the results of nodes that are replaced; `fresh` makes a unique name."""
-        self.new: list[ir.Node] = []
-        self._site = site
-        self._shared = shared
-        self._results = results
-        self._fresh = fresh
+    site: OnnxSite
+    shared: Shared
+    results: Mapping[ir.Value, ir.Value]
+    """What stands for the results of nodes that are replaced."""
+    fresh: Callable[[str], str]
+    """Makes a unique name."""
+    new: list[ir.Node] = field(default_factory=list)
 
     def add(
         self,
@@ -251,19 +252,19 @@ class Builder:
         **attributes: Any,
     ) -> list[ir.Value]:
         """Returns the outputs of a new node, in front of the site's."""
-        now = [None if value is None else self._results.get(value, value) for value in inputs]
+        now = [None if value is None else self.results.get(value, value) for value in inputs]
         values = [ir.Value(name=output) for output in outputs]
         node = ir.Node(domain, op, now, settings_of(attributes), outputs=values, name=name)
-        self._site.node.prepend(node)
+        self.site.node.prepend(node)
         self.new.append(node)
         return values
 
     def _once(self, key: tuple[object, ...], make: Callable[[], list[ir.Value]]) -> list[ir.Value]:
         """Returns what `make` adds, or what another site of the graph added for the same key."""
-        key = (self._site.node.graph, *key)
-        if key not in self._shared:
-            self._shared[key] = make()
-        return list(self._shared[key])
+        key = (self.site.node.graph, *key)
+        if key not in self.shared:
+            self.shared[key] = make()
+        return list(self.shared[key])
 
     def k_last(self, operand: Operand) -> ir.Value:
         """Returns the operand with its axes permuted, and merged, so that K is last."""
@@ -275,10 +276,8 @@ class Builder:
         return value
 
     def _view(self, op: str, value: ir.Value, argument: tuple[int, ...], wanted: str) -> ir.Value:
-        """Returns a value transposed or reshaped."""
-
         def make() -> list[ir.Value]:
-            output = self._fresh(wanted)
+            output = self.fresh(wanted)
             if op == "Transpose":
                 return self.add(op, [value], [output], name=output, perm=argument)
             shape = self._constant(ir.tensor(argument, ir.DataType.INT64), f"{output}_shape")
@@ -288,12 +287,12 @@ class Builder:
 
     def ids(self) -> ir.Value:
         """Returns the ids of a lookup, as [...]."""
-        ids = self._site.x.value
-        if self._site.node.op_type != "GatherND":
+        ids = self.site.x.value
+        if self.site.node.op_type != "GatherND":
             return ids
 
         def make() -> list[ir.Value]:
-            output, last = self._fresh(f"{ids.name}_squeezed"), self._fresh(f"{ids.name}_last")
+            output, last = self.fresh(f"{ids.name}_squeezed"), self.fresh(f"{ids.name}_last")
             axes = self.add("Constant", [], [last], name=last, value=ir.tensor([-1], ir.DataType.INT64, name=last))
             return self.add("Squeeze", [ids, *axes], [output], name=output)
 
@@ -303,10 +302,10 @@ class Builder:
         """Returns the activation's elements and scales."""
 
         def make() -> list[ir.Value]:
-            outputs = [self._fresh(f"{value.name}_mxfp8"), self._fresh(f"{value.name}_mxfp8_scales")]
+            outputs = [self.fresh(f"{value.name}_mxfp8"), self.fresh(f"{value.name}_mxfp8_scales")]
             dtype = formats.element_format(element_format).onnx_dtype
             attributes = {**contract.QUANTIZE.attributes, "output_dtype": dtype, "scale_rounding": scale_rounding}
-            label = self._fresh(f"{value.name}_mxfp8_quantize")
+            label = self.fresh(f"{value.name}_mxfp8_quantize")
             return self.add(contract.QUANTIZE.name, [value], outputs, name=label, domain=contract.DOMAIN, **attributes)
 
         return self._once((contract.QUANTIZE.name, value, element_format, scale_rounding), make)
@@ -317,11 +316,11 @@ class Builder:
         def make() -> list[ir.Value]:
             value = picked.index
             for op, axes in picked.index_steps:
-                axes_name, name = self._fresh(f"{value.name}_axes"), self._fresh(f"{value.name}_{op.lower()}")
+                axes_name, name = self.fresh(f"{value.name}_axes"), self.fresh(f"{value.name}_{op.lower()}")
                 (at,) = self.add("Constant", [], [axes_name], name=axes_name, value_ints=axes)
                 (value,) = self.add(op, [value, at], [name], name=name)
             if dtype_of(picked.index) != contract.INT64:
-                name = self._fresh(f"{value.name}_int64")
+                name = self.fresh(f"{value.name}_int64")
                 (value,) = self.add("Cast", [value], [name], name=name, to=contract.INT64)
             return [value]
 
@@ -329,11 +328,11 @@ class Builder:
 
     def epilogue(self, values: Sequence[ir.Value], steps: Sequence[EpilogueNode]) -> ir.Value:
         """Returns the site's result, which these steps make of the gemm's, `values`."""
-        site, result = self._site, str(self._site.added.output.name)
+        site, result = self.site, str(self.site.added.output.name)
         for number, step in enumerate(steps, 1):
             wanted = f"{result}_{step.op.lower()}"
-            outputs = [result] if number == len(steps) else [self._fresh(wanted) for _ in range(step.outputs)]
-            name = self._fresh(f"{site.matmul.name}_{step.op.lower()}")
+            outputs = [result] if number == len(steps) else [self.fresh(wanted) for _ in range(step.outputs)]
+            name = self.fresh(f"{site.matmul.name}_{step.op.lower()}")
             inputs = [*values, *map(self._input, step.inputs)]
             while inputs[-1] is None:
                 inputs.pop()
@@ -345,25 +344,15 @@ class Builder:
         if given is None or isinstance(given, ir.Value):
             return given
         if not isinstance(given, tuple):
-            return self._constant(given, f"{self._site.matmul.name}_{'sizes' if len(given.shape) else 'factor'}")
+            return self._constant(given, f"{self.site.matmul.name}_{'sizes' if len(given.shape) else 'factor'}")
         value, factor = given
         if factor == 1.0:
             return value
-        scaled = self._fresh(f"{value.name}_scaled")
-        number = self._constant(_scalar(factor, self._site.dtype), f"{self._site.matmul.name}_factor")
+        scaled = self.fresh(f"{value.name}_scaled")
+        number = self._constant(ir.tensor(factor, ir.DataType(self.site.dtype)), f"{self.site.matmul.name}_factor")
         return self.add("Mul", [value, number], [scaled], name=scaled)[0]
 
     def _constant(self, tensor: ir.TensorProtocol, wanted: str) -> ir.Value:
-        name = self._fresh(wanted)
+        name = self.fresh(wanted)
         tensor.name = name
         return self.add("Constant", [], [name], name=name, value=tensor)[0]
-
-
-def _scalar(number: float, dtype: int) -> ir.TensorProtocol:
-    return ir.tensor(number, ir.DataType(dtype))
-
-
-def _key(site: OnnxSite, static: Static, decision: Decision) -> tuple[object, ...]:
-    """Returns what sites that can share one packed weight have in common."""
-    layout = layout_of(static.tensor, static.steps, site.w.transposed)
-    return (static.value, *layout, decision.weight_format, decision.scale_rounding, site.form.alpha)

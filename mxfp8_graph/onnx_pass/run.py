@@ -13,11 +13,10 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import check, record
-from mxfp8_graph.onnx_pass.account import stored_tensors
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, graphs_of, label, name_of, nodes_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import to_proto
@@ -28,7 +27,7 @@ from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
-from mxfp8_graph.report.data import RewriteReport, SiteReport, account
+from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
@@ -109,17 +108,13 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
     reporter.notes += cpu_note(model)
-    path, overwrite = options.output, options.overwrite
-    external = wants_external(model, path, options.external_data, as_source=as_source)
-    if path is not None:
-        check_output(model, path, external=external, overwrite=overwrite)
+    size = _write(model, options.output, options, as_source=as_source)
     if options.dry_run:
         return None, reporter.dry_run(decisions)
-    if path is None:
-        proto = to_proto(model)
-        return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
-    size = save(model, path, external=external, overwrite=overwrite)
-    return path, reporter.report([*map(site_report, done)], size)
+    if options.output is not None:
+        return options.output, reporter.report([*map(site_report, done)], size)
+    proto = to_proto(model)
+    return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -129,17 +124,47 @@ def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list
     return sites, tied(plan([site.matmul for site in sites], recipe), stored)
 
 
+def stored_tensors(model: ir.Model) -> Iterator[StoredTensor]:
+    """Yields initializers and the tensors in attributes, those of Constant nodes above all, of every graph.
+
+    The function bodies of our own nodes are no part of the model: they say what kernels do. Strings are no numbers that
+    could be quantized, and onnx_ir does not know their size.
+    """
+    for name, tensor in _named_tensors(model):
+        if tensor.dtype != ir.DataType.STRING:
+            yield StoredTensor((name,), tuple(tensor.shape.numpy()), tensor.dtype.numpy().name, tensor.nbytes)
+
+
+def _named_tensors(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
+    functions = (function.graph for function in model.functions.values() if function.domain != contract.DOMAIN)
+    for graph in (each for outermost in (model.graph, *functions) for each in graphs_of(outermost)):
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                yield str(value.name), value.const_value
+        for node in graph:
+            for attribute in node.attributes.values():
+                if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                    constant = node.op_type == "Constant" and node.outputs
+                    name = str(node.outputs[0].name) if constant else f"{label(node)}.{attribute.name}"
+                    yield name, attribute.as_tensor()
+
+
 def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter) -> Result:
     """Returns what `rewrite_onnx` does of a model that is rewritten already: a copy where an output is asked for."""
     options, path = reporter.options, reporter.options.copy_to
     if path is None:
         return source, reporter.report(already_rewritten=True)
-    external = wants_external(model, path, options.external_data, as_source=bool(external_files(model)))
+    size = _write(model, path, options, as_source=bool(external_files(model)))
+    return None if options.dry_run else path, reporter.report((), size, already_rewritten=True)
+
+
+def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: bool) -> int | None:
+    """Returns how many bytes were written; None of a dry run, and without a path."""
+    external = wants_external(model, path, options.external_data, as_source=as_source)
+    if path is None:
+        return None
     check_output(model, path, external=external, overwrite=options.overwrite)
-    if options.dry_run:
-        return None, reporter.report(already_rewritten=True)
-    size = save(model, path, external=external, overwrite=options.overwrite)
-    return path, reporter.report((), size, already_rewritten=True)
+    return None if options.dry_run else save(model, path, external=external, overwrite=options.overwrite)
 
 
 def site_report(done: Replaced | Decision) -> SiteReport:

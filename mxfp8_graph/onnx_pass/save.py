@@ -12,9 +12,9 @@ import onnx_ir as ir
 
 from mxfp8_graph import files
 from mxfp8_graph.onnx_pass import single_file
-from mxfp8_graph.onnx_pass.graph import graphs_of, is_large, name_of
+from mxfp8_graph.onnx_pass.graph import initializers_of, is_large, name_of
 from mxfp8_graph.onnx_pass.load import external_files, load, path_of
-from mxfp8_graph.onnx_pass.protos import to_proto, write_tensor
+from mxfp8_graph.onnx_pass.protos import to_proto
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -22,12 +22,6 @@ INLINE_LIMIT: Final = 1_900_000_000
 
 ALIGNMENT: Final = 4096
 """External tensors start at multiples of this: ONNX Runtime can then map them instead of copying."""
-
-
-def size_of(model: ir.Model) -> int:
-    """Returns the bytes of the model's initializers."""
-    tensors = (value.const_value for graph in graphs_of(model.graph) for value in graph.initializers.values())
-    return sum(t.nbytes for t in tensors if t is not None and t.dtype != ir.DataType.STRING)
 
 
 def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source: bool) -> bool:
@@ -45,14 +39,13 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
             what, advice = "external_data 'always' without an output", ("pass ", Option("output"))
             raise ContractError(name_of(model), what, expected="a path to put it next to", advice=advice)
         return False
-    is_large = size_of(model) > INLINE_LIMIT
-    if choice == "never" and is_large:
-        what, advice = (
-            "the model does not fit into one protobuf file (2 GB)",
-            ("pass ", Option("external_data", "always")),
-        )
+    tensors = (value.const_value for value in initializers_of(model))
+    does_not_fit = sum(t.nbytes for t in tensors if t and t.dtype != ir.DataType.STRING) > INLINE_LIMIT
+    if choice == "never" and does_not_fit:
+        what = "the model does not fit into one protobuf file (2 GB)"
+        advice = ("pass ", Option("external_data", "always"))
         raise ContractError(path, what, expected="external data", advice=advice)
-    return choice == "always" or (choice == "auto" and (as_source or is_large))
+    return choice == "always" or (choice == "auto" and (as_source or does_not_fit))
 
 
 def data_path(path: Path) -> Path:
@@ -100,7 +93,7 @@ def _data_of(path: Path) -> list[Path]:
     if not path.is_file() or not data.is_file():
         return []
     try:
-        names_it = any(Path(file).name == data.name for file in external_files(load(path, sparse=True)))
+        names_it = any(Path(file).name == data.name for file in external_files(load(path)))
     except ContractError:
         names_it = False
     return [data] if names_it else []
@@ -112,19 +105,14 @@ def _write_data(model: ir.Model, data: Path) -> None:
     Not `onnx_ir.external_data`: it writes tensors in the order of their sizes, and a weight whose scales come before
     its elements would be packed twice.
     """
-    values = [
-        value
-        for graph in graphs_of(model.graph)
-        for value in graph.initializers.values()
-        if value.const_value is not None and is_large(value.const_value)
-    ]
+    values = [value for value in initializers_of(model) if value.const_value and is_large(value.const_value)]
     with data.open("wb") as file:
         for value in sorted(values, key=lambda value: not isinstance(value.const_value, ir.LazyTensor)):
             tensor = value.const_value
             assert tensor is not None  # of `values`
             offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
             file.write(bytes(offset - file.tell()))
-            write_tensor(tensor, file)
+            single_file.write_tensor(tensor, file)
             shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
                 data.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)

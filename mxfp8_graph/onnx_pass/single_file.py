@@ -9,14 +9,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, is_large
-from mxfp8_graph.onnx_pass.protos import lent, write_tensor
+from mxfp8_graph.onnx_pass.protos import lent
 
 _GRAPH: Final = 7  # ModelProto.graph
 _INITIALIZER: Final = 5  # GraphProto.initializer
@@ -75,6 +75,16 @@ def write(model: ir.Model, path: Path) -> None:
                 file.write(piece)
                 if tensor is not None:
                     write_tensor(tensor, file)
+
+
+def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
+    """Writes the bytes of a tensor, from file to file where it lies in one."""
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor.tofile(file)
+    elif isinstance(tensor, ir.LazyTensor):  # without a copy; NumPy's own `tofile` hides why it fails
+        file.write(np.ascontiguousarray(tensor.numpy()).view(np.uint8).data)
+    else:
+        file.write(tensor.tobytes())
 
 
 def _message(content: mmap.mmap | bytes, start: int, stop: int, tree: Tree, name: str) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ values in their stored order, rows are read straight from the file; otherwise th
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,11 +26,6 @@ from mxfp8_ops.contract import VALUE_NAMES
 Array = npt.NDArray[Any]
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
 """("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
-
-_NUMBERS: Final = {*onnx.TensorProto.DataType.values()} - {onnx.TensorProto.UNDEFINED, onnx.TensorProto.STRING}
-
-_MOST_DIMS: Final = 32
-"""NumPy before 2.0 has no arrays of more dimensions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +76,10 @@ def identity(node: ir.Node, before: Static, output: ir.Value, integers: Integers
     return before
 
 
-def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
+def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static:
     """Reads Cast."""
     code = int(attribute(node, "to", 0))
-    return before.then("Cast", (code,), dtype=code) if {code, before.dtype} <= _NUMBERS else None
+    return before.then("Cast", (code,), dtype=code)
 
 
 def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
@@ -96,67 +92,24 @@ def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integer
 
 
 def reshape(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Reshape. A value that repeats must keep its shape."""
+    """Reads Reshape, Squeeze or Unsqueeze, whose result onnx infers. A value that repeats must keep its shape."""
+    shape = _sizes_of(output)
     if before.lead:
-        shape = shape_of(output)
-        same = node.inputs[0] is not None and shape_of(node.inputs[0]) == shape
-        return before if same and shape is not None and None not in shape else None
-    dims = integers(node.inputs[1])
-    if dims is None or min(dims, default=0) < -1 or dims.count(-1) > 1:
+        return before if node.inputs[0] is not None and _sizes_of(node.inputs[0]) == shape is not None else None
+    # An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
+    if shape is None or not 0 < math.prod(shape) == math.prod(before.shape):
         return None
-    if not attribute(node, "allowzero", 0):
-        if 0 in dims[len(before.shape) :]:
-            return None
-        dims = [before.shape[i] if d == 0 else d for i, d in enumerate(dims)]
-    if -1 in dims:
-        rest = math.prod(d for d in dims if d != -1)
-        dims[dims.index(-1)] = math.prod(before.shape) // rest if rest else 0
-    return _reshaped(before, tuple(dims))
-
-
-def squeeze(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Squeeze."""
-    rank = len(before.shape)
-    ones = {i for i, d in enumerate(before.shape) if d == 1}
-    if node.inputs[1:2] not in ((), (None,)):
-        axes = integers(node.inputs[1])
-        chosen = {None} if axes is None else {_axis(axis, rank) for axis in axes}
-        if None in chosen:
-            return None
-        ones = {axis for axis in chosen if axis is not None}
-    return _reshaped(before, tuple(d for i, d in enumerate(before.shape) if i not in ones))
-
-
-def unsqueeze(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Unsqueeze."""
-    axes = integers(node.inputs[1])
-    if axes is None:
-        return None
-    rank = len(before.shape) + len(axes)
-    ones = {_axis(axis, rank) for axis in axes}
-    if len(ones) < len(axes) or None in ones:
-        return None
-    rest = iter(before.shape)
-    return _reshaped(before, tuple(1 if i in ones else next(rest) for i in range(rank)))
+    return before.then("Reshape", shape, shape=shape)
 
 
 def split(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
     """Reads one output of Split."""
-    axis = _axis(attribute(node, "axis", 0), len(before.shape))
-    if axis is None:
+    axis, which = _axis(attribute(node, "axis", 0), len(before.shape)), node.outputs.index(output)
+    parts = [_sizes_of(each) for each in node.outputs[: which + 1]]
+    if axis is None or None in parts:
         return None
-    length, count = before.shape[axis], len(node.outputs)
-    part = -(-length // count)
-    sizes: list[int] | None = [*[part] * (count - 1), length - part * (count - 1)]  # the last takes what is left
-    if node.inputs[1:2] not in ((), (None,)):
-        sizes = integers(node.inputs[1])
-    elif attribute(node, "num_outputs", count) != count:
-        return None
-    if sizes is None or len(sizes) != count or sum(sizes) != length or min(sizes) < 0:
-        return None
-    which = node.outputs.index(output)
-    start = sum(sizes[:which])
-    return _cut(before, axis, start, start + sizes[which])
+    *ends, end = itertools.accumulate(part[axis] for part in parts if part)
+    return _cut(before, axis, ends[-1] if ends else 0, end)
 
 
 def slice_(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
@@ -208,14 +161,11 @@ def _axis(axis: int, rank: int) -> int | None:
     return axis % rank if -rank <= axis < rank else None
 
 
-def _reshaped(before: Static, shape: tuple[int, ...]) -> Static | None:
-    """Returns `before` in another shape of as many values, or None if there is none.
-
-    An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
-    """
-    if len(shape) > _MOST_DIMS or not 0 < math.prod(shape) == math.prod(before.shape):
-        return None
-    return before.then("Reshape", shape, shape=shape)
+def _sizes_of(value: ir.Value) -> tuple[int, ...] | None:
+    """Returns the shape of a value; None if a size of it is unknown."""
+    shape = shape_of(value) or ()
+    sizes = tuple(size for size in shape if isinstance(size, int))
+    return sizes if sizes and len(sizes) == len(shape) else None
 
 
 def _cut(before: Static, axis: int, start: int, stop: int) -> Static:
@@ -232,7 +182,9 @@ def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tupl
     if straight is None:
         return (steps, transposed)
     shape, flipped, casts = straight
-    if _is_exact(int(tensor.dtype), casts):
+    # Casts from a dtype of values to float32, or to what it is, change no value.
+    dtype = int(tensor.dtype)
+    if dtype in VALUE_NAMES and {*casts} <= {dtype, onnx.TensorProto.FLOAT}:
         casts = ()
     return (shape, flipped != transposed, casts)
 
@@ -258,11 +210,6 @@ def cast_to(data: Array, dtypes: Sequence[int]) -> Array:
         for dtype in dtypes:
             data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
     return data
-
-
-def _is_exact(dtype: int, casts: Sequence[int]) -> bool:
-    """Whether casts from `dtype` change no value: to float32, or to what it is."""
-    return all(cast in {dtype, onnx.TensorProto.FLOAT} for cast in casts) and dtype in VALUE_NAMES
 
 
 def straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:

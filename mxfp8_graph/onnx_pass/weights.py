@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +19,6 @@ from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError
 
 Array = npt.NDArray[Any]
-
-_BYTE: Final = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,23 +64,15 @@ class PackedWeight:
         if self._given is not None:
             packed = take(self._given, allow_nonfinite=how.allow_nonfinite)
         else:
-            with rows_of(self._static) as (rows, flipped):
-                packed = pack(
-                    rows,
-                    transposed=how.transposed != flipped,
-                    factor=how.factor,
-                    element_format=how.element_format,
-                    scale_rounding=how.scale_rounding,
-                    allow_nonfinite=how.allow_nonfinite,
-                )
+            rows, flipped = rows_of(self._static)
+            packed = pack(rows, **vars(replace(how, transposed=how.transposed != flipped)))
             self.relative_l2 = packed.relative_l2
         self._done()
         return packed
 
 
-@contextlib.contextmanager
-def rows_of(static: Static) -> Iterator[tuple[Rows, bool]]:
-    """Yields (the values of a static operand as rows, whether those are the columns of the result).
+def rows_of(static: Static) -> tuple[Rows, bool]:
+    """Returns (the values of a static operand as rows, whether those are the columns of the result).
 
     Where the views leave the values in their stored order, rows are read from the file; otherwise all of it is read.
     """
@@ -93,58 +81,39 @@ def rows_of(static: Static) -> Iterator[tuple[Rows, bool]]:
     if straight is None:
         data = np.ascontiguousarray(apply(static.steps, tensor.numpy()))
         read_all = lambda at, start, stop: np.asarray(data[at][start:stop])  # noqa: E731
-        yield Rows(shape=data.shape, name=static.name, read=read_all), False
-        return
+        return Rows(shape=data.shape, name=static.name, read=read_all), False
     shape, flipped, casts = straight
     height, width = shape[-2:]
+    fetch = _reader(tensor)
 
     def index(at: tuple[int, ...]) -> list[int]:
         return [int(i) for i in np.unravel_index(np.ravel_multi_index(at, shape), dims)]
 
-    with _values(tensor) as fetch:
+    def read(at: tuple[int, ...], start: int, stop: int) -> Array:
+        matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
+        values = fetch((matrix * height + start) * width, (stop - start) * width)
+        return cast_to(values, casts).reshape(stop - start, width)
 
-        def read(at: tuple[int, ...], start: int, stop: int) -> Array:
-            matrix = int(np.ravel_multi_index(at, shape[:-2])) if at else 0
-            values = fetch((matrix * height + start) * width, (stop - start) * width)
-            return cast_to(values, casts).reshape(stop - start, width)
-
-        yield Rows(shape=shape, name=static.name, read=read, index=index), flipped
+    return Rows(shape=shape, name=static.name, read=read, index=index), flipped
 
 
-@contextlib.contextmanager
-def _values(tensor: ir.TensorProtocol) -> Iterator[Callable[[int, int], Array]]:
-    """Yields a function that returns `count` values from the `first` on, valid until its next call.
+def _reader(tensor: ir.TensorProtocol) -> Callable[[int, int], Array]:
+    """Returns a function that returns `count` values of a tensor from the `first` on.
 
     External data is read and not mapped: the pages of a mapped file would count as memory of the process.
     """
-    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < _BYTE:
+    if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
         values = tensor.numpy().reshape(-1)
-        yield lambda first, count: values[first : first + count]
-        return
+        return lambda first, count: values[first : first + count]
     tensor._check_path_containment()
-    dtype, start, path = tensor.dtype.numpy(), tensor.offset or 0, Path(tensor.path)
-    buffer = np.empty(0, dtype)
-    with path.open("rb", buffering=0) as file:
+    dtype, path = tensor.dtype.numpy(), Path(tensor.path)
 
-        def fetch(first: int, count: int) -> Array:
-            nonlocal buffer
-            if buffer.size < count:
-                buffer = np.empty(count, dtype)
-            target = memoryview(buffer[:count].view(np.uint8).data)
-            file.seek(start + first * dtype.itemsize)
-            filled = 0
-            while filled < len(target):
-                if not (length := file.readinto(target[filled:])):
-                    what = f"became shorter while tensor {tensor.name!r} was read"
-                    raise ContractError(path, what, expected="the whole file", advice="rewrite the model again")
-                filled += length
-            return buffer[:count]
+    def fetch(first: int, count: int) -> Array:
+        size = count * dtype.itemsize
+        content = np.fromfile(path, np.uint8, size, offset=(tensor.offset or 0) + first * dtype.itemsize)
+        if content.size < size:
+            what = f"became shorter while tensor {tensor.name!r} was read"
+            raise ContractError(path, what, expected="the whole file", advice="rewrite the model again")
+        return content.view(dtype)
 
-        yield fetch
-
-
-def size_in_bytes(tensor: ir.TensorProtocol) -> int:
-    """Returns how many bytes the values of a tensor take; of strings, as many as there are."""
-    if tensor.dtype == ir.DataType.STRING:
-        return math.prod(tensor.shape.numpy())
-    return int(tensor.nbytes)
+    return fetch

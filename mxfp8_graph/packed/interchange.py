@@ -70,7 +70,7 @@ def contents(model: Any) -> Contents:
     from mxfp8_graph.packed import from_onnx
 
     proto_or_path = graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model
-    return from_onnx.contents(load_onnx(proto_or_path, sparse=True))
+    return from_onnx.contents(load_onnx(proto_or_path))
 
 
 def export_safetensors(

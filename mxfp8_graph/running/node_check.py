@@ -31,7 +31,7 @@ from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProt
 
 from mxfp8_graph.onnx_pass.graph import graphs_of, name_of
 from mxfp8_graph.onnx_pass.load import external_files, path_of
-from mxfp8_graph.onnx_pass.protos import copy_fields, iter_graphs, to_proto
+from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.running.inputs import Array
 from mxfp8_graph.running.profile import by_node, gemms_of, isas_of
@@ -182,7 +182,8 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
 def _twin_of(function: FunctionProto) -> FunctionProto:
     """Returns a function body, and the MXFP8 nodes in it, in the domain of the twins."""
     twin, body = FunctionProto(), GraphProto(node=function.node)
-    copy_fields(twin, function, skip={"node"})
+    twin.CopyFrom(function)
+    del twin.node[:]
     twin.domain = BODY_DOMAIN
     named: list[Any] = [*twin.opset_import, *(node for graph in iter_graphs(body) for node in graph.node)]
     for item in named:

@@ -107,7 +107,7 @@ def open_runnable(model: Model) -> tuple[Signature, Runnable]:
 
         program = TorchProgram(model)
         return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
-    signature = Signature.of(load(model, sparse=True))
+    signature = Signature.of(load(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     return signature, Session(model, kernels=True, where=signature.name, float32=original)
 

@@ -212,7 +212,7 @@ class Session(Runnable):
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
-        model = load(self._model, sparse=True)
+        model = load(self._model)
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
             session = self._again(
                 execution=Execution(optimize=self._execution.optimize, profile=Path(folder) / "profile")

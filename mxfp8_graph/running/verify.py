@@ -60,7 +60,7 @@ def verify(
     if is_program(original) or is_program(rewritten):
         runnable = [open_runnable(model) for model in (original, rewritten)]
         return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
-    before, after = (load(model, sparse=True) for model in (original, rewritten))
+    before, after = (load(model) for model in (original, rewritten))
     old, new = name_of(before), name_of(after)
     signature = Signature.of(before)
     _check_order(signature, rewritten=record.is_rewritten(after), name=new)

@@ -22,7 +22,7 @@ def synthesise(model: onnx.ModelProto, *, where: str = "model", **settings: Any)
 
 
 def signature(model: onnx.ModelProto, where: str = "model") -> Signature:
-    loaded = load(model, sparse=True)
+    loaded = load(model)
     loaded.meta["name"] = where
     return Signature.of(loaded)
 
@@ -288,21 +288,6 @@ def test_indices_are_followed_into_local_functions() -> None:
     imports = [*imports, onnx.helper.make_opsetid("local", 1)]
     model = onnx.helper.make_model(graph, functions=[lookup], opset_imports=imports, ir_version=b.IR_VERSION)
     assert index_ranges(model) == {"ids": range(50)}
-
-
-def test_a_model_with_a_sparse_initializer_has_inputs() -> None:
-    model = indexing([b.node("Identity", "ids", "i")])
-    values, at = (onnx.helper.make_tensor(name, dtype, [1], [1]) for name, dtype in (("few", 1), ("at", 7)))
-    model.graph.sparse_initializer.append(onnx.SparseTensorProto(values=values, indices=at, dims=[9]))
-    assert index_ranges(model) == {"ids": range(50)}
-
-
-def test_a_model_with_a_sparse_constant_has_inputs() -> None:
-    values, at = (onnx.helper.make_tensor(name, dtype, [1], [1]) for name, dtype in (("few", 1), ("at", 7)))
-    few = onnx.SparseTensorProto(values=values, indices=at, dims=[9])
-    model = indexing([b.node("Identity", "ids", "i"), b.node("Constant", "", "z", sparse_value=few)])
-    assert index_ranges(model) == {"ids": range(50)}
-    assert list(map(str, input_specs(model))) == ["ids int64 [n, 3]"]
 
 
 @pytest.mark.parametrize("ir_version", [3, b.IR_VERSION])

@@ -55,13 +55,10 @@ def test_what_the_converter_would_change_is_refused(each: Form, opset: int, need
     )
 
 
-def test_what_the_converter_refuses_is_named() -> None:
-    slow = form("BatchNormalization", "image row row row row", spatial=0)
-    message = refusal(slow, 8)
-    assert message.startswith(
-        f"model: node {slow.label!r} (BatchNormalization): onnx's converter from opset 8 to 21 refuses it: "
-    )
-    assert message.endswith("; expected opset 21 or above; export the model again with one")
+def test_what_the_converter_refuses() -> None:
+    message = refusal(form("BatchNormalization", "image row row row row", spatial=0), 8)
+    assert message.startswith("model: onnx's converter from opset 8 to 21 refuses it: ")
+    assert message.endswith("; expected opset 21 or above; export the model again")
 
 
 @looped("op, opset", [("ATen", 9), ("ImageScaler", 8), ("Where", 8)])

@@ -146,10 +146,6 @@ KEPT = {
         attention(qkv_hidden_sizes=[64, 64, 96]),
         "its heads do not divide its weight [64, 192]; correct the model",
     ),
-    "an attribute of another version": (
-        attention(future=1),
-        "its attribute 'future' is not known; expected num_heads, ",
-    ),
 }
 
 

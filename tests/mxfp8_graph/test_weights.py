@@ -17,7 +17,7 @@ from grids import looped, pairwise
 
 from mxfp8_graph import weights
 from mxfp8_graph.onnx_pass.views import Static
-from mxfp8_graph.onnx_pass.weights import _values, rows_of
+from mxfp8_graph.onnx_pass.weights import _reader, rows_of
 from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
 from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError
@@ -38,8 +38,8 @@ def stored(array: np.ndarray, folder: Path | None) -> ir.TensorProtocol:
 def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any) -> Packed:
     tensor, value = stored(array, folder), ir.Value(name="w")
     static = Static(value=value, tensor=tensor, shape=array.shape, dtype=int(tensor.dtype), steps=steps)
-    with rows_of(static) as (rows, flipped):
-        return pack(rows, transposed=transposed != flipped, **options)
+    rows, flipped = rows_of(static)
+    return pack(rows, transposed=transposed != flipped, **options)
 
 
 @pytest.fixture
@@ -151,16 +151,16 @@ def test_an_all_zero_weight_has_no_error(tmp_path):
 
 @pytest.mark.parametrize("values", [weight(50, 20), np.arange(1000).reshape(50, 20).astype(ml_dtypes.int4)])
 def test_a_run_of_values_at_any_place(tmp_path, values):
-    with _values(stored(values, tmp_path)) as fetch:
-        for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
-            np.testing.assert_array_equal(fetch(first, count), values.reshape(-1)[first : first + count])
+    fetch = _reader(stored(values, tmp_path))
+    for first, count in ((0, 1000), (3, 7), (999, 1), (500, 500)):
+        np.testing.assert_array_equal(fetch(first, count), values.reshape(-1)[first : first + count])
 
 
 def test_a_file_that_shrinks_after_it_was_measured(tmp_path):
     tensor, data = stored(weight(50, 20), tmp_path), tmp_path / "w.data"
     data.write_bytes(data.read_bytes()[:200])
-    with _values(tensor) as fetch, pytest.raises(ContractError) as caught:
-        fetch(0, 1000)
+    with pytest.raises(ContractError) as caught:
+        _reader(tensor)(0, 1000)
     assert str(caught.value) == (
         f"{data}: became shorter while tensor 'w' was read; expected the whole file; rewrite the model again"
     )

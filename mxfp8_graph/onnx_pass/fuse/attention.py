@@ -11,7 +11,6 @@ products that became MXFP8Gemm. What makes the mask stays as it is: layers share
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import onnx
@@ -41,26 +40,17 @@ def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Rep
         result = _result(attention) if attention is not None and _fits(attention) else None
         if attention is None or result is None:
             continue
+        merged, reshape = result
         presents = [each for each in (attention.k.present, attention.v.present) if each is not None]
         # Sorted, so that the report names the nodes in the same order in every process.
-        replaced = (result.replaced, *sorted(dict.fromkeys(presents), key=lambda each: str(each.name)))
+        replaced = (merged, *sorted(dict.fromkeys(presents), key=lambda each: str(each.name)))
         # The Reshape that follows reads a shape that, until it is in place, only the Reshape before it reads.
-        kept = () if result.reshape is None else result.reshape.inputs[1:]
+        kept = () if reshape is None else reshape.inputs[1:]
         gone = unneeded(replaced, {*attention.operands, *filter(None, kept)})
         if all(inner in gone for inner in attention.inside) and not is_circular(presents, attention.operands, gone):
             writer = _Writer(type_of(attention.q.value).dtype, fresh)
-            return writer.replacement(attention, result, tuple(gone), activation_dtype)
+            return writer.replacement(attention, *result, tuple(gone), activation_dtype)
     return None
-
-
-@dataclass(frozen=True)
-class _Result:
-    """The result with its heads side by side."""
-
-    replaced: ir.Value
-    """The value of the graph that is replaced."""
-    reshape: ir.Node | None = None
-    """A node that still has to follow, because the graph gives the result another shape; None if there is none."""
 
 
 def _fits(attention: Attention) -> bool:
@@ -92,11 +82,14 @@ def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:
     return all(size == 1 or own != 1 for size, own in zip(sizes, (q.batch, q.count, q.length), strict=True))
 
 
-def _result(attention: Attention) -> _Result | None:
-    """Returns how the graph puts the heads of the result side by side; None if it does not."""
+def _result(attention: Attention) -> tuple[ir.Value, ir.Node | None] | None:
+    """Returns the result with its heads side by side, None if the graph does not do that.
+
+    With it comes a Reshape that still has to follow, because the graph gives the result another shape, or None.
+    """
     value, batch, length = attention.result, attention.q.heads.batch, attention.q.heads.length
     if attention.merged:
-        return _Result(value)
+        return value, None
     while (reshape := _user(value)) is not None and is_op(reshape, "Reshape"):
         if not _keeps(value, reshape.outputs[0], (batch, attention.q.heads.count, length, attention.v.heads.size)):
             return None
@@ -109,10 +102,10 @@ def _result(attention: Attention) -> _Result | None:
     merged, target = reshape.outputs[0], constant(reshape.inputs[1])
     shape = shape_of_rank(merged, 3)
     if shape is not None and same(shape[0], batch) and same(shape[1], length):
-        return _Result(merged)
+        return merged, None
     if target is None or 0 in target[2:]:  # 0 takes a size over from what is reshaped, which has one dimension less
         return None
-    return _Result(merged, reshape)
+    return merged, reshape
 
 
 def _user(value: ir.Value) -> ir.Node | None:
@@ -173,14 +166,19 @@ class _Writer:
         self._dtype = dtype
 
     def replacement(
-        self, attention: Attention, result: _Result, gone: tuple[ir.Node, ...], activation_dtype: int
+        self,
+        attention: Attention,
+        replaced: ir.Value,
+        reshape: ir.Node | None,
+        gone: tuple[ir.Node, ...],
+        activation_dtype: int,
     ) -> Replacement:
         """Returns MXFP8Attention with the nodes around it."""
         q, k, v, last = attention.q, attention.k, attention.v, attention.inside[-1]
-        output = value_replacing(result.replaced)
+        output = value_replacing(replaced)
         after: tuple[ir.Node, ...] = ()
-        if (reshape := result.reshape) is not None:
-            merged, output = output, ir.Value(name=self._fresh(f"{result.replaced.name}_heads"))
+        if reshape is not None:
+            merged, output = output, ir.Value(name=self._fresh(f"{replaced.name}_heads"))
             settings = {entry.name: entry.value for entry in reshape.attributes.values()}
             after = (in_place_of(reshape, reshape.op_type, [output, *reshape.inputs[1:]], [merged], **settings),)
         inputs = [
@@ -208,7 +206,6 @@ class _Writer:
         return output
 
     def _constant(self, wanted: str, dtype: int, values: Sequence[float], *, scalar: bool = False) -> ir.Value:
-        """Returns a vector of numbers, or one number."""
         tensor = onnx.helper.make_tensor(wanted, dtype, [] if scalar else [len(values)], values)
         return self._add("Constant", [], wanted, value=ir.from_proto(tensor))
 
@@ -224,7 +221,6 @@ class _Writer:
         return self._add("Reshape", [value, shape], f"{source.value.name}_merged")
 
     def _mask(self, masks: Sequence[Mask]) -> ir.Value:
-        """Returns the sum of all masks."""
         if not masks:
             return self._constant("no_mask", self._dtype, [0.0])
         value, *others = map(self._addend, masks)
@@ -233,7 +229,6 @@ class _Writer:
         return value
 
     def _addend(self, mask: Mask) -> ir.Value:
-        """Returns what is added to scores."""
         if mask.fill is None:
             return mask.value
         zero = self._constant(f"{mask.value.name}_zero", type_of(mask.fill).dtype, [0.0], scalar=True)

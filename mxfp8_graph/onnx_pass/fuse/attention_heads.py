@@ -71,7 +71,9 @@ def follow(value: _Value, *, scaled: bool = True, cached: bool = False) -> Sourc
         value, factor = unscaled(value)
     if cached:
         value = _ungrouped(value) or value
-        if (concat := made_by(value, "Concat")) is not None and _puts_past_in_front(concat):
+        concat = made_by(value, "Concat")
+        has_past = concat and len(concat.inputs) == 2 and attribute(concat, "axis", None) in (2, -2)
+        if concat and has_past and shape_of_rank(concat.inputs[0], 4) is not None:
             present, (past, value) = value, concat.inputs
     heads = _heads(value)
     if value is None or heads is None:
@@ -191,12 +193,6 @@ def _ungrouped(value: _Value) -> _Value:
     same_sizes = (same(before[axis], repeated[axis if axis < 2 else axis + 1]) for axis in range(4))
     kept = (same(before[axis], after[axis]) for axis in (0, 2, 3))
     return unsqueeze.inputs[0] if all(same_sizes) and all(kept) else None
-
-
-def _puts_past_in_front(concat: ir.Node) -> bool:
-    """Whether a Concat joins two values along the tokens of their heads."""
-    along = attribute(concat, "axis", None) in (2, -2)
-    return along and len(concat.inputs) == 2 and shape_of_rank(concat.inputs[0], 4) is not None
 
 
 def _turned_in_three_dimensions(value: _Value) -> _Value:

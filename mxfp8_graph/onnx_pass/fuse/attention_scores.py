@@ -151,18 +151,12 @@ def _row_guard(result: ir.Value, masks: tuple[Mask, ...]) -> ir.Node | None:
         if not is_op(node, "Where") or node.inputs[2] is not result or scalar(node.inputs[1]) != 0:
             continue
         equal = made_by(node.inputs[0], "Equal")
-        largest = (
-            None if equal is None or scalar(equal.inputs[1]) != -math.inf else made_by(equal.inputs[0], "ReduceMax")
-        )
-        if largest is not None and largest.inputs[0] in hidden and _is_over_keys(largest):
+        largest = made_by(equal.inputs[0], "ReduceMax") if equal and scalar(equal.inputs[1]) == -math.inf else None
+        # Over the last axis, which stays with size 1.
+        axis = scalar(largest.inputs[1]) if largest and len(largest.inputs) > 1 else None
+        if largest and axis == -1 and largest.inputs[0] in hidden and attribute(largest, "keepdims", 1) == 1:
             return node
     return None
-
-
-def _is_over_keys(node: ir.Node) -> bool:
-    """Whether a reduction is over the last axis, which stays with size 1."""
-    axes = constant(node.inputs[1]) if len(node.inputs) > 1 and node.inputs[1] else None
-    return axes is not None and axes.tolist() == [-1] and attribute(node, "keepdims", 1) == 1
 
 
 def _scores(value: _Value, masks: int = 0) -> _Scores | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -37,50 +36,38 @@ def _sigmoid(x: Array) -> Array:
 _POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
 
 with np.errstate(over="ignore"):
-    _EPILOGUES: Final[Mapping[str, Array]] = MappingProxyType(
-        {name: row.of(_POINTS) for name, row in FUNCTIONS.items() if name != "none"}
-    )
+    _EPILOGUES: Final[Mapping[str, Array]] = {
+        name: row.of(_POINTS) for name, row in FUNCTIONS.items() if name != "none"
+    }
     """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
 
-_TOLERANCE: Final = MappingProxyType({contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3})
+_TOLERANCE: Final = {contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3}
 """How far a function may be off, relative to 1 + |x|, by dtype, to which its constants are rounded."""
 
 _Compute = Callable[[ir.Node, Sequence[Array]], Array]
 
 
-def _standard_gelu(node: ir.Node, given: Sequence[Array]) -> Array:
-    return (_gelu_tanh if attribute(node, "approximate", "none") == "tanh" else _gelu)(given[0])
-
-
-def _swish(node: ir.Node, given: Sequence[Array]) -> Array:
-    return given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0])
-
-
-_STANDARD: Final[Mapping[str, _Compute]] = MappingProxyType(
-    {
-        "Identity": lambda node, given: given[0],
-        "Neg": lambda node, given: -given[0],
-        "Relu": lambda node, given: _relu(given[0]),
-        "Sigmoid": lambda node, given: _sigmoid(given[0]),
-        "Tanh": lambda node, given: _tanh(given[0]),
-        "Erf": lambda node, given: _erf(given[0]),
-        "Gelu": _standard_gelu,
-        "Swish": _swish,
-        "Add": lambda node, given: given[0] + given[1],
-        "Sub": lambda node, given: given[0] - given[1],
-        "Mul": lambda node, given: given[0] * given[1],
-        "Div": lambda node, given: given[0] / given[1],
-        "Pow": lambda node, given: given[0] ** given[1],
-    }
-)
-_MICROSOFT: Final[Mapping[str, _Compute]] = MappingProxyType(
-    {
-        "Gelu": lambda node, given: _gelu(given[0]),
-        "FastGelu": lambda node, given: _gelu_tanh(given[0] if len(given) == 1 else given[0] + given[1]),
-        "QuickGelu": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.702) * given[0]),
-    }
-)
-_OPS: Final = MappingProxyType({MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD, _STANDARD)})
+_STANDARD: Final[Mapping[str, _Compute]] = {
+    "Identity": lambda node, given: given[0],
+    "Neg": lambda node, given: -given[0],
+    "Relu": lambda node, given: _relu(given[0]),
+    "Sigmoid": lambda node, given: _sigmoid(given[0]),
+    "Tanh": lambda node, given: _tanh(given[0]),
+    "Erf": lambda node, given: _erf(given[0]),
+    "Gelu": lambda node, given: (_gelu_tanh if attribute(node, "approximate", "") == "tanh" else _gelu)(given[0]),
+    "Swish": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0]),
+    "Add": lambda node, given: given[0] + given[1],
+    "Sub": lambda node, given: given[0] - given[1],
+    "Mul": lambda node, given: given[0] * given[1],
+    "Div": lambda node, given: given[0] / given[1],
+    "Pow": lambda node, given: given[0] ** given[1],
+}
+_MICROSOFT: Final[Mapping[str, _Compute]] = {
+    "Gelu": lambda node, given: _gelu(given[0]),
+    "FastGelu": lambda node, given: _gelu_tanh(given[0] if len(given) == 1 else given[0] + given[1]),
+    "QuickGelu": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.702) * given[0]),
+}
+_OPS: Final = {MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD, _STANDARD)}
 """What each elementwise op computes, by domain."""
 
 
@@ -148,10 +135,10 @@ def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
 
 def _named(values: Array, dtype: int) -> str | None:
     """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
-    errors = {name: _error(values, wanted) for name, wanted in _EPILOGUES.items()}
+    scale = 1 + np.abs(_POINTS)
+    errors = {
+        name: float(np.max(np.nan_to_num(np.abs(values - wanted) / scale, nan=np.inf)))
+        for name, wanted in _EPILOGUES.items()
+    }
     nearest = min(errors, key=errors.__getitem__)
     return nearest if errors[nearest] <= _TOLERANCE[dtype] else None
-
-
-def _error(values: Array, wanted: Array) -> float:
-    return float(np.max(np.nan_to_num(np.abs(values - wanted) / (1 + np.abs(_POINTS)), nan=np.inf)))

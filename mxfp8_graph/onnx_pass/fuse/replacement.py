@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import Dim, attribute, dtype_of, is_op, made_by, settings_of, shape_of, stored
+from mxfp8_graph.onnx_pass.graph import Dim, dtype_of, made_by, settings_of, shape_of, stored
 from mxfp8_ops import contract
 
 REPLACES: Final = "replaces"
@@ -114,26 +114,7 @@ def type_of(value: ir.Value | None) -> TensorType:
     """Returns what is known of a value; of those that came with replaced matmuls, what follows from their nodes."""
     if value is None:
         return TensorType(0, None)
-    known, node = TensorType(dtype_of(value), shape_of(value)), value.producer()
-    if node is None or (known.dtype and known.shape is not None):
-        return known
-    computed = _computed(node)
-    return TensorType(known.dtype or computed.dtype, computed.shape if known.shape is None else known.shape)
-
-
-def _computed(node: ir.Node) -> TensorType:
-    """Returns the type of what a node computes, of those that replace a matmul; nothing known for any other."""
-    if is_op(node, "Cast"):
-        return TensorType(attribute(node, "to", 0), type_of(node.inputs[0]).shape)
-    tensor = stored(node.outputs[0]) if is_op(node, "Constant") else None
-    if tensor is not None:
-        return TensorType(int(tensor.dtype), tuple(tensor.shape.numpy()))
-    op = row_of(node)
-    if op is None or not op.is_gemm or op.quantizes or op.indices_at is not None:
-        return TensorType(0, None)
-    left, right = (type_of(node.inputs[at or 0]).shape for at in (0, op.packed_at))
-    shape = (*left[:-1], right[-2]) if left and right and len(right) == 2 else None
-    return TensorType(attribute(node, "output_dtype", contract.FLOAT), shape)
+    return TensorType(dtype_of(value), shape_of(value))
 
 
 def row_of(node: ir.Node | None) -> contract.Op | None:

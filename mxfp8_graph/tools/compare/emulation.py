@@ -65,12 +65,12 @@ class Emulator:
         site = self.weights[name]
         static = site.w.static
         assert static is not None  # `lay_out` keeps those
-        with rows_of(static) as (rows, flipped):
-            *lead, height, _ = rows.shape
-            assert rows.read is not None
-            values = np.empty(rows.shape, np.float32)
-            for at in np.ndindex(*lead):
-                values[at] = rows.read(at, 0, height)
+        rows, flipped = rows_of(static)
+        *lead, height, _ = rows.shape
+        assert rows.read is not None
+        values = np.empty(rows.shape, np.float32)
+        for at in np.ndindex(*lead):
+            values[at] = rows.read(at, 0, height)
         if site.w.transposed != flipped:
             values = np.ascontiguousarray(values.swapaxes(-1, -2))
         return values if site.form.alpha == 1.0 else values * np.float32(site.form.alpha)

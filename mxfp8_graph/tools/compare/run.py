@@ -115,7 +115,7 @@ def compare(
             name = str(model) if isinstance(model, (str, Path)) else "program"
             model = _exported(model, folder / "model.onnx")
             notes.append("the program is compared as the ONNX model that torch.onnx makes of it")
-        graph = load(model, sparse=True)
+        graph = load(model)
         where = name_of(graph)
         name = where if name == "model" else name
         if made := record.find(graph):

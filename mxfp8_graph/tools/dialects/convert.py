@@ -15,7 +15,7 @@ import onnx_ir as ir
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass import record
-from mxfp8_graph.onnx_pass.dialect_ops import foreign, is_quantized, may_be_mxfp8
+from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS, Dialect
 from mxfp8_graph.onnx_pass.fuse import fuse
 from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
@@ -29,6 +29,7 @@ from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.tools.dialects import decompose, gemms, recompose
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.node_check import check_node
+from mxfp8_graph.tools.dialects.quantized import is_quantized, may_be_mxfp8
 from mxfp8_graph.tools.dialects.report import Conversion, Counts
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option

@@ -122,7 +122,7 @@ def _rewritten(model: Any) -> ir.Model:
     if kind_of(model) is not Kind.ONNX_FILE:
         advice = "write a program with mxfp8_graph.to_onnx, a model in memory with onnx.save"
         raise ContractError(str(model)[:80], "is not an ONNX file", expected="one", advice=advice)
-    loaded = load(model, sparse=True)
+    loaded = load(model)
     if record.find(loaded) is None:
         what, expected = "has no MXFP8 nodes", "a rewritten model"
         raise ContractError(name_of(loaded), what, expected=expected, advice="rewrite it first")

@@ -228,7 +228,7 @@ def _checksum(name: str, value: Any) -> int:
 def model_digest(model: Any) -> str:
     """Returns the SHA-256 of a model: of its files, or of what it holds in memory."""
     if isinstance(model, (str, Path)):
-        beside = [] if is_program(model) else sorted(external_files(load(model, sparse=True)))
+        beside = [] if is_program(model) else sorted(external_files(load(model)))
         files = [Path(model), *beside]
         return _digest(piece for file in files for piece in _pieces(file))
     if not is_program(model):
