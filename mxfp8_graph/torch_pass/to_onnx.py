@@ -13,28 +13,27 @@ of W are never read, so W is zeros, which take no memory.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
-import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.load import load as load_onnx
-from mxfp8_graph.onnx_pass.prepare import infer
-from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_onnx
+from mxfp8_graph.onnx_pass.graph import INLINE_BYTES
+from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_model
 from mxfp8_graph.options import CheckpointWeights, Options
 from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
+from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import exporter, internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.checked_program import check_stored, check_values
@@ -48,10 +47,6 @@ from mxfp8_ops.errors import ContractError, Mxfp8Error
 _ATEN: Final = torch.ops.aten
 _SITE: Final = "mxfp8_graph.site"
 """Key in the custom metadata of a product or lookup: activations, scale rounding and weight format, in one text."""
-_INLINE_LIMIT: Final = 1_900_000_000
-"""Bytes. protobuf cannot hold 2^31; the rest is room for the graph."""
-_LARGE: Final = 4096
-"""Bytes from which on a tensor of the plain model goes to external data."""
 
 
 class _Decided(Recipe):
@@ -75,33 +70,29 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
 
     shapes = {} if names["dynamic_shapes"] is None else {"dynamic_shapes": names["dynamic_shapes"]}
     model = exporter.export(plain.finish(), opset, shapes, before_optimizing)
-    recipe = _decided(source, plain.sites)
+    _store_zeros(model.graph, plain.weights)
+    wanted = {str(node.name) for node in model.graph} & {name for nodes in plain.sites.values() for name in nodes}
     own = {name: name for name in plain.weights}  # explicit, so that no name is guessed
     weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
-    with tempfile.TemporaryDirectory(prefix="mxfp8-graph.") as folder:
-        try:
-            saved = _save(model, Path(folder) / "plain.onnx", own)
-        except OSError as error:
-            raise ContractError.unwritable(folder, error, "free some space for temporary files") from error
-        whole = Options(name="to_onnx", output=path, weights=weights, **_settings(source, options))
-        _, report = rewrite_onnx(saved, recipe, whole)
+    # NaN and Inf were allowed, or not, when the program was packed.
+    whole = Options(name="to_onnx", output=path, weights=weights, allow_nonfinite=True, **options)
+    size = sum(tensor.nbytes for tensor in source.state_dict.values())
+    reporter = Reporter(recipe=_decided(source, plain.sites), options=whole, bytes_before=size)
+    _, report = rewrite_model(model, reporter)
     # Weights are all taken, or it is an error before; of products without one the pass may say that it cannot.
-    wanted = {str(node.name) for node in model.graph} & {name for nodes in plain.sites.values() for name in nodes}
     if lost := wanted - {site.decision.site.name for site in report.rewritten}:
         what, advice = f"holds {min(lost)!r} in high precision", "report this as a bug"
         raise ContractError(path, what, expected="MXFP8, as in the program", advice=advice)
-    values = (node.meta.get("val") for node in source.graph.nodes)
-    if not recipe.runs_on and any(getattr(v, "dtype", None) in {torch.float16, torch.bfloat16} for v in values):
-        written = load_onnx(path)
-        infer(written, [])
-        for note in cpu_note(written):
-            warnings.warn(note, stacklevel=3)  # the caller of mxfp8_graph.to_onnx
+    for note in cpu_note(model):
+        warnings.warn(note, stacklevel=3)  # the caller of mxfp8_graph.to_onnx
     return path
 
 
 def plain_to_onnx(program: ExportedProgram | Path, path: Path) -> Path:
     """Writes an original program as ONNX, with external data, and returns `path`; errors as `mxfp8_graph.to_onnx`."""
-    return _save(exporter.export(_opened(program), contract.MIN_OPSET, {}), path)
+    model = exporter.export(_opened(program), contract.MIN_OPSET, {})
+    ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=INLINE_BYTES)
+    return path
 
 
 def _opened(program: ExportedProgram | Path) -> ExportedProgram:
@@ -145,31 +136,20 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
     return _Decided.model_construct(None, **fields)
 
 
-def _settings(source: ExportedProgram, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of the rewrite."""
-    settings = {name: options[name] for name in ("external_data", "overwrite", "bodies") if name in options}
-    # Not as the plain model has it, which has external data at any size.
-    if settings.get("external_data", "auto") == "auto":
-        stored = sum(tensor.nbytes for tensor in source.state_dict.values())
-        settings["external_data"] = "always" if stored > _INLINE_LIMIT else "never"
-    return {**settings, "allow_nonfinite": True}  # that was decided when the program was packed
-
-
-def _save(model: ir.Model, path: Path, weights: Sequence[str] | Mapping[str, str] = ()) -> Path:
-    """Writes a model with external data, and returns `path`; `weights` are inputs that become initializers of zeros."""
-    ir.external_data.unload_from_model(model, path.parent, f"{path.name}.data", size_threshold_bytes=_LARGE)
-    zeros = path.with_name(f"{path.name}.zeros")  # one range of one file for all
-    for value in [value for value in model.graph.inputs if value.name in weights]:
+def _store_zeros(graph: ir.Graph, weights: Container[str]) -> None:
+    """Makes the inputs that are `weights` initializers of zeros, which are made only if they are read."""
+    for value in [value for value in graph.inputs if value.name in weights]:
         shape, dtype = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED
-        size = math.prod(shape.numpy()) * int(dtype.itemsize)
-        with zeros.open("ab") as file:
-            file.truncate(max(size, file.tell()))  # takes no space on the disk
-        model.graph.inputs.remove(value)
-        name = str(value.name)
-        value.const_value = ir.ExternalTensor(zeros.name, 0, size, dtype, shape=shape, name=name, base_dir=path.parent)
-        model.graph.register_initializer(value)
-    ir.save(model, path)
-    return path
+        zeros = partial(_zeros, shape, dtype)
+        graph.inputs.remove(value)
+        value.const_value = ir.LazyTensor(zeros, dtype, shape, name=value.name)
+        graph.register_initializer(value)
+    for value in set(graph.initializers.values()).difference(graph.outputs):
+        value.type = value.shape = None  # else the file declares the type of each twice
+
+
+def _zeros(shape: ir.Shape, dtype: ir.DataType) -> ir.Tensor:
+    return ir.Tensor(np.zeros(shape.numpy(), dtype.numpy()), dtype=dtype)
 
 
 class _Plain:
