@@ -17,7 +17,6 @@ from typing import Any
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import PASS_OTHERS, Array, Inputs, Signature
@@ -187,8 +186,7 @@ def switched(
     options = Options(name=name)
     program, sites, decisions = planned(source, recipe, options)
     require_eligible(decisions, name, wanted=WANTED)
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=True)
-    editor = Editor(program, rewrite_record, allow_nonfinite=allow_nonfinite)
+    editor = Editor(program, recipe, allow_nonfinite=allow_nonfinite)
     originals: list[tuple[Node, Node]] = []
     chosen: list[TorchSite] = []
 

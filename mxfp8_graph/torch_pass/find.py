@@ -132,7 +132,7 @@ class _Finder:
                 if is_attention(node):
                     yield from self._attention(node, scope, transformed)
                 elif node in self._forms:
-                    yield self.describe(node, self._forms[node], scope, transformed)
+                    yield self._described(node, self._forms[node], scope, transformed)
 
     def _attention(self, node: Node, scope: GraphScope, transformed: str | None) -> Iterator[AttentionSite]:
         """Yields the scores and the values product, under the names that `attention.expand` gives them."""
@@ -158,25 +158,28 @@ class _Finder:
             )
             yield AttentionSite(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
-    def describe(self, node: Node, form: Form, scope: GraphScope, transformed: str | None) -> TorchSite:
+    def _described(self, node: Node, form: Form, scope: GraphScope, transformed: str | None) -> TorchSite:
         """Returns the site of one matmul, or of one lookup in a table."""
-        if isinstance(form, Lookup):
-            return self._lookup(node, form, scope, transformed)
-        x, w, swapped = operands_of(form, self._statics)
+        lookup = form if isinstance(form, Lookup) else None
+        if lookup:
+            x, w, swapped = Operand(node=form.a), Operand(node=form.b, static=self._statics.resolve(form.b)), False
+        else:
+            x, w, swapped = operands_of(form, self._statics)
         static = w.static
-        m, n, k = eligibility.sizes(x.shape, w.shape)
-        added = self._added(node, form, n, swapped)
+        m, n, k = eligibility.sizes([*x.shape, 1] if lookup else x.shape, w.shape)  # each id is a row
+        added = Addend(output=node) if lookup else self._added(node, form, n, swapped)
         if static is None and form.alpha != 1.0 and added.bias is not None:  # alpha comes after the gemm, bias after it
             added = replace(added, bias=None, addend=added.bias)
         # Reports name the op of the user's program, and not the bmm that an einsum was decomposed into.
         op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
-        dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
+        dtype = dtype_name(static.dtype if static else (form.b if lookup else form.a).meta["val"].dtype)
+        blocker = self._lookup_blocker(lookup, w, dtype) if lookup else self._blocker(node, form, x, w, dtype)
         matmul = MatMulSite(
             name=take_name(node.name, self._names, "#"),
             op={LINEAR_TRAIN: "linear" if static else "matmul", GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,
-            role=self._role(node, static, scope),
+            role="embedding" if lookup else self._role(node, static, scope),
             m=m,
             n=n,
             k=k,
@@ -187,7 +190,7 @@ class _Finder:
             weight_bytes=static.byte_size if static else 0,
             shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
             has_bias=added.bias is not None,
-            blocker=scope.blocker or self._blocker(node, form, x, w, dtype) or transformed,
+            blocker=scope.blocker or blocker or transformed,
         )
         packed, unfit = self._packed_by_torchao(w, swapped)
         return TorchSite(
@@ -206,45 +209,6 @@ class _Finder:
         if scope.blocker:  # what its operands are is decided outside
             return "linear"
         return self._roles.of_linear(node) if static else self._roles.of_product(node)
-
-    def _lookup(self, node: Node, form: Lookup, scope: GraphScope, transformed: str | None) -> TorchSite:
-        static, table = self._statics.resolve(form.b), form.b.meta["val"]
-        w = Operand(node=form.b, static=static)
-        n, k = (eligibility.rows([size]) for size in table.shape)
-        fit = form.unfit or (None if static else self._weight_blocker(form.b))
-        dtype = dtype_name(table.dtype)
-        matmul = MatMulSite(
-            name=take_name(node.name, self._names, "#"),
-            op=internals.op_name(node),
-            module=internals.module_path(node),
-            subgraph=scope.path,
-            role="embedding",
-            m=eligibility.rows(form.a.meta["val"].shape),
-            n=n,
-            k=k,
-            dtype=dtype,
-            weight=static.name if static else None,
-            weight_shape=static.shape if static else (),
-            weight_bytes=static.byte_size if static else 0,
-            shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
-            blocker=scope.blocker
-            or fit
-            or eligibility.weight_blocker(table.shape)
-            or eligibility.dtype_blocker(dtype, "cast the model first")
-            or transformed,
-        )
-        packed, unfit = self._packed_by_torchao(w, swapped=False)
-        return TorchSite(
-            matmul=matmul,
-            node=node,
-            form=form,
-            x=Operand(node=form.a),
-            w=w,
-            swapped=False,
-            added=Addend(output=node),
-            packed=packed,
-            unfit=unfit,
-        )
 
     def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Addend:
         """Returns the op's own addend, or the static operand of the add after it, absorbed where that is exact."""
@@ -299,6 +263,14 @@ class _Finder:
             eligibility.weight_blocker(w.static.shape)
             or eligibility.dtype_blocker(activation, "cast it first", owner="the activation")
             or (_broadcast_blocker(node, form.a) if w.static.broadcast else None)
+        )
+
+    def _lookup_blocker(self, form: Lookup, w: Operand, dtype: str) -> str | None:
+        return (
+            form.unfit
+            or (None if w.static else self._weight_blocker(w.node))
+            or eligibility.weight_blocker(w.shape)
+            or eligibility.dtype_blocker(dtype, "cast the model first")
         )
 
     def _weight_blocker(self, node: Node) -> str | None:

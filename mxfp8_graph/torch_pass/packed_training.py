@@ -16,15 +16,17 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.report.reporter import Reporter, kept
+from mxfp8_graph.torch_pass import internals, record, training_mode
 from mxfp8_graph.torch_pass.build import Builder, Shared
+from mxfp8_graph.torch_pass.find import find_sites
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_ops import (
     contract,
@@ -36,24 +38,37 @@ from mxfp8_ops.errors import ContractError
 _MXFP8: Final = torch.ops.mxfp8
 _TRAINED: Final = (_MXFP8.linear_packed.default, _MXFP8.product.default)
 
-NOTE: Final = (
+_NOTE: Final = (
     "packed weights stay as they are, since MXFP8 values are too far apart for an optimizer's steps; to train them, "
     "rewrite the original program with training=True"
 )
 
 
-def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport]:
-    """Makes every parameter that is not packed trainable; returns a report of each packed matmul.
-
-    Args:
-        program: a packed one, or a result of this function, perhaps for another format of gradients.
-        recipe: the one that packed it; its `fp8_format` sets the format of gradients.
-        where: name of the program in errors.
+def switched(source: ExportedProgram, reporter: Reporter) -> tuple[Program, list[SiteReport]]:
+    """Returns (a copy of a packed program, prepared for training or packed again after it; a report of each site).
 
     Raises:
         ContractError: there is nothing to train, or experts are chosen at run time for quantized activations.
     """
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
+    program, recipe = Program(source), reporter.recipe
+    if not reporter.options.training:
+        training_mode.evaluate(program.module)
+    # The recipe does not apply to what was not packed.
+    reason = "not packed; it stays in high precision"
+    others = [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in find_sites(program)]
+    if reporter.options.training:
+        reports = _to_training(program, recipe, reporter.options.name)
+        reporter.notes.append(_NOTE)
+    else:
+        reports = _to_inference(program, recipe)
+    return program, [*reports, *map(kept, others)]
+
+
+def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport]:
+    """Makes every parameter that is not packed trainable; returns a report of each packed matmul.
+
+    `program` may be a result of this function, for another format of gradients, which is the recipe's `fp8_format`.
+    """
     reports: list[SiteReport] = []
     for node in list(program.module.graph.nodes):
         call = internals.arguments(node)
@@ -68,7 +83,7 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
             _pass_gradients(node, call, internals.arguments(a))
         if node.target in _TRAINED:
             _set_format(node, recipe)
-            record.mark(node, rewrite_record)
+            record.mark(node, recipe)
         reports += _report(node, call, "its packed weight is frozen, gradients pass through it")
     _drop_unused(program)
     # A training run without a parameter would fail much later, in the optimizer.
@@ -80,16 +95,15 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
     return reports
 
 
-def to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
-    """Reverts `to_training`, with the trained values; returns a report of each packed matmul."""
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
+def _to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
+    """Reverts `_to_training`, with the trained values; returns a report of each packed matmul."""
     shared: Shared = {}
     writes = 0
     reports: list[SiteReport] = []
     for node in list(program.module.graph.nodes):
         if node.target in _TRAINED:
             _quantize_operands(node, internals.arguments(node), Builder(program, node, shared), writes)
-            record.mark(node, rewrite_record)
+            record.mark(node, recipe)
         reports += _report(node, internals.arguments(node), "its weight was packed before")
         # An in-place op may change an activation, so a quantize before it cannot be shared with matmuls after it.
         writes += bool(internals.written(node))

@@ -98,12 +98,8 @@ class Program:
         """Returns `wanted`, or `wanted` with a number, as a name that no tensor of the program has."""
         return unique_name(wanted, ChainMap(self.state, self.constants))
 
-    def add_buffer(self, name: str, data: torch.Tensor) -> None:
-        """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
-        self.state[name] = data
-
     def weight(self, name: str) -> Node:
-        """Returns the node of an added buffer."""
+        """Returns the node of a tensor that was added to `state`, as a buffer."""
         if name not in self._added:
             # Parameters and buffers come before the user's inputs, as ExportedProgram requires.
             graph, user_input = self.module.graph, InputKind.USER_INPUT

@@ -24,7 +24,7 @@ from torch.fx import Node
 
 from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.provenance import RewriteRecord
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.reporter import PackedNames, replaced
 from mxfp8_graph.torch_pass import internals, record, torchao_weights
@@ -44,7 +44,7 @@ class Editor:
     def __init__(
         self,
         program: Program,
-        rewrite_record: RewriteRecord,
+        recipe: Recipe,
         *,
         allow_nonfinite: bool,
         sizes_only: bool = False,
@@ -54,7 +54,7 @@ class Editor:
 
         Args:
             program: the program, which is edited.
-            rewrite_record: what to record in each new gemm.
+            recipe: what to record in each new gemm.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
             sizes_only: pack nothing; new weights have a shape and no values, which is all that a dry run needs.
             stored_weights: weights that a checkpoint has packed, by the name of the site.
@@ -62,7 +62,7 @@ class Editor:
         self._stored_weights = stored_weights or {}
         self._sizes_only = sizes_only
         self._program = program
-        self._made = rewrite_record
+        self._recipe = recipe
         self._allow_nonfinite = allow_nonfinite
         self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
@@ -92,7 +92,7 @@ class Editor:
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
-        put(site, _gemm(site, decision, inputs), build, self._made)
+        put(site, _gemm(site, decision, inputs), build, self._recipe)
         return replaced(decision, [node.name for node in [*build.new, site.added.output]], packed)
 
     def finish(self) -> None:
@@ -108,40 +108,38 @@ class Editor:
         settings = (decision.weight_format, decision.scale_rounding, alpha, stored_weight and stored_weight.name)
         stored = self._program.tensor(static.name)
         key = (*identity(self._program, static), *layout_of(static, stored, transposed), *settings)
-        if key in self._packed:
-            return self._packed[key]
+        if key not in self._packed:
+            self._packed[key] = self._store(static.name, stored, self._codes(site, static, decision))
+        return self._packed[key]
+
+    def _codes(self, site: TorchSite, static: Static, decision: Decision) -> tuple[Any, Any, float | None]:
+        """Returns (elements, scales, the rounding error where it is known)."""
+        stored, stored_weight = self._program.tensor(static.name), self._stored_weights.get(site.matmul.name)
         if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
-            self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
-            return self._packed[key]
+            return *torchao_weights.unpacked(stored), None
         self._sources.add(storage_of(stored))
         if stored_weight is not None and not self._sizes_only:
             codes = take(stored_weight, allow_nonfinite=self._allow_nonfinite)
-            elements, scales = (torch.from_numpy(np.array(each)) for each in (codes.elements, codes.scales))
-            elements, scales = elements.to(stored.device), scales.to(stored.device)
-            self._packed[key] = self._store(static.name, elements, scales, None)
-            return self._packed[key]
+            return np.array(codes.elements), np.array(codes.scales), None
         rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
         result = pack(
             replace(rows, name=static.name),
             # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
-            transposed=transposed != flipped,
-            factor=alpha,  # before rounding: alpha need not be a power of two
+            transposed=site.w.transposed != flipped,
+            factor=site.form.alpha,  # before rounding: alpha need not be a power of two
             element_format=decision.weight_format,
             scale_rounding=decision.scale_rounding,
             allow_nonfinite=self._allow_nonfinite,
         )
-        # On the weight's own device, so that a program on a GPU runs without transfers.
-        elements, scales = (torch.from_numpy(codes).to(stored.device) for codes in (result.elements, result.scales))
-        self._packed[key] = self._store(static.name, elements, scales, None if stored_weight else result.relative_l2)
-        return self._packed[key]
+        return result.elements, result.scales, None if stored_weight else result.relative_l2
 
-    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
+    def _store(self, name: str, weight: torch.Tensor, codes: tuple[Any, Any, float | None]) -> PackedNames:
         """Returns the names of two new buffers of the program, elements and scales of a packed weight."""
+        # On the weight's own device, so that a program on a GPU runs without transfers.
+        elements, scales = (torch.as_tensor(each).to(weight.device) for each in codes[:2])
         names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
-        packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
-        self._program.add_buffer(packed.elements, elements)
-        self._program.add_buffer(packed.scales, scales)
-        return packed
+        self._program.state |= dict(zip(names, (elements, scales), strict=True))
+        return PackedNames(*names, elements.nbytes + scales.nbytes, codes[2])
 
     def _weight(self, name: str, gather: Node | None) -> Node:
         """Returns the node of a packed buffer, or of the entries of it that `gather` picks."""
@@ -169,7 +167,7 @@ class Editor:
             stored = self._program.tensor(static.name)
             # Converted once, here, and not in each run of the program.
             values = static.apply(stored).float().reshape(-1) * np.float32(beta).item()
-            self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
+            self._program.state[name] = values.expand(int(n or 0)).contiguous()
             self._biases[key] = name
         return [self._program.weight(self._biases[key])]
 
@@ -218,7 +216,7 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-def put(site: TorchSite, gemm: Call, build: Builder, rewrite_record: RewriteRecord) -> None:
+def put(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
     """Turns the site's output node into the gemm, or into the last of the calls that must follow it."""
     output = site.added.output
     *calls, last = gemm, *_epilogue(site, build)
@@ -227,7 +225,7 @@ def put(site: TorchSite, gemm: Call, build: Builder, rewrite_record: RewriteReco
         name = f"{site.node.name}_{call.name}"
         before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
         if call is gemm:
-            record.mark(before[0], rewrite_record)
+            record.mark(before[0], recipe)
     arguments = (*before, *last.arguments)
     # A last check, before the edit: every user of the node was traced with this dtype and rank.
     value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
@@ -237,7 +235,7 @@ def put(site: TorchSite, gemm: Call, build: Builder, rewrite_record: RewriteReco
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
     if last is gemm:
-        record.mark(output, rewrite_record)
+        record.mark(output, recipe)
     # The sum became the output, so the matmul itself has no user any more.
     if output is not site.node:
         site.node.graph.erase_node(site.node)

@@ -148,7 +148,7 @@ def _store_zeros(graph: ir.Graph, weights: Container[str]) -> None:
         value.type = value.shape = None  # else the file declares the type of each twice
 
 
-def _zeros(shape: ir.Shape, dtype: ir.DataType) -> ir.Tensor:
+def _zeros(shape: ir.Shape, dtype: ir.DataType) -> ir.TensorProtocol:
     return ir.Tensor(np.zeros(shape.numpy(), dtype.numpy()), dtype=dtype)
 
 
@@ -259,7 +259,7 @@ class _Plain:
             fields = dict(zip(("elements", "scales"), codes, strict=True), shape=tuple(packed[0].shape))
             self.weights[name] = SimpleNamespace(name=name, element_format=key[2], **fields)
             zero = torch.zeros((), dtype=dtype, device=packed[0].device)
-            self._program.add_buffer(name, zero.expand(packed[0].shape))
+            self._program.state[name] = zero.expand(packed[0].shape)
         plain = self._program.weight(self._names[key])
         return plain if gather is None else build.add("picked", gather.target, plain, *gather.args[1:], **gather.kwargs)
 

@@ -23,7 +23,6 @@ from torch.fx import Node
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder
@@ -95,9 +94,7 @@ def note(decisions: Sequence[Decision]) -> str | None:
     return f"training keeps {len(left)} of the sites that the recipe asks for ({names}): {reasons}"
 
 
-def apply(
-    program: Program, site: TorchSite, decision: Decision, recipe: Recipe, rewrite_record: RewriteRecord
-) -> SiteReport:
+def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe) -> SiteReport:
     """Replaces the site by a `linear_train` of its operands, and returns the report of the site."""
     build = Builder(program, site.node)
     x, weight = _operands(site, build)
@@ -112,7 +109,7 @@ def apply(
     if site.form.offs is not None:
         call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
         _note_original(site.node)
-    put(site, call, build, rewrite_record)
+    put(site, call, build, recipe)
     # A transpose that was dropped: it would keep the weight in the program once that is packed.
     prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.
@@ -168,22 +165,21 @@ def undo(program: Program, site: Site) -> None:
 
     One of groups becomes the op that it was.
     """
-    node = site.node
-    if internals.op_name(node) == GROUPED_TRAIN:
-        x, weight, offs = (internals.argument(node, name) for name in ("x", "weight", "offs"))
-        node.target, node.kwargs = _original(node), {}
-        node.args = (x, Builder(program, node).permute(weight, k_last(range(3))), offs)
-        record.unmark(node)
-    if internals.op_name(node) == LINEAR_TRAIN:
-        x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
-        if weight.meta["val"].dim() == 2:
-            node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
+    node, op = site.node, internals.op_name(site.node)
+    if op not in {GROUPED_TRAIN, LINEAR_TRAIN}:
+        return
+    x, weight = (internals.argument(node, name) for name in ("x", "weight"))
+    rank, last = weight.meta["val"].dim(), internals.argument(node, "bias" if op == LINEAR_TRAIN else "offs")
+    if rank == 2:
+        node.target, node.args = _ATEN.linear.default, (x, weight, last)
+    else:
+        transposed = Builder(program, node).permute(weight, k_last(range(rank)))
+        if op == GROUPED_TRAIN:
+            node.target, node.args = _original(node), (x, transposed, last)
         else:
-            rank = weight.meta["val"].dim()
-            transposed = Builder(program, node).permute(weight, k_last(range(rank)))
-            node.target = _ATEN.bmm.default if rank == 3 else _ATEN.matmul.default
-            node.args, node.kwargs = (x, transposed), {}
-        record.unmark(node)
+            node.target, node.args = (_ATEN.bmm if rank == 3 else _ATEN.matmul).default, (x, transposed)
+    node.kwargs = {}
+    record.unmark(node)
 
 
 def _note_original(node: Node) -> None:
