@@ -183,10 +183,10 @@ def switched(
     if record.find(source) is not None:
         advice = "name the program it was made from"
         raise ContractError(name, "is rewritten already", expected="the original program", advice=advice)
-    options = Options(name=name)
+    options = Options(name=name, allow_nonfinite=allow_nonfinite)
     program, sites, decisions = planned(source, recipe, options)
     require_eligible(decisions, name, wanted=WANTED)
-    editor = Editor(program, recipe, allow_nonfinite=allow_nonfinite)
+    editor = Editor(program, recipe, options)
     originals: list[tuple[Node, Node]] = []
     chosen: list[TorchSite] = []
 

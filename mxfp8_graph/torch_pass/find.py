@@ -127,7 +127,8 @@ class _Finder:
             nesting = 0
             for node in scope.module.graph.nodes:
                 # Nodes inside of vmap see tensors without the mapped axis, so their shapes are not those of the run.
-                nesting += internals.transform_depth(node)
+                op = internals.op_name(node)
+                nesting += op.endswith("_increment_nesting") - op.endswith("_decrement_nesting")
                 transformed = _TRANSFORMED if nesting else None
                 if is_attention(node):
                     yield from self._attention(node, scope, transformed)
@@ -171,7 +172,12 @@ class _Finder:
         if static is None and form.alpha != 1.0 and added.bias is not None:  # alpha comes after the gemm, bias after it
             added = replace(added, bias=None, addend=added.bias)
         # Reports name the op of the user's program, and not the bmm that an einsum was decomposed into.
-        op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
+        sources = [source.target for source in node.meta.get("from_node") or ()]  # torch's record of decompositions
+        op = (
+            "einsum"
+            if str(torch.ops.aten.einsum.default) in sources
+            else self._program.labels.get(node, internals.op_name(node))
+        )
         dtype = dtype_name(static.dtype if static else (form.b if lookup else form.a).meta["val"].dtype)
         blocker = self._lookup_blocker(lookup, w, dtype) if lookup else self._blocker(node, form, x, w, dtype)
         matmul = MatMulSite(
@@ -194,15 +200,7 @@ class _Finder:
         )
         packed, unfit = self._packed_by_torchao(w, swapped)
         return TorchSite(
-            matmul=matmul,
-            node=node,
-            form=form,
-            x=x,
-            w=w,
-            swapped=swapped,
-            added=added,
-            packed=packed,
-            unfit=unfit,
+            matmul=matmul, node=node, form=form, x=x, w=w, swapped=swapped, added=added, packed=packed, unfit=unfit
         )
 
     def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:

@@ -28,6 +28,7 @@ from mxfp8_graph.torch_pass import internals, record, training_mode
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import find_sites
 from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.replace import prune
 from mxfp8_ops import (
     contract,
     torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
@@ -70,6 +71,7 @@ def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteRepor
     `program` may be a result of this function, for another format of gradients, which is the recipe's `fp8_format`.
     """
     reports: list[SiteReport] = []
+    suspects: list[Node] = []
     for node in list(program.module.graph.nodes):
         call = internals.arguments(node)
         # There is no op that quantizes the rows of grouped experts and passes gradients to them; weight-only ones have
@@ -80,14 +82,17 @@ def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteRepor
             advice = "pack the original with activations: unchanged for them, or with training=True"
             raise ContractError(where, what, expected=expected, advice=advice)
         if node.target is _MXFP8.gemm.default and (a := _quantized(call["a"])) is not None:
+            suspects += node.all_input_nodes
             _pass_gradients(node, call, internals.arguments(a))
         if node.target in _TRAINED:
             _set_format(node, recipe)
             record.mark(node, recipe)
         reports += _report(node, call, "its packed weight is frozen, gradients pass through it")
-    _drop_unused(program)
+    prune(program, suspects, set())
     # A training run without a parameter would fail much later, in the optimizer.
-    if not program.thaw():
+    program.ask_for_gradients(True)
+    used = {program.stored_name(node) for node in program.scopes[0].placeholders if node.users}
+    if not any(isinstance(program.state.get(name or ""), torch.nn.Parameter) for name in used):
         what = "there is nothing to train: every weight is kept in MXFP8 only"
         expected = "parameters beside the packed weights, such as adapters, normalizations or biases"
         advice = "rewrite the original program with training=True, or add adapters before exporting it"
@@ -107,7 +112,7 @@ def _to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
         reports += _report(node, internals.arguments(node), "its weight was packed before")
         # An in-place op may change an activation, so a quantize before it cannot be shared with matmuls after it.
         writes += bool(internals.written(node))
-    program.freeze()
+    program.ask_for_gradients(False)
     return reports
 
 
@@ -154,14 +159,6 @@ def _quantize_operands(node: Node, call: Mapping[str, Any], build: Builder, epoc
     node.target = _MXFP8.gemm.default
     node.args = tuple(operands)
     node.kwargs = internals.unusual(node.target, {**settings, "dtype": None if dtype == torch.float32 else dtype})
-
-
-def _drop_unused(program: Program) -> None:
-    """Removes quantize nodes, and the getitems of their results, that have no user left."""
-    # From the end: a getitem has to go before the quantize that it reads.
-    for node in reversed(program.module.graph.nodes):
-        if not node.users and (node.target is _MXFP8.quantize.default or _quantized(node) is not None):
-            node.graph.erase_node(node)
 
 
 def _report(node: Node, call: Mapping[str, Any], reason: str) -> list[SiteReport]:

@@ -55,7 +55,9 @@ class Program:
         self.module = clone(source.graph_module)
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
-        self.fake_mode = internals.fake_mode(self.module)
+        values = (node.meta.get("val") for node in self.module.graph.nodes)
+        # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
+        self.fake_mode: Any = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
         self.labels: dict[Node, str] = {}
         """Node -> op name for reports, where the node's op differs from that of the source program."""
         main = GraphScope("", self.module)
@@ -108,7 +110,7 @@ class Program:
             with graph.inserting_before(next(inputs, None) or next(others)):
                 node = graph.placeholder("b_" + name.replace(".", "_"))
             node.target = node.name
-            node.meta["val"] = internals.fake_of(self.fake_mode, self.state[name])
+            node.meta["val"] = self.fake_mode.from_tensor(self.state[name], static_shapes=True)
             self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
             self._added[name] = node
         return self._added[name]
@@ -122,18 +124,8 @@ class Program:
             self.state.pop(name, None)
             self.constants.pop(name, None)
 
-    def freeze(self) -> None:
-        """Sets requires_grad of every parameter to False."""
-        self._ask_for_gradients(False)
-
-    def thaw(self) -> int:
-        """Sets requires_grad of every parameter to True, and returns how many of them the program uses."""
-        self._ask_for_gradients(True)
-        used = {self.stored_name(node) for node in self.scopes[0].placeholders if node.users}
-        return sum(isinstance(self.state.get(name or ""), torch.nn.Parameter) for name in used)
-
-    def _ask_for_gradients(self, wanted: bool) -> None:
-        """Replaces the parameters that have to change by others on the same memory; tied ones stay one parameter."""
+    def ask_for_gradients(self, wanted: bool) -> None:
+        """Sets requires_grad of every parameter, by others on the same memory; tied ones stay one parameter."""
         parameters: dict[tuple[object, ...], torch.nn.Parameter] = {}
         for name, tensor in self.state.items():
             if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad != wanted and tensor.is_floating_point():

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.options import StoredWeight
+from mxfp8_graph.options import Options, StoredWeight
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
@@ -42,28 +42,17 @@ class Editor:
     """Rewrites one program: `apply` each site in graph order, then `finish` once."""
 
     def __init__(
-        self,
-        program: Program,
-        recipe: Recipe,
-        *,
-        allow_nonfinite: bool,
-        sizes_only: bool = False,
-        stored_weights: Mapping[str, StoredWeight] | None = None,
+        self, program: Program, recipe: Recipe, options: Options, weights: Mapping[str, StoredWeight] | None = None
     ) -> None:
-        """Makes an editor.
+        """Makes an editor of `program` for one rewrite.
 
-        Args:
-            program: the program, which is edited.
-            recipe: what to record in each new gemm.
-            allow_nonfinite: see `mxfp8_graph.rewrite`.
-            sizes_only: pack nothing; new weights have a shape and no values, which is all that a dry run needs.
-            stored_weights: weights that a checkpoint has packed, by the name of the site.
+        On a dry run nothing is packed: new weights have a shape and no values. `weights` of a checkpoint are those
+        that it has packed, by the name of the site.
         """
-        self._stored_weights = stored_weights or {}
-        self._sizes_only = sizes_only
         self._program = program
         self._recipe = recipe
-        self._allow_nonfinite = allow_nonfinite
+        self._options = options
+        self._stored_weights = weights or {}
         self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
         self._shared: Shared = {}
@@ -83,8 +72,7 @@ class Editor:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         elif decision.activation_dtype is not None and site.form.offs is not None:
             # grouped_gemm takes values as they are.
-            rounded = getattr(torch, decision.activation_dtype)
-            inputs = [build.add(f"{site.node.name}_rounded", _ATEN._to_copy.default, inputs[0], dtype=rounded)]
+            inputs = [build.cast(inputs[0], getattr(torch, decision.activation_dtype))]
         packed = None
         if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
@@ -101,13 +89,17 @@ class Editor:
 
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
-        transposed, alpha = site.w.transposed, site.form.alpha
         stored_weight = self._stored_weights.get(site.matmul.name)
         # The key has all that changes the bytes: sites that share a weight share its packed form only if these are
         # equal.
-        settings = (decision.weight_format, decision.scale_rounding, alpha, stored_weight and stored_weight.name)
+        settings = (
+            decision.weight_format,
+            decision.scale_rounding,
+            site.form.alpha,
+            stored_weight and stored_weight.name,
+        )
         stored = self._program.tensor(static.name)
-        key = (*identity(self._program, static), *layout_of(static, stored, transposed), *settings)
+        key = (*identity(self._program, static), *layout_of(static, stored, site.w.transposed), *settings)
         if key not in self._packed:
             self._packed[key] = self._store(static.name, stored, self._codes(site, static, decision))
         return self._packed[key]
@@ -118,10 +110,10 @@ class Editor:
         if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
             return *torchao_weights.unpacked(stored), None
         self._sources.add(storage_of(stored))
-        if stored_weight is not None and not self._sizes_only:
-            codes = take(stored_weight, allow_nonfinite=self._allow_nonfinite)
+        if stored_weight is not None and not self._options.dry_run:
+            codes = take(stored_weight, allow_nonfinite=self._options.allow_nonfinite)
             return np.array(codes.elements), np.array(codes.scales), None
-        rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
+        rows, flipped = (Rows(shape=static.shape), False) if self._options.dry_run else rows_of(static, stored)
         result = pack(
             replace(rows, name=static.name),
             # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
@@ -129,7 +121,7 @@ class Editor:
             factor=site.form.alpha,  # before rounding: alpha need not be a power of two
             element_format=decision.weight_format,
             scale_rounding=decision.scale_rounding,
-            allow_nonfinite=self._allow_nonfinite,
+            allow_nonfinite=self._options.allow_nonfinite,
         )
         return result.elements, result.scales, None if stored_weight else result.relative_l2
 
@@ -160,7 +152,7 @@ class Editor:
             return [node]
         # A bias that is computed at run time is converted in the program.
         if static is None:
-            return [build.add(f"{site.node.name}_bias", _ATEN._to_copy.default, node, dtype=torch.float32)]
+            return [build.cast(node, torch.float32)]
         key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
@@ -276,7 +268,7 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
         if node.op == "placeholder":
             if program.stored_name(node) is not None:
                 program.forget(node)
-        elif internals.op_name(node) in VIEW_OPS | GATHERS:
+        elif internals.op_name(node) in VIEW_OPS | GATHERS | {"mxfp8::quantize"}:
             stack += node.all_input_nodes
             node.graph.erase_node(node)
     for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused

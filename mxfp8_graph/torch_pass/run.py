@@ -164,13 +164,7 @@ def _replaced(
     if options.training and (left_out := train.note(assigned.decisions)):
         reporter.notes.append(left_out)
         warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
-    editor = Editor(
-        program,
-        recipe,
-        allow_nonfinite=options.allow_nonfinite,
-        sizes_only=options.dry_run,
-        stored_weights=assigned.weights,
-    )
+    editor = Editor(program, recipe, options, assigned.weights)
 
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
@@ -184,7 +178,9 @@ def _replaced(
     reports = replace_each(sites, assigned.decisions, change, keep=undo, progress=progress)
     editor.finish()
     if not options.training:
-        program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
+        program.ask_for_gradients(
+            False
+        )  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports
 
 

@@ -227,16 +227,16 @@ class _Plain:
             return None
         # In the wider dtype, of activation and result: nothing is rounded then that the op does not round.
         wide = dtype if x is None else torch.promote_types(x.meta["val"].dtype, dtype)
-        w = _cast(build, wide, right.all_input_nodes[0]) if right else self._weight(node, wide, build)
+        w = build.cast(right.all_input_nodes[0], wide) if right else self._weight(node, wide, build)
         if w is None:
             return None
         if x is None:  # ids pick rows of a table
             product = result = build.add("rows", _ATEN.embedding.default, w, argument("indices"))
         else:
-            bias = argument("bias") and _cast(build, wide, argument("bias"))
-            product, result = _product(build, _cast(build, wide, x), w, bias, argument("offs"))
+            bias = argument("bias") and build.cast(argument("bias"), wide)
+            product, result = _product(build, build.cast(x, wide), w, bias, argument("offs"))
         product.meta["custom"] = {_SITE: f"{activations} {rounding} {argument('b_format')}"}
-        return _cast(build, dtype, result)
+        return build.cast(result, dtype)
 
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> Node | None:
         """Returns the plain weight of an op, or what is picked of it; None if it is not a packed buffer."""
@@ -297,11 +297,6 @@ def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | N
     if bias is not None:
         result = build.add("sum", _ATEN.add.Tensor, result, bias)
     return product, result
-
-
-def _cast(build: Builder, dtype: torch.dtype, node: Node) -> Node:
-    same = node.meta["val"].dtype == dtype
-    return node if same else build.add("cast", _ATEN._to_copy.default, node, dtype=dtype)
 
 
 def _without_form(node: Node, op: contract.TorchOp) -> ContractError:

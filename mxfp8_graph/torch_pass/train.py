@@ -74,14 +74,10 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
             raise RecipeError(where, what, expected=expected, advice="set that instead")
         # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out
         # is a note.
-        if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or _asked_in_vain(recipe, decision)):
+        in_vain = decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
+        if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or in_vain):
             what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
             raise RecipeError(where, what, expected="one that training can quantize", advice="exclude it in the recipe")
-
-
-def _asked_in_vain(recipe: Recipe, decision: Decision) -> bool:
-    """Whether the recipe names the role of a site that no recipe could rewrite."""
-    return decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
 
 
 def note(decisions: Sequence[Decision]) -> str | None:
@@ -131,9 +127,7 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
     Of a grouped matmul they are x [S, K] and w [E, N, K].
     """
     x, w = build.k_last(site.x), _weight(site.w, build)
-    dtype = site.added.output.meta["val"].dtype
-    if x.meta["val"].dtype != dtype:  # inside of autocast, where the matmul itself would cast
-        x = build.add(f"{x.name}_cast", _ATEN._to_copy.default, x, dtype=dtype)
+    x = build.cast(x, site.added.output.meta["val"].dtype)  # inside of autocast, where the matmul itself would cast
     x_rank = x.meta["val"].dim()
     # A leading 1 only broadcasts: without it the weight is one matrix for all rows of x.
     while 2 < w.meta["val"].dim() <= x_rank and _is_one(w.meta["val"].shape[0]):
