@@ -32,6 +32,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import GraphModule, Node
 
+from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 10)

@@ -80,9 +80,10 @@ class Static:
         result: torch.Tensor = value
         return result
 
-    def then(self, target: Any, *arguments: Any, shape: tuple[int, ...]) -> Static:
-        """Returns this tensor after one more step."""
-        return replace(self, steps=(*self.steps, (target, arguments, ())), shape=shape)
+    def first(self) -> Static:
+        """Returns this tensor [1, ...] without its first axis."""
+        squeeze: Step = (torch.ops.aten.squeeze.dim, (0,), ())
+        return replace(self, steps=(*self.steps, squeeze), shape=self.shape[1:])
 
 
 def identity(program: Program, static: Static) -> tuple[object, ...]:
@@ -243,7 +244,7 @@ def _expanded(node: Node, before: Static) -> Static | None:
         return replace(before, broadcast=before.broadcast or len(sizes) > len(before.shape))
     # An expanded leading 1 is one matrix for every entry of the batch.
     if len(before.shape) == 3 and before.shape[0] == 1 and tuple(trailing[1:]) == before.shape[1:]:
-        return replace(before.then(torch.ops.aten.squeeze.dim, 0, shape=before.shape[1:]), broadcast=True)
+        return replace(before.first(), broadcast=True)
     return None
 
 

@@ -29,10 +29,7 @@ from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import find_sites
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import prune
-from mxfp8_ops import (
-    contract,
-    torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
-)
+from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import ContractError
 
@@ -85,7 +82,11 @@ def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteRepor
             suspects += node.all_input_nodes
             _pass_gradients(node, call, internals.arguments(a))
         if node.target in _TRAINED:
-            _set_format(node, recipe)
+            grad_format = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
+            of_gradients = (
+                {"fp8_format": recipe.fp8_format} if node.target is _TRAINED[0] else {"grad_format": grad_format}
+            )
+            node.kwargs = internals.unusual(node.target, {**node.kwargs, **of_gradients})
             record.mark(node, recipe)
         reports += _report(node, call, "its packed weight is frozen, gradients pass through it")
     prune(program, suspects, set())
@@ -134,15 +135,6 @@ def _pass_gradients(node: Node, call: Mapping[str, Any], a: Mapping[str, Any]) -
     node.target = _TRAINED[0] if b is None else _TRAINED[1]
     node.args = (x, call["b"], call["b_scales"], call["bias"]) if b is None else (x, internals.argument(b, "x"))
     node.kwargs = internals.unusual(node.target, settings)
-
-
-def _set_format(node: Node, recipe: Recipe) -> None:
-    """Sets the format of gradients of a node to the recipe's."""
-    op: Any = node.target
-    packed = op is _TRAINED[0]
-    grad_format = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
-    settings = {**node.kwargs, **({"fp8_format": recipe.fp8_format} if packed else {"grad_format": grad_format})}
-    node.kwargs = internals.unusual(op, settings)
 
 
 def _quantize_operands(node: Node, call: Mapping[str, Any], build: Builder, epoch: int) -> None:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_pass import internals
 
-_STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True)
@@ -74,22 +74,22 @@ class Program:
         """Gives the copy memory of its own for these tensors, and for all that share theirs."""
         # 0 is a tensor without memory, which has nothing to copy.
         places = {storage_of(self.tensor(name)) for name in names} - {0}
-        storages: dict[int, Any] = {}
+        memo: dict[int, Any] = {}
         copies: dict[int, torch.Tensor] = {}
         for stored in (self.state, self.constants):
             for name, tensor in stored.items():
-                if (place := storage_of(tensor)) in places:
-                    # One copy of each storage: views of it, and tied weights, have to share memory in the copy too.
-                    if place not in storages:
-                        storages[place] = tensor.untyped_storage().clone()
+                if storage_of(tensor) in places:
                     if id(tensor) not in copies:
-                        copies[id(tensor)] = _on(storages[place], tensor)
+                        # One memo: views of a storage, and tied weights, have to share memory in the copy too.
+                        own = copy.deepcopy(tensor.detach(), memo)
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        copies[id(tensor)] = torch.nn.Parameter(own, tensor.requires_grad) if is_parameter else own
                     stored[name] = copies[id(tensor)]
 
     def stored_name(self, node: Node) -> str | None:
         """Returns the name of the parameter, buffer or constant that a placeholder stands for, or None."""
         spec = self._specs.get(node)
-        return spec.target if spec is not None and spec.kind in _STORED else None
+        return spec.target if spec is not None and spec.kind in STORED else None
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a parameter, buffer or constant."""
@@ -144,13 +144,6 @@ class Program:
         return internals.updated(self.source, self.module, inputs, self.state, self.constants)
 
 
-def _on(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like `tensor`, of the same class, on another storage."""
-    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return torch.nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
-
-
 def _inner(scope: GraphScope) -> Iterator[GraphScope]:
     """Yields every graph that higher-order calls in `scope` run, at any depth."""
     for call in scope.module.graph.nodes:
@@ -176,8 +169,7 @@ def clone(module: GraphModule) -> GraphModule:
             new = copied.get_submodule(path)
             assert isinstance(new, GraphModule)
             for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
-                # A copy of a graph renames placeholders that shadow builtins (input, max), and the signature refers to
-                # names.
+                # A copy renames placeholders that shadow builtins (input, max), and the signature refers to names.
                 if before.name != after.name:
                     after.name = before.name
                 if before.op == "placeholder":

@@ -212,13 +212,12 @@ def put(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
     """Turns the site's output node into the gemm, or into the last of the calls that must follow it."""
     output = site.added.output
     *calls, last = gemm, *_epilogue(site, build)
-    before: tuple[Node, ...] = ()
+    added: list[Node] = []
     for call in calls:
         name = f"{site.node.name}_{call.name}"
-        before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
-        if call is gemm:
-            record.mark(before[0], recipe)
-    arguments = (*before, *last.arguments)
+        added.append(build.add(name, call.op, *added[-1:], *call.arguments, **call.keywords))
+    arguments = (*added[-1:], *last.arguments)
+    record.mark(added[0] if added else output, recipe)
     # A last check, before the edit: every user of the node was traced with this dtype and rank.
     value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
     if value.dtype != expected.dtype or value.dim() != expected.dim():
@@ -226,8 +225,6 @@ def put(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
         advice = "exclude this node in the recipe and report it as a bug"
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
-    if last is gemm:
-        record.mark(output, recipe)
     # The sum became the output, so the matmul itself has no user any more.
     if output is not site.node:
         site.node.graph.erase_node(site.node)

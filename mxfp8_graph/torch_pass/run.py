@@ -21,16 +21,7 @@ from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.account import StoredTensor, account
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_graph.report.reporter import Reporter, replace_each
-from mxfp8_graph.torch_pass import (
-    attention,
-    internals,
-    ops,
-    packed_training,
-    record,
-    torchao_weights,
-    train,
-    training_mode,
-)
+from mxfp8_graph.torch_pass import attention, internals, packed_training, record, torchao_weights, train, training_mode
 from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.load import load
@@ -38,7 +29,6 @@ from mxfp8_graph.torch_pass.operands import identity
 from mxfp8_graph.torch_pass.program import Program, storage_of
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
-from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.checks import dtype_name
 
 WANTED: Final = "matmul in the program"
@@ -127,18 +117,15 @@ def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[
     program = Program(internals.inlined(source, training=options.training))
     if not options.training:
         training_mode.evaluate(program.module)
+    sites, decisions = _decide(program, recipe, options)
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and not isinstance(s, TorchSite)}
+    for node in wanted:
+        attention.expand(program, node)
+    return program, *(_decide(program, recipe, options) if wanted else (sites, decisions))
+
+
+def _decide(program: Program, recipe: Recipe, options: Options) -> tuple[list[Site], list[Decision]]:
     sites = find_sites(program)
-    decisions = _decide(program, sites, recipe, options)
-    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and ops.is_attention(s.node)}
-    if wanted:
-        for node in wanted:
-            attention.expand(program, node)
-        sites = find_sites(program)
-        decisions = _decide(program, sites, recipe, options)
-    return program, sites, decisions
-
-
-def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
     decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (train.obstacle(site) if options.training else None)
@@ -150,7 +137,7 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
         train.check(recipe, decisions)
-    return decisions
+    return sites, decisions
 
 
 def _replaced(

@@ -41,7 +41,7 @@ from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import GATHERS
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.training_mode import evaluated
-from mxfp8_ops import contract, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _ATEN: Final = torch.ops.aten
@@ -190,7 +190,11 @@ class _Plain:
         for _, _, inner in internals.graphs(self._program.module):
             for node in inner.nodes:
                 if op := contract.TORCH_OPS.get(internals.op_name(node)):
-                    raise _without_form(node, op)
+                    what = f"node {node.name!r} is mxfp8.{op.name}"
+                    what += ", which is for training and has no ONNX form" if op.trains else ", not as rewrite makes it"
+                    advice = "rewrite the program again, without training" if op.trains else "rewrite the original"
+                    expected = "products with packed weights, and lookups in them"
+                    raise ContractError("to_onnx", what, expected=expected, advice=advice)
         if not count:
             advice = "call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is"
             raise ContractError("to_onnx", "the program has no mxfp8 op", expected="a rewritten one", advice=advice)
@@ -297,13 +301,3 @@ def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | N
     if bias is not None:
         result = build.add("sum", _ATEN.add.Tensor, result, bias)
     return product, result
-
-
-def _without_form(node: Node, op: contract.TorchOp) -> ContractError:
-    """Returns the error for an mxfp8 op that has no plain form."""
-    what, advice = f"node {node.name!r} is mxfp8.{op.name}, not as rewrite makes it", "rewrite the original"
-    if op.trains:
-        what = f"node {node.name!r} is mxfp8.{op.name}, which is for training and has no ONNX form"
-        advice = "rewrite the program again, without training"
-    expected = "products with packed weights, and lookups in them"
-    return ContractError("to_onnx", what, expected=expected, advice=advice)

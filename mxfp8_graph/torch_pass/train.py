@@ -27,8 +27,7 @@ from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.operands import permutation
-from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand
+from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand, run_time
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Call, prune, put
 from mxfp8_ops import formats
@@ -126,7 +125,9 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
 
     Of a grouped matmul they are x [S, K] and w [E, N, K].
     """
-    x, w = build.k_last(site.x), _weight(site.w, build)
+    x, static = build.k_last(site.x), site.w.static
+    # A transpose of a parameter in the program is dropped instead of being undone.
+    w = build.k_last(site.w if static is None else run_time(site.w.node, site.w.transposed))
     x = build.cast(x, site.added.output.meta["val"].dtype)  # inside of autocast, where the matmul itself would cast
     x_rank = x.meta["val"].dim()
     # A leading 1 only broadcasts: without it the weight is one matrix for all rows of x.
@@ -195,16 +196,3 @@ def _original(node: Node) -> Any:
         what = f"becomes {name} again, which is not registered"
         raise ContractError(node.name, what, expected="the library that has it", advice=f"import {namespace} first")
     return getattr(getattr(torch.ops, namespace), op).default
-
-
-def _weight(w: Operand, build: Builder) -> Node:
-    """Returns the second operand as [..., N, K]; a transpose in the program is dropped instead of being undone."""
-    if w.static is None:
-        return build.k_last(w)
-    node = w.node
-    if not w.transposed:
-        return node
-    rank = node.meta["val"].dim()
-    if permutation(node, rank) == k_last(range(rank)):
-        return node.all_input_nodes[0]
-    return build.permute(node, k_last(range(rank)))
