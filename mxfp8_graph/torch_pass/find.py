@@ -196,20 +196,20 @@ class _Finder:
             if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
                 return Addend(bias=form.c, output=node)
             return Addend(addend=form.c, output=node)
-        add = next(iter(node.users), None)
+        alone, add = Addend(output=node), next(iter(node.users), None)
         # With another user the product itself is needed without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
-            return Addend(output=node)
+            return alone
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
-            return Addend(output=node)
+            return alone
         # A parameter that another module adds belongs to that module, and an alpha scales it.
         if internals.module_path(add) != internals.module_path(node) or internals.argument(add, "alpha", 1) != 1:
-            return Addend(output=node)
+            return alone
         other = add.args[1] if add.args[0] is node else add.args[0]
         static = self._statics.resolve(other)
         if not isinstance(other, Node) or static is None or static.dtype != node.meta["val"].dtype:
-            return Addend(output=node)
-        return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Addend(output=node)
+            return alone
+        return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else alone
 
     def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
         """Returns (element format, why its bytes cannot be kept) of a weight that torchao packed, or (None, None)."""

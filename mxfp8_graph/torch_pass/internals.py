@@ -128,8 +128,7 @@ def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
     """
     from torch._export.utils import _get_decomp_for_cia
 
-    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
-    ops = {op_name(node) for module in modules for node in module.graph.nodes}
+    ops = {op_name(node) for _, _, graph in graphs(program.graph_module) for node in graph.nodes}
     # Tracing again changes views too, so a region without a weight (that of rotary embeddings) is left alone.
     stored = [(s.arg.name, program.state_dict.get(s.target or "")) for s in program.graph_signature.input_specs]
     matrices = {name for name, tensor in stored if tensor is not None and tensor.dim() > 1}

@@ -82,11 +82,10 @@ def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteRepor
             suspects += node.all_input_nodes
             _pass_gradients(node, call, internals.arguments(a))
         if node.target in _TRAINED:
-            grad_format = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
-            of_gradients = (
-                {"fp8_format": recipe.fp8_format} if node.target is _TRAINED[0] else {"grad_format": grad_format}
-            )
-            node.kwargs = internals.unusual(node.target, {**node.kwargs, **of_gradients})
+            settings = {**node.kwargs, "fp8_format": recipe.fp8_format}
+            if node.target is _TRAINED[1]:
+                settings = {**node.kwargs, "grad_format": "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"}
+            node.kwargs = internals.unusual(node.target, settings)
             record.mark(node, recipe)
         reports += _report(node, call, "its packed weight is frozen, gradients pass through it")
     prune(program, suspects, set())

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from mxfp8_graph import provenance
 from mxfp8_graph.policy.recipe import Recipe
@@ -36,8 +36,7 @@ def unmark(node: Node) -> None:
 
 def find(program: ExportedProgram) -> RewriteRecord | None:
     """Returns how `program` was rewritten before, or None if it was not. Packed nodes outweigh training nodes."""
-    modules = (module for module in program.graph_module.modules() if isinstance(module, GraphModule))
-    nodes = [node for module in modules for node in module.graph.nodes]
+    nodes = [node for _, _, graph in internals.graphs(program.graph_module) for node in graph.nodes]
     packed = [node for node in nodes if internals.op_name(node) in contract.PACKED_OPS]
     training = [node for node in nodes if internals.op_name(node) in contract.TRAINING_OPS]
     # A program that was prepared for training around packed weights has both kinds; the packed ones decide what is

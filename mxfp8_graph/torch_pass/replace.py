@@ -14,6 +14,7 @@ about it stay true. Weights, biases and the views of them that have no user afte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -56,7 +57,10 @@ class Editor:
         self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
         self._shared: Shared = {}
-        self._epochs: dict[Node, int] = {}
+        nodes = list(program.module.graph.nodes)
+        writes = itertools.accumulate((bool(internals.written(node)) for node in nodes), initial=0)
+        self._epochs = dict(zip(nodes, writes, strict=False))
+        """How many in-place ops come before each node."""
         self._suspects: list[Node] = []
         """Nodes that replaced nodes read; they may have no other reader."""
         self._sources: set[object] = set()
@@ -66,7 +70,7 @@ class Editor:
         """Packs the site's weight, adds the new nodes, and returns the report of the site; errors as `pack`."""
         build = Builder(self._program, site.node, self._shared)
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
-        epoch = self._epoch(site.node)
+        epoch = self._epochs[site.node]
         inputs = [build.k_last(site.x)]
         if decision.activation_format is not None and site.lookup is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
@@ -76,7 +80,12 @@ class Editor:
         packed = None
         if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
-            inputs += [self._weight(name, static.gather) for name in (packed.elements, packed.scales)]
+            stored = [self._program.weight(name) for name in (packed.elements, packed.scales)]
+            if static.gather is not None:
+                # Where the original is picked from: what it picks by may be written to later on.
+                picking = Builder(self._program, static.gather, self._shared)
+                stored = [picking.pick(node, static.gather) for node in stored]
+            inputs += stored
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
@@ -133,14 +142,6 @@ class Editor:
         self._program.state |= dict(zip(names, (elements, scales), strict=True))
         return PackedNames(*names, elements.nbytes + scales.nbytes, codes[2])
 
-    def _weight(self, name: str, gather: Node | None) -> Node:
-        """Returns the node of a packed buffer, or of the entries of it that `gather` picks."""
-        node = self._program.weight(name)
-        if gather is None:
-            return node
-        # Where the original is: what it picks by may be written to later on.
-        return Builder(self._program, gather, self._shared).pick(node, gather)
-
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
         node, static = site.added.bias, site.added.bias_static
@@ -162,16 +163,6 @@ class Editor:
             self._program.state[name] = values.expand(int(n or 0)).contiguous()
             self._biases[key] = name
         return [self._program.weight(self._biases[key])]
-
-    def _epoch(self, node: Node) -> int:
-        """Returns how many in-place ops come before `node` in its graph."""
-        if node not in self._epochs:
-            count = 0
-            # One pass numbers all nodes of the graph, so that many sites cost linear time together.
-            for other in node.graph.nodes:
-                self._epochs[other] = count
-                count += bool(internals.written(other))
-        return self._epochs[node]
 
 
 def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:

@@ -36,7 +36,7 @@ from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import exporter, internals, record
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_pass.checked_program import check_stored, check_values
+from mxfp8_graph.torch_pass.checked_program import check_values
 from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import GATHERS
 from mxfp8_graph.torch_pass.program import Program
@@ -99,7 +99,6 @@ def _opened(program: ExportedProgram | Path) -> ExportedProgram:
     if isinstance(program, Path):
         return evaluated(load(program))
     check_values(program, "to_onnx")  # a program from a file has given out no modules yet
-    check_stored(program, "to_onnx", "rewrite the original again")
     return evaluated(program)
 
 
