@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
-from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 
 
@@ -62,7 +62,7 @@ class Route:
 
 def route(x: Tensor, offs: Tensor, group_name: str) -> Route:
     """Returns the way of the rows of `x` [S, K], of which `offs` [E] says where those of each expert end."""
-    group = internals.process_group(group_name)
+    group: Any = getattr(distributed_c10d, "_resolve_process_group")(group_name)  # noqa: B009 - torch does not export it
     ours = offs.diff(prepend=offs.new_zeros(1)).view(dist.get_world_size(group), -1)
     theirs = torch.empty_like(ours)
     dist.all_to_all_single(theirs, ours, group=group)

@@ -27,7 +27,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
@@ -55,6 +54,11 @@ _SAME: Final = {_ATEN.alias.default, _ATEN.as_strided.default, _ATEN.detach.defa
 _ZEROS: Final = {_ATEN.zeros_like.default, _ATEN.empty_like.default}
 
 
+def _empty(kind: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+    """Returns a tensor of the class `kind` without memory, contiguous; its `__torch_dispatch__` computes."""
+    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(size), dtype=dtype, device=device)
+
+
 class ShardedWeight(Tensor):
     """The rows [n, K] of a weight that this process has, in the memory of the plain tensor `master`."""
 
@@ -65,7 +69,7 @@ class ShardedWeight(Tensor):
 
     @staticmethod
     def __new__(cls, master: Tensor, scale_rounding: str, both: bool) -> ShardedWeight:  # noqa: D102
-        self: ShardedWeight = internals.empty_wrapper(cls, master.shape, master.dtype, master.device)
+        self: ShardedWeight = _empty(cls, master.shape, master.dtype, master.device)
         self.master, self.scale_rounding, self.both = master, scale_rounding, both
         return self
 
@@ -104,7 +108,8 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(  # noqa: D102 - FSDP2's protocol
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], Any]:
-        phase: Copy = "columns" if internals.in_backward() else "rows"
+        # -1: no backward pass runs. FSDP2 asks in the same way; it prefetches a block before any hook of it runs.
+        phase: Copy = "rows" if torch._C._current_graph_task_id() == -1 else "columns"
         copies: Sequence[Copy] = ["rows", "columns"] if self.both else [phase]
         return (torch.cat([self.coded(copy) for copy in copies]),), (copies, mesh, outer_size)
 
@@ -129,7 +134,7 @@ class GatheredWeight(Tensor):
 
     @staticmethod
     def __new__(cls, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> GatheredWeight:  # noqa: D102
-        self: GatheredWeight = internals.empty_wrapper(cls, size, dtype, device)
+        self: GatheredWeight = _empty(cls, size, dtype, device)
         self.gathered, self.transposed = {}, False
         return self
 

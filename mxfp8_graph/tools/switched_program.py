@@ -17,7 +17,6 @@ from typing import Any
 from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import PASS_OTHERS, Array, Inputs, Signature
@@ -184,11 +183,10 @@ def switched(
     if record.find(source) is not None:
         advice = "name the program it was made from"
         raise ContractError(name, "is rewritten already", expected="the original program", advice=advice)
-    options = Options(name=name)
+    options = Options(name=name, allow_nonfinite=allow_nonfinite)
     program, sites, decisions = planned(source, recipe, options)
     require_eligible(decisions, name, wanted=WANTED)
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=True)
-    editor = Editor(program, rewrite_record, allow_nonfinite=allow_nonfinite)
+    editor = Editor(program, recipe, options)
     originals: list[tuple[Node, Node]] = []
     chosen: list[TorchSite] = []
 

@@ -13,7 +13,6 @@ replace.py           replaces the matmuls for inference and removes what is unus
 packed_training.py   lets gradients pass through packed weights, and reverts that
 training_mode.py     switches dropout and batch normalization
 torchao_weights.py   weights that torchao packed
-account.py           lists the stored tensors, for the report
 record.py            the record of a rewrite in a program
 internals.py         all private torch APIs, checked against the torch version
 """

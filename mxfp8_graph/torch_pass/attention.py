@@ -38,7 +38,7 @@ def expand(program: Program, node: Node) -> None:
     """Replaces an attention node by its two matmuls and the softmax between them."""
     build = Builder(program, node)
     dtype = node.meta["val"].dtype
-    query, key, value = (_cast(build, internals.argument(node, name), dtype) for name in ("query", "key", "value"))
+    query, key, value = (build.cast(internals.argument(node, name), dtype) for name in ("query", "key", "value"))
     # The kernel shares each key head between several query heads; a matmul needs as many on both sides.
     if internals.argument(node, "enable_gqa", False):
         key, value = (_repeated(build, query, tensor) for tensor in (key, value))
@@ -46,7 +46,9 @@ def expand(program: Program, node: Node) -> None:
     scores = build.add(scores_name(node), _ATEN.matmul.default, query, transposed)
     # Reports and rules keep the name of the op that the source program calls.
     program.labels[scores] = program.labels[node] = ops.ATTENTION
-    masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, _scale(node, query)))
+    scale = internals.argument(node, "scale")
+    factor = 1.0 / math.sqrt(int(query.meta["val"].shape[-1])) if scale is None else float(scale)
+    masked = _masked(build, node, build.add(f"{node.name}_scaled", _ATEN.mul.Tensor, scores, factor))
     # Where a mask hides all keys from a row, the row is 0; a plain softmax and its gradients would be NaN.
     softmax = _ATEN.softmax.int if internals.argument(node, "attn_mask") is None else _ATEN._safe_softmax.default
     weights = build.add(f"{node.name}_softmax", softmax, masked, -1)
@@ -69,18 +71,6 @@ def _relax_views(node: Node) -> None:
             user.target = _ATEN.reshape.default
         elif internals.op_name(user) in {"transpose", "permute"}:
             _relax_views(user)
-
-
-def _scale(node: Node, query: Node) -> float:
-    scale = internals.argument(node, "scale")
-    return float(scale) if scale is not None else 1.0 / math.sqrt(int(query.meta["val"].shape[-1]))
-
-
-def _cast(build: Builder, tensor: Node, dtype: torch.dtype) -> Node:
-    """Returns the tensor in the dtype of the result, which is another one inside of autocast."""
-    if tensor.meta["val"].dtype == dtype:
-        return tensor
-    return build.add(f"{tensor.name}_cast", _ATEN._to_copy.default, tensor, dtype=dtype)
 
 
 def _repeated(build: Builder, query: Node, tensor: Node) -> Node:

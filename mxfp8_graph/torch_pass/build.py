@@ -48,7 +48,7 @@ class Builder:
         # Ops run on fake tensors, so that a new node has shape, dtype and symbolic sizes as if torch.export had made
         # it.
         values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
-        with self._program.fake_mode, torch.no_grad(), internals.python_dispatch():
+        with self._program.fake_mode, torch.no_grad(), internals.enable_python_dispatcher():
             return target(*values[0], **values[1])
 
     def size(self, node: Node, axis: int) -> Any:
@@ -62,6 +62,11 @@ class Builder:
     def k_last(self, operand: Operand) -> Node:
         """Returns the operand's node, permuted so that K is last."""
         return operand.node if operand.perm is None else self.permute(operand.node, operand.perm)
+
+    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+        """Returns `node` in a dtype."""
+        same = node.meta["val"].dtype == dtype
+        return node if same else self.add(f"{node.name}_cast", _ATEN._to_copy.default, node, dtype=dtype)
 
     def permute(self, node: Node, perm: tuple[int, ...]) -> Node:
         """Returns `node` with its axes permuted."""

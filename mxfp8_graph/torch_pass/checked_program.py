@@ -16,17 +16,15 @@ from typing import Any, Final
 
 import torch
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind
 from torch.fx import GraphModule
 
 from mxfp8_graph.torch_pass import internals, training_mode
+from mxfp8_graph.torch_pass.program import STORED
 from mxfp8_ops.errors import ContractError
 
 _ADVICE: Final = "call program.load_state_dict(module.state_dict()) first, with the module that was trained"
 _COLLECT: Final = "call mxfp8_graph.distributed.collect(module, program) first, in every process"
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
-
-_STORED: Final = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 # Weak on both sides: the record must keep neither programs nor their weights alive.
 _modules: weakref.WeakKeyDictionary[ExportedProgram, weakref.WeakKeyDictionary[torch.nn.Module, int | None]]
@@ -134,17 +132,15 @@ def check_stored(program: ExportedProgram, where: object, advice: str = "save it
     Raises:
         ContractError: one is; called `where`.
     """
-    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    graph = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
-        if spec.kind not in _STORED:
+        if spec.kind not in STORED:
             continue
         tensor = program.state_dict.get(spec.target, program.constants.get(spec.target))
-        placeholder = placeholders.get(getattr(spec.arg, "name", ""))
-        said = placeholder.meta.get("val") if placeholder is not None else None
+        said = graph.get(getattr(spec.arg, "name", ""))
         if not isinstance(tensor, torch.Tensor) or not isinstance(said, torch.Tensor):
-            raise ContractError(
-                where, f"no tensor {spec.target!r}", expected="all tensors that its graph uses", advice=advice
-            )
+            what, expected = f"no tensor {spec.target!r}", "all tensors that its graph uses"
+            raise ContractError(where, what, expected=expected, advice=advice)
         # torch itself does not compare them.
         if tensor.shape != said.shape or tensor.dtype != said.dtype:
             what = f"tensor {spec.target!r} is {tensor.dtype} {list(tensor.shape)}"

@@ -29,21 +29,9 @@ from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_graph.torch_pass import attention, internals, torchao_weights
+from mxfp8_graph.torch_pass import attention, internals, ops, torchao_weights
 from mxfp8_graph.torch_pass.operands import Static, StaticOperands, identity
-from mxfp8_graph.torch_pass.ops import (
-    GROUPED_TRAIN,
-    LINEAR_TRAIN,
-    ROLE_OPS,
-    Form,
-    Lookup,
-    Operand,
-    TorchView,
-    form_of,
-    is_attention,
-    lookup_of,
-    operands_of,
-)
+from mxfp8_graph.torch_pass.ops import Form, Lookup, Operand
 from mxfp8_graph.torch_pass.program import GraphScope, Program
 from mxfp8_ops.checks import dtype_name
 
@@ -65,12 +53,20 @@ class Addend:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchSite:
-    """A matmul: its description for the plan, and what `replace.py` and `train.py` need to replace it."""
+class Site:
+    """A matmul: its description for the plan. For the two in an attention node that is all, until it is expanded."""
 
     matmul: MatMulSite
     node: Node
     """The matmul; the nodes it needs go in front of it."""
+    unfit: str | None
+    """Why it cannot be rewritten even if a recipe says so; the policy's own reasons come first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchSite(Site):
+    """A matmul with what `replace.py` and `train.py` need to replace it."""
+
     form: Form
     x: Operand
     w: Operand
@@ -79,8 +75,6 @@ class TorchSite:
     added: Addend
     packed: str | None
     """Element format of the static operand, if torchao packed it."""
-    unfit: str | None
-    """Why it cannot be rewritten even if a recipe says so; the policy's own reasons come first."""
 
     @property
     def lookup(self) -> Lookup | None:
@@ -88,35 +82,21 @@ class TorchSite:
         return self.form if isinstance(self.form, Lookup) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionSite:
-    """One of the two matmuls in an attention node. It has no operands until `attention.expand` takes the node apart."""
-
-    matmul: MatMulSite
-    node: Node
-    unfit: str | None
-    """Why the node cannot be taken apart, or None."""
-
-
-Site = TorchSite | AttentionSite
-
-
 def find_sites(program: Program) -> list[Site]:
     """Returns every matmul of the program and its subgraphs, in graph order, each with its role or blocker."""
-    statics = StaticOperands(program)
-    return list(_Finder(program, statics, Roles(TorchView(program, statics), ROLE_OPS)).sites())
+    return list(_Finder(program).sites())
 
 
 class _Finder:
     """Describes the matmuls of one program, one after another."""
 
-    def __init__(self, program: Program, statics: StaticOperands, roles: Roles[Node, Node]) -> None:
+    def __init__(self, program: Program) -> None:
         self._program = program
-        self._statics = statics
-        self._roles = roles
+        self._statics = statics = StaticOperands(program)
+        self._roles: Roles[Node, Node] = Roles(ops.TorchView(program, statics), ops.ROLE_OPS)
         self._names: set[str] = set()
         nodes = [node for scope in program.scopes for node in scope.module.graph.nodes]
-        self._forms = {node: form for node in nodes if (form := form_of(node) or lookup_of(node, statics))}
+        self._forms = {node: form for node in nodes if (form := ops.form_of(node) or ops.lookup_of(node, statics))}
         # Counted before sites are described: each one reports how many others share its weight.
         weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in self._forms.values())
         self._uses = Counter(identity(program, weight) for weight in weights if weight)
@@ -127,14 +107,15 @@ class _Finder:
             nesting = 0
             for node in scope.module.graph.nodes:
                 # Nodes inside of vmap see tensors without the mapped axis, so their shapes are not those of the run.
-                nesting += internals.transform_depth(node)
+                op = internals.op_name(node)
+                nesting += op.endswith("_increment_nesting") - op.endswith("_decrement_nesting")
                 transformed = _TRANSFORMED if nesting else None
-                if is_attention(node):
+                if ops.is_attention(node):
                     yield from self._attention(node, scope, transformed)
                 elif node in self._forms:
-                    yield self.describe(node, self._forms[node], scope, transformed)
+                    yield self._described(node, self._forms[node], scope, transformed)
 
-    def _attention(self, node: Node, scope: GraphScope, transformed: str | None) -> Iterator[AttentionSite]:
+    def _attention(self, node: Node, scope: GraphScope, transformed: str | None) -> Iterator[Site]:
         """Yields the scores and the values product, under the names that `attention.expand` gives them."""
         query, key, value = (internals.argument(node, name).meta["val"] for name in ("query", "key", "value"))
         products: tuple[tuple[str, Role, tuple[Any, Any]], ...] = (
@@ -156,27 +137,32 @@ class _Finder:
                 dtype=dtype_name(query.dtype),
                 blocker=scope.blocker or transformed,
             )
-            yield AttentionSite(matmul=matmul, node=node, unfit=attention.obstacle(node))
+            yield Site(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
-    def describe(self, node: Node, form: Form, scope: GraphScope, transformed: str | None) -> TorchSite:
+    def _described(self, node: Node, form: Form, scope: GraphScope, transformed: str | None) -> TorchSite:
         """Returns the site of one matmul, or of one lookup in a table."""
-        if isinstance(form, Lookup):
-            return self._lookup(node, form, scope, transformed)
-        x, w, swapped = operands_of(form, self._statics)
+        lookup = form if isinstance(form, Lookup) else None
+        if lookup:
+            x, w, swapped = Operand(node=form.a), Operand(node=form.b, static=self._statics.resolve(form.b)), False
+        else:
+            x, w, swapped = ops.operands_of(form, self._statics)
         static = w.static
-        m, n, k = eligibility.sizes(x.shape, w.shape)
-        added = self._added(node, form, n, swapped)
+        m, n, k = eligibility.sizes([*x.shape, 1] if lookup else x.shape, w.shape)  # each id is a row
+        added = Addend(output=node) if lookup else self._added(node, form, n, swapped)
         if static is None and form.alpha != 1.0 and added.bias is not None:  # alpha comes after the gemm, bias after it
             added = replace(added, bias=None, addend=added.bias)
         # Reports name the op of the user's program, and not the bmm that an einsum was decomposed into.
-        op = "einsum" if internals.is_from_einsum(node) else self._program.labels.get(node, internals.op_name(node))
-        dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
+        op = self._program.labels.get(node, internals.op_name(node))
+        if any(source.target == str(torch.ops.aten.einsum.default) for source in node.meta.get("from_node") or ()):
+            op = "einsum"  # torch's record of decompositions
+        dtype = dtype_name(static.dtype if static else (form.b if lookup else form.a).meta["val"].dtype)
+        blocker = self._lookup_blocker(lookup, w, dtype) if lookup else self._blocker(node, form, x, w, dtype)
         matmul = MatMulSite(
             name=take_name(node.name, self._names, "#"),
-            op={LINEAR_TRAIN: "linear" if static else "matmul", GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
+            op={ops.LINEAR_TRAIN: "linear" if static else "matmul", ops.GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,
-            role=self._role(node, static, scope),
+            role="embedding" if lookup else self._role(node, static, scope),
             m=m,
             n=n,
             k=k,
@@ -187,64 +173,17 @@ class _Finder:
             weight_bytes=static.byte_size if static else 0,
             shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
             has_bias=added.bias is not None,
-            blocker=scope.blocker or self._blocker(node, form, x, w, dtype) or transformed,
+            blocker=scope.blocker or blocker or transformed,
         )
         packed, unfit = self._packed_by_torchao(w, swapped)
         return TorchSite(
-            matmul=matmul,
-            node=node,
-            form=form,
-            x=x,
-            w=w,
-            swapped=swapped,
-            added=added,
-            packed=packed,
-            unfit=unfit,
+            matmul=matmul, node=node, form=form, x=x, w=w, swapped=swapped, added=added, packed=packed, unfit=unfit
         )
 
     def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:
         if scope.blocker:  # what its operands are is decided outside
             return "linear"
         return self._roles.of_linear(node) if static else self._roles.of_product(node)
-
-    def _lookup(self, node: Node, form: Lookup, scope: GraphScope, transformed: str | None) -> TorchSite:
-        static, table = self._statics.resolve(form.b), form.b.meta["val"]
-        w = Operand(node=form.b, static=static)
-        n, k = (eligibility.rows([size]) for size in table.shape)
-        fit = form.unfit or (None if static else self._weight_blocker(form.b))
-        dtype = dtype_name(table.dtype)
-        matmul = MatMulSite(
-            name=take_name(node.name, self._names, "#"),
-            op=internals.op_name(node),
-            module=internals.module_path(node),
-            subgraph=scope.path,
-            role="embedding",
-            m=eligibility.rows(form.a.meta["val"].shape),
-            n=n,
-            k=k,
-            dtype=dtype,
-            weight=static.name if static else None,
-            weight_shape=static.shape if static else (),
-            weight_bytes=static.byte_size if static else 0,
-            shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
-            blocker=scope.blocker
-            or fit
-            or eligibility.weight_blocker(table.shape)
-            or eligibility.dtype_blocker(dtype, "cast the model first")
-            or transformed,
-        )
-        packed, unfit = self._packed_by_torchao(w, swapped=False)
-        return TorchSite(
-            matmul=matmul,
-            node=node,
-            form=form,
-            x=Operand(node=form.a),
-            w=w,
-            swapped=False,
-            added=Addend(output=node),
-            packed=packed,
-            unfit=unfit,
-        )
 
     def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Addend:
         """Returns the op's own addend, or the static operand of the add after it, absorbed where that is exact."""
@@ -257,20 +196,20 @@ class _Finder:
             if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
                 return Addend(bias=form.c, output=node)
             return Addend(addend=form.c, output=node)
-        add = next(iter(node.users), None)
+        alone, add = Addend(output=node), next(iter(node.users), None)
         # With another user the product itself is needed without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
-            return Addend(output=node)
+            return alone
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
-            return Addend(output=node)
+            return alone
         # A parameter that another module adds belongs to that module, and an alpha scales it.
         if internals.module_path(add) != internals.module_path(node) or internals.argument(add, "alpha", 1) != 1:
-            return Addend(output=node)
+            return alone
         other = add.args[1] if add.args[0] is node else add.args[0]
         static = self._statics.resolve(other)
         if not isinstance(other, Node) or static is None or static.dtype != node.meta["val"].dtype:
-            return Addend(output=node)
-        return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else Addend(output=node)
+            return alone
+        return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else alone
 
     def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
         """Returns (element format, why its bytes cannot be kept) of a weight that torchao packed, or (None, None)."""
@@ -299,6 +238,14 @@ class _Finder:
             eligibility.weight_blocker(w.static.shape)
             or eligibility.dtype_blocker(activation, "cast it first", owner="the activation")
             or (_broadcast_blocker(node, form.a) if w.static.broadcast else None)
+        )
+
+    def _lookup_blocker(self, form: Lookup, w: Operand, dtype: str) -> str | None:
+        return (
+            form.unfit
+            or (None if w.static else self._weight_blocker(w.node))
+            or eligibility.weight_blocker(w.shape)
+            or eligibility.dtype_blocker(dtype, "cast the model first")
         )
 
     def _weight_blocker(self, node: Node) -> str | None:

@@ -10,12 +10,9 @@ The undocumented names, and why each is used:
     Node.meta["from_node"]             what a node was before decomposition
     pt2_archive._package.load_pt2      torch.export.load hides what is wrong with a file
     torch._C.PyTorchFileReader         reads a record of a .pt2 file before torch reads the program
-    torch._export.utils, torch._guards how to decompose one op alone; the fake mode a program was traced under
-    torch._dispatch.python             evaluates ops in Python, see `python_dispatch`
-    torch._C._current_graph_task_id    says whether a backward pass runs, see `in_backward`
-    Tensor._make_wrapper_subclass      the documented way to a tensor that consists of others; see `empty_wrapper`
+    torch._export.utils                how to decompose one op alone
+    torch._dispatch.python             evaluates ops in Python: in C++, torch 2.10 fixes sizes that vary
     CHECKPOINT_PREFIX                  what checkpoint_wrapper adds to the names of parameters
-    _resolve_process_group             the process group of a name: a graph holds names only
 """
 
 from __future__ import annotations
@@ -30,11 +27,12 @@ from typing import Any, Final
 import ml_dtypes
 import numpy.typing as npt
 import torch
-from torch._dispatch.python import enable_python_dispatcher
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # noqa: PLC0414 - used elsewhere
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
 from torch.fx import GraphModule, Node
 
+from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.errors import BackendError
 
 OLDEST: Final = (2, 10)
@@ -70,15 +68,6 @@ def check_torch() -> str | None:
     return None
 
 
-def python_dispatch() -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which ops are evaluated in Python, as in export.
-
-    In C++, torch 2.10 fixes a size that varies to that of the example.
-    """
-    dispatch: contextlib.AbstractContextManager[None] = enable_python_dispatcher()
-    return dispatch
-
-
 def updated(
     program: ExportedProgram,
     module: GraphModule,
@@ -109,27 +98,6 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def fake_mode(module: GraphModule) -> Any:
-    """Returns the fake mode the program was traced under.
-
-    Raises:
-        BackendError: the nodes carry no fake values.
-    """
-    from torch._guards import detect_fake_mode
-
-    # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
-    mode = detect_fake_mode([n.meta["val"] for n in module.graph.nodes if n.meta.get("val") is not None])
-    if mode is None:
-        what = "its nodes carry no fake tensors"
-        raise BackendError("program", what, expected="a program as torch.export makes it", advice="export it again")
-    return mode
-
-
-def fake_of(mode: Any, tensor: torch.Tensor) -> Any:
-    """Returns the fake twin of `tensor`, every size static."""
-    return mode.from_tensor(tensor, static_shapes=True)
-
-
 def graphs(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.fx.Graph]]:
     """Yields (name, submodule, its graph) of the submodules that run one, those of `unflatten` among them."""
     for name, each in module.named_modules():
@@ -137,28 +105,6 @@ def graphs(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torc
         graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
         if isinstance(graph, torch.fx.Graph):
             yield name, each, graph
-
-
-def in_backward() -> bool:
-    """Whether the engine of autograd runs a backward pass in this thread.
-
-    FSDP2 asks in the same way. Hooks do not serve: FSDP2 prefetches a block before any hook of that block runs.
-    """
-    running: int = torch._C._current_graph_task_id()
-    return running != -1
-
-
-def empty_wrapper(kind: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns a tensor of the class `kind` without memory, contiguous; its `__torch_dispatch__` computes."""
-    return torch.Tensor._make_wrapper_subclass(kind, torch.Size(size), dtype=dtype, device=device)
-
-
-def process_group(name: str) -> Any:
-    """Returns the torch.distributed.ProcessGroup whose `group_name` is `name`."""
-    from torch.distributed import distributed_c10d
-
-    resolve: Any = getattr(distributed_c10d, "_resolve_process_group")  # noqa: B009 - torch does not export it
-    return resolve(name)
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -182,8 +128,7 @@ def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
     """
     from torch._export.utils import _get_decomp_for_cia
 
-    modules = [m for m in program.graph_module.modules() if isinstance(m, GraphModule)]
-    ops = {op_name(node) for module in modules for node in module.graph.nodes}
+    ops = {op_name(node) for _, _, graph in graphs(program.graph_module) for node in graph.nodes}
     # Tracing again changes views too, so a region without a weight (that of rotary embeddings) is left alone.
     stored = [(s.arg.name, program.state_dict.get(s.target or "")) for s in program.graph_signature.input_specs]
     matrices = {name for name, tensor in stored if tensor is not None and tensor.dim() > 1}
@@ -195,11 +140,6 @@ def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
     with quiet():
         result: ExportedProgram = program.run_decompositions({op: _get_decomp_for_cia(op)})
     return result
-
-
-def is_from_einsum(node: Node) -> bool:
-    """Whether `node` is part of a decomposed einsum, by torch's record of decompositions."""
-    return any(source.target == str(torch.ops.aten.einsum.default) for source in node.meta.get("from_node") or ())
 
 
 def op_names(names: str) -> frozenset[str]:
@@ -238,12 +178,6 @@ def module_path(node: Node) -> str:
     """Returns the path of the module that made `node`, such as "model.layers.0.mlp.up_proj"; "" for the model."""
     stack = node.meta.get("nn_module_stack")
     return str(list(stack.values())[-1][0]) if stack else ""
-
-
-def transform_depth(node: Node) -> int:
-    """Returns 1 if a function transform such as vmap begins at `node`, -1 if one ends there, and else 0."""
-    name = op_name(node)
-    return name.endswith("_increment_nesting") - name.endswith("_decrement_nesting")
 
 
 def argument(node: Node, name: str, default: Any = None) -> Any:
@@ -289,30 +223,19 @@ def written(node: Node) -> list[Node]:
         return node.all_input_nodes
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return []
-    arguments = []
-    for index, formal in enumerate(target._schema.arguments):
-        if formal.alias_info is not None and formal.alias_info.is_write:
-            value = node.kwargs.get(formal.name, node.args[index] if index < len(node.args) else None)
-            arguments += [v for v in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(v, Node)]
-    return arguments
+    formals = [f for f in target._schema.arguments if f.alias_info is not None and f.alias_info.is_write]
+    values = [argument(node, formal.name) for formal in formals]
+    flat = [each for value in values for each in (value if isinstance(value, (list, tuple)) else [value])]
+    return [each for each in flat if isinstance(each, Node)]
 
 
 def written_names(graph: torch.fx.Graph, stored_name: Callable[[Node], str | None]) -> set[str]:
-    """Returns the names of the stored tensors that ops of `graph` may write to.
-
-    Args:
-        graph: the main graph of a program.
-        stored_name: the name of the stored tensor that a placeholder stands for, or None.
-    """
-    names: set[str] = set()
-    for node in graph.nodes:
-        for argument in written(node):
-            # A view is of its first input. Another op's result is not the tensor: a name too many does no harm.
-            origin = argument
-            while origin.op == "call_function" and origin.all_input_nodes:
-                origin = origin.all_input_nodes[0]
-            names.update(filter(None, [stored_name(origin)]))
-    return names
+    """Returns the names of the stored tensors that ops of the main graph may write to."""
+    origins = {argument for node in graph.nodes for argument in written(node)}
+    # A view is of its first input. Another op's result is not the tensor: a name too many does no harm.
+    while inner := {node for node in origins if node.op == "call_function" and node.all_input_nodes}:
+        origins = (origins - inner) | {node.all_input_nodes[0] for node in inner}
+    return {name for node in origins if (name := stored_name(node))}
 
 
 def _dotted(version: tuple[int, ...]) -> str:

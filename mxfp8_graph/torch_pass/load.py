@@ -28,10 +28,7 @@ from mxfp8_graph import provenance
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_pass.checked_program import check_stored, checked
 from mxfp8_graph.torch_pass.record import EXTRA_FILE, MODULES_KEY, SAMPLES_KEY
-from mxfp8_ops import (
-    contract,
-    torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
-)
+from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _SWITCH: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"

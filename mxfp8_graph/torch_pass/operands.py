@@ -26,16 +26,10 @@ from mxfp8_ops.errors import ContractError
 
 COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")
 
-CUTS: Final = internals.op_names("slice select narrow chunk split split_with_sizes unbind")
-"""The views that show a part of a tensor."""
-
-LAYOUTS: Final = internals.op_names(
-    "t transpose swapaxes permute numpy_T mT view _unsafe_view reshape flatten unflatten unsqueeze squeeze "
-    "getitem type_as"
+VIEW_OPS: Final = COPIES | internals.op_names(
+    "slice select narrow chunk split split_with_sizes unbind t transpose swapaxes permute numpy_T mT view _unsafe_view "
+    "reshape flatten unflatten unsqueeze squeeze getitem type_as expand"
 )
-"""The views that show all of it."""
-
-VIEW_OPS: Final = COPIES | CUTS | LAYOUTS | {"expand"}
 """The ops a weight may stand behind."""
 
 GATHERS: Final = internals.op_names("index index_select")
@@ -80,9 +74,10 @@ class Static:
         result: torch.Tensor = value
         return result
 
-    def then(self, target: Any, *arguments: Any, shape: tuple[int, ...]) -> Static:
-        """Returns this tensor after one more step."""
-        return replace(self, steps=(*self.steps, (target, arguments, ())), shape=shape)
+    def first(self) -> Static:
+        """Returns this tensor [1, ...] without its first axis."""
+        squeeze: Step = (torch.ops.aten.squeeze.dim, (0,), ())
+        return replace(self, steps=(*self.steps, squeeze), shape=self.shape[1:])
 
 
 def identity(program: Program, static: Static) -> tuple[object, ...]:
@@ -131,7 +126,7 @@ class StaticOperands:
         if op == "expand":
             return _expanded(node, before)
         if before.broadcast:
-            same = isinstance(value, torch.Tensor) and _text(value) == _text(node.args[0].meta["val"])
+            same = isinstance(value, torch.Tensor) and str(value.shape) == str(node.args[0].meta["val"].shape)
             return before if same else None
         if len(node.all_input_nodes) > 1:  # a size or a type taken from another tensor
             return None
@@ -243,12 +238,8 @@ def _expanded(node: Node, before: Static) -> Static | None:
         return replace(before, broadcast=before.broadcast or len(sizes) > len(before.shape))
     # An expanded leading 1 is one matrix for every entry of the batch.
     if len(before.shape) == 3 and before.shape[0] == 1 and tuple(trailing[1:]) == before.shape[1:]:
-        return replace(before.then(torch.ops.aten.squeeze.dim, 0, shape=before.shape[1:]), broadcast=True)
+        return replace(before.first(), broadcast=True)
     return None
-
-
-def _text(value: torch.Tensor) -> list[str]:
-    return [str(size) for size in value.shape]
 
 
 _ATEN: Final = torch.ops.aten

@@ -1,19 +1,7 @@
-"""The ops that multiply: which argument is which operand, and along which axis they contract.
+"""The ops that multiply (`FORMS`): which argument is which operand, and along which axis they contract.
 
-linear(x, w [N, K], b)                mxfp8::linear_train(x, w [N, K], b)
-matmul(a, b [K, N]), mm, bmm, mv
-addmm(c, a, b, beta, alpha), baddbmm
-grouped_mm(a, b [E, K, N], offs), and transformers' fallback for it
-mxfp8::grouped_linear_train(x, w [E, N, K], offs)
-scaled_dot_product_attention(q, k, v): scores = q @ k^T, values = softmax(scores) @ v
-
-and the ops whose ids pick rows of a table, which is b, [N, K] = [V, D], with the ids as a:
-
-embedding(w [V, D], ids [...])                  -> [..., D]
-index_select(w [V, D], 0, ids [S]), w[ids]      -> [..., D]
-embedding_bag(w [V, D], ids, offsets)           adds up rows: reported, never rewritten
-
-A table has two axes: vectors have no rows, and stacks of matrices are experts.
+And the ops whose ids, as a, pick rows of a table [V, D], as b [N, K]: embedding, index_select, w[ids]. embedding_bag
+adds up rows: reported, never rewritten. A table has two axes: vectors have no rows, and stacks of matrices are experts.
 
 To support another op that multiplies, add a row to `FORMS`.
 """
@@ -124,7 +112,7 @@ def form_of(node: Node) -> Form | None:
         rest = {"b_transposed": names.b_transposed, "c": c, "alpha": alpha, "beta": beta}
     else:
         return None
-    if not all(isinstance(n, Node) and isinstance(n.meta.get("val"), torch.Tensor) for n in (*operands, node)):
+    if any(_value(each) is None for each in (*operands, node)):
         return None
     return Form(a=operands[0], b=operands[1], **rest)
 
@@ -134,11 +122,11 @@ def operands_of(form: Form, statics: StaticOperands) -> tuple[Operand, Operand, 
     left, right = statics.resolve(form.a), statics.resolve(form.b)
     # Y^T = X^T @ W^T: a weight that comes first is the second operand of the transposed product.
     if left is not None and right is None:
-        x = _run_time(form.b, form.b_transposed)
+        x = run_time(form.b, form.b_transposed)
         return x, _static(form.a, left, False), x.rank != 1  # matrix times vector is a vector: nothing to swap back
     if right is not None:
-        return _run_time(form.a, False), _static(form.b, right, form.b_transposed), False
-    return _run_time(form.a, False), _run_time(form.b, form.b_transposed), False
+        return run_time(form.a, False), _static(form.b, right, form.b_transposed), False
+    return run_time(form.a, False), run_time(form.b, form.b_transposed), False
 
 
 def is_attention(node: Node) -> bool:
@@ -151,12 +139,12 @@ def _static(node: Node, static: Static, transposed: bool) -> Operand:
     """Returns a static operand; leading dimensions of 1, or along which it repeats, fall away."""
     # A leading 1 only broadcasts; without it the weight is a plain matrix, which every gemm takes.
     while len(static.shape) > 2 and static.shape[0] == 1 and static.gather is None:
-        static = static.then(torch.ops.aten.squeeze.dim, 0, shape=static.shape[1:])
+        static = static.first()
     return Operand(node=node, transposed=transposed, static=static)
 
 
-def _run_time(node: Node, transposed: bool) -> Operand:
-    """Returns an operand computed at run time. A transpose in front of it and the one it needs become one, or none."""
+def run_time(node: Node, transposed: bool) -> Operand:
+    """Returns an operand as a run computes it. A transpose in front of it and the one it needs become one, or none."""
     rank = node.meta["val"].dim()
     if not transposed or rank < 2:
         return Operand(node=node)
@@ -183,9 +171,10 @@ class Lookup(Form):
 def lookup_of(node: Node, statics: StaticOperands) -> Lookup | None:
     """Returns how `node` looks up rows of a stored table, or None if it does not."""
     table, ids = _operands(node)
-    if not _has(table, lambda v: v.dim() == 2 and v.is_floating_point()):
+    rows, picks = _value(table), _value(ids)
+    if rows is None or rows.dim() != 2 or not rows.is_floating_point():
         return None
-    if not _has(ids, lambda v: v.dtype in {torch.int32, torch.int64}):
+    if picks is None or picks.dtype not in {torch.int32, torch.int64}:
         return None
     # embedding_renorm writes to the table, so a packed copy would miss its changes; the site is reported with that
     # reason.
@@ -217,10 +206,10 @@ def _operands(node: Node) -> tuple[Any, Any]:
     return None, None
 
 
-def _has(node: Any, wanted: Any) -> bool:
-    """Whether the value of `node` is one tensor for which `wanted` is true."""
+def _value(node: Any) -> torch.Tensor | None:
+    """Returns the fake value of a node that makes one tensor, or None."""
     value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, torch.Tensor) and bool(wanted(value))
+    return value if isinstance(value, torch.Tensor) else None
 
 
 # --- Roles ---------------------------------------------------------------------------------------------------------

@@ -16,45 +16,59 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
+from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.torch_pass import internals, record
+from mxfp8_graph.report.reporter import Reporter
+from mxfp8_graph.torch_pass import internals, record, training_mode
 from mxfp8_graph.torch_pass.build import Builder, Shared
+from mxfp8_graph.torch_pass.find import find_sites
 from mxfp8_graph.torch_pass.program import Program
-from mxfp8_ops import (
-    contract,
-    torch_ops,  # noqa: F401 - registers torch.ops.mxfp8
-)
+from mxfp8_graph.torch_pass.replace import prune
+from mxfp8_ops import contract
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import ContractError
 
 _MXFP8: Final = torch.ops.mxfp8
 _TRAINED: Final = (_MXFP8.linear_packed.default, _MXFP8.product.default)
 
-NOTE: Final = (
+_NOTE: Final = (
     "packed weights stay as they are, since MXFP8 values are too far apart for an optimizer's steps; to train them, "
     "rewrite the original program with training=True"
 )
 
 
-def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport]:
-    """Makes every parameter that is not packed trainable; returns a report of each packed matmul.
-
-    Args:
-        program: a packed one, or a result of this function, perhaps for another format of gradients.
-        recipe: the one that packed it; its `fp8_format` sets the format of gradients.
-        where: name of the program in errors.
+def switched(source: ExportedProgram, reporter: Reporter) -> tuple[Program, list[SiteReport]]:
+    """Returns (a copy of a packed program, prepared for training or packed again after it; a report of each site).
 
     Raises:
         ContractError: there is nothing to train, or experts are chosen at run time for quantized activations.
     """
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
+    program, recipe = Program(source), reporter.recipe
+    if not reporter.options.training:
+        training_mode.evaluate(program.module)
+    # The recipe does not apply to what was not packed.
+    reason = "not packed; it stays in high precision"
+    others = [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in find_sites(program)]
+    if reporter.options.training:
+        reports = _to_training(program, recipe, reporter.options.name)
+        reporter.notes.append(_NOTE)
+    else:
+        reports = _to_inference(program, recipe)
+    return program, [*reports, *(SiteReport(decision=each) for each in others)]
+
+
+def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport]:
+    """Makes every parameter that is not packed trainable; returns a report of each packed matmul.
+
+    `program` may be a result of this function, for another format of gradients, which is the recipe's `fp8_format`.
+    """
     reports: list[SiteReport] = []
+    suspects: list[Node] = []
     for node in list(program.module.graph.nodes):
         call = internals.arguments(node)
         # There is no op that quantizes the rows of grouped experts and passes gradients to them; weight-only ones have
@@ -65,14 +79,20 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
             advice = "pack the original with activations: unchanged for them, or with training=True"
             raise ContractError(where, what, expected=expected, advice=advice)
         if node.target is _MXFP8.gemm.default and (a := _quantized(call["a"])) is not None:
+            suspects += node.all_input_nodes
             _pass_gradients(node, call, internals.arguments(a))
         if node.target in _TRAINED:
-            _set_format(node, recipe)
-            record.mark(node, rewrite_record)
+            settings = {**node.kwargs, "fp8_format": recipe.fp8_format}
+            if node.target is _TRAINED[1]:
+                settings = {**node.kwargs, "grad_format": "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"}
+            node.kwargs = internals.unusual(node.target, settings)
+            record.mark(node, recipe)
         reports += _report(node, call, "its packed weight is frozen, gradients pass through it")
-    _drop_unused(program)
+    prune(program, suspects, set())
     # A training run without a parameter would fail much later, in the optimizer.
-    if not program.thaw():
+    program.ask_for_gradients(True)
+    used = {program.stored_name(node) for node in program.scopes[0].placeholders if node.users}
+    if not any(isinstance(program.state.get(name or ""), torch.nn.Parameter) for name in used):
         what = "there is nothing to train: every weight is kept in MXFP8 only"
         expected = "parameters beside the packed weights, such as adapters, normalizations or biases"
         advice = "rewrite the original program with training=True, or add adapters before exporting it"
@@ -80,20 +100,19 @@ def to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport
     return reports
 
 
-def to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
-    """Reverts `to_training`, with the trained values; returns a report of each packed matmul."""
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json())
+def _to_inference(program: Program, recipe: Recipe) -> list[SiteReport]:
+    """Reverts `_to_training`, with the trained values; returns a report of each packed matmul."""
     shared: Shared = {}
     writes = 0
     reports: list[SiteReport] = []
     for node in list(program.module.graph.nodes):
         if node.target in _TRAINED:
             _quantize_operands(node, internals.arguments(node), Builder(program, node, shared), writes)
-            record.mark(node, rewrite_record)
+            record.mark(node, recipe)
         reports += _report(node, internals.arguments(node), "its weight was packed before")
         # An in-place op may change an activation, so a quantize before it cannot be shared with matmuls after it.
         writes += bool(internals.written(node))
-    program.freeze()
+    program.ask_for_gradients(False)
     return reports
 
 
@@ -117,15 +136,6 @@ def _pass_gradients(node: Node, call: Mapping[str, Any], a: Mapping[str, Any]) -
     node.kwargs = internals.unusual(node.target, settings)
 
 
-def _set_format(node: Node, recipe: Recipe) -> None:
-    """Sets the format of gradients of a node to the recipe's."""
-    op: Any = node.target
-    packed = op is _TRAINED[0]
-    grad_format = "e5m2" if recipe.fp8_format == "HYBRID" else "e4m3"
-    settings = {**node.kwargs, **({"fp8_format": recipe.fp8_format} if packed else {"grad_format": grad_format})}
-    node.kwargs = internals.unusual(op, settings)
-
-
 def _quantize_operands(node: Node, call: Mapping[str, Any], build: Builder, epoch: int) -> None:
     """Replaces a `linear_packed` or a `product` by a gemm behind nodes that quantize its operands."""
     rounding, packed = call["scale_rounding"], node.target is _TRAINED[0]
@@ -140,14 +150,6 @@ def _quantize_operands(node: Node, call: Mapping[str, Any], build: Builder, epoc
     node.target = _MXFP8.gemm.default
     node.args = tuple(operands)
     node.kwargs = internals.unusual(node.target, {**settings, "dtype": None if dtype == torch.float32 else dtype})
-
-
-def _drop_unused(program: Program) -> None:
-    """Removes quantize nodes, and the getitems of their results, that have no user left."""
-    # From the end: a getitem has to go before the quantize that it reads.
-    for node in reversed(program.module.graph.nodes):
-        if not node.users and (node.target is _MXFP8.quantize.default or _quantized(node) is not None):
-            node.graph.erase_node(node)
 
 
 def _report(node: Node, call: Mapping[str, Any], reason: str) -> list[SiteReport]:

@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_pass import internals
 
-_STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
+STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,9 @@ class Program:
         self.module = clone(source.graph_module)
         self.state: dict[str, torch.Tensor] = dict(source.state_dict)
         self.constants: dict[str, Any] = dict(source.constants)
-        self.fake_mode = internals.fake_mode(self.module)
+        values = (node.meta.get("val") for node in self.module.graph.nodes)
+        # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
+        self.fake_mode: Any = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
         self.labels: dict[Node, str] = {}
         """Node -> op name for reports, where the node's op differs from that of the source program."""
         main = GraphScope("", self.module)
@@ -72,22 +74,22 @@ class Program:
         """Gives the copy memory of its own for these tensors, and for all that share theirs."""
         # 0 is a tensor without memory, which has nothing to copy.
         places = {storage_of(self.tensor(name)) for name in names} - {0}
-        storages: dict[int, Any] = {}
+        memo: dict[int, Any] = {}
         copies: dict[int, torch.Tensor] = {}
         for stored in (self.state, self.constants):
             for name, tensor in stored.items():
-                if (place := storage_of(tensor)) in places:
-                    # One copy of each storage: views of it, and tied weights, have to share memory in the copy too.
-                    if place not in storages:
-                        storages[place] = tensor.untyped_storage().clone()
+                if storage_of(tensor) in places:
                     if id(tensor) not in copies:
-                        copies[id(tensor)] = _on(storages[place], tensor)
+                        # One memo: views of a storage, and tied weights, have to share memory in the copy too.
+                        own = copy.deepcopy(tensor.detach(), memo)
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        copies[id(tensor)] = torch.nn.Parameter(own, tensor.requires_grad) if is_parameter else own
                     stored[name] = copies[id(tensor)]
 
     def stored_name(self, node: Node) -> str | None:
         """Returns the name of the parameter, buffer or constant that a placeholder stands for, or None."""
         spec = self._specs.get(node)
-        return spec.target if spec is not None and spec.kind in _STORED else None
+        return spec.target if spec is not None and spec.kind in STORED else None
 
     def tensor(self, name: str) -> torch.Tensor:
         """Returns a parameter, buffer or constant."""
@@ -98,12 +100,8 @@ class Program:
         """Returns `wanted`, or `wanted` with a number, as a name that no tensor of the program has."""
         return unique_name(wanted, ChainMap(self.state, self.constants))
 
-    def add_buffer(self, name: str, data: torch.Tensor) -> None:
-        """Makes `data` a buffer of the program; `weight` gives its node in a graph."""
-        self.state[name] = data
-
     def weight(self, name: str) -> Node:
-        """Returns the node of an added buffer."""
+        """Returns the node of a tensor that was added to `state`, as a buffer."""
         if name not in self._added:
             # Parameters and buffers come before the user's inputs, as ExportedProgram requires.
             graph, user_input = self.module.graph, InputKind.USER_INPUT
@@ -112,7 +110,7 @@ class Program:
             with graph.inserting_before(next(inputs, None) or next(others)):
                 node = graph.placeholder("b_" + name.replace(".", "_"))
             node.target = node.name
-            node.meta["val"] = internals.fake_of(self.fake_mode, self.state[name])
+            node.meta["val"] = self.fake_mode.from_tensor(self.state[name], static_shapes=True)
             self._specs[node] = InputSpec(InputKind.BUFFER, TensorArgument(node.name), name, persistent=True)
             self._added[name] = node
         return self._added[name]
@@ -126,18 +124,8 @@ class Program:
             self.state.pop(name, None)
             self.constants.pop(name, None)
 
-    def freeze(self) -> None:
-        """Sets requires_grad of every parameter to False."""
-        self._ask_for_gradients(False)
-
-    def thaw(self) -> int:
-        """Sets requires_grad of every parameter to True, and returns how many of them the program uses."""
-        self._ask_for_gradients(True)
-        used = {self.stored_name(node) for node in self.scopes[0].placeholders if node.users}
-        return sum(isinstance(self.state.get(name or ""), torch.nn.Parameter) for name in used)
-
-    def _ask_for_gradients(self, wanted: bool) -> None:
-        """Replaces the parameters that have to change by others on the same memory; tied ones stay one parameter."""
+    def ask_for_gradients(self, wanted: bool) -> None:
+        """Sets requires_grad of every parameter, by others on the same memory; tied ones stay one parameter."""
         parameters: dict[tuple[object, ...], torch.nn.Parameter] = {}
         for name, tensor in self.state.items():
             if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad != wanted and tensor.is_floating_point():
@@ -154,13 +142,6 @@ class Program:
             scope.module.recompile()
         inputs = [self._specs[node] for node in self.scopes[0].placeholders]
         return internals.updated(self.source, self.module, inputs, self.state, self.constants)
-
-
-def _on(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor like `tensor`, of the same class, on another storage."""
-    plain = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    plain.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
-    return torch.nn.Parameter(plain, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else plain
 
 
 def _inner(scope: GraphScope) -> Iterator[GraphScope]:
@@ -188,8 +169,7 @@ def clone(module: GraphModule) -> GraphModule:
             new = copied.get_submodule(path)
             assert isinstance(new, GraphModule)
             for before, after in zip(old.graph.nodes, new.graph.nodes, strict=True):
-                # A copy of a graph renames placeholders that shadow builtins (input, max), and the signature refers to
-                # names.
+                # A copy renames placeholders that shadow builtins (input, max), and the signature refers to names.
                 if before.name != after.name:
                     after.name = before.name
                 if before.op == "placeholder":

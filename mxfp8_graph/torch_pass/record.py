@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Final
 
 from torch.export import ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from mxfp8_graph import provenance
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.torch_pass import internals
 from mxfp8_ops import contract
@@ -22,9 +23,9 @@ SAMPLES_KEY: Final = "mxfp8_graph.samples"
 """There if the sample inputs are stored as the leaves of their tree, without its containers."""
 
 
-def mark(node: Node, rewrite_record: RewriteRecord) -> None:
+def mark(node: Node, recipe: Recipe) -> None:
     """Adds the record of a rewrite to `node`."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(rewrite_record.recipe)}
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(recipe.model_dump_json())}
 
 
 def unmark(node: Node) -> None:
@@ -35,19 +36,12 @@ def unmark(node: Node) -> None:
 
 def find(program: ExportedProgram) -> RewriteRecord | None:
     """Returns how `program` was rewritten before, or None if it was not. Packed nodes outweigh training nodes."""
-    packed: Node | None = None
-    training: Node | None = None
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            op = internals.op_name(node)
-            if op in contract.PACKED_OPS:
-                packed = packed or node
-            if op in contract.TRAINING_OPS:
-                training = training or node
+    nodes = [node for _, _, graph in internals.graphs(program.graph_module) for node in graph.nodes]
+    packed = [node for node in nodes if internals.op_name(node) in contract.PACKED_OPS]
+    training = [node for node in nodes if internals.op_name(node) in contract.TRAINING_OPS]
     # A program that was prepared for training around packed weights has both kinds; the packed ones decide what is
     # possible.
-    first = packed or training
-    if first is None:
+    if not (first := next(iter(packed + training), None)):
         return None
     recipe = (first.meta.get("custom") or {}).get(provenance.RECIPE_KEY)
-    return RewriteRecord(node=first.name, recipe=recipe, packed=packed is not None, training=training is not None)
+    return RewriteRecord(node=first.name, recipe=recipe, packed=bool(packed), training=bool(training))

@@ -14,6 +14,7 @@ about it stay true. Weights, biases and the views of them that have no user afte
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
@@ -22,9 +23,9 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.options import StoredWeight
+from mxfp8_graph.options import Options, StoredWeight
 from mxfp8_graph.policy.plan import Decision
-from mxfp8_graph.provenance import RewriteRecord
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import internals, record, torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
@@ -50,32 +51,24 @@ class Editor:
     """Rewrites one program: `apply` each site in graph order, then `finish` once."""
 
     def __init__(
-        self,
-        program: Program,
-        rewrite_record: RewriteRecord,
-        *,
-        allow_nonfinite: bool,
-        sizes_only: bool = False,
-        stored_weights: Mapping[str, StoredWeight] | None = None,
+        self, program: Program, recipe: Recipe, options: Options, weights: Mapping[str, StoredWeight] | None = None
     ) -> None:
-        """Makes an editor.
+        """Makes an editor of `program` for one rewrite.
 
-        Args:
-            program: the program, which is edited.
-            rewrite_record: what to record in each new gemm.
-            allow_nonfinite: see `mxfp8_graph.rewrite`.
-            sizes_only: pack nothing; new weights have a shape and no values, which is all that a dry run needs.
-            stored_weights: weights that a checkpoint has packed, by the name of the site.
+        On a dry run nothing is packed: new weights have a shape and no values. `weights` of a checkpoint are those
+        that it has packed, by the name of the site.
         """
-        self._stored_weights = stored_weights or {}
-        self._sizes_only = sizes_only
         self._program = program
-        self._made = rewrite_record
-        self._allow_nonfinite = allow_nonfinite
+        self._recipe = recipe
+        self._options = options
+        self._stored_weights = weights or {}
         self._packed: dict[tuple[object, ...], PackedNames] = {}
         self._biases: dict[tuple[object, ...], str] = {}
         self._shared: Shared = {}
-        self._epochs: dict[Node, int] = {}
+        nodes = list(program.module.graph.nodes)
+        writes = itertools.accumulate((bool(internals.written(node)) for node in nodes), initial=0)
+        self._epochs = dict(zip(nodes, writes, strict=False))
+        """How many in-place ops come before each node."""
         self._suspects: list[Node] = []
         """Nodes that replaced nodes read; they may have no other reader."""
         self._sources: set[object] = set()
@@ -85,22 +78,26 @@ class Editor:
         """Packs the site's weight, adds the new nodes, and returns the report of the site; errors as `pack`."""
         build = Builder(self._program, site.node, self._shared)
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
-        epoch = self._epoch(site.node)
+        epoch = self._epochs[site.node]
         inputs = [build.k_last(site.x)]
         if decision.activation_format is not None and site.lookup is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         elif decision.activation_dtype is not None and site.form.offs is not None:
             # grouped_gemm takes values as they are.
-            rounded = getattr(torch, decision.activation_dtype)
-            inputs = [build.add(f"{site.node.name}_rounded", _ATEN._to_copy.default, inputs[0], dtype=rounded)]
+            inputs = [build.cast(inputs[0], getattr(torch, decision.activation_dtype))]
         packed = None
         if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
-            inputs += [self._weight(name, static.gather) for name in (packed.elements, packed.scales)]
+            stored = [self._program.weight(name) for name in (packed.elements, packed.scales)]
+            if static.gather is not None:
+                # Where the original is picked from: what it picks by may be written to later on.
+                picking = Builder(self._program, static.gather, self._shared)
+                stored = [picking.pick(node, static.gather) for node in stored]
+            inputs += stored
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
-        put(site, _gemm(site, decision, inputs), build, self._made)
+        put(site, _gemm(site, decision, inputs), build, self._recipe)
         nodes = tuple(node.name for node in [*build.new, site.added.output])
         if packed is None:
             return SiteReport(decision=decision, nodes=nodes)
@@ -113,55 +110,49 @@ class Editor:
 
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
-        transposed, alpha = site.w.transposed, site.form.alpha
         stored_weight = self._stored_weights.get(site.matmul.name)
         # The key has all that changes the bytes: sites that share a weight share its packed form only if these are
         # equal.
-        settings = (decision.weight_format, decision.scale_rounding, alpha, stored_weight and stored_weight.name)
+        settings = (
+            decision.weight_format,
+            decision.scale_rounding,
+            site.form.alpha,
+            stored_weight and stored_weight.name,
+        )
         stored = self._program.tensor(static.name)
-        key = (*identity(self._program, static), *layout_of(static, stored, transposed), *settings)
-        if key in self._packed:
-            return self._packed[key]
+        key = (*identity(self._program, static), *layout_of(static, stored, site.w.transposed), *settings)
+        if key not in self._packed:
+            self._packed[key] = self._store(static.name, stored, self._codes(site, static, decision))
+        return self._packed[key]
+
+    def _codes(self, site: TorchSite, static: Static, decision: Decision) -> tuple[Any, Any, float | None]:
+        """Returns (elements, scales, the rounding error where it is known)."""
+        stored, stored_weight = self._program.tensor(static.name), self._stored_weights.get(site.matmul.name)
         if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
-            self._packed[key] = self._store(static.name, *torchao_weights.unpacked(stored), None)
-            return self._packed[key]
+            return *torchao_weights.unpacked(stored), None
         self._sources.add(storage_of(stored))
-        if stored_weight is not None and not self._sizes_only:
-            codes = take(stored_weight, allow_nonfinite=self._allow_nonfinite)
-            elements, scales = (torch.from_numpy(np.array(each)) for each in (codes.elements, codes.scales))
-            elements, scales = elements.to(stored.device), scales.to(stored.device)
-            self._packed[key] = self._store(static.name, elements, scales, None)
-            return self._packed[key]
-        rows, flipped = (Rows(shape=static.shape), False) if self._sizes_only else rows_of(static, stored)
+        if stored_weight is not None and not self._options.dry_run:
+            codes = take(stored_weight, allow_nonfinite=self._options.allow_nonfinite)
+            return np.array(codes.elements), np.array(codes.scales), None
+        rows, flipped = (Rows(shape=static.shape), False) if self._options.dry_run else rows_of(static, stored)
         result = pack(
             replace(rows, name=static.name),
             # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
-            transposed=transposed != flipped,
-            factor=alpha,  # before rounding: alpha need not be a power of two
+            transposed=site.w.transposed != flipped,
+            factor=site.form.alpha,  # before rounding: alpha need not be a power of two
             element_format=decision.weight_format,
             scale_rounding=decision.scale_rounding,
-            allow_nonfinite=self._allow_nonfinite,
+            allow_nonfinite=self._options.allow_nonfinite,
         )
-        # On the weight's own device, so that a program on a GPU runs without transfers.
-        elements, scales = (torch.from_numpy(codes).to(stored.device) for codes in (result.elements, result.scales))
-        self._packed[key] = self._store(static.name, elements, scales, None if stored_weight else result.relative_l2)
-        return self._packed[key]
+        return result.elements, result.scales, None if stored_weight else result.relative_l2
 
-    def _store(self, name: str, elements: torch.Tensor, scales: torch.Tensor, relative_l2: float | None) -> PackedNames:
+    def _store(self, name: str, weight: torch.Tensor, codes: tuple[Any, Any, float | None]) -> PackedNames:
         """Returns the names of two new buffers of the program, elements and scales of a packed weight."""
+        # On the weight's own device, so that a program on a GPU runs without transfers.
+        elements, scales = (torch.as_tensor(each).to(weight.device) for each in codes[:2])
         names = self._program.fresh(f"{name}_mxfp8"), self._program.fresh(f"{name}_mxfp8_scales")
-        packed = PackedNames(*names, elements.nbytes + scales.nbytes, relative_l2)
-        self._program.add_buffer(packed.elements, elements)
-        self._program.add_buffer(packed.scales, scales)
-        return packed
-
-    def _weight(self, name: str, gather: Node | None) -> Node:
-        """Returns the node of a packed buffer, or of the entries of it that `gather` picks."""
-        node = self._program.weight(name)
-        if gather is None:
-            return node
-        # Where the original is: what it picks by may be written to later on.
-        return Builder(self._program, gather, self._shared).pick(node, gather)
+        self._program.state |= dict(zip(names, (elements, scales), strict=True))
+        return PackedNames(*names, elements.nbytes + scales.nbytes, codes[2])
 
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
@@ -174,26 +165,16 @@ class Editor:
             return [node]
         # A bias that is computed at run time is converted in the program.
         if static is None:
-            return [build.add(f"{site.node.name}_bias", _ATEN._to_copy.default, node, dtype=torch.float32)]
+            return [build.cast(node, torch.float32)]
         key = (*identity(self._program, static), repr(static.steps), beta, n)
         if key not in self._biases:
             name = self._program.fresh(f"{static.name}_f32")
             stored = self._program.tensor(static.name)
             # Converted once, here, and not in each run of the program.
             values = static.apply(stored).float().reshape(-1) * np.float32(beta).item()
-            self._program.add_buffer(name, values.expand(int(n or 0)).contiguous())
+            self._program.state[name] = values.expand(int(n or 0)).contiguous()
             self._biases[key] = name
         return [self._program.weight(self._biases[key])]
-
-    def _epoch(self, node: Node) -> int:
-        """Returns how many in-place ops come before `node` in its graph."""
-        if node not in self._epochs:
-            count = 0
-            # One pass numbers all nodes of the graph, so that many sites cost linear time together.
-            for other in node.graph.nodes:
-                self._epochs[other] = count
-                count += bool(internals.written(other))
-        return self._epochs[node]
 
 
 def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
@@ -230,17 +211,16 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-def put(site: TorchSite, gemm: Call, build: Builder, rewrite_record: RewriteRecord) -> None:
+def put(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
     """Turns the site's output node into the gemm, or into the last of the calls that must follow it."""
     output = site.added.output
     *calls, last = gemm, *_epilogue(site, build)
-    before: tuple[Node, ...] = ()
+    added: list[Node] = []
     for call in calls:
         name = f"{site.node.name}_{call.name}"
-        before = (build.add(name, call.op, *before, *call.arguments, **call.keywords),)
-        if call is gemm:
-            record.mark(before[0], rewrite_record)
-    arguments = (*before, *last.arguments)
+        added.append(build.add(name, call.op, *added[-1:], *call.arguments, **call.keywords))
+    arguments = (*added[-1:], *last.arguments)
+    record.mark(added[0] if added else output, recipe)
     # A last check, before the edit: every user of the node was traced with this dtype and rank.
     value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
     if value.dtype != expected.dtype or value.dim() != expected.dim():
@@ -248,8 +228,6 @@ def put(site: TorchSite, gemm: Call, build: Builder, rewrite_record: RewriteReco
         advice = "exclude this node in the recipe and report it as a bug"
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
-    if last is gemm:
-        record.mark(output, rewrite_record)
     # The sum became the output, so the matmul itself has no user any more.
     if output is not site.node:
         site.node.graph.erase_node(site.node)
@@ -290,7 +268,7 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
         if node.op == "placeholder":
             if program.stored_name(node) is not None:
                 program.forget(node)
-        elif internals.op_name(node) in VIEW_OPS | GATHERS:
+        elif internals.op_name(node) in VIEW_OPS | GATHERS | {"mxfp8::quantize"}:
             stack += node.all_input_nodes
             node.graph.erase_node(node)
     for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused

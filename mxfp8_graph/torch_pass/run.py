@@ -7,37 +7,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch.export import ExportedProgram
 
 from mxfp8_graph.naming import printable
-from mxfp8_graph.options import Options, StoredWeight
+from mxfp8_graph.options import Options
 from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
-from mxfp8_graph.provenance import RewriteRecord
-from mxfp8_graph.report.data import RewriteReport, SiteReport, account
+from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter, replace_each
-from mxfp8_graph.torch_pass import (
-    attention,
-    internals,
-    ops,
-    packed_training,
-    record,
-    train,
-    training_mode,
-)
-from mxfp8_graph.torch_pass.account import stored_tensors
+from mxfp8_graph.torch_pass import attention, internals, packed_training, record, torchao_weights, train, training_mode
 from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import identity
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.program import Program, storage_of
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
-from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops.checks import dtype_name
 
 WANTED: Final = "matmul in the program"
 """What the error says that the program lacks, if nothing is eligible."""
@@ -71,23 +62,15 @@ def rewrite_torch(
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         _note_training(source, reporter)
-    is_packed = previous is not None and previous.packed
-    program, sites, decisions = _kept(source, options) if is_packed else planned(source, recipe, options)
-    if is_packed:
-        reports = _switch_training(program, decisions, reporter)
+    if previous is not None and previous.packed:
+        program, reports = packed_training.switched(source, reporter)
     else:
-        assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
-        decisions = assigned.decisions
-        reporter.notes += [*assigned.notes, *_notes(sites, decisions)]
-        require_eligible(decisions, options.name, wanted=WANTED)
-        if options.training and (left_out := train.note(decisions)):
-            reporter.notes.append(left_out)
-            warnings.warn(printable(left_out), stacklevel=3)  # the caller of mxfp8_graph.rewrite
-        reports = _replaced(program, sites, decisions, reporter, assigned.weights)
-    stored = stored_tensors(program.state, program.constants)
-    reporter.account = account([report.decision for report in reports], byte_size(source), stored)
+        program, sites, decisions = planned(source, recipe, options)
+        reports = _replaced(program, sites, decisions, reporter)
+    decisions = [report.decision for report in reports]
+    reporter.account = account(decisions, byte_size(source), _stored_tensors(program.state, program.constants))
     if options.dry_run:
-        return None, reporter.dry_run([report.decision for report in reports])
+        return None, reporter.dry_run(decisions)
     result = checked(program.finish(), prepared=options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result))
@@ -106,30 +89,26 @@ def _note_training(source: ExportedProgram, reporter: Reporter) -> None:
         reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
 
 
-def _kept(source: ExportedProgram, options: Options) -> tuple[Program, list[Site], list[Decision]]:
-    """Returns what `planned` does for a packed program: the recipe does not apply to what was not packed."""
-    program = Program(source)
-    if not options.training:
-        training_mode.evaluate(program.module)
-    sites = find_sites(program)
-    reason = "not packed; it stays in high precision"
-    return program, sites, [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in sites]
-
-
-def _switch_training(program: Program, others: Sequence[Decision], reporter: Reporter) -> list[SiteReport]:
-    """Prepares a packed program for training, or packs it again after it; returns a report of each site."""
-    options, recipe = reporter.options, reporter.recipe
-    if options.training:
-        reports = packed_training.to_training(program, recipe, options.name)
-        reporter.notes.append(packed_training.NOTE)
-    else:
-        reports = packed_training.to_inference(program, recipe)
-    return [*reports, *(SiteReport(decision=other) for other in others)]
-
-
 def byte_size(program: ExportedProgram) -> int:
     """Returns the bytes of a program's parameters, buffers and constants, shared ones counted once."""
-    return sum(tensor.byte_size for tensor in stored_tensors(program.state_dict, program.constants))
+    return sum(tensor.byte_size for tensor in _stored_tensors(program.state_dict, program.constants))
+
+
+def _stored_tensors(state: Mapping[str, torch.Tensor], constants: Mapping[str, Any]) -> list[StoredTensor]:
+    """Returns the parameters, buffers (`state`) and constants by storage: tied weights and views share one."""
+    storages: dict[int, StoredTensor] = {}
+    for name, tensor in (*state.items(), *constants.items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        packed: Any = tensor if torchao_weights.is_mx(tensor) else None
+        if packed is None:
+            # The whole storage: a view may show a part of it, and the file has all. One without memory is itself.
+            place, dtype, size = storage_of(tensor) or id(tensor), tensor.dtype, tensor.untyped_storage().nbytes()
+        else:  # torchao's subclass has no storage of its own: its bytes are those of its two inner tensors
+            place, dtype, size = id(tensor), packed.qdata.dtype, packed.qdata.nbytes + packed.scale.nbytes
+        stored = storages.get(place) or StoredTensor((), tuple(tensor.shape), dtype_name(dtype), size)
+        storages[place] = stored._replace(names=(*stored.names, name))
+    return list(storages.values())
 
 
 def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[Site], list[Decision]]:
@@ -137,18 +116,15 @@ def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[
     program = Program(internals.inlined(source, training=options.training))
     if not options.training:
         training_mode.evaluate(program.module)
+    sites, decisions = _decide(program, recipe, options)
+    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and not isinstance(s, TorchSite)}
+    for node in wanted:
+        attention.expand(program, node)
+    return program, *(_decide(program, recipe, options) if wanted else (sites, decisions))
+
+
+def _decide(program: Program, recipe: Recipe, options: Options) -> tuple[list[Site], list[Decision]]:
     sites = find_sites(program)
-    decisions = _decide(program, sites, recipe, options)
-    wanted = {s.node for s, d in zip(sites, decisions, strict=True) if d.quantize and ops.is_attention(s.node)}
-    if wanted:
-        for node in wanted:
-            attention.expand(program, node)
-        sites = find_sites(program)
-        decisions = _decide(program, sites, recipe, options)
-    return program, sites, decisions
-
-
-def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Options) -> list[Decision]:
     decisions = plan([site.matmul for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (train.obstacle(site) if options.training else None)
@@ -160,35 +136,37 @@ def _decide(program: Program, sites: Sequence[Site], recipe: Recipe, options: Op
     decisions = tied(decisions, [static and identity(program, static) for static in statics])
     if options.training:
         train.check(recipe, decisions)
-    return decisions
+    return sites, decisions
 
 
 def _replaced(
-    program: Program,
-    sites: Sequence[Site],
-    decisions: Sequence[Decision],
-    reporter: Reporter,
-    weights: Mapping[str, StoredWeight],
+    program: Program, sites: Sequence[Site], decisions: Sequence[Decision], reporter: Reporter
 ) -> list[SiteReport]:
     """Replaces every site that is rewritten; returns a report of each site."""
     recipe, options = reporter.recipe, reporter.options
-    rewrite_record = RewriteRecord(node="", recipe=recipe.model_dump_json(), packed=not options.training)
-    nonfinite, sizes_only = options.allow_nonfinite, options.dry_run
-    editor = Editor(program, rewrite_record, allow_nonfinite=nonfinite, sizes_only=sizes_only, stored_weights=weights)
+    assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
+    reporter.notes += [*assigned.notes, *_notes(sites, assigned.decisions)]
+    require_eligible(assigned.decisions, options.name, wanted=WANTED)
+    if options.training and (left_out := train.note(assigned.decisions)):
+        reporter.notes.append(left_out)
+        warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
+    editor = Editor(program, recipe, options, assigned.weights)
 
     def change(site: Site, decision: Decision) -> SiteReport:
         assert isinstance(site, TorchSite), "attention is taken apart before"
         if options.training:
-            return train.apply(program, site, decision, recipe, rewrite_record)
+            return train.apply(program, site, decision, recipe)
         return editor.apply(site, decision)
 
     undo = partial(train.undo, program)
     progress = None if options.dry_run else options.progress
     # `undo`: a site that an earlier training rewrite made linear_train, and this recipe keeps, becomes a linear again.
-    reports = replace_each(sites, decisions, change, keep=undo, progress=progress)
+    reports = replace_each(sites, assigned.decisions, change, keep=undo, progress=progress)
     editor.finish()
     if not options.training:
-        program.freeze()  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
+        program.ask_for_gradients(
+            False
+        )  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
     return reports
 
 

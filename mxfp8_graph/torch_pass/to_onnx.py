@@ -13,45 +13,40 @@ of W are never read, so W is zeros, which take no memory.
 
 from __future__ import annotations
 
-import math
 import operator
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, Final
 
+import numpy as np
 import onnx_ir as ir
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.load import load as load_onnx
-from mxfp8_graph.onnx_pass.prepare import infer
-from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_onnx
+from mxfp8_graph.onnx_pass.graph import INLINE_BYTES
+from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_model
 from mxfp8_graph.options import CheckpointWeights, Options
 from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
+from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import exporter, internals, record
 from mxfp8_graph.torch_pass.build import Builder
-from mxfp8_graph.torch_pass.checked_program import check_stored, check_values
+from mxfp8_graph.torch_pass.checked_program import check_values
 from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import GATHERS
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.training_mode import evaluated
-from mxfp8_ops import contract, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
+from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _ATEN: Final = torch.ops.aten
 _SITE: Final = "mxfp8_graph.site"
 """Key in the custom metadata of a product or lookup: activations, scale rounding, weight format and weight, as text."""
-_INLINE_LIMIT: Final = 1_900_000_000
-"""Bytes. protobuf cannot hold 2^31; the rest is room for the graph."""
-_LARGE: Final = 4096
-"""Bytes from which on a tensor of the plain model goes to external data."""
 
 
 class _Decided(Recipe):
@@ -75,43 +70,38 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
 
     shapes = {} if names["dynamic_shapes"] is None else {"dynamic_shapes": names["dynamic_shapes"]}
     model = exporter.export(plain.finish(), opset, shapes, before_optimizing)
-    recipe = _decided(source, plain.sites)
+    _store(model.graph, plain.values)
     nodes = {str(node.name) for node in model.graph}
+    wanted = nodes & {name for names in plain.sites.values() for name in names}
     # By node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
     own = {node: site.split(" ", 3)[3] for site, names in plain.sites.items() for node in nodes.intersection(names)}
     own = {node: weight for node, weight in own.items() if weight}
     weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
-    with tempfile.TemporaryDirectory(prefix="mxfp8-graph.") as folder:
-        try:
-            saved = _save(model, Path(folder) / "plain.onnx", plain.values)
-        except OSError as error:
-            raise ContractError.unwritable(folder, error, "free some space for temporary files") from error
-        whole = Options(name="to_onnx", output=path, weights=weights, **_settings(source, options))
-        _, report = rewrite_onnx(saved, recipe, whole)
+    # NaN and Inf were allowed, or not, when the program was packed.
+    whole = Options(name="to_onnx", output=path, weights=weights, allow_nonfinite=True, **options)
+    size = sum(tensor.nbytes for tensor in source.state_dict.values())
+    reporter = Reporter(recipe=_decided(source, plain.sites), options=whole, bytes_before=size)
+    _, report = rewrite_model(model, reporter)
     # Weights are all taken, or it is an error before; of products without one the pass may say that it cannot.
-    wanted = nodes & {name for names in plain.sites.values() for name in names}
     if lost := wanted - {site.decision.site.name for site in report.rewritten}:
         what, advice = f"holds {min(lost)!r} in high precision", "report this as a bug"
         raise ContractError(path, what, expected="MXFP8, as in the program", advice=advice)
-    values = (node.meta.get("val") for node in source.graph.nodes)
-    if not recipe.runs_on and any(getattr(v, "dtype", None) in {torch.float16, torch.bfloat16} for v in values):
-        written = load_onnx(path)
-        infer(written, [])
-        for note in cpu_note(written):
-            warnings.warn(note, stacklevel=3)  # the caller of mxfp8_graph.to_onnx
+    for note in cpu_note(model):
+        warnings.warn(note, stacklevel=3)  # the caller of mxfp8_graph.to_onnx
     return path
 
 
 def plain_to_onnx(program: ExportedProgram | Path, path: Path) -> Path:
     """Writes an original program as ONNX, with external data, and returns `path`; errors as `mxfp8_graph.to_onnx`."""
-    return _save(exporter.export(_opened(program), contract.MIN_OPSET, {}), path)
+    model = exporter.export(_opened(program), contract.MIN_OPSET, {})
+    ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=INLINE_BYTES)
+    return path
 
 
 def _opened(program: ExportedProgram | Path) -> ExportedProgram:
     if isinstance(program, Path):
         return evaluated(load(program))
     check_values(program, "to_onnx")  # a program from a file has given out no modules yet
-    check_stored(program, "to_onnx", "rewrite the original again")
     return evaluated(program)
 
 
@@ -149,37 +139,21 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
     return _Decided.model_construct(None, **fields)
 
 
-def _settings(source: ExportedProgram, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of the rewrite."""
-    settings = {name: options[name] for name in ("external_data", "overwrite", "bodies") if name in options}
-    # Not as the plain model has it, which has external data at any size.
-    if settings.get("external_data", "auto") == "auto":
-        stored = sum(tensor.nbytes for tensor in source.state_dict.values())
-        settings["external_data"] = "always" if stored > _INLINE_LIMIT else "never"
-    return {**settings, "allow_nonfinite": True}  # that was decided when the program was packed
+def _store(graph: ir.Graph, weights: Mapping[str, Any]) -> None:
+    """Makes the inputs that are `weights` initializers of their values; zeros for None, made only if they are read."""
+    for value in [value for value in graph.inputs if value.name in weights]:
+        shape, dtype = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED
+        kept = weights[str(value.name)]
+        graph.inputs.remove(value)
+        zeros = partial(_zeros, shape, dtype)
+        value.const_value = ir.LazyTensor(zeros, dtype, shape, name=value.name) if kept is None else kept
+        graph.register_initializer(value)
+    for value in set(graph.initializers.values()).difference(graph.outputs):
+        value.type = value.shape = None  # else the file declares the type of each twice
 
 
-def _save(model: ir.Model, path: Path, weights: Mapping[str, Any] = MappingProxyType({})) -> Path:
-    """Writes a model with external data, and returns `path`; inputs in `weights` get these values, zeros for None."""
-    blank = []
-    for value in [value for value in model.graph.inputs if value.name in weights]:
-        model.graph.inputs.remove(value)
-        if (kept := weights[str(value.name)]) is None:
-            blank.append(value)
-        else:
-            value.const_value = kept
-            model.graph.register_initializer(value)
-    ir.external_data.unload_from_model(model, path.parent, f"{path.name}.data", size_threshold_bytes=_LARGE)
-    zeros = path.with_name(f"{path.name}.zeros")  # one range of one file for all
-    for value in blank:
-        shape, dtype, name = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED, str(value.name)
-        size = math.prod(shape.numpy()) * int(dtype.itemsize)
-        with zeros.open("ab") as file:
-            file.truncate(max(size, file.tell()))  # takes no space on the disk
-        value.const_value = ir.ExternalTensor(zeros.name, 0, size, dtype, shape=shape, name=name, base_dir=path.parent)
-        model.graph.register_initializer(value)
-    ir.save(model, path)
-    return path
+def _zeros(shape: ir.Shape, dtype: ir.DataType) -> ir.TensorProtocol:
+    return ir.Tensor(np.zeros(shape.numpy(), dtype.numpy()), dtype=dtype)
 
 
 class _Plain:
@@ -224,7 +198,11 @@ class _Plain:
         for _, _, inner in internals.graphs(self._program.module):
             for node in inner.nodes:
                 if op := contract.TORCH_OPS.get(internals.op_name(node)):
-                    raise _without_form(node, op)
+                    what = f"node {node.name!r} is mxfp8.{op.name}"
+                    what += ", which is for training and has no ONNX form" if op.trains else ", not as rewrite makes it"
+                    advice = "rewrite the program again, without training" if op.trains else "rewrite the original"
+                    expected = "products with packed weights, and lookups in them"
+                    raise ContractError("to_onnx", what, expected=expected, advice=advice)
         if not count:
             advice = "call mxfp8_graph.rewrite first, or torch.onnx.export for the program as it is"
             raise ContractError("to_onnx", "the program has no mxfp8 op", expected="a rewritten one", advice=advice)
@@ -262,17 +240,17 @@ class _Plain:
             return None
         # In the wider dtype, of activation and result: nothing is rounded then that the op does not round.
         wide = dtype if x is None else torch.promote_types(x.meta["val"].dtype, dtype)
-        weight = (_cast(build, wide, right.all_input_nodes[0]), "") if right else self._weight(node, wide, build)
-        if weight is None:
+        operand = (build.cast(right.all_input_nodes[0], wide), "") if right else self._weight(node, wide, build)
+        if operand is None:
             return None
-        w, name = weight
+        w, name = operand
         if x is None:  # ids pick rows of a table
             product = result = build.add("rows", _ATEN.embedding.default, w, argument("indices"))
         else:
-            bias = argument("bias") and _cast(build, wide, argument("bias"))
-            product, result = _product(build, _cast(build, wide, x), w, bias, argument("offs"))
+            bias = argument("bias") and build.cast(argument("bias"), wide)
+            product, result = _product(build, build.cast(x, wide), w, bias, argument("offs"))
         product.meta["custom"] = {_SITE: f"{activations} {rounding} {argument('b_format')} {name}"}
-        return _cast(build, dtype, result)
+        return build.cast(result, dtype)
 
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> tuple[Node, str] | None:
         """Returns (the plain weight of an op, or what is picked of it; its name); None if it is not a packed buffer."""
@@ -308,7 +286,7 @@ class _Plain:
             self._kept[original] = next(each for each in inputs if self._program.stored_name(each) == original)
             return original
         name = self._program.fresh(original)
-        self._program.add_buffer(name, torch.zeros((), dtype=dtype, device=elements.device).expand(elements.shape))
+        self._program.state[name] = torch.zeros((), dtype=dtype, device=elements.device).expand(elements.shape)
         return name
 
 
@@ -345,18 +323,3 @@ def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | N
     if bias is not None:
         result = build.add("sum", _ATEN.add.Tensor, result, bias)
     return product, result
-
-
-def _cast(build: Builder, dtype: torch.dtype, node: Node) -> Node:
-    same = node.meta["val"].dtype == dtype
-    return node if same else build.add("cast", _ATEN._to_copy.default, node, dtype=dtype)
-
-
-def _without_form(node: Node, op: contract.TorchOp) -> ContractError:
-    """Returns the error for an mxfp8 op that has no plain form."""
-    what, advice = f"node {node.name!r} is mxfp8.{op.name}, not as rewrite makes it", "rewrite the original"
-    if op.trains:
-        what = f"node {node.name!r} is mxfp8.{op.name}, which is for training and has no ONNX form"
-        advice = "rewrite the program again, without training"
-    expected = "products with packed weights, and lookups in them"
-    return ContractError("to_onnx", what, expected=expected, advice=advice)

@@ -23,13 +23,11 @@ from torch.fx import Node
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.provenance import RewriteRecord
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.operands import permutation
-from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand
+from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand, run_time
 from mxfp8_graph.torch_pass.program import Program
 from mxfp8_graph.torch_pass.replace import Call, prune, put
 from mxfp8_ops import formats
@@ -75,14 +73,10 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
             raise RecipeError(where, what, expected=expected, advice="set that instead")
         # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out
         # is a note.
-        if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or _asked_in_vain(recipe, decision)):
+        in_vain = decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
+        if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or in_vain):
             what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
             raise RecipeError(where, what, expected="one that training can quantize", advice="exclude it in the recipe")
-
-
-def _asked_in_vain(recipe: Recipe, decision: Decision) -> bool:
-    """Whether the recipe names the role of a site that no recipe could rewrite."""
-    return decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
 
 
 def note(decisions: Sequence[Decision]) -> str | None:
@@ -95,9 +89,7 @@ def note(decisions: Sequence[Decision]) -> str | None:
     return f"training keeps {len(left)} of the sites that the recipe asks for ({names}): {reasons}"
 
 
-def apply(
-    program: Program, site: TorchSite, decision: Decision, recipe: Recipe, rewrite_record: RewriteRecord
-) -> SiteReport:
+def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe) -> SiteReport:
     """Replaces the site by a `linear_train` of its operands, and returns the report of the site."""
     build = Builder(program, site.node)
     x, weight = _operands(site, build)
@@ -112,7 +104,7 @@ def apply(
     if site.form.offs is not None:
         call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
         _note_original(site.node)
-    put(site, call, build, rewrite_record)
+    put(site, call, build, recipe)
     # A transpose that was dropped: it would keep the weight in the program once that is packed.
     prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.
@@ -132,10 +124,10 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
 
     Of a grouped matmul they are x [S, K] and w [E, N, K].
     """
-    x, w = build.k_last(site.x), _weight(site.w, build)
-    dtype = site.added.output.meta["val"].dtype
-    if x.meta["val"].dtype != dtype:  # inside of autocast, where the matmul itself would cast
-        x = build.add(f"{x.name}_cast", _ATEN._to_copy.default, x, dtype=dtype)
+    x, static = build.k_last(site.x), site.w.static
+    # A transpose of a parameter in the program is dropped instead of being undone.
+    w = build.k_last(site.w if static is None else run_time(site.w.node, site.w.transposed))
+    x = build.cast(x, site.added.output.meta["val"].dtype)  # inside of autocast, where the matmul itself would cast
     x_rank = x.meta["val"].dim()
     # A leading 1 only broadcasts: without it the weight is one matrix for all rows of x.
     while 2 < w.meta["val"].dim() <= x_rank and _is_one(w.meta["val"].shape[0]):
@@ -167,22 +159,21 @@ def undo(program: Program, site: Site) -> None:
 
     One of groups becomes the op that it was.
     """
-    node = site.node
-    if internals.op_name(node) == GROUPED_TRAIN:
-        x, weight, offs = (internals.argument(node, name) for name in ("x", "weight", "offs"))
-        node.target, node.kwargs = _original(node), {}
-        node.args = (x, Builder(program, node).permute(weight, k_last(range(3))), offs)
-        record.unmark(node)
-    if internals.op_name(node) == LINEAR_TRAIN:
-        x, weight, bias = (internals.argument(node, name) for name in ("x", "weight", "bias"))
-        if weight.meta["val"].dim() == 2:
-            node.target, node.args, node.kwargs = _ATEN.linear.default, (x, weight, bias), {}
+    node, op = site.node, internals.op_name(site.node)
+    if op not in {GROUPED_TRAIN, LINEAR_TRAIN}:
+        return
+    x, weight = (internals.argument(node, name) for name in ("x", "weight"))
+    rank, last = weight.meta["val"].dim(), internals.argument(node, "bias" if op == LINEAR_TRAIN else "offs")
+    if rank == 2:
+        node.target, node.args = _ATEN.linear.default, (x, weight, last)
+    else:
+        transposed = Builder(program, node).permute(weight, k_last(range(rank)))
+        if op == GROUPED_TRAIN:
+            node.target, node.args = _original(node), (x, transposed, last)
         else:
-            rank = weight.meta["val"].dim()
-            transposed = Builder(program, node).permute(weight, k_last(range(rank)))
-            node.target = _ATEN.bmm.default if rank == 3 else _ATEN.matmul.default
-            node.args, node.kwargs = (x, transposed), {}
-        record.unmark(node)
+            node.target, node.args = (_ATEN.bmm if rank == 3 else _ATEN.matmul).default, (x, transposed)
+    node.kwargs = {}
+    record.unmark(node)
 
 
 def _note_original(node: Node) -> None:
@@ -204,16 +195,3 @@ def _original(node: Node) -> Any:
         what = f"becomes {name} again, which is not registered"
         raise ContractError(node.name, what, expected="the library that has it", advice=f"import {namespace} first")
     return getattr(getattr(torch.ops, namespace), op).default
-
-
-def _weight(w: Operand, build: Builder) -> Node:
-    """Returns the second operand as [..., N, K]; a transpose in the program is dropped instead of being undone."""
-    if w.static is None:
-        return build.k_last(w)
-    node = w.node
-    if not w.transposed:
-        return node
-    rank = node.meta["val"].dim()
-    if permutation(node, rank) == k_last(range(rank)):
-        return node.all_input_nodes[0]
-    return build.permute(node, k_last(range(rank)))

@@ -13,7 +13,7 @@ from onnx_exports import Linear, Packed, data, expected, exported, ours, packed,
 from oracle import Expected, check_well_formed, expect, normal
 
 import mxfp8_graph
-from mxfp8_graph.torch_pass import to_onnx
+from mxfp8_graph.onnx_pass import save
 from mxfp8_ops import numerics, numpy_nodes, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
 from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
 from mxfp8_ops.errors import ContractError
@@ -116,7 +116,7 @@ def test_external_data_goes_next_to_the_file(by_itself: bool, tmp_path: Path, mo
     module, x = Linear(256, 256), normal(3, 256)
     ep = packed(module, torch.from_numpy(x))
     if by_itself:
-        monkeypatch.setattr(to_onnx, "_INLINE_LIMIT", 1000)
+        monkeypatch.setattr(save, "INLINE_LIMIT", 1000)
     path = mxfp8_graph.to_onnx(ep, tmp_path / "a.onnx", external_data="auto" if by_itself else "always")
     assert {file.name for file in tmp_path.iterdir()} == {"a.onnx", "a.onnx.data"}
     assert (tmp_path / "a.onnx.data").stat().st_size >= 256 * 256
