@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_left
+import re
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph.file_reading import ModelFolder
@@ -119,18 +118,16 @@ def _unknown(
     stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], used: Set[str], weights: Collection[str]
 ) -> list[str]:
     """Returns the tensors and metadata that describe an unknown quantization of MXFP8 weights or of their inputs."""
-    names = sorted(stored)
-    suspects = {name for name in names if name.rpartition(".")[2] == conventions.COMFY_GLOBAL}
-    for weight in weights:
-        # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
-        head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
-        # Names are sorted, so those of one module are neighbors: the search is linear in their number, not in that of
-        # all tensors.
-        at = bisect_left(names, head)
-        while at < len(names) and names[at].startswith(head):
-            if of_quantization(names[at].removeprefix(head)):
-                suspects.add(names[at])
-            at += 1
+    # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
+    heads = {w.removesuffix("weight") if f".{w}".endswith(".weight") else f"{w}_" for w in weights}
+    suspects = {
+        name
+        for name in stored
+        if name.rpartition(".")[2] == conventions.COMFY_GLOBAL
+        or any(
+            name[: end.end()] in heads and of_quantization(name[end.end() :]) for end in re.finditer(r"^|[._]", name)
+        )
+    }
     descriptions = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(suspects - used)]
     descriptions += [] if is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
     return [f"{each} of an unknown quantization" for each in descriptions]
@@ -158,7 +155,7 @@ def _pairs(
         ):
             continue
         # By name and by dtype: FP8 with one float32 scale per tensor has the same names.
-        scales = next((s for c in CONVENTIONS.values() if (s := name + c.scale_suffix) in stored), None)
+        scales = next((s for suffix in CONVENTIONS.values() if (s := name + suffix) in stored), None)
         if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
             yield name, name, scales, bool(said)
         elif name.endswith("_qdata") and (pair := _of_torchao(name, stored, metadata)) is not None:
@@ -173,11 +170,8 @@ def _of_torchao(
     name, scales = f"{module}.{rest[1:]}".lstrip("."), f"{elements.removesuffix('_qdata')}_scale"
     try:
         description = json.loads(metadata[name])
-        kind, size, swizzled = (
-            description["_type"],
-            description["_data"]["block_size"],
-            description["_data"]["is_swizzled_scales"],
-        )
+        data = description["_data"]
+        kind, size, swizzled = description["_type"], data["block_size"], data["is_swizzled_scales"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     if kind != "MXTensor" or size != formats.BLOCK_SIZE or scales not in stored:
@@ -195,22 +189,16 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
         fits = math.prod(scales) == math.prod(blocks)
     else:
         fits = not swizzled and scales == blocks
-    return (
-        None
-        if fits
-        else f"weight {name!r} of shape {list(shape)} has scales of shape {list(scales)}, not {list(blocks)}"
-    )
+    misfit = f"weight {name!r} of shape {list(shape)} has scales of shape {list(scales)}, not {list(blocks)}"
+    return None if fits else misfit
 
 
 def _weight(
     name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool, only: bool
 ) -> PackedWeight:
     def codes() -> Codes:
-        return (
-            unswizzled(scales.bytes(), *scale_shape(elements.shape, -1))
-            if swizzled
-            else scales.bytes().reshape(scales.shape)
-        )
+        codes = scales.bytes()
+        return unswizzled(codes, *scale_shape(elements.shape, -1)) if swizzled else codes.reshape(scales.shape)
 
     return PackedWeight(
         name=name,
@@ -218,13 +206,9 @@ def _weight(
         shape=elements.shape,
         element_format=_FORMATS[elements.dtype],
         weight_only=only or None,
-        read_elements=partial(_elements, elements),
+        read_elements=lambda: elements.bytes().reshape(elements.shape),
         read_scales=codes,
     )
-
-
-def _elements(stored: safetensors.Stored) -> Codes:
-    return stored.bytes().reshape(stored.shape)
 
 
 def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str, Any]:
@@ -234,14 +218,9 @@ def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str,
         ContractError: it cannot be read; or it is not a JSON object, with `what`, `expected` and `advice`.
     """
     try:
-        with path.open("rb") as file:
-            # A limit, since an index or a config is text of a file that anyone may have made.
-            content = file.read(safetensors.LONGEST_HEADER + 1)
+        data = json.loads(path.read_bytes())
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
-    try:
-        # A file beyond the limit counts as empty text, which is not JSON, so that it gets the same error.
-        data = json.loads(content.decode("utf-8") if len(content) <= safetensors.LONGEST_HEADER else "")
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
@@ -251,34 +230,23 @@ def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str,
 
 def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str]]:
     """Returns the tensors of every file an index names, and their metadata."""
-    folder = ModelFolder(path)
     what, expected = "not the index of a checkpoint", "JSON with a weight_map"
     advice = "name a .safetensors.index.json"
-    index = read_json(path, what=what, expected=expected, advice=advice)
-    try:
-        placed, wanted = index["weight_map"], dict[str, set[str]]()
-        for name, shard in placed.items():
-            # Raises for half of a surrogate pair, which JSON may hold and no file name can.
-            shard.encode()
-            wanted.setdefault(str(PurePath(shard)), set()).add(name)
-    except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
-        raise ContractError(path, what, expected=expected, advice=advice) from None
+    placed = read_json(path, what=what, expected=expected, advice=advice).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise ContractError(path, what, expected=expected, advice=advice)
     stored: dict[str, safetensors.Stored] = {}
     metadata: dict[str, str] = {}
-    lacking: list[str] = []
-    for shard, names in sorted(wanted.items()):
+    for shard in sorted(set(placed.values())):
         try:
-            shard_path = folder.locate(shard, str(path))
+            shard_path = ModelFolder(path).locate(shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
         tensors, shard_metadata = safetensors.read(shard_path)
-        lacking += [f"{name!r} in {shard}" for name in sorted(names - tensors.keys())]
         # A shard may have a copy of a tensor that the index places in another one.
-        elsewhere = tensors.keys() & (placed.keys() - names)
-        stored |= {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
+        stored |= {name: tensor for name, tensor in tensors.items() if placed.get(name, shard) == shard}
         metadata |= shard_metadata
-    if lacking:
-        raise ContractError(
-            path, f"no {listed(lacking)}", expected="the tensors that it names", advice="download it again"
-        )
+    if lacking := [f"{name!r} in {placed[name]}" for name in sorted(placed.keys() - stored.keys())]:
+        expected, advice = "the tensors that it names", "download it again"
+        raise ContractError(path, f"no {listed(lacking)}", expected=expected, advice=advice)
     return stored, metadata

@@ -22,29 +22,18 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final
 
 from mxfp8_graph.packed.safetensors import E4M3, Stored
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError
 
+COMPRESSED_TENSORS: Final = "compressed-tensors"
+SCALE_INV: Final = "scale-inv"
 
-@dataclass(frozen=True)
-class Convention:
-    """One way to name scales."""
-
-    name: str
-    scale_suffix: str
-    """Suffix of the name of the scales, after the name of the elements, X.weight."""
-
-
-COMPRESSED_TENSORS: Final = Convention("compressed-tensors", "_scale")
-SCALE_INV: Final = Convention("scale-inv", "_scale_inv")
-
-CONVENTIONS: Final[Mapping[str, Convention]] = MappingProxyType({c.name: c for c in (COMPRESSED_TENSORS, SCALE_INV)})
+CONVENTIONS: Final = {COMPRESSED_TENSORS: "_scale", SCALE_INV: "_scale_inv"}
+"""Suffix of the name of the scales, after the name of the elements, by convention."""
 
 CONFIG_KEY: Final = "quantization_config"
 """Key in the file's metadata; its value belongs in the checkpoint's config.json."""
@@ -64,13 +53,13 @@ def of_quantization(name: str) -> bool:
 def is_known(config: str | None) -> bool:
     """Returns whether a quantization_config in a file's metadata, if there is one, is of a convention above."""
     try:
-        return config is None or json.loads(config)["quant_method"] in (COMPRESSED_TENSORS.name, "mxfp8")
+        return config is None or json.loads(config)["quant_method"] in (COMPRESSED_TENSORS, "mxfp8")
     except (KeyError, TypeError, ValueError, RecursionError):
         return False
 
 
 def quantization_config(
-    chosen: Convention, modules: Mapping[tuple[str, bool], Sequence[str]], ignored: Iterable[str]
+    convention: str, modules: Mapping[tuple[str, bool], Sequence[str]], ignored: Iterable[str]
 ) -> dict[str, Any]:
     """Returns what belongs under "quantization_config" in the checkpoint's config.json.
 
@@ -78,7 +67,7 @@ def quantization_config(
     whose weights are not packed.
     """
     # This convention has one config for all modules: it cannot say which of them are weight-only.
-    if chosen is SCALE_INV:
+    if convention == SCALE_INV:
         return {
             "quant_method": "mxfp8",
             "activation_scheme": "dynamic",
@@ -98,18 +87,17 @@ def quantization_config(
             "symmetric": True,
             "scale_dtype": "torch.uint8",
         }
-        # compressed-tensors has no name for MXINT8: a reader that knows others alone refuses this one.
-        name = "mxint8-quantized" if is_int else "mxfp8-quantized"
         groups[f"group_{len(groups)}"] = {
             "targets": sorted(targets),
             "weights": {**settings, "dynamic": False},
             "input_activations": None if weight_only else {**settings, "dynamic": True},
             "output_activations": None,
-            "format": name,
+            # compressed-tensors has no name for MXINT8: a reader that knows others alone refuses this one.
+            "format": "mxint8-quantized" if is_int else "mxfp8-quantized",
         }
     kinds = {group["format"] for group in groups.values()}
     return {
-        "quant_method": "compressed-tensors",
+        "quant_method": COMPRESSED_TENSORS,
         "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": groups,
@@ -122,8 +110,6 @@ COMFY_GLOBAL: Final = "scaled_fp8"
 """A tensor of this name says that all float8 weights have one scale each; ComfyUI's older form."""
 
 _COMFY_METADATA: Final = "_quantization_metadata"
-_LONGEST_MARKER: Final = 1 << 16
-"""Bytes of a marker; ComfyUI's have less than 100."""
 _COMFY_KEYS: Final = frozenset({"format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape"})
 """Keys of an MXFP8 layer that do not change its values. convert_to_quant writes the last two."""
 
@@ -134,9 +120,7 @@ def comfy_layers(stored: Mapping[str, Stored], metadata: Mapping[str, str], path
     Raises:
         ContractError: a marker or the metadata is not what ComfyUI writes.
     """
-    markers = {name: tensor for name, tensor in stored.items() if name.endswith(COMFY_MARKER)}
-    # A marker beyond the limit is not read; as empty text it is reported as damaged.
-    texts = {name: t.bytes().tobytes() if t.byte_size <= _LONGEST_MARKER else b"" for name, t in markers.items()}
+    texts = {name: tensor.bytes().tobytes() for name, tensor in stored.items() if name.endswith(COMFY_MARKER)}
     descriptions: dict[str, Any] = {}
     where = ""
     try:

@@ -18,14 +18,7 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import open_checkpoint
-from mxfp8_graph.packed.conventions import (
-    COMPRESSED_TENSORS,
-    CONFIG_KEY,
-    CONVENTIONS,
-    SCALE_INV,
-    Convention,
-    quantization_config,
-)
+from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, SCALE_INV, quantization_config
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
@@ -77,7 +70,7 @@ def export_safetensors(
     model: Any,
     path: str | Path,
     *,
-    convention: str = COMPRESSED_TENSORS.name,
+    convention: str = COMPRESSED_TENSORS,
     weights_only: bool = False,
     overwrite: bool = False,
 ) -> Path:
@@ -101,15 +94,14 @@ def export_safetensors(
     path = Path(path)
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
-    chosen = CONVENTIONS[convention]
     source = contents(model)
     if not source.weights:
         what = "no packed weights"
         raise ContractError(source.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
-    others = [w.name for w in source.weights.values() if w.element_format == formats.INT8.name]
-    if chosen is SCALE_INV and others:
-        what, expected = f"weight {others[0]!r} has int8 elements", "float8 elements, as this convention has"
-        advice = f"export it with convention={COMPRESSED_TENSORS.name!r}"
+    ints = [w.name for w in source.weights.values() if w.element_format == formats.INT8.name]
+    if convention == SCALE_INV and ints:
+        what, expected = f"weight {ints[0]!r} has int8 elements", "float8 elements, as this convention has"
+        advice = f"export it with convention={COMPRESSED_TENSORS!r}"
         raise ContractError(source.where, what, expected=expected, advice=advice)
     weights: dict[str, PackedWeight] = {}
     for weight in source.weights.values():
@@ -124,17 +116,20 @@ def export_safetensors(
             ignored.append(name.removesuffix(".weight"))
         if not weights_only:
             tensors[name] = tensor
-    metadata = file_metadata(config_of(weights, chosen, ignored), source)
-    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite, inputs=source.files)
+    metadata = file_metadata(config_of(weights, convention, ignored), source)
+    safetensors.write(path, entries_of(tensors, convention), metadata, overwrite=overwrite, inputs=source.files)
     return path
 
 
-def entries_of(tensors: Mapping[str, PackedWeight | Tensor], chosen: Convention) -> list[safetensors.Entry]:
+def entries_of(tensors: Mapping[str, PackedWeight | Tensor], convention: str) -> list[safetensors.Entry]:
     """Returns the tensors of a checkpoint, a weight's scales after its elements; dtypes without a name are left out."""
     entries = []
     for name, tensor in tensors.items():
         if isinstance(tensor, PackedWeight):
-            dtype, scales = formats.element_format(tensor.element_format).safetensors_name, name + chosen.scale_suffix
+            dtype, scales = (
+                formats.element_format(tensor.element_format).safetensors_name,
+                name + CONVENTIONS[convention],
+            )
             blocks = scale_shape(tensor.shape, -1)
             entries.append(safetensors.Entry(name, dtype, tensor.shape, partial(getattr, tensor, "elements")))
             entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, tensor, "scales")))
@@ -143,14 +138,14 @@ def entries_of(tensors: Mapping[str, PackedWeight | Tensor], chosen: Convention)
     return entries
 
 
-def config_of(weights: Mapping[str, PackedWeight], chosen: Convention, ignored: Iterable[str]) -> dict[str, Any]:
+def config_of(weights: Mapping[str, PackedWeight], convention: str, ignored: Iterable[str]) -> dict[str, Any]:
     """Returns the quantization_config of weights by their names in the checkpoint; see `quantization_config`."""
     modules: dict[tuple[str, bool], list[str]] = {}
     # E4M3 and E5M2 are one kind of config; the dtype of the tensors tells them apart. Quantized modules come first.
     for name, weight in sorted(weights.items(), key=lambda item: bool(item[1].weight_only)):
         kind = weight.element_format if weight.element_format == formats.INT8.name else formats.E4M3.name
         modules.setdefault((kind, bool(weight.weight_only)), []).append(name.removesuffix(".weight"))
-    return quantization_config(chosen, modules, ignored)
+    return quantization_config(convention, modules, ignored)
 
 
 def file_metadata(config: Mapping[str, Any], source: Contents) -> dict[str, str]:

@@ -40,7 +40,7 @@ def export_checkpoint(
     output: str | Path,
     *,
     config: str | Path,
-    convention: str = COMPRESSED_TENSORS.name,
+    convention: str = COMPRESSED_TENSORS,
 ) -> tuple[Path, list[str]]:
     """Returns (`output`, notes): a new folder that vLLM, SGLang or transformers load, with the packed bytes of a model.
 
@@ -73,9 +73,9 @@ def export_checkpoint(
     _check(weights, reference, source.where)
     if only := [name for name, weight in weights.items() if weight.weight_only]:
         notes.append(f"{len(only)} weights do not quantize their activations; servers do (W8A8): {listed(only, 3)}")
-    quantization = config_of(weights, CONVENTIONS[convention], _ignored(reference, weights))
+    quantization = config_of(weights, convention, _ignored(reference, weights))
     files = described.files() | {"config.json": _json({**numbers, CONFIG_KEY: quantization})}
-    shards = list(_shards(entries_of(tensors, CONVENTIONS[convention])))
+    shards = list(_shards(entries_of(tensors, convention)))
     metadata = file_metadata(quantization, source)
     with whole_folder(target) as folder:
         names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
