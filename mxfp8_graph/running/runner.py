@@ -99,17 +99,22 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model) -> tuple[Signature, Runnable]:
-    """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`."""
+def open_runnable(model: Model, where: str = "{}") -> tuple[Signature, Runnable]:
+    """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`.
+
+    `where` is what errors call the model; "{}" in it is the model's name.
+    """
     if is_program(model):
         # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
         from mxfp8_graph.running.programs import TorchProgram
 
         program = TorchProgram(model)
-        return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
+        signature = Signature(program.name, program.specs, program.ranges, program.is_rewritten)
+        program.name = where.format(signature.name)
+        return signature, program
     signature = Signature.of(load(model, sparse=True))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
-    return signature, Session(model, kernels=True, where=signature.name, float32=original)
+    return signature, Session(model, kernels=True, where=where.format(signature.name), float32=original)
 
 
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:

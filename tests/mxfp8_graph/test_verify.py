@@ -436,7 +436,9 @@ def scaled(factor: float) -> onnx.ModelProto:
 
 def test_an_output_that_is_zero_everywhere_is_noted() -> None:
     notes = check(scaled(0)).notes
-    assert any(note.startswith("output 'z' is zero everywhere in both models: ") for note in notes), notes
+    assert any(
+        note.startswith("output 'z' is zero everywhere in the original model and is zero every") for note in notes
+    ), notes
 
 
 def test_an_output_without_a_finite_value_fails(tmp_path: Path) -> None:
