@@ -101,11 +101,25 @@ class TorchProgram(Runnable):
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
         leaves = pytree.tree_leaves(self._feeds(inputs))
+        profiler = _Profiler(self._module)
         try:
-            with torch.inference_mode(), self._written_back():
-                return _profile(self._module, leaves, repeat)
+            with torch.inference_mode(), self._written_back(), cpu.profiled() as profiler.written:
+                # The first run is not counted: first calls of kernels are slower.
+                for _ in range(repeat + 1):
+                    profiler.run(*leaves, enable_io_processing=False)
         except Exception as error:  # whatever the ops of the program raise
             raise unrunnable(self.name, error, PASS_OTHERS) from None
+        return [
+            NodeProfile(
+                name=node.name,
+                op=internals.op_name(node),
+                operands=profiler.operands[node],
+                kernel=gemms_of(profiler.calls[node]),
+                isa=isas_of(profiler.calls[node]),
+                seconds=sum(seconds[1:]) / repeat,
+            )
+            for node, seconds in profiler.seconds.items()
+        ]
 
     def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = self.placeholders(inputs).values()
@@ -186,32 +200,6 @@ def _tensor(array: Array) -> torch.Tensor:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
-
-
-def _profile(module: GraphModule, inputs: Sequence[Any], runs: int) -> list[NodeProfile]:
-    """Returns the calls of `runs` runs after one that is not counted, in order; those that no run reached are left out.
-
-    Args:
-        module: of a program.
-        inputs: one for each of its placeholders, in order.
-        runs: at least 1.
-    """
-    profiler = _Profiler(module)
-    with cpu.profiled() as profiler.written:
-        # The first run is not counted: first calls of kernels are slower.
-        for _ in range(runs + 1):
-            profiler.run(*inputs, enable_io_processing=False)
-    return [
-        NodeProfile(
-            name=node.name,
-            op=internals.op_name(node),
-            operands=profiler.operands[node],
-            kernel=gemms_of(profiler.calls[node]),
-            isa=isas_of(profiler.calls[node]),
-            seconds=sum(seconds[1:]) / runs,
-        )
-        for node, seconds in profiler.seconds.items()
-    ]
 
 
 class _Profiler(Interpreter):
