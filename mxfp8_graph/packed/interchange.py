@@ -56,8 +56,7 @@ def contents(model: Any) -> Contents:
 
         if not kind.is_file:
             return from_torch.contents(model, "program")
-        program = load(model)
-        return replace(from_torch.contents(program, str(model)), files=frozenset({Path(model)}))
+        return replace(from_torch.contents(load(model), str(model)), files=frozenset({Path(model)}))
     from mxfp8_graph.onnx_pass import graphsurgeon
     from mxfp8_graph.onnx_pass.load import load as load_onnx
     from mxfp8_graph.packed import from_onnx
@@ -131,10 +130,10 @@ def entries_of(tensors: Mapping[str, PackedWeight | Tensor], convention: str) ->
                 name + CONVENTIONS[convention],
             )
             blocks = scale_shape(tensor.shape, -1)
-            entries.append(safetensors.Entry(name, dtype, tensor.shape, partial(getattr, tensor, "elements")))
-            entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, tensor, "scales")))
+            entries.append(safetensors.Entry(dtype, tensor.shape, name, partial(getattr, tensor, "elements")))
+            entries.append(safetensors.Entry(safetensors.U8, blocks, scales, partial(getattr, tensor, "scales")))
         elif (other := safetensors.NAMES.get(tensor.dtype)) is not None:
-            entries.append(safetensors.Entry(name, other, tensor.shape, tensor.read))
+            entries.append(safetensors.Entry(other, tensor.shape, name, tensor.read))
     return entries
 
 
