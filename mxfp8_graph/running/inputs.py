@@ -65,11 +65,10 @@ def input_specs(graph: ir.Graph, where: str) -> list[InputSpec]:
             advice = "run this model from Python, with mxfp8_ops.ort.session"
             what = f"input {value.name!r} is no tensor of numbers"
             raise ShapeError(where, what, expected="one", advice=advice)
-        for what, missing in (("shape", value.shape is None), ("dtype", not value.dtype)):
-            if missing:
-                advice = "export the model with shapes"
-                raise ShapeError(where, f"input {value.name!r} has no {what}", expected="one", advice=advice)
-        dims = tuple(dim if isinstance(dim, int) else dim.value or None for dim in value.shape or ())
+        if value.shape is None or not value.dtype:
+            what = f"input {value.name!r} has no {'shape' if value.shape is None else 'dtype'}"
+            raise ShapeError(where, what, expected="one", advice="export the model with shapes")
+        dims = tuple(dim if isinstance(dim, int) else dim.value or None for dim in value.shape)
         # Some exporters write -1 for a size they do not know.
         known = tuple(None if isinstance(dim, int) and dim < 0 else dim for dim in dims)
         specs.append(InputSpec(str(value.name), value.type.dtype.numpy(), known))
@@ -183,15 +182,12 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
 
 
 def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[int, str]], where: str) -> None:
-    fits = len(shape) == len(spec.dims) and all(
-        size == dim for size, dim in zip(shape, spec.dims, strict=True) if isinstance(dim, int)
-    )
-    if not fits:
+    sizes = list(zip(shape, spec.dims, strict=False))
+    if len(shape) != len(spec.dims) or any(isinstance(dim, int) and size != dim for size, dim in sizes):
         raise ShapeError(where, f"{spec.name!r} has shape {list(shape)}", expected=str(spec), advice="reshape it")
-    for size, dim in zip(shape, spec.dims, strict=True):
+    for size, dim in sizes:
         if isinstance(dim, str):
-            # One size for each dim_param, over all inputs: ONNX Runtime checks that too late, and by the name of a
-            # node.
+            # ONNX Runtime checks that too late, and by the name of a node.
             first, owner = seen.setdefault(dim, (size, spec.name))
             if first != size:
                 what = f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}"
@@ -206,15 +202,12 @@ def describe(inputs: Mapping[str, Array]) -> str:
 BATCH: Final = 2
 SEQUENCE: Final = 16
 PAST: Final = 8
-# The input size of most image models.
-IMAGE: Final = 224
-CHANNELS: Final = 3
 
 _BY_NAME: Final = (
     (re.compile(r"past|cache", re.IGNORECASE), PAST),
     (re.compile(r"batch|^(b|n|bs)$", re.IGNORECASE), BATCH),
-    (re.compile(r"height|width|image", re.IGNORECASE), IMAGE),
-    (re.compile(r"channel", re.IGNORECASE), CHANNELS),
+    (re.compile(r"height|width|image", re.IGNORECASE), 224),  # of most image models
+    (re.compile(r"channel", re.IGNORECASE), 3),
     (re.compile(r"seq|len|token|time|frame", re.IGNORECASE), SEQUENCE),
 )
 

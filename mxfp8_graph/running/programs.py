@@ -13,7 +13,7 @@ import numpy as np
 
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
 from mxfp8_graph.running.profile import NodeProfile, gemms_of, isas_of
-from mxfp8_graph.running.sessions import Runnable, Timing
+from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops import contract, cpu, formats
 from mxfp8_ops.checks import dtype_name
@@ -77,18 +77,8 @@ class TorchProgram(Runnable):
         ]
         self.output_names = [name for name in self._outputs if name is not None]
 
-    def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name; errors as `Runnable.run`."""
-        with self._written_back():
-            return super().run(inputs)
-
-    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """Returns outputs and latencies of `repeat` runs, each of which goes on with what the one before wrote."""
-        with self._written_back():
-            return super().time(inputs, repeat)
-
     @contextlib.contextmanager
-    def _written_back(self) -> Iterator[None]:
+    def _restored(self) -> Iterator[None]:
         before = [tensor.detach().clone() for tensor in self._written]
         try:
             yield
@@ -103,7 +93,7 @@ class TorchProgram(Runnable):
         leaves = pytree.tree_leaves(self._feeds(inputs))
         profiler = _Profiler(self._module)
         try:
-            with torch.inference_mode(), self._written_back(), cpu.profiled() as profiler.written:
+            with torch.inference_mode(), self._restored(), cpu.profiled() as profiler.written:
                 # The first run is not counted: first calls of kernels are slower.
                 for _ in range(repeat + 1):
                     profiler.run(*leaves, enable_io_processing=False)

@@ -12,14 +12,13 @@ All samples are in memory.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, TypedDict
 
@@ -99,7 +98,7 @@ def make_samples(
     options: SampleOptions,
     *,
     count: int = 1,
-    run: Callable[[Inputs], object] | None = None,
+    run: Callable[[Inputs], object] = lambda feeds: None,
 ) -> Samples:
     """Returns the given samples, checked, or `count` synthesised ones.
 
@@ -118,10 +117,9 @@ def make_samples(
             given.
         ContractError: the user's function cannot be loaded, or raises.
     """
-    inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
+    inputs, shapes = options.get("inputs"), options.get("shapes") or {}
     if inputs is None:
-        samples = _synthesised(signature, shapes, seed, count)
-        return samples if run is None else _accepted(run, samples, signature, shapes, seed)
+        return _synthesised(signature, options, count, run)
     # Given arrays have sizes of their own, so a --dim would have no effect.
     if shapes:
         what = f"sizes {', '.join(shapes)} with given inputs"
@@ -137,25 +135,22 @@ def make_samples(
     return Samples(feeds, f"from {source}", names)
 
 
-def _synthesised(signature: Signature, shapes: Mapping[str, int], seed: int, count: int) -> Samples:
-    feeds = tuple(make_inputs(signature, shapes, seed + number) for number in range(count))
-    names = tuple(f"sample {number}" for number in range(1, count + 1))
-    return Samples(feeds, "synthesised", names, synthesised=True)
-
-
-def _accepted(
-    run: Callable[[Inputs], object], samples: Samples, signature: Signature, shapes: Mapping[str, int], seed: int
-) -> Samples:
+def _synthesised(signature: Signature, options: SampleOptions, count: int, run: Callable[[Inputs], object]) -> Samples:
+    shapes, seed, source = options.get("shapes") or {}, options.get("seed", 0), "synthesised"
+    feeds = [make_inputs(signature, shapes, seed + number) for number in range(count)]
     try:
-        run(samples.feeds[0])
-    except BackendError:
+        run(feeds[0])
+    except BackendError as error:
         batches = Sizes(signature.specs, shapes, signature.name).batches()
-        ones = _synthesised(signature, {**shapes, **dict.fromkeys(batches, 1)}, seed, len(samples))
-        with contextlib.suppress(BackendError):
-            run(ones.feeds[0])
-            return replace(ones, source=f"synthesised; {', '.join(batches)} = 1, since the model does not run with 2")
-        raise
-    return samples
+        ones = {**shapes, **dict.fromkeys(batches, 1)}
+        feeds = [make_inputs(signature, ones, seed + number) for number in range(count)]
+        try:
+            run(feeds[0])
+        except BackendError:
+            raise error from None
+        source = f"synthesised; {', '.join(batches)} = 1, since the model does not run with 2"
+    names = tuple(f"sample {number}" for number in range(1, count + 1))
+    return Samples(tuple(feeds), source, names, synthesised=True)
 
 
 def _named(inputs: Any, specs: Mapping[str, InputSpec]) -> _Named:

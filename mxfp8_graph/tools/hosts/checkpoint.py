@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.checkpoint import listed
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS
+from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, listed
 from mxfp8_graph.packed.interchange import config_of, contents, entries_of, file_metadata
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_graph.tools.hosts.layout import Description
