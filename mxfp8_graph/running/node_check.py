@@ -214,9 +214,8 @@ class _Comparison:
             if _quantizes_results(self._op):
                 # The codes of the kernel have to be those of its own values, to the bit; the sum before a norm has to
                 # be that of the body.
-                row = formats.ELEMENT_FORMATS[_FORMATS[self._ours[0].dtype.name]]
-                rounding = self._attributes["scale_rounding"]
-                codes = numpy_nodes.quantize(self._ours[2], element_format=row.name, scale_rounding=rounding)
+                element_format, rounding = _FORMATS[self._ours[0].dtype.name], self._attributes["scale_rounding"]
+                codes = numpy_nodes.quantize(self._ours[2], element_format=element_format, scale_rounding=rounding)
                 values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True), *exact[3:]]
                 bound = self._gemm_bound("float32") if self._op.is_gemm else self._norm_bound()
             elif self._op.is_gemm:

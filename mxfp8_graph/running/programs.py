@@ -17,7 +17,7 @@ from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops import contract, cpu, formats
 from mxfp8_ops.checks import dtype_name
-from mxfp8_ops.errors import BackendError, Option
+from mxfp8_ops.errors import BackendError
 
 # isort: split
 import torch
@@ -56,11 +56,8 @@ class TorchProgram(Runnable):
             self.name, program = "program", model
         else:
             self.name, program = str(model), load(model)
-        try:
-            program = evaluated(program)  # two runs of it are to be equal
-            self._module = program.module()
-        except Exception as error:  # whatever torch raises for a program that contradicts itself
-            raise unrunnable(self.name, error, "export it again") from None
+        program = evaluated(program)  # two runs of it are to be equal
+        self._module = program.module()
         self._program = program
         self.is_rewritten = record.find(program) is not None
         self._written = _written(program)
@@ -70,11 +67,8 @@ class TorchProgram(Runnable):
         self.specs = [_spec(placeholders[name]) for name in tensors]
         self.ranges = {name: span for name in tensors if (span := _table_rows(placeholders[name], program)) is not None}
         self._returned = [s.kind == OutputKind.USER_OUTPUT for s in program.graph_signature.output_specs]
-        self._outputs = [
-            s.arg.name if isinstance(s.arg, TensorArgument) else None
-            for s in program.graph_signature.output_specs
-            if s.kind == OutputKind.USER_OUTPUT
-        ]
+        returned = [s.arg for s in program.graph_signature.output_specs if s.kind == OutputKind.USER_OUTPUT]
+        self._outputs = [arg.name if isinstance(arg, TensorArgument) else None for arg in returned]
         self.output_names = [name for name in self._outputs if name is not None]
 
     @contextlib.contextmanager
@@ -98,7 +92,7 @@ class TorchProgram(Runnable):
                 for _ in range(repeat + 1):
                     profiler.run(*leaves, enable_io_processing=False)
         except Exception as error:  # whatever the ops of the program raise
-            raise unrunnable(self.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.name, error) from None
         return [
             NodeProfile(
                 name=node.name,
@@ -113,10 +107,7 @@ class TorchProgram(Runnable):
 
     def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = self.placeholders(inputs).values()
-        try:
-            args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
-        except (ValueError, TypeError, KeyError) as error:
-            raise unrunnable(self.name, error, "export it again") from None
+        args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
         return args, kwargs
 
     def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
@@ -136,7 +127,7 @@ class TorchProgram(Runnable):
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
         except Exception as error:  # whatever the ops of the program raise
-            raise unrunnable(self.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.name, error) from None
 
     def _arrays(self, results: Any) -> Inputs:
         named = zip(self._outputs, pytree.tree_leaves(results), strict=True)
@@ -144,11 +135,11 @@ class TorchProgram(Runnable):
         return {name: to_numpy(leaf.contiguous()) for name, leaf in tensors}
 
 
-def unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]) -> BackendError:
-    """Returns the error for an exception that torch raised for a program or its inputs."""
+def unrunnable(name: str, error: Exception) -> BackendError:
+    """Returns the error for an exception that torch raised for the inputs of a program."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    expected = "inputs the program accepts" if advice is PASS_OTHERS else "a program as torch.export makes it"
-    return BackendError(name, f"torch cannot run it: {reason}", expected=expected, advice=advice)
+    what = f"torch cannot run it: {reason}"
+    return BackendError(name, what, expected="inputs the program accepts", advice=PASS_OTHERS)
 
 
 def _written(program: ExportedProgram) -> list[torch.Tensor]:

@@ -124,11 +124,6 @@ class VerifyReport(Report):
         # max() would pass over a NaN that is not the first.
         return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
-    @property
-    def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
-        """The node checks by op type."""
-        return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
-
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs: inputs, kernels and notes."""
         return [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
@@ -156,7 +151,8 @@ class VerifyReport(Report):
         nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)
-        facts = [("nodes", _node_line(op, nodes)) for op, nodes in self.nodes_by_op.items()]
+        ops = dict.fromkeys(node.op for node in self.nodes)
+        facts = [("nodes", _node_line(op, [node for node in self.nodes if node.op == op])) for op in ops]
         facts += [("failed", failure) for failure in self.failures]
         yield Section(facts=[*self.facts(), *facts, ("verdict", self.verdict())])
 
