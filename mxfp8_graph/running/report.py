@@ -130,14 +130,14 @@ class VerifyReport(Report):
 
     def table(self) -> Columns:
         """Returns (header, a row per output), without columns that are empty."""
-        means = ("mean rel. L2", "mean cosine", "worst sample") if any(o.sample for o in self.outputs) else ()
         rows = []
         for o in self.outputs:
             error, kernel = o.rewritten, o.kernel
-            of_all = (number(o.mean_relative_l2), number(o.mean_cosine, ".6f"), o.sample) if means else ()
+            of_all = (number(o.mean_relative_l2), number(o.mean_cosine, ".6f"), o.sample) if o.sample else [""] * 3
             numbers = (number(error.relative_l2), number(error.max_abs), number(error.cosine, ".6f"))
             bodies = (number(kernel.relative_l2), number(kernel.max_abs)) if kernel else ("", "")
             rows.append((o.name, o.dtype, shape_text(o.shape), *of_all, *numbers, *bodies))
+        means = ("mean rel. L2", "mean cosine", "worst sample")
         errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
         return filled(("output", "dtype", "shape", *means, *errors), rows)
 
@@ -163,7 +163,6 @@ def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
     kernels = ", ".join(dict.fromkeys(node.kernel for node in nodes if node.kernel))
     named = f"{len(nodes)} {op} ({kernels})" if kernels else f"{len(nodes)} {op}"
     if nodes[0].has_bound:
-        bound = f"at most {worst:.2g} of the fp32 accumulation bound"
-        return f"{named}: kernel and function body differ by {bound}"
+        return f"{named}: kernel and function body differ by at most {worst:.2g} of the fp32 accumulation bound"
     differing = f"{worst:.0f} values differ" if worst else "the same bytes"
     return f"{named}: kernel against function body, {differing}"

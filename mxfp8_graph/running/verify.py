@@ -83,7 +83,7 @@ def verify(
         outputs=outputs,
         nodes=tuple(nodes),
         output_failures=checks.failures(),
-        notes=(*notes, *_output_notes(outputs), *checks.notes, *_drift_notes(nodes, outputs)),
+        notes=(*notes, *_output_notes(outputs), *checks.notes),
     )
 
 
@@ -218,14 +218,3 @@ def _sameness_notes(name: str, expected: Array, result: Array) -> list[str]:
     sides = (("original", sameness(expected)), ("rewritten", sameness(result)))
     said = " and ".join(f"is {what} in the {which} model" for which, what in sides if what)
     return [f"output {name!r} {said}: this says little about the rewrite; try other inputs"] if said else []
-
-
-def _drift_notes(nodes: Sequence[NodeCheck], outputs: Sequence[OutputCheck]) -> list[str]:
-    """Returns a note on differences of kernels and bodies at outputs, if each node is within its bound."""
-    drifting = [repr(o.name) for o in outputs if o.kernel and o.kernel.relative_l2 > 0]
-    if not drifting or not nodes or not all(node.passed for node in nodes):
-        return []
-    return [
-        f"kernel vs body at {', '.join(drifting)} is no error of the kernels, each of which is within its bound: sums "
-        "that differ in the last bit round elements of later layers to another step, in all up to the rewrite's error"
-    ]
