@@ -120,17 +120,15 @@ def open_runnable(model: Model, where: str = "{}") -> tuple[Signature, Runnable]
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:
     """Returns a line for each node that multiplies, the slowest first, and one for the others of each op."""
     total = sum(node.seconds for node in nodes) or 1.0
-    others: dict[tuple[str, str], list[NodeProfile]] = defaultdict(list)
-    rows: list[tuple[float, tuple[str, ...]]] = []
+    # Nodes that multiply are few and take the time; the others are one line for each op.
+    groups: dict[object, list[NodeProfile]] = defaultdict(list)
     for node in nodes:
-        # Nodes that multiply are few and take the time; the others are one line for each op.
-        if node.operands:
-            rows.append((node.seconds, (node.name, node.op, node.operands, node.kernel, node.isa)))
-        else:
-            others[node.op, node.isa].append(node)
-    for (op, isa), some in others.items():
+        groups[node if node.operands else (node.op, node.isa)].append(node)
+    rows = []
+    for some in groups.values():
         name = some[0].name if len(some) == 1 else f"{len(some)} nodes"
-        rows.append((sum(node.seconds for node in some), (name, op, "", "", isa)))
+        seconds = sum(node.seconds for node in some)
+        rows.append((seconds, (name, some[0].op, some[0].operands, some[0].kernel, some[0].isa)))
     rows.sort(key=lambda row: -row[0])
     header = ("node", "op", "multiplies", "kernel", "ISA", "ms", "share")
     return header, [(*cells, number(s * 1e3, ".3f"), f"{s / total:.1%}") for s, cells in rows]
