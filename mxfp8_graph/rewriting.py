@@ -119,8 +119,7 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
             what, advice = "names of weights without a checkpoint", ("pass ", Option("weights"), " too")
             raise ContractError("rewrite", what, expected="a checkpoint", advice=advice)
         return None
-    from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
-    from mxfp8_graph.packed.conventions import COMFY_MARKER
+    from mxfp8_graph.packed.checkpoint import COMFY_MARKER, open_checkpoint, read_json
 
     expected = "a mapping of names in the model to names in the checkpoint"
     files = {Path(names)} if isinstance(names, (str, Path)) else set()

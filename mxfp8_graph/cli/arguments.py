@@ -18,7 +18,7 @@ SamplesPath = Annotated[
     Option(
         "--inputs",
         metavar="DATA",
-        help="Samples: an .npz file, a folder of .npz or .npy files (a sample per file), a .jsonl file (a sample per "
+        help="Samples: an .npz file, a folder of .npz files (a sample per file), a .jsonl file (a sample per "
         "line), or module:function (runs your code, which yields mappings). Default: synthesised.",
     ),
 ]

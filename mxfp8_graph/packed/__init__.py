@@ -3,9 +3,8 @@
 weight.py        a packed weight, and a model's other tensors
 from_onnx.py     finds them in ONNX models, ours and TensorRT's
 from_torch.py    finds them in exported programs
-conventions.py   names of tensors in safetensors checkpoints
 safetensors.py   the file format
-checkpoint.py    opens a checkpoint: a file, an index or a folder
+checkpoint.py    opens a checkpoint: a file, an index or a folder; names of tensors in it
 interchange.py   unpack: chooses between the two; to and from safetensors
 """
 

@@ -1,6 +1,23 @@
 """Opens safetensors checkpoints: MXFP8 weights of any tool, and tensors in high precision. Reads headers only.
 
-A checkpoint is one file, the files that an index names, or a Hugging Face folder with either.
+A checkpoint is one file, the files that an index names, or a Hugging Face folder with either. Names of the tensors of
+MXFP8 weights, and the metadata that describe them:
+
+    compressed-tensors   X.weight F8_E4M3 [N, K]   X.weight_scale U8 [N, K / 32]       (modelopt and auto-round, too)
+    scale-inv            X.weight F8_E4M3 [N, K]   X.weight_scale_inv U8 [N, K / 32]   quant_method "mxfp8"
+    torchao (read only)  X._weight_qdata           X._weight_scale F8_E8M0, perhaps swizzled, as the metadata say
+    ComfyUI (read only)  X.weight F8_E4M3 [N, K]   X.weight_scale swizzled, as a marker says
+
+Despite its name, weight_scale_inv is a factor of the elements, as weight_scale is; the bytes are the same.
+Ours alone, which other readers may refuse: a K that is no multiple of 32 (the last block is partial, so there are
+ceil(K / 32) scales), F8_E5M2 elements, I8 elements (MXINT8), and stacks [..., N, K].
+
+In ComfyUI's checkpoints a layer X has a tensor X.comfy_quant, uint8, whose bytes are JSON such as {"format": "mxfp8"};
+or the file's metadata have "_quantization_metadata", JSON with {"layers": {X: {"format": "mxfp8"}}}. An MXFP8 layer has
+X.weight of F8_E4M3, its sizes padded to multiples of 32, and X.weight_scale, U8 or F8_E8M0, in the tiles that
+`unswizzled` describes.
+Sources: ComfyUI's comfy/ops.py (`_load_quantized_module`) and comfy/utils.py (`convert_old_quants`), comfy-kitchen's
+tensor/mxfp8.py.
 """
 
 from __future__ import annotations
@@ -8,21 +25,22 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_left
+import re
 from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, Final
 
 from mxfp8_graph.file_reading import locate
-from mxfp8_graph.packed import conventions, safetensors
-from mxfp8_graph.packed.conventions import CONFIG_KEY, CONVENTIONS, is_known, of_quantization
+from mxfp8_graph.packed import safetensors
+from mxfp8_graph.packed.safetensors import Stored
 from mxfp8_graph.packed.weight import Codes, PackedWeight
 from mxfp8_graph.weights import swizzled_tiles, unswizzled
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
+
+Tensors = Mapping[str, Stored]
 
 _FORMATS: Final = {fmt.safetensors_name: fmt.name for fmt in formats.ELEMENT_FORMATS.values()}
 _FLOAT8: Final = frozenset({safetensors.E4M3, safetensors.E5M2})
@@ -35,6 +53,26 @@ _FOREIGN: Final = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight
 """Endings of the names of tensors that belong to a quantized weight of any format."""
 
 
+COMPRESSED_TENSORS: Final = "compressed-tensors"
+SCALE_INV: Final = "scale-inv"
+
+CONVENTIONS: Final = {COMPRESSED_TENSORS: "_scale", SCALE_INV: "_scale_inv"}
+"""Suffix of the name of the scales, after the name of the elements, by convention."""
+
+CONFIG_KEY: Final = "quantization_config"
+"""Key in the file's metadata; its value belongs in the checkpoint's config.json."""
+
+_OF_QUANTIZATION: Final = re.compile(r"_?weight_(?!\d+$)|q(weight|zeros|data)|(?s:.*?)(scale|zero|amax|g_idx)")
+
+COMFY_MARKER: Final = ".comfy_quant"
+_COMFY_GLOBAL: Final = "scaled_fp8"
+"""A tensor of this name says that all float8 weights have one scale each; ComfyUI's older form."""
+
+_COMFY_METADATA: Final = "_quantization_metadata"
+_COMFY_KEYS: Final = frozenset({"format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape"})
+"""Keys of an MXFP8 layer that do not change its values. convert_to_quant writes the last two."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """The tensors of a checkpoint by name."""
@@ -42,7 +80,7 @@ class Checkpoint:
     path: Path
     """File, index or folder, as the caller named it."""
     weights: Mapping[str, PackedWeight]
-    others: Mapping[str, safetensors.Stored]
+    others: Tensors
     """Tensors as they are."""
     foreign: tuple[str, ...]
     """Tensors of other quantizations than MXFP8 in blocks of 32 along the last axis, with dtype and shape."""
@@ -77,10 +115,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     file = _file_in(path) if os.path.isdir(path) else path
     stored, metadata = _sharded(file) if file.suffix == ".json" else safetensors.read(file)
-    said = conventions.comfy_layers(stored, metadata, path)
+    said = _comfy_layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
     # Markers are descriptions of layers and no tensors of the model.
-    used = {name for name in stored if name.endswith(conventions.COMFY_MARKER)}
+    used = {name for name in stored if name.endswith(COMFY_MARKER)}
     misfits: list[str] = []
     for name, elements, scales, swizzled in _pairs(stored, metadata, said):
         used |= {elements, scales}
@@ -95,12 +133,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         expected = f"one scale per {formats.BLOCK_SIZE} values of the last axis, and no other quantization"
         advice = "store them unswizzled, in blocks of 32, or keep ComfyUI's markers of tiles of 128 x 4"
         raise ContractError(path, listed(misfits), expected=expected, advice=advice)
-    foreign = tuple(
-        f"{name} ({tensor.dtype} {list(tensor.shape)})"
-        for name, tensor in sorted(stored.items())
-        if name not in used and (tensor.dtype in _FLOAT8 or name.endswith(_FOREIGN))
+    others = {name: tensor for name, tensor in stored.items() if name not in used}
+    foreign = (
+        *(
+            f"{layer!r} (ComfyUI's {str(said[layer])[:200]})"
+            for layer in sorted(said)
+            if f"{layer}.weight" in stored.keys() - weights.keys()
+        ),
+        *(
+            f"{name} ({tensor.dtype} {list(tensor.shape)})"
+            for name, tensor in sorted(others.items())
+            if tensor.dtype in _FLOAT8 or name.endswith(_FOREIGN)
+        ),
     )
-    foreign = (*conventions.comfy_others(said, stored, weights), *foreign)
     if not weights:
         what = "no MXFP8 weight" + (f" ({listed(foreign)})" if foreign else "")
         expected = "X.weight of float8 or int8 with X.weight_scale or X.weight_scale_inv of uint8"
@@ -108,31 +153,27 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         weights=weights,
-        others={name: tensor for name, tensor in stored.items() if name not in used},
+        others=others,
         foreign=foreign,
         byte_size=sum(tensor.byte_size for tensor in stored.values()),
         files=frozenset({file, *(tensor.path for tensor in stored.values())}),
     )
 
 
-def _unknown(
-    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], used: Set[str], weights: Collection[str]
-) -> list[str]:
+def _unknown(stored: Tensors, metadata: Mapping[str, str], used: Set[str], weights: Collection[str]) -> list[str]:
     """Returns the tensors and metadata that describe an unknown quantization of MXFP8 weights or of their inputs."""
-    names = sorted(stored)
-    suspects = {name for name in names if name.rpartition(".")[2] == conventions.COMFY_GLOBAL}
-    for weight in weights:
-        # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
-        head = weight.removesuffix("weight") if f".{weight}".endswith(".weight") else f"{weight}_"
-        # Names are sorted, so those of one module are neighbors: the search is linear in their number, not in that of
-        # all tensors.
-        at = bisect_left(names, head)
-        while at < len(names) and names[at].startswith(head):
-            if of_quantization(names[at].removeprefix(head)):
-                suspects.add(names[at])
-            at += 1
+    # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
+    heads = {w.removesuffix("weight") if f".{w}".endswith(".weight") else f"{w}_" for w in weights}
+    suspects = {
+        name
+        for name in stored
+        if name.rpartition(".")[2] == _COMFY_GLOBAL
+        or any(
+            name[: end.end()] in heads and _of_quantization(name[end.end() :]) for end in re.finditer(r"^|[._]", name)
+        )
+    }
     descriptions = [f"{name!r} ({stored[name].dtype} {list(stored[name].shape)})" for name in sorted(suspects - used)]
-    descriptions += [] if is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
+    descriptions += [] if _is_known(metadata.get(CONFIG_KEY)) else [f"{CONFIG_KEY!r} of the file"]
     return [f"{each} of an unknown quantization" for each in descriptions]
 
 
@@ -146,7 +187,7 @@ def _file_in(folder: Path) -> Path:
 
 
 def _pairs(
-    stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str], said: Mapping[str, Mapping[str, Any]]
+    stored: Tensors, metadata: Mapping[str, str], said: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, str, bool]]:
     """Yields (weight, its elements, its scales, whether those are swizzled), each a name.
 
@@ -154,30 +195,25 @@ def _pairs(
     """
     for name, tensor in stored.items():
         if tensor.dtype not in _FORMATS or (
-            said and not conventions.is_comfy_mxfp8(said.get(name.removesuffix(".weight")), tensor)
+            said and not _is_comfy_mxfp8(said.get(name.removesuffix(".weight")), tensor)
         ):
             continue
         # By name and by dtype: FP8 with one float32 scale per tensor has the same names.
-        scales = next((s for c in CONVENTIONS.values() if (s := name + c.scale_suffix) in stored), None)
+        scales = next((s for suffix in CONVENTIONS.values() if (s := name + suffix) in stored), None)
         if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
             yield name, name, scales, bool(said)
         elif name.endswith("_qdata") and (pair := _of_torchao(name, stored, metadata)) is not None:
             yield pair
 
 
-def _of_torchao(
-    elements: str, stored: Mapping[str, safetensors.Stored], metadata: Mapping[str, str]
-) -> tuple[str, str, str, bool] | None:
+def _of_torchao(elements: str, stored: Tensors, metadata: Mapping[str, str]) -> tuple[str, str, str, bool] | None:
     """Returns the tuple of `_pairs` for X._weight_qdata, if its metadata describe an MXTensor in blocks of 32."""
     module, _, rest = elements.removesuffix("_qdata").rpartition(".")
     name, scales = f"{module}.{rest[1:]}".lstrip("."), f"{elements.removesuffix('_qdata')}_scale"
     try:
         description = json.loads(metadata[name])
-        kind, size, swizzled = (
-            description["_type"],
-            description["_data"]["block_size"],
-            description["_data"]["is_swizzled_scales"],
-        )
+        data = description["_data"]
+        kind, size, swizzled = description["_type"], data["block_size"], data["is_swizzled_scales"]
     except (KeyError, TypeError, ValueError, RecursionError):
         return None
     if kind != "MXTensor" or size != formats.BLOCK_SIZE or scales not in stored:
@@ -195,22 +231,14 @@ def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizz
         fits = math.prod(scales) == math.prod(blocks)
     else:
         fits = not swizzled and scales == blocks
-    return (
-        None
-        if fits
-        else f"weight {name!r} of shape {list(shape)} has scales of shape {list(scales)}, not {list(blocks)}"
-    )
+    misfit = f"weight {name!r} of shape {list(shape)} has scales of shape {list(scales)}, not {list(blocks)}"
+    return None if fits else misfit
 
 
-def _weight(
-    name: str, elements: safetensors.Stored, scales: safetensors.Stored, *, swizzled: bool, only: bool
-) -> PackedWeight:
+def _weight(name: str, elements: Stored, scales: Stored, *, swizzled: bool, only: bool) -> PackedWeight:
     def codes() -> Codes:
-        return (
-            unswizzled(scales.bytes(), *scale_shape(elements.shape, -1))
-            if swizzled
-            else scales.bytes().reshape(scales.shape)
-        )
+        codes = scales.bytes()
+        return unswizzled(codes, *scale_shape(elements.shape, -1)) if swizzled else codes.reshape(scales.shape)
 
     return PackedWeight(
         name=name,
@@ -218,13 +246,9 @@ def _weight(
         shape=elements.shape,
         element_format=_FORMATS[elements.dtype],
         weight_only=only or None,
-        read_elements=partial(_elements, elements),
+        read_elements=lambda: elements.bytes().reshape(elements.shape),
         read_scales=codes,
     )
-
-
-def _elements(stored: safetensors.Stored) -> Codes:
-    return stored.bytes().reshape(stored.shape)
 
 
 def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str, Any]:
@@ -234,14 +258,9 @@ def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str,
         ContractError: it cannot be read; or it is not a JSON object, with `what`, `expected` and `advice`.
     """
     try:
-        with path.open("rb") as file:
-            # A limit, since an index or a config is text of a file that anyone may have made.
-            content = file.read(safetensors.LONGEST_HEADER + 1)
+        data = json.loads(path.read_bytes())
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
-    try:
-        # A file beyond the limit counts as empty text, which is not JSON, so that it gets the same error.
-        data = json.loads(content.decode("utf-8") if len(content) <= safetensors.LONGEST_HEADER else "")
     except (ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
@@ -249,35 +268,74 @@ def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str,
     return data
 
 
-def _sharded(path: Path) -> tuple[dict[str, safetensors.Stored], dict[str, str]]:
+def _sharded(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns the tensors of every file an index names, and their metadata."""
     what, expected = "not the index of a checkpoint", "JSON with a weight_map"
     advice = "name a .safetensors.index.json"
-    index = read_json(path, what=what, expected=expected, advice=advice)
-    try:
-        placed, wanted = index["weight_map"], dict[str, set[str]]()
-        for name, shard in placed.items():
-            # Raises for half of a surrogate pair, which JSON may hold and no file name can.
-            shard.encode()
-            wanted.setdefault(str(PurePath(shard)), set()).add(name)
-    except (KeyError, TypeError, AttributeError, UnicodeEncodeError):
-        raise ContractError(path, what, expected=expected, advice=advice) from None
-    stored: dict[str, safetensors.Stored] = {}
+    placed = read_json(path, what=what, expected=expected, advice=advice).get("weight_map")
+    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+        raise ContractError(path, what, expected=expected, advice=advice)
+    stored: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
-    lacking: list[str] = []
-    for shard, names in sorted(wanted.items()):
+    for shard in sorted(set(placed.values())):
         try:
             shard_path = locate(path, shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
         tensors, shard_metadata = safetensors.read(shard_path)
-        lacking += [f"{name!r} in {shard}" for name in sorted(names - tensors.keys())]
         # A shard may have a copy of a tensor that the index places in another one.
-        elsewhere = tensors.keys() & (placed.keys() - names)
-        stored |= {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
+        stored |= {name: tensor for name, tensor in tensors.items() if placed.get(name, shard) == shard}
         metadata |= shard_metadata
-    if lacking:
-        raise ContractError(
-            path, f"no {listed(lacking)}", expected="the tensors that it names", advice="download it again"
-        )
+    if lacking := [f"{name!r} in {placed[name]}" for name in sorted(placed.keys() - stored.keys())]:
+        expected, advice = "the tensors that it names", "download it again"
+        raise ContractError(path, f"no {listed(lacking)}", expected=expected, advice=advice)
     return stored, metadata
+
+
+def _of_quantization(name: str) -> bool:
+    """Returns whether a tensor says how values are quantized, by its name in the module of a weight.
+
+    Scales of the input (input_scale, pre_quant_scale), zero points, orders of columns (g_idx), and modules such as
+    input_quantizer do; a bias, adapters, and TransformerEngine's _extra_state, which has no state for MXFP8, do not.
+    """
+    return "quant" in name or ("." not in name and _OF_QUANTIZATION.match(name) is not None)
+
+
+def _is_known(config: str | None) -> bool:
+    """Returns whether a quantization_config in a file's metadata, if there is one, is of a convention above."""
+    try:
+        return config is None or json.loads(config)["quant_method"] in (COMPRESSED_TENSORS, "mxfp8")
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return False
+
+
+def _comfy_layers(stored: Tensors, metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
+    """Returns the description of each layer; metadata overrule markers, as in ComfyUI.
+
+    Raises:
+        ContractError: a marker or the metadata is not what ComfyUI writes.
+    """
+    texts = {name: tensor.bytes().tobytes() for name, tensor in stored.items() if name.endswith(COMFY_MARKER)}
+    descriptions: dict[str, Any] = {}
+    where = ""
+    try:
+        # `where` outlives the loop: it is the name in the error, of the marker that failed or of the metadata.
+        for where, text in texts.items():
+            descriptions[where.removesuffix(COMFY_MARKER)] = json.loads(text)
+        where = _COMFY_METADATA
+        if where in metadata:
+            descriptions = {**descriptions, **json.loads(metadata[where])["layers"]}
+        # Metadata without a layer say nothing, as do files without metadata; only the latter are normal.
+        if (descriptions or where not in metadata) and all(isinstance(layer, dict) for layer in descriptions.values()):
+            return descriptions
+    except (KeyError, TypeError, ValueError, RecursionError):
+        pass
+    expected = "what ComfyUI writes, such as {'format': 'mxfp8'} for a layer"
+    raise ContractError(path, f"{where!r} is damaged", expected=expected, advice="write the checkpoint again")
+
+
+def _is_comfy_mxfp8(said: Mapping[str, Any] | None, weight: Stored) -> bool:
+    """Returns whether a layer is in plain MXFP8, with no key that may change its values."""
+    said = said or {}
+    kind = said.get("format"), said.get("group_size", formats.BLOCK_SIZE), weight.dtype
+    return kind == ("mxfp8", formats.BLOCK_SIZE, safetensors.E4M3) and said.keys() <= _COMFY_KEYS

@@ -104,13 +104,11 @@ def _axis(node: ir.Node, elements: ir.TensorProtocol, scales: ir.TensorProtocol,
         axis = blocked_axis(dims, scale_dims, axis)
     elif axis is None:
         axis = -1
-    if axis is None:
-        what = f"node {label(node)!r} has scales {list(scale_dims)} for elements {list(dims)}"
-        expected = "one for 32 elements along one axis, perhaps padded to multiples of 128 x 4"
+    if axis is None or not -rank <= axis < rank or scales.dtype not in _SCALES:
+        kind = f"{scales.dtype.name.lower()} scales {list(scale_dims)}"
+        what = f"node {label(node)!r} has {kind} for elements {list(dims)}"
+        expected = "uint8, one for 32 elements along one axis, perhaps padded to multiples of 128 x 4"
         raise ContractError(where, what, expected=expected, advice="export the model again")
-    if not -rank <= axis < rank or scales.dtype not in _SCALES:
-        what = f"node {label(node)!r} has {scales.dtype.name.lower()} scales along axis {axis} of {list(dims)}"
-        raise ContractError(where, what, expected="uint8 scales along an axis", advice="pack the model again")
     return int(axis % rank - rank)
 
 

@@ -1,7 +1,4 @@
-"""Packed weights of models by name, and to and from safetensors checkpoints, bit for bit.
-
-`conventions.py` has the names of tensors in checkpoints.
-"""
+"""Packed weights of models by name, and to and from safetensors checkpoints, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,15 +14,7 @@ from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import take_name, unique_name
 from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.checkpoint import open_checkpoint
-from mxfp8_graph.packed.conventions import (
-    COMPRESSED_TENSORS,
-    CONFIG_KEY,
-    CONVENTIONS,
-    SCALE_INV,
-    Convention,
-    quantization_config,
-)
+from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, SCALE_INV, open_checkpoint
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
@@ -63,8 +52,7 @@ def contents(model: Any) -> Contents:
 
         if not kind.is_file:
             return from_torch.contents(model, "program")
-        program = load(model)
-        return replace(from_torch.contents(program, str(model)), files=frozenset({Path(model)}))
+        return replace(from_torch.contents(load(model), str(model)), files=frozenset({Path(model)}))
     from mxfp8_graph.onnx_pass import graphsurgeon
     from mxfp8_graph.onnx_pass.load import load as load_onnx
     from mxfp8_graph.packed import from_onnx
@@ -77,7 +65,7 @@ def export_safetensors(
     model: Any,
     path: str | Path,
     *,
-    convention: str = COMPRESSED_TENSORS.name,
+    convention: str = COMPRESSED_TENSORS,
     weights_only: bool = False,
     overwrite: bool = False,
 ) -> Path:
@@ -101,15 +89,14 @@ def export_safetensors(
     path = Path(path)
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
-    chosen = CONVENTIONS[convention]
     source = contents(model)
     if not source.weights:
         what = "no packed weights"
         raise ContractError(source.where, what, expected="a rewritten model", advice="call mxfp8_graph.rewrite first")
-    others = [w.name for w in source.weights.values() if w.element_format == formats.INT8.name]
-    if chosen is SCALE_INV and others:
-        what, expected = f"weight {others[0]!r} has int8 elements", "float8 elements, as this convention has"
-        advice = f"export it with convention={COMPRESSED_TENSORS.name!r}"
+    ints = [w.name for w in source.weights.values() if w.element_format == formats.INT8.name]
+    if convention == SCALE_INV and ints:
+        what, expected = f"weight {ints[0]!r} has int8 elements", "float8 elements, as this convention has"
+        advice = f"export it with convention={COMPRESSED_TENSORS!r}"
         raise ContractError(source.where, what, expected=expected, advice=advice)
     weights: dict[str, PackedWeight] = {}
     for weight in source.weights.values():
@@ -119,38 +106,82 @@ def export_safetensors(
     tensors: dict[str, PackedWeight | Tensor] = {**weights}
     ignored = []
     for tensor in source.others:
-        name = _other_name(tensor, taken)
+        # A tied embedding that is stored under the name of the output projection gets that of the module that looks it
+        # up.
+        tied = tensor.name in taken and tensor.module is not None
+        name = take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
         if len(tensor.shape) > 1 and name.endswith(".weight"):
             ignored.append(name.removesuffix(".weight"))
         if not weights_only:
             tensors[name] = tensor
-    metadata = file_metadata(config_of(weights, chosen, ignored), source)
-    safetensors.write(path, entries_of(tensors, chosen), metadata, overwrite=overwrite, inputs=source.files)
+    metadata = file_metadata(config_of(weights, convention, ignored), source)
+    safetensors.write(path, entries_of(tensors, convention), metadata, overwrite=overwrite, inputs=source.files)
     return path
 
 
-def entries_of(tensors: Mapping[str, PackedWeight | Tensor], chosen: Convention) -> list[safetensors.Entry]:
+def entries_of(tensors: Mapping[str, PackedWeight | Tensor], convention: str) -> list[safetensors.Entry]:
     """Returns the tensors of a checkpoint, a weight's scales after its elements; dtypes without a name are left out."""
     entries = []
     for name, tensor in tensors.items():
         if isinstance(tensor, PackedWeight):
-            dtype, scales = formats.element_format(tensor.element_format).safetensors_name, name + chosen.scale_suffix
+            dtype = formats.element_format(tensor.element_format).safetensors_name
+            scales = name + CONVENTIONS[convention]
             blocks = scale_shape(tensor.shape, -1)
-            entries.append(safetensors.Entry(name, dtype, tensor.shape, partial(getattr, tensor, "elements")))
-            entries.append(safetensors.Entry(scales, safetensors.U8, blocks, partial(getattr, tensor, "scales")))
+            entries.append(safetensors.Entry(dtype, tensor.shape, name, partial(getattr, tensor, "elements")))
+            entries.append(safetensors.Entry(safetensors.U8, blocks, scales, partial(getattr, tensor, "scales")))
         elif (other := safetensors.NAMES.get(tensor.dtype)) is not None:
-            entries.append(safetensors.Entry(name, other, tensor.shape, tensor.read))
+            entries.append(safetensors.Entry(other, tensor.shape, name, tensor.read))
     return entries
 
 
-def config_of(weights: Mapping[str, PackedWeight], chosen: Convention, ignored: Iterable[str]) -> dict[str, Any]:
-    """Returns the quantization_config of weights by their names in the checkpoint; see `quantization_config`."""
-    modules: dict[tuple[str, bool], list[str]] = {}
+def config_of(weights: Mapping[str, PackedWeight], convention: str, ignored: Iterable[str]) -> dict[str, Any]:
+    """Returns what belongs under "quantization_config" in the checkpoint's config.json.
+
+    `weights` are by their names in the checkpoint; `ignored` has the names of modules whose weights are not packed.
+    """
+    # This convention has one config for all modules: it cannot say which of them are weight-only.
+    if convention == SCALE_INV:
+        return {
+            "quant_method": "mxfp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [1, formats.BLOCK_SIZE],
+            "scale_fmt": "ue8m0",
+            # Without it readers take every linear layer for an MXFP8 one.
+            "modules_to_not_convert": sorted(ignored),
+        }
+    modules: dict[tuple[bool, bool], list[str]] = {}
     # E4M3 and E5M2 are one kind of config; the dtype of the tensors tells them apart. Quantized modules come first.
     for name, weight in sorted(weights.items(), key=lambda item: bool(item[1].weight_only)):
-        kind = weight.element_format if weight.element_format == formats.INT8.name else formats.E4M3.name
-        modules.setdefault((kind, bool(weight.weight_only)), []).append(name.removesuffix(".weight"))
-    return quantization_config(chosen, modules, ignored)
+        kind = weight.element_format == formats.INT8.name, bool(weight.weight_only)
+        modules.setdefault(kind, []).append(name.removesuffix(".weight"))
+    groups = {f"group_{at}": _config_group(targets, *kind) for at, (kind, targets) in enumerate(modules.items())}
+    kinds = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": sorted(ignored),
+    }
+
+
+def _config_group(targets: list[str], is_int: bool, weight_only: bool) -> dict[str, Any]:
+    settings = {
+        "num_bits": 8,
+        "type": "int" if is_int else "float",
+        "strategy": "group",
+        "group_size": formats.BLOCK_SIZE,
+        "symmetric": True,
+        "scale_dtype": "torch.uint8",
+    }
+    return {
+        "targets": sorted(targets),
+        "weights": {**settings, "dynamic": False},
+        "input_activations": None if weight_only else {**settings, "dynamic": True},
+        "output_activations": None,
+        # compressed-tensors has no name for MXINT8: a reader that knows others alone refuses this one.
+        "format": "mxint8-quantized" if is_int else "mxfp8-quantized",
+    }
 
 
 def file_metadata(config: Mapping[str, Any], source: Contents) -> dict[str, str]:
@@ -173,12 +204,3 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
             that it is quantized in a way that is not known.
     """
     return MappingProxyType(dict(open_checkpoint(path).weights))
-
-
-def _other_name(tensor: Tensor, taken: set[str]) -> str:
-    """Returns the name of a tensor that is not packed, and adds it to `taken`.
-
-    A tied embedding that is stored under the name of the output projection gets that of the module that looks it up.
-    """
-    tied = tensor.name in taken and tensor.module is not None
-    return take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)

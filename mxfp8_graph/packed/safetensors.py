@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -25,87 +23,65 @@ from mxfp8_ops.errors import ContractError
 
 E4M3, E5M2, E8M0, U8 = "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"
 
-DTYPES: Final[Mapping[str, np.dtype[Any]]] = MappingProxyType(
-    {
-        "BOOL": np.dtype(np.bool_),
-        U8: np.dtype(np.uint8),
-        "I8": np.dtype(np.int8),
-        E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
-        E5M2: np.dtype(ml_dtypes.float8_e5m2),
-        E8M0: np.dtype(ml_dtypes.float8_e8m0fnu),
-        "I16": np.dtype(np.int16),
-        "U16": np.dtype(np.uint16),
-        "F16": np.dtype(np.float16),
-        "BF16": np.dtype(ml_dtypes.bfloat16),
-        "I32": np.dtype(np.int32),
-        "U32": np.dtype(np.uint32),
-        "F32": np.dtype(np.float32),
-        "I64": np.dtype(np.int64),
-        "U64": np.dtype(np.uint64),
-        "F64": np.dtype(np.float64),
-        "C64": np.dtype(np.complex64),
-    }
-)
+_PLAIN: Final = map(np.dtype, ("u1", "i1", "u2", "i2", "f2", "u4", "i4", "f4", "u8", "i8", "f8", "c8"))
+
+DTYPES: Final[Mapping[str, np.dtype[Any]]] = {
+    "BOOL": np.dtype(np.bool_),
+    E4M3: np.dtype(ml_dtypes.float8_e4m3fn),
+    E5M2: np.dtype(ml_dtypes.float8_e5m2),
+    E8M0: np.dtype(ml_dtypes.float8_e8m0fnu),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    **{f"{dtype.kind.upper()}{8 * dtype.itemsize}": dtype for dtype in _PLAIN},
+}
 """The format's dtypes that NumPy and ml_dtypes can hold."""
 
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 """dtype -> its name in the format."""
 
 _METADATA: Final = "__metadata__"
-LONGEST_HEADER: Final = 100_000_000
-"""Bytes of a header, the limit of the safetensors package."""
 
 
 @dataclass(frozen=True)
-class Entry:
+class _Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def byte_size(self) -> int:
+        """Bytes of its data."""
+        return math.prod(self.shape) * int(DTYPES[self.dtype].itemsize)
+
+
+@dataclass(frozen=True)
+class Entry(_Tensor):
     """One tensor to be written; `read` is called just before."""
 
     name: str
-    dtype: str
-    shape: tuple[int, ...]
     read: Callable[[], Array]
-
-    @property
-    def byte_size(self) -> int:
-        """Bytes of its data."""
-        return _byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
-class Stored:
+class Stored(_Tensor):
     """One tensor in a file."""
 
-    dtype: str
-    shape: tuple[int, ...]
     path: Path
-    stamp: tuple[int, ...]
-    """State of the file when its header was read."""
     offset: int
     """Position of the data in the file."""
-
-    @property
-    def byte_size(self) -> int:
-        """Bytes of its data."""
-        return _byte_size(self.dtype, self.shape)
 
     def bytes(self) -> Codes:
         """Returns the data, read now.
 
         Raises:
-            ContractError: the file cannot be read, or changed.
+            ContractError: the file cannot be read, or is shorter than its header says.
         """
-        size = self.byte_size
         try:
             with self.path.open("rb") as file:
                 file.seek(self.offset)
-                content = file.read(size)
-                # After the read, so that a change during it is noticed too: the offset may be wrong by now.
-                changed = _stamp(file) != self.stamp
+                content = file.read(self.byte_size)
         except OSError as error:
             raise _unreadable(self.path, error) from None
-        if changed:
-            expected, advice = "the same file from beginning to end", "run again once nothing writes to it"
-            raise ContractError(self.path, "changed while it was read", expected=expected, advice=advice)
+        if len(content) < self.byte_size:
+            raise _damaged(self.path, "ends within a tensor")
         return np.frombuffer(content, np.uint8)
 
 
@@ -145,38 +121,21 @@ def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """
     try:
         with path.open("rb") as file:
-            # Checks the header: its size, every field of every tensor, and that the data have no gap and no overlap,
-            # which could hide other data. It does not map the file, since a mapped file that is cut ends the process.
+            # Checks the header. It does not map the file, since a mapped file that is cut ends the process.
             safe_open(path, "np", backend="pread")
-            stamp, start = _stamp(file), 8 + int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(start - 8, LONGEST_HEADER)), object_pairs_hook=_unique)
-            metadata = header.pop(_METADATA, None) or {}
-            # The library takes the fields of a tensor as a list too.
-            if not all(isinstance(entry, dict) for entry in header.values()):
-                raise ValueError("a tensor is described by something else than an object")
+            start = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(start - 8))
     except OSError as error:
         raise _unreadable(path, error) from None
     except (SafetensorError, ValueError) as error:
         raise _damaged(path, f"is refused: {error}") from None
+    metadata = header.pop(_METADATA, None) or {}
     tensors = {
-        name: Stored(entry["dtype"], tuple(entry["shape"]), path, stamp, start + entry["data_offsets"][0])
+        name: Stored(entry["dtype"], tuple(entry["shape"]), path, start + entry["data_offsets"][0])
         for name, entry in header.items()
         if entry["dtype"] in DTYPES
     }
     return tensors, metadata
-
-
-def _stamp(file: BinaryIO) -> tuple[int, ...]:
-    """Returns what tells a file from another one, or from itself after a change."""
-    status = os.fstat(file.fileno())
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = dict(pairs)
-    if len(names) < len(pairs):
-        raise ValueError("a name occurs twice")
-    return names
 
 
 def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
@@ -189,10 +148,6 @@ def _header(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _byte_size(dtype: str, shape: Iterable[int]) -> int:
-    return math.prod(shape) * int(DTYPES[dtype].itemsize)
 
 
 def _unreadable(path: Path, error: OSError) -> ContractError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,10 +24,7 @@ _SUFFIX: Final = re.compile(r"^(?P<name>.+)_mxfp8(?P<number>_\d+)?$")
 
 @dataclass(frozen=True, kw_only=True)
 class PackedWeight:
-    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, both read from the file on access.
-
-    A copy reads where the weight does; a deep copy, and a pickled weight, hold the data themselves.
-    """
+    """One weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, both read from the file on access."""
 
     name: str
     """Name of the weight before it was packed, such as "layers.0.up.weight"."""
@@ -60,15 +57,6 @@ class PackedWeight:
         """
         return _checked(self.name, "scales", self.read_scales(), scale_shape(self.shape, -1))
 
-    def __copy__(self) -> PackedWeight:
-        return replace(self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Returns the fields with the data itself, so that a pickled weight needs neither file nor model."""
-        # A file may be gone, or another one, where the pickle is read.
-        elements, scales = (_InMemoryCodes(np.array(codes, subok=False)) for codes in (self.elements, self.scales))
-        return {**vars(self), "read_elements": elements, "read_scales": scales}
-
     @property
     def parameter(self) -> str:
         """The parameter's name in the module tree: exporters may rename or merge weights, but keep names of modules."""
@@ -84,19 +72,6 @@ class PackedWeight:
             ContractError: the file that holds the weight cannot be read.
         """
         return cpu.dequantize(self.elements, self.scales, element_format=self.element_format, dtype=dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _InMemoryCodes:
-    """Codes in memory, with the interface of `read_elements` and `read_scales`."""
-
-    codes: Codes
-
-    def __call__(self) -> Codes:
-        # A view, so that a caller cannot make the stored array writable again.
-        codes = self.codes.view()
-        codes.flags.writeable = False
-        return codes
 
 
 @dataclass(frozen=True, kw_only=True)

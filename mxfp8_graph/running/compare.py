@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import sqnr_db as sqnr
 
-__all__ = ["Difference", "difference", "sameness", "softmax_kl", "sqnr", "top1_agreement"]
+__all__ = ["Difference", "difference", "sameness", "sqnr"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,35 +57,6 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
     return Difference(
         relative_l2=relative, max_abs=largest, cosine=cosine, nonfinite=nonfinite, compared=a.size, count=same.size
     )
-
-
-def top1_agreement(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
-    """Returns the share of rows along the last axis that have their largest value at the same place.
-
-    Rows with a NaN have no largest value and are left out; NaN if no row is left.
-    """
-    # argmax of a row with NaN is the index of the NaN.
-    rows = ~(np.isnan(reference.astype(np.float64)) | np.isnan(result.astype(np.float64))).any(-1)
-    same = reference[rows].argmax(-1) == result[rows].argmax(-1)
-    return float(np.mean(same)) if same.size else math.nan
-
-
-def softmax_kl(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> float:
-    """Returns the Kullback-Leibler divergence in nats of softmax(result) from softmax(reference), a mean over rows.
-
-    Softmax is over the last axis, in float64: sum of p * (log p - log q); 0 of no rows.
-    """
-    if not reference.size:
-        return 0.0
-    log_p, log_q = _log_softmax(reference), _log_softmax(result)
-    return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), -1)))
-
-
-def _log_softmax(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    shifted = values.astype(np.float64)
-    # So that no exponential overflows.
-    shifted = shifted - shifted.max(-1, keepdims=True)
-    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
 
 
 def sameness(values: npt.NDArray[Any]) -> str | None:

@@ -41,12 +41,6 @@ _TABLES: Final = {
 }
 """Op -> (input that is the table, input that indexes it, attribute that says along which axis)."""
 
-_MOST_INDEX: Final = 2**62
-"""Largest index that is considered; sums with it stay far below 2^63."""
-
-_MOST_ORIGINS: Final = 1000
-"""Origins of one value beyond which it is not followed: each sum of sums may double their number."""
-
 Origins = set[tuple[str, int]]
 """Pairs of (graph input that a value comes from, number that was added to it)."""
 
@@ -98,9 +92,8 @@ class _Walk:
     def _join(self, sources: Iterable[ir.Value | None], targets: Iterable[ir.Value], shift: int = 0) -> None:
         known = [self.origins[source] for source in sources if source is not None and source in self.origins]
         origins = {(name, by + shift) for each in known for name, by in each}
-        if 0 < len(origins) <= _MOST_ORIGINS:
-            for target in targets:
-                self.origins.setdefault(target, set()).update(origins)
+        for target in targets if origins else ():
+            self.origins.setdefault(target, set()).update(origins)
 
     def _bound(self, indices: ir.Value | None, length: int) -> None:
         for name, shift in self.origins.get(indices, ()) if indices is not None else ():
@@ -109,8 +102,6 @@ class _Walk:
             bounds = self.ranges.get(name, range(low, high))
             # The intersection over all tables: one id goes to each of them.
             low, high = max(bounds.start, low), min(bounds.stop, high)
-            if high > _MOST_INDEX:
-                continue
             # Never empty: tables that contradict each other would leave no value to try.
             self.ranges[name] = range(low, max(high, low + 1))
 
@@ -122,7 +113,7 @@ def _length(node: ir.Node, table: int, axis_name: str | None) -> int:
         return 1
     # What a caller does not replace is the default, whose shape can say more than the declared one.
     tensor = default(value)
-    shape = tuple(tensor.shape.numpy()) if tensor is not None else shape_of(value) or ()
+    shape = tensor.shape.numpy() if tensor is not None else shape_of(value) or ()
     axis = attribute(node, axis_name, 0) if axis_name else 0
     size = shape[axis] if -len(shape) <= axis < len(shape) else None
     return size if isinstance(size, int) else 1

@@ -7,10 +7,8 @@ are noise.
 
 from __future__ import annotations
 
-import ast
-import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +20,6 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.graph import Dim, name_of
-from mxfp8_graph.onnx_pass.protos import FOREIGN
 from mxfp8_graph.running.index_ranges import index_ranges
 from mxfp8_ops.errors import Option, ShapeError
 
@@ -30,9 +27,6 @@ Array = npt.NDArray[Any]
 Inputs = dict[str, Array]
 
 BFLOAT16: Final = np.dtype(ml_dtypes.bfloat16)
-
-MOST_BYTES: Final = 2**30
-"""Largest size of all synthesised inputs of one model. Inputs from files may be larger."""
 
 PASS_OTHERS: Final = (
     "correct the inputs, or where they are synthesised, pass ",
@@ -56,15 +50,6 @@ class InputSpec:
         return f"{self.name} {self.dtype.name} [{', '.join('?' if d is None else str(d) for d in self.dims)}]"
 
 
-_KINDS: Final[dict[Any, str]] = {
-    ir.TensorType: "strings",
-    ir.SparseTensorType: "sparse tensor",
-    ir.SequenceType: "sequence",
-    ir.OptionalType: "optional",
-}
-"""What an input is, in words, if it is no tensor of numbers."""
-
-
 def input_specs(graph: ir.Graph, where: str) -> list[InputSpec]:
     """Returns the inputs a caller must feed (initializers that are listed as inputs are not among them).
 
@@ -77,16 +62,13 @@ def input_specs(graph: ir.Graph, where: str) -> list[InputSpec]:
         if value.is_initializer():
             continue
         if not isinstance(value.type, ir.TensorType) or value.dtype == ir.DataType.STRING:
-            kind = _KINDS.get(type(value.type), "untyped")
-            if foreign := graph.meta.get(FOREIGN, {}).get(value.name):  # onnx_ir has no type for maps
-                kind = foreign.WhichOneof("value").removesuffix("_type")
             advice = "run this model from Python, with mxfp8_ops.ort.session"
-            raise ShapeError(where, f"input {value.name!r} is {kind}", expected="a tensor of numbers", advice=advice)
-        for what, missing in (("shape", value.shape is None), ("dtype", not value.dtype)):
-            if missing:
-                advice = "export the model with shapes"
-                raise ShapeError(where, f"input {value.name!r} has no {what}", expected="one", advice=advice)
-        dims = tuple(dim if isinstance(dim, int) else dim.value or None for dim in value.shape or ())
+            what = f"input {value.name!r} is no tensor of numbers"
+            raise ShapeError(where, what, expected="one", advice=advice)
+        if value.shape is None or not value.dtype:
+            what = f"input {value.name!r} has no {'shape' if value.shape is None else 'dtype'}"
+            raise ShapeError(where, what, expected="one", advice="export the model with shapes")
+        dims = tuple(dim if isinstance(dim, int) else dim.value or None for dim in value.shape)
         # Some exporters write -1 for a size they do not know.
         known = tuple(None if isinstance(dim, int) and dim < 0 else dim for dim in dims)
         specs.append(InputSpec(str(value.name), value.type.dtype.numpy(), known))
@@ -120,35 +102,18 @@ def make_inputs(signature: Signature, shapes: Mapping[str, int] | None = None, s
     Raises:
         ShapeError: an input cannot be synthesised, or `shapes` names a dimension the model does not have.
     """
-    specs, where = signature.specs, signature.name
-    sizes = Sizes({spec.name: spec.dims for spec in specs}, shapes or {}, where)
+    sizes = Sizes(signature.specs, shapes or {}, signature.name)
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
-    left = MOST_BYTES
-    shapes_of = {spec.name: sizes.shape(spec.name) for spec in specs}
-    for spec in specs:
-        shape = shapes_of[spec.name]
-        # Checked before anything is allocated, and over all inputs: each alone may be small enough.
-        left -= math.prod(shape) * spec.dtype.itemsize
-        if left < 0:
-            what = f"input {spec} would be {shape}"
-            expected = f"synthesised inputs of at most {MOST_BYTES // 2**20} MiB in all"
-            smaller = ("pass smaller sizes, ", sizes.option(spec.name), ", or ") if _is_free(spec) else ()
-            advice = (*smaller, "pass your own, ", Option("inputs", "FILE.npz"))
-            raise ShapeError(where, what, expected=expected, advice=advice)
-    for spec in specs:
-        shape = shapes_of[spec.name]
+    for spec in signature.specs:
+        shape = sizes.shape(spec)
         try:
             inputs[spec.name] = _fill(spec, shape, signature.ranges.get(spec.name), sizes.past, rng)
         except (MemoryError, ValueError):  # NumPy's ValueError is about sizes that no array can have
             what = f"input {spec} would be {shape}"
-            advice = ("pass smaller sizes, ", sizes.option(spec.name))
-            raise ShapeError(where, what, expected="one that fits in memory", advice=advice) from None
+            expected, advice = "one that fits in memory", ("pass smaller sizes, ", Option("shapes", {"NAME": "SIZE"}))
+            raise ShapeError(signature.name, what, expected=expected, advice=advice) from None
     return inputs
-
-
-def _is_free(spec: InputSpec) -> bool:
-    return not all(isinstance(dim, int) for dim in spec.dims)
 
 
 def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: int, rng: np.random.Generator) -> Array:
@@ -169,38 +134,24 @@ def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: i
     return rng.standard_normal(shape, np.float32).astype(dtype)
 
 
-def load_arrays(path: Path) -> Any:
-    """Returns the array of an .npy file, or the arrays of an .npz file as a dict.
+def load_arrays(path: Path) -> Inputs:
+    """Returns the arrays of an .npz file.
 
     Raises:
         ShapeError: the file cannot be read, is damaged, or has something else than plain arrays.
     """
-    kind, save = (".npz", "numpy.savez") if path.suffix == ".npz" else (".npy", "numpy.save")
     try:
         with path.open("rb") as source:
             loaded = np.load(source, allow_pickle=False)
-            return dict(loaded) if isinstance(loaded, np.lib.npyio.NpzFile) else loaded
+            if isinstance(loaded, np.lib.npyio.NpzFile):
+                return dict(loaded)
+            what = "a single array"
     except OSError as error:
-        raise ShapeError.unreadable(path, error, f"a readable {kind} file") from None
+        raise ShapeError.unreadable(path, error, "a readable .npz file") from None
     except Exception as error:  # zipfile and NumPy raise anything for damaged files: zlib.error, struct.error, KeyError
-        what, expected = str(error) or type(error).__name__, f"an {kind} file of plain arrays"
-        raise ShapeError(path, what, expected=expected, advice=f"save it with {save}") from None
-
-
-def load_inputs(path: str | Path, specs: list[InputSpec]) -> Inputs:
-    """Returns the arrays of an .npz file, one per spec.
-
-    A bfloat16 input may be stored as uint16 bits.
-
-    Raises:
-        ShapeError: unreadable file, or names, dtypes or shapes other than the model's.
-    """
-    path = Path(path)
-    arrays = load_arrays(path)
-    if not isinstance(arrays, dict):
-        expected = "an .npz file with one array per input"
-        raise ShapeError(path, "a single array", expected=expected, advice="use numpy.savez")
-    return check_inputs(arrays, specs, str(path))
+        what = str(error) or type(error).__name__
+    expected = "an .npz file of plain arrays, one per input"
+    raise ShapeError(path, what, expected=expected, advice="save it with numpy.savez")
 
 
 def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str) -> Inputs:
@@ -231,15 +182,12 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
 
 
 def _check_shape(shape: tuple[int, ...], spec: InputSpec, seen: dict[str, tuple[int, str]], where: str) -> None:
-    fits = len(shape) == len(spec.dims) and all(
-        size == dim for size, dim in zip(shape, spec.dims, strict=True) if isinstance(dim, int)
-    )
-    if not fits:
+    sizes = list(zip(shape, spec.dims, strict=False))
+    if len(shape) != len(spec.dims) or any(isinstance(dim, int) and size != dim for size, dim in sizes):
         raise ShapeError(where, f"{spec.name!r} has shape {list(shape)}", expected=str(spec), advice="reshape it")
-    for size, dim in zip(shape, spec.dims, strict=True):
+    for size, dim in sizes:
         if isinstance(dim, str):
-            # One size for each dim_param, over all inputs: ONNX Runtime checks that too late, and by the name of a
-            # node.
+            # ONNX Runtime checks that too late, and by the name of a node.
             first, owner = seen.setdefault(dim, (size, spec.name))
             if first != size:
                 what = f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}"
@@ -254,15 +202,12 @@ def describe(inputs: Mapping[str, Array]) -> str:
 BATCH: Final = 2
 SEQUENCE: Final = 16
 PAST: Final = 8
-# The input size of most image models.
-IMAGE: Final = 224
-CHANNELS: Final = 3
 
 _BY_NAME: Final = (
     (re.compile(r"past|cache", re.IGNORECASE), PAST),
     (re.compile(r"batch|^(b|n|bs)$", re.IGNORECASE), BATCH),
-    (re.compile(r"height|width|image", re.IGNORECASE), IMAGE),
-    (re.compile(r"channel", re.IGNORECASE), CHANNELS),
+    (re.compile(r"height|width|image", re.IGNORECASE), 224),  # of most image models
+    (re.compile(r"channel", re.IGNORECASE), 3),
     (re.compile(r"seq|len|token|time|frame", re.IGNORECASE), SEQUENCE),
 )
 
@@ -284,15 +229,15 @@ class Sizes:
         ShapeError: an override names a dimension that no input has, or is negative.
     """
 
-    def __init__(self, inputs: Mapping[str, tuple[Dim, ...]], overrides: Mapping[str, int], where: str) -> None:
-        self._inputs = inputs
+    def __init__(self, specs: Sequence[InputSpec], overrides: Mapping[str, int], where: str) -> None:
+        self._inputs = {spec.name: spec.dims for spec in specs}
         self._overrides = overrides
         self._memo: dict[str, int] = {}
         self._refuse_unknown(where)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Returns the shape of input `name`."""
-        return tuple(self._size(name, axis, dim) for axis, dim in enumerate(self._inputs[name]))
+    def shape(self, spec: InputSpec) -> tuple[int, ...]:
+        """Returns the shape of an input."""
+        return tuple(self._size(spec.name, axis, dim) for axis, dim in enumerate(spec.dims))
 
     @property
     def past(self) -> int:
@@ -312,20 +257,17 @@ class Sizes:
 
     def batches(self) -> list[str]:
         """Returns the dimensions to which rule 5 or 6 gives the size of a batch, by dim_param or as INPUT.AXIS."""
-        dimensions = set()
-        for name, dims in self._inputs.items():
-            for axis, dim in enumerate(dims):
-                plain = not isinstance(dim, int) and _expression(dim or "") is None
-                if plain and self._default(name, axis, str(dim or "")) == BATCH:
-                    dimensions.add(str(dim or f"{name}.{axis}"))
+        dimensions = {
+            dim or f"{name}.{axis}"
+            for name, axis, dim in self._free()
+            if (dim is None or _symbols(dim) == {dim}) and self._default(name, axis, dim or "") == BATCH
+        }
         return sorted(dimensions - self._overrides.keys())
 
-    def option(self, name: str) -> Option:
-        """Returns how a user sets the free dimensions of input `name`: shapes={"batch": 2, "input_ids.1": 16}."""
-        free = [(axis, dim) for axis, dim in enumerate(self._inputs[name]) if not isinstance(dim, int)]
-        symbols = self._symbols()
-        sizes = {dim if dim in symbols else f"{name}.{axis}": self._size(name, axis, dim) for axis, dim in free}
-        return Option("shapes", sizes)
+    def _free(self) -> Iterator[tuple[str, int, str | None]]:
+        """Yields input, axis and dim_param of each dimension without a fixed size."""
+        for name, dims in self._inputs.items():
+            yield from ((name, axis, dim) for axis, dim in enumerate(dims) if not isinstance(dim, int))
 
     def _size(self, name: str, axis: int, dim: Dim) -> int:
         if isinstance(dim, int):
@@ -337,18 +279,15 @@ class Sizes:
             return self._default(name, axis, "")
         if dim not in self._memo:
             self._memo[dim] = SEQUENCE  # ends the recursion of a size that is defined through itself
-            self._memo[dim] = self._evaluate(name, axis, dim)
+            sizes = {symbol: self._size(name, axis, symbol) for symbol in _symbols(dim) - {dim}}
+            size = ir.SymbolicDim(dim).evaluate(sizes) if sizes else None
+            self._memo[dim] = max(0, size) if isinstance(size, int) else self._default(name, axis, dim)
         return self._memo[dim]
-
-    def _evaluate(self, name: str, axis: int, dim: str) -> int:
-        terms = _expression(dim)
-        if terms is None:
-            return self._default(name, axis, dim)
-        return max(0, _value(terms, lambda symbol: self._size(name, axis, symbol)))
 
     def _default(self, name: str, axis: int, dim: str) -> int:
         # Decoders take a mask over cache and tokens; exporters give its length a name of its own, which says nothing.
-        mask = "attention_mask" in name and axis == len(self._inputs[name]) - 1 and self._has_past()
+        has_past = any("past" in other.lower() for other in self._inputs)
+        mask = "attention_mask" in name and axis == len(self._inputs[name]) - 1 and has_past
         # A name that another input has too is the sequence's, and both must have one size.
         shared = any(dim and dim in dims for other, dims in self._inputs.items() if other != name)
         if "total" in dim.lower() or (mask and not shared):
@@ -360,24 +299,13 @@ class Sizes:
             return PAST
         return BATCH if axis == 0 else SEQUENCE
 
-    def _has_past(self) -> bool:
-        return any("past" in name.lower() for name in self._inputs)
-
-    def _symbols(self) -> set[str]:
-        symbols: set[str] = set()
-        for dims in self._inputs.values():
-            for dim in dims:
-                if isinstance(dim, str):
-                    terms = _expression(dim)
-                    names = [n.id for n in ast.walk(terms) if isinstance(n, ast.Name)] if terms else []
-                    symbols.update([dim, *names])
-        return symbols
-
     def _refuse_unknown(self, where: str) -> None:
-        free = {f"{n}.{a}" for n, dims in self._inputs.items() for a, d in enumerate(dims) if not isinstance(d, int)}
+        free = list(self._free())
+        dims = {symbol for _, _, dim in free if dim for symbol in (dim, *_symbols(dim))}
+        axes = {f"{name}.{axis}" for name, axis, _ in free}
         for key, size in self._overrides.items():
-            if key not in self._symbols() and key not in free:
-                choices = ", ".join(sorted(self._symbols()) or sorted(free))
+            if key not in dims | axes:
+                choices = ", ".join(sorted(dims or axes))
                 what = f"no dimension {key!r}" if choices else f"no dimension {key!r}: every dimension is fixed"
                 expected = f"one of {choices} (or INPUT.AXIS)" if choices else "no sizes"
                 advice: tuple[str | Option, ...] = ("correct the name",) if choices else ("drop ", Option("shapes"))
@@ -386,30 +314,9 @@ class Sizes:
                 raise ShapeError(where, f"dimension {key} = {size}", expected="0 or more", advice="correct it")
 
 
-def _expression(dim: str) -> ast.expr | None:
-    """Returns the syntax tree of a dim_param such as "past + sequence"; None if it is a plain name."""
+def _symbols(dim: str) -> frozenset[str]:
+    """Returns the names in a dim_param such as "past + sequence"; the whole text if it is no expression."""
     try:
-        tree = ast.parse(dim, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError):
-        return None
-    # A dim_param is text of a file that anyone may have made: it is parsed and never evaluated by Python.
-    allowed = (ast.BinOp, ast.Name, ast.Constant, ast.Add, ast.Sub, ast.Mult, ast.FloorDiv, ast.Load)
-    legal = all(
-        isinstance(node, allowed) and (not isinstance(node, ast.Constant) or isinstance(node.value, int))
-        for node in ast.walk(tree)
-    )
-    return tree if legal and isinstance(tree, ast.BinOp) else None
-
-
-def _value(tree: ast.expr, size: Callable[[str], int]) -> int:
-    if isinstance(tree, ast.Name):
-        return size(tree.id)
-    if isinstance(tree, ast.BinOp):
-        left, right = _value(tree.left, size), _value(tree.right, size)
-        if isinstance(tree.op, ast.Add):
-            return left + right
-        if isinstance(tree.op, ast.Sub):
-            return left - right
-        # A division by 0 becomes one by 1: a size has to come out, and the model itself says whether it fits.
-        return left * right if isinstance(tree.op, ast.Mult) else left // max(right, 1)
-    return int(tree.value) if isinstance(tree, ast.Constant) and isinstance(tree.value, int) else 0
+        return ir.SymbolicDim(dim).free_symbols()
+    except ValueError:
+        return frozenset({dim})

@@ -50,9 +50,6 @@ _AT_ONCE: Final = 16
 _WEIGHT_VALUES: Final = 1 << 20
 """Values of a weight whose bound is computed at once, about 28 bytes of memory for each."""
 
-_SCORES: Final = 1 << 20
-"""Scores of an attention whose bound is computed at once, about 100 bytes of memory for each."""
-
 _FORMATS: Final = {row.numpy_name: name for name, row in formats.ELEMENT_FORMATS.items()}
 """Name of each element format by that of its dtype in NumPy."""
 
@@ -219,9 +216,8 @@ class _Comparison:
             if _quantizes_results(self._op):
                 # The codes of the kernel have to be those of its own values, to the bit; the sum before a norm has to
                 # be that of the body.
-                row = formats.ELEMENT_FORMATS[_FORMATS[self._ours[0].dtype.name]]
-                rounding = self._attributes["scale_rounding"]
-                codes = numpy_nodes.quantize(self._ours[2], element_format=row.name, scale_rounding=rounding)
+                element_format, rounding = _FORMATS[self._ours[0].dtype.name], self._attributes["scale_rounding"]
+                codes = numpy_nodes.quantize(self._ours[2], element_format=element_format, scale_rounding=rounding)
                 values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True), *exact[3:]]
                 bound = self._gemm_bound("float32") if self._op.is_gemm else self._norm_bound()
             elif self._op.is_gemm:
@@ -268,43 +264,26 @@ class _Comparison:
         return numpy_nodes.norm_error_bound(total, self._value("scale"), self._input("bias"), **settings)
 
     def _attention_bound(self) -> Array:
-        """Returns the bound of each value of Y, some rows of some heads at a time: it needs their scores in float64."""
+        """Returns the bound of each value of Y, a key-value head at a time: it needs all scores in float64."""
         q, k, v, mask, *pasts = (self._value(port.name) for port in ATTENTION.inputs)
         heads = self._attributes["q_num_heads"], self._attributes["kv_num_heads"]
         shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
         sizes = attention.attention_sizes(ATTENTION.name, *shapes, heads)
-        each, scale = sizes.q_heads // sizes.kv_heads, self._attributes["scale"]
-        rounds = "bfloat16" if self._attributes["activation_dtype"] == contract.BFLOAT16 else None
-        mask = np.broadcast_to(mask, sizes.scores)
+        each, mask = sizes.q_heads // sizes.kv_heads, np.broadcast_to(mask, sizes.scores)
         bound = np.empty(sizes.y)
-        most_rows = min(max(_SCORES // max(sizes.total, 1), 1), max(sizes.rows, 1))
-        most_heads = min(max(_SCORES // max(most_rows * sizes.total, 1), 1), each)
-        blocks = np.ndindex(sizes.batch, sizes.kv_heads, -(-each // most_heads), -(-sizes.rows // most_rows))
-        for batch, head, part, block in blocks:
-            one, start = slice(batch, batch + 1), head * each + part * most_heads
-            own = slice(start, min(start + most_heads, (head + 1) * each))
-            rows = slice(block * most_rows, min((block + 1) * most_rows, sizes.rows))
-            keys = k[one, :, head * sizes.d : (head + 1) * sizes.d]
-            values = v[one, :, head * sizes.dv : (head + 1) * sizes.dv]
-            past = (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None
-            # Every row of the block sees the keys up to its first row: to a causal attention, these are its past.
-            is_causal = bool(self._attributes["is_causal"]) and rows.start < sizes.keys
-            if is_causal and rows.start:
-                seen = [x[:, None, : rows.start] for x in (keys, values)]
-                before = past or [x[:, :, :0] for x in seen]
-                past = (np.concatenate([before[0], seen[0]], 2), np.concatenate([before[1], seen[1]], 2))
-                keys, values = keys[:, rows.start :], values[:, rows.start :]
-            bound[one, rows, own.start * sizes.dv : own.stop * sizes.dv] = attention.attention_error_bound(
-                q[one, rows, own.start * sizes.d : own.stop * sizes.d],
-                keys,
-                values,
-                mask[one, own, rows],
-                past,
-                q_num_heads=own.stop - own.start,
+        for batch, head in np.ndindex(sizes.batch, sizes.kv_heads):
+            one, own = slice(batch, batch + 1), slice(head * each, (head + 1) * each)
+            bound[one, :, own.start * sizes.dv : own.stop * sizes.dv] = attention.attention_error_bound(
+                q[one, :, own.start * sizes.d : own.stop * sizes.d],
+                k[one, :, head * sizes.d : (head + 1) * sizes.d],
+                v[one, :, head * sizes.dv : (head + 1) * sizes.dv],
+                mask[one, own],
+                (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None,
+                q_num_heads=each,
                 kv_num_heads=1,
-                is_causal=is_causal,
-                scale=scale,
-                activation_dtype=rounds,
+                is_causal=bool(self._attributes["is_causal"]),
+                scale=self._attributes["scale"],
+                activation_dtype="bfloat16" if self._attributes["activation_dtype"] == contract.BFLOAT16 else None,
             )
         return bound
 

@@ -64,7 +64,7 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
     starts = sorted(event["ts"] for event in events if event["name"] == "model_run")
     # The first run of a session is slower: it allocates memory and prepares kernels.
     since = starts[-runs]
-    native = defaultdict(list, by_node(calls))
+    native = by_node(calls)
     rounded = _rounded(model)
     seconds: dict[str, float] = defaultdict(float)
     first: dict[str, Event] = {}
@@ -90,9 +90,9 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
 
 def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:
     """Returns the calls of each node, by name."""
-    by_name: dict[str, list[cpu.Call]] = {}
+    by_name: dict[str, list[cpu.Call]] = defaultdict(list)
     for call in calls:
-        by_name.setdefault(call.name, []).append(call)
+        by_name[call.name].append(call)
     return by_name
 
 

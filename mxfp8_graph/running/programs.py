@@ -13,11 +13,11 @@ import numpy as np
 
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
 from mxfp8_graph.running.profile import NodeProfile, gemms_of, isas_of
-from mxfp8_graph.running.sessions import Runnable, Timing
+from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops import contract, cpu, formats
 from mxfp8_ops.checks import dtype_name
-from mxfp8_ops.errors import BackendError, Option
+from mxfp8_ops.errors import BackendError
 
 # isort: split
 import torch
@@ -56,11 +56,8 @@ class TorchProgram(Runnable):
             self.name, program = "program", model
         else:
             self.name, program = str(model), load(model)
-        try:
-            program = evaluated(program)  # two runs of it are to be equal
-            self._module = program.module()
-        except Exception as error:  # whatever torch raises for a program that contradicts itself
-            raise unrunnable(self.name, error, "export it again") from None
+        program = evaluated(program)  # two runs of it are to be equal
+        self._module = program.module()
         self._program = program
         self.is_rewritten = record.find(program) is not None
         self._written = _written(program)
@@ -70,25 +67,12 @@ class TorchProgram(Runnable):
         self.specs = [_spec(placeholders[name]) for name in tensors]
         self.ranges = {name: span for name in tensors if (span := _table_rows(placeholders[name], program)) is not None}
         self._returned = [s.kind == OutputKind.USER_OUTPUT for s in program.graph_signature.output_specs]
-        self._outputs = [
-            s.arg.name if isinstance(s.arg, TensorArgument) else None
-            for s in program.graph_signature.output_specs
-            if s.kind == OutputKind.USER_OUTPUT
-        ]
+        returned = [s.arg for s in program.graph_signature.output_specs if s.kind == OutputKind.USER_OUTPUT]
+        self._outputs = [arg.name if isinstance(arg, TensorArgument) else None for arg in returned]
         self.output_names = [name for name in self._outputs if name is not None]
 
-    def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name; errors as `Runnable.run`."""
-        with self._written_back():
-            return super().run(inputs)
-
-    def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """Returns outputs and latencies of `repeat` runs, each of which goes on with what the one before wrote."""
-        with self._written_back():
-            return super().time(inputs, repeat)
-
     @contextlib.contextmanager
-    def _written_back(self) -> Iterator[None]:
+    def _restored(self) -> Iterator[None]:
         before = [tensor.detach().clone() for tensor in self._written]
         try:
             yield
@@ -101,18 +85,29 @@ class TorchProgram(Runnable):
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
         leaves = pytree.tree_leaves(self._feeds(inputs))
+        profiler = _Profiler(self._module)
         try:
-            with torch.inference_mode(), self._written_back():
-                return _profile(self._module, leaves, repeat)
+            with torch.inference_mode(), self._restored(), cpu.profiled() as profiler.written:
+                # The first run is not counted: first calls of kernels are slower.
+                for _ in range(repeat + 1):
+                    profiler.run(*leaves, enable_io_processing=False)
         except Exception as error:  # whatever the ops of the program raise
-            raise unrunnable(self.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.name, error) from None
+        return [
+            NodeProfile(
+                name=node.name,
+                op=internals.op_name(node),
+                operands=profiler.operands[node],
+                kernel=gemms_of(profiler.calls[node]),
+                isa=isas_of(profiler.calls[node]),
+                seconds=sum(seconds[1:]) / repeat,
+            )
+            for node, seconds in profiler.seconds.items()
+        ]
 
     def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
         leaves = self.placeholders(inputs).values()
-        try:
-            args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
-        except (ValueError, TypeError, KeyError) as error:
-            raise unrunnable(self.name, error, "export it again") from None
+        args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
         return args, kwargs
 
     def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
@@ -132,7 +127,7 @@ class TorchProgram(Runnable):
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
         except Exception as error:  # whatever the ops of the program raise
-            raise unrunnable(self.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.name, error) from None
 
     def _arrays(self, results: Any) -> Inputs:
         named = zip(self._outputs, pytree.tree_leaves(results), strict=True)
@@ -140,11 +135,11 @@ class TorchProgram(Runnable):
         return {name: to_numpy(leaf.contiguous()) for name, leaf in tensors}
 
 
-def unrunnable(name: str, error: Exception, advice: str | Sequence[str | Option]) -> BackendError:
-    """Returns the error for an exception that torch raised for a program or its inputs."""
+def unrunnable(name: str, error: Exception) -> BackendError:
+    """Returns the error for an exception that torch raised for the inputs of a program."""
     reason = next(iter(str(error).splitlines()), type(error).__name__)
-    expected = "inputs the program accepts" if advice is PASS_OTHERS else "a program as torch.export makes it"
-    return BackendError(name, f"torch cannot run it: {reason}", expected=expected, advice=advice)
+    what = f"torch cannot run it: {reason}"
+    return BackendError(name, what, expected="inputs the program accepts", advice=PASS_OTHERS)
 
 
 def _written(program: ExportedProgram) -> list[torch.Tensor]:
@@ -186,32 +181,6 @@ def _tensor(array: Array) -> torch.Tensor:
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
-
-
-def _profile(module: GraphModule, inputs: Sequence[Any], runs: int) -> list[NodeProfile]:
-    """Returns the calls of `runs` runs after one that is not counted, in order; those that no run reached are left out.
-
-    Args:
-        module: of a program.
-        inputs: one for each of its placeholders, in order.
-        runs: at least 1.
-    """
-    profiler = _Profiler(module)
-    with cpu.profiled() as profiler.written:
-        # The first run is not counted: first calls of kernels are slower.
-        for _ in range(runs + 1):
-            profiler.run(*inputs, enable_io_processing=False)
-    return [
-        NodeProfile(
-            name=node.name,
-            op=internals.op_name(node),
-            operands=profiler.operands[node],
-            kernel=gemms_of(profiler.calls[node]),
-            isa=isas_of(profiler.calls[node]),
-            seconds=sum(seconds[1:]) / runs,
-        )
-        for node, seconds in profiler.seconds.items()
-    ]
 
 
 class _Profiler(Interpreter):

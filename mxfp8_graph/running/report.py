@@ -120,25 +120,20 @@ class VerifyReport(Report):
         # max() would pass over a NaN that is not the first.
         return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
-    @property
-    def nodes_by_op(self) -> dict[str, tuple[NodeCheck, ...]]:
-        """The node checks by op type."""
-        return {op: tuple(n for n in self.nodes if n.op == op) for op in dict.fromkeys(n.op for n in self.nodes)}
-
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs: inputs, kernels and notes."""
         return [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
 
     def table(self) -> Columns:
         """Returns (header, a row per output), without columns that are empty."""
-        means = ("mean rel. L2", "mean cosine", "worst sample") if any(o.sample for o in self.outputs) else ()
         rows = []
         for o in self.outputs:
             error, kernel = o.rewritten, o.kernel
-            of_all = (number(o.mean_relative_l2), number(o.mean_cosine, ".6f"), o.sample) if means else ()
+            of_all = (number(o.mean_relative_l2), number(o.mean_cosine, ".6f"), o.sample) if o.sample else [""] * 3
             numbers = (number(error.relative_l2), number(error.max_abs), number(error.cosine, ".6f"))
             bodies = (number(kernel.relative_l2), number(kernel.max_abs)) if kernel else ("", "")
             rows.append((o.name, o.dtype, shape_text(o.shape), *of_all, *numbers, *bodies))
+        means = ("mean rel. L2", "mean cosine", "worst sample")
         errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
         return filled(("output", "dtype", "shape", *means, *errors), rows)
 
@@ -152,7 +147,8 @@ class VerifyReport(Report):
         nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)
-        facts = [("nodes", _node_line(op, nodes)) for op, nodes in self.nodes_by_op.items()]
+        ops = dict.fromkeys(node.op for node in self.nodes)
+        facts = [("nodes", _node_line(op, [node for node in self.nodes if node.op == op])) for op in ops]
         facts += [("failed", failure) for failure in self.failures]
         yield Section(facts=[*self.facts(), *facts, ("verdict", self.verdict())])
 
@@ -163,7 +159,6 @@ def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
     kernels = ", ".join(dict.fromkeys(node.kernel for node in nodes if node.kernel))
     named = f"{len(nodes)} {op} ({kernels})" if kernels else f"{len(nodes)} {op}"
     if nodes[0].has_bound:
-        bound = f"at most {worst:.2g} of the fp32 accumulation bound"
-        return f"{named}: kernel and function body differ by {bound}"
+        return f"{named}: kernel and function body differ by at most {worst:.2g} of the fp32 accumulation bound"
     differing = f"{worst:.0f} values differ" if worst else "the same bytes"
     return f"{named}: kernel against function body, {differing}"

@@ -99,33 +99,36 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model) -> tuple[Signature, Runnable]:
-    """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`."""
+def open_runnable(model: Model, where: str = "{}") -> tuple[Signature, Runnable]:
+    """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`.
+
+    `where` is what errors call the model; "{}" in it is the model's name.
+    """
     if is_program(model):
         # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
         from mxfp8_graph.running.programs import TorchProgram
 
         program = TorchProgram(model)
-        return Signature(program.name, program.specs, program.ranges, program.is_rewritten), program
+        signature = Signature(program.name, program.specs, program.ranges, program.is_rewritten)
+        program.name = where.format(signature.name)
+        return signature, program
     signature = Signature.of(load(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
-    return signature, Session(model, kernels=True, where=signature.name, float32=original)
+    return signature, Session(model, kernels=True, where=where.format(signature.name), float32=original)
 
 
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:
     """Returns a line for each node that multiplies, the slowest first, and one for the others of each op."""
     total = sum(node.seconds for node in nodes) or 1.0
-    others: dict[tuple[str, str], list[NodeProfile]] = defaultdict(list)
-    rows: list[tuple[float, tuple[str, ...]]] = []
+    # Nodes that multiply are few and take the time; the others are one line for each op.
+    groups: dict[object, list[NodeProfile]] = defaultdict(list)
     for node in nodes:
-        # Nodes that multiply are few and take the time; the others are one line for each op.
-        if node.operands:
-            rows.append((node.seconds, (node.name, node.op, node.operands, node.kernel, node.isa)))
-        else:
-            others[node.op, node.isa].append(node)
-    for (op, isa), some in others.items():
+        groups[node if node.operands else (node.op, node.isa)].append(node)
+    rows = []
+    for some in groups.values():
         name = some[0].name if len(some) == 1 else f"{len(some)} nodes"
-        rows.append((sum(node.seconds for node in some), (name, op, "", "", isa)))
+        seconds = sum(node.seconds for node in some)
+        rows.append((seconds, (name, some[0].op, some[0].operands, some[0].kernel, some[0].isa)))
     rows.sort(key=lambda row: -row[0])
     header = ("node", "op", "multiplies", "kernel", "ISA", "ms", "share")
     return header, [(*cells, number(s * 1e3, ".3f"), f"{s / total:.1%}") for s, cells in rows]

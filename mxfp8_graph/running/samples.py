@@ -1,7 +1,7 @@
 """Samples: the inputs of several runs of a model, as a user gives them or synthesised.
 
     data.npz            one sample, an array per input
-    folder/             one sample per .npz file, in the order of their names; .npy files, if the model has one input
+    folder/             one sample per .npz file, in the order of their names
     data.jsonl          one sample per line: {"input_ids": [[101, 2023, 102]], "attention_mask": [[1, 1, 1]]}
     module:function     one sample per mapping that function() yields. This runs the user's code
     arrays in Python    a mapping is one sample, an iterable of mappings is several
@@ -12,14 +12,13 @@ All samples are in memory.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypedDict
 
@@ -34,7 +33,6 @@ from mxfp8_graph.running.inputs import (
     check_inputs,
     describe,
     load_arrays,
-    load_inputs,
     make_inputs,
 )
 from mxfp8_ops.errors import BackendError, ContractError, Option, ShapeError
@@ -54,9 +52,6 @@ class SampleOptions(TypedDict, total=False):
     seed: int
     """Of the first synthesised sample; those that follow have the numbers that follow. Default: 0."""
 
-
-MOST_SAMPLES: Final = 100_000
-"""A function that yields more is taken for one that never ends."""
 
 REFERENCE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 """Name of a function: my_data:feeds, or package.module:function."""
@@ -98,7 +93,7 @@ def make_samples(
     options: SampleOptions,
     *,
     count: int = 1,
-    run: Callable[[Inputs], object] | None = None,
+    run: Callable[[Inputs], object] = lambda feeds: None,
 ) -> Samples:
     """Returns the given samples, checked, or `count` synthesised ones.
 
@@ -117,91 +112,65 @@ def make_samples(
             given.
         ContractError: the user's function cannot be loaded, or raises.
     """
-    inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
+    inputs, shapes = options.get("inputs"), options.get("shapes") or {}
     if inputs is None:
-        samples = _synthesised(signature, shapes, seed, count)
-        return samples if run is None else _accepted(run, samples, signature, shapes, seed)
+        return _synthesised(signature, options, count, run)
     # Given arrays have sizes of their own, so a --dim would have no effect.
     if shapes:
         what = f"sizes {', '.join(shapes)} with given inputs"
         advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
         raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
-    feeds: list[Inputs] = []
-    names: list[str] = []
-    for name, arrays in _named(inputs, signature.specs):
-        if len(feeds) == MOST_SAMPLES:
-            what = f"more than {MOST_SAMPLES} samples"
-            raise ShapeError(_source(inputs), what, expected="at most that", advice="stop after some samples")
-        # Checked sample by sample, so that an error names the one that does not fit.
-        feeds.append(check_inputs(arrays, signature.specs, name))
-        names.append(name)
-    if not feeds:
-        raise ShapeError(_source(inputs), "no samples", expected="samples for the model", advice="give at least one")
-    return Samples(tuple(feeds), f"from {_source(inputs)}" if _has_name(inputs) else "given", tuple(names))
+    source = str(inputs) if isinstance(inputs, (str, Path)) else "given inputs"
+    # Checked sample by sample, so that an error names the one that does not fit.
+    named = _named(inputs, {spec.name: spec for spec in signature.specs})
+    checked = [(name, check_inputs(arrays, signature.specs, name)) for name, arrays in named]
+    if not checked:
+        raise ShapeError(source, "no samples", expected="samples for the model", advice="give at least one")
+    names, feeds = zip(*checked, strict=True)
+    return Samples(feeds, f"from {source}", names)
 
 
-def _synthesised(signature: Signature, shapes: Mapping[str, int], seed: int, count: int) -> Samples:
-    feeds = tuple(make_inputs(signature, shapes, seed + number) for number in range(count))
-    return Samples(feeds, "synthesised", _numbered(len(feeds)), synthesised=True)
-
-
-def _accepted(
-    run: Callable[[Inputs], object], samples: Samples, signature: Signature, shapes: Mapping[str, int], seed: int
-) -> Samples:
+def _synthesised(signature: Signature, options: SampleOptions, count: int, run: Callable[[Inputs], object]) -> Samples:
+    shapes, seed, source = options.get("shapes") or {}, options.get("seed", 0), "synthesised"
+    feeds = [make_inputs(signature, shapes, seed + number) for number in range(count)]
     try:
-        run(samples.feeds[0])
-    except BackendError:
-        batches = Sizes({spec.name: spec.dims for spec in signature.specs}, shapes, signature.name).batches()
-        ones = _synthesised(signature, {**shapes, **dict.fromkeys(batches, 1)}, seed, len(samples))
-        with contextlib.suppress(BackendError):
-            run(ones.feeds[0])
-            return replace(ones, source=f"synthesised; {', '.join(batches)} = 1, since the model does not run with 2")
-        raise
-    return samples
+        run(feeds[0])
+    except BackendError as error:
+        batches = Sizes(signature.specs, shapes, signature.name).batches()
+        ones = {**shapes, **dict.fromkeys(batches, 1)}
+        feeds = [make_inputs(signature, ones, seed + number) for number in range(count)]
+        try:
+            run(feeds[0])
+        except BackendError:
+            raise error from None
+        source = f"synthesised; {', '.join(batches)} = 1, since the model does not run with 2"
+    names = tuple(f"sample {number}" for number in range(1, count + 1))
+    return Samples(tuple(feeds), source, names, synthesised=True)
 
 
-def _named(inputs: Any, specs: Sequence[InputSpec]) -> _Named:
+def _named(inputs: Any, specs: Mapping[str, InputSpec]) -> _Named:
     if isinstance(inputs, Mapping):
-        return iter([("given inputs", inputs)])
-    if not isinstance(inputs, (str, Path)):
-        return _yielded("given inputs", lambda: inputs)
+        yield "given inputs", inputs
+    elif not isinstance(inputs, (str, Path)):
+        yield from _yielded("given inputs", lambda: inputs)
     # A file may be called a:b; what exists is taken for a file, so that no code runs by mistake.
-    if is_reference(str(inputs)) and not Path(inputs).exists():
-        return _yielded(str(inputs), load_function(str(inputs)))
-    path = Path(inputs)
-    if os.path.isdir(path):
-        return _in_folder(path, list(specs))
-    if path.suffix == ".jsonl":
-        return _in_lines(path, {spec.name: spec for spec in specs})
-    return iter([(str(path), load_inputs(path, list(specs)))])
-
-
-def _has_name(inputs: Any) -> bool:
-    return isinstance(inputs, (str, Path))
-
-
-def _source(inputs: Any) -> str:
-    return str(inputs) if _has_name(inputs) else "given inputs"
-
-
-def _numbered(count: int) -> tuple[str, ...]:
-    return tuple(f"sample {number}" for number in range(1, count + 1))
+    elif is_reference(str(inputs)) and not Path(inputs).exists():
+        yield from _yielded(str(inputs), load_function(str(inputs)))
+    elif os.path.isdir(inputs):
+        yield from ((str(file), load_arrays(file)) for file in sorted(Path(inputs).glob("*.npz")))
+    elif Path(inputs).suffix == ".jsonl":
+        yield from _in_lines(Path(inputs), specs)
+    else:
+        yield str(inputs), load_arrays(Path(inputs))
 
 
 def _yielded(source: str, make: Callable[[], Any]) -> _Named:
     """Yields what a user's function, or a user's iterable, yields."""
     try:
-        iterator = iter(make())
+        samples = list(make())
     except Exception as error:  # whatever the user's code raises
         raise failed(source, error) from error
-    # One more than the limit, so that the caller sees that there are too many.
-    for number in range(1, MOST_SAMPLES + 2):
-        try:
-            arrays = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:  # as above
-            raise failed(source, error) from error
+    for number, arrays in enumerate(samples, 1):
         name = f"{source} sample {number}"
         if not isinstance(arrays, Mapping):
             what = f"a {type(arrays).__name__}"
@@ -209,41 +178,20 @@ def _yielded(source: str, make: Callable[[], Any]) -> _Named:
         yield name, arrays
 
 
-def _in_folder(folder: Path, specs: list[InputSpec]) -> _Named:
-    """Yields the samples of a folder, in the order of their names."""
-    try:
-        files = sorted(path for path in folder.iterdir() if path.suffix in {".npz", ".npy"})
-    except OSError as error:
-        raise ShapeError.unreadable(folder, error, "a readable folder") from None
-    # With both kinds the order of the samples would be that of unrelated files.
-    kinds = {path.suffix for path in files}
-    if len(kinds) == 2:
-        advice = "keep one kind in a folder"
-        raise ShapeError(folder, "both .npz and .npy files", expected="one or the other", advice=advice)
-    if kinds == {".npy"} and len(specs) != 1:
-        names = ", ".join(spec.name for spec in specs) or "none"
-        what = f".npy files, for a model whose inputs are {names}"
-        raise ShapeError(folder, what, expected="one input", advice="save .npz files with an array per input")
-    for path in files:
-        yield str(path), load_inputs(path, specs) if path.suffix == ".npz" else {specs[0].name: load_arrays(path)}
-
-
 def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
     """Yields a sample per line that is not blank."""
     try:
-        with path.open("rb") as source:
-            lines = source.read().decode("utf-8").split("\n")
+        # Bytes that are not UTF-8 make a line that is no JSON, and an error that names it.
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .jsonl file") from None
-    except UnicodeDecodeError:
-        raise ShapeError(path, "bytes that are not UTF-8", expected="text", advice="check the path") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         name = f"{path} line {number}"
         try:
             values = json.loads(line)
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             advice = "write one object per line"
             raise ShapeError(name, f"not JSON: {error}", expected='{"input": [...], ...}', advice=advice) from None
         if not isinstance(values, dict):
@@ -271,9 +219,10 @@ def _array(values: Any, spec: InputSpec | None, where: str) -> Array:
     with np.errstate(over="ignore", invalid="ignore"):
         result = array.astype(spec.dtype)
     # Floats may be rounded, but not to infinity; integers and booleans are what was written.
-    rounds = spec.dtype.kind not in "biu"
-    representable = np.isfinite(result.astype(np.float64)) >= np.isfinite(array) if rounds else result == array
-    if array.size and not (np.all(representable) and (spec.dtype.kind != "b" or array.dtype.kind == "b")):
+    exact = (
+        result == array if spec.dtype.kind in "biu" else np.isfinite(result.astype(np.float64)) | ~np.isfinite(array)
+    )
+    if not np.all(exact):
         what = f"{spec.name!r} has a value that {spec.dtype.name} cannot hold"
         raise ShapeError(where, what, expected=str(spec), advice="correct the values")
     return result

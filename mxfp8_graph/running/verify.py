@@ -8,19 +8,15 @@ several samples the outputs of all are compared, and the nodes on the first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass import record
-from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.running.compare import difference, sameness
-from mxfp8_graph.running.inputs import Array, InputSpec, Signature, input_specs
+from mxfp8_graph.running.inputs import Array, Signature
 from mxfp8_graph.running.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
 from mxfp8_graph.running.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
 from mxfp8_graph.running.runner import Model, is_program, open_runnable
@@ -56,64 +52,39 @@ def verify(
         BackendError: ONNX Runtime cannot run one of them, or the native library is missing.
     """
     check_options("verify", samples, SampleOptions)
-    feed = partial(make_samples, options=samples)
-    if is_program(original) or is_program(rewritten):
-        runnable = [open_runnable(model) for model in (original, rewritten)]
-        return _verify_programs(runnable[0], runnable[1], feed, max_rel_l2)
-    before, after = (load(model) for model in (original, rewritten))
-    old, new = name_of(before), name_of(after)
-    signature = Signature.of(before)
-    _check_order(signature, rewritten=record.is_rewritten(after), name=new)
-    _check_signatures([before.graph, after.graph], (old, new))
-    # An original with nodes of ours runs with kernels too: by function bodies it would differ from a copy of itself,
-    # see `_drift_notes`.
-    is_rewritten = signature.rewritten
-    sessions = (
-        Session(original, kernels=is_rewritten, where=_ORIGINAL.format(old), float32=not is_rewritten),
-        Session(rewritten, kernels=True, where=new),
-        Session(rewritten, kernels=False, where=new),
-    )
-    chosen = feed(signature, run=sessions[0].run)
+    old, before = open_runnable(original, _ORIGINAL)
+    new, after = open_runnable(rewritten)
+    if old.rewritten and not new.rewritten:
+        expected, advice = "the original, and then what was made of it", "swap the two"
+        raise ContractError(old.name, f"is rewritten, and {new.name} is not", expected=expected, advice=advice)
+    in_onnx = not (is_program(original) or is_program(rewritten))
+    notes = [before.note.replace(before.name, old.name)] if before.note else []
+    new_input, new_output = _matched((old, before), (new, after), None if in_onnx else notes)
+    bodies = Session(rewritten, kernels=False, where=new.name) if in_onnx else None
+    chosen = make_samples(old, samples, run=before.run)
     checks = _OutputChecks(chosen, max_rel_l2)
-    for sample in range(len(chosen)):
-        expected, results, bodies = (session.run(chosen.feeds[sample]) for session in sessions)
-        for name, array in expected.items():
-            checks.add(sample, name, array, results[name], bodies[name])
-    # After the runs, so that what fails on these inputs is first said of the original.
-    nodes = check_nodes(after, chosen.feeds[0])
-    outputs = checks.outputs()
-    notes = (
-        *filter(None, [sessions[0].note.replace(sessions[0].name, old)]),
-        *_notes(after.graph, new, nodes, outputs, chosen),
-        *checks.notes,
-        *_drift_notes(nodes, outputs),
-    )
-    return checks.report(old, new, nodes, notes)
-
-
-def _verify_programs(
-    original: tuple[Signature, Runnable],
-    rewritten: tuple[Signature, Runnable],
-    feed: Callable[..., Samples],
-    max_rel_l2: float | None,
-) -> VerifyReport:
-    """Returns what `verify` does where at least one of the models is a torch program."""
-    (old, before), (new, after) = original, rewritten
-    _check_order(old, rewritten=new.rewritten, name=new.name)
-    # An error of the original must not look like one of the rewrite.
-    before.name = _ORIGINAL.format(old.name)
-    samples = feed(old, run=before.run)
-    notes: list[str] = []
-    models = (old.name, new.name)
-    new_input = _matched("inputs", [i.name for i in old.specs], [i.name for i in new.specs], models, notes)
-    new_output = _matched("outputs", before.output_names, after.output_names, models, notes)
-    checks = _OutputChecks(samples, max_rel_l2)
-    for sample, feeds in enumerate(samples.feeds):
-        expected = before.run(feeds)
+    for sample, feeds in enumerate(chosen.feeds):
+        wanted = before.run(feeds)
         results = after.run({new_input[name]: array for name, array in feeds.items()})
-        for name, array in expected.items():
-            checks.add(sample, name, array, results[new_output[name]])
-    return checks.report(*models, [], [*notes, *checks.notes])
+        by_bodies = bodies.run(feeds) if bodies else {}
+        for name, array in wanted.items():
+            checks.add(sample, name, array, results[new_output[name]], by_bodies.get(name))
+    outputs, nodes = checks.outputs(), list[NodeCheck]()
+    if in_onnx:
+        # After the runs, so that what fails on these inputs is first said of the original.
+        model = load(rewritten)
+        nodes = check_nodes(model, chosen.feeds[0])
+        notes += _node_notes(model.graph, new.name, nodes, chosen)
+    return VerifyReport(
+        original=old.name,
+        rewritten=new.name,
+        inputs=str(chosen),
+        isa=cpu.isa(),
+        outputs=outputs,
+        nodes=tuple(nodes),
+        output_failures=checks.failures(),
+        notes=(*notes, *_output_notes(outputs), *checks.notes),
+    )
 
 
 class _OutputChecks:
@@ -129,103 +100,68 @@ class _OutputChecks:
     def add(self, sample: int, name: str, expected: Array, result: Array, body: Array | None = None) -> None:
         """Compares one output of one sample."""
         which = self._samples.names[sample] if len(self._samples) > 1 else ""
-        of_sample = f" of {which}" if which else ""
-        if wrong := _shape_failures(expected, result, body):
-            self._mismatches += [f"output {name!r}{of_sample}: {text}" for text in wrong]
+        results = {"": result} if body is None else {" with kernels": result, " with function bodies": body}
+        place, wanted = f"output {name!r}{f' of {which}' if which else ''}", _kind(expected)
+        kinds = ((_kind(array), how) for how, array in results.items())
+        if wrong := [f"{place}: {kind}{how}; expected {wanted}" for kind, how in kinds if kind != wanted]:
+            self._mismatches += wrong
             return
         if not self._checks.get(name):  # of one sample, or of the first
             self.notes += _sameness_notes(name, expected, result)
-        check = _check_output(name, which, expected, result, body)
         # A relative error of labels or ids says little: the next id is as far away as the last.
         limit = PLAUSIBLE if "float" in expected.dtype.name else None
-        limit = limit if self._max_rel_l2 is None else self._max_rel_l2
-        self._checks.setdefault(name, []).append(replace(check, limit=limit))
+        rewritten = difference(expected, result)
+        check = OutputCheck(
+            name=name,
+            dtype=expected.dtype.name,
+            shape=expected.shape,
+            rewritten=rewritten,
+            body=difference(expected, body) if body is not None else None,
+            kernel=difference(body, result) if body is not None else None,
+            sample=which,
+            mean_relative_l2=rewritten.relative_l2,
+            mean_cosine=rewritten.cosine,
+            limit=limit if self._max_rel_l2 is None else self._max_rel_l2,
+        )
+        self._checks.setdefault(name, []).append(check)
 
     def outputs(self) -> tuple[OutputCheck, ...]:
         """Returns the worst sample of each output; none if a shape differs."""
         return () if self._mismatches else tuple(worst_of(checks) for checks in self._checks.values())
 
-    def report(self, original: str, rewritten: str, nodes: Sequence[NodeCheck], notes: Sequence[str]) -> VerifyReport:
-        """Returns the report, with the failures of outputs in words."""
-        outputs = self.outputs()
-        return VerifyReport(
-            original=original,
-            rewritten=rewritten,
-            inputs=str(self._samples),
-            isa=cpu.isa(),
-            outputs=outputs,
-            nodes=tuple(nodes),
-            output_failures=(*self._mismatches, *(text for output in outputs for text in _output_failures(output))),
-            notes=tuple(notes),
-        )
+    def failures(self) -> tuple[str, ...]:
+        """Returns the failures of outputs in words."""
+        return (*self._mismatches, *(text for output in self.outputs() for text in _output_failures(output)))
 
 
 def _matched(
-    what: str, old: Sequence[str], new: Sequence[str], models: tuple[str, str], notes: list[str]
-) -> dict[str, str]:
-    """Returns name in `old` -> name in `new`: the same name, or the one at the same position."""
-    if len(old) != len(new):
-        raise _other_signature(what, old, new, models)
-    if sorted(old) == sorted(new):
-        return {name: name for name in old}
-    notes.append(f"{what} have other names and are matched by position: {', '.join(old)} with {', '.join(new)}")
-    return dict(zip(old, new, strict=True))
+    original: tuple[Signature, Runnable], rewritten: tuple[Signature, Runnable], by_position: list[str] | None
+) -> list[dict[str, str]]:
+    """Returns, of inputs and of outputs, the name in `original` -> the name in `rewritten`.
 
-
-def _check_order(original: Signature, *, rewritten: bool, name: str) -> None:
-    """Raises ContractError if the original is a rewritten model and the other one is not."""
-    if original.rewritten and not rewritten:
-        expected, advice = "the original, and then what was made of it", "swap the two"
-        raise ContractError(original.name, f"is rewritten, and {name} is not", expected=expected, advice=advice)
-
-
-def _check_signatures(graphs: Sequence[ir.Graph], names: tuple[str, str]) -> None:
-    old_inputs, new_inputs = (input_specs(graph, name) for graph, name in zip(graphs, names, strict=True))
-    old_outputs, new_outputs = ([str(output.name) for output in graph.outputs] for graph in graphs)
-    for what, same, old, new in (
-        ("inputs", _signature(old_inputs) == _signature(new_inputs), old_inputs, new_inputs),
-        ("outputs", sorted(old_outputs) == sorted(new_outputs), old_outputs, new_outputs),
+    It is the same name; or the one at the same position, with a note in `by_position`, if that is no None.
+    """
+    pairs = []
+    (old, before), (new, after) = original, rewritten
+    for what, ours, theirs in (
+        ("inputs", {i.name: str(i) for i in old.specs}, {i.name: str(i) for i in new.specs}),
+        ("outputs", {name: name for name in before.output_names}, {name: name for name in after.output_names}),
     ):
-        if not same:
-            raise _other_signature(what, old, new, names)
-
-
-def _other_signature(what: str, old: Sequence[object], new: Sequence[object], models: tuple[str, str]) -> ShapeError:
-    before, after = models
-    what = f"{what} {', '.join(map(str, new)) or 'none'}"
-    expected = f"those of {before}, {', '.join(map(str, old)) or 'none'}"
-    return ShapeError(after, what, expected=expected, advice="verify a model against the one it was made from")
-
-
-def _signature(specs: list[InputSpec]) -> dict[str, str]:
-    return {spec.name: spec.dtype.name for spec in specs}
-
-
-def _shape_failures(expected: Array, result: Array, body: Array | None) -> list[str]:
-    wanted = _kind(expected)
-    if body is None:
-        return [f"{_kind(result)}; expected {wanted}"] if _kind(result) != wanted else []
-    kinds = (("kernels", _kind(result)), ("function bodies", _kind(body)))
-    return [f"{kind} with {who}; expected {wanted}" for who, kind in kinds if kind != wanted]
+        same = ours.keys() == theirs.keys()
+        if not same and (by_position is None or len(ours) != len(theirs)):
+            expected = f"those of {old.name}, {', '.join(ours.values()) or 'none'}"
+            advice = "verify a model against the one it was made from"
+            listed = f"{what} {', '.join(theirs.values()) or 'none'}"
+            raise ShapeError(new.name, listed, expected=expected, advice=advice)
+        if not same and by_position is not None:
+            names = f"{', '.join(ours)} with {', '.join(theirs)}"
+            by_position.append(f"{what} have other names and are matched by position: {names}")
+        pairs.append({name: name for name in ours} if same else dict(zip(ours, theirs, strict=True)))
+    return pairs
 
 
 def _kind(array: Array) -> str:
     return f"{list(array.shape)} {array.dtype.name}"
-
-
-def _check_output(name: str, sample: str, expected: Array, result: Array, body: Array | None) -> OutputCheck:
-    rewritten = difference(expected, result)
-    return OutputCheck(
-        name=name,
-        dtype=expected.dtype.name,
-        shape=expected.shape,
-        rewritten=rewritten,
-        body=difference(expected, body) if body is not None else None,
-        kernel=difference(body, result) if body is not None else None,
-        sample=sample,
-        mean_relative_l2=rewritten.relative_l2,
-        mean_cosine=rewritten.cosine,
-    )
 
 
 def _output_failures(output: OutputCheck) -> list[str]:
@@ -246,9 +182,7 @@ def _output_failures(output: OutputCheck) -> list[str]:
     return failures
 
 
-def _notes(
-    graph: ir.Graph, name: str, nodes: list[NodeCheck], outputs: tuple[OutputCheck, ...], samples: Samples
-) -> list[str]:
+def _node_notes(graph: ir.Graph, name: str, nodes: list[NodeCheck], samples: Samples) -> list[str]:
     notes = []
     if nodes and len(samples) > 1:
         notes.append("kernels are compared with function bodies, node by node, on the first sample")
@@ -258,13 +192,6 @@ def _notes(
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
     if not nodes and not hidden:
         notes.append(f"{name} has no MXFP8 node: this compares a model with another, not with its rewrite")
-    for output in outputs:
-        if output.limit is None or not output.rewritten.count:
-            why = f"{output.dtype}, and no limit is set" if output.rewritten.count else "it has no values"
-            notes.append(f"output {output.name!r} is not judged: {why}")
-        if output.rewritten.compared < output.rewritten.count:
-            finite = f"{output.rewritten.compared} of {output.rewritten.count}"
-            notes.append(f"output {output.name!r}: only {finite} positions are finite in both models and compared")
     skipped = [
         str(o.name) for o in graph.outputs if o.dtype == ir.DataType.STRING or not isinstance(o.type, ir.TensorType)
     ]
@@ -273,26 +200,21 @@ def _notes(
     return notes
 
 
+def _output_notes(outputs: Sequence[OutputCheck]) -> list[str]:
+    notes = []
+    for output in outputs:
+        error = output.rewritten
+        if output.limit is None or not error.count:
+            why = f"{output.dtype}, and no limit is set" if error.count else "it has no values"
+            notes.append(f"output {output.name!r} is not judged: {why}")
+        if error.compared < error.count:
+            finite = f"{error.compared} of {error.count}"
+            notes.append(f"output {output.name!r}: only {finite} positions are finite in both models and compared")
+    return notes
+
+
 def _sameness_notes(name: str, expected: Array, result: Array) -> list[str]:
     """Returns a note for an output whose values would hide most errors."""
-    before, after = sameness(expected), sameness(result)
-    if not (before or after):
-        return []
-    said = f"is {before} in both models" if before == after else _apart(before, after)
-    return [f"output {name!r} {said}: this says little about the rewrite; try other inputs"]
-
-
-def _apart(before: str | None, after: str | None) -> str:
-    sides = (("original", before), ("rewritten", after))
-    return " and ".join(f"is {said} in the {which} model" for which, said in sides if said)
-
-
-def _drift_notes(nodes: Sequence[NodeCheck], outputs: Sequence[OutputCheck]) -> list[str]:
-    """Returns a note on differences of kernels and bodies at outputs, if each node is within its bound."""
-    drifting = [repr(o.name) for o in outputs if o.kernel and o.kernel.relative_l2 > 0]
-    if not drifting or not nodes or not all(node.passed for node in nodes):
-        return []
-    return [
-        f"kernel vs body at {', '.join(drifting)} is no error of the kernels, each of which is within its bound: sums "
-        "that differ in the last bit round elements of later layers to another step, in all up to the rewrite's error"
-    ]
+    sides = (("original", sameness(expected)), ("rewritten", sameness(result)))
+    said = " and ".join(f"is {what} in the {which} model" for which, what in sides if what)
+    return [f"output {name!r} {said}: this says little about the rewrite; try other inputs"] if said else []

@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from mxfp8_graph.report.base import Data
-from mxfp8_graph.running.compare import Difference, difference, softmax_kl, sqnr, top1_agreement
+from mxfp8_graph.running.compare import Difference, difference, sqnr
 from mxfp8_graph.running.inputs import Array
 from mxfp8_graph.running.samples import failed, is_reference, load_function
 from mxfp8_ops.errors import ContractError, ShapeError
@@ -154,8 +154,37 @@ METRICS: Final[Mapping[str, Metric]] = {
         _of_the_worst("sqnr", "SQNR, dB", lambda d, *_: sqnr(d.relative_l2), best=math.inf, rows=False),
         _of_the_worst("cosine", "cosine", lambda d, *_: d.cosine, best=1.0, rows=False),
         _of_the_worst("max_error", "max error", lambda d, *_: d.max_abs, best=0.0, rows=False),
-        _of_the_worst("top1", "top-1 agreement", lambda _, a, b: top1_agreement(a, b), best=1.0, rows=True),
-        _of_the_worst("kl", "KL divergence, nats", lambda _, a, b: softmax_kl(a, b), best=0.0, rows=True),
+        _of_the_worst("top1", "top-1 agreement", lambda _, a, b: _top1_agreement(a, b), best=1.0, rows=True),
+        _of_the_worst("kl", "KL divergence, nats", lambda _, a, b: _softmax_kl(a, b), best=0.0, rows=True),
     )
 }
 """Each is that of the worst output. An output without values (a batch of 0) is left out; NaN if there is no other."""
+
+
+def _top1_agreement(reference: Array, result: Array) -> float:
+    """Returns the share of rows along the last axis that have their largest value at the same place.
+
+    Rows with a NaN have no largest value and are left out; NaN if no row is left.
+    """
+    # argmax of a row with NaN is the index of the NaN.
+    rows = ~(np.isnan(reference.astype(np.float64)) | np.isnan(result.astype(np.float64))).any(-1)
+    same = reference[rows].argmax(-1) == result[rows].argmax(-1)
+    return float(np.mean(same)) if same.size else math.nan
+
+
+def _softmax_kl(reference: Array, result: Array) -> float:
+    """Returns the Kullback-Leibler divergence in nats of softmax(result) from softmax(reference), a mean over rows.
+
+    Softmax is over the last axis, in float64: sum of p * (log p - log q); 0 of no rows.
+    """
+    if not reference.size:
+        return 0.0
+    log_p, log_q = _log_softmax(reference), _log_softmax(result)
+    return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), -1)))
+
+
+def _log_softmax(values: Array) -> Array:
+    shifted = values.astype(np.float64)
+    # So that no exponential overflows.
+    shifted = shifted - shifted.max(-1, keepdims=True)
+    return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))

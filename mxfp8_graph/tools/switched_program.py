@@ -19,7 +19,7 @@ from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.reporter import replace_each
-from mxfp8_graph.running.inputs import PASS_OTHERS, Array, Inputs, Signature
+from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.programs import TorchProgram, unrunnable
 from mxfp8_graph.tools.switchable import Switchable
 from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
@@ -72,7 +72,7 @@ class _SwitchedProgram(Switchable):
             with torch.inference_mode():
                 results, seen = self._results(self._source.placeholders(feeds), on, observe)
         except Exception as error:  # whatever the ops of the program raise
-            raise unrunnable(self.signature.name, error, PASS_OTHERS) from None
+            raise unrunnable(self.signature.name, error) from None
         activations = []
         for index in observe:
             operand = self._switched.observed[index]

@@ -132,7 +132,6 @@ def test_bytes_that_look_like_mxfp8_are_what_their_marker_says(tmp_path: Path) -
         (b"{", {}, "'up.comfy_quant' is damaged; expected what ComfyUI writes"),
         (b"[]", {}, "is damaged"),
         (b"[" * 60_000, {}, "'up.comfy_quant' is damaged"),
-        (b" " * 70_000 + b"{}", {}, "'up.comfy_quant' is damaged"),
         (MXFP8, {"up__weight_scale": None}, "'up' .ComfyUI's {'format': 'mxfp8'}"),
         (MXFP8, {"up__weight_scale": np.ones(1, np.float32)}, "'up' .ComfyUI's"),
         (MXFP8, {"up__weight": np.zeros((256, 128), ml_dtypes.float8_e5m2)}, "'up' .ComfyUI's"),

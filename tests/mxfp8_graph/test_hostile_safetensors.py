@@ -31,11 +31,6 @@ def test_a_good_one(tmp_path: Path) -> None:
     assert import_safetensors(checkpoint(tmp_path / "m.safetensors", entries()))["up.weight"].elements.shape == (4, 64)
 
 
-AGAIN = (
-    json.dumps(entries())
-    .replace('{"up.weight":', f'{{"up.weight": {json.dumps(entries()["up.weight"])}, "up.weight":')
-    .encode()
-)
 TWICE = json.dumps(entries()).replace("up.weight_scale", "up.weight").encode()
 
 
@@ -59,12 +54,10 @@ TWICE = json.dumps(entries()).replace("up.weight_scale", "up.weight").encode()
         (entries(data_offsets=[0, 2**63]), "invalid shape, data type, or offset for tensor"),
         ({"up.weight": entries()["up.weight"]}, "incomplete metadata, file not fully covered"),
         ({"up.weight": None}, "invalid type: null"),
-        ({"a": ["U8", [264], [0, 264]]}, "is refused: a tensor is described by something else than an object"),
         ({"__metadata__": [], **entries()}, "invalid type: sequence, expected a map"),
         ({"__metadata__": {"a": 1}, **entries()}, "integer `1`, expected a string"),
         ([entries()], "invalid JSON in header: invalid type: sequence"),
         (TWICE, "is refused: .*invalid offset for tensor `up.weight`"),
-        (AGAIN, "is refused: a name occurs twice"),
         (json.dumps(entries()).encode("utf-16"), "invalid UTF-8 in header"),
         (b"[" * 100_000, "invalid JSON in header"),
         (b'{"a": ' + b"9" * 5000 + b"}", "invalid JSON in header: number out of range"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +59,6 @@ def test_a_folder_of_npz_files_is_read_in_the_order_of_names() -> None:
     assert [feeds["x"].shape for feeds in samples.feeds] == [(4, 2), (1, 2)]
     assert samples.names == (str(Path("data/a.npz")), str(Path("data/b.npz")))
     assert str(samples) == "2 samples, from data; the first: x float32 [4, 2]"
-
-
-def test_npy_files_are_samples_of_a_model_with_one_input() -> None:
-    Path("data").mkdir()
-    np.save("data/0.npy", np.full((1, 2), 7, np.float32))
-    assert make_samples(ONE, {"inputs": "data"}).feeds[0]["x"].tolist() == [[7, 7]]
 
 
 def test_lines_of_named_lists() -> None:
@@ -132,19 +125,6 @@ def test_a_number_that_a_float_input_cannot_hold() -> None:
     assert refusal(lines({"x": [[1e300, 0]]})).startswith("data.jsonl line 1: 'x' has a value that float32 cannot hold")
 
 
-def test_two_kinds_of_files_in_a_folder() -> None:
-    Path("data").mkdir()
-    np.save("data/0.npy", np.ones((1, 2), np.float32))
-    np.savez("data/1.npz", x=np.ones((1, 2), np.float32))
-    assert refusal("data") == "data: both .npz and .npy files; expected one or the other; keep one kind in a folder"
-
-
-def test_npy_files_for_two_inputs() -> None:
-    Path("data").mkdir()
-    np.save("data/0.npy", np.ones((1, 2), np.float32))
-    assert refusal("data", TWO).startswith("data: .npy files, for a model whose inputs are ids, mask; expected one")
-
-
 def test_no_samples() -> None:
     Path("empty").mkdir()
     for inputs in ("empty", lines("", ""), []):
@@ -175,13 +155,3 @@ def test_a_function_that_fails(code: str, message: str) -> None:
 def test_a_function_that_yields_no_mapping() -> None:
     name = module("yields_numbers", "def feeds():\n    yield 3\n")
     assert refusal(f"{name}:feeds").startswith("yields_numbers:feeds sample 1: a int; expected a mapping")
-
-
-def test_a_function_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxfp8_graph.running.samples.MOST_SAMPLES", 5)
-
-    def forever() -> Iterator[dict[str, np.ndarray]]:
-        while True:
-            yield {"x": np.ones((1, 2), np.float32)}
-
-    assert refusal(forever()).startswith("given inputs: more than 5 samples; expected at most that")

@@ -1,6 +1,7 @@
 """verify(): the errors it reports, what it lets pass, and that it catches wrong kernels, NaN and wrong models."""
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,9 @@ import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.running import node_check
 from mxfp8_graph.running.compare import difference
-from mxfp8_graph.running.node_check import NodeCheck
-from mxfp8_graph.running.report import OutputCheck, VerifyReport
+from mxfp8_graph.running.report import VerifyReport
 from mxfp8_graph.running.runner import run_model
-from mxfp8_graph.running.verify import _drift_notes, verify
+from mxfp8_graph.running.verify import verify
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
@@ -110,7 +110,7 @@ def test_a_rewrite_passes(model: onnx.ModelProto, recipe: str) -> None:
 def test_every_node_is_checked() -> None:
     model = b.attention_model()
     report = check(model, "all")
-    assert {op: len(nodes) for op, nodes in report.nodes_by_op.items()} == {"MXFP8Quantize": 6, "MXFP8Gemm": 6}
+    assert Counter(node.op for node in report.nodes) == {"MXFP8Quantize": 6, "MXFP8Gemm": 6}
 
 
 def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +452,9 @@ def scaled(factor: float) -> onnx.ModelProto:
 
 def test_an_output_that_is_zero_everywhere_is_noted() -> None:
     notes = check(scaled(0)).notes
-    assert any(note.startswith("output 'z' is zero everywhere in both models: ") for note in notes), notes
+    assert any(
+        note.startswith("output 'z' is zero everywhere in the original model and is zero every") for note in notes
+    ), notes
 
 
 def test_an_output_without_a_finite_value_fails(tmp_path: Path) -> None:
@@ -489,16 +491,3 @@ def test_an_output_that_only_the_rewritten_model_makes_constant_is_noted() -> No
         set_initializer(after, tensor.name, lambda array: array.fill(0))
     notes = verify(model, after).notes
     assert any("is zero everywhere in the rewritten model: this says little" in note for note in notes), notes
-
-
-def test_a_drift_between_kernels_and_bodies_is_explained() -> None:
-    """Sums that differ in the last bit round elements of later layers to another step, in two correct executions."""
-    drift = difference(np.array([1.0, 1.0]), np.array([1.0, 1.2]))
-    none = difference(np.ones(2), np.ones(2))
-    rest: dict[str, Any] = {"dtype": "float32", "shape": (2,), "mean_relative_l2": 0.1, "mean_cosine": 1.0}
-    drifting = OutputCheck(name="y", rewritten=drift, body=drift, kernel=drift, **rest)
-    calm = OutputCheck(name="z", rewritten=drift, body=drift, kernel=none, **rest)
-    node = NodeCheck("n", "MXFP8Gemm", 0.5)
-    (note,) = _drift_notes([node], [drifting, calm])
-    assert note.startswith("kernel vs body at 'y' is no error of the kernels, each of which is within its bound: sums ")
-    assert _drift_notes([NodeCheck("n", "MXFP8Gemm", 2.0)], [drifting]) == []  # then the kernel is wrong

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.checkpoint import listed
-from mxfp8_graph.packed.conventions import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS
+from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, listed
 from mxfp8_graph.packed.interchange import config_of, contents, entries_of, file_metadata
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_graph.tools.hosts.layout import Description
@@ -40,7 +39,7 @@ def export_checkpoint(
     output: str | Path,
     *,
     config: str | Path,
-    convention: str = COMPRESSED_TENSORS.name,
+    convention: str = COMPRESSED_TENSORS,
 ) -> tuple[Path, list[str]]:
     """Returns (`output`, notes): a new folder that vLLM, SGLang or transformers load, with the packed bytes of a model.
 
@@ -73,9 +72,9 @@ def export_checkpoint(
     _check(weights, reference, source.where)
     if only := [name for name, weight in weights.items() if weight.weight_only]:
         notes.append(f"{len(only)} weights do not quantize their activations; servers do (W8A8): {listed(only, 3)}")
-    quantization = config_of(weights, CONVENTIONS[convention], _ignored(reference, weights))
+    quantization = config_of(weights, convention, _ignored(reference, weights))
     files = described.files() | {"config.json": _json({**numbers, CONFIG_KEY: quantization})}
-    shards = list(_shards(entries_of(tensors, CONVENTIONS[convention])))
+    shards = list(_shards(entries_of(tensors, convention)))
     metadata = file_metadata(quantization, source)
     with whole_folder(target) as folder:
         names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
