@@ -128,9 +128,9 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
     if path is None:
         what = f"lies in external file {str(tensor.location)!r}, and a model in memory has no folder to look in"
         raise ContractError(where, what, expected="a path", advice="pass the model's path instead")
-    is_own = tensor.location == path.name
+    location, is_own = str(tensor.location), tensor.location == path.name
     try:
-        file = path if is_own else locate(path, str(tensor.location), where)
+        file = path if is_own else locate(path, location, where)
         state = file.stat()
     except OSError as error:
         what = f"cannot read external file {error.filename}: {error.strerror}"
@@ -139,7 +139,7 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
     # Absolute, since that is where it was checked; onnx_ir's own check would refuse the links of a model's own file.
     tensor.base_dir, tensor._location = "", str(file.absolute())
     if state.st_nlink > 1 and not is_own:  # of a file elsewhere, perhaps
-        what = f"external file {str(tensor.location)!r} has {state.st_nlink} hard links"
+        what = f"external file {location!r} has {state.st_nlink} hard links"
         raise ContractError(where, what, expected="a file with one name, as onnx does", advice="put a copy there")
     start, length, size = tensor.offset or 0, tensor.nbytes, state.st_size
     if tensor.length not in {None, length}:
