@@ -15,7 +15,7 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of
 from mxfp8_graph.onnx_pass.protos import iter_graphs, lent
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
@@ -49,7 +49,7 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
-    """Yields the graph and every subgraph, in the order of `graphs_of`, once its names are checked.
+    """Yields the graph and every subgraph, in the order of `ir.Model.graphs`, once its names are checked.
 
     Raises:
         ContractError: a value is defined twice or not at all, or an initializer has the name of an outer value, which
@@ -109,7 +109,7 @@ def _called(node: onnx.NodeProto) -> str:
 
 def nodes(model: ir.Model) -> None:
     """Raises ContractError if a node of ours is not one of the contract."""
-    for node in nodes_of(model):
+    for node in model.graph.all_nodes():
         if node.domain == contract.DOMAIN:
             _check_ours(node, name_of(model))
 

@@ -20,7 +20,6 @@ from mxfp8_graph.onnx_pass.graph import (
     dtype_of,
     label,
     name_of,
-    nodes_of,
     opset_of,
     shape_of,
 )
@@ -50,7 +49,7 @@ def before(model: ir.Model, target: int) -> None:
         ContractError: an op is none of the model's opset, or is lost on the way to `target`.
     """
     opset = opset_of(model)
-    for node in nodes_of(model):
+    for node in model.graph.all_nodes():
         if node.domain not in STANDARD or node.op_type in _RUNTIME_OPS:
             continue
         if node.op_type == "Dropout" and opset < _MASKS < target and len(node.outputs) > 1:
@@ -86,7 +85,7 @@ def after(model: ir.Model, opset: int) -> list[str]:
     """
     notes = []
     model.opset_imports.pop(_HIDDEN, None)
-    for node in nodes_of(model):
+    for node in model.graph.all_nodes():
         if node.domain == _HIDDEN:
             node.domain = ""
             continue

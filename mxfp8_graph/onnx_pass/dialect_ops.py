@@ -7,7 +7,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.dialects import OPS
-from mxfp8_graph.onnx_pass.graph import STANDARD, attribute, default, nodes_of
+from mxfp8_graph.onnx_pass.graph import STANDARD, attribute, default
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.formats import BLOCK_SIZE
@@ -31,7 +31,7 @@ def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
 
     MatMulNBits does not count: most models that have it are quantized in another way, and stay as they are.
     """
-    for node in nodes_of(model):
+    for node in model.graph.all_nodes():
         dialect = dialect_of(node)
         if dialect is not None and dialect not in {"mxfp8", "nbits"}:
             return dialect, node

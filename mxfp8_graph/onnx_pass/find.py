@@ -28,7 +28,6 @@ from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
     NAME_SCOPES,
     dtype_of,
-    graphs_of,
     is_op,
     is_overridable,
     label,
@@ -81,7 +80,7 @@ class OnnxSite:
 def find_sites(model: ir.Model) -> list[OnnxSite]:
     """Returns every matmul of the model and its subgraphs, in graph order, each with its role or blocker."""
     operands = Operands(model)
-    nodes = (node for graph in graphs_of(model.graph) for node in graph)
+    nodes = (node for graph in model.graphs() for node in graph)
     read = ((node, form_of(node, operands.static) or operands.lookup_of(node)) for node in nodes)
     matmuls = [(node, form) for node, form in read if form]
     finder = _Finder(model, operands, [form for _, form in matmuls])
@@ -108,7 +107,7 @@ class _View:
         self._outputs = set(model.graph.outputs)
         self._across: dict[ir.Value, list[ir.Value]] = {}
         """Where a value goes on across the border of a subgraph."""
-        for graph in graphs_of(model.graph):
+        for graph in model.graphs():
             for node in graph:
                 for inner in subgraphs_of(node):
                     for start, end in borders(node, inner):

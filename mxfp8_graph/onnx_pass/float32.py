@@ -36,7 +36,7 @@ def to_float32(model: ir.Model) -> list[str]:
     Raises:
         ContractError: a node reinterprets the bits of values, or an input or output is a sequence of them.
     """
-    values = {value for graph in g.graphs_of(model.graph) for value in _values(graph)}
+    values = {value for graph in model.graphs() for value in _values(graph)}
     if not any(dtype_of(value) in HALVES for value in values):
         return []
     functions = (function for function in model.functions.values() if function.domain != contract.DOMAIN)

@@ -56,28 +56,15 @@ def module_of(name_scopes: str) -> str:
     return names[-2] if len(names) >= 2 else ""
 
 
-def nodes_of(model: ir.Model) -> Iterator[ir.Node]:
-    """Yields the nodes of the graph and of every subgraph, not those of local functions."""
-    return (node for graph in graphs_of(model.graph) for node in graph)
-
-
-def graphs_of(graph: ir.Graph) -> Iterator[ir.Graph]:
-    """Yields `graph` and every subgraph, each before the subgraphs of its own nodes."""
-    yield graph
-    for node in graph:
-        for inner in subgraphs_of(node):
-            yield from graphs_of(inner)
-
-
 def initializers_of(model: ir.Model) -> Iterator[ir.Value]:
     """Yields the initializers of the graph and of every subgraph."""
-    return (value for graph in graphs_of(model.graph) for value in graph.initializers.values())
+    return (value for graph in model.graphs() for value in graph.initializers.values())
 
 
 def fresh_names(model: ir.Model) -> Callable[[str], str]:
     """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
     taken: set[str] = set()
-    for graph in graphs_of(model.graph):
+    for graph in model.graphs():
         taken.update(str(value.name) for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs))
         for node in graph:
             taken.add(str(node.name))
@@ -135,7 +122,7 @@ def facts(value: ir.Value) -> Input:
 
 def facts_of(model: ir.Model) -> dict[str, Input]:
     """Returns what is known of each value that a node of ours reads, by name."""
-    nodes = (node for node in nodes_of(model) if node.domain == contract.DOMAIN)
+    nodes = (node for node in model.graph.all_nodes() if node.domain == contract.DOMAIN)
     values = (value for node in nodes for value in node.inputs if value is not None)
     return {str(value.name): facts(value) for value in values if stored(value) is None}
 

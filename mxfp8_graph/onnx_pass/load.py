@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from mxfp8_graph.file_reading import locate
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, graphs_of, initializers_of
+from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, initializers_of
 from mxfp8_graph.onnx_pass.protos import from_proto, large_constant
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
@@ -107,7 +107,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
             files.add(Path(each.path))
     model.meta[_FILES] = files - {path and path.absolute()}
     model.meta[_SIZE] = size
-    for graph, message in zip(graphs_of(model.graph), check.names(proto, name), strict=True):
+    for graph, message in zip(model.graphs(), check.names(proto, name), strict=True):
         declared = {info.name for info in message.value_info}
         for value in graph.initializers.values():
             # Before IR version 4, every initializer is listed as an input.

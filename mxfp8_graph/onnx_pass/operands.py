@@ -22,7 +22,6 @@ from mxfp8_graph.onnx_pass.graph import (
     STANDARD,
     attribute,
     dtype_of,
-    graphs_of,
     is_large,
     is_op,
     is_overridable,
@@ -85,7 +84,7 @@ class Operands:
         """What `static` returned."""
         self._computed: set[ir.Value] = set()
         """What is computed of constants alone."""
-        for graph in graphs_of(model.graph):
+        for graph in model.graphs():
             for node in graph:
                 inputs = [value for value in node.inputs if value is not None]
                 if inputs and all(map(self.is_constant, inputs)) and not any(subgraphs_of(node)):

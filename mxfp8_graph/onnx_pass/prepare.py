@@ -19,12 +19,10 @@ from mxfp8_graph.onnx_pass.graph import (
     INFERRED,
     OVERRIDABLE,
     STANDARD,
-    graphs_of,
     initializers_of,
     is_large,
     is_op,
     name_of,
-    nodes_of,
     opset_of,
     stored,
 )
@@ -48,7 +46,7 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
     if recipe.attention_scores or recipe.attention_values:
         model = decompose_attention(model, notes)
     count = 0
-    for node in nodes_of(model):
+    for node in model.graph.all_nodes():
         flag = node.inputs[2] if is_op(node, "Dropout") and len(node.inputs) == 3 else None
         if flag is not None and (tensor := stored(flag)) is not None and tensor.numpy().any():
             node.resize_inputs(2)
@@ -69,7 +67,7 @@ def upgrade(
     All functions are inlined when the opset changes, which applies to their bodies too.
     """
     if not opset_of(model):
-        if any(node.domain in STANDARD for node in nodes_of(model)):
+        if any(node.domain in STANDARD for node in model.graph.all_nodes()):
             what = "no opset import for the default domain"
             raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
         model.opset_imports[""] = MIN_OPSET  # which the bodies of our nodes use
@@ -98,10 +96,10 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
 
     What a node becomes has its metadata, and names that begin with its. Where onnx cannot do it, a note says so.
     """
-    origins = {str(node.outputs[0].name): node for node in nodes_of(model) if is_op(node, "Attention")}
+    origins = {str(node.outputs[0].name): node for node in model.graph.all_nodes() if is_op(node, "Attention")}
     if not origins:
         return model
-    before = {value.name for node in nodes_of(model) for value in node.outputs} - origins.keys()
+    before = {value.name for node in model.graph.all_nodes() for value in node.outputs} - origins.keys()
     ops = [("", "Attention")]
     call = lambda proto: inliner.inline_selected_functions(proto, ops, inline_schema_functions=True)  # noqa: E731
     try:
@@ -109,7 +107,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
     except ContractError as error:
         notes.append(f"the products inside Attention are not quantized: {error}")
         return model
-    for graph in graphs_of(model.graph):
+    for graph in model.graphs():
         parts: list[ir.Node] = []
         for node in graph:
             if before.isdisjoint(value.name for value in node.outputs):
@@ -146,13 +144,13 @@ def through(
     result.metadata_props.update(model.metadata_props)
     result.graph.metadata_props.update(model.graph.metadata_props)
     for key in model.functions.keys() - result.functions.keys():
-        if key[0] not in STANDARD and any(node.op_identifier() == key for node in nodes_of(result)):
+        if key[0] not in STANDARD and any(node.op_identifier() == key for node in result.graph.all_nodes()):
             result.functions[key] = model.functions[key]  # the converter drops all
     # By name: onnx's passes keep names of initializers, and those of subgraphs are no names of outer values.
     tensors = {value.name: value for value in initializers_of(model)}
-    known = {value.name: value for node in nodes_of(model) for value in node.outputs if value.name}
-    names = {str(node.name) for node in nodes_of(model)}
-    for graph in graphs_of(result.graph):
+    known = {value.name: value for node in model.graph.all_nodes() for value in node.outputs if value.name}
+    names = {str(node.name) for node in model.graph.all_nodes()}
+    for graph in result.graphs():
         for value in graph.initializers.values():
             if (before := tensors.get(str(value.name))) is not None:
                 if before.const_value is not None and is_large(before.const_value):
@@ -189,7 +187,7 @@ def infer(model: ir.Model, notes: list[str]) -> None:
             return
     for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
         del graph.initializer[count:]
-    for part, message in zip(graphs_of(model.graph), iter_graphs(typed.graph), strict=True):
+    for part, message in zip(model.graphs(), iter_graphs(typed.graph), strict=True):
         types = {info.name: info for info in (*message.input, *message.output, *message.value_info)}
         for value in (*part.inputs, *(output for node in part for output in node.outputs)):
             info = types.get(value.name or "")

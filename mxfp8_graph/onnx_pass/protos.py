@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.graph import graphs_of, is_large, is_op, nodes_of
+from mxfp8_graph.onnx_pass.graph import is_large, is_op
 from mxfp8_ops.errors import ContractError
 
 FOREIGN: Final = "types that onnx_ir does not have"
@@ -29,7 +29,7 @@ _TRAINING: Final = "training_info"
 
 
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yields a graph and every subgraph below it, in the order of `graphs_of`."""
+    """Yields a graph and every subgraph below it, in the order of `ir.Model.graphs`."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute or ():  # most have none, and large models many nodes
@@ -70,7 +70,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         logger.disabled = disabled
         for info, declared in foreign.values():
             info.type.CopyFrom(declared)
-    for part, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
+    for part, message in zip(model.graphs(), iter_graphs(proto.graph), strict=True):
         if foreign:
             infos = [*message.input, *message.output, *message.value_info]
             part.meta[FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
@@ -86,18 +86,18 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
     """Returns a graph as a proto, with what onnx_ir leaves out. Weights are packed, once."""
-    for graph in graphs_of(model.graph):
+    for graph in model.graphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.LazyTensor):  # onnx_ir would read it twice, and wrap its errors
                 value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
-    for node in nodes_of(model):
+    for node in model.graph.all_nodes():
         attribute = large_constant(node)
         if attribute is not None and isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
             dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
             node.attributes["value"] = ir.AttrTensor("value", dense)
     proto = ir.to_proto(model)
     proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
-    for graph, message in zip(graphs_of(model.graph), iter_graphs(proto.graph), strict=True):
+    for graph, message in zip(model.graphs(), iter_graphs(proto.graph), strict=True):
         _complete(graph, message.node)
         _declare(message, graph.meta.get(FOREIGN, {}))
     for function, body in zip(model.functions.values(), proto.functions, strict=True):
@@ -117,7 +117,7 @@ def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProt
     taken: list[tuple[ir.Value, ir.TensorProtocol]] = []
     constants: list[tuple[ir.Node, ir.Attr]] = []
     try:
-        for graph in [model.graph] if main_only else graphs_of(model.graph):
+        for graph in [model.graph] if main_only else model.graphs():
             for value in graph.initializers.values():
                 tensor = value.const_value
                 if tensor is None or not is_large(tensor):

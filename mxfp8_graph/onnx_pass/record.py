@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from mxfp8_graph import provenance
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import facts_of, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.graph import facts_of, label, name_of
 from mxfp8_graph.onnx_pass.protos import lent
 from mxfp8_ops import contract, onnx_functions
 from mxfp8_ops.errors import ContractError
@@ -17,7 +17,7 @@ from mxfp8_ops.function_body import STYLE, Style
 
 def find(model: ir.Model) -> provenance.RewriteRecord | None:
     """Returns how `model` was rewritten before, or None if it was not."""
-    node = next((node for node in nodes_of(model) if node.domain == contract.DOMAIN), None)
+    node = next((node for node in model.graph.all_nodes() if node.domain == contract.DOMAIN), None)
     return None if node is None else provenance.RewriteRecord(node=label(node), recipe=recipe_of(model))
 
 

@@ -16,7 +16,7 @@ from mxfp8_graph.onnx_pass import check, record
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import dtype_of, graphs_of, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import to_proto
@@ -137,7 +137,7 @@ def stored_tensors(model: ir.Model) -> Iterator[StoredTensor]:
 
 def _named_tensors(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
     functions = (function.graph for function in model.functions.values() if function.domain != contract.DOMAIN)
-    for graph in (each for outermost in (model.graph, *functions) for each in graphs_of(outermost)):
+    for graph in (each for outermost in (model.graph, *functions) for each in (outermost, *outermost.subgraphs())):
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield str(value.name), value.const_value
@@ -174,7 +174,9 @@ def site_report(done: Replaced | Decision) -> SiteReport:
 
 def cpu_note(model: ir.Model) -> list[str]:
     """Returns what there is to know of a rewritten model on a CPU."""
-    computing = [n for n in nodes_of(model) if n.domain != contract.DOMAIN and n.op_type not in {"Cast", "Gather"}]
+    computing = [
+        n for n in model.graph.all_nodes() if n.domain != contract.DOMAIN and n.op_type not in {"Cast", "Gather"}
+    ]
     values = (value for node in computing for value in (*node.inputs, *node.outputs) if value is not None)
     if not any(dtype_of(value) == ir.DataType.BFLOAT16 for value in values):
         return []

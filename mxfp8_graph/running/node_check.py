@@ -29,7 +29,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
 
-from mxfp8_graph.onnx_pass.graph import graphs_of, name_of
+from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import external_files, path_of
 from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
 from mxfp8_graph.report.base import Data
@@ -100,7 +100,7 @@ def check_nodes(model: ir.Model, inputs: Mapping[str, Any]) -> list[NodeCheck]:
 
 def nodes_in_subgraphs(graph: ir.Graph) -> int:
     """Returns how many MXFP8 nodes are inside If, Loop and Scan bodies."""
-    _, *inner = graphs_of(graph)
+    inner = graph.subgraphs()
     return sum(node.domain == contract.DOMAIN for below in inner for node in below)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import attribute, nodes_of
+from mxfp8_graph.onnx_pass.graph import attribute
 from mxfp8_graph.onnx_pass.ops import ROLE_OPS
 from mxfp8_graph.report.base import Data
 from mxfp8_ops import contract, cpu, formats
@@ -108,7 +108,7 @@ def isas_of(calls: Iterable[cpu.Call]) -> str:
 
 def _rounded(model: ir.Model) -> dict[str, str]:
     """Returns the dtype that MXFP8 nodes round their activations to, by node name."""
-    rounding = (node for node in nodes_of(model) if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
+    rounding = (node for node in model.graph.all_nodes() if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
     return {str(node.name): formats.BFLOAT16.name for node in rounding}
 
 

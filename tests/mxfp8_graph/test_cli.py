@@ -123,8 +123,8 @@ def test_verify_writes_a_report_also_when_it_fails(pair: tuple[str, str]) -> Non
         ),
         (
             ["--dim", "batch=1125899906842624"],
-            "error: m.onnx: input x float32 [batch, 64] would be (1125899906842624, 64); expected one that fits in memory; "
-            "pass smaller sizes, --dim NAME=SIZE",
+            "error: m.onnx: input x float32 [batch, 64] would be (1125899906842624, 64); expected one that fits in "
+            "memory; pass smaller sizes, --dim NAME=SIZE",
         ),
         (["--report", "v.txt"], "error: v.txt: report with suffix '.txt'; expected .json or .html; rename it"),
     ],

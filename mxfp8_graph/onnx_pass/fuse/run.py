@@ -11,7 +11,7 @@ from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
 from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
 from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Fusion, Replacement
-from mxfp8_graph.onnx_pass.graph import fresh_names, graphs_of, label, remove, remove_unused
+from mxfp8_graph.onnx_pass.graph import fresh_names, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import FusionReport
@@ -41,7 +41,7 @@ def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.No
     reports: list[FusionReport] = []
     loose: list[ir.Value] = []
     """What nodes that are gone read, and nothing may use any more."""
-    for graph in graphs_of(model.graph):
+    for graph in model.graphs():
         for fusion in fusions:
             places = {node: place for place, node in enumerate(graph)}
             if replacements := list(_replacements(fusion, places)):

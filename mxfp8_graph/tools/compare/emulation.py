@@ -24,7 +24,7 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from mxfp8_graph.onnx_pass.find import OnnxSite
-from mxfp8_graph.onnx_pass.graph import graphs_of, name_of, opset_of
+from mxfp8_graph.onnx_pass.graph import name_of, opset_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
@@ -101,7 +101,7 @@ def lay_out(model: Any, recipe: Recipe) -> Emulator:
     if not weights:
         what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
         raise NothingEligibleError(name_of(graph), what, advice, decisions)
-    for part in graphs_of(graph.graph):
+    for part in graph.graphs():
         for name, value in list(part.initializers.items()):
             if isinstance(value.const_value, ir.LazyTensor):  # a packed weight, which no one is to pack
                 del part.initializers[name]

@@ -18,7 +18,7 @@ from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS, Dialect
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of, nodes_of
+from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load
 from mxfp8_graph.onnx_pass.prepare import upgrade
 from mxfp8_graph.onnx_pass.protos import to_proto
@@ -171,7 +171,7 @@ def _refuse_others(model: ir.Model) -> None:
 
 def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
     """Yields the nodes of the graph, of subgraphs and of local functions."""
-    yield from nodes_of(model)
+    yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
 
@@ -191,7 +191,7 @@ def module_of(dialect: Dialect) -> ModuleType:
 
 
 def _nodes_of_ours(edit: Edit) -> list[ir.Node]:
-    return [node for node in nodes_of(edit.model) if node.domain == contract.DOMAIN]
+    return [node for node in edit.model.graph.all_nodes() if node.domain == contract.DOMAIN]
 
 
 def _ours(edit: Edit) -> Counter[str]:

@@ -18,7 +18,6 @@ from mxfp8_graph.onnx_pass.graph import (
     attribute,
     dtype_of,
     fresh_names,
-    graphs_of,
     is_op,
     label,
     name_of,
@@ -148,7 +147,7 @@ class Edit:
 
 def _float_dtypes(model: ir.Model) -> set[int]:
     dtypes: set[int] = set()
-    for graph in graphs_of(model.graph):
+    for graph in model.graphs():
         values = (*graph.inputs, *graph.outputs, *graph.initializers.values())
         dtypes.update(dtype_of(value) for value in values)
         for node in graph:

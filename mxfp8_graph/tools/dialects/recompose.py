@@ -18,7 +18,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, mxfp8_node, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
-from mxfp8_graph.onnx_pass.graph import constant, graphs_of, is_op, only_used_by
+from mxfp8_graph.onnx_pass.graph import constant, is_op, only_used_by
 from mxfp8_graph.tools.dialects.decompose import ABSENT, MARK, graph_of, is_marked
 from mxfp8_graph.tools.dialects.edit import Edit, settings_of
 from mxfp8_ops import contract
@@ -37,7 +37,7 @@ def restore(edit: Edit) -> int:
 
 def forget(model: ir.Model) -> None:
     """Removes the marks that are left: of nodes that something has changed."""
-    for graph in graphs_of(model.graph):
+    for graph in model.graphs():
         for node in filter(is_marked, graph):
             for key in [key for key in node.metadata_props if key.startswith(MARK)]:
                 del node.metadata_props[key]

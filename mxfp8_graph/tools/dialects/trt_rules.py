@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
-from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, graphs_of, label
+from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, label
 from mxfp8_ops import contract
 from mxfp8_ops.formats import BLOCK_SIZE
 
@@ -18,7 +18,7 @@ from mxfp8_ops.formats import BLOCK_SIZE
 def violations(model: ir.Model) -> list[str]:
     """Returns what the parser would refuse, a line each; dims of tensors suffice, their data is not read."""
     found = list(_imports(model.opset_imports))
-    for node in (node for graph in graphs_of(model.graph) for node in graph):
+    for node in (node for graph in model.graphs() for node in graph):
         if node.domain == contract.DOMAIN:
             found.append(f"{label(node)}: {node.op_type} is of domain {node.domain!r}")
         if node.domain == TRT:
