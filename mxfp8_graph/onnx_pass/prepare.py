@@ -19,6 +19,7 @@ from mxfp8_graph.onnx_pass.graph import (
     INFERRED,
     OVERRIDABLE,
     STANDARD,
+    fresh_names,
     initializers_of,
     is_large,
     is_op,
@@ -96,6 +97,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
 
     What a node becomes has its metadata, and names that begin with its. Where onnx cannot do it, a note says so.
     """
+    _make_names_unique(model)
     origins = {str(node.outputs[0].name): node for node in model.graph.all_nodes() if is_op(node, "Attention")}
     if not origins:
         return model
@@ -131,6 +133,7 @@ def through(
     Raises:
         ContractError: the pass fails. `what` names it.
     """
+    _make_names_unique(model)
     with lent(model) as proto:
         try:
             changed = call(proto)
@@ -146,7 +149,7 @@ def through(
     for key in model.functions.keys() - result.functions.keys():
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in result.graph.all_nodes()):
             result.functions[key] = model.functions[key]  # the converter drops all
-    # By name: onnx's passes keep names of initializers, and those of subgraphs are no names of outer values.
+    # By name: onnx's passes keep those of initializers and of results.
     tensors = {value.name: value for value in initializers_of(model)}
     known = {value.name: value for node in model.graph.all_nodes() for value in node.outputs if value.name}
     names = {str(node.name) for node in model.graph.all_nodes()}
@@ -173,6 +176,17 @@ def through(
                 before = known.get(str(value.name))
                 value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
     return result
+
+
+def _make_names_unique(model: ir.Model) -> None:
+    """Renames what has the name of a value of another graph: both branches of an If may use one name."""
+    fresh, seen = fresh_names(model), set[str]()
+    for graph in model.graphs():
+        for value in (*list(graph.initializers.values()), *(output for node in graph for output in node.outputs)):
+            if value.name in seen:
+                value.name = fresh(str(value.name))
+            if value.name:
+                seen.add(value.name)
 
 
 def infer(model: ir.Model, notes: list[str]) -> None:

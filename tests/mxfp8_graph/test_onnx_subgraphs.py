@@ -81,6 +81,13 @@ class TestIf:
         assert [s.decision.site.shared_with for s in report.sites] == [0, 0]
         check(rewritten, yes=W, no=V)
 
+    def test_inner_weights_of_one_name_stay_apart_in_a_conversion(self):
+        branches = [graph(f"mm_{t}:MatMul x w>m", "m", w=w) for t, w in (("a", W), ("b", V))]
+        proto = if_model(*branches)
+        proto.opset_import[0].version = 13
+        rewritten, _ = rewrite(proto)
+        check(rewritten, yes=W, no=V)
+
     def test_a_weight_that_only_the_other_branch_still_uses_stays_there(self):
         then, other = graph("packed:MatMul x w>a", "a", w=W), graph("kept:MatMul x w>a", "a", w=V)
         rewritten, _ = rewrite(if_model(then, other), Recipe(name="mxfp8", exclude=("kept",)))
