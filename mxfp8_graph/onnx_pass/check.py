@@ -10,13 +10,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
+from graphlib import CycleError, TopologicalSorter
 from typing import Final
 
 import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of
-from mxfp8_graph.onnx_pass.protos import iter_graphs, lent
+from mxfp8_graph.onnx_pass.protos import iter_graphs, lent, subgraphs
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
 
@@ -43,6 +44,9 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
             advice = "upgrade onnx" if version > most else _AGAIN
             expected = f"{least} to {most}, which onnx {onnx.__version__} knows"
             raise ContractError(name, f"{what} {version}", expected=expected, advice=advice)
+    functions = Counter((function.domain, function.name, function.overload) for function in proto.functions)
+    if twice := next((key for key, times in functions.items() if times > 1), None):
+        raise ContractError(name, f"local function {twice[1]!r} is defined twice", expected="each once", advice=_AGAIN)
     for graph in iter_graphs(proto.graph):
         for tensor in graph.initializer:
             _check_tensor(tensor, name)
@@ -74,10 +78,8 @@ def _checked(graph: onnx.GraphProto, outer: Set[str], name: str, path: str) -> I
     visible = _defined(graph.node, own, [value.name for value in graph.output], where, outer)
     yield graph
     for node in graph.node:
-        for attribute in node.attribute or ():  # most have none, and large models many nodes
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                below = f"{path}/{_called(node)}/{attribute.name}".lstrip("/")
-                yield from _checked(inner, visible, name, below)
+        for attribute, inner in subgraphs(node):
+            yield from _checked(inner, visible, name, f"{path}/{_called(node)}/{attribute}".lstrip("/"))
 
 
 def _defined(
@@ -97,6 +99,15 @@ def _defined(
         if what := missing or next((f"output {each!r} is defined twice" for each in twice if each), ""):
             at = f"{where}: node {_called(node)!r} ({node.op_type})"
             raise ContractError(at, what, expected=expected if missing else "each name once", advice=_AGAIN)
+    # ONNX Runtime sorts the nodes of the main graph; what has no order would be followed for ever.
+    made = {each: index for index, node in enumerate(nodes) for each in node.output if each and each not in own}
+    needs = {index: {made[each] for each in node.input if each in made} for index, node in enumerate(nodes)}
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        node = nodes[error.args[1][0]]
+        at = f"{where}: node {_called(node)!r} ({node.op_type})"
+        raise ContractError(at, "it needs its own result", expected="no cycle", advice=_AGAIN) from None
     for each in results:
         if each not in own and each not in outputs:
             raise ContractError(where, f"output {each!r} is not defined", expected=expected, advice=_AGAIN)

@@ -28,7 +28,7 @@ from mxfp8_graph.onnx_pass.graph import (
     stored,
 )
 from mxfp8_graph.onnx_pass.ops import op_of
-from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, large_constant, lent
+from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, large_constant, lent, subgraphs
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
@@ -225,9 +225,8 @@ def _copy_outer_constants(graph: onnx.GraphProto, outer: Mapping[str, onnx.Tenso
         graph.initializer.add().CopyFrom(visible[name])
         graph.initializer[-1].name = name  # the value of a Constant node has none
     for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _copy_outer_constants(inner, visible | own)
+        for _, inner in subgraphs(node):
+            _copy_outer_constants(inner, visible | own)
 
 
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:

@@ -15,7 +15,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.graph import is_large, is_op
+from mxfp8_graph.onnx_pass.graph import is_large, is_op, name_of
 from mxfp8_ops.errors import ContractError
 
 FOREIGN: Final = "types that onnx_ir does not have"
@@ -28,13 +28,19 @@ _TRAINING: Final = "training_info"
 """Key of `Model.meta`: the field of the model that onnx_ir does not have."""
 
 
+def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
+    """Yields (attribute name, graph) for each subgraph of a control-flow node."""
+    for attribute in node.attribute or ():  # most have none, and large models many nodes
+        for inner in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
+            yield attribute.name, inner
+
+
 def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
     """Yields a graph and every subgraph below it, in the order of `ir.Model.graphs`."""
     yield graph
     for node in graph.node:
-        for attribute in node.attribute or ():  # most have none, and large models many nodes
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from iter_graphs(inner)
+        for _, inner in subgraphs(node):
+            yield from iter_graphs(inner)
 
 
 def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
@@ -55,19 +61,12 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     }
     for info, _ in foreign.values():
         info.ClearField("type")
-    # What it warns of, names that nothing defines, is checked in `check.py`, and allowed in unused functions.
-    logger = logging.getLogger("onnx_ir.serde")
-    disabled, logger.disabled = logger.disabled, True
     try:
-        model = ir.from_proto(proto)
-    except Exception as error:  # what it raises has no common base; the cause is under messages about where
-        cause: BaseException = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        what = f"onnx_ir cannot read it: {first_line(cause)}"
-        raise ContractError(name, what, expected="a model that it can", advice="export it again") from None
+        with _quiet():
+            model = ir.from_proto(proto)
+    except Exception as error:  # what it raises has no common base
+        raise _refusal(name, "read", error) from None
     finally:
-        logger.disabled = disabled
         for info, declared in foreign.values():
             info.type.CopyFrom(declared)
     for part, message in zip(model.graphs(), iter_graphs(proto.graph), strict=True):
@@ -95,7 +94,11 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
         if attribute is not None and isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
             dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
             node.attributes["value"] = ir.AttrTensor("value", dense)
-    proto = ir.to_proto(model)
+    try:
+        with _quiet():
+            proto = ir.to_proto(model)
+    except ir.serde.SerdeError as error:  # texts that are no UTF-8
+        raise _refusal(name_of(model), "write", error) from None
     proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
     for graph, message in zip(model.graphs(), iter_graphs(proto.graph), strict=True):
         _complete(graph, message.node)
@@ -146,6 +149,25 @@ def large_constant(node: ir.Node) -> ir.Attr | None:
 def _stub(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
     dims = tensor.shape.numpy()
     return ir.serde.TensorProtoTensor(onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=dims))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences onnx_ir: what it warns of is checked in `check.py`, or allowed, as unknown types are."""
+    logger = logging.getLogger("onnx_ir.serde")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
+
+
+def _refusal(name: str, verb: str, error: BaseException) -> ContractError:
+    """Returns the error for a model that onnx_ir refuses; the cause is under messages about where."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    what = f"onnx_ir cannot {verb} it: {first_line(error)}"
+    return ContractError(name, what, expected="a model that it can", advice="export it again")
 
 
 def is_foreign(declared: onnx.TypeProto) -> bool:
