@@ -151,7 +151,8 @@ def through(
             result.functions[key] = model.functions[key]  # the converter drops all
     # By name: onnx's passes keep those of initializers and of results.
     tensors = {value.name: value for value in initializers_of(model)}
-    known = {value.name: value for node in model.graph.all_nodes() for value in node.outputs if value.name}
+    outputs = (value for node in model.graph.all_nodes() for value in node.outputs if value.name)
+    known = {value.name: value for value in (*model.graph.inputs, *outputs)}
     names = {str(node.name) for node in model.graph.all_nodes()}
     for graph in result.graphs():
         for value in graph.initializers.values():
@@ -172,9 +173,14 @@ def through(
                 node.name, node.doc_string = producer.name, node.doc_string or producer.doc_string
             elif converts and node.name:  # the converter calls what it adds like the node that it adds it for
                 node.name = take_name(node.name, names)
-            for value in node.outputs:  # the model declares what it did before
-                before = known.get(str(value.name))
-                value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
+        # The model declares what it did before.
+        inputs = graph.inputs if graph is result.graph else ()  # those of a body may have the name of an outer value
+        for value in (*inputs, *(output for node in graph for output in node.outputs)):
+            if (before := known.get(str(value.name))) is not None:
+                value.type, value.shape, value.doc_string = before.type, before.shape, before.doc_string
+                value.metadata_props.update(before.metadata_props)
+            elif not value.is_graph_input():
+                value.type = value.shape = None
     return result
 
 

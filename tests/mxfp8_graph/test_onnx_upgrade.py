@@ -80,6 +80,7 @@ def test_nodes_that_did_not_change_keep_their_documentation_and_metadata():
     proto.metadata_props.add(key="m", value="1")
     for item in (*proto.graph.input, *proto.graph.output, *proto.graph.initializer):
         item.doc_string = f"about {item.name}"
+        item.metadata_props.add(key="from", value=item.name)
     rewritten, _ = mxfp8_graph.rewrite(proto)
     after = {n.name: n for n in rewritten.graph.node}
     assert after["Relu_r"] == proto.graph.node[1]
