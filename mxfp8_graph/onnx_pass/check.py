@@ -99,7 +99,7 @@ def _defined(
         if what := missing or next((f"output {each!r} is defined twice" for each in twice if each), ""):
             at = f"{where}: node {_called(node)!r} ({node.op_type})"
             raise ContractError(at, what, expected=expected if missing else "each name once", advice=_AGAIN)
-    # ONNX Runtime sorts the nodes of the main graph; what has no order would be followed for ever.
+    # ONNX Runtime sorts the nodes of the main graph. A cycle has no order, and the later stations would not end.
     made = {each: index for index, node in enumerate(nodes) for each in node.output if each and each not in own}
     needs = {index: {made[each] for each in node.input if each in made} for index, node in enumerate(nodes)}
     try:

@@ -138,7 +138,7 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
         raise ContractError(where, what, expected="the file next to the model", advice=advice) from None
     # Absolute, since that is where it was checked; onnx_ir's own check would refuse the links of a model's own file.
     tensor.base_dir, tensor._location = "", str(file.absolute())
-    if state.st_nlink > 1 and not is_own:  # of a file elsewhere, perhaps
+    if state.st_nlink > 1 and not is_own:  # it may be a file of another folder
         what = f"external file {location!r} has {state.st_nlink} hard links"
         raise ContractError(where, what, expected="a file with one name, as onnx does", advice="put a copy there")
     start, length, size = tensor.offset or 0, tensor.nbytes, state.st_size
