@@ -18,25 +18,31 @@ from mxfp8_ops.errors import ContractError, Option
 
 @contextlib.contextmanager
 def output(
-    path: Path, *, overwrite: bool, inputs: Iterable[Path] = (), replaces: Collection[Path] = ()
+    path: Path,
+    *,
+    overwrite: bool,
+    inputs: Iterable[Path] = (),
+    beside: Collection[Path] = (),
+    replaces: Collection[Path] = (),
 ) -> Iterator[Path]:
     """Yields a temporary folder for a file called `path.name`, and for others beside it, under their final names.
 
     At the end the old `path` and `replaces` are removed, then the new files are renamed into place, `path` last. After
     an error before that, `path` is what it was; after one within, it is absent. An empty folder replaces nothing.
 
-    `inputs` must not be replaced, under whatever name; `replaces` are files beside `path` that belong to the old one,
-    and to no other model. Raises ContractError as `check_output`, or for an OSError of a step or of the caller's.
+    `inputs` must not be replaced, under whatever name; `beside` are files that are known to come; `replaces` are files
+    beside `path` that belong to the old one, and to no other model. Raises ContractError as `check_output`, or for an
+    OSError of a step or of the caller's.
     """
     check = partial(check_output, path, overwrite=overwrite, inputs=list(inputs), replaces=replaces)
-    check()
+    check(beside=beside)
     with _refused(path), _temporary_folder(path) as name:
         folder = Path(name)
         yield folder
-        beside = sorted(path.with_name(file.name) for file in folder.iterdir() if file.name != path.name)
-        if beside or (folder / path.name).exists():
-            check(beside=beside)  # once more: files may have come since
-            _put(folder, path, beside, [path, *replaces] if overwrite else [])
+        written = sorted(path.with_name(file.name) for file in folder.iterdir() if file.name != path.name)
+        if written or (folder / path.name).exists():
+            check(beside=written)  # once more: files may have come since
+            _put(folder, path, written, [path, *replaces] if overwrite else [])
 
 
 def check_output(

@@ -276,9 +276,7 @@ def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> dict
             if changed and function.identifier() in chosen:  # the others are not inlined
                 other = f"in which {changed[0]} is another than in the model's opset {opset}"
                 what = f"local function {function.name!r} is of opset {version}, {other}"
-                raise ContractError(
-                    name_of(model), what, expected="one opset for both", advice="export the model again"
-                )
+                raise ContractError(name_of(model), what, expected="one opset for both", advice=_AGAIN)
             function.opset_imports[domain] = opset
     return imports
 

@@ -163,8 +163,10 @@ def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: b
     external = wants_external(model, path, options.external_data, as_source=as_source)
     if path is None:
         return None
-    check_output(model, path, external=external, overwrite=options.overwrite)
-    return None if options.dry_run else save(model, path, external=external, overwrite=options.overwrite)
+    if options.dry_run:
+        check_output(model, path, external=external, overwrite=options.overwrite)
+        return None
+    return save(model, path, external=external, overwrite=options.overwrite)
 
 
 def site_report(done: Replaced | Decision) -> SiteReport:

@@ -48,20 +48,9 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
     return choice == "always" or (choice == "auto" and (as_source or does_not_fit))
 
 
-def data_path(path: Path) -> Path:
-    """Returns the file that the external data of a model written to `path` goes to."""
-    return path.with_name(f"{path.name}.data")
-
-
 def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> None:
-    """Raises ContractError if `save` could not write there: before the work, and for a dry run."""
-    files.check_output(
-        path,
-        overwrite=overwrite,
-        inputs=_inputs(model),
-        replaces=_data_of(path) if overwrite else (),
-        beside=[data_path(path)] if external else [],
-    )
+    """Raises ContractError if `save` could not write there: for a dry run, and before other work."""
+    files.check_output(path, overwrite=overwrite, **_place(model, path, external=external, overwrite=overwrite))
 
 
 def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> int:
@@ -71,25 +60,30 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> int
         ContractError: a tensor cannot be read or packed, the output exists and `overwrite` is false, is the input or
             its data, or cannot be written.
     """
-    replaces = _data_of(path) if overwrite else ()
-    with files.output(path, overwrite=overwrite, inputs=_inputs(model), replaces=replaces) as folder:
+    place = _place(model, path, external=external, overwrite=overwrite)
+    with files.output(path, overwrite=overwrite, **place) as folder:
         draft = folder / path.name
         if external:
-            _write_data(model, folder / data_path(path).name)
+            _write_data(model, folder / files.data_path_of(path).name)
             draft.write_bytes(to_proto(model).SerializeToString())
         else:
             single_file.write(model, draft)
         return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _inputs(model: ir.Model) -> list[Path]:
+def _place(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> dict[str, list[Path]]:
+    """Returns the files that `files.output` has to know of: inputs, those beside the output, those it replaces."""
     source = path_of(model)
-    return [] if source is None else [source, *external_files(model)]
+    return {
+        "inputs": [] if source is None else [source, *external_files(model)],
+        "beside": [files.data_path_of(path)] if external else [],
+        "replaces": _data_of(path) if overwrite else [],
+    }
 
 
 def _data_of(path: Path) -> list[Path]:
     """Returns the data file of an old model at `path`, if that names it; else it belongs to another model."""
-    data = data_path(path)
+    data = files.data_path_of(path)
     if not path.is_file() or not data.is_file():
         return []
     try:
