@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from typer import Exit, Option
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import FAILED, check_reports, print_result, progress_bar, refuse, say
+from mxfp8_graph.cli.guard import FAILED, check_reports, print_result, progress_bar, refuse
 from mxfp8_graph.policy import presets
 
 
@@ -117,17 +117,15 @@ def tune(
     seed: arg.Seed = 0,
     allow_nonfinite: arg.AllowNonfinite = False,
 ) -> None:
-    """Searches for the smallest or fastest plan that keeps a budget.
+    """Searches for the smallest or fastest plan that meets a budget.
 
-    A plan keeps or packs each matmul, in one of several ways. Every plan that is tried is rewritten for real and run on
-    all samples. Measurements are written to FOLDER.part: after a stop, the same command continues from there. If no
-    plan keeps the budget, the exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the
-    temporary folder (TMPDIR).
+    A plan keeps or packs each matmul, in E4M3 or INT8, with activations alike, in bfloat16 or unchanged. Every plan
+    that is tried is rewritten for real and run on all samples. If no plan meets the budget, the exit code is 1 and
+    nothing is written. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
     from mxfp8_graph.tools.tune.result import BudgetNotMetError
     from mxfp8_graph.tools.tune.run import tune as run_search
-    from mxfp8_graph.tools.tune.tuner import Interrupted
 
     check_reports(report, [model], overwrite=overwrite)
     try:
@@ -141,10 +139,4 @@ def tune(
     except BudgetNotMetError as error:
         refuse(error)
         raise Exit(FAILED) from None
-    except Interrupted as stopped:
-        # An interrupted search shows its best plan so far, but writes no report: it is not the result.
-        if (best := stopped.best) is not None:
-            print_result(best, every=verbose, json=json, reports=None, overwrite=overwrite)
-        say(stopped.advice())
-        raise (stopped.__cause__ or stopped) from None
     print_result(result, every=verbose, json=json, reports=report, overwrite=overwrite)

@@ -15,7 +15,7 @@ from mxfp8_graph.report.section import Columns, Section, number, shape_text
 from mxfp8_graph.running.inputs import Signature, describe
 from mxfp8_graph.running.profile import NodeProfile
 from mxfp8_graph.running.samples import SampleOptions, make_samples
-from mxfp8_graph.running.sessions import Runnable, Session, Timing
+from mxfp8_graph.running.sessions import Execution, Runnable, Session, Timing
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
@@ -99,10 +99,10 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model, where: str = "{}") -> tuple[Signature, Runnable]:
+def open_runnable(model: Model, where: str = "{}", execution: Execution = Execution()) -> tuple[Signature, Runnable]:
     """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`.
 
-    `where` is what errors call the model; "{}" in it is the model's name.
+    `where` is what errors call the model; "{}" in it is the model's name. `execution` is of an ONNX model.
     """
     if is_program(model):
         # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
@@ -114,7 +114,8 @@ def open_runnable(model: Model, where: str = "{}") -> tuple[Signature, Runnable]
         return signature, program
     signature = Signature.of(load(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
-    return signature, Session(model, kernels=True, where=where.format(signature.name), float32=original)
+    name = where.format(signature.name)
+    return signature, Session(model, kernels=True, where=name, float32=original, execution=execution)
 
 
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:

@@ -1,14 +1,17 @@
 """Metrics: one number per sample that says how far a model's outputs are from the original's.
 
-`running/compare.py` defines what is computed; here it gets a name, a direction, and its worst output. A user's own is
-`module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
+`running/compare.py` defines the numbers; a metric adds a name, a direction, and the choice of the worst output. A user's
+own is `module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -16,11 +19,9 @@ import numpy as np
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.running.compare import Difference, difference, sqnr
 from mxfp8_graph.running.inputs import Array
-from mxfp8_graph.running.samples import failed, is_reference, load_function
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Outputs = Mapping[str, Array]
-_Number = Callable[[Difference, Array, Array], float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,20 +32,19 @@ class Metric:
     """What a user asks for."""
     title: str
     """What tables call it, with its unit."""
-    higher_is_better: bool
-    best: float | None = None
-    """What a result that is the original has, beyond which no budget can ask; None for a user's own."""
     of: Callable[[Outputs, Outputs], float]
-    """(the original's outputs, the rewritten model's) -> the number; NaN where nothing is measured: see `_checked`."""
+    """(the original's outputs, the rewritten model's) -> the number; NaN where nothing can be compared."""
+    higher_is_better: bool = False
+    best: float | None = None
+    """The number of equal results, which bounds a budget; None for a user's own."""
 
-    def worst(self, values: Sequence[float]) -> int:
-        """Returns the index of the worst value; a NaN is worse than any number."""
-        sign = 1.0 if self.higher_is_better else -1.0
-        return min(range(len(values)), key=lambda i: -math.inf if math.isnan(values[i]) else sign * values[i])
+    def badness(self, value: float) -> float:
+        """Returns a number that grows as a value gets worse; a NaN is worse than any number."""
+        return math.inf if math.isnan(value) else -value if self.higher_is_better else value
 
     @property
     def shown_title(self) -> str:
-        """What a table of single sites calls it: a cosine is shown as its distance from 1, as .9998 is all alike."""
+        """The title in tables of single sites: a cosine is shown as its distance from 1, since .9998 is all alike."""
         return "1-cosine" if self.name == "cosine" else self.title
 
     def shown(self, value: float) -> float:
@@ -54,7 +54,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Score(Data):
-    """What a metric says of several samples."""
+    """A metric on several samples."""
 
     KEYS = "metric=metric.name mean worst worst_sample samples"
 
@@ -64,56 +64,84 @@ class Score(Data):
 
     @property
     def mean(self) -> float:
-        """The mean of all samples; NaN if that of any sample is."""
+        """The mean of all samples; NaN if a sample has NaN."""
         return sum(self.values) / len(self.values)  # statistics.fmean raises an error for infinities of both signs
 
     @property
     def worst(self) -> float:
-        """The worst sample's."""
+        """The number of the worst sample."""
         return self.values[self.worst_sample]
 
     @property
     def worst_sample(self) -> int:
-        """Which sample is the worst, from 0."""
-        return self.metric.worst(self.values)
+        """The index of the worst sample."""
+        return max(range(len(self.values)), key=lambda i: self.metric.badness(self.values[i]))
 
     @property
     def samples(self) -> int:
-        """How many there are."""
+        """The number of samples."""
         return len(self.values)
+
+    def __str__(self) -> str:
+        """Returns it in words: 1-cosine 0.0004 (worst 0.0011, sample 3)."""
+        shown = self.metric.shown
+        worst = f" (worst {shown(self.worst):.4g}, sample {self.worst_sample + 1})" * (len(self.values) > 1)
+        return f"{self.metric.shown_title} {shown(self.mean):.4g}{worst}"
 
 
 def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Outputs]) -> Score:
-    """Returns what `metric` says of the outputs of at least one sample; errors as `Metric.of`."""
-    values = tuple(metric.of(*pair) for pair in zip(originals, results, strict=True))
-    return Score(metric=metric, values=values)
+    """Returns the score of the outputs of at least one sample; errors as `Metric.of`."""
+    return Score(metric=metric, values=tuple(metric.of(*pair) for pair in zip(originals, results, strict=True)))
 
 
 def metric_called(name: str) -> Metric:
-    """Returns the metric a user asked for: one of `METRICS`, or their own by module:function.
+    """Returns one of `METRICS`, or the user's function that module:function names.
 
-    Of their own a smaller number is better, unless the function has an attribute `higher_is_better` that is true.
+    A smaller number is better, unless the user's function has a true attribute `higher_is_better`.
 
     Raises:
-        ContractError: there is no such metric or function.
+        ContractError: there is no such metric or function, or its module fails.
     """
     if name in METRICS:
         return METRICS[name]
-    if not is_reference(name):
+    module, _, attribute = name.partition(":")
+    if not attribute.isidentifier():
         raise ContractError.unknown("metric", name, (*METRICS, "module:function"))
-    function = load_function(name)
+    # An installed command lacks the current folder in its path, unlike `python -m`.
+    sys.path.insert(0, here := str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever the user's module raises
+        raise _failed(name, error) from error
+    finally:
+        sys.path.remove(here)
 
     def of(original: Outputs, rewritten: Outputs) -> float:
         try:
             return float(function(original, rewritten))
         except Exception as error:  # whatever the user's function raises
-            raise failed(name, error) from error
+            raise _failed(name, error) from error
 
     return Metric(name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), of=of)
 
 
-def _of_the_worst(name: str, title: str, number: _Number, *, best: float, rows: bool) -> Metric:
+def _failed(name: str, error: Exception) -> ContractError:
+    what = f"raised {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    advice = "correct it; --debug shows where"
+    return ContractError(name, what, expected="module:function, a function that runs", advice=advice)
+
+
+def _of_the_worst(
+    name: str, title: str, number: Callable[[Difference, Array, Array], float], best: float, *, rows: bool = False
+) -> Metric:
     """Returns the metric that is `number` of the worst output; with `rows`, of outputs with at least two columns."""
+
+    def one(a: Array, b: Array) -> float:
+        if a.shape != b.shape:
+            return math.nan
+        # NaN also for NaN or Inf in only one of the two: it must not hide behind the values that are finite.
+        found = difference(a, b)
+        return number(found, a, b) if found.compared and not found.nonfinite else math.nan
 
     def of(original: Outputs, rewritten: Outputs) -> float:
         chosen = [n for n, array in original.items() if not rows or (array.ndim and array.shape[-1] > 1)]
@@ -121,70 +149,53 @@ def _of_the_worst(name: str, title: str, number: _Number, *, best: float, rows: 
             found = ", ".join(f"{n} {list(array.shape)}" for n, array in original.items()) or "none"
             advice = f"choose another metric than {name}"
             raise ShapeError("outputs", found, expected="one with two columns or more", advice=advice)
-        values = [_checked(number, original[n], rewritten[n]) for n in chosen if original[n].size]
-        return values[metric.worst(values)] if values else math.nan
+        values = [one(original[n], rewritten[n]) for n in chosen if original[n].size]
+        return max(values, key=metric.badness, default=math.nan)
 
-    metric = Metric(name=name, title=title, higher_is_better=best > 0, of=of, best=best)
+    metric = Metric(name=name, title=title, of=of, higher_is_better=best > 0, best=best)
     return metric
 
 
-def _checked(number: _Number, original: Array, rewritten: Array) -> float:
-    """Returns NaN, which is worse than any number, for another shape, no finite position, or NaN or Inf in only one."""
-    if original.shape != rewritten.shape:
-        return math.nan
-    found = difference(original, rewritten)
-    return number(found, original, rewritten) if found.compared and not found.nonfinite else math.nan
-
-
 def check_measurable(sample: str, original: Outputs) -> None:
-    """Raises ShapeError if no result can be compared with what the original model makes of a sample."""
-    sizes = {name: array.size for name, array in original.items()}
-    finite = {name: np.isfinite(array.astype(np.float64)).any() for name, array in original.items()}
-    what = [f"output {name!r} has no finite value" for name, size in sizes.items() if size and not finite[name]]
-    what = what if any(sizes.values()) else ["no output has a value"]
-    if what:
+    """Raises ShapeError if the original's outputs of a sample have no finite value, so that nothing can be compared."""
+    sized = {name: array for name, array in original.items() if array.size}
+    bad = [name for name, array in sized.items() if not np.isfinite(array.astype(np.float64)).any()]
+    if bad or not sized:
+        what = f"output {bad[0]!r} has no finite value" if bad else "no output has a value"
         expected = "outputs of the original model that have finite values"
-        raise ShapeError(sample, what[0], expected=expected, advice="leave it out, or correct it")
+        raise ShapeError(sample, what, expected=expected, advice="leave it out, or correct it")
 
 
-METRICS: Final[Mapping[str, Metric]] = {
-    metric.name: metric
-    for metric in (
-        _of_the_worst("relative_l2", "relative L2", lambda d, *_: d.relative_l2, best=0.0, rows=False),
-        _of_the_worst("sqnr", "SQNR, dB", lambda d, *_: sqnr(d.relative_l2), best=math.inf, rows=False),
-        _of_the_worst("cosine", "cosine", lambda d, *_: d.cosine, best=1.0, rows=False),
-        _of_the_worst("max_error", "max error", lambda d, *_: d.max_abs, best=0.0, rows=False),
-        _of_the_worst("top1", "top-1 agreement", lambda _, a, b: _top1_agreement(a, b), best=1.0, rows=True),
-        _of_the_worst("kl", "KL divergence, nats", lambda _, a, b: _softmax_kl(a, b), best=0.0, rows=True),
-    )
-}
-"""Each is that of the worst output. An output without values (a batch of 0) is left out; NaN if there is no other."""
-
-
-def _top1_agreement(reference: Array, result: Array) -> float:
-    """Returns the share of rows along the last axis that have their largest value at the same place.
-
-    Rows with a NaN have no largest value and are left out; NaN if no row is left.
-    """
-    # argmax of a row with NaN is the index of the NaN.
+def _top1_agreement(_: Difference, reference: Array, result: Array) -> float:
+    """Returns the share of rows along the last axis whose largest values are at the same place; NaN without rows."""
+    # A row with a NaN has no largest value: argmax would return the place of the NaN.
     rows = ~(np.isnan(reference.astype(np.float64)) | np.isnan(result.astype(np.float64))).any(-1)
     same = reference[rows].argmax(-1) == result[rows].argmax(-1)
     return float(np.mean(same)) if same.size else math.nan
 
 
-def _softmax_kl(reference: Array, result: Array) -> float:
-    """Returns the Kullback-Leibler divergence in nats of softmax(result) from softmax(reference), a mean over rows.
-
-    Softmax is over the last axis, in float64: sum of p * (log p - log q); 0 of no rows.
-    """
-    if not reference.size:
-        return 0.0
+def _softmax_kl(_: Difference, reference: Array, result: Array) -> float:
+    """Returns the Kullback-Leibler divergence in nats of softmax(result) from softmax(reference), a mean over rows."""
     log_p, log_q = _log_softmax(reference), _log_softmax(result)
     return float(np.mean(np.sum(np.exp(log_p) * (log_p - log_q), -1)))
 
 
 def _log_softmax(values: Array) -> Array:
     shifted = values.astype(np.float64)
-    # So that no exponential overflows.
-    shifted = shifted - shifted.max(-1, keepdims=True)
+    shifted -= shifted.max(-1, keepdims=True)  # no exponential overflows
     return np.asarray(shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))
+
+
+RELATIVE_L2: Final = _of_the_worst("relative_l2", "relative L2", lambda d, *_: d.relative_l2, 0.0)
+METRICS: Final[Mapping[str, Metric]] = {
+    metric.name: metric
+    for metric in (
+        RELATIVE_L2,
+        _of_the_worst("sqnr", "SQNR, dB", lambda d, *_: sqnr(d.relative_l2), math.inf),
+        _of_the_worst("cosine", "cosine", lambda d, *_: d.cosine, 1.0),
+        _of_the_worst("max_error", "max error", lambda d, *_: d.max_abs, 0.0),
+        _of_the_worst("top1", "top-1 agreement", _top1_agreement, 1.0, rows=True),
+        _of_the_worst("kl", "KL divergence, nats", _softmax_kl, 0.0, rows=True),
+    )
+}
+"""The worst output counts. An output without values (a batch of 0) is left out; NaN if all are."""

@@ -1,4 +1,4 @@
-"""What a comparison of recipes found, a row per recipe, and how it is written: as JSON, as a page."""
+"""The result of a comparison: a row per recipe, and which one to take."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, cell_text, filled, number
 from mxfp8_graph.tools.metrics import Metric, Score
 
-_NAN: Final = "NaN or Inf"
-"""What a table says of a score without a number."""
-
 _SAME: Final = (0.01, 0.02, 0.1)
 """Shares by which sizes, errors and times may differ and still be called the same: times repeat within 10 %."""
 
 LEGEND: Final = (
-    (
-        "real",
-        "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files",
-    ),
+    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files"),
     (
         "emulated",
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
@@ -31,17 +25,17 @@ LEGEND: Final = (
     ),
     ("worst", "of all samples; in brackets which one it is"),
     ("weight SQNR", "-20 log10 of the relative L2 error of the rewritten weights, a mean over them"),
-    ("bytes per weight", "of the rewritten weights: elements + scales; K is a matmul's inner size"),
+    ("bytes per weight", "of the rewritten weights: elements + scales"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Data):
-    """One recipe. What is None does not apply, or could not be found for the reason in `problem`."""
+    """One recipe. What is None does not apply, or is missing for the reason in `problem`."""
 
     KEYS = (
         "recipe=name what emulated scores matmuls=sites weight_sqnr_db=weight_sqnr bytes=byte_size bytes_per_weight "
-        "bytes_per_weight_formula=formula? latency_seconds=seconds problem?"
+        "latency_seconds=seconds problem?"
     )
 
     name: str
@@ -49,32 +43,20 @@ class Row(Data):
     """The recipe in words."""
     emulated: bool
     recipe: str = ""
-    """As a recipe file has it; of formats of others nothing."""
+    """As a recipe file has it; empty for formats of others."""
     scores: tuple[Score, ...] = ()
     """One per metric."""
     sites: int | None = None
-    """How many matmuls are rewritten."""
+    """Number of matmuls that are rewritten."""
     weight_sqnr: float | None = None
     """In dB."""
     byte_size: int | None = None
     """Bytes of the model."""
     bytes_per_weight: float | None = None
-    formula: str = ""
-    """How that comes about."""
     seconds: float | None = None
     """Median latency."""
     problem: str = ""
     """Why the recipe has no result."""
-
-    @property
-    def kind(self) -> str:
-        """The row's kind in a word."""
-        return "emulated" if self.emulated else "real"
-
-    @property
-    def explained(self) -> str:
-        """The recipe in words, with the formula of its bytes."""
-        return self.what + f"; {self.formula} bytes per weight" * bool(self.formula)
 
     @property
     def numbers(self) -> tuple[float, float, float]:
@@ -100,15 +82,14 @@ class Comparison(Report):
     sample_names: tuple[str, ...]
     metrics: tuple[Metric, ...]
     isa: str
-    """The instruction set the kernels ran on."""
+    """The instruction set of the kernels."""
     rows: tuple[Row, ...]
-    """The first is the model as it is."""
+    """The first is the original model."""
     notes: tuple[str, ...] = ()
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns what stands above the table, as (label, value)."""
+        """Returns (label, value) pairs beside the table."""
         return [
-            ("model", self.model),
             ("inputs", self.inputs),
             ("kernels", self.isa),
             ("latency", f"the median of runs on the largest sample, {self.timed}, one model after another in turn"),
@@ -128,51 +109,53 @@ class Comparison(Report):
         scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
         return (
             row.name,
-            row.kind,
+            "emulated" if row.emulated else "real",
             *itertools.chain.from_iterable(scores),
             number(row.weight_sqnr, ".2f"),
             number(row.bytes_per_weight, ".4g"),
             byte_size(row.byte_size),
-            number(None if row.seconds is None else row.seconds * 1e3, ".2f"),
+            number(row.seconds and row.seconds * 1e3, ".2f"),
             number(row.sites, "d"),
         )
 
-    def lead(self) -> list[str]:
-        """Returns which recipe to take, and notes."""
-        return [*self.advice(), *self.notes]
-
     def sections(self) -> Iterator[Section]:
-        """Yields a row per recipe, what each recipe is, and what there is to know about the table."""
+        """Yields a row per recipe, and what they are."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
         yield Section(title="Recipes", columns=self.table(), bar=errors)
-        yield Section(facts=[*self.facts(), *((row.name, row.explained) for row in self.rows if row.what), *LEGEND])
+        yield Section(facts=self.facts())
+        explained = [(row.name, row.what) for row in self.rows if row.what]
+        yield Section(title="What the words mean", facts=[*explained, *LEGEND], detail=True)
         if taken := self.taken():
             yield Section(title=f"The recipe {taken.name}, as a file has it", text=taken.recipe, detail=True)
 
     def taken(self) -> Row | None:
         """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
 
-        It is the default one or, if some are worse than that in neither size nor error nor time, the most accurate.
+        The default one or, if some are worse than that in neither size nor error nor time, the most accurate of them.
         """
         real = self._real()
         usual = [row for row in real if row.name == presets.DEFAULT] or real
         good = [row for row in real if not self._worse(row, usual[0])]
         return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
 
-    def advice(self) -> list[str]:
-        """Returns which recipe to take, and what the default, smallest, most accurate and fastest one would give."""
+    def answer(self) -> str:
+        """Returns which recipe to take, and why."""
+        taken = self.taken()
+        return f"Take {taken.name}: {self._against(taken, self.rows[0])}." if taken else ""
+
+    def lead(self) -> list[str]:
+        """Returns the answer; the default, smallest, most accurate and fastest recipes beside it; and notes."""
         taken, real = self.taken(), self._real()
         if taken is None:
-            return []
-        text = [f"Take {taken.name}: {self._against(taken, self.rows[0])}."]
+            return list(self.notes)
+        text = [self.answer()]
         usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
         text += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
         for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
-            numbers = [sign * row.numbers[i] for row in real]
-            best = real[numbers.index(min(numbers))]
+            best = min(real, key=lambda row: sign * row.numbers[i])
             if i in self._worse(taken, best):
                 text.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
-        return text
+        return [*text, *self.notes]
 
     def _real(self) -> list[Row]:
         """Returns the recipes that were rewritten and run, and of which all numbers are known."""
@@ -200,10 +183,10 @@ class Comparison(Report):
 
 
 def _score(score: Score, *, several: bool) -> tuple[Cell, ...]:
-    """Returns the mean over the samples and, of several, the worst one's number and which one that is."""
+    """Returns the mean over the samples and, of several, the number of the worst one and its number."""
     numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
-    cells = [_NAN if math.isnan(value) else number(value, ".4g") for value in numbers]
+    cells = ["NaN or Inf" if math.isnan(value) else number(value, ".4g") for value in numbers]
     if several:
-        text, which = cell_text(cells[1]), f" ({score.worst_sample + 1})"
-        cells[1] = (text + which, numbers[1]) if math.isfinite(numbers[1]) else text + which
+        text = f"{cell_text(cells[1])} ({score.worst_sample + 1})"
+        cells[1] = (text, numbers[1]) if math.isfinite(numbers[1]) else text
     return tuple(cells)

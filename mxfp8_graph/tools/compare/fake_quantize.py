@@ -1,16 +1,15 @@
 """Fake quantization in standard ONNX ops: X -> the float32 values that a format of `number_formats.py` has for it.
 
-One function body per `Quantizer`, for weights and activations alike: what is tested is what runs. Everything is exact
-but what the format rounds: scaling is by powers of two, or by the float32 products and quotients that the format's own
-definition has.
+    X [..., N, K] -> tiles -> amax -> scale -> elements = round(X / scale) -> elements * scale -> Y [..., N, K]
 
-    X [..., K] -> blocks -> amax -> scale -> elements = round(X / scale) -> elements * scale -> Y [..., K]
+One function for weights and activations alike. Everything is exact but what the format rounds: scaling is by powers of
+two, or by the float32 products and quotients of the format's own definition.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -26,7 +25,8 @@ from mxfp8_ops.formats import E4M3, LOG2_SLACK, SCALE_BIAS, Minifloat, scale_off
 from mxfp8_ops.function_body import Body
 
 DOMAIN: Final = "mxfp8.emulated"
-"""Domain of the functions in this module."""
+NAME: Final = "Round"
+"""Domain and name of the function."""
 
 _FLOAT_MAX: Final = np.finfo(np.float32).max
 _E4M3_MIN_NORMAL: Final = np.float32(2.0**E4M3.min_exponent)
@@ -34,67 +34,63 @@ _OPSET_IR: Final = 10
 """The IR version of opset 21."""
 
 
-def function(name: str, quantizer: Quantizer, opset: int) -> FunctionProto:
-    """Returns the function `name` of X; of X and amax_before for "delayed", whose second result is the amax of X.
-
-    X and Y are float32 of rank 2 or more, amax_before and amax are float32 scalars.
-    """
+def function(quantizer: Quantizer, opset: int) -> FunctionProto:
+    """Returns the function of X, float32; of X and amax_before for "delayed", whose second result is the amax of X."""
     delayed = quantizer.scale == "delayed"
     inputs, outputs = (("X", "amax_before"), ("Y", "amax")) if delayed else (("X",), ("Y",))
     ports = tuple(Port(port, (TensorProto.FLOAT,), "") for port in inputs)
-    op = Op(name, ports, (), MappingProxyType({}), "", body=lambda g: _write(g, quantizer))
+    op = Op(NAME, ports, (), MappingProxyType({}), "", body=lambda g: _write(g, quantizer))
     g = Body(Case(op, {}, {}), opset)
     op.body(g)
-    return helper.make_function(DOMAIN, name, inputs, outputs, g.nodes, [helper.make_opsetid("", opset)])
+    return helper.make_function(DOMAIN, NAME, inputs, outputs, g.nodes, [helper.make_opsetid("", opset)])
 
 
-class FakeQuantize:
-    """Rounds arrays [..., N, K] in ONNX Runtime, with the function that rounds activations in a model."""
-
-    def __init__(self, quantizer: Quantizer) -> None:
-        """Makes the session, for any scale rule but "delayed"."""
-        shape = helper.make_tensor_value_info("X", TensorProto.FLOAT, None)
-        result = helper.make_tensor_value_info("Y", TensorProto.FLOAT, None)
-        graph = helper.make_graph([helper.make_node("Round", ["X"], ["Y"], domain=DOMAIN)], "g", [shape], [result])
-        imports = [helper.make_opsetid("", MIN_OPSET), helper.make_opsetid(DOMAIN, 1)]
-        model = helper.make_model(graph, opset_imports=imports, ir_version=_OPSET_IR)
-        model.functions.append(function("Round", quantizer, MIN_OPSET))
-        self._session = Session(model, kernels=False, where="fake quantization")
-
-    def __call__(self, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
-        """Returns the values that the format has for them."""
-        return np.asarray(self._session.run({"X": values.astype(np.float32)})["Y"])
+def fake_quantizer(quantizer: Quantizer) -> Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]:
+    """Returns what rounds arrays [..., N, K] in ONNX Runtime, for any scale rule but "delayed"."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "XY")
+    graph = helper.make_graph([helper.make_node(NAME, ["X"], ["Y"], domain=DOMAIN)], "g", [x], [y])
+    imports = [helper.make_opsetid("", MIN_OPSET), helper.make_opsetid(DOMAIN, 1)]
+    model = helper.make_model(graph, opset_imports=imports, ir_version=_OPSET_IR)
+    model.functions.append(function(quantizer, MIN_OPSET))
+    session = Session(model, kernels=False, where="fake quantization")
+    return lambda values: np.asarray(session.run({"X": values.astype(np.float32)})["Y"])
 
 
 def _write(g: Body, quantizer: Quantizer) -> None:
-    """Writes the body: blocks of X, their scales, the elements, and X again."""
+    """Writes the body of the function."""
     if quantizer.scale == "asymmetric":
         codes = g("DynamicQuantizeLinear", "X", out="codes")
         g.nodes[-1].output.extend(["scale", "zero"])
         g("DequantizeLinear", codes, "scale", "zero", out="Y")
-    elif quantizer.columns is None:
-        sizes = _magnitudes(g, "X")
-        if quantizer.rows == 1:
-            amax = g("ReduceMax", sizes, g.constant([-1]), keepdims=1)
-        else:
-            amax = g("ReduceMax", g("Reshape", sizes, g.constant([-1])), keepdims=0, out="amax")
+    elif quantizer.tile == (None, None):
+        amax = g("ReduceMax", g("Reshape", _magnitudes(g, "X"), g.constant([-1])), keepdims=0, out="amax")
         g("Identity", _rounded(g, "X", "amax_before" if quantizer.scale == "delayed" else amax, quantizer), out="Y")
+    elif quantizer.tile == (1, None):
+        amax = g("ReduceMax", _magnitudes(g, "X"), g.constant([-1]), keepdims=1)
+        g("Identity", _rounded(g, "X", amax, quantizer), out="Y")
     else:
-        blocks = Blocks.of(g, "X", -1, g.constant([quantizer.columns]))
-        values = blocks.split("X")
-        amax = g("ReduceMax", _magnitudes(g, values), g.constant([2]), keepdims=1)
-        if quantizer.rows != 1:
-            amax = _of_tiles(g, amax, blocks, quantizer.rows or 1)
-        g("Identity", blocks.join(_rounded(g, values, amax, quantizer)), out="Y")
+        _write_tiles(g, quantizer, [size for size in quantizer.tile if size not in {None, 1}])
 
 
-def _of_tiles(g: Body, amax: str, blocks: Blocks, rows: int) -> str:
-    """Returns for each block of a row the largest amax of those in as many rows as share a scale."""
-    by_row = g("Reshape", amax, g("Concat", blocks.lead, blocks.count, axis=0), allowzero=1)
-    tiles = Blocks.of(g, by_row, -2, g.constant([rows]))
-    largest = g("ReduceMax", tiles.split(by_row), g.constant([2]), keepdims=1)
-    each = g("Expand", largest, g("Concat", tiles.p, tiles.count, tiles.block, tiles.q, axis=0))
-    return g("Reshape", tiles.join(each), g("Shape", amax), allowzero=1)
+def _write_tiles(g: Body, quantizer: Quantizer, tile: list[Any]) -> None:
+    """Writes the body for tiles of the last axes: [P, N, K] is padded and seen as [P, N / n, n, K / k, k]."""
+    axes = len(tile)
+    sizes, whole = g("Shape", "X", start=-axes), g("Shape", "X")
+    # A product over [1, ...] rather than a -1 in Reshape: beside an empty dimension a -1 is ambiguous.
+    lead = g("ReduceProd", g("Concat", g.constant([1]), g("Shape", "X", end=-axes), axis=0))
+    count = g("Div", g("Add", sizes, g.constant([size - 1 for size in tile])), g.constant(tile))
+    padded = g("Mul", count, g.constant(tile))
+    flat = g("Reshape", "X", g("Concat", lead, sizes, axis=0), allowzero=1)
+    pads = g("Concat", g.constant([0] * (axes + 2)), g("Sub", padded, sizes), axis=0)
+    parts = [lead]
+    for axis, size in enumerate(tile):
+        parts += [g("Slice", count, g.constant([axis]), g.constant([axis + 1])), g.constant([size])]
+    tiles = g("Reshape", g("Pad", flat, pads), g("Concat", *parts, axis=0), allowzero=1)
+    amax = g("ReduceMax", _magnitudes(g, tiles), g.constant([2 * axis + 2 for axis in range(axes)]), keepdims=1)
+    rounded = _rounded(g, tiles, amax, quantizer)
+    joined = g("Reshape", rounded, g("Concat", lead, padded, axis=0), allowzero=1)
+    cut = g("Slice", joined, g.constant([0] * axes), sizes, g.constant(list(range(1, axes + 1))))
+    g("Reshape", cut, whole, allowzero=1, out="Y")
 
 
 def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
@@ -160,49 +156,3 @@ def _floor_log2(g: Body, values: str, offset: float) -> str:
 def _magnitudes(g: Body, values: str) -> str:
     """Returns |values|, a NaN as infinity: ReduceMax drops a NaN that does not come first."""
     return g("Where", g("IsNaN", values), g.constant(np.float32(np.inf)), g("Abs", values))
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How a tensor [..., K, ...] maps to blocks [P, count, size, Q]. Fields name 1-D int64 tensors."""
-
-    body: Body
-    shape: str
-    """[..., K, ...]"""
-    lead: str
-    """The dimensions before K; P is their product."""
-    p: str
-    k: str
-    q: str
-    block: str
-    """[size]"""
-    count: str
-    """[ceil(K / size)]"""
-    padded: str
-    """[count * size]"""
-
-    @classmethod
-    def of(cls, g: Body, x: str, axis: int, block: str) -> Blocks:
-        """Returns the blocks of `x` along `axis`; `block` is their size, as a 1-D tensor."""
-        lead, rest = g("Shape", x, end=axis, out="lead"), g("Shape", x, start=axis)
-        k = g("Slice", rest, g.constant([0]), g.constant([1]), out="k")
-        trail = g("Slice", rest, g.constant([1]), g.constant([np.iinfo(np.int64).max]))
-        one = g.constant([1])
-        # A reduction over [1, ...] rather than a -1 in Reshape: with an empty dimension the -1 would be ambiguous.
-        p, q = (g("ReduceProd", g("Concat", one, sizes, axis=0)) for sizes in (lead, trail))
-        count = g("Div", g("Add", k, g("Sub", block, one)), block, out="count")
-        return cls(g, g("Shape", x), lead, p, k, q, block, count, g("Mul", count, block))
-
-    def split(self, x: str) -> str:
-        """Returns `x` as [P, count, size, Q], the last block zero-padded."""
-        g = self.body
-        flat = g("Reshape", x, g("Concat", self.p, self.k, self.q, axis=0), allowzero=1)
-        pads = g("Concat", g.constant([0, 0, 0, 0]), g("Sub", self.padded, self.k), g.constant([0]), axis=0)
-        shape = g("Concat", self.p, self.count, self.block, self.q, axis=0)
-        return g("Reshape", g("Pad", flat, pads), shape, allowzero=1, out="blocks")
-
-    def join(self, blocks: str) -> str:
-        """Returns [P, count, size, Q] in the shape that `split` took apart; the padding is dropped."""
-        g = self.body
-        flat = g("Reshape", blocks, g("Concat", self.p, self.padded, self.q, axis=0), allowzero=1)
-        return g("Reshape", g("Slice", flat, g.constant([0]), self.k, g.constant([1])), self.shape, allowzero=1)

@@ -1,193 +1,151 @@
-"""The result of a search."""
+"""The result of tuning."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.report.base import Report
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number
+from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.tune.budget import Budget
-from mxfp8_graph.tools.tune.plans import Unit, Way
-from mxfp8_graph.tools.tune.search import Step
+from mxfp8_graph.tools.tune.plans import Plan
 from mxfp8_ops.errors import Mxfp8Error
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of the layout of `Tuning.to_dict`; it grows when a key changes its meaning or goes away."""
 
-SHOWN: Final = 12
-"""Steps that a terminal shows unless all are asked for, the last ones."""
+
+@dataclass(frozen=True, kw_only=True)
+class Step(Data):
+    """One plan that was rewritten and run."""
+
+    KEYS = "plan=what met bytes=byte_size latency_seconds=seconds scores"
+
+    plan: Plan
+    what: str
+    """The plan in words."""
+    recipe: Recipe
+    scores: Mapping[str, Score]
+    """By the name of the metric."""
+    byte_size: int
+    """Bytes of the model's tensors."""
+    met: bool
+    """Whether it meets the budgets."""
+    seconds: float | None = None
+    """Median latency, if it was measured."""
+
+    @property
+    def error(self) -> float:
+        """Mean relative L2 error, infinite where it is NaN."""
+        score = self.scores["relative_l2"]
+        return score.metric.badness(score.mean)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning(Report):
-    """What `tune` found."""
+    """The plan that meets a budget."""
 
     TITLE = "Plan for {source}"
     FILES = ("source",)
+    KEYS = (
+        "schema source objective budgets budgets_met=chosen.met base_recipe=base recipe=recipe_fields inputs samples "
+        "synthesised isa bytes_before original_latency_seconds=original_seconds notes chosen steps"
+    )
+    schema: ClassVar[int] = SCHEMA
+
     source: str
     objective: str
     budgets: tuple[Budget, ...]
     base: str
-    """Name of the recipe that says which matmuls there are."""
+    """Name of the recipe that selects the matmuls."""
     inputs: str
     """The samples in words."""
     samples: int
     synthesised: bool
     isa: str
-    """The instruction set the kernels ran on."""
-    units: tuple[Unit, ...]
-    """The weights, with what each alone does in each way, if that was needed."""
+    """The instruction set of the kernels."""
     steps: tuple[Step, ...]
-    """All that were tried, in order."""
+    """All plans that were tried, in order."""
     chosen: Step
-    """The cheapest that keeps the budgets, or if none does, the closest; what it does was measured again on the model
-    that was written."""
+    """The best that meets the budgets, or if none does, the closest."""
     bytes_before: int
-    """Bytes of the model's tensors."""
-    latency: tuple[float, float] | None
-    """Median seconds of (the chosen model, the original), where that is the objective."""
-    finished: bool
-    """False if the search was interrupted: `chosen` is the best so far."""
+    """Bytes of the original's tensors."""
+    original_seconds: float
+    """Median latency of the original."""
     output: str | None = None
     """The folder with the result; None if nothing was written."""
-    resumed: int = 0
-    """How many measurements came from an earlier search that did not finish."""
     notes: tuple[str, ...] = ()
 
     @property
-    def recipe(self) -> Any:
+    def recipe(self) -> Recipe:
         """The chosen recipe; `rewrite` with it makes the model."""
         return self.chosen.recipe
 
     @property
-    def packed_share(self) -> float:
-        """Share of the bytes of the eligible weights that the chosen plan packs."""
-        every = sum(unit.bytes_before for unit in self.units)
-        return self.chosen.trial.packed_bytes / every if every else 0.0
+    def recipe_fields(self) -> dict[str, Any]:
+        """The fields of the recipe that differ from the defaults."""
+        return self.recipe.model_dump(mode="json", exclude_defaults=True)
 
-    def headline(self) -> str:
-        """Returns the outcome in one line."""
-        kept = "kept" if self.chosen.met else "NOT kept"
-        said = "" if self.finished else ", interrupted: the best so far"
-        return f"budget {' and '.join(map(str, self.budgets))} {kept}{said}: {self.chosen.counts}"
+    @property
+    def reached(self) -> str:
+        """The values of the budgets' metrics in words."""
+        scores = self.chosen.scores
+        return ", ".join(f"{budget.title} {budget.value(scores[budget.metric.name]):.6g}" for budget in self.budgets)
+
+    def answer(self) -> str:
+        """Returns which plan to take, and why."""
+        bounds = " and ".join(map(str, self.budgets))
+        if not self.chosen.met:
+            return f"No plan meets {bounds}: the closest, {self.chosen.what}, has {self.reached}."
+        ratio = self.bytes_before / self.chosen.byte_size if self.chosen.byte_size else math.inf
+        fast = f", {self.original_seconds / self.chosen.seconds:.2f} times as fast" if self.chosen.seconds else ""
+        where = f"{self.output}/recipe.yaml" if self.output else "the recipe"
+        return f"Take {where} ({self.chosen.what}): {self.reached} meets {bounds}, {ratio:.2f} times smaller{fast}."
+
+    def sections(self) -> Iterator[Section]:
+        """Yields the plans, the facts and the recipe."""
+        scatter = ("latency, ms", "mean relative L2")
+        yield Section(facts=self.facts())
+        best = self.steps.index(self.chosen)
+        yield Section(title="Plans", columns=self.table(), best=best, scatter=scatter, bar=scatter[1])
+        yield Section(title="The recipe", text=self.recipe.to_yaml(), detail=True)
 
     def facts(self) -> list[tuple[str, str]]:
-        """Returns what there is to know beside the steps."""
-        scores = self.chosen.trial.scores
-        ratio = self.bytes_before / self.chosen.trial.byte_size if self.chosen.trial.byte_size else math.inf
+        """Returns (label, value) pairs beside the plans."""
         lines = [("inputs", self.inputs), ("kernels", self.isa), ("objective", self.objective)]
-        lines += [
-            (str(budget), f"{budget.score_text(scores[budget.metric.name])}, measured") for budget in self.budgets
-        ]
-        lines += [
-            ("size", f"{size(self.bytes_before)} -> {size(self.chosen.trial.byte_size)} ({ratio:.2f}x smaller)"),
-            ("packed", f"{self.packed_share:.1%} of the bytes of the weights that recipe {self.base} packs"),
-        ]
-        if self.latency is not None:
-            new, old = self.latency
-            lines.append(("latency", f"{old * 1e3:.2f} ms -> {new * 1e3:.2f} ms ({old / new:.2f}x as fast), median"))
-        equal = sum(step.met and step.cost == self.chosen.cost for step in self.steps)
-        if equal > 1:
-            text = f"the most accurate, within 5 %, of {equal} plans of one {self.objective} that keep the budget"
-            lines.append(("chosen", text))
+        lines.append(("size", f"{size(self.bytes_before)} -> {size(self.chosen.byte_size)}"))
+        if self.chosen.seconds:
+            lines.append(("latency", f"{self.original_seconds * 1e3:.2f} ms -> {self.chosen.seconds * 1e3:.2f} ms"))
         met = sum(step.met for step in self.steps)
-        text = f"{len(self.steps)} plans rewritten and run on {self.samples} samples; {met} keep the budget"
-        lines.append(("search", text))
+        lines.append(("search", f"{len(self.steps)} plans rewritten and run; {met} meet the budget"))
         lines += [("note", note) for note in self.notes]
         return lines + ([("result", self.output)] if self.output else [])
 
-    def step_table(self) -> Columns:
-        """Returns (header, a row per step)."""
-        names = [budget.metric.name for budget in self.budgets]
-        others = [name for name in self.chosen.trial.scores if name not in names]
-        titles = [f"{'worst' if budget.of_worst else 'mean'} {budget.metric.title}" for budget in self.budgets]
-        titles += [f"mean {self.chosen.trial.scores[name].metric.title}" for name in others]
-        header = ("", "budget", *titles, "relative L2, estimated", "tensors", "weights", "step")
-        return filled(header, [self._row(step, others) for step in self.steps])
-
-    def _row(self, step: Step, others: Sequence[str]) -> tuple[Cell, ...]:
-        scores = step.trial.scores
-        values = [budget.value(scores[budget.metric.name]) for budget in self.budgets]
-        values += [scores[name].mean for name in others]
-        return (
-            "chosen" if step is self.chosen else "",
-            "kept" if step.met else "not kept",
-            *(number(value, ".6g") for value in values),
-            number(step.estimate),
-            byte_size(step.trial.byte_size),
-            step.counts,
-            step.what,
-        )
-
-    def unit_table(self) -> Columns:
-        """Returns (header, a row per weight): its treatment, and the error that it alone does in each way."""
-        ways = list(dict.fromkeys(way for unit in self.units for way in unit.damages))
-        header = ("weight", "chosen", "bytes", *(f"alone, {way}: relative L2" for way in ways))
-        rows = [self._unit_row(*pair, ways) for pair in zip(self.units, self.chosen.plan, strict=True)]
-        return filled(header, rows)
-
-    def _unit_row(self, unit: Unit, way: Way, ways: Sequence[Way]) -> tuple[Cell, ...]:
-        errors = (number(math.sqrt(unit.damages[other])) if other in unit.damages else "" for other in ways)
-        return (unit.label, str(way), byte_size(unit.bytes_before), *errors)
-
-    def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
-        latency = self.latency and dict(zip(("chosen", "original"), self.latency, strict=True))
-        return {
-            "schema": SCHEMA,
-            "source": self.source,
-            "objective": self.objective,
-            "budgets": self.budgets,
-            "budgets_kept": self.chosen.met,
-            "finished": self.finished,
-            "base_recipe": self.base,
-            "recipe": self.recipe.model_dump(mode="json", exclude_defaults=True),
-            **{key: getattr(self, key) for key in ("inputs", "samples", "synthesised", "isa", "bytes_before")},
-            "packed_share": self.packed_share,
-            "latency_seconds": latency,
-            "notes": self.notes,
-            "chosen": self._step_dict(self.chosen),
-            "steps": [self._step_dict(step) for step in self.steps],
-            "weights": [
-                {
-                    "sites": unit.sites,
-                    "chosen": way,
-                    "bytes": unit.bytes_before,
-                    "alone_relative_l2": {way: math.sqrt(damage) for way, damage in unit.damages.items()},
-                }
-                for unit, way in zip(self.units, self.chosen.plan, strict=True)
-            ],
-        }
-
-    def _step_dict(self, step: Step) -> dict[str, Any]:
-        return {
-            "step": step.what,
-            "chosen": step is self.chosen,
-            "met": step.met,
-            "weights": step.counts,
-            "bytes": step.trial.byte_size,
-            "estimated_relative_l2": step.estimate,
-            "scores": step.trial.scores,
-        }
-
-    def sections(self) -> Iterator[Section]:
-        """Yields the steps, the weights, what there is to know beside them, and the recipe."""
-        yield Section(title="Steps", columns=self.step_table(), bar="tensors", most=-SHOWN)
-        yield Section(title="Weights", columns=self.unit_table(), detail=True)
-        # The result is the same, so the JSON has nothing of it.
-        more = f"{self.resumed} measurements are of a search that did not finish"
-        yield Section(facts=[*self.facts(), *([("resumed", more)] if self.resumed else [])])
-        yield Section(title="The recipe", text=self.recipe.to_yaml(), detail=True)
+    def table(self) -> Columns:
+        """Returns (header, a row per plan)."""
+        others = [name for name in self.chosen.scores if name not in {budget.metric.name for budget in self.budgets}]
+        titles = [b.title for b in self.budgets] + [f"mean {self.chosen.scores[n].metric.title}" for n in others]
+        rows = []
+        for step in self.steps:
+            values = [b.value(step.scores[b.metric.name]) for b in self.budgets]
+            values += [step.scores[name].mean for name in others]
+            cells = (number(value, ".6g") for value in values)
+            latency = number(step.seconds and step.seconds * 1e3, ".2f")
+            rows.append((step.what, "met" if step.met else "missed", *cells, byte_size(step.byte_size), latency))
+        return filled(("plan", "budget", *titles, "tensors", "latency, ms"), rows)
 
 
 class BudgetNotMetError(Mxfp8Error):
-    """No plan that rewrites anything keeps the budget; `best` has what was measured, `best.chosen` the best of it."""
+    """No plan that rewrites anything meets the budget; `best` has what was measured."""
 
-    def __init__(self, best: Tuning, what: str, expected: str) -> None:
+    def __init__(self, best: Tuning) -> None:
+        expected = " and ".join(map(str, best.budgets))
+        what = f"the best that was reached is {best.reached}, with {best.chosen.what}"
         super().__init__(best.source, what, expected=expected, advice="allow more, or run the model as it is")
         self.best = best

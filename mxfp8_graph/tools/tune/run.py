@@ -1,31 +1,45 @@
-"""tune(): checks what it is given, opens the model, and lets the search run."""
+"""tune(): the smallest or fastest plan that meets a budget, and its recipe.
+
+First every site gets the same treatment, one treatment after another. If none is good enough, the sites are ranked by
+the damage that each does alone, and bisection finds the fewest of the worst sites that need a better treatment. Every
+plan is rewritten for real and run on all samples.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from mxfp8_graph import files, rewriting
+from mxfp8_graph.models import kind_of
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
-from mxfp8_graph.running.inputs import Signature
-from mxfp8_graph.running.runner import Model, is_program, open_runnable
-from mxfp8_graph.running.samples import SampleOptions, make_samples
+from mxfp8_graph.running.runner import Model
+from mxfp8_graph.running.samples import SampleOptions
 from mxfp8_graph.running.sessions import Runnable
-from mxfp8_graph.tools.tune.budget import parse
-from mxfp8_graph.tools.tune.folder import Place
-from mxfp8_graph.tools.tune.result import Tuning
-from mxfp8_graph.tools.tune.trials import Ticker
-from mxfp8_graph.tools.tune.tuner import Tuner
-from mxfp8_ops.errors import ContractError
+from mxfp8_graph.tools.analyze.run import Damages
+from mxfp8_graph.tools.metrics import RELATIVE_L2, check_measurable
+from mxfp8_graph.tools.switches import open_switchable
+from mxfp8_graph.tools.trials import Bench, open_bench
+from mxfp8_graph.tools.tune.budget import Budget, parse
+from mxfp8_graph.tools.tune.plans import KEPT, TREATMENTS, Plan
+from mxfp8_graph.tools.tune.result import BudgetNotMetError, Step, Tuning
+from mxfp8_ops import cpu
+from mxfp8_ops.errors import ContractError, Option
 
 OBJECTIVES: Final = ("size", "latency")
-SYNTHESISED: Final = 8
-"""Samples that are made where none are given."""
+_ORIGINAL: Final = "original"
+_ROUNDS: Final = 7
+"""Runs of which a latency is the median."""
+_RANKED: Final = 4
+"""Samples that sites are ranked on, spread over all of them; plans are measured on all."""
+_SAME_SIZE, _SAME_TIME = 1.01, 1.1
+"""Plans are equal within these: scales of an embedding, and times that repeat within 10 %."""
 
 
 class TuneOptions(SampleOptions, total=False):
@@ -36,7 +50,7 @@ class TuneOptions(SampleOptions, total=False):
     allow_nonfinite: bool
     """Pack weights that hold NaN or Inf. Default: False."""
     progress: Progress | None
-    """Called as progress(what, runs done, runs that it may take at most). Default: None."""
+    """Called as progress(what, runs done, runs that it may take). Default: None."""
 
 
 def tune(
@@ -48,29 +62,25 @@ def tune(
     output: str | Path | None = None,
     **options: Unpack[TuneOptions],
 ) -> Tuning:
-    """Returns the smallest or fastest plan that keeps a budget, of those that the search tried, with its recipe.
+    """Returns the smallest or fastest plan that meets a budget, of those that were tried, with its recipe.
 
-    Each matmul is kept, or packed with its activations in E4M3 (INT8, if the recipe's weights are), in bfloat16 or as
-    they are. Every plan that is tried is rewritten for real and run on all samples. Measurements are written down as
-    they are made: after a kill, the same call goes on from them.
+    Each matmul is kept, or packed with E4M3 or INT8 activations and weights, or with INT8 weights and activations in
+    bfloat16 or as they are.
 
     Args:
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`. Not modified.
         budget: "METRIC>=NUMBER" or "METRIC<=NUMBER", of the mean over all samples; "worst_METRIC...", of the worst
-            sample; several must all be kept. METRIC: `tools.metrics.METRICS` or the user's module:function.
-        objective: "size" makes bytes small, and of plans of one size takes the most accurate; where errors differ by
-            less than 5 %, the one that is cheaper to multiply. "latency" makes the time of a run here small.
-        recipe: which matmuls may be packed, and in which weight format; its activations and scale roundings are tuned.
+            sample; several must all be met. METRIC: `tools.metrics.METRICS` or the user's module:function.
+        objective: "size" makes bytes small, and of plans of one size takes the fastest; "latency" makes the time of a
+            run here small. Of plans that are as fast within 10 %, both take the most accurate.
+        recipe: which matmuls may be packed; its formats, activations and scale roundings are tuned.
         output: the folder to write: the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned beside
             a path; nothing is written for a model in memory.
         **options: see `TuneOptions` and `running.samples.SampleOptions`.
 
     Raises:
-        BudgetNotMetError: no plan keeps the budget; nothing is written.
-        Interrupted: a KeyboardInterrupt; the best so far and all measurements are in OUTPUT.part.
-        ContractError: a budget is malformed, the model cannot be read or rewritten, the output exists, another
-            process searches there, or what an earlier search left there is of another model, recipe, objective, metric
-            or other samples.
+        BudgetNotMetError: no plan meets the budget; nothing is written.
+        ContractError: a budget is malformed, the model cannot be read or rewritten, or the output exists.
         RecipeError: the recipe does not fit the model.
         NothingEligibleError: the recipe rewrites nothing.
         ShapeError: the samples do not fit the model.
@@ -82,41 +92,201 @@ def tune(
         raise ContractError("budget", "none is given", expected="at least one", advice="pass cosine>=0.999")
     if objective not in OBJECTIVES:
         raise ContractError.unknown("objective", objective, OBJECTIVES)
-    base = load_recipe(recipe)
+    base, overwrite = load_recipe(recipe), options.get("overwrite", False)
+    folder = _folder(model, output, overwrite=overwrite)
+    metrics = list({metric.name: metric for metric in (*(b.metric for b in budgets), RELATIVE_L2)}.values())
+    progress, allow_nonfinite = options.get("progress"), options.get("allow_nonfinite", False)
+    with open_bench(model, options, metrics, progress=progress, allow_nonfinite=allow_nonfinite) as bench:
+        for name, outputs in zip(bench.samples.names, bench.expected, strict=True):
+            check_measurable(name, outputs)  # no plan could meet a budget
+        search = _Search(bench=bench, base=base, budgets=budgets, latency=objective == "latency")
+        search.run()
+        best = search.best()
+        result = Tuning(
+            source=bench.name,
+            objective=objective,
+            budgets=budgets,
+            base=base.name,
+            inputs=str(bench.samples),
+            samples=len(bench.samples),
+            synthesised=bench.samples.synthesised,
+            isa=cpu.isa(),
+            steps=tuple(search.steps),
+            chosen=best or search.closest(),
+            bytes_before=search.bytes_before,
+            original_seconds=search.original_seconds,
+            notes=tuple(search.notes()),
+        )
+        if best is None:
+            raise BudgetNotMetError(result)
+        return result if folder is None else _written(result, bench, folder)
+
+
+@dataclass(kw_only=True)
+class _Search:
+    """Tries plans, and keeps what came of them."""
+
+    bench: Bench
+    base: Recipe
+    budgets: tuple[Budget, ...]
+    latency: bool
+    """Whether time is made small, or size."""
+    steps: list[Step] = field(default_factory=list)
+    bytes_before: int = 0
+    original_seconds: float = 0.0
+    _sites: list[MatMulSite] = field(default_factory=list)
+    _rankings: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Tries what is worth it; `best` chooses among the steps."""
+        # A plan takes as many runs as there are samples; some 8 plans follow those with one treatment.
+        self.bench.total = len(self.bench.samples) * (len(TREATMENTS) + 9) + _ROUNDS * (len(TREATMENTS) + 1)
+        self._plan_sites()
+        self._uniform()
+        met = [step for step in self.steps if step.met]
+        uniform = list(self.steps)
+        if self.latency:
+            # The fastest that is good enough bounds the search: only a faster treatment is worth mending.
+            limit = min((step.seconds or 0.0 for step in met), default=self.original_seconds)
+            better = min(met, key=lambda step: step.seconds or 0.0).plan.treatment if met else KEPT
+            for step in uniform:
+                if not step.met and (step.seconds or 0.0) < limit:
+                    self._bisect(step.plan.treatment, better)
+        elif not met:
+            # All are of one size, so the most accurate needs the fewest matmuls kept.
+            self._bisect(min(uniform, key=self._loss).plan.treatment, KEPT)
+
+    def best(self) -> Step | None:
+        """Returns the step to take of those that meet the budgets, or None."""
+        met = [step for step in self.steps if step.met]
+        if not self.latency and met:
+            least = min(step.byte_size for step in met)
+            met = [step for step in met if step.byte_size <= _SAME_SIZE * least]
+        timed = [step for step in met if step.seconds is not None]
+        if timed:
+            fastest = min(step.seconds or 0.0 for step in timed)
+            met = [step for step in timed if (step.seconds or 0.0) <= _SAME_TIME * fastest]
+        return min(met, key=lambda step: step.error, default=None)
+
+    def closest(self) -> Step:
+        """Returns the step that misses the fewest budgets, and of those the one that misses them least."""
+        return min(self.steps, key=self._loss)
+
+    def notes(self) -> list[str]:
+        """Returns what a user should know of the result."""
+        notes = ["the inputs are synthesised; other inputs may need another plan"] * self.bench.samples.synthesised
+        best = self.best()
+        if best and best.seconds and best.seconds > self.original_seconds:
+            notes.append("the original runs faster here than any plan that was tried")
+        return [*notes, *filter(None, [self.bench.original.note])]
+
+    def _loss(self, step: Step) -> tuple[float, ...]:
+        missed = [b for b in self.budgets if not b.met(step.scores[b.metric.name])]
+        values = [b.metric.badness(b.value(step.scores[b.metric.name])) for b in missed or self.budgets[:1]]
+        return (len(missed), *values)
+
+    def _plan_sites(self) -> None:
+        """Takes the sites of the model from a plan, which rewrites nothing."""
+        path = self.bench.folder / f"planned.{'pt2' if kind_of(self.bench.model).is_program else 'onnx'}"
+        _, report = rewriting.rewrite(self.bench.model, self.base, output=path, dry_run=True)
+        self._sites = [site.decision.site for site in report.sites]
+        self.bytes_before = report.account.bytes_before
+
+    def _uniform(self) -> None:
+        """Tries each treatment on all sites, and measures the latencies in turns."""
+        runnables: dict[str, Runnable] = {_ORIGINAL: self.bench.original}
+        for treatment in TREATMENTS:
+            runnable = self._try(Plan(treatment=treatment), keep=True)
+            assert runnable is not None
+            runnables[treatment] = runnable
+        self._time(runnables)
+
+    def _time(self, runnables: dict[str, Runnable]) -> None:
+        """Notes the latencies of the last steps; the original runs in between."""
+        seconds = self.bench.seconds(runnables, _ROUNDS)
+        self.original_seconds = seconds.pop(_ORIGINAL)
+        for index, value in enumerate(seconds.values(), len(self.steps) - len(seconds)):
+            self.steps[index] = replace(self.steps[index], seconds=value)
+
+    def _bisect(self, treatment: str, better: str) -> None:
+        """Finds the fewest of the worst sites that need a better treatment."""
+        ranking = self._ranking(treatment)
+        # With all sites kept nothing is rewritten; with all treated better it is that treatment alone.
+        low, high = 0, len(ranking)
+        while high - low > 1:
+            middle = (low + high) // 2
+            worst = tuple(site for group in ranking[:middle] for site in group)
+            runnable = self._try(Plan(treatment=treatment, better=better, worst=worst), keep=self.latency)
+            if runnable is not None:
+                self._time({_ORIGINAL: self.bench.original, treatment: runnable})
+            low, high = (low, middle) if self.steps[-1].met else (middle, high)
+
+    def _try(self, plan: Plan, *, keep: bool) -> Runnable | None:
+        """Adds the step of a plan; returns its model if `keep`."""
+        name = f"{self.base.name} tuned to {' and '.join(map(str, self.budgets))}"
+        recipe = plan.recipe(self.base, self._sites, name)
+        trial = self.bench.trial(recipe, plan.treatment, keep=keep)
+        step = Step(
+            plan=plan,
+            what=plan.words(len(trial.report.rewritten) + len(plan.worst) * (plan.better == KEPT)),
+            recipe=trial.recipe,
+            scores=trial.scores,
+            byte_size=trial.report.account.bytes_after,
+            met=all(budget.met(trial.scores[budget.metric.name]) for budget in self.budgets),
+        )
+        self.steps.append(step)
+        return trial.runnable
+
+    def _ranking(self, treatment: str) -> list[tuple[str, ...]]:
+        """Returns the names of the sites, the worst first; sites of one weight together, so that it is stored once."""
+        if treatment not in self._rankings:
+            recipe = Plan(treatment=treatment).recipe(self.base, self._sites, treatment)
+            every = max(1, -(-len(self.bench.samples) // _RANKED))
+            feeds, allow = self.bench.samples.feeds[::every], self.bench.allow_nonfinite
+            with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
+                damages = Damages(switchable, feeds, RELATIVE_L2, self.bench.progress)
+                damages.reference(self.bench.samples)
+                sites = [site.decision.site for site in switchable.switched]
+                squares: dict[str, float] = {}
+                names: dict[str, tuple[str, ...]] = {}
+                for site, scores in zip(sites, damages.alone(), strict=True):
+                    key = site.weight or site.name
+                    square = RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
+                    squares[key] = squares.get(key, 0.0) + square
+                    names[key] = (*names.get(key, ()), site.name)
+            self._rankings[treatment] = [names[key] for key in sorted(squares, key=lambda key: -squares[key])]
+        return self._rankings[treatment]
+
+
+def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path | None:
+    """Returns the folder of the result, checked before the work; None for a model in memory without an output."""
     in_memory = not isinstance(model, (str, Path))
-    place = None if in_memory and output is None else Place(model, output, overwrite=options.get("overwrite", False))
-    search = contextlib.nullcontext() if place is None else place.search()
-    with search as file, _opened(model) as (source, signature, original):
-        samples = make_samples(signature, options, count=SYNTHESISED, run=original.run)
-        base = base.for_cpu() if original.note else base
-        with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:
-            tuner = Tuner(
-                model=model,
-                source=source,
-                signature=signature,
-                original=original,
-                samples=samples,
-                base=base,
-                budgets=budgets,
-                objective=objective,
-                place=place,
-                file=file,
-                folder=Path(folder),
-                allow_nonfinite=options.get("allow_nonfinite", False),
-                ticker=Ticker(options.get("progress")),
-            )
-            return tuner.run()
+    if in_memory and output is None:
+        return None
+    folder = Path(output) if output else Path(model).with_name(f"{Path(model).stem}.tuned")
+    another: tuple[str | Option, ...] = ("pass another ", Option("output"))
+    if folder.name in {"", ".."} or (os.path.lexists(folder) and not folder.is_dir()):
+        raise ContractError(folder, "not a folder", expected="a folder for the result", advice=another)
+    if folder.is_dir() and not overwrite:
+        advice = (*another, ", or ", Option("overwrite"))
+        raise ContractError(folder, "exists already", expected="a new folder", advice=advice)
+    if not os.path.isdir(folder.parent):
+        what = f"no folder {folder.parent}"
+        raise ContractError(folder, what, expected="a folder for it", advice="correct the output")
+    return folder
 
 
-@contextlib.contextmanager
-def _opened(model: Model) -> Iterator[tuple[Any, Signature, Runnable]]:
-    """Yields (the model as the passes take it, what it takes, the model ready to run); a program is read once."""
-    source: Any = model
-    if is_program(model) and isinstance(model, (str, Path)):
-        from mxfp8_graph.torch_pass.load import load
-
-        source = load(model)
-    signature, original = open_runnable(source)
-    if source is not model:
-        signature = replace(signature, name=str(model))
-    yield source, signature, original
+def _written(found: Tuning, bench: Bench, folder: Path) -> Tuning:
+    """Writes the model, the recipe and the reports; returns the result with its folder."""
+    kind = kind_of(bench.model)
+    stem = Path(bench.name).stem if kind.is_file or kind.is_program and bench.name != "program" else "model"
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
+    allow = bench.allow_nonfinite
+    rewriting.rewrite(bench.model, found.recipe, output=path, overwrite=True, allow_nonfinite=allow)
+    with files.output(folder / "recipe.yaml", overwrite=True) as new:
+        (new / "recipe.yaml").write_bytes(found.recipe.to_yaml().encode())
+    found = replace(found, output=str(folder))
+    found.write(folder / "report.json")
+    found.write(folder / "report.html")
+    return found

@@ -1,0 +1,142 @@
+"""The loop of compare and tune: recipes on one model and the same samples, each rewritten for real."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from mxfp8_graph import rewriting
+from mxfp8_graph.options import Progress
+from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.data import RewriteReport
+from mxfp8_graph.running.inputs import Inputs
+from mxfp8_graph.running.runner import is_program, open_runnable
+from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
+from mxfp8_graph.running.sessions import Execution, Runnable
+from mxfp8_graph.tools.metrics import Metric, Score, score
+from mxfp8_graph.tools.switches import refuse_rewritten
+
+_SYNTHESISED: Final = 8
+"""Samples that are made where none are given."""
+_TURNS: Final = Execution(takes_turns=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A recipe that was rewritten and run on all samples."""
+
+    recipe: Recipe
+    report: RewriteReport
+    scores: Mapping[str, Score]
+    """By the name of the metric."""
+    runnable: Runnable | None
+    """The rewritten model, if it was to be kept."""
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """A model, samples and metrics, on which one recipe is tried after another."""
+
+    model: Any
+    """As `rewrite` takes it; a program out of its file."""
+    name: str
+    original: Runnable
+    samples: Samples
+    metrics: Sequence[Metric]
+    folder: Path
+    """A temporary folder for rewritten models."""
+    progress: Progress | None
+    allow_nonfinite: bool
+    expected: list[Inputs] = field(default_factory=list)
+    """The outputs of the original, by sample."""
+    runs: int = 0
+    total: int = 0
+    """Runs that are expected in all, for the progress."""
+
+    def trial(self, recipe: Recipe, what: str, *, keep: bool = False) -> Trial:
+        """Returns what a recipe does, with the rewritten model if `keep`; errors as `rewrite` and `Runnable.run`."""
+        # The original may run as a float32 copy; the rewritten model has to, then.
+        recipe = recipe.for_cpu() if self.original.note else recipe
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        output = None if is_program(self.model) else folder / "model.mxfp8.onnx"
+        model, report = rewriting.rewrite(self.model, recipe, output=output, allow_nonfinite=self.allow_nonfinite)
+        _, runnable = open_runnable(model, f"{self.name} as {what}", _TURNS)
+        scores = self.scores(runnable.run, what)
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Trial(recipe=recipe, report=report, scores=scores, runnable=runnable if keep else None)
+
+    def scores(self, run: Callable[[Inputs], Inputs], what: str) -> dict[str, Score]:
+        """Returns the scores of a model on all samples, by the name of the metric."""
+        results = self.outputs(run, what)
+        return {metric.name: score(metric, self.expected, results) for metric in self.metrics}
+
+    def outputs(self, run: Callable[[Inputs], Inputs], what: str) -> list[Inputs]:
+        """Returns the outputs of a model, by sample."""
+        results = []
+        for feeds in self.samples.feeds:
+            results.append(run(feeds))
+            self.tick(what)
+        return results
+
+    def seconds(self, runnables: Mapping[str, Runnable], repeat: int) -> dict[str, float]:
+        """Returns the median seconds of a run on the largest sample, of models that take turns."""
+        found: dict[str, list[float]] = {name: [] for name in runnables}
+        for _ in range(repeat):
+            for name, runnable in runnables.items():
+                # `time` does a run before that is not counted: the caches hold the model that ran before.
+                found[name] += runnable.time(self.samples.largest, 1).seconds
+                self.tick(f"time of {name}")
+        return {name: statistics.median(values) for name, values in found.items()}
+
+    def tick(self, what: str) -> None:
+        """Tells the progress that one more run is done."""
+        self.runs += 1
+        if self.progress is not None:
+            self.progress(what, self.runs, max(self.total, self.runs))
+
+
+@contextmanager
+def open_bench(
+    model: Any,
+    options: SampleOptions,
+    metrics: Sequence[Metric],
+    *,
+    progress: Progress | None,
+    allow_nonfinite: bool = False,
+) -> Iterator[Bench]:
+    """Yields a bench for a path, an `onnx.ModelProto` or an `ExportedProgram`.
+
+    Raises:
+        ContractError: the model cannot be read, or is rewritten already.
+        ShapeError: the samples do not fit.
+        BackendError: the model cannot be run.
+    """
+    source = model
+    if is_program(model) and isinstance(model, (str, Path)):
+        from mxfp8_graph.torch_pass.load import load  # imports torch
+
+        source = load(model)
+    signature, original = open_runnable(source, execution=_TURNS)
+    name = str(model) if isinstance(model, (str, Path)) else signature.name
+    refuse_rewritten(signature.rewritten, name)
+    samples = make_samples(signature, options, count=_SYNTHESISED, run=original.run)
+    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:
+        bench = Bench(
+            model=source,
+            name=name,
+            original=original,
+            samples=samples,
+            metrics=metrics,
+            folder=Path(folder),
+            progress=progress,
+            allow_nonfinite=allow_nonfinite,
+        )
+        bench.expected = bench.outputs(original.run, "original")
+        yield bench
