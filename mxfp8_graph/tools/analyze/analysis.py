@@ -154,7 +154,7 @@ class Analysis(Report):
         if self.exclusion is not None:
             yield Section(title="To paste into a recipe file", text=self.exclusion.yaml)
 
-    def headline(self) -> str:
+    def answer(self) -> str:
         """Returns the outcome in one line."""
         worst = f"; {self.sites[0].label} hurts most" if len(self.sites) > 1 else ""
         return f"{len(self.sites)} rewritten sites analyzed with recipe {self.recipe['name']}{worst}"

@@ -137,9 +137,9 @@ class Comparison(Report):
             number(row.sites, "d"),
         )
 
-    def lead(self) -> list[str]:
-        """Returns which recipe to take, and notes."""
-        return [*self.advice(), *self.notes]
+    def answer(self) -> str:
+        """Returns which recipe to take."""
+        return " ".join(self.advice())
 
     def sections(self) -> Iterator[Section]:
         """Yields a row per recipe, what each recipe is, and what there is to know about the table."""

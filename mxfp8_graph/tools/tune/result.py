@@ -70,7 +70,7 @@ class Tuning(Report):
         every = sum(unit.bytes_before for unit in self.units)
         return self.chosen.trial.packed_bytes / every if every else 0.0
 
-    def headline(self) -> str:
+    def answer(self) -> str:
         """Returns the outcome in one line."""
         kept = "kept" if self.chosen.met else "NOT kept"
         said = "" if self.finished else ", interrupted: the best so far"
@@ -116,7 +116,7 @@ class Tuning(Report):
         values += [scores[name].mean for name in others]
         return (
             "chosen" if step is self.chosen else "",
-            "kept" if step.met else "not kept",
+            "met" if step.met else "missed",
             *(number(value, ".6g") for value in values),
             number(step.estimate),
             byte_size(step.trial.byte_size),
@@ -177,11 +177,11 @@ class Tuning(Report):
 
     def sections(self) -> Iterator[Section]:
         """Yields the steps, the weights, what there is to know beside them, and the recipe."""
-        yield Section(title="Steps", columns=self.step_table(), bar="tensors", most=-SHOWN)
-        yield Section(title="Weights", columns=self.unit_table(), detail=True)
         # The result is the same, so the JSON has nothing of it.
         more = f"{self.resumed} measurements are of a search that did not finish"
         yield Section(facts=[*self.facts(), *([("resumed", more)] if self.resumed else [])])
+        yield Section(title="Steps", columns=self.step_table(), bar="tensors", most=SHOWN)
+        yield Section(title="Weights", columns=self.unit_table(), detail=True)
         yield Section(title="The recipe", text=self.recipe.to_yaml(), detail=True)
 
 
