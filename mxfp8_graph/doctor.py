@@ -12,10 +12,11 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import onnx_ir as ir
+from rich.console import Group
 from rich.text import Text
 
 from mxfp8_graph._version import __version__, installed
-from mxfp8_graph.report.section import columns
+from mxfp8_graph.report import section
 from mxfp8_ops import contract, cpu, formats, numpy_nodes
 from mxfp8_ops.cuda import build, system
 from mxfp8_ops.cuda.hardware import native_reason
@@ -60,14 +61,16 @@ def diagnose() -> list[Check]:
     ]
 
 
-def table(checks: Iterable[Check]) -> Text:
+def table(checks: Iterable[Check]) -> Group:
     """Returns the checks for a terminal, one line each, advice below what is not ok."""
-    rows: list[tuple[str, str, str]] = []
+    lines = []
     for check in checks:
-        rows.append((check.name, check.state, check.detail))
-        if check.advice:
-            rows.append(("", "", f"-> {check.advice}"))
-    return columns((), rows)
+        advice = f"\n{'':28}-> {check.advice}" if check.advice else ""
+        state = (f"{check.state:9}", section.STYLES[check.state])
+        # A path that is to be copied does not fold.
+        line = Text.assemble(f"{check.name:19}", state, check.detail + advice, no_wrap=True, overflow="ignore")
+        lines.append(line)
+    return Group(*lines)
 
 
 def healthy(checks: Sequence[Check]) -> bool:

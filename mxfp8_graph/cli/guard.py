@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 import typer.core
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from rich.text import Text
 
 from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
@@ -74,16 +73,18 @@ app = typer.Typer(
 
 def say(message: str) -> None:
     """Prints a message on stderr."""
-    show(Text("\n".join(map(printable, message.split("\n")))), stderr=True)
+    typer.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 
-def show(result: Text, *, stderr: bool = False) -> None:
-    """Prints a result on stdout, without folding lines."""
-    out = Console(stderr=stderr)
+def show(result: RenderableType, *, stderr: bool = False) -> None:
+    """Prints a result on stdout: tables as wide as the terminal, and no wider than `section.WIDTH` elsewhere."""
+    from mxfp8_graph.report.section import plain_text
+
+    out = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
     if out.is_terminal:
-        out.print(result, soft_wrap=True)
+        out.print(result, crop=False)
     else:
-        typer.echo(result.plain, err=stderr)
+        typer.echo(plain_text(result), err=stderr)
 
 
 @contextlib.contextmanager
@@ -143,7 +144,7 @@ def refuse(error: BaseException) -> int:
     if code == NOTHING_ELIGIBLE and (decisions := getattr(error, "decisions", ())):
         from mxfp8_graph.report import data, section
 
-        show(section.columns(*data.site_table([data.SiteReport(decision=each) for each in decisions])), stderr=True)
+        show(section.table(*data.site_table([data.SiteReport(decision=each) for each in decisions])), stderr=True)
     return code
 
 

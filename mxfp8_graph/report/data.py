@@ -214,42 +214,22 @@ class RewriteReport(Report):
             "fusions": self.fusions,
         }
 
-    def headline(self) -> str:
-        """Returns the outcome in one line."""
+    def answer(self) -> str:
+        """Returns what was rewritten, the size before and after, and how to check it."""
         recipe = self.recipe.get("name", "custom")
         if self.already_rewritten:
-            return f"already rewritten with recipe {recipe}; {'copied' if self.output else 'nothing to do'}"
-        verb = "would be rewritten" if self.dry_run else "rewritten"
+            what = f"{self.source} is already rewritten with recipe {recipe}"
+            return f"{what}; {f'it is copied to {self.output}' if self.output else 'nothing is written'}."
         used = ((site.decision.weight_format, site.decision.activation_format) for site in self.rewritten)
         formats = " and ".join(dict.fromkeys(element_format(name).mx_name for pair in used for name in pair if name))
-        return f"{self._counts()} {verb}{formats and f' to {formats}'} with recipe {recipe}"
-
-    def facts(self) -> list[tuple[str, str]]:
-        """Returns (label, value) pairs: size, weight error, time, notes, and the path of the result."""
-        lines = [("size", size(self.bytes_before))]
-        if self.bytes_after is not None:
-            ratio = f" ({self.bytes_before / self.bytes_after:.2f}x smaller)" if self.bytes_after else ""
-            lines = [("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}{ratio}")]
-        if self.account.bytes_before:
-            lines.append(("tensors", f"{size(self.account.bytes_before)} -> {size(self.account.bytes_after)}"))
-        if error := self.weight_error:
-            mean, worst = (f"{each:.4f} ({sqnr_db(each):.1f} dB)" for each in (error.mean, error.worst))
-            lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
-        if self.fusions:
-            kinds = Counter(fusion.kind for fusion in self.fusions)
-            lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
-        lines.append(("time", f"{self.seconds:.1f} s"))
-        lines += [("note", note) for note in self.notes]
+        what = f"{self._counts()}{formats and f' to {formats}'} with recipe {recipe}"
         if self.dry_run:
-            lines.append(("result", "nothing written (dry run)"))
-        elif self.output:
-            if Path(self.source).suffix and not self.already_rewritten:  # no folder of from_hf, no model in memory
-                verify = f"mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}"
-                lines.append(("verify", verify))
-            lines.append(("result", self.output))
-        elif self.already_rewritten:
-            lines.append(("result", f"nothing written; {self.source} is the result"))
-        return lines
+            sizes = f"{size(self.account.bytes_before)} to {size(self.account.bytes_after)}"
+            return f"Would rewrite {what}: tensors of {sizes}; nothing is written."
+        text = f"Rewrote {what}: {size(self.bytes_before)} to {size(self.bytes_after or 0)}"
+        if self.output and Path(self.source).suffix:  # no folder of from_hf, no model in memory
+            text += f"; check it with `mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}`"
+        return f"{text}."
 
     def _counts(self) -> str:
         """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
@@ -260,16 +240,24 @@ class RewriteReport(Report):
                 parts.append(f"{sum(each.decision.quantize for each in sites)} of {len(sites)} {kind}")
         return " and ".join(parts)
 
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns (label, value) pairs: weight error, fused nodes, time and notes."""
+        lines = []
+        if error := self.weight_error:
+            mean, worst = (f"{each:.4f} ({sqnr_db(each):.1f} dB)" for each in (error.mean, error.worst))
+            lines.append(("weight error", f"relative L2 mean {mean}, worst {worst} at {error.worst_site}"))
+        if self.fusions:
+            kinds = Counter(fusion.kind for fusion in self.fusions)
+            lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
+        return [*lines, ("time", f"{self.seconds:.1f} s"), *(("note", note) for note in self.notes)]
+
     def sections(self) -> Iterator[Section]:
-        """Yields reasons, what stays large and facts, which end a rewrite; then all sites and fusions."""
-        if self.already_rewritten:
-            yield Section(facts=[fact for fact in self.facts() if fact[0] in {"note", "result"}])
-            return
+        """Yields facts, reasons and what stays large; then all sites and fusions."""
+        yield Section(facts=self.facts())
         groups = (("rewritten", _by_reason(self.rewritten)), ("kept", self.kept_by_reason))
         rows = [(verdict, number(len(s), "d"), reason) for verdict, by in groups for reason, s in by.items()]
         yield Section(title="Why", columns=(("decision", "sites", "reason"), rows), most=_MOST_REASONS)
         yield self.account.section()
-        yield Section(facts=self.facts())
         yield Section(title="Sites", columns=site_table(self.sites), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
@@ -289,16 +277,15 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
 
 def site_table(sites: Iterable[SiteReport]) -> Columns:
     """Returns header and one row per site: the decision on it, with bytes and errors where it has a packed weight."""
-    errors = ("before", "after", "rel. L2", "SQNR dB")
-    rows = []
+    weights, rows = ("before", "after", "relative L2"), []
     for each in sites:
         decision, site = each.decision, each.decision.site
         after = byte_size(None if each.relative_l2 is None else each.bytes_after)
         weight = (byte_size(each.bytes_before or None), after, number(each.relative_l2, ".4f"))
         verdict = "rewritten" if decision.quantize else "kept"
-        known = (each.path, site.module, site.op, sizes(site), verdict, *weight, number(each.sqnr_db, ".1f"))
+        known = (each.path, site.module, site.op, sizes(site), verdict, *weight)
         rows.append((*known, decision.rule, decision.reason))
-    return filled(("site", "module", "op", "M x N x K", "decision", *errors, "rule", "reason"), rows)
+    return filled(("site", "module", "op", "M x N x K", "decision", *weights, "rule", "reason"), rows)
 
 
 def account(decisions: Sequence[Decision], bytes_before: int, after: Iterable[StoredTensor]) -> Account:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from html import escape
 from typing import Final
 
 from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
+from mxfp8_graph.report.scatter import Point, svg
 from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
 _SCRIPT: Final = """
@@ -39,9 +40,8 @@ body { background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sa
   margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-.lead { font-size: 1.05rem; border-left: .25rem solid var(--bar); padding: .1rem .8rem; }
-.lead p { margin: .3rem 0; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
+.answer { font-size: 1.15rem; border-left: .25rem solid var(--green); padding: .3rem .8rem; }
+dl { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
 dt { color: var(--soft); }
 dd { margin: 0; }
 .scroll { overflow-x: auto; }
@@ -51,19 +51,25 @@ th { vertical-align: bottom; overflow-wrap: normal; cursor: pointer; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 td.number, .short { white-space: nowrap; }
 .text { min-width: 8rem; }
+.best { font-weight: bold; }
 .green { color: var(--green); } .yellow { color: var(--yellow); } .red { color: var(--red); }
 th[aria-sort=ascending]::after { content: " \\2191"; }
 th[aria-sort=descending]::after { content: " \\2193"; }
+svg { width: 100%; max-width: 46rem; font-size: 12px; }
+svg path { stroke: var(--soft); fill: none; } svg .grid { stroke: var(--line); }
+svg text { fill: var(--ink); } svg circle { fill: var(--soft); } svg circle.best { fill: var(--green); }
 pre { background: var(--box); padding: .6rem .8rem; margin: .3rem 0; white-space: pre-wrap; font-size: 13px; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px; }
+@media (max-width: 45rem) { table { font-size: 12px; } th, td { padding-right: .5rem; } dl { column-gap: .6rem; }
+  .short { white-space: normal; } .text { min-width: 6rem; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --box: #fff; }
   * { print-color-adjust: exact; } body { max-width: none; margin: 0; font-size: 12px; } table { font-size: 11px; }
   .scroll { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """
 
 
-def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: Iterable[str]) -> str:
-    """Returns the page: title, sentences at the top, sections, and a footer that identifies the files that exist."""
+def page(title: str, answer: str, sections: Iterable[Section], files: Iterable[str]) -> str:
+    """Returns the page: title, answer, sections, and a footer that identifies the files that exist."""
     # The policy allows the script by its hash, so a name that would get past the escaping still could not run code.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -78,13 +84,13 @@ def page(title: str, lead: Sequence[str], sections: Iterable[Section], files: It
 </head>
 <body>
 <h1>{_text(title)}</h1>"""
-    first = [f'<div class="lead">{"".join(f"<p>{_text(line)}</p>" for line in lead)}</div>'] if lead else []
+    first = [f'<p class="answer">{_text(answer)}</p>'] if answer else []
     footer = f"<footer>{_facts(provenance.facts(files))}</footer>"
     script = f"<script>{_SCRIPT}</script>"
-    return "\n".join([head, *first, *map(section_html, sections), footer, script, "</body>", "</html>", ""])
+    return "\n".join([head, *first, *map(_section, sections), footer, script, "</body>", "</html>", ""])
 
 
-def section_html(section: Section) -> str:
+def _section(section: Section) -> str:
     """Returns a section as HTML; empty if it has nothing to show."""
     parts = []
     if section.facts:
@@ -92,10 +98,23 @@ def section_html(section: Section) -> str:
     if section.text:
         shown = "\n".join(map(_text, section.text.rstrip("\n").split("\n")))
         parts.append(f"<pre>{shown}</pre>")
+    if section.scatter and (points := _points(section, section.scatter)):
+        parts.append(svg(points, section.scatter))
     if section.columns[1]:
         parts.append(_table(section))
     heading = f"<h2>{_text(section.title)}</h2>" if section.title and parts else ""
     return "\n".join([heading, *parts])
+
+
+def _points(section: Section, titles: tuple[str, str]) -> list[Point]:
+    """Returns a point for each row that has both numbers."""
+    across, up = map(section.columns[0].index, titles)
+    best = section.best is not None
+    return [
+        Point(printable(cell_text(row[0])), x[1], y[1], best and index == 0)
+        for index, row in enumerate(section.rows)
+        if isinstance(x := row[across], tuple) and isinstance(y := row[up], tuple)
+    ]
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> str:
@@ -104,17 +123,19 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 def _table(section: Section) -> str:
     """Returns the table, sortable by column."""
-    header, rows = section.columns
+    header, rows = section.columns[0], section.rows
     kinds, scales = [], []
     for title, column in zip(header, zip(*rows, strict=True), strict=True):
         numbers = [cell[1] for cell in column if isinstance(cell, tuple)]
-        # Short cells never fold, so that numbers and dtypes stay in one line on a narrow page.
+        # Short cells never fold on a wide page, so that dtypes stay in one line.
         short = max(len(cell_text(cell)) for cell in column) <= 20
         kinds.append("number" if numbers else "short" if short else "text")
         scales.append(max(numbers, default=0.0) if title == section.bar else 0.0)
     head = "".join(f'<th class="{kind}">{_text(cell)}</th>' for kind, cell in zip(kinds, header, strict=True))
     lines = [f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>']
-    lines += [f"<tr>{''.join(map(_cell, row, kinds, scales))}</tr>" for row in rows]
+    for index, row in enumerate(rows):
+        best = ' class="best"' if section.best is not None and index == 0 else ""
+        lines.append(f"<tr{best}>{''.join(map(_cell, row, kinds, scales))}</tr>")
     return "\n".join([*lines, "</tbody></table></div>"])
 
 
@@ -125,7 +146,7 @@ def _cell(cell: Cell, kind: str, scale: float) -> str:
         sort = f' data-sort="{cell[1]!r}"'
         width = f"{100 * max(cell[1], 0) / scale:.1f}%" if scale > 0 else ""
         style = f' style="background: linear-gradient(to right, var(--bar) {width}, transparent 0)"' if width else ""
-    classes = f"{kind} {STYLES.get(text, '').split(' ')[-1]}".rstrip()
+    classes = f"{kind} {STYLES.get(text, '')}".rstrip()
     return f'<td class="{classes}"{sort}{style}>{_text(text)}</td>'
 
 

@@ -1,17 +1,23 @@
 """The parts of a report: tables, facts and text to copy; and how a terminal shows them. `html.py` makes a page.
 
-On a terminal: aligned columns, one line per row and never folded, to read, grep and pipe.
+A result lists its sections with the most important one first. A page has them in this order; a terminal in reverse,
+since its last lines are the ones in view.
 """
 
 from __future__ import annotations
 
+import io
 import math
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from functools import partial
+from typing import Final, Literal
 
 from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
+from rich.table import Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
@@ -22,21 +28,26 @@ Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
 """Header and rows of a table."""
 
 STYLES: Final = {
-    "rewritten": "green",
-    "chosen": "green",
-    "kept": "yellow",
-    "ok": "green",
-    "failed": "bold red",
-    "FAILED": "bold red",
-    "missing": "yellow",
-    "broken": "red",
+    **dict.fromkeys(("rewritten", "chosen", "ok", "passed", "met"), "green"),
+    **dict.fromkeys(("kept", "missing", "not judged"), "yellow"),
+    **dict.fromkeys(("missed", "failed", "broken"), "red"),
 }
-"""Text of a cell -> its style on a terminal."""
+"""Text of a cell -> its color. "met" and "missed" are said of budgets and limits, "kept" of sites not rewritten."""
+
+WIDTH: Final = 100
+"""Columns of a text that no terminal shows."""
+_SHORT: Final = 9
+"""Width of the title of a column that may fold, and of words that do not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table, facts or a text; what is empty is left out."""
+    """A table, facts or a text; what is empty is left out.
+
+    A comparison: `Section(columns=(("recipe", "relative L2", "ms"), rows), bar="relative L2",
+    scatter=("ms", "relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`. Rows that differ
+    in their names alone are one row in `folded(columns)`. Cells "met" and "missed" are green and red, see `STYLES`.
+    """
 
     title: str = ""
     """Heading on a page; on a terminal only a text has it."""
@@ -45,13 +56,23 @@ class Section:
     text: str = ""
     """A text to copy, such as a recipe."""
     columns: Columns = ((), ())
-    """Header and rows of the table."""
+    """Header and rows of the table. The first column has the names of the rows."""
+    best: int | None = None
+    """The recommended row of `columns`, which is the first to be shown, and bold."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
+    scatter: tuple[str, str] | None = None
+    """Titles of two columns, across and up: a page draws a point with a name for each row that has both numbers."""
     most: int | None = None
-    """Number of rows that a terminal shows unless all are asked for; negative for the last rows."""
+    """Number of rows that a terminal shows unless all are asked for."""
     detail: bool = False
     """Whether a terminal shows it only if all is asked for."""
+
+    @property
+    def rows(self) -> list[tuple[Cell, ...]]:
+        """The rows, the best one first."""
+        rows = list(self.columns[1])
+        return rows if self.best is None else [rows.pop(self.best), *rows]
 
 
 def number(value: float | None, form: str = ".3g") -> Cell:
@@ -80,39 +101,67 @@ def filled(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Columns:
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
 
 
-def render(headline: str, sections: Iterable[Section], *, every: bool) -> Text:
-    """Returns the headline and the sections; with `every` also details, and the rows that are too many otherwise."""
-    parts = [Text(printable(headline))] if headline else []
-    # Details first, since the last lines of a terminal are the ones in view.
-    for section in sorted(sections, key=lambda section: not section.detail):
-        if section.detail and not every:
-            continue
-        header, rows = section.columns
-        most = len(rows) if every or section.most is None else section.most
-        if rows:
-            parts.append(columns(header, rows[min(most, 0) :][: abs(most)]))
-            if (others := len(rows) - abs(most)) > 0:
-                before = " before" if most < 0 else ""
-                parts.append(Text(f"... and {others} more{before}; --verbose and --json have all"))
-            parts.append(Text())
+def folded(columns: Columns) -> Columns:
+    """Returns a table with one row for all that differ in their first cells alone, with how many they are."""
+    groups: dict[tuple[Cell, ...], list[Cell]] = {}
+    for name, *others in columns[1]:
+        groups.setdefault(tuple(others), []).append(name)
+    counts = (f" ({len(names)} equal rows)" * (len(names) > 1) for names in groups.values())
+    rows = [(cell_text(names[0]) + count, *rest) for count, (rest, names) in zip(counts, groups.items(), strict=True)]
+    return columns[0], rows
+
+
+def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
+    """Returns the sections and the answer; with `every` also details, and the rows that are too many otherwise."""
+    parts: list[RenderableType] = []
+    for section in reversed([section for section in sections if every or not section.detail]):
+        shown = section.rows if every else section.rows[: section.most]
+        if shown:
+            parts.append(table(section.columns[0], shown, best=section.best is not None))
+            if others := len(section.rows) - len(shown):
+                parts.append(f"... and {others} more; --verbose and --json have all")
+            parts.append("")
         if section.facts:
-            parts.append(columns((), section.facts))
+            parts += _facts([(printable(label), printable(value)) for label, value in section.facts])
         if section.text:
-            shown = "\n".join(map(printable, section.text.rstrip("\n").split("\n")))
-            parts.append(Text(f"\n{section.title}:\n\n{shown}"))
-    return Text("\n").join(parts)
+            parts.append(_line("\n".join(map(printable, f"{section.title}:\n\n{section.text}".split("\n")))))
+    return Group(*parts, *([_line(printable(answer))] if answer else []))
 
 
-def columns(header: Sequence[str], rows: Iterable[Sequence[Cell]]) -> Text:
-    """Returns one line per row, in aligned columns, below `header` if there is one."""
-    table = [tuple(printable(cell_text(cell)) for cell in row) for row in (header, *rows) if row]
-    widths = [max(map(cell_len, column)) for column in zip(*table, strict=True)]
-    lines = []
-    for number, row in enumerate(table):
-        line = Text()
-        for cell, width in zip(row, widths, strict=True):
-            style = "bold" if header and number == 0 else STYLES.get(cell, "")
-            line.append(cell + " " * (width - cell_len(cell) + 2), style=style)
-        line.rstrip()  # blanks at line ends show up in diffs
-        lines.append(line)
-    return Text("\n").join(lines)
+def _facts(pairs: Sequence[tuple[str, str]]) -> list[Text]:
+    """Returns lines in two columns. They are folded between words only: a path stays whole."""
+    width = max(cell_len(label) for label, _ in pairs) + 2
+    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent=" " * width, break_long_words=False)
+    return [_line(fill(f"{label:{width}}{value}", break_on_hyphens=False)) for label, value in pairs]
+
+
+def _line(text: str) -> Text:
+    """Returns a line that only a terminal may fold: a path or a command that is to be copied."""
+    return Text(text, no_wrap=True, overflow="ignore")
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool = False) -> Table:
+    """Returns aligned columns, as wide as the terminal at most, below `header` if there is one."""
+    result = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(header), header_style="bold")
+    for title, column in zip(header or rows[0], zip(*rows, strict=True), strict=True):
+        numbers = any(isinstance(cell, tuple) for cell in column)
+        head = printable(cell_text(title)) if header else ""
+        widest = max(cell_len(printable(cell_text(cell))) for cell in column)
+        least = max(min(widest, _SHORT), min(len(head), _SHORT), *map(len, head.split()), 0)
+        # Numbers and short words never fold, and titles do between words: columns of names and reasons get the rest.
+        width = max(widest, least) if numbers or widest <= _SHORT else None
+        justify: Literal["left", "right"] = "right" if numbers else "left"
+        result.add_column(Text(head), justify=justify, overflow="fold", width=width, min_width=least)
+    for index, row in enumerate(rows):
+        texts = [printable(cell_text(cell)) for cell in row]
+        result.add_row(*(Text(each, STYLES.get(each, "")) for each in texts), style="bold" * (best and index == 0))
+    return result
+
+
+def plain_text(result: RenderableType) -> str:
+    """Returns what a terminal without colors shows."""
+    console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(result, crop=False, markup=False, highlight=False, emoji=False)
+    # Blanks at line ends show up in diffs.
+    return "\n".join(line.rstrip() for line in capture.get().rstrip("\n").split("\n"))

@@ -102,16 +102,24 @@ class VerifyReport(Report):
         judged = [output for output in self.outputs if output.limit is not None and output.rewritten.compared]
         return not self.output_failures if judged or self.output_failures else None
 
+    @property
     def verdict(self) -> str:
-        """Returns the answers to both questions in words."""
-        kernels, outputs = self.kernels_agree, self.outputs_close
-        said = [] if kernels is None else [f"kernels {'' if kernels else 'do NOT '}compute what the nodes say"]
-        if outputs is None:
-            said.append("no output was judged")
-        else:
-            said.append(f"outputs are {'' if outputs else 'NOT '}close to the original's")
-        outcome = "FAILED" if self.failures else "passed" if self.passed else "undecided"
-        return f"{outcome}: {', '.join(said)}"
+        """The outcome in a word or two: "failed", "passed" or "not judged"."""
+        return "failed" if self.failures else "passed" if self.passed else "not judged"
+
+    def answer(self) -> str:
+        """Returns the verdict, with the number of failures or the largest error and its limit."""
+        if self.failures:
+            outputs = len(self.output_failures)
+            said = f"{outputs} failures of outputs, {len(self.failures) - outputs} of kernels"
+            return f"Failed: {said}; do not use {self.rewritten}."
+        if not self.passed:
+            advice = "set --max-rel-l2 to judge integers, or pass other inputs"
+            return f"Not judged: 0 of {len(self.outputs)} outputs have a limit and a value; {advice}."
+        judged = [(o.rewritten.relative_l2, o.limit, o.name) for o in self.outputs if o.limit is not None]
+        error, limit, name = max(judged)
+        agree = f"{len(self.nodes)} kernels agree with their nodes, and " if self.nodes else ""
+        return f"Passed: {agree}the relative L2 of {name} is {error:.3g}, limit {limit:g}."
 
     @property
     def worst_relative_l2(self) -> float:
@@ -137,20 +145,16 @@ class VerifyReport(Report):
         errors = ("rel. L2", "max error", "cosine", "kernel vs body: rel. L2", "kernel vs body: max error")
         return filled(("output", "dtype", "shape", *means, *errors), rows)
 
-    def lead(self) -> list[str]:
-        """Returns the verdict and the failures."""
-        return [f"Verification {self.verdict()}.", *self.failures]
-
     def sections(self) -> Iterator[Section]:
-        """Yields the outputs; what the nodes did; notes, failures and the verdict."""
+        """Yields facts: failures, what the kernels did, and notes; the outputs; the nodes."""
+        ops = dict.fromkeys(node.op for node in self.nodes)
+        facts = [("failed", failure) for failure in self.failures]
+        facts += [("nodes", _node_line(op, [node for node in self.nodes if node.op == op])) for op in ops]
+        yield Section(facts=[*facts, *self.facts()])
         yield Section(title="Outputs against the original's", columns=self.table())
-        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "FAILED") for n in self.nodes]
+        nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "failed") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
         yield Section(title="Kernels against function bodies", columns=filled(header, nodes), detail=True)
-        ops = dict.fromkeys(node.op for node in self.nodes)
-        facts = [("nodes", _node_line(op, [node for node in self.nodes if node.op == op])) for op in ops]
-        facts += [("failed", failure) for failure in self.failures]
-        yield Section(facts=[*self.facts(), *facts, ("verdict", self.verdict())])
 
 
 def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import datetime, timezone
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from full_disk import files, files_of_at_most
@@ -18,9 +18,10 @@ from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report import html
-from mxfp8_graph.report.data import RewriteReport, SiteReport, sqnr_db
-from mxfp8_graph.report.section import Section, render
+from mxfp8_graph.report.base import Report
+from mxfp8_graph.report.data import Account, RewriteReport, SiteReport, sqnr_db
+from mxfp8_graph.report.scatter import Point, svg
+from mxfp8_graph.report.section import WIDTH, Section, folded, number, plain_text
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -56,6 +57,10 @@ def names(sites: tuple[SiteReport, ...]) -> list[str]:
 
 
 REPORT = make_report()
+ANSWER = (
+    "Rewrote 3 of 5 matmuls to MXFP8 with recipe mxfp8: 40.0 kB to 10.0 kB; check it with "
+    "`mxfp8-graph verify m.onnx m.mxfp8.onnx`."
+)
 
 
 def test_sqnr() -> None:
@@ -100,18 +105,17 @@ def test_the_dict() -> None:
     }  # fmt: skip
 
 
-def test_printed_it_is_what_a_terminal_shows() -> None:
-    lines = str(REPORT).splitlines()
-    assert lines[0] == "3 of 5 matmuls rewritten to MXFP8 with recipe mxfp8"
-    assert "size          40.0 kB -> 10.0 kB (4.00x smaller)" in lines
-    assert not any("SiteReport(" in line or line != line.rstrip() for line in lines)
+def test_printed_it_is_a_summary() -> None:
+    lines = str(make_report(notes=("word " * 30,))).splitlines()
+    assert (lines[0], lines[-1]) == ("Rewrite of m.onnx", ANSWER)
+    assert lines[1].startswith("weight error  relative L2 mean 0.0200")
+    assert [line[:5] for line in lines[-3:-1]] == ["note ", "     "], "facts fold"
+    assert max(map(len, lines[:-1])) <= WIDTH
 
 
-def test_a_notebook_shows_the_same_as_a_part_of_its_page() -> None:
-    page = Page(REPORT._repr_html_())
-    assert "40.0 kB -> 10.0 kB (4.00x smaller)" in {cell.strip() for cell in page.cells}
-    assert page.tags.isdisjoint({"html", "style", "script", "link", "img"})
-    assert "&lt;head&gt;" not in REPORT._repr_html_(), "the table of all sites is a detail"
+def test_a_notebook_shows_the_page_in_a_frame() -> None:
+    (page,) = Page(REPORT._repr_html_()).frames
+    assert page.split("<dt>date")[0] == REPORT.to_html().split("<dt>date")[0]
 
 
 @looped(
@@ -122,13 +126,23 @@ def test_a_notebook_shows_the_same_as_a_part_of_its_page() -> None:
         ((("e4m3", "e4m3"), ("int8", "bfloat16")), "MXFP8 and MXINT8"),
     ],
 )
-def test_the_headline_names_the_formats(formats: tuple[tuple[str, str], ...], wanted: str) -> None:
+def test_the_answer_names_the_formats(formats: tuple[tuple[str, str], ...], wanted: str) -> None:
     sites = tuple(
         replace(site, decision=replace(site.decision, weight_format=weights, activations=activations))
         for site, (weights, activations) in zip(REPORT.rewritten, formats, strict=False)
     )
-    headline = make_report(sites=sites).headline()
-    assert headline == f"2 of 2 matmuls rewritten to {wanted} with recipe mxfp8"
+    assert make_report(sites=sites).answer().startswith(f"Rewrote 2 of 2 matmuls to {wanted} with recipe mxfp8: ")
+
+
+def test_the_answers() -> None:
+    assert REPORT.answer() == ANSWER
+    account = Account(bytes_before=40_000, bytes_after=9000)
+    planned = make_report(dry_run=True, output=None, bytes_after=None, account=account).answer()
+    sizes = "tensors of 40.0 kB to 9.0 kB; nothing is written."
+    assert planned == f"Would rewrite 3 of 5 matmuls to MXFP8 with recipe mxfp8: {sizes}"
+    assert make_report(already_rewritten=True).answer() == (
+        "m.onnx is already rewritten with recipe mxfp8; it is copied to m.mxfp8.onnx."
+    )
 
 
 def test_json_is_the_dict(tmp_path: Path) -> None:
@@ -158,10 +172,12 @@ class Page(HTMLParser):
         super().__init__()
         self.cells: list[str] = []
         self.tags: set[str] = set()
+        self.frames: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.add(tag)
+        self.frames += [str(text) for name, text in attrs if name == "srcdoc"]
         if tag in {"td", "dt", "dd"}:
             self.cells.append("")
 
@@ -174,8 +190,7 @@ def test_the_page(tmp_path: Path) -> None:
     text = REPORT.write(tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128"} <= {cell.strip() for cell in page.cells}
-    assert "<p>3 of 5 matmuls rewritten to MXFP8 with recipe mxfp8.</p>" in text
-    assert "40.0 kB -> 10.0 kB (4.00x smaller)" in {cell.strip() for cell in page.cells}
+    assert f'<p class="answer">{ANSWER}</p>' in text
     assert page.tags.isdisjoint({"link", "img", "iframe"})
     assert '<td class="number" data-sort="4000.0">4.0 kB</td>' in text  # numbers sort as numbers
     script = text.split("<script>")[1].split("</script>")[0]
@@ -184,10 +199,7 @@ def test_the_page(tmp_path: Path) -> None:
 
 
 def test_the_page_begins_with_the_notes_however_long_its_tables_are() -> None:
-    top = make_report(notes=("pack <head>",)).to_html().split("<table")[0]
-    assert "<dt>note</dt><dd>pack &lt;head&gt;</dd>" in top
-    assert "<dt>size</dt><dd>40.0 kB -&gt; 10.0 kB (4.00x smaller)</dd>" in top
-    assert "<dt>weight error</dt><dd>relative L2 mean 0.0200" in top
+    assert "<dt>note</dt><dd>pack &lt;head&gt;</dd>" in make_report(notes=("pack <head>",)).to_html().split("<table")[0]
 
 
 def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
@@ -201,17 +213,64 @@ def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     assert datetime.now(timezone.utc).strftime("%Y-") in cells
 
 
-def test_a_section_as_text_and_as_html() -> None:
-    rows = [(f"site {n}", (f"{n} B", float(n))) for n in range(5)]
-    table = Section(columns=(("site", "bytes"), rows), bar="bytes", most=-2)
-    for every, shown in ((False, ["site 3", "site 4"]), (True, [row[0] for row in rows])):
-        text = render("", [table, Section(facts=[("a", "b")], detail=True)], every=every).plain
-        lines = [line.split("  ")[0] for line in text.splitlines()]
-        more = [] if every else ["... and 3 more before; --verbose and --json have all"]
-        assert lines == [*(["a"] if every else []), "site", *shown, *more]
-    cell = '<td class="number" data-sort="2.0" style="background: linear-gradient(to right, var(--bar) 50.0%'
-    assert cell in html.section_html(table)
-    assert html.section_html(Section(title="nothing")).strip() == ""
+class Result(Report):
+    """A report of the sections that are set."""
+
+    TITLE, FILES = "Title", ()
+    shown: ClassVar[list[Section]] = []
+
+    def sections(self) -> list[Section]:
+        return self.shown
+
+
+def shown(*sections: Section, every: bool = False) -> tuple[list[str], str]:
+    """Returns the lines on a terminal, and the page."""
+    Result.shown = [*sections]
+    return plain_text(Result().to_text(every=every)).splitlines(), Result().to_html()
+
+
+TABLE = Section(
+    columns=(("recipe", "ms"), [(f"r{n}", number(n)) for n in range(5)]), best=3, bar="ms", most=2, scatter=("ms", "ms")
+)
+
+
+def test_sections_on_a_terminal() -> None:
+    table, detail = ["recipe  ms", "r3       3", "r0       0"], Section(facts=[("a", "b")], detail=True)
+    more = "... and 3 more; --verbose and --json have all"
+    assert shown(Section(facts=[("c", "d")]), TABLE, detail)[0] == [*table, more, "", "c  d"]
+    rest = ["r1       1", "r2       2", "r4       4"]
+    assert shown(TABLE, detail, every=True)[0] == ["a  b", *table, *rest]
+
+
+def test_a_wide_table_fits_and_its_numbers_do_not_fold() -> None:
+    row = ("site " * 30, "word " * 30, *[("1234.5678", 1.0)] * 6)
+    lines, _ = shown(Section(columns=(("site", "why", *["a title in words"] * 6), [row])))
+    assert max(map(len, lines)) <= WIDTH
+    assert any(line.count("1234.5678") == 6 for line in lines)
+    assert " ".join(lines).count("site ") + " ".join(lines).count("word ") >= 60
+
+
+def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
+    _, page = shown(TABLE, Section(title="nothing"))
+    first = '<tr class="best"><td class="short ">r3</td><td class="number" data-sort="3.0" style="background: linear-'
+    assert first + "gradient(to right, var(--bar) 75.0%" in page.split("<tbody>")[1].replace('short"', 'short "')
+    assert page.count("<circle") == 5
+    assert page.count('<circle class="best"') == 1
+    assert "nothing" not in page
+
+
+def test_equal_rows_are_one_row() -> None:
+    rows = [("a", "x"), ("b", "y"), ("c", "x")]
+    assert folded((("name", "way"), rows))[1] == [("a (2 equal rows)", "x"), ("b", "y")]
+
+
+@looped("numbers, places", [((1.0, 2.0), 2), ((0.001, 0.01, 1.0), 3), ((0.0, 0.0), 2), ((5.0,) * 30, 30)])
+def test_labels_of_a_chart_are_apart(numbers: tuple[float, ...], places: int) -> None:
+    text = svg([Point(f"<{n}", 1.0, value, best=n == 0) for n, value in enumerate(numbers)], ("x", "y"))
+    tops = {float(line.split('y="')[1].split('"')[0]) for line in text.splitlines() if ">&lt;" in line}
+    assert len(tops) == places or places == 30
+    assert "nan" not in text
+    assert all(0 <= top <= 340 for top in tops)
 
 
 def test_an_existing_report_is_replaced_or_left_where_it_cannot_be_written(tmp_path: Path) -> None:
