@@ -99,7 +99,7 @@ def is_program(model: Any) -> bool:
     return kind.is_program
 
 
-def open_runnable(model: Model, where: str = "{}", execution: Execution = Execution()) -> tuple[Signature, Runnable]:
+def open_runnable(model: Model, where: str = "{}", execution: Execution | None = None) -> tuple[Signature, Runnable]:
     """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`.
 
     `where` is what errors call the model; "{}" in it is the model's name. `execution` is of an ONNX model.
@@ -115,7 +115,7 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution = Execut
     signature = Signature.of(load(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     name = where.format(signature.name)
-    return signature, Session(model, kernels=True, where=name, float32=original, execution=execution)
+    return signature, Session(model, kernels=True, where=name, float32=original, execution=execution or Execution())
 
 
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:

@@ -1,7 +1,7 @@
 """Metrics: one number per sample that says how far a model's outputs are from the original's.
 
-`running/compare.py` defines the numbers; a metric adds a name, a direction, and the choice of the worst output. A user's
-own is `module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
+`running/compare.py` defines the numbers; a metric adds a name, a direction, and the choice of the worst output. One of
+the user is `module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
 """
 
 from __future__ import annotations

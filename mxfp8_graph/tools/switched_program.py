@@ -50,8 +50,7 @@ class SwitchedProgram(Switchable):
         progress: Progress | None = None,
     ) -> None:
         """Adds the switches; errors as `open_switchable`."""
-        in_memory = isinstance(model, ExportedProgram)
-        name, source = "program" if in_memory else str(model), model if in_memory else load(model)
+        name, source = ("program", model) if isinstance(model, ExportedProgram) else (str(model), load(model))
         refuse_rewritten(record.find(source) is not None, name)
         source = evaluated(source)
         options = Options(name=name, allow_nonfinite=allow_nonfinite)
@@ -79,11 +78,13 @@ class SwitchedProgram(Switchable):
         self._written = self._program.mutated | internals.written_names(graph, stored)
 
     def run(self, feeds: Mapping[str, Array], on: Sequence[bool]) -> Inputs:
+        """See `Switchable.run`."""
         output = next(iter(reversed(self._program.module.graph.nodes)))
         results = self._run(feeds, on, {output})[output]
         return self._source.outputs_of(results if isinstance(results, (tuple, list)) else [results])
 
     def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
+        """See `Switchable.observe`."""
         operands = [operand for switch in switches if (operand := self._x[switch]) is not None]
         values = self._run(feeds, [False] * len(self._x), {node for node, _ in operands})
         arrays = ((internals.to_numpy(values[node].contiguous()), perm) for node, perm in operands)
@@ -130,7 +131,7 @@ def _needed(graph: torch.fx.Graph, wanted: set[Node], on: Sequence[bool]) -> set
             inputs = node.all_input_nodes
             if node.target is choose:
                 switch, rewritten, original = node.args
-                inputs = [rewritten if on[switch] else original]  # type: ignore[index, list-item]
+                inputs = [rewritten if on[switch] else original]
             needed.update(inputs)
     return needed
 

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
@@ -208,7 +208,7 @@ class _SwitchEditor(Editor):
         choice = ir.node("If", gather.outputs, outputs=[result], name=self.fresh(f"{result.name}_if"))
         return [constant, gather, choice]
 
-    def _node(self, op: str, inputs: Sequence[ir.Value], attributes: dict[str, ir.Tensor], name: str) -> ir.Node:
+    def _node(self, op: str, inputs: Sequence[ir.Value], attributes: dict[str, Any], name: str) -> ir.Node:
         return ir.node(op, inputs, attributes, outputs=[ir.Value(name=name)], name=name)
 
     def _branch(

@@ -35,8 +35,8 @@ class Trial:
     report: RewriteReport
     scores: Mapping[str, Score]
     """By the name of the metric."""
-    runnable: Runnable | None
-    """The rewritten model, if it was to be kept."""
+    runnable: Runnable
+    """The rewritten model."""
 
 
 @dataclass(kw_only=True)
@@ -59,18 +59,17 @@ class Bench:
     total: int = 0
     """Runs that are expected in all, for the progress."""
 
-    def trial(self, recipe: Recipe, what: str, *, keep: bool = False) -> Trial:
-        """Returns what a recipe does, with the rewritten model if `keep`; errors as `rewrite` and `Runnable.run`."""
+    def trial(self, recipe: Recipe, what: str) -> Trial:
+        """Returns what a recipe does, and the rewritten model; errors as `rewrite` and `Runnable.run`."""
         # The original may run as a float32 copy; the rewritten model has to, then.
         recipe = recipe.for_cpu() if self.original.note else recipe
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = None if is_program(self.model) else folder / "model.mxfp8.onnx"
         model, report = rewriting.rewrite(self.model, recipe, output=output, allow_nonfinite=self.allow_nonfinite)
         _, runnable = open_runnable(model, f"{self.name} as {what}", _TURNS)
-        scores = self.scores(runnable.run, what)
-        if not keep:
-            shutil.rmtree(folder, ignore_errors=True)
-        return Trial(recipe=recipe, report=report, scores=scores, runnable=runnable if keep else None)
+        # ONNX Runtime has read or mapped the files. Where a mapped file cannot be removed, it goes with the bench.
+        shutil.rmtree(folder, ignore_errors=True)
+        return Trial(recipe=recipe, report=report, scores=self.scores(runnable.run, what), runnable=runnable)
 
     def scores(self, run: Callable[[Inputs], Inputs], what: str) -> dict[str, Score]:
         """Returns the scores of a model on all samples, by the name of the metric."""

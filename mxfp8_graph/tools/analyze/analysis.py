@@ -144,11 +144,9 @@ class Analysis(Report):
         everything = self.everything[self.metric.name]
         if self.exclusion is None:
             return f"Nothing to exclude: {everything} with all {len(self.sites)} matmuls rewritten."
-        after, count = self.exclusion.scores[self.metric.name], len(self.exclusion.sites)
-        return (
-            f"Exclude the worst {count} of {len(self.sites)} matmuls ({self.exclusion.share:.1%} of the weights), first "
-            f"{self.sites[0].label}: {after} instead of {everything}."
-        )
+        after, count = self.exclusion.scores[self.metric.name], f"{len(self.exclusion.sites)} of {len(self.sites)}"
+        worst = f"the worst {count} matmuls, {self.exclusion.share:.1%} of the weights"
+        return f"Exclude {worst}, first {self.sites[0].label}: {after} instead of {everything}."
 
     def sections(self) -> Iterator[Section]:
         """Yields the lines to paste, the facts, the ranking and the layers."""

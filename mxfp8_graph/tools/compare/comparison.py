@@ -93,6 +93,7 @@ class Comparison(Report):
             ("inputs", self.inputs),
             ("kernels", self.isa),
             ("latency", f"the median of runs on the largest sample, {self.timed}, one model after another in turn"),
+            *self._alternatives(),
             *(("note", note) for note in self.notes),
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
@@ -121,7 +122,8 @@ class Comparison(Report):
     def sections(self) -> Iterator[Section]:
         """Yields a row per recipe, and what they are."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
-        yield Section(title="Recipes", columns=self.table(), bar=errors)
+        best = next((i for i, row in enumerate(self.rows) if row is self.taken()), None)
+        yield Section(title="Recipes", columns=self.table(), best=best, bar=errors, scatter=("latency, ms", errors))
         yield Section(facts=self.facts())
         explained = [(row.name, row.what) for row in self.rows if row.what]
         yield Section(title="What the words mean", facts=[*explained, *LEGEND], detail=True)
@@ -143,19 +145,19 @@ class Comparison(Report):
         taken = self.taken()
         return f"Take {taken.name}: {self._against(taken, self.rows[0])}." if taken else ""
 
-    def lead(self) -> list[str]:
-        """Returns the answer; the default, smallest, most accurate and fastest recipes beside it; and notes."""
+    def _alternatives(self) -> list[tuple[str, str]]:
+        """Returns the recipe to take compared with the default, and those that are smaller, better or faster."""
         taken, real = self.taken(), self._real()
         if taken is None:
-            return list(self.notes)
-        text = [self.answer()]
+            return []
         usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
-        text += [f"Compared with the default: {self._against(taken, row)}." for row in usual]
-        for i, (word, sign) in enumerate((("Smallest", 1), ("Most accurate", self._sign), ("Fastest", 1))):
-            best = min(real, key=lambda row: sign * row.numbers[i])
+        text = [("against the default", self._against(taken, row)) for row in usual]
+        for i, (word, sign) in enumerate((("smallest", 1), ("most accurate", self._sign), ("fastest", 1))):
+            numbers = [sign * row.numbers[i] for row in real]
+            best = real[numbers.index(min(numbers))]
             if i in self._worse(taken, best):
-                text.append(f"{word}: {best.name}, with {self._against(best, taken)}.")
-        return [*text, *self.notes]
+                text.append((word, f"{best.name}: {self._against(best, taken)}"))
+        return text
 
     def _real(self) -> list[Row]:
         """Returns the recipes that were rewritten and run, and of which all numbers are known."""

@@ -74,10 +74,10 @@ class Emulator:
         if not self.weights:
             what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
             raise NothingEligibleError(self.name, what, advice, decisions)
-        for part in graph.graphs():
-            for name, value in list(part.initializers.items()):
+        for scope in graph.graphs():
+            for name, value in list(scope.initializers.items()):
                 if isinstance(value.const_value, ir.LazyTensor):  # a packed weight, which must not be packed
-                    del part.initializers[name]
+                    del scope.initializers[name]
         self.other_bytes = bytes_of(graph) - sum(size for value, size in replaced.items() if not value.uses())
         """Bytes of the model but for these weights."""
         self._proto = to_proto(graph)

@@ -176,8 +176,7 @@ def _rows(bench: Bench, candidates: Mapping[str, Recipe | Peer], repeat: int) ->
 
 
 def _real(bench: Bench, row: Row, recipe: Recipe, runnables: dict[str, Runnable]) -> Row:
-    trial = bench.trial(recipe, row.name, keep=True)
-    assert trial.runnable is not None
+    trial = bench.trial(recipe, row.name)
     runnables[row.name] = trial.runnable
     report, (packed, count) = trial.report, _packed(trial.report)
     return replace(

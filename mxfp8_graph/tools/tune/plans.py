@@ -12,7 +12,7 @@ from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_graph.tools import exclusion
 from mxfp8_ops.errors import RecipeError
 
-TREATMENTS: Final[Mapping[str, Mapping[str, str]]] = {
+TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "e4m3": {"weight_format": "e4m3", "activations": "e4m3", "scale_rounding": "ceil"},
     "int8": {"weight_format": "int8", "activations": "int8", "scale_rounding": "floor"},
     # INT8 weights: a third of the error of E4M3 ones, of the same size.

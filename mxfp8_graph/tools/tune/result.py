@@ -25,7 +25,7 @@ SCHEMA: Final = 2
 class Step(Data):
     """One plan that was rewritten and run."""
 
-    KEYS = "plan=what met bytes=byte_size latency_seconds=seconds scores"
+    KEYS = "plan=what met bytes=byte_size seconds speed scores"
 
     plan: Plan
     what: str
@@ -37,8 +37,13 @@ class Step(Data):
     """Bytes of the model's tensors."""
     met: bool
     """Whether it meets the budgets."""
-    seconds: float | None = None
-    """Median latency, if it was measured."""
+    seconds: tuple[float, float] | None = None
+    """Median latencies of the plan and of the original, in turns; None if they were not measured."""
+
+    @property
+    def speed(self) -> float:
+        """How many times as fast as the original it is; 0 if that was not measured."""
+        return self.seconds[1] / self.seconds[0] if self.seconds else 0.0
 
     @property
     def error(self) -> float:
@@ -55,7 +60,7 @@ class Tuning(Report):
     FILES = ("source",)
     KEYS = (
         "schema source objective budgets budgets_met=chosen.met base_recipe=base recipe=recipe_fields inputs samples "
-        "synthesised isa bytes_before original_latency_seconds=original_seconds notes chosen steps"
+        "synthesised isa bytes_before notes chosen steps"
     )
     schema: ClassVar[int] = SCHEMA
 
@@ -76,8 +81,6 @@ class Tuning(Report):
     """The best that meets the budgets, or if none does, the closest."""
     bytes_before: int
     """Bytes of the original's tensors."""
-    original_seconds: float
-    """Median latency of the original."""
     output: str | None = None
     """The folder with the result; None if nothing was written."""
     notes: tuple[str, ...] = ()
@@ -104,7 +107,7 @@ class Tuning(Report):
         if not self.chosen.met:
             return f"No plan meets {bounds}: the closest, {self.chosen.what}, has {self.reached}."
         ratio = self.bytes_before / self.chosen.byte_size if self.chosen.byte_size else math.inf
-        fast = f", {self.original_seconds / self.chosen.seconds:.2f} times as fast" if self.chosen.seconds else ""
+        fast = f", {self.chosen.speed:.2f} times as fast" * bool(self.chosen.seconds)
         where = f"{self.output}/recipe.yaml" if self.output else "the recipe"
         return f"Take {where} ({self.chosen.what}): {self.reached} meets {bounds}, {ratio:.2f} times smaller{fast}."
 
@@ -121,7 +124,8 @@ class Tuning(Report):
         lines = [("inputs", self.inputs), ("kernels", self.isa), ("objective", self.objective)]
         lines.append(("size", f"{size(self.bytes_before)} -> {size(self.chosen.byte_size)}"))
         if self.chosen.seconds:
-            lines.append(("latency", f"{self.original_seconds * 1e3:.2f} ms -> {self.chosen.seconds * 1e3:.2f} ms"))
+            after, before = self.chosen.seconds
+            lines.append(("latency", f"{before * 1e3:.2f} ms -> {after * 1e3:.2f} ms"))
         met = sum(step.met for step in self.steps)
         lines.append(("search", f"{len(self.steps)} plans rewritten and run; {met} meet the budget"))
         lines += [("note", note) for note in self.notes]
@@ -136,7 +140,7 @@ class Tuning(Report):
             values = [b.value(step.scores[b.metric.name]) for b in self.budgets]
             values += [step.scores[name].mean for name in others]
             cells = (number(value, ".6g") for value in values)
-            latency = number(step.seconds and step.seconds * 1e3, ".2f")
+            latency = number(step.seconds and step.seconds[0] * 1e3, ".2f")
             rows.append((step.what, "met" if step.met else "missed", *cells, byte_size(step.byte_size), latency))
         return filled(("plan", "budget", *titles, "tensors", "latency, ms"), rows)
 

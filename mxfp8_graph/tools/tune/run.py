@@ -114,12 +114,11 @@ def tune(
             steps=tuple(search.steps),
             chosen=best or search.closest(),
             bytes_before=search.bytes_before,
-            original_seconds=search.original_seconds,
             notes=tuple(search.notes()),
         )
         if best is None:
             raise BudgetNotMetError(result)
-        return result if folder is None else _written(result, bench, folder)
+        return result if folder is None else _written(result, bench, folder, is_path=isinstance(model, (str, Path)))
 
 
 @dataclass(kw_only=True)
@@ -133,7 +132,6 @@ class _Search:
     """Whether time is made small, or size."""
     steps: list[Step] = field(default_factory=list)
     bytes_before: int = 0
-    original_seconds: float = 0.0
     _sites: list[MatMulSite] = field(default_factory=list)
     _rankings: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
 
@@ -143,30 +141,27 @@ class _Search:
         self.bench.total = len(self.bench.samples) * (len(TREATMENTS) + 9) + _ROUNDS * (len(TREATMENTS) + 1)
         self._plan_sites()
         self._uniform()
-        met = [step for step in self.steps if step.met]
         uniform = list(self.steps)
-        if self.latency:
-            # The fastest that is good enough bounds the search: only a faster treatment is worth mending.
-            limit = min((step.seconds or 0.0 for step in met), default=self.original_seconds)
-            better = min(met, key=lambda step: step.seconds or 0.0).plan.treatment if met else KEPT
-            for step in uniform:
-                if not step.met and (step.seconds or 0.0) < limit:
-                    self._bisect(step.plan.treatment, better)
-        elif not met:
-            # All are of one size, so the most accurate needs the fewest matmuls kept.
-            self._bisect(min(uniform, key=self._loss).plan.treatment, KEPT)
+        if met := [step for step in uniform if step.met]:
+            # All are of one size; a faster treatment is worth mending, most of all the one that misses least.
+            fastest = max(met, key=lambda step: step.speed)
+            faster = [step for step in uniform if not step.met and step.speed > _SAME_TIME * fastest.speed]
+            if faster:
+                self._bisect(min(faster, key=self._loss).plan.treatment, fastest.plan.treatment)
+            return
+        # The most accurate treatment needs the fewest matmuls kept; the fastest may still be faster with more.
+        chosen = [min(uniform, key=self._loss), *([max(uniform, key=lambda step: step.speed)] * self.latency)]
+        for treatment in dict.fromkeys(step.plan.treatment for step in chosen):
+            self._bisect(treatment, KEPT)
 
     def best(self) -> Step | None:
         """Returns the step to take of those that meet the budgets, or None."""
         met = [step for step in self.steps if step.met]
-        if not self.latency and met:
+        if met and not self.latency:
             least = min(step.byte_size for step in met)
             met = [step for step in met if step.byte_size <= _SAME_SIZE * least]
-        timed = [step for step in met if step.seconds is not None]
-        if timed:
-            fastest = min(step.seconds or 0.0 for step in timed)
-            met = [step for step in timed if (step.seconds or 0.0) <= _SAME_TIME * fastest]
-        return min(met, key=lambda step: step.error, default=None)
+        fastest = max((step.speed for step in met), default=0.0)
+        return min((step for step in met if step.speed * _SAME_TIME >= fastest), key=lambda s: s.error, default=None)
 
     def closest(self) -> Step:
         """Returns the step that misses the fewest budgets, and of those the one that misses them least."""
@@ -175,8 +170,7 @@ class _Search:
     def notes(self) -> list[str]:
         """Returns what a user should know of the result."""
         notes = ["the inputs are synthesised; other inputs may need another plan"] * self.bench.samples.synthesised
-        best = self.best()
-        if best and best.seconds and best.seconds > self.original_seconds:
+        if (best := self.best()) and best.speed < 1:
             notes.append("the original runs faster here than any plan that was tried")
         return [*notes, *filter(None, [self.bench.original.note])]
 
@@ -194,38 +188,37 @@ class _Search:
 
     def _uniform(self) -> None:
         """Tries each treatment on all sites, and measures the latencies in turns."""
-        runnables: dict[str, Runnable] = {_ORIGINAL: self.bench.original}
-        for treatment in TREATMENTS:
-            runnable = self._try(Plan(treatment=treatment), keep=True)
-            assert runnable is not None
-            runnables[treatment] = runnable
-        self._time(runnables)
+        runnables = {_ORIGINAL: self.bench.original}
+        runnables |= {treatment: self._try(Plan(treatment=treatment)) for treatment in TREATMENTS}
+        self._time(runnables, range(len(self.steps)))
 
-    def _time(self, runnables: dict[str, Runnable]) -> None:
-        """Notes the latencies of the last steps; the original runs in between."""
-        seconds = self.bench.seconds(runnables, _ROUNDS)
-        self.original_seconds = seconds.pop(_ORIGINAL)
-        for index, value in enumerate(seconds.values(), len(self.steps) - len(seconds)):
-            self.steps[index] = replace(self.steps[index], seconds=value)
+    def _time(self, runnables: dict[str, Runnable], steps: Sequence[int]) -> None:
+        """Notes the latencies of some steps; the original is the first of the models that take turns."""
+        original, *seconds = self.bench.seconds(runnables, _ROUNDS).values()
+        for index, value in zip(steps, seconds, strict=True):
+            self.steps[index] = replace(self.steps[index], seconds=(value, original))
 
     def _bisect(self, treatment: str, better: str) -> None:
         """Finds the fewest of the worst sites that need a better treatment."""
         ranking = self._ranking(treatment)
-        # With all sites kept nothing is rewritten; with all treated better it is that treatment alone.
-        low, high = 0, len(ranking)
+        # With none treated better the budget is missed. With all, nothing is rewritten or it is a plan that was tried.
+        low, high, found, at = 0, len(ranking), None, 0
         while high - low > 1:
             middle = (low + high) // 2
             worst = tuple(site for group in ranking[:middle] for site in group)
-            runnable = self._try(Plan(treatment=treatment, better=better, worst=worst), keep=self.latency)
-            if runnable is not None:
-                self._time({_ORIGINAL: self.bench.original, treatment: runnable})
-            low, high = (low, middle) if self.steps[-1].met else (middle, high)
+            runnable = self._try(Plan(treatment=treatment, better=better, worst=worst))
+            if self.steps[-1].met:
+                high, found, at = middle, runnable, len(self.steps) - 1
+            else:
+                low = middle
+        if found is not None:
+            self._time({_ORIGINAL: self.bench.original, treatment: found}, [at])
 
-    def _try(self, plan: Plan, *, keep: bool) -> Runnable | None:
-        """Adds the step of a plan; returns its model if `keep`."""
+    def _try(self, plan: Plan) -> Runnable:
+        """Adds the step of a plan, and returns its model."""
         name = f"{self.base.name} tuned to {' and '.join(map(str, self.budgets))}"
         recipe = plan.recipe(self.base, self._sites, name)
-        trial = self.bench.trial(recipe, plan.treatment, keep=keep)
+        trial = self.bench.trial(recipe, plan.treatment)
         step = Step(
             plan=plan,
             what=plan.words(len(trial.report.rewritten) + len(plan.worst) * (plan.better == KEPT)),
@@ -276,10 +269,10 @@ def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path |
     return folder
 
 
-def _written(found: Tuning, bench: Bench, folder: Path) -> Tuning:
+def _written(found: Tuning, bench: Bench, folder: Path, *, is_path: bool) -> Tuning:
     """Writes the model, the recipe and the reports; returns the result with its folder."""
     kind = kind_of(bench.model)
-    stem = Path(bench.name).stem if kind.is_file or kind.is_program and bench.name != "program" else "model"
+    stem = Path(bench.name).stem if is_path else "program" if kind.is_program else "model"
     folder.mkdir(exist_ok=True)
     path = folder / f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
     allow = bench.allow_nonfinite
