@@ -19,7 +19,7 @@ from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.sessions import Session
-from mxfp8_graph.tools.compare.emulation import Emulated, RoundedWeights, _model, lay_out
+from mxfp8_graph.tools.compare.emulation import Emulated, Emulator
 from mxfp8_graph.tools.compare.number_formats import PEERS
 from mxfp8_ops.errors import ContractError
 
@@ -31,7 +31,7 @@ X = np.random.default_rng(0).standard_normal((2, 5, 64), np.float32)
 
 
 def emulated(model: Any, name: str, recipe: Recipe = DEFAULT) -> Emulated:
-    return Emulated(lay_out(model, recipe), PEERS[name])
+    return Emulated(Emulator(model, recipe), PEERS[name])
 
 
 # --- An independent fake quantization --------------------------------------------------------------------------------
@@ -137,9 +137,10 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[st
 @pytest.mark.parametrize("name", roundings())
 def test_every_operand_of_minilm_is_rounded_as_torch_does(minilm: Any, name: str) -> None:
     path, feeds, load = minilm
-    rounded, emulator = roundings()[name], lay_out(path, DEFAULT)
-    proto, activations = _model(emulator, PEERS[name])
-    weights = RoundedWeights(emulator, PEERS[name].weights).values
+    rounded, emulator = roundings()[name], Emulator(path, DEFAULT)
+    proto, _ = emulator.proto(PEERS[name])
+    weights = Emulated(emulator, PEERS[name])._weights
+    activations = [node.input[0].removesuffix("/float") for node in proto.graph.node if node.op_type == "Round"]
     theirs = [rounded(m.weight.detach()).numpy() for m in load().modules() if isinstance(m, torch.nn.Linear)]
     assert len(weights) == len(theirs) == 37
     for weight in weights.values():
@@ -203,9 +204,8 @@ def test_blocks_of_32_are_the_real_rewrite(model: onnx.ModelProto, feeds: dict[s
 
 def test_weights_are_counted_once_and_the_rest_of_the_model_stays() -> None:
     model = b.chain_model((64, 128, 64))
-    emulator = lay_out(model, DEFAULT)
-    weights = emulated(model, "mxfp8-block32").weights
-    assert (weights.count, weights.byte_size, emulator.sites) == (2 * 64 * 128, 2 * 64 * 128 * 33 // 32, 2)
+    emulator = Emulator(model, DEFAULT)
+    assert (emulated(model, "mxfp8-block32").byte_size, emulator.sites) == (2 * 64 * 128 * 33 // 32, 2)
     assert emulator.other_bytes == model.ByteSize() - 2 * 64 * 128 * 4
 
 
@@ -219,7 +219,7 @@ def test_delayed_scaling_uses_the_largest_amax_before() -> None:
     model = b.matmul_model()
     samples = [X * np.float32(factor) for factor in (1, 4, 2, 8)]
     found = emulated(model, "float8-delayed")
-    (weight,) = found.weights.values.values()
+    (weight,) = found._weights.values()
 
     def with_amax(x: np.ndarray, amax: float) -> np.ndarray:
         scale = np.float32(448) / np.float32(amax) if amax else np.float32(1)
@@ -234,7 +234,7 @@ def test_delayed_scaling_uses_the_largest_amax_before() -> None:
 
 def test_what_cannot_be_emulated_is_an_error() -> None:
     with pytest.raises(NothingEligibleError, match="no matmul with a stored weight is eligible"):
-        lay_out(b.chain_model((64, 8)), DEFAULT)
+        Emulator(b.chain_model((64, 8)), DEFAULT)
     with pytest.raises(ContractError, match="a matmul in a subgraph, which has no history of amax"):
         emulated(branching(), "float8-delayed")
     nodes = [b.node("Gather", "w i", "picked"), b.node("MatMul", "x picked", "h", "experts"), b.node("Neg", "h", "y")]

@@ -17,7 +17,8 @@ import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe  # noqa: E402
 from mxfp8_graph.running.runner import open_runnable  # noqa: E402
 from mxfp8_graph.running.samples import make_samples  # noqa: E402
-from mxfp8_graph.tools.switched import open_switchable  # noqa: E402
+from mxfp8_graph.tools.switched_program import _needed  # noqa: E402
+from mxfp8_graph.tools.switches import open_switchable  # noqa: E402
 
 RECIPE = Recipe(attention_scores=True, attention_values=True, output_projections=True, embeddings=True, min_dim=1)
 W, V = values(64, 64, seed=1) / 8, values(64, 64, seed=2) / 8
@@ -66,7 +67,7 @@ def program(function: Any) -> Any:
 
 
 def switchable(source: Any) -> Any:
-    return open_switchable(source, RECIPE, allow_nonfinite=False, progress=None)
+    return open_switchable(source, RECIPE)
 
 
 @looped("function, decomposed", [*((form, False) for form in FORMS), *((form, True) for form in DECOMPOSED)])
@@ -80,7 +81,7 @@ def test_all_off_is_the_original_and_all_on_the_rewritten_program(function: Any,
         for on, wanted in ((False, original), (True, rewritten)):
             expected = open_runnable(wanted)[1].run(feeds)
             for _ in range(2):  # what a run writes, the next one does not see
-                found, _ = switched.run(feeds, [on] * len(switched.switched))
+                found = switched.run(feeds, [on] * len(switched.switched))
                 # An einsum is another op in the rewritten program, and its output has another name.
                 for array, wanted_array in zip(found.values(), expected.values(), strict=True):
                     np.testing.assert_allclose(array, wanted_array, rtol=1e-6, atol=1e-6, err_msg=f"{on=}")
@@ -88,10 +89,11 @@ def test_all_off_is_the_original_and_all_on_the_rewritten_program(function: Any,
 
 def test_the_way_not_taken_is_not_computed() -> None:
     with switchable(program(chain)) as switched:
-        steps = [switched._switched.steps(on) for on in ([True, False], [False, False])]
-        ops = [[str(node.target) for node, _ in taken if node.op == "call_function"] for taken in steps]
-    assert [sum("mxfp8" in op for op in taken) for taken in ops] == [2, 0]  # quantize and gemm, of one site
-    assert [sum("linear" in op for op in taken) for taken in ops] == [1, 2]
+        graph = switched._program.module.graph
+        taken = [_needed(graph, {list(graph.nodes)[-1]}, on) for on in ([True, False], [False, False])]
+        ops = [[str(node.target) for node in nodes if node.op == "call_function"] for nodes in taken]
+    assert [sum("mxfp8" in op for op in some) for some in ops] == [2, 0]  # quantize and gemm, of one site
+    assert [sum("linear" in op for op in some) for some in ops] == [1, 2]
 
 
 def test_sites_inside_of_higher_order_ops_have_no_switch() -> None:
@@ -105,6 +107,6 @@ def test_sites_inside_of_higher_order_ops_have_no_switch() -> None:
         assert all(reason == "inside cond, whose graphs stay in high precision" for reason in kept)
         feeds = make_samples(switched.signature, {}).feeds[0]
         expected = open_runnable(program(branches))[1].run(feeds)
-        found, _ = switched.run(feeds, [False])
+        found = switched.run(feeds, [False])
         for output, array in expected.items():
             np.testing.assert_array_equal(found[output], array)

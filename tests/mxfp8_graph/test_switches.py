@@ -14,7 +14,7 @@ import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_graph.running.runner import open_runnable
 from mxfp8_graph.running.samples import make_samples
-from mxfp8_graph.tools.switched import open_switchable
+from mxfp8_graph.tools.switches import open_switchable
 
 EVERYTHING = Recipe(
     attention_scores=True, attention_values=True, output_projections=True, embeddings=True, min_dim=1, fuse=False
@@ -22,7 +22,7 @@ EVERYTHING = Recipe(
 
 
 def switchable(model: Any, recipe: Recipe = EVERYTHING) -> Any:
-    return open_switchable(model, recipe, allow_nonfinite=False, progress=None)
+    return open_switchable(model, recipe)
 
 
 def matmul_in_a_branch() -> onnx.ModelProto:
@@ -63,7 +63,7 @@ def test_all_off_is_the_original_and_all_on_the_rewritten_model(name: str) -> No
         # In the original, ONNX Runtime fuses what a branch keeps apart: the last bits may differ.
         for on, wanted, rtol in ((False, model, 1e-5), (True, rewritten, 0)):
             expected = open_runnable(wanted)[1].run(feeds)
-            found, _ = switched.run(feeds, [on] * len(switched.switched))
+            found = switched.run(feeds, [on] * len(switched.switched))
             assert list(found) == list(expected)
             for output, values in expected.items():
                 np.testing.assert_allclose(found[output], values, rtol, rtol, err_msg=f"{output}, {on=}")
@@ -76,26 +76,30 @@ def test_one_on_is_the_model_with_only_that_one_rewritten() -> None:
         for index, site in enumerate(switched.switched):
             recipe = Recipe(include=(f"^{site.decision.site.name}$",), fuse=False)
             expected = open_runnable(mxfp8_graph.rewrite(model, recipe)[0])[1].run(feeds)
-            found, _ = switched.run(feeds, [index == other for other in range(len(switched.switched))])
+            found = switched.run(feeds, [index == other for other in range(len(switched.switched))])
             np.testing.assert_array_equal(found["y"], expected["y"], err_msg=site.decision.site.name)
 
 
 def test_what_goes_into_a_site_comes_with_k_last() -> None:
     with switchable(b.matmul_model(left=True)) as switched:
         feeds = make_samples(switched.signature, {}).feeds[0]
-        _, (x,) = switched.run(feeds, [False], [0])
+        (x,) = switched.observe(feeds, [0])
         np.testing.assert_array_equal(x, feeds["x"].swapaxes(-1, -2))
 
 
 def test_sites_that_share_an_activation_share_what_is_observed() -> None:
     with switchable(b.attention_model(), Recipe()) as switched:
-        by_name = dict(zip((s.decision.site.name for s in switched.switched), switched.observed_by, strict=True))
-        assert by_name == {"q": 0, "k": 0, "v": 0, "o": 1}
+        q, k, v, o = switched.observed
+        assert q == k == v != o
+        feeds = make_samples(switched.signature, {}).feeds[0]
+        first, _, again = switched.observe(feeds, [0, 3, 2])
+        np.testing.assert_array_equal(first, again)
+        np.testing.assert_array_equal(first, feeds["x"])
 
 
 def test_inputs_of_sites_in_subgraphs_are_not_observed_and_the_model_stays_as_it_was() -> None:
     model = matmul_in_a_branch()
     before = model.SerializeToString()
     with switchable(model) as switched:
-        assert switched.observed_by == (None, None)
+        assert switched.observed == (None, None)
     assert model.SerializeToString() == before
