@@ -25,7 +25,6 @@ LEGEND: Final = (
     ),
     ("worst", "of all samples; in brackets which one it is"),
     ("weight SQNR", "-20 log10 of the relative L2 error of the rewritten weights, a mean over them"),
-    ("bytes per weight", "of the rewritten weights: elements + scales"),
 )
 
 
@@ -34,7 +33,7 @@ class Row(Data):
     """One recipe. What is None does not apply, or is missing for the reason in `problem`."""
 
     KEYS = (
-        "recipe=name what emulated scores matmuls=sites weight_sqnr_db=weight_sqnr bytes=byte_size bytes_per_weight "
+        "recipe=name what emulated scores matmuls=sites weight_sqnr_db=weight_sqnr bytes=byte_size "
         "latency_seconds=seconds problem?"
     )
 
@@ -52,7 +51,6 @@ class Row(Data):
     """In dB."""
     byte_size: int | None = None
     """Bytes of the model."""
-    bytes_per_weight: float | None = None
     seconds: float | None = None
     """Median latency."""
     problem: str = ""
@@ -103,7 +101,7 @@ class Comparison(Report):
         several = len(self.sample_names) > 1
         scores = [m.shown_title for m in self.metrics]
         header = [part for s in scores for part in ((f"{s}: mean", "worst") if several else (s,))]
-        ends = ("weight SQNR, dB", "bytes per weight", "model", "latency, ms", "matmuls")
+        ends = ("weight SQNR, dB", "model", "latency, ms", "matmuls")
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
@@ -113,7 +111,6 @@ class Comparison(Report):
             "emulated" if row.emulated else "real",
             *itertools.chain.from_iterable(scores),
             number(row.weight_sqnr, ".2f"),
-            number(row.bytes_per_weight, ".4g"),
             byte_size(row.byte_size),
             number(row.seconds and row.seconds * 1e3, ".2f"),
             number(row.sites, "d"),

@@ -159,15 +159,14 @@ class Emulated:
             BackendError: ONNX Runtime refuses the model.
         """
         proto, delayed = emulator.proto(peer)
-        self.byte_size = self.count = 0
-        """Bytes of the weights in the format, and numbers in them."""
+        self.byte_size = 0
+        """Bytes of the weights in the format."""
         self._weights: dict[str, Weight] = {}
         rounded, errors = fake_quantizer(peer.weights), []
         for name in emulator.weights:
             weight = emulator.weight(name)
             result = rounded(weight)
             self.byte_size += peer.weights.stored_bytes(weight.shape)
-            self.count += weight.size
             errors.append(difference(weight, result).relative_l2)
             self._weights[name] = np.ascontiguousarray(result.swapaxes(-1, -2))
         self.relative_l2 = statistics.fmean(errors)

@@ -17,7 +17,6 @@ from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
-from mxfp8_graph.report.data import RewriteReport
 from mxfp8_graph.running.compare import sqnr
 from mxfp8_graph.running.inputs import describe
 from mxfp8_graph.running.runner import Model, is_program
@@ -30,7 +29,6 @@ from mxfp8_graph.tools.metrics import metric_called
 from mxfp8_graph.tools.trials import Bench, open_bench
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
-from mxfp8_ops.formats import VALUE_DTYPES
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mxfp8-even": {"scale_rounding": "even"},
@@ -178,7 +176,7 @@ def _rows(bench: Bench, candidates: Mapping[str, Recipe | Peer], repeat: int) ->
 def _real(bench: Bench, row: Row, recipe: Recipe, runnables: dict[str, Runnable]) -> Row:
     trial = bench.trial(recipe, row.name)
     runnables[row.name] = trial.runnable
-    report, (packed, count) = trial.report, _packed(trial.report)
+    report = trial.report
     return replace(
         row,
         recipe=trial.recipe.to_yaml(),
@@ -186,7 +184,6 @@ def _real(bench: Bench, row: Row, recipe: Recipe, runnables: dict[str, Runnable]
         sites=len(report.rewritten),
         weight_sqnr=None if report.weight_error is None else sqnr(report.weight_error.mean),
         byte_size=report.bytes_after,
-        bytes_per_weight=packed / count if count else None,
     )
 
 
@@ -198,13 +195,4 @@ def _emulated(bench: Bench, row: Row, emulator: Emulator, peer: Peer) -> Row:
         sites=emulator.sites,
         weight_sqnr=sqnr(emulated.relative_l2),
         byte_size=emulator.other_bytes + emulated.byte_size,
-        bytes_per_weight=emulated.byte_size / emulated.count,
     )
-
-
-def _packed(report: RewriteReport) -> tuple[int, int]:
-    """Returns (bytes of the packed weights, how many numbers they hold), each weight once."""
-    sites = {site.packed: site for site in report.rewritten if site.packed is not None}.values()
-    widths = [VALUE_DTYPES[site.decision.site.dtype or "float32"].bytes for site in sites]
-    count = sum(site.bytes_before // width for site, width in zip(sites, widths, strict=True))
-    return sum(site.bytes_after for site in sites), count
