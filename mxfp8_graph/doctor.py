@@ -43,7 +43,6 @@ _PACKAGES: Final = (
     *((name, (name,), "") for name in ("numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon")),
     ("onnxruntime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino"), ""),
     ("torch", ("torch",), "needed for PyTorch models only"),
-    ("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), _CUDA_ONLY),
 )
 """Name, distributions that provide it, its purpose ("" if everything needs it)."""
 
@@ -55,9 +54,9 @@ def diagnose() -> list[Check]:
         Check("mxfp8-graph", "ok", f"{__version__}, nodes of {contract.DOMAIN!r} version {contract.VERSION}"),
         *(_package(*row) for row in _PACKAGES),
         _attempt("native library", lambda: str(cpu.library_path())),
-        _attempt("kernels", lambda: f"{cpu.isa()}; MXFP8_ISA chooses one of {', '.join(cpu.available_isas())}"),
+        _attempt("kernels", lambda: f"{cpu.isa()}, set by MXFP8_ISA: {', '.join(cpu.available_isas())}"),
         _attempt("session", partial(_session, "cpu")),
-        *_gpu_checks(),
+        *_cuda_checks(),
     ]
 
 
@@ -103,15 +102,17 @@ def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") ->
         return Check(name, otherwise, str(error), advice)
 
 
-def _gpu_checks() -> list[Check]:
+def _cuda_checks() -> list[Check]:
+    """Returns one check where there is no GPU: all that CUDA needs is missing on most machines without one."""
     try:
         gpus = system.gpus()
     except BackendError as error:
-        return [Check("gpu", "missing", f"{error.problem}; {_CUDA_ONLY}", error.advice)]
+        return [Check("cuda", "missing", f"{error.problem}; {_CUDA_ONLY}", error.advice)]
     if not gpus:
-        return [Check("gpu", "missing", f"none; {_CUDA_ONLY}", "see nvidia-smi -L")]
+        return [Check("cuda", "missing", f"no GPU; {_CUDA_ONLY}", "see nvidia-smi -L")]
     device = "cuda" if installed("onnxruntime-gpu") else "cuda-copies"
     return [
+        _package("cupy", ("cupy-cuda13x", "cupy-cuda12x", "cupy"), _CUDA_ONLY),
         *(_attempt(f"gpu {i}", partial(native_reason, f"cuda:{i}"), "broken") for i in range(len(gpus))),
         _attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), "missing"),
         _attempt("gpu session", partial(_session, device), "broken"),
@@ -132,7 +133,7 @@ def _session(device: str) -> str:
     if not (np.abs(got - expected) <= bound).all():
         what, right = f"a 2 x 3 x 40 gemm gives {got.ravel().tolist()}", str(expected.ravel().tolist())
         raise BackendError(device, what, expected=right, advice="report this, with the output of doctor")
-    return f"ONNX Runtime runs the kernels on {device!r}, and they give what the reference gives"
+    return f"ONNX Runtime runs the kernels on {device!r}, with the results of the reference"
 
 
 def _model(elements: Any, scales: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 guard.py         the app, progress and results of commands, and the exit codes of errors
 arguments.py     arguments of several commands
-models.py        rewrite, verify, run, doctor, library-path
+models.py        rewrite, verify, run, doctor
 evidence.py      compare, analyze, tune
 other_tools.py   from-hf, convert, package, export-checkpoint
 """
@@ -18,7 +18,7 @@ for _command in (
     *(models.rewrite, other_tools.from_hf, models.verify, models.run),
     *(evidence.compare, evidence.analyze, evidence.tune),
     *(other_tools.convert, other_tools.package, other_tools.export_checkpoint),
-    *(models.doctor, models.library_path),
+    models.doctor,
 ):
     app.command()(_command)
 

@@ -30,7 +30,7 @@ Seed = Annotated[int, Option(help="Random seed for synthesised inputs.")]
 Repeat = Annotated[int, Option(metavar="N", help="Number of timed runs.", min=1)]
 Reports = Annotated[
     list[Path] | None,
-    Option("--report", "--html", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),
+    Option("--report", metavar="FILE", help="Write the result to a .json or .html file. Repeatable."),
 ]
 Json = Annotated[bool, Option("--json", help="Print the result as JSON, and nothing else on stdout.")]
 Settings = Annotated[

@@ -33,7 +33,7 @@ def compare(
     json: arg.Json = False,
     overwrite: arg.Overwrite = False,
 ) -> None:
-    """Measures each recipe on MODEL: errors at its outputs, size and latency.
+    """Measures recipes on MODEL: error, size and latency.
 
     Recipes are rewritten and run. Formats of other tools (TransformerEngine's DelayedScaling, Float8CurrentScaling and
     Float8BlockScaling, NVFP4, MXFP4, MXFP6, INT8) are emulated in float32, and marked so: no model is written in them.
@@ -71,10 +71,11 @@ def analyze(
     seed: arg.Seed = 0,
     allow_nonfinite: arg.AllowNonfinite = False,
 ) -> None:
-    """Ranks the matmuls by error: at the outputs, with each alone in MXFP8, and with all others.
+    """Ranks the matmuls by their error at the outputs.
 
-    Prints the matmuls, the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per
-    matmul and sample. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
+    Measures each alone in MXFP8, and all others. Prints the matmuls, the worst first, and an exclude list to paste
+    into a recipe. Takes two runs of the model per matmul and sample. Needs room for a copy of an ONNX MODEL in the
+    temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
     from mxfp8_graph.tools.analyze.run import analyze as run_analysis
@@ -117,7 +118,7 @@ def tune(
     seed: arg.Seed = 0,
     allow_nonfinite: arg.AllowNonfinite = False,
 ) -> None:
-    """Searches for the smallest or fastest plan that meets a budget.
+    """Finds the smallest or fastest plan within a budget.
 
     A plan keeps or packs each matmul, in E4M3 or INT8, with activations alike, in bfloat16 or unchanged. Every plan
     that is tried is rewritten for real and run on all samples. If no plan meets the budget, the exit code is 1 and

@@ -54,7 +54,8 @@ class _Commands(typer.core.TyperGroup):
         except (typer.Exit, BrokenPipeError):  # when the reader of stdout is gone, no message can reach it
             raise
         except _UsageError as error:
-            error.message = printable(error.message)
+            # typer has pydantic check choices, and passes on the words that begin its messages.
+            error.message = printable(error.message).replace("Value error, ", "")
             raise
         except (Exception, KeyboardInterrupt) as error:
             raise typer.Exit(refuse(error)) from None

@@ -1,4 +1,4 @@
-"""rewrite, verify and run: commands on one model; doctor and library-path: what is installed."""
+"""rewrite, verify and run: commands on one model; doctor: what is installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from mxfp8_graph.cli import arguments as arg
 from mxfp8_graph.cli.guard import (
     BAD_INPUT,
     FAILED,
-    NOTHING_ELIGIBLE,
     check_reports,
     print_result,
     progress_bar,
@@ -97,11 +96,10 @@ def verify(
 ) -> None:
     """Compares a rewritten model with its original.
 
-    Prints the error of each output, and the distance of the native kernels from the function bodies in the file. The
-    verdict answers two questions: do kernels compute what the nodes say, and are the outputs close to the original's?
+    Prints the error of each output, and the distance of the native kernels from the function bodies in the file.
     Exit code 1 if a kernel disagrees with its function body, if an error is above --max-rel-l2, if a NaN or Inf is in
-    only one of the outputs, or if an output has no finite value to compare. Exit code 3 if nothing failed, but no
-    output could be judged: all are integers without --max-rel-l2, texts, sequences or maps, or have no values.
+    only one of the outputs, or if no output could be judged: all are integers without --max-rel-l2, texts, sequences
+    or maps, or have no finite values.
     """
     from mxfp8_graph.running.verify import verify as run_verify
 
@@ -112,7 +110,7 @@ def verify(
     print_result(result, json=json, reports=report, overwrite=overwrite)
     # The report is printed first: a failed verification is a result and not an error.
     if not result.passed:
-        raise Exit(FAILED if result.failures else NOTHING_ELIGIBLE)
+        raise Exit(FAILED)
 
 
 def run(
@@ -127,7 +125,7 @@ def run(
     json: arg.Json = False,
     overwrite: arg.Overwrite = False,
 ) -> None:
-    """Runs a model with the native kernels, on the first sample, and times it."""
+    """Runs a model on the first sample, and times it."""
     from mxfp8_graph.running.runner import run_model
 
     check_reports(report, [model], overwrite=overwrite)
@@ -149,13 +147,3 @@ def doctor(json: arg.Json = False) -> None:
     if not healthy(checks):
         say("error: the CPU path does not work here; expected no failed check; follow the advice above")
         raise Exit(BAD_INPUT)
-
-
-def library_path() -> None:
-    """Prints the path of the native library.
-
-    RegisterCustomOpsLibrary in C, C++, C# or Rust needs it.
-    """
-    from mxfp8_ops import cpu
-
-    echo(cpu.library_path())

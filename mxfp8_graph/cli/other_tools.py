@@ -35,9 +35,9 @@ def from_hf(
     allow_nonfinite: arg.AllowNonfinite = False,
     verbose: arg.Verbose = False,
 ) -> None:
-    """Makes an ONNX model from a Hugging Face folder with MXFP8 weights.
+    """Makes an ONNX model from a Hugging Face folder.
 
-    Copies the bytes of all tensors. Nothing in the folder is executed.
+    Its weights are in MXFP8; copies the bytes of all tensors. Nothing in the folder is executed.
     """
     from mxfp8_graph.tools.from_hf import from_hf as from_folder
 
@@ -73,10 +73,11 @@ def convert(
     report: arg.Reports = None,
     json: arg.Json = False,
 ) -> None:
-    """Converts an MXFP8 model from one dialect to another; elements and scales stay the same bytes.
+    """Converts an MXFP8 model from one dialect to another.
 
-    Reads the nodes of rewrite, TensorRT (modelopt, TransformerEngine), standard Q/DQ, ONNX Runtime's CUDA op and Quark.
-    Prints the quantized values it reads and the losses in the other dialect.
+    Elements and scales stay the same bytes. Reads the nodes of rewrite, TensorRT (modelopt, TransformerEngine),
+    standard Q/DQ, ONNX Runtime's CUDA op and Quark. Prints the quantized values it reads and the losses in the other
+    dialect.
     """
     from mxfp8_graph.tools.dialects import convert as run_conversion
 
@@ -100,7 +101,10 @@ def package(
     ] = None,
     root: Annotated[Path | None, Option(metavar="PATH", help="triton: path of FOLDER on the server.")] = None,
 ) -> None:
-    """Writes a folder with MODEL, the native library and a configuration, from which a serving program loads it."""
+    """Writes a folder from which a server loads MODEL.
+
+    It has the model, the native library and a configuration.
+    """
     from mxfp8_graph.tools.hosts.write import package as write_folder
 
     echo(printable(str(write_folder(model, host, output, config=config, root=root))))
@@ -116,7 +120,10 @@ def export_checkpoint(
         Option(help="The first for vLLM, the second for SGLang and transformers."),
     ] = "compressed-tensors",
 ) -> None:
-    """Writes a Hugging Face folder with the packed weights of MODEL, which vLLM, SGLang and transformers load."""
+    """Writes a Hugging Face folder with weights of MODEL.
+
+    vLLM, SGLang and transformers load the packed weights.
+    """
     from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as write_checkpoint
 
     folder, notes = write_checkpoint(model, output, config=config, convention=convention)

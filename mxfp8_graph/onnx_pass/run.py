@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -98,7 +99,9 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
     decisions, given = assigned.decisions, assigned.weights
     reporter.notes += assigned.notes
-    require_eligible(decisions, options.name, wanted=WANTED)
+    linear = linear_note(model)
+    reporter.notes += linear
+    require_eligible(decisions, options.name, wanted=" ".join([WANTED, *map("({})".format, linear)]))
     progress = None if options.dry_run else options.progress
     editor = Editor(model, allow_nonfinite=options.allow_nonfinite, given=given, progress=progress)
     done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
@@ -172,6 +175,13 @@ def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: b
 def site_report(done: Replaced | Decision) -> SiteReport:
     """Returns the report of a site; after the save, which finds the error of its weight."""
     return SiteReport(decision=done) if isinstance(done, Decision) else done.report()
+
+
+def linear_note(model: ir.Model) -> list[str]:
+    """Returns what there is to know of linear models of ai.onnx.ml, which scikit-learn exports."""
+    ops = Counter(n.op_type for n in model.graph.all_nodes() if n.op_type in {"LinearClassifier", "LinearRegressor"})
+    named = ", ".join(f"{count} {op}" for op, count in ops.items())
+    return [f"{named}: not rewritten, the weights are attributes and no tensors"] if named else []
 
 
 def cpu_note(model: ir.Model) -> list[str]:

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 PRESETS: Final[dict[str, dict[str, Any]]] = {
     "mxfp8": {},  # the default policy
-    "MXFP8BlockScaling": {},  # the same, by TransformerEngine's name
     "mxfp8-bf16": {"activations": "bfloat16"},
     "mxfp8-weight-only": {"activations": "unchanged"},
     "ocp": {"scale_rounding": "floor"},

@@ -369,8 +369,8 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
         expected = "a preset's name, a file, or a Recipe"
         raise RecipeError("recipe", f"a {type(recipe).__name__}", expected=expected, advice="pass Recipe(**fields)")
     name, path = str(recipe), Path(recipe)
-    if name in presets.PRESETS:
-        return Recipe(name=name, **presets.PRESETS[name])
+    if name in presets.PRESETS or name == _MXFP8:  # TransformerEngine's name of the default
+        return Recipe(name=name, **presets.PRESETS.get(name, {}))
     if refused := _refusal(name):
         what, advice = refused
         raise RecipeError("recipe", what, expected=f"one of {presets.choices()}", advice=advice)

@@ -81,13 +81,14 @@ class Roles(Generic[Op, Value]):
 
         An output projection's result reaches a model output passively and feeds no later matmul: the second condition
         tells an LM head from the key and value projections of a decoder that returns its cache. A router's result is
-        what the model chooses by.
+        what the model chooses by, and computes with.
         """
         reached = list(_reached([result], self._passively))
-        # An LM head before the ArgMax that picks the next token is both: it is an output projection, asked for first.
-        if any(map(self._graph.is_model_output, reached)) and not self._feeds_compute(result):
+        chooses = any(self._maker(value) in self._ops.choices for value in reached)
+        # An ArgMax at the end picks a token or a label: only what is computed by a choice makes a router.
+        if (chooses or any(map(self._graph.is_model_output, reached))) and not self._feeds_compute(result):
             return "output_projection"
-        return "router" if any(self._maker(value) in self._ops.choices for value in reached) else "linear"
+        return "router" if chooses else "linear"
 
     def of_product(self, result: Value) -> Role:
         """Returns the role of the matmul of two values computed at run time that makes `result`."""

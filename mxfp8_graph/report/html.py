@@ -44,7 +44,9 @@ h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
 dl { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
 dt { color: var(--soft); }
 dd { margin: 0; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; background: linear-gradient(to left, var(--page) 1rem, transparent 2rem) right / 3rem 100%
+  no-repeat local, linear-gradient(to left, var(--line), transparent) right / .8rem 100% no-repeat scroll; }
+td:first-child, th:first-child { position: sticky; left: 0; background: var(--page); }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; vertical-align: top; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); }
 th { vertical-align: bottom; overflow-wrap: normal; cursor: pointer; }
@@ -57,11 +59,12 @@ th[aria-sort=ascending]::after { content: " \\2191"; }
 th[aria-sort=descending]::after { content: " \\2193"; }
 svg { width: 100%; max-width: 46rem; font-size: 12px; }
 svg path { stroke: var(--soft); fill: none; } svg .grid { stroke: var(--line); }
-svg text { fill: var(--ink); } svg circle { fill: var(--soft); } svg circle.best { fill: var(--green); }
+svg text { fill: var(--ink); stroke: var(--page); stroke-width: 4px; paint-order: stroke; }
+svg circle { fill: var(--soft); } svg circle.best { fill: var(--green); }
 pre { background: var(--box); padding: .6rem .8rem; margin: .3rem 0; white-space: pre-wrap; font-size: 13px; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px; }
 @media (max-width: 45rem) { table { font-size: 12px; } th, td { padding-right: .5rem; } dl { column-gap: .6rem; }
-  .short { white-space: normal; } .text { min-width: 6rem; } }
+  td { overflow-wrap: break-word; } .short { white-space: normal; } .text { min-width: 6rem; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --box: #fff; }
   * { print-color-adjust: exact; } body { max-width: none; margin: 0; font-size: 12px; } table { font-size: 11px; }
   .scroll { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }

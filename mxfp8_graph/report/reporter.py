@@ -57,6 +57,9 @@ class Reporter:
 
     def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
         """Returns the report of a rewrite that stops with the plan."""
+        output = self.options.output
+        if output is not None and output.exists():
+            self.notes.append(f"{output} exists already: a rewrite needs --overwrite, or another output")
         return self.report([SiteReport(decision=decision) for decision in decisions])
 
     def _fused(self, site: SiteReport, gone: AbstractSet[str], attention: AbstractSet[str]) -> SiteReport:

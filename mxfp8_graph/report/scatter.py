@@ -81,18 +81,19 @@ def svg(points: Sequence[Point], titles: tuple[str, str]) -> str:
 def _point(point: Point, x: float, y: float, boxes: list[tuple[float, float, float]]) -> list[str]:
     """Returns a point and its label, which is moved off the `boxes` (left, top, right) there are, and joins them."""
     width = len(point.name) * _LETTER
-    left = x + 8 if x + 8 + width < _RIGHT else max(x - 8 - width, _LEFT)
+    flipped = x + 8 + width > _RIGHT
+    left = x - 8 - width if flipped else x + 8
     places = sorted((y - _LINE / 2 + d for d in range(-12 * _LINE, 12 * _LINE, 2)), key=lambda top: abs(top + 7 - y))
     fits = [top for top in places if _TOP <= top <= _BOTTOM - _LINE]
     free = (t for t in fits if all(r < left or left + width < l or abs(t - b) >= _LINE for l, b, r in boxes))  # noqa: E741
     top = next(free, fits[0])
     boxes.append((left, top, left + width))
     best = ' class="best"' * point.best
-    edge = left - 2 if left > x else left + width + 2
+    edge, anchor = (x - 8, "end") if flipped else (x + 8, "start")
     moved = abs(top + _LINE / 2 - y) > _LINE / 2
     line = [f'<path class="grid" d="M{x:.1f} {y:.1f}L{edge:.1f} {top + _LINE / 2:.1f}"/>'] if moved else []
     circle = f'<circle{best} cx="{x:.1f}" cy="{y:.1f}" r="{5 if point.best else 4}"/>'
-    return [*line, circle, _text(left, top + _LINE - 3, point.name, "start", best)]
+    return [*line, circle, _text(edge, top + _LINE - 3, point.name, anchor, best)]
 
 
 def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:

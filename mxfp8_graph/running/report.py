@@ -111,8 +111,8 @@ class VerifyReport(Report):
         """Returns the verdict, with the number of failures or the largest error and its limit."""
         if self.failures:
             outputs = len(self.output_failures)
-            said = f"{outputs} failures of outputs, {len(self.failures) - outputs} of kernels"
-            return f"Failed: {said}; do not use {self.rewritten}."
+            counts = f"{outputs} of outputs, {len(self.failures) - outputs} of kernels"
+            return f"Failed checks: {counts}; do not use {self.rewritten}."
         if not self.passed:
             advice = "set --max-rel-l2 to judge integers, or pass other inputs"
             return f"Not judged: 0 of {len(self.outputs)} outputs have a limit and a value; {advice}."

@@ -42,20 +42,19 @@ class RunReport(Report):
     note: str = ""
     """Note on a model that runs as a changed copy."""
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Returns (label, value) pairs: inputs, kernels, latency and a note."""
+    def answer(self) -> str:
+        """Returns how long a run takes."""
         seconds = self.timing.seconds
         spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
-        latency = f"median {self.timing.median * 1e3:.3f} ms ({spread})"
-        lines = [("inputs", self.inputs), ("kernels", self.isa), ("latency", latency)]
-        return lines + ([("note", self.note)] if self.note else [])
+        return f"A run takes {self.timing.median * 1e3:.3f} ms, the median ({spread})."
 
     def sections(self) -> Iterator[Section]:
-        """Yields the outputs, how long the runs took, and where the time goes."""
+        """Yields the inputs and kernels, where the time goes, and the outputs."""
+        notes = [("note", self.note)] if self.note else []
+        yield Section(facts=[("inputs", self.inputs), ("kernels", self.isa), *notes])
+        yield Section(title="Nodes", columns=_profile(self.nodes), bar="ms")
         rows = [(output["name"], output["dtype"], shape_text(output["shape"])) for output in self.outputs]
         yield Section(title="Outputs", columns=(("output", "dtype", "shape"), rows))
-        yield Section(facts=self.facts())
-        yield Section(title="Nodes", columns=_profile(self.nodes), bar="ms")
 
     @property
     def outputs(self) -> list[dict[str, Any]]:

@@ -160,7 +160,7 @@ def test_another_recipe_on_a_rewritten_model() -> None:
 def test_a_recipe_of_transformer_engine_that_is_not_mxfp8() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "Float8BlockScaling") == (
         "error: recipe: Float8BlockScaling is FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight, "
-        "not MXFP8; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
+        "not MXFP8; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
         "mxint8-weight-only, all, or a .yaml or .toml file; `mxfp8-graph compare` emulates it and shows the error "
         "it makes on your model"
     )
@@ -210,7 +210,7 @@ def test_a_model_too_large_for_one_file(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_unknown_recipe() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "mxfp4") == (
-        "error: recipe: 'mxfp4'; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
+        "error: recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
         "mxint8-weight-only, all, or a .yaml or .toml file; correct the name"
     )
 
@@ -249,26 +249,31 @@ def test_a_report_that_cannot_be_written_stops_before_the_work() -> None:
 
 def test_a_model_without_matmuls() -> None:
     spec = {"x": (np.float32, [2])}, {"y": (np.float32, [2])}
-    source = save(b.model([b.node("Relu", "x", "y")], *spec))
-    assert refused("rewrite", source, code=3) == (
-        "error: m.onnx: no MatMul or Gemm in the model; expected at least one; nothing to rewrite"
-    )
+    model = b.model([b.node("Relu", "x", "y")], *spec)
+    advice = "; expected at least one; nothing to rewrite"
+    assert refused("rewrite", save(model), code=3) == f"error: m.onnx: no MatMul or Gemm in the model{advice}"
+    linear = onnx.helper.make_node("LinearRegressor", ["x"], ["z"], domain="ai.onnx.ml", coefficients=[1.0, 1.0])
+    model.graph.node.append(linear)
+    model.opset_import.add(domain="ai.onnx.ml", version=1)
+    said = f"1 LinearRegressor: not rewritten, the weights are attributes and no tensors){advice}"
+    assert refused("rewrite", save(model), code=3).endswith(said)
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=str)
 def test_when_all_sites_are_skipped_the_reasons_are_listed(flags: list[str]) -> None:
     source = save(b.chain_model((64, 100), head=True))
-    assert refused("rewrite", source, *flags, code=3).splitlines() == [
-        "error: m.onnx: none of its 1 matmul is eligible; expected at least one; see the reasons and adapt the recipe",
-        "site             op      M x N x K         decision  before   rule    reason",
-        "layers.0.linear  MatMul  batch x 100 x 64  kept      25.6 kB  policy  output projection: its result is a "
-        "graph output; set output_projections: true to quantize it",
-    ]
+    message, header, row, *rest = refused("rewrite", source, *flags, code=3).splitlines()
+    assert message == (
+        "error: m.onnx: none of its 1 matmul is eligible; expected at least one; see the reasons and adapt the recipe"
+    )
+    assert header.split() == ["site", "op", "M", "x", "N", "x", "K", "decision", "before", "rule", "reason"]
+    reason = " ".join([row[row.index("output") :], *(line.strip() for line in rest)])
+    assert reason == "output projection: its result is a graph output; set output_projections: true to quantize it"
 
 
 def test_a_matmul_over_nothing() -> None:
     message = refused("rewrite", save(b.matmul_model(k=0)), code=3)
-    assert message.splitlines()[-1].split("  ")[-1] == ("the weight is empty (shape [0, 96]); expected N and K above 0")
+    assert "the weight is empty (shape [0, 96]);" in message
 
 
 def test_a_python_wheel() -> None:

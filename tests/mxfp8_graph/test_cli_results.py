@@ -1,4 +1,4 @@
-"""What every command that reports has: --json, --report and --html, --overwrite, and --set for recipes."""
+"""What every command that reports has: --json, --report, --overwrite, and --set for recipes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _models(own_folder: object) -> None:
 
 @pytest.mark.parametrize(("arguments", "key"), COMMANDS.values(), ids=COMMANDS)
 def test_json_is_all_there_is_on_stdout_and_in_the_report(arguments: list[str], key: str) -> None:
-    result = run(*arguments, "--json", "--report", "r.json", "--html", "r.html")
+    result = run(*arguments, "--json", "--report", "r.json", "--report", "r.html")
     assert (result.exit_code, result.stderr) == (0, "")
     assert key in json.loads(result.stdout)
     assert Path("r.json").read_text() == result.stdout
@@ -38,10 +38,9 @@ def test_json_is_all_there_is_on_stdout_and_in_the_report(arguments: list[str], 
 
 
 @pytest.mark.parametrize(("arguments", "key"), COMMANDS.values(), ids=COMMANDS)
-@pytest.mark.parametrize("option", ["--report", "--html"])
-def test_a_report_that_exists_is_refused_before_the_work(arguments: list[str], key: str, option: str) -> None:
+def test_a_report_that_exists_is_refused_before_the_work(arguments: list[str], key: str) -> None:
     Path("keep.html").write_text("keep")
-    message = refused(*arguments, option, "keep.html")
+    message = refused(*arguments, "--report", "keep.html")
     assert message == "error: keep.html: exists already; expected a new file; pass --overwrite or another path"
     assert Path("keep.html").read_text() == "keep"
 
@@ -77,7 +76,7 @@ def test_set_is_an_option_of_every_command_that_takes_a_recipe(command: str) -> 
 def test_compare_sets_the_field_in_every_recipe_of_ours() -> None:
     result = run("compare", "m.onnx", "--recipes", "mxfp8,ocp", "--set", "min_dim=1000", "--repeat", "1")
     assert result.exit_code == 3, result.output
-    assert "below min_dim = 1000" in result.stderr
+    assert "below min_dim = 1000" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -16,25 +16,23 @@ from mxfp8_graph.policy import presets
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def test_rewrite_writes_next_to_the_model() -> None:
+def words(text: str) -> list[str]:
+    """Returns the lines without their columns."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_rewrite_writes_next_to_the_model_and_ends_with_the_answer() -> None:
     result = run("rewrite", save(b.language_model(), "lm.onnx"))
     assert (result.exit_code, result.stderr) == (0, "")
     assert {node.op_type for node in onnx.load("lm.mxfp8.onnx").graph.node} >= {"MXFP8Quantize", "MXFP8Gemm"}
-
-
-def test_the_closing_table() -> None:
-    source = save(b.language_model(), "lm.onnx")
-    lines = run("rewrite", source).stdout.splitlines()
-    before, after = Path("lm.onnx").stat().st_size, Path("lm.mxfp8.onnx").stat().st_size
-    assert lines[0] == "2 of 3 matmuls and 0 of 2 embeddings rewritten to MXFP8 with recipe mxfp8"
-    assert "rewritten  2      linear, by recipe 'mxfp8'" in lines
-    assert (
-        "kept       1      output projection: its result is a graph output; "
-        "set output_projections: true to quantize it" in lines
+    before, after = (f"{Path(name).stat().st_size / 1e3:.1f} kB" for name in ("lm.onnx", "lm.mxfp8.onnx"))
+    lines = words(result.stdout)
+    assert lines[-1] == (
+        f"Rewrote 2 of 3 matmuls and 0 of 2 embeddings to MXFP8 with recipe mxfp8: {before} to {after}; check it with "
+        "`mxfp8-graph verify lm.onnx lm.mxfp8.onnx`."
     )
-    assert f"size          {before / 1e3:.1f} kB -> {after / 1e3:.1f} kB ({before / after:.2f}x smaller)" in lines
-    assert "weight error  relative L2 mean 0.0265 (31.5 dB), worst 0.0265 (31.5 dB) at ffn.up" in lines
-    assert lines[-1] == "result        lm.mxfp8.onnx"
+    assert "rewritten 2 linear, by recipe 'mxfp8'" in lines
+    assert "weight error relative L2 mean 0.0265 (31.5 dB), worst 0.0265 (31.5 dB) at ffn.up" in lines
 
 
 def test_output_and_recipe() -> None:
@@ -52,30 +50,26 @@ def test_no_fuse() -> None:
 def test_fused_nodes_are_counted() -> None:
     result = run("rewrite", save(b.chain_model()), "--report", "r.json")
     assert "fused         2 gemm + relu" in result.stdout
+    assert json.loads(Path("r.json").read_text())["rewritten"] == 2
     fusions = json.loads(Path("r.json").read_text())["fusions"]
     assert fusions[0] == {"kind": "gemm + relu", "node": "layers.0.linear", "replaced": ["layers.0.relu"]}
 
 
-def test_transformer_engine_s_name_of_the_recipe() -> None:
+def test_transformer_engine_s_name_of_the_recipe_is_taken_and_not_listed() -> None:
     result = run("rewrite", save(b.chain_model()), "--recipe", "MXFP8BlockScaling")
-    assert result.stdout.splitlines()[0] == "2 of 2 matmuls rewritten to MXFP8 with recipe MXFP8BlockScaling"
+    assert "2 of 2 matmuls to MXFP8 with recipe MXFP8BlockScaling: " in result.stdout
     # Lines break after hyphens too.
     help_text = "".join(run("rewrite", "--help").output.split())
     assert presets.choices().replace(" ", "") in help_text
-
-
-def test_a_recipe_file() -> None:
-    Path("mine.yaml").write_text("exclude: [layers.0]\n")
-    result = run("rewrite", save(b.chain_model()), "--recipe", "mine.yaml")
-    assert result.stdout.splitlines()[0] == "1 of 2 matmuls rewritten to MXFP8 with recipe mine"
+    assert "MXFP8BlockScaling" not in help_text
 
 
 def test_exclude_adds_to_the_recipe() -> None:
     Path("mine.yaml").write_text("exclude: [layers.0]\n")
     source = save(b.chain_model((64, 128, 64, 64)))
-    lines = run("rewrite", source, "--recipe", "mine.yaml", "--exclude", "1.linear").stdout.splitlines()
-    assert lines[0] == "1 of 3 matmuls rewritten to MXFP8 with recipe mine excluding 1.linear"
-    assert "kept       1      excluded by '1.linear'" in lines
+    lines = words(run("rewrite", source, "--recipe", "mine.yaml", "--exclude", "1.linear").stdout)
+    assert lines[-1].startswith("Rewrote 1 of 3 matmuls to MXFP8 with recipe mine excluding 1.linear: ")
+    assert "kept 1 excluded by '1.linear'" in lines
 
 
 def test_exclude_takes_several_patterns() -> None:
@@ -96,21 +90,13 @@ def test_exclude_refuses(pattern: str, message: str) -> None:
 
 def test_dry_run_prints_a_line_per_site_and_writes_nothing() -> None:
     result = run("rewrite", save(b.language_model(), "lm.onnx"), "--dry-run")
-    sizes = "batch_size*sequence_length x"
-    embedding = "embedding: ids pick its rows; set embeddings: true to quantize it"
-    assert (result.exit_code, result.stdout.splitlines()[1:7]) == (
-        0,
-        [
-            "site           op      M x N x K                              decision   before   rule    reason",
-            f"Gather_tokens  Gather  {sizes} 100 x 64  kept       25.6 kB  policy  {embedding}",
-            f"Gather_places  Gather  {sizes} 32 x 64   kept       8.2 kB   policy  {embedding}",
-            f"ffn.up         MatMul  {sizes} 128 x 64  rewritten  32.8 kB  policy  linear, by recipe 'mxfp8'",
-            f"ffn.down       MatMul  {sizes} 64 x 128  rewritten  32.8 kB  policy  linear, by recipe 'mxfp8'",
-            f"lm_head        MatMul  {sizes} 100 x 64  kept       25.6 kB  policy  output projection: its result is a "
-            "graph output; set output_projections: true to quantize it",
-        ],
-    )
-    assert result.stdout.splitlines()[-1] == "result   nothing written (dry run)"
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert result.exit_code == 0
+    assert ["site", "op", "M", "x", "N", "x", "K", "decision", "before", "rule", "reason"] in rows
+    for name, op, decision in (("Gather_tokens", "Gather", "kept"), ("ffn.up", "MatMul", "rewritten")):
+        assert any(row[:2] == [name, op] and decision in row for row in rows), result.stdout
+    assert max(map(len, result.stdout.splitlines()[:-1])) <= 100
+    assert result.stdout.endswith("; nothing is written.\n")
     assert [p.name for p in Path.cwd().iterdir()] == ["lm.onnx"]
 
 
@@ -118,7 +104,8 @@ def test_a_dry_run_after_the_rewrite_prints_the_plan_also_as_json() -> None:
     source = save(b.chain_model())
     run("rewrite", source)
     written = Path("m.mxfp8.onnx").read_bytes()
-    assert run("rewrite", source, "--dry-run").exit_code == 0
+    exists = "note m.mxfp8.onnx exists already: a rewrite needs --overwrite, or another output"
+    assert exists in words(run("rewrite", source, "--dry-run").stdout)
     result = run("rewrite", source, "--dry-run", "--json")
     plan = json.loads(result.stdout or "null")
     assert (result.exit_code, plan["dry_run"], plan["bytes_after"]) == (0, True, None)
@@ -134,26 +121,22 @@ def test_the_plan_shows_the_module_paths_that_rules_match() -> None:
     for i, node in enumerate(n for n in model.graph.node if n.op_type == "MatMul"):
         node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', 'encoder.{i}.up', 'linear_{i}']")
     lines = run("rewrite", save(model), "--dry-run").stdout.splitlines()
-    assert [line.split()[:3] for line in lines[1:4]] == [
-        ["site", "module", "op"],
-        ["layers.0.linear", "encoder.0.up", "MatMul"],
-        ["layers.1.linear", "encoder.1.up", "MatMul"],
-    ]
+    assert any(line.split()[1:2] == ["encoder.0.up"] for line in lines), lines
 
 
 def test_verbose_prints_bytes_and_errors_per_site() -> None:
-    result = run("rewrite", save(b.chain_model()), "-v")
-    assert result.stdout.splitlines()[2] == (
-        "layers.0.linear  MatMul  batch x 128 x 64  rewritten  32.8 kB  8.4 kB  0.0267   31.5     policy  "
-        "linear, by recipe 'mxfp8'"
-    )
-
-
-def test_a_report_is_written() -> None:
-    result = run("rewrite", save(b.chain_model()), "--report", "r.json")
-    assert result.exit_code == 0
-    report = json.loads(Path("r.json").read_text())
-    assert (report["rewritten"], report["output"], report["sites"][0]["name"]) == (2, "m.mxfp8.onnx", "layers.0.linear")
+    lines = run("rewrite", save(b.chain_model()), "-v").stdout.splitlines()
+    (row,) = (line.split() for line in lines if line.startswith("layers.0.line") and "MatMul" in line)
+    assert [*row[row.index("rewritten") :][:8]] == [
+        "rewritten",
+        "32.8",
+        "kB",
+        "8.4",
+        "kB",
+        "0.0267",
+        "policy",
+        "linear,",
+    ]
 
 
 def test_a_dry_run_can_write_a_report() -> None:
@@ -185,10 +168,8 @@ def test_a_rewritten_model_is_left_alone() -> None:
     run("rewrite", save(b.chain_model()), "-o", "out.onnx")
     content = Path("out.onnx").read_bytes()
     result = run("rewrite", "out.onnx")
-    assert (result.exit_code, [" ".join(line.split()) for line in result.stdout.splitlines()]) == (
-        0,
-        ["already rewritten with recipe mxfp8; nothing to do", "result nothing written; out.onnx is the result"],
-    )
+    last = "out.onnx is already rewritten with recipe mxfp8; nothing is written."
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, last)
     assert (sorted(p.name for p in Path.cwd().iterdir()), Path("out.onnx").read_bytes()) == (
         ["m.onnx", "out.onnx"],
         content,
@@ -199,10 +180,8 @@ def test_a_rewritten_model_is_left_alone() -> None:
 def test_a_rewritten_model_is_copied_to_another_output(choice: str) -> None:
     run("rewrite", save(b.chain_model()), "-o", "one.onnx", "--external-data", choice)
     result = run("rewrite", "one.onnx", "-o", "two.onnx")
-    assert (result.exit_code, [" ".join(line.split()) for line in result.stdout.splitlines()]) == (
-        0,
-        ["already rewritten with recipe mxfp8; copied", "result two.onnx"],
-    )
+    last = "one.onnx is already rewritten with recipe mxfp8; it is copied to two.onnx."
+    assert (result.exit_code, result.stdout.splitlines()[-1]) == (0, last)
     assert Path("two.onnx.data").exists() == (choice == "always")
     for file in Path.cwd().glob("one.*"):
         file.unlink()  # the copy does not need it

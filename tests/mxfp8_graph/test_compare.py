@@ -266,7 +266,7 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
     np.savez("data.npz", **SAMPLES[0])
     done = run(
         "compare", save(b.chain_model()), "--recipes", "mxfp8,nvfp4", "--inputs", "data.npz", "--metric", "sqnr",
-        "--repeat", "1", "--html", "page.html", "--report", "data.json",
+        "--repeat", "1", "--report", "page.html", "--report", "data.json",
     )  # fmt: skip
     assert (done.exit_code, done.stderr) == (0, "")
     header, *lines = done.stdout.splitlines()
@@ -294,7 +294,7 @@ def test_the_command_prints_json() -> None:
         (["--metric", "mse"], "error: metric: 'mse'; expected one of relative_l2, "),
         (["--inputs", "none.jsonl"], "error: none.jsonl: No such file or directory"),
         (["--inputs", "none:feeds"], "error: none:feeds: raised ModuleNotFoundError: No module named 'none'"),
-        (["--html", "m.pdf"], "error: m.pdf: report with suffix '.pdf'; expected .json or .html"),
+        (["--report", "m.pdf"], "error: m.pdf: report with suffix '.pdf'; expected .json or .html"),
     ],
 )
 def test_the_command_refuses(options: list[str], message: str) -> None:

@@ -55,11 +55,10 @@ def test_the_checks_and_their_order() -> None:
         "onnx-graphsurgeon",
         "onnxruntime",
         "torch",
-        "cupy",
         "native library",
         "kernels",
         "session",
-        "gpu",
+        "cuda",
     ]
 
 
@@ -72,7 +71,7 @@ def test_the_checks_and_their_order() -> None:
         ("mxfp8-graph", f"nodes of 'mxfp8' version {contract.VERSION}"),
         ("onnxruntime", onnxruntime.__version__),
         ("native library", str(cpu.library_path())),
-        ("kernels", f"{cpu.isa()}; "),
+        ("kernels", f"{cpu.isa()}, "),
         ("kernels", ", ".join(cpu.available_isas())),
     ],
 )
@@ -132,7 +131,7 @@ def test_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_driver")
 def test_without_a_driver() -> None:
-    check = find("gpu")
+    check = find("cuda")
     assert check.state == "missing"
     assert check.detail.startswith("no CUDA driver (libnothing.so.1: cannot open")
     assert check.detail.endswith("; needed for CUDA kernels only")
@@ -141,7 +140,7 @@ def test_without_a_driver() -> None:
 
 
 def test_a_driver_without_a_gpu(gpus: list[cuda_system.Gpu]) -> None:
-    assert (find("gpu").state, find("gpu").detail) == ("missing", "none; needed for CUDA kernels only")
+    assert (find("cuda").state, find("cuda").detail) == ("missing", "no GPU; needed for CUDA kernels only")
 
 
 def test_each_gpu_says_whether_it_multiplies_mxfp8_itself(gpus: list[cuda_system.Gpu]) -> None:
@@ -165,7 +164,7 @@ def test_a_session_on_the_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.M
     check = find("gpu session")
     assert (check.state, check.detail) == (
         "ok",
-        "ONNX Runtime runs the kernels on 'cuda-copies', and they give what the reference gives",
+        "ONNX Runtime runs the kernels on 'cuda-copies', with the results of the reference",
     )
     assert devices == ["cuda-copies"]
 

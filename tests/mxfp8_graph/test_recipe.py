@@ -93,7 +93,7 @@ def test_an_unknown_name_lists_the_presets() -> None:
     with pytest.raises(RecipeError) as caught:
         load_recipe("mxfp4")
     assert str(caught.value) == (
-        "recipe: 'mxfp4'; expected one of mxfp8, MXFP8BlockScaling, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
+        "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
         "mxint8-weight-only, all, or a .yaml or .toml file; correct the name"
     )
 

@@ -75,7 +75,8 @@ def value(toy: ToyGraph, name: str) -> str:
         ("h = matmul x W; t = tanh h; y = mul t t", "linear"),
         ("h = matmul x W; t = tanh h; y = mul t x", "linear"),
         ("h = matmul x W; y = view h; z = matmul y W", "linear"),
-        ("h = matmul x W; s = slice h; i = topk s; y = dropout i", "router"),
+        ("h = matmul x W; s = slice h; i = topk s; d = dropout i; y = matmul d W", "router"),
+        ("h = matmul x W; s = slice h; i = topk s; y = dropout i", "output_projection"),
     ],
 )
 def test_a_linear(text: str, role: str) -> None:
