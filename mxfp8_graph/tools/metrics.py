@@ -6,17 +6,20 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.running.compare import Difference, difference, sqnr
 from mxfp8_graph.running.inputs import Array
-from mxfp8_graph.running.samples import failed, is_reference, load_function
 from mxfp8_ops.errors import ContractError, ShapeError
 
 Outputs = Mapping[str, Array]
@@ -99,17 +102,35 @@ def metric_called(name: str) -> Metric:
     """
     if name in METRICS:
         return METRICS[name]
-    if not is_reference(name):
+    if ":" not in name:
         raise ContractError.unknown("metric", name, (*METRICS, "module:function"))
-    function = load_function(name)
+    function = _load_function(name)
 
     def of(original: Outputs, rewritten: Outputs) -> float:
         try:
             return float(function(original, rewritten))
         except Exception as error:  # whatever the user's function raises
-            raise failed(name, error) from error
+            raise _failed(name, error) from error
 
     return Metric(name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), of=of)
+
+
+def _load_function(reference: str) -> Callable[..., Any]:
+    """Returns the function that module:function names, of a module that may be in the current folder."""
+    module, _, name = reference.partition(":")
+    sys.path.insert(0, os.getcwd())  # noqa: PTH109 - as `python -m` does: an installed command has no current folder
+    try:
+        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever the user's module raises
+        raise _failed(reference, error) from error
+    finally:
+        del sys.path[0]
+    return function
+
+
+def _failed(reference: str, error: Exception) -> ContractError:
+    what = f"raised {type(error).__name__}: {first_line(error)}"
+    return ContractError(reference, what, expected="a function that runs", advice="correct it; --debug shows where")
 
 
 def _of_the_worst(name: str, title: str, number: _Number, *, best: float, rows: bool) -> Metric:
