@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from mxfp8_graph.rewriting import rewrite as rewrite
     from mxfp8_graph.running.verify import verify as verify
     from mxfp8_graph.tools.analyze.run import analyze as analyze
+    from mxfp8_graph.tools.checkpoint import export_checkpoint as export_checkpoint
     from mxfp8_graph.tools.compare.run import compare as compare
     from mxfp8_graph.tools.dialects.convert import convert as convert
     from mxfp8_graph.tools.from_hf import from_hf as from_hf
-    from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as export_checkpoint
-    from mxfp8_graph.tools.hosts.write import package as package
     from mxfp8_graph.tools.tune.run import tune as tune
 
 # The names a second time: the block above is for type checkers, this table for the import on first use.
@@ -41,11 +40,10 @@ _MODULES = {
     "report.data": "RewriteReport",
     "running.verify": "verify",
     "tools.analyze.run": "analyze",
+    "tools.checkpoint": "export_checkpoint",
     "tools.compare.run": "compare",
     "tools.dialects": "convert",
     "tools.from_hf": "from_hf",
-    "tools.hosts.checkpoint": "export_checkpoint",
-    "tools.hosts.write": "package",
     "tools.tune.run": "tune",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}

@@ -112,6 +112,15 @@ def test_the_pages_are_a_site_without_a_dead_link(tmp_path: Path) -> None:
     assert missing == ["index"], f"not in the navigation of mkdocs.yml: {missing}"
 
 
+def test_the_lines_for_hosts_are_those_of_samples() -> None:
+    """But for Triton's, which test_hosts_run.py gives to a server."""
+    files = [path for sample in SAMPLES for path in sample.iterdir() if path.suffix in {".c", ".cpp", ".py"}]
+    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    lines = "".join(blocks(ROOT / "docs/hosts.md", "(?:py|c)")).splitlines()
+    assert [line for line in lines if line not in code] == []
+    assert len(lines) == 10
+
+
 def test_files_that_pages_link_exist() -> None:
     missing = [
         f"{page.name}: {link}"

@@ -4,7 +4,7 @@ guard.py         the app, progress and results of commands, and the exit codes o
 arguments.py     arguments of several commands
 models.py        rewrite, verify, run, doctor
 evidence.py      compare, analyze, tune
-other_tools.py   from-hf, convert, package, export-checkpoint
+other_tools.py   from-hf, convert, export-checkpoint
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mxfp8_graph.cli.guard import app
 for _command in (
     *(models.rewrite, other_tools.from_hf, models.verify, models.run),
     *(evidence.compare, evidence.analyze, evidence.tune),
-    *(other_tools.convert, other_tools.package, other_tools.export_checkpoint),
+    *(other_tools.convert, other_tools.export_checkpoint),
     models.doctor,
 ):
     app.command()(_command)

@@ -18,8 +18,8 @@ SamplesPath = Annotated[
     Option(
         "--inputs",
         metavar="DATA",
-        help="Samples: an .npz file, a folder of .npz files (a sample per file), a .jsonl file (a sample per "
-        "line), or module:function (runs your code, which yields mappings). Default: synthesised.",
+        help="Samples: an .npz file, a folder of them, or a .jsonl file of texts with tokenizer.json beside MODEL. "
+        "Default: synthesised.",
     ),
 ]
 Dims = Annotated[

@@ -1,4 +1,4 @@
-"""from-hf, convert, package and export-checkpoint: commands on the files of other tools."""
+"""from-hf, convert and export-checkpoint: commands on the files of other tools."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from mxfp8_graph.cli import arguments as arg
 from mxfp8_graph.cli.guard import check_reports, print_result, progress_bar
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
-from mxfp8_graph.tools.hosts import HOSTS
 
 _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 
@@ -89,27 +88,6 @@ def convert(
     print_result(done, json=json, reports=report, overwrite=overwrite)
 
 
-def package(
-    model: Annotated[Path, Argument(metavar="MODEL", help="A rewritten ONNX model.")],
-    *,
-    host: Annotated[
-        str, Option("--for", metavar="HOST", autocompletion=arg.completed(HOSTS), help=f"One of {', '.join(HOSTS)}.")
-    ],
-    output: arg.NewFolder,
-    config: Annotated[
-        Path | None, Option(metavar="FOLDER", help="Folder with configuration and tokenizer of MODEL. Not for triton.")
-    ] = None,
-    root: Annotated[Path | None, Option(metavar="PATH", help="triton: path of FOLDER on the server.")] = None,
-) -> None:
-    """Writes a folder from which a server loads MODEL.
-
-    It has the model, the native library and a configuration.
-    """
-    from mxfp8_graph.tools.hosts.write import package as write_folder
-
-    echo(printable(str(write_folder(model, host, output, config=config, root=root))))
-
-
 def export_checkpoint(
     model: arg.ModelPath,
     *,
@@ -124,7 +102,7 @@ def export_checkpoint(
 
     vLLM, SGLang and transformers load the packed weights.
     """
-    from mxfp8_graph.tools.hosts.checkpoint import export_checkpoint as write_checkpoint
+    from mxfp8_graph.tools.checkpoint import export_checkpoint as write_checkpoint
 
     folder, notes = write_checkpoint(model, output, config=config, convention=convention)
     for note in notes:

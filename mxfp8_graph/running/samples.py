@@ -1,22 +1,15 @@
-"""Samples: the inputs of several runs of a model, as a user gives them or synthesised.
+"""Samples: the inputs of several runs of a model, as a user gives them or synthesised. All are in memory.
 
-    data.npz            one sample, an array per input
-    folder/             one sample per .npz file, in the order of their names
-    data.jsonl          one sample per line: {"input_ids": [[101, 2023, 102]], "attention_mask": [[1, 1, 1]]}
-    module:function     one sample per mapping that function() yields. This runs the user's code
-    arrays in Python    a mapping is one sample, an iterable of mappings is several
-    nothing             synthesised, see `inputs.py`, and marked as such wherever they are described
-
-All samples are in memory.
+data.npz            one sample, an array per input
+folder/             one sample per .npz file, in the order of their names
+data.jsonl          one text per line, {"text": "A sentence."} or a string: see `_texts`
+arrays in Python    a mapping is one sample, an iterable of mappings is several
+nothing             synthesised, see `inputs.py`, and marked as such wherever they are described
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,40 +17,27 @@ from typing import Any, Final, TypedDict
 
 import numpy as np
 
-from mxfp8_graph.running.inputs import (
-    Array,
-    Inputs,
-    InputSpec,
-    Signature,
-    Sizes,
-    check_inputs,
-    describe,
-    load_arrays,
-    make_inputs,
-)
-from mxfp8_ops.errors import BackendError, ContractError, Option, ShapeError
+from mxfp8_graph.naming import first_line
+from mxfp8_graph.running.inputs import Array, Inputs, Signature, check_inputs, describe, make_inputs
+from mxfp8_ops.errors import BackendError, Option, ShapeError
 
 SampleSource = str | Path | Mapping[str, Array] | Iterable[Mapping[str, Array]] | None
 """The types of `inputs` in the Python API."""
+
+_TOKENS: Final = ("input_ids", "attention_mask", "token_type_ids", "position_ids")
+"""Inputs with a column for each token; a tokenizer makes the first three."""
 
 
 class SampleOptions(TypedDict, total=False):
     """The options of every function that runs a model on samples."""
 
     inputs: SampleSource
-    """A file, a folder, "module:function", arrays by input name, or an iterable of these; see `running.samples`.
+    """A file, a folder, arrays by input name, or an iterable of these; see `running.samples`.
     Default: None, which synthesises them, and results say so."""
     shapes: Mapping[str, int] | None
     """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`. Default: None."""
     seed: int
     """Of the first synthesised sample; those that follow have the numbers that follow. Default: 0."""
-
-
-REFERENCE: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
-"""Name of a function: my_data:feeds, or package.module:function."""
-
-_Named = Iterator[tuple[str, Mapping[str, Any]]]
-"""Pairs of (name of a sample, its arrays)."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +63,9 @@ class Samples:
     def __str__(self) -> str:
         """Returns them as results describe them: x float32 [2, 64], synthesised."""
         first = describe(self.feeds[0])
-        if len(self) == 1:
-            return f"{first}, {self.source}"
-        return f"{len(self)} samples, {self.source}; the first: {first}"
+        return (
+            f"{first}, {self.source}" if len(self) == 1 else f"{len(self)} samples, {self.source}; the first: {first}"
+        )
 
 
 def make_samples(
@@ -95,170 +75,140 @@ def make_samples(
     count: int = 1,
     run: Callable[[Inputs], object] = lambda feeds: None,
 ) -> Samples:
-    """Returns the given samples, checked, or `count` synthesised ones.
+    """Returns the samples of the user, checked, or `count` synthesised ones.
 
     Exported decoders often hold a batch of one somewhere, in the tables of a rotary embedding for example. So where
     `run` fails on the first synthesised sample, free batch dimensions are 1.
 
-    Args:
-        signature: what the model takes.
-        options: the samples that the user chose.
-        count: how many to synthesise.
-        run: the model, if its samples are to be tried.
-
     Raises:
-        BackendError: `run` fails on what is synthesised, with batches of one too.
-        ShapeError: samples do not fit the model, there are none, a file is unreadable, or both inputs and shapes are
-            given.
-        ContractError: the user's function cannot be loaded, or raises.
+        BackendError: `run` fails on what is synthesised, with batches of one too; or the package tokenizers is missing.
+        ShapeError: samples do not fit the model, there are none, a file is unreadable, or both arrays and shapes are
+            set.
     """
-    inputs, shapes = options.get("inputs"), options.get("shapes") or {}
-    if inputs is None:
-        return _synthesised(signature, options, count, run)
-    # Given arrays have sizes of their own, so a --dim would have no effect.
-    if shapes:
-        what = f"sizes {', '.join(shapes)} with given inputs"
-        advice = ("drop ", Option("shapes"), ": given inputs have their sizes")
-        raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
-    source = str(inputs) if isinstance(inputs, (str, Path)) else "given inputs"
-    # Checked sample by sample, so that an error names the one that does not fit.
-    named = _named(inputs, {spec.name: spec for spec in signature.specs})
-    checked = [(name, check_inputs(arrays, signature.specs, name)) for name, arrays in named]
-    if not checked:
-        raise ShapeError(source, "no samples", expected="samples for the model", advice="give at least one")
-    names, feeds = zip(*checked, strict=True)
-    return Samples(feeds, f"from {source}", names)
-
-
-def _synthesised(signature: Signature, options: SampleOptions, count: int, run: Callable[[Inputs], object]) -> Samples:
-    shapes, seed, source = options.get("shapes") or {}, options.get("seed", 0), "synthesised"
-    feeds = [make_inputs(signature, shapes, seed + number) for number in range(count)]
+    inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
+    if inputs is not None:
+        texts = isinstance(inputs, (str, Path)) and Path(inputs).suffix == ".jsonl"
+        # Arrays have sizes of their own, so a --dim would have no effect.
+        if shapes and not texts:
+            what, advice = f"sizes {', '.join(shapes)} with given inputs", ("drop ", Option("shapes"))
+            raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
+        source = str(inputs) if isinstance(inputs, (str, Path)) else "given inputs"
+        # Checked sample by sample, so that an error names the one that does not fit.
+        named = _texts(Path(str(inputs)), signature, shapes) if texts else _named(inputs)
+        checked = {name: check_inputs(arrays, signature.specs, name) for name, arrays in named}
+        if not checked:
+            raise ShapeError(source, "no samples", expected="samples for the model", advice="give at least one")
+        return Samples(tuple(checked.values()), f"from {source}", tuple(checked))
+    source, batch = "synthesised", 2
     try:
-        run(feeds[0])
+        run(make_inputs(signature, shapes, seed))
     except BackendError as error:
-        batches = Sizes(signature.specs, shapes, signature.name).batches()
-        ones = {**shapes, **dict.fromkeys(batches, 1)}
-        feeds = [make_inputs(signature, ones, seed + number) for number in range(count)]
+        batch = 1
         try:
-            run(feeds[0])
+            run(make_inputs(signature, shapes, seed, batch=batch))
         except BackendError:
             raise error from None
-        source = f"synthesised; {', '.join(batches)} = 1, since the model does not run with 2"
-    names = tuple(f"sample {number}" for number in range(1, count + 1))
-    return Samples(tuple(feeds), source, names, synthesised=True)
+        source = "synthesised; batches of 1, since the model does not run with 2"
+    feeds = tuple(make_inputs(signature, shapes, seed + number, batch=batch) for number in range(count))
+    return Samples(feeds, source, tuple(f"sample {number + 1}" for number in range(count)), synthesised=True)
 
 
-def _named(inputs: Any, specs: Mapping[str, InputSpec]) -> _Named:
+def _named(inputs: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields (name of a sample, its arrays)."""
     if isinstance(inputs, Mapping):
         yield "given inputs", inputs
     elif not isinstance(inputs, (str, Path)):
-        yield from _yielded("given inputs", lambda: inputs)
-    # A file may be called a:b; what exists is taken for a file, so that no code runs by mistake.
-    elif is_reference(str(inputs)) and not Path(inputs).exists():
-        yield from _yielded(str(inputs), load_function(str(inputs)))
-    elif os.path.isdir(inputs):
-        yield from ((str(file), load_arrays(file)) for file in sorted(Path(inputs).glob("*.npz")))
-    elif Path(inputs).suffix == ".jsonl":
-        yield from _in_lines(Path(inputs), specs)
+        for number, arrays in enumerate(inputs, 1):
+            name = f"given inputs sample {number}"
+            if not isinstance(arrays, Mapping):
+                what, expected = f"a {type(arrays).__name__}", "a mapping of input names to arrays"
+                raise ShapeError(name, what, expected=expected, advice="yield a dict")
+            yield name, arrays
     else:
-        yield str(inputs), load_arrays(Path(inputs))
+        files = sorted(Path(inputs).glob("*.npz")) if Path(inputs).is_dir() else [Path(inputs)]
+        yield from ((str(file), _arrays(file)) for file in files)
 
 
-def _yielded(source: str, make: Callable[[], Any]) -> _Named:
-    """Yields what a user's function, or a user's iterable, yields."""
+def _arrays(path: Path) -> Inputs:
+    """Returns the arrays of an .npz file."""
     try:
-        samples = list(make())
-    except Exception as error:  # whatever the user's code raises
-        raise failed(source, error) from error
-    for number, arrays in enumerate(samples, 1):
-        name = f"{source} sample {number}"
-        if not isinstance(arrays, Mapping):
-            what = f"a {type(arrays).__name__}"
-            raise ShapeError(name, what, expected="a mapping of input names to arrays", advice="yield a dict")
-        yield name, arrays
+        with path.open("rb") as source, np.load(source, allow_pickle=False) as loaded:
+            return dict(loaded)
+    except OSError as error:
+        raise ShapeError.unreadable(path, error, "a readable .npz file") from None
+    except Exception as error:  # zipfile and NumPy raise anything for other files: zlib.error, struct.error, TypeError
+        expected = "plain arrays, one per input"
+        raise ShapeError(
+            path, f"no .npz file: {first_line(error)}", expected=expected, advice="save it with numpy.savez"
+        ) from None
 
 
-def _in_lines(path: Path, specs: Mapping[str, InputSpec]) -> _Named:
-    """Yields a sample per line that is not blank."""
+def _texts(path: Path, signature: Signature, shapes: Mapping[str, int]) -> Iterator[tuple[str, Inputs]]:
+    """Yields a sample per line: the tokens of its text after an empty cache; other inputs are synthesised, in `shapes`.
+
+    A text is cut after as many tokens as the model has, or else tokenizer.json says, or else 512. It is padded only for
+    a model with a fixed length.
+    """
     try:
-        # Bytes that are not UTF-8 make a line that is no JSON, and an error that names it.
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .jsonl file") from None
+    tokenizer = _tokenizer(signature)
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         name = f"{path} line {number}"
         try:
-            values = json.loads(line)
-        except ValueError as error:
-            advice = "write one object per line"
-            raise ShapeError(name, f"not JSON: {error}", expected='{"input": [...], ...}', advice=advice) from None
-        if not isinstance(values, dict):
-            what = f"a {type(values).__name__}"
-            raise ShapeError(name, what, expected='{"input": [...], ...}', advice="name the lists after the inputs")
-        # The usual mistake with a .jsonl file, so the advice is the step that is missing.
-        if text := next((key for key, value in values.items() if isinstance(value, str)), None):
-            expected = ", ".join(map(str, specs.values()))
-            advice = "tokenize first: write what the model's tokenizer gives, transformers.AutoTokenizer of its folder"
-            raise ShapeError(name, f"{text!r} is text", expected=expected, advice=advice)
-        yield name, {key: _array(values[key], specs.get(key), name) for key in values}
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        text = value.get("text") if isinstance(value, dict) else value
+        if not isinstance(text, str):
+            expected, advice = '{"text": "..."} or a string', "write numbers to .npz files, a sample in each"
+            raise ShapeError(name, f"no text in {line[:60]}", expected=expected, advice=advice)
+        yield name, _encoded(tokenizer.encode(text), signature, shapes)
 
 
-def _array(values: Any, spec: InputSpec | None, where: str) -> Array:
-    """Returns a list of a .jsonl file in the dtype of its input; what that dtype cannot hold is an error."""
+def _encoded(encoding: Any, signature: Signature, shapes: Mapping[str, int]) -> Inputs:
+    count, shapes = len(encoding.ids), dict(shapes)
+    for spec in signature.specs:
+        for axis, dim in enumerate(spec.dims):
+            place = f"{spec.name}.{axis}" if dim is None else dim
+            if isinstance(place, str) and spec.name in _TOKENS:
+                shapes[place] = count if axis == len(spec.dims) - 1 else 1
+            elif isinstance(place, str) and "past" in spec.name.lower() and axis == 2:
+                shapes[place] = 0
+    feeds = make_inputs(signature, shapes, batch=1)
+    for name, row in zip(_TOKENS, (encoding.ids, encoding.attention_mask, encoding.type_ids), strict=False):
+        if name in feeds:
+            feeds[name][..., feeds[name].shape[-1] - count :] = row
+    return feeds
+
+
+def _tokenizer(signature: Signature) -> Any:
+    """Returns what tokenizer.json describes, beside the model or one folder above (the hub has onnx/model.onnx)."""
     try:
-        array = np.asarray(values)
-    except ValueError:  # NumPy's, of lists of different lengths
-        array = np.asarray(None)
-    if spec is None:
-        return array  # `check_inputs` says that the model has no such input
-    if array.size and array.dtype.kind not in "biuf":
-        advice = "give lists of equal lengths, of numbers or booleans"
-        raise ShapeError(where, f"{spec.name!r} is not an array of numbers", expected=str(spec), advice=advice)
-    with np.errstate(over="ignore", invalid="ignore"):
-        result = array.astype(spec.dtype)
-    # Floats may be rounded, but not to infinity; integers and booleans are what was written.
-    exact = (
-        result == array if spec.dtype.kind in "biu" else np.isfinite(result.astype(np.float64)) | ~np.isfinite(array)
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        advice = "pip install tokenizers"
+        raise BackendError("samples of text", str(error), expected="tokenizers", advice=advice) from None
+    dims = next((spec.dims for spec in signature.specs if spec.name == _TOKENS[0]), ())
+    folder = Path(signature.name).absolute().parent
+    path = next(
+        (each / "tokenizer.json" for each in (folder, folder.parent) if (each / "tokenizer.json").exists()), None
     )
-    if not np.all(exact):
-        what = f"{spec.name!r} has a value that {spec.dtype.name} cannot hold"
-        raise ShapeError(where, what, expected=str(spec), advice="correct the values")
-    return result
-
-
-def is_reference(text: object) -> bool:
-    """Whether `text` names a function as module:function."""
-    return isinstance(text, str) and REFERENCE.fullmatch(text) is not None
-
-
-def load_function(reference: str) -> Callable[..., Any]:
-    """Returns the function that module:function names; the module may be in the current folder.
-
-    Importing the module runs it.
-
-    Raises:
-        ContractError: there is no such module or function, or the module fails.
-    """
-    module, _, name = reference.partition(":")
-    here = str(Path.cwd())
-    # As `python -m` does: an installed command has no current folder in its path.
-    sys.path.insert(0, here)
+    if path is None or not dims:
+        what = (
+            "no tokenizer.json beside it or one folder above" if dims else f"no input called {_TOKENS[0]!r} for texts"
+        )
+        advice = "copy that of its tokenizer there, or pass arrays in .npz files"
+        raise ShapeError(signature.name, what, expected="a model of tokens with its tokenizer.json", advice=advice)
     try:
-        function = getattr(importlib.import_module(module), name, None)
-    except Exception as error:  # whatever the user's module raises
-        raise failed(reference, error) from error
-    finally:
-        sys.path.remove(here)
-    if not callable(function):
-        what = f"{module} has no function called {name!r}"
-        raise ContractError(reference, what, expected="module:function", advice="correct the name")
-    return function  # type: ignore[no-any-return]  # of whatever type the user's function is
-
-
-def failed(reference: str, error: Exception) -> ContractError:
-    """Returns the error for an exception of a user's function."""
-    reason = next(iter(str(error).splitlines()), "")
-    what = f"raised {type(error).__name__}{f': {reason}' if reason else ''}"
-    return ContractError(reference, what, expected="a function that runs", advice="correct it; --debug shows where")
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises no class of its own
+        expected, advice = "a file of the library tokenizers", "copy it again"
+        raise ShapeError(path, first_line(error), expected=expected, advice=advice) from None
+    fixed = dims[-1] if isinstance(dims[-1], int) else None
+    tokenizer.enable_truncation(fixed or (tokenizer.truncation or {"max_length": 512})["max_length"])
+    tokenizer.no_padding() if fixed is None else tokenizer.enable_padding(length=fixed)
+    return tokenizer

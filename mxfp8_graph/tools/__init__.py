@@ -5,7 +5,7 @@ analyze    which matmul causes the error
 tune       the plan that keeps a budget
 dialects   MXFP8 of other tools, read and written
 from_hf    a Hugging Face folder with MXFP8 weights as an ONNX model
-hosts      folders for programs that serve models
+checkpoint a Hugging Face folder with packed weights, for servers
 
 compare, analyze and tune share:
 metrics.py           the distance of outputs from the original's, one number per sample

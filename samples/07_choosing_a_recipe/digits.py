@@ -1,13 +1,11 @@
-"""Writes a model that reads scikit-learn's handwritten digits, and has the functions that `mxfp8-graph compare` calls.
+"""Writes a model that reads scikit-learn's handwritten digits, its inputs, and has a metric for `mxfp8-graph compare`.
 
-`samples` yields inputs, and `accuracy` is a metric that knows the labels, which are not in the output of a model.
+`accuracy` knows the labels, which are not in the output of a model.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -22,11 +20,6 @@ def data() -> list[np.ndarray]:
     """Returns (training images, test images, training labels, test labels); images as [count, 64] float32."""
     images, labels = load_digits(return_X_y=True)
     return train_test_split(images.astype(np.float32) / 16, labels, test_size=0.5, random_state=0, stratify=labels)
-
-
-def samples() -> Iterator[dict[str, np.ndarray]]:
-    """Yields all test images as one sample, so that `accuracy` has one value for all of them."""
-    yield {"images": data()[1]}
 
 
 def accuracy(original: Mapping[str, np.ndarray], rewritten: Mapping[str, np.ndarray]) -> float:
@@ -59,12 +52,14 @@ def write(path: Path, classifier: MLPClassifier) -> None:
 
 
 def main() -> None:
-    """Trains, writes digits.onnx, and ten test images as digits.jsonl."""
+    """Trains, writes digits.onnx, and the test images: all as one sample in all.npz, ten as samples in ten/."""
     train_images, test_images, train_labels, test_labels = data()
     classifier = MLPClassifier((128, 128), max_iter=60, random_state=0, tol=0).fit(train_images, train_labels)
     write(Path("digits.onnx"), classifier)
-    lines = (json.dumps({"images": image[None].tolist()}) for image in itertools.islice(test_images, 10))
-    Path("digits.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    np.savez("all.npz", images=test_images)
+    Path("ten").mkdir(exist_ok=True)
+    for number, image in enumerate(test_images[:10]):
+        np.savez(f"ten/{number}.npz", images=image[None])
     print(f"digits.onnx reads {100 * classifier.score(test_images, test_labels):.2f} % of the test images right")
 
 

@@ -1,4 +1,4 @@
-"""Generates with onnxruntime-genai from a packaged folder, and checks every token against a loop of our own."""
+"""Generates with onnxruntime-genai from a folder, and checks every token against a loop of our own."""
 
 from __future__ import annotations
 
@@ -25,12 +25,11 @@ def with_genai(model: genai.Model, prompt: list[int]) -> list[int]:
     return [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
 
 
-def with_onnxruntime(folder: Path, prompt: list[int], end: int) -> list[int]:
+def with_onnxruntime(prompt: list[int], end: int) -> list[int]:
     """Returns the same from a session with our library, fed with its own cache."""
-    session = ort.session(folder / "model.onnx")
+    session = ort.session(folder / decoder["filename"])
     outputs = [value.name for value in session.get_outputs()]
     wanted = [value.name for value in session.get_inputs()]
-    decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
     nothing = np.zeros((1, decoder["num_key_value_heads"], 0, decoder["head_size"]), np.float32)
     cache = {name: nothing for name in wanted if name.startswith("past_key_values")}
     tokens, length, found = prompt, 0, list[int]()
@@ -50,11 +49,15 @@ def with_onnxruntime(folder: Path, prompt: list[int], end: int) -> list[int]:
     return found
 
 
-folder = Path(sys.argv[1])
+folder = Path(sys.argv[1]).resolve()
+decoder = json.loads((folder / "genai_config.json").read_text())["model"]["decoder"]
 model = genai.Model(str(folder))
+maps, library = Path("/proc/self/maps"), folder / decoder["session_options"]["custom_ops_library"]
+if maps.exists() and str(library) not in maps.read_text():
+    sys.exit(f"onnxruntime-genai has not loaded {library}: it runs the function bodies, slowly")
 tokenizer = genai.Tokenizer(model)
 prompt = [int(token) for token in tokenizer.encode(PROMPT)]
-ours = with_onnxruntime(folder, prompt, int(tokenizer.eos_token_ids[0]))
+ours = with_onnxruntime(prompt, int(tokenizer.eos_token_ids[0]))
 theirs = with_genai(model, prompt)
 print(PROMPT, repr(tokenizer.decode(np.array(theirs, np.int32)))[:200])
 same = sum(a == b for a, b in zip(ours, theirs, strict=True))

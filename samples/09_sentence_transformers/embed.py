@@ -1,6 +1,6 @@
 """Embeds sentences with sentence-transformers and with optimum, on our kernels, and compares with a plain session.
 
-python embed.py FLOAT32 SENTENCE_TRANSFORMERS OPTIMUM, each a folder.
+python embed.py FOLDER, with onnx/model.onnx and, rewritten, onnx/model.mxfp8.onnx.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import pydoc_data.topics
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -20,13 +19,6 @@ from mxfp8_ops import ort
 
 CPU = "CPUExecutionProvider"
 BATCH = 32
-
-
-def our_options() -> onnxruntime.SessionOptions:
-    """Returns session options with the library registered, for one session."""
-    options = onnxruntime.SessionOptions()
-    ort.register(options)
-    return options
 
 
 def pooled(hidden: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -43,13 +35,16 @@ def same_rows(name: str, found: np.ndarray, expected: np.ndarray) -> None:
         sys.exit(f"{name} gives other embeddings")
 
 
-float32, served, plain = map(Path, sys.argv[1:])
+folder = sys.argv[1]
 text = " ".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
 texts = sorted((s for s in re.findall(r"[A-Z][a-z]+ [\w, ]{40,200}\.", text)), key=len)[:256]
 
-tokenizer = AutoTokenizer.from_pretrained(plain)
-session = ort.session(plain / "model.onnx")
-optimum = ORTModelForFeatureExtraction.from_pretrained(plain, provider=CPU, session_options=our_options())
+tokenizer = AutoTokenizer.from_pretrained(folder)
+session = ort.session(f"{folder}/onnx/model.mxfp8.onnx")
+options = onnxruntime.SessionOptions()
+ort.register(options)  # for one session; without it the function bodies run, slowly
+named = {"file_name": "model.mxfp8.onnx", "provider": CPU, "session_options": options}
+optimum = ORTModelForFeatureExtraction.from_pretrained(folder, subfolder="onnx", **named)
 expected, by_optimum = [], []
 for start in range(0, len(texts), BATCH):
     inputs = tokenizer(texts[start : start + BATCH], padding=True, return_tensors="np")
@@ -57,10 +52,8 @@ for start in range(0, len(texts), BATCH):
     expected.append(pooled(session.run(None, feeds)[0], inputs["attention_mask"]))
     by_optimum.append(pooled(optimum(**inputs).last_hidden_state, inputs["attention_mask"]))
 
-ours = SentenceTransformer(
-    str(served), backend="onnx", model_kwargs={"provider": CPU, "session_options": our_options()}
-)
-before = SentenceTransformer(str(float32), backend="onnx", model_kwargs={"provider": CPU})
+ours = SentenceTransformer(folder, backend="onnx", model_kwargs=named)
+before = SentenceTransformer(folder, backend="onnx", model_kwargs={"file_name": "model.onnx", "provider": CPU})
 by_sentence_transformers = ours.encode(texts, batch_size=BATCH)
 same_rows("sentence-transformers", by_sentence_transformers, np.concatenate(expected))
 same_rows("optimum", np.concatenate(by_optimum), np.concatenate(expected))

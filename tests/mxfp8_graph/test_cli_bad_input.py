@@ -286,12 +286,12 @@ def test_a_python_wheel() -> None:
 def test_samples_of_text() -> None:
     Path("data.jsonl").write_text('{"text": "a sentence"}\n')
     message = refused("run", save(b.chain_model()), "--inputs", "data.jsonl")
-    assert message.startswith("error: data.jsonl line 1: 'text' is text; expected x float32 [batch, 64]; tokenize")
+    assert message.startswith("error: m.onnx: no input called 'input_ids' for texts; expected a model of tokens")
 
 
 def test_a_size_where_every_dimension_is_fixed() -> None:
     nodes = [b.node("MatMul", "x w", "y")]
     source = save(b.model(nodes, {"x": (np.float32, [2, 64])}, {"y": (np.float32, [2, 64])}, {"w": b.weight(64, 64)}))
     assert refused("run", source, "--dim", "b=3") == (
-        "error: m.onnx: no dimension 'b': every dimension is fixed; expected no sizes; drop --dim"
+        "error: m.onnx: size b = 3; expected none: all sizes are fixed; correct or drop --dim"
     )

@@ -37,7 +37,6 @@ def test_a_shell_is_offered_commands_options_and_presets(shell):
         ("mxfp8-graph rewrite m.onnx --recipe mxfp8-", ["mxfp8-bf16", "mxfp8-weight-only"]),
         ("mxfp8-graph rewrite m.onnx --external-data a", ["auto", "always"]),
         ("mxfp8-graph convert m.onnx --to o", ["ort-cuda"]),
-        ("mxfp8-graph package m.onnx --for g", ["genai"]),
     ):
         offered = completions(typed, shell)
         assert all(word in offered for word in expected), f"{shell}, {typed!r}: {offered!r}"

@@ -20,7 +20,7 @@ import safetensors.torch  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe  # noqa: E402
-from mxfp8_graph.tools.hosts import checkpoint  # noqa: E402
+from mxfp8_graph.tools import checkpoint  # noqa: E402
 from mxfp8_ops import numpy_nodes  # noqa: E402
 from mxfp8_ops.errors import ContractError  # noqa: E402
 

@@ -14,12 +14,10 @@ from pathlib import Path
 
 import builders as b
 import numpy as np
-import onnx
 import onnxruntime
 import pytest
 
 import mxfp8_graph
-from mxfp8_ops import cpu
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
@@ -52,14 +50,16 @@ def test_without_a_call_for_custom_ops_the_function_bodies_run(package: str) -> 
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_triton_server_takes_the_configuration() -> None:
+def test_a_triton_server_takes_the_configuration_of_the_page() -> None:
     """The server in the package nvidia-pytriton has no ONNX Runtime backend: that is all it may have to say."""
     found = importlib.util.find_spec("pytriton")
     if found is None or found.submodule_search_locations is None:
         pytest.skip("needs a server: pip install --no-deps nvidia-pytriton")
     server = Path(found.submodule_search_locations[0], "tritonserver")
-    mxfp8_graph.rewrite(b.chain_model(), output="m.onnx")
-    mxfp8_graph.package("m.onnx", "triton", "repository/chain")
+    page = (Path(__file__).parents[2] / "docs/hosts.md").read_text(encoding="utf-8")
+    Path("repository/minilm/1").mkdir(parents=True)
+    Path("repository/minilm/config.pbtxt").write_text(page.split("```pbtxt\n")[1].split("```")[0], encoding="utf-8")
+    mxfp8_graph.rewrite(b.chain_model(), output="repository/minilm/1/model.onnx")
     quiet = [f"--allow-{what}=false" for what in ("http", "grpc", "metrics")]
     done = subprocess.run(
         [
@@ -75,7 +75,7 @@ def test_a_triton_server_takes_the_configuration() -> None:
     )
     said = done.stdout + done.stderr
     assert "failed to read text proto" not in said
-    reasons = set(re.findall(r"failed to load 'chain' version 1: (.*?)[,\"]", said))
+    reasons = set(re.findall(r"failed to load 'minilm' version 1: (.*?)[,\"]", said))
     assert reasons == {"Invalid argument: unable to find backend library for backend 'onnxruntime'"}, said
 
 
@@ -104,25 +104,3 @@ def test_ray_goes_on_with_a_folder_of_models_after_a_kill() -> None:
     assert len(list(Path("results/deep").glob("*.onnx"))) == 12
     third = subprocess.run(command, capture_output=True, text=True, check=True)
     assert third.stdout == "12 models, 12 rewritten before\n"
-
-
-def test_genai_loads_the_library_that_was_packaged() -> None:
-    """A library that cannot be loaded is what it says it cannot load: it does not run the function bodies instead."""
-    genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra hosts")
-    from test_hosts import LLAMA, decoder
-
-    model = decoder()
-    model.graph.input[0].name = model.graph.node[0].input[0] = "input_ids"
-    onnx.save(model, "source.onnx")
-    mxfp8_graph.rewrite("source.onnx", output="m.onnx")
-    Path("llama").mkdir()
-    Path("llama/config.json").write_text(json.dumps(LLAMA))
-    folder = mxfp8_graph.package("m.onnx", "genai", "packaged", config="llama")
-    genai.Model(str(folder))
-    maps = Path("/proc/self/maps")
-    library = folder / cpu.library_path().name
-    assert not maps.exists() or str(library) in maps.read_text()
-    broken = shutil.copytree(folder, Path("broken"))
-    (broken / library.name).write_bytes(b"no library")
-    with pytest.raises(Exception, match=library.name):
-        genai.Model(str(broken))

@@ -3,45 +3,31 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from mxfp8_graph.running.inputs import InputSpec, Signature
-from mxfp8_graph.running.samples import make_samples
-from mxfp8_ops.errors import ContractError, ShapeError
+from mxfp8_graph.running.samples import Samples, make_samples
+from mxfp8_ops.errors import BackendError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 ONE = Signature("model", [InputSpec("x", np.dtype(np.float32), ("batch", 2))], {})
-TWO = Signature(
-    "model",
-    [InputSpec("ids", np.dtype(np.int64), ("batch", None)), InputSpec("mask", np.dtype(bool), ("batch", None))],
-    {},
-)
 
 
-def lines(*objects: Any, name: str = "data.jsonl") -> str:
-    Path(name).write_text("\n".join(o if isinstance(o, str) else json.dumps(o) for o in objects), encoding="utf-8")
-    return name
-
-
-def module(name: str, code: str) -> str:
-    """Writes a module of its own name, so that no other test has imported it."""
-    Path(f"{name}.py").write_text(code, encoding="utf-8")
-    return name
+def lines(*texts: Any) -> str:
+    Path("data.jsonl").write_text("\n".join(map(json.dumps, texts)), encoding="utf-8")
+    return "data.jsonl"
 
 
 def refusal(inputs: Any, signature: Signature = ONE, kind: type[Exception] = ShapeError) -> str:
     with pytest.raises(kind) as caught:
         make_samples(signature, {"inputs": inputs})
     return str(caught.value)
-
-
-# --- What is taken ---------------------------------------------------------------------------------------------------
 
 
 def test_an_npz_file_is_one_sample() -> None:
@@ -61,32 +47,11 @@ def test_a_folder_of_npz_files_is_read_in_the_order_of_names() -> None:
     assert str(samples) == "2 samples, from data; the first: x float32 [4, 2]"
 
 
-def test_lines_of_named_lists() -> None:
-    name = lines({"ids": [[1, 2]], "mask": [[True, False]]}, "", {"mask": [[True]], "ids": [[3]]})
-    samples = make_samples(TWO, {"inputs": name})
-    assert [feeds["ids"].tolist() for feeds in samples.feeds] == [[[1, 2]], [[3]]]
-    assert samples.feeds[0]["mask"].dtype == bool
-    assert samples.names[1] == "data.jsonl line 3"
-
-
-def test_numbers_of_a_line_are_rounded_to_the_dtype_of_a_float_input() -> None:
-    signature = Signature("model", [InputSpec("x", np.dtype(ml_dtypes.bfloat16), (2,))], {})
-    assert make_samples(signature, {"inputs": lines({"x": [0.1, 3]})}).feeds[0]["x"].tolist() == [
-        ml_dtypes.bfloat16(0.1),
-        3,
-    ]
-
-
-def test_a_function_of_the_current_folder_yields_samples() -> None:
-    code = "import numpy as np\ndef feeds():\n    yield from ({'x': np.full((n, 2), n, np.float32)} for n in (1, 2))\n"
-    samples = make_samples(ONE, {"inputs": module("yields_samples", code) + ":feeds"})
-    assert [feeds["x"].shape for feeds in samples.feeds] == [(1, 2), (2, 2)]
-
-
 def test_mappings_in_python() -> None:
     x = np.ones((1, 2), np.float32)
     assert len(make_samples(ONE, {"inputs": {"x": x}})) == 1
     assert len(make_samples(ONE, {"inputs": ({"x": x} for _ in range(3))})) == 3
+    assert refusal([3]).startswith("given inputs sample 1: a int; expected a mapping")
 
 
 def test_synthesised_samples_differ_and_say_what_they_are() -> None:
@@ -98,60 +63,106 @@ def test_synthesised_samples_differ_and_say_what_they_are() -> None:
     assert np.array_equal(second, make_samples(ONE, {"shapes": {"batch": 4}, "seed": 2}).feeds[0]["x"])
 
 
-# --- What is not -----------------------------------------------------------------------------------------------------
+# --- Texts -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "data.jsonl line 1: not JSON: "),
-        ([1], "data.jsonl line 1: a list; expected"),
-        ({"ids": [[1, 2], [3]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is not an array of numbers"),
-        ({"ids": [["a"]], "mask": [[True]]}, "data.jsonl line 1: 'ids' is not an array of numbers"),
-        ({"ids": [[1.5]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that int64 cannot hold"),
-        ({"ids": [[2**63]], "mask": [[True]]}, "data.jsonl line 1: 'ids' has a value that int64 cannot hold"),
-        ({"ids": [[1]], "mask": [[2]]}, "data.jsonl line 1: 'mask' has a value that bool cannot hold"),
-        ({"ids": [[1]]}, "data.jsonl line 1: no array for input 'mask'"),
-        ({"ids": [[1]], "mask": [[True]], "x": 1}, "data.jsonl line 1: no input called 'x'"),
-        ({"ids": [1], "mask": [[True]]}, "data.jsonl line 1: 'ids' has shape [1]; expected ids int64 [batch, ?]"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and value.startswith("data") else "",
-)
-def test_a_line_that_does_not_fit(line: Any, message: str) -> None:
-    assert refusal(lines(line), TWO).startswith(message)
+def of_tokens(tokens: int | str = "seq", batch: int | str = "n", **caches: Any) -> Signature:
+    names = ("position_ids", "input_ids", "attention_mask", "token_type_ids")
+    specs = [InputSpec(name, np.dtype(np.int64), (batch, tokens)) for name in names]
+    specs += [InputSpec(name, np.dtype(np.float32), dims) for name, dims in caches.items()]
+    return Signature("hub/onnx/model.onnx", specs, {})
 
 
-def test_a_number_that_a_float_input_cannot_hold() -> None:
-    assert refusal(lines({"x": [[1e300, 0]]})).startswith("data.jsonl line 1: 'x' has a value that float32 cannot hold")
+def samples_of_texts(signature: Signature, *texts: Any, max_length: int | None = None) -> Samples:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"[PAD]": 0, "[UNK]": 1, "a": 2, "b": 3, "[SEP]": 4}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.enable_padding(length=9)  # as tokenizer.json of all-MiniLM-L6-v2 asks for
+    if max_length:
+        tokenizer.enable_truncation(max_length)
+    Path("hub/onnx").mkdir(parents=True)
+    tokenizer.save("hub/tokenizer.json")
+    return make_samples(signature, {"inputs": lines(*texts)})
+
+
+def test_each_line_of_text_is_a_sample_of_its_tokens() -> None:
+    samples = samples_of_texts(of_tokens(past_key=("n", 2, "past", 4)), {"text": "a b c"}, "b")
+    first, second = samples.feeds
+    assert {name: array.tolist() for name, array in first.items() if array.size} == {
+        "position_ids": [[0, 1, 2]],
+        "input_ids": [[2, 3, 1]],
+        "attention_mask": [[1, 1, 1]],
+        "token_type_ids": [[0, 0, 0]],
+    }
+    assert first["past_key"].shape == (1, 2, 0, 4)
+    assert second["input_ids"].tolist() == [[3]]
+    assert samples.names == ("data.jsonl line 1", "data.jsonl line 2")
+
+
+def test_texts_have_the_fixed_sizes_of_a_model() -> None:
+    short, long = samples_of_texts(of_tokens(4, 2), "a", "b b b b b").feeds
+    assert short["input_ids"].tolist() == [[2, 0, 0, 0]] * 2
+    assert short["attention_mask"].tolist() == [[1, 0, 0, 0]] * 2
+    assert long["input_ids"].tolist() == [[3, 3, 3, 3]] * 2
+
+
+@pytest.mark.parametrize(("limit", "length"), [(3, 3), (None, 512)])
+def test_a_long_text_is_cut(limit: int | None, length: int) -> None:
+    (feeds,) = samples_of_texts(of_tokens(), "a " * 600, max_length=limit).feeds
+    assert feeds["input_ids"].shape == (1, length)
+
+
+@pytest.mark.parametrize("line", [{"input_ids": [[1]]}, [1], {"text": 3}], ids=str)
+def test_what_is_no_text(line: Any) -> None:
+    with pytest.raises(ShapeError, match=r'data.jsonl line 2: no text in .*; expected {"text": "..."} or a string'):
+        samples_of_texts(of_tokens(), "a", line)
+
+
+def test_a_tokenizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("tokenizers")
+    assert "no tokenizer.json beside it or one folder above" in refusal(lines("a"), of_tokens())
+    assert "no input called 'input_ids' for texts" in refusal(lines("a"))
+    Path("hub/onnx").mkdir(parents=True)
+    Path("hub/tokenizer.json").write_text("{}")
+    assert "tokenizer.json: " in refusal(lines("a"), of_tokens())
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tokenizers", None)
+        assert refusal(lines("a"), of_tokens(), BackendError).endswith("expected tokenizers; pip install tokenizers")
+
+
+# --- What does not fit -----------------------------------------------------------------------------------------------
 
 
 def test_no_samples() -> None:
     Path("empty").mkdir()
-    for inputs in ("empty", lines("", ""), []):
+    for inputs in ("empty", []):
         assert ": no samples; expected samples for the model" in refusal(inputs)
 
 
-def test_a_missing_file() -> None:
-    assert refusal("none.jsonl") == (
-        "none.jsonl: No such file or directory; expected a readable .jsonl file; check the path"
-    )
+def write(path: str, content: Any) -> None:
+    with Path(path).open("wb") as file:
+        file.write(content) if isinstance(content, bytes) else content(file)
 
 
 @pytest.mark.parametrize(
-    ("code", "message"),
+    "content",
     [
-        ("", "has no function called 'feeds'; expected module:function"),
-        ("1 / 0", "raised ZeroDivisionError: division by zero"),
-        ("def feeds():\n    yield 1 / 0", "raised ZeroDivisionError: division by zero"),
-        ("def feeds():\n    return 3", "raised TypeError: 'int' object is not iterable"),
+        b"",
+        b"PK\x03\x04broken",
+        lambda file: np.save(file, np.zeros(3)),
+        lambda file: np.savez(file, ids=np.array([{"a": 1}], object)),
     ],
-    ids=["no function", "import", "while it yields", "no iterable"],
+    ids=["empty", "broken zip", "npy", "pickle"],
 )
-def test_a_function_that_fails(code: str, message: str) -> None:
-    name = module(f"fails_{abs(hash(code))}", code)
-    assert message in refusal(f"{name}:feeds", kind=ContractError)
+def test_a_file_that_is_no_npz(content: Any) -> None:
+    write("data.npz", content)
+    message = refusal("data.npz")
+    assert message.startswith("data.npz: no .npz file: ")
+    assert message.endswith("; expected plain arrays, one per input; save it with numpy.savez")
 
 
-def test_a_function_that_yields_no_mapping() -> None:
-    name = module("yields_numbers", "def feeds():\n    yield 3\n")
-    assert refusal(f"{name}:feeds").startswith("yields_numbers:feeds sample 1: a int; expected a mapping")
+@pytest.mark.parametrize("name", ["none.jsonl", "none.npz"])
+def test_a_missing_file(name: str) -> None:
+    expected = f"{name}: No such file or directory; expected a readable {name[4:]} file; check the path"
+    assert refusal(name) == expected

@@ -411,7 +411,7 @@ def test_a_model_that_holds_a_batch_of_one_is_run_with_one() -> None:
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("z", onnx.TensorProto.FLOAT, [1, 64]))
     report = check(model)
     assert report.passed
-    assert report.inputs == "x float32 [1, 64], synthesised; batch = 1, since the model does not run with 2"
+    assert report.inputs == "x float32 [1, 64], synthesised; batches of 1, since the model does not run with 2"
     with pytest.raises(BackendError, match=r"cannot run it on x \[2, 64\]"):
         check(model, shapes={"batch": 2})
 

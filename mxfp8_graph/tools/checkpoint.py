@@ -5,20 +5,21 @@ Their rules are written out, with their sources, in the tests of this file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from mxfp8_graph import files
+from mxfp8_graph.file_reading import locate
 from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, listed
+from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, listed, read_json
 from mxfp8_graph.packed.interchange import config_of, contents, entries_of, file_metadata
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
-from mxfp8_graph.tools.hosts.layout import Description
-from mxfp8_graph.tools.hosts.write import require_new, whole_folder, write_files
 from mxfp8_ops import formats
-from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops.errors import BackendError, ContractError, Option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +33,11 @@ _FUSED: Final = (
 
 _LARGEST_FILE: Final = 5_000_000_000
 """Bytes of the tensors of a file; transformers splits there too."""
+
+_DESCRIPTIONS: Final = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
+"""Suffixes of tokenizers and configurations; other files beside a model are most often weights."""
+
+_INDEXES: Final = (".safetensors.index.json", ".bin.index.json")
 
 
 def export_checkpoint(
@@ -62,33 +68,66 @@ def export_checkpoint(
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     target = Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
-    require_new(target)
+    # Before the model is read; lexists: a dangling link is in the way of the rename too.
+    if os.path.lexists(target):
+        advice = ("pass another ", Option("output"), ", or remove it")
+        raise ContractError(target, "exists already", expected="a new folder", advice=advice)
     source = contents(model)
-    described = Description(Path(config), source.where, "config.json", "config.json and a tokenizer")
-    numbers = described.json("config.json", dict)
-    reference = _reference(described.path, numbers, source)
+    described = _descriptions(Path(config))
+    numbers = read_json(
+        Path(config, "config.json"),
+        what="not a JSON object",
+        expected="the config of a model",
+        advice="copy it again",
+    )
+    reference = _reference(Path(config), numbers, source)
     tensors, notes = _matched(reference, source)
     weights = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedWeight)}
     _check(weights, reference, source.where)
     if only := [name for name, weight in weights.items() if weight.weight_only]:
         notes.append(f"{len(only)} weights do not quantize their activations; servers do (W8A8): {listed(only, 3)}")
     quantization = config_of(weights, convention, _ignored(reference, weights))
-    files = described.files() | {"config.json": _json({**numbers, CONFIG_KEY: quantization})}
     shards = list(_shards(entries_of(tensors, convention)))
-    metadata = file_metadata(quantization, source)
-    with whole_folder(target) as folder:
-        names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
-        if len(shards) == 1:
-            names = ["model.safetensors"]
-        else:
-            placed = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
-            size = sum(entry.byte_size for shard in shards for entry in shard)
-            index = {"metadata": {"total_size": size}, "weight_map": placed}
-            files["model.safetensors.index.json"] = _json(index)
-        write_files(folder, files)
-        for name, shard in zip(names, shards, strict=True):
-            safetensors.write(folder / name, shard, metadata, overwrite=False)
+    with _whole_folder(target) as folder:
+        for path in described:
+            (folder / path.name).write_bytes(path.read_bytes())
+        _write_json(folder / "config.json", {**numbers, CONFIG_KEY: quantization})
+        _write_shards(folder, shards, file_metadata(quantization, source))
     return target, notes
+
+
+def _descriptions(folder: Path) -> list[Path]:
+    """Returns the files of a Hugging Face folder that describe a model and its tokenizer, but for config.json.
+
+    Raises:
+        ContractError: the folder cannot be read, has no config.json, or one of the files is a link to the outside.
+    """
+    main = folder / "config.json"
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.is_file())
+        if main.name not in names:
+            advice = ("pass another ", Option("config", "FOLDER"))
+            raise ContractError(folder, f"has no {main.name}", expected="config.json and a tokenizer", advice=advice)
+        chosen = [name for name in names if Path(name).suffix in _DESCRIPTIONS and not name.endswith(_INDEXES)]
+        # Files keep their names: in the hub's cache they are links to files that are called by a checksum.
+        for name in chosen:
+            locate(main, name, str(folder))
+    except OSError as error:
+        raise ContractError.unreadable(folder, error, "a readable folder") from None
+    return [folder / name for name in chosen if name != main.name]
+
+
+@contextlib.contextmanager
+def _whole_folder(target: Path) -> Iterator[Path]:
+    """Yields a folder to fill, which is put at `target` at the end, or removed after an error."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ContractError.unwritable(target, error, ("pass another ", Option("output"))) from None
+    with files.output(target, overwrite=False) as around:
+        folder = around / target.name
+        folder.mkdir()
+        yield folder
 
 
 class _Parameter(NamedTuple):
@@ -223,5 +262,19 @@ def _shards(entries: list[safetensors.Entry]) -> Iterator[list[safetensors.Entry
     yield shard
 
 
-def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2) + "\n").encode()
+def _write_shards(folder: Path, shards: list[list[safetensors.Entry]], metadata: Mapping[str, str]) -> None:
+    """Writes model.safetensors, or several files and their index."""
+    names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        placed = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        size = sum(entry.byte_size for shard in shards for entry in shard)
+        index = {"metadata": {"total_size": size}, "weight_map": placed}
+        _write_json(folder / "model.safetensors.index.json", index)
+    for name, shard in zip(names, shards, strict=True):
+        safetensors.write(folder / name, shard, metadata, overwrite=False)
+
+
+def _write_json(path: Path, data: Mapping[str, Any]) -> None:
+    path.write_bytes((json.dumps(data, indent=2) + "\n").encode())
