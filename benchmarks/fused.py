@@ -1,9 +1,8 @@
-"""Claim: a fused node takes a fraction of the time of the nodes it stands for, and a norm runs near memory speed.
+"""Claim: a fused node takes a fraction of the time of the nodes it stands for.
 
 The shapes are those of MiniLM on 8 x 128 tokens, as many nodes in one session as the model has; a gemm that quantizes
-also on 32 x 128. Both sides have our kernels; the composition's other nodes are ONNX Runtime's. The floor is the time
-that memcpy, on all threads, takes to move as many bytes as the fused nodes read and write; for gemms, the same gemms
-without an activation.
+also on 32 x 128. Both sides have our kernels; the composition's other nodes are ONNX Runtime's. The floor is the
+time of the same gemms without an activation.
 
 `together` is what is not fused, and why: the gemms on one activation (Q, K, V; gate, up) apart, as they are, against
 one gemm with all their weights, whose result stays as it is, or is split into theirs. On 2 cores without AMX no model
@@ -19,15 +18,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime
-from floors import copy_bandwidth
-from harness import THREADS, Timing, noise_notes, options, publish, take_turns
+from harness import Timing, noise_notes, options, publish, take_turns
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from mxfp8_ops import contract, cpu, numpy_nodes, ort
 
 TOKENS, WIDTH, INNER = 1024, 384, 1536
 MANY_TOKENS = 4096
-NORMS, GEMMS = 13, 6
+GEMMS = 6
 OPSET = 23
 
 Call = Callable[[], object]
@@ -63,22 +61,6 @@ def session(
 def dtype_of(name: str) -> int:
     """Returns the dtype of a result: elements are called e, scales s."""
     return {"e": TensorProto.FLOAT8E4M3FN, "s": TensorProto.UINT8}.get(name[0], TensorProto.FLOAT)
-
-
-def norms(*, fused: bool) -> Call:
-    """Returns a call of NORMS norms of a sum, each of what the one before it gave, as in an encoder."""
-    nodes: list[NodeProto] = []
-    for i in range(NORMS):
-        if fused:
-            nodes.append(node("MXFP8AddNormQuantize", f"x{i} r scale bias", f"e{i} s{i} x{i + 1} "))
-            continue
-        nodes.append(node("Add", f"x{i} r", f"sum{i}"))
-        nodes.append(node("LayerNormalization", f"sum{i} scale bias", f"x{i + 1}", epsilon=1e-5))
-        nodes.append(node("MXFP8Quantize", f"x{i + 1}", f"e{i} s{i}"))
-    rng = np.random.default_rng(0)
-    inputs = {name: rng.standard_normal((TOKENS, WIDTH), np.float32) for name in ("x0", "r")}
-    constants = {name: rng.standard_normal(WIDTH, np.float32) for name in ("scale", "bias")}
-    return session(nodes, inputs, constants, " ".join(f"e{i} s{i}" for i in range(NORMS)))
 
 
 def gemms(activation: list[NodeProto] | str | None, *, tokens: int = TOKENS) -> Call:
@@ -197,15 +179,13 @@ def main() -> None:
 
 def fused_nodes() -> None:
     """Times each fused node beside what it stands for, and writes results/fused."""
-    values = TOKENS * WIDTH
-    moved = NORMS * (3 * 4 * values + values + values // 32)  # x, the residual and normalized; elements and scales
     compositions = {
         "gelu": [node("Gelu", "h", "y")],
         "gelu_tanh": [node("Gelu", "h", "y", approximate="tanh")],
         "silu": [node("Sigmoid", "h", "t"), node("Mul", "h t", "y")],
         "relu": [node("Relu", "h", "y")],
     }
-    cases = {"norms": norms(fused=False), "norms, fused": norms(fused=True), "gemms": gemms(None)}
+    cases = {"gemms": gemms(None)}
     for name, nodes in compositions.items():
         cases |= {name: gemms(nodes), f"{name}, fused": gemms(name)}
     for tokens in (TOKENS, MANY_TOKENS):
@@ -213,10 +193,8 @@ def fused_nodes() -> None:
         cases |= {name: feed_forward(tokens, fused=False), f"{name}, fused": feed_forward(tokens, fused=True)}
     cases["many gemms"] = gemms(None, tokens=MANY_TOKENS)
     timings = take_turns(cases, rounds=15)
-    copied = copy_bandwidth(np.ones((TOKENS, WIDTH), np.float32), THREADS)
-    rows = [row(timings, f"{NORMS} x add, layer norm, quantize", "norms", moved / copied)]
     floor = timings["gemms"].median
-    rows += [row(timings, f"{GEMMS} x gemm, {name}", name, floor) for name in compositions]
+    rows = [row(timings, f"{GEMMS} x gemm, {name}", name, floor) for name in compositions]
     for tokens, alone in ((TOKENS, "gemms"), (MANY_TOKENS, "many gemms")):
         title = f"{GEMMS} x gemm, gelu, quantize, {tokens} tokens"
         rows.append(row(timings, title, f"quantize {tokens}", timings[alone].median))

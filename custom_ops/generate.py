@@ -35,7 +35,7 @@ def header() -> str:
     """Returns the text of src/contract.h: the part written by hand, then the rows."""
     values, elements = formats.VALUE_DTYPES.values(), formats.ELEMENT_FORMATS.values()
     codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
-    for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES, contract.NORMS):
+    for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES):
         codes += [f"MXFP8_{name.upper()} == {index}" for index, name in enumerate(names)]
     codes += [f"MXFP8_INT32 == {contract.INT32}", f"MXFP8_INT64 == {contract.INT64}"]
     codes += [f"MXFP8_BOOL == {contract.BOOL}"]
@@ -51,7 +51,6 @@ def header() -> str:
         f"enum class Op {{{', '.join('k' + name.removeprefix('MXFP8') for name in contract.OPS)}}};",
         *_array("const char*", "kScaleRoundings", (f'"{name}"' for name in formats.SCALE_ROUNDINGS)),
         *_array("const char*", "kEpilogues", (f'"{name}"' for name in contract.EPILOGUES)),
-        *_array("const char*", "kNorms", (f'"{name}"' for name in contract.NORMS)),
         *_array("Dtype", "kValueDtypes", map(_dtype, values)),
         *_array("Dtype", "kElementFormats", map(_dtype, elements)),
         *_array("Dtype", "kActivationDtypes", map(_dtype, (d for d in values if d.onnx_dtype in contract.ACTIVATIONS))),

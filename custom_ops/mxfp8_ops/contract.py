@@ -33,7 +33,7 @@ from mxfp8_ops.node import (
     Op,
     Port,
 )
-from mxfp8_ops.nodes import attention, embedding, fused_gemm, gemm, grouped, norm, quantize
+from mxfp8_ops.nodes import attention, embedding, fused_gemm, gemm, grouped, quantize
 from mxfp8_ops.nodes.attention import ATTENTION
 from mxfp8_ops.nodes.embedding import EMBEDDING
 from mxfp8_ops.nodes.fused_gemm import (
@@ -46,12 +46,10 @@ from mxfp8_ops.nodes.fused_gemm import (
 )
 from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
 from mxfp8_ops.nodes.grouped import GROUPED_GEMM, GROUPED_WEIGHT_GEMM
-from mxfp8_ops.nodes.norm import ADD_NORM_QUANTIZE, NORM_QUANTIZE, NORMS
 from mxfp8_ops.nodes.quantize import DEQUANTIZE, QUANTIZE
 
 __all__ = [
     "ACTIVATIONS",
-    "ADD_NORM_QUANTIZE",
     "ATTENTION",
     "BFLOAT16",
     "BOOL",
@@ -76,8 +74,6 @@ __all__ = [
     "INT32",
     "INT64",
     "MIN_OPSET",
-    "NORMS",
-    "NORM_QUANTIZE",
     "OPS",
     "PACKED_OPS",
     "QUANTIZE",
@@ -96,7 +92,7 @@ __all__ = [
 ]
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
-    {op.name: op for file in (quantize, gemm, embedding, grouped, fused_gemm, norm, attention) for op in file.OPS}
+    {op.name: op for file in (quantize, gemm, embedding, grouped, fused_gemm, attention) for op in file.OPS}
 )
 """Every node of the domain, by op type."""
 

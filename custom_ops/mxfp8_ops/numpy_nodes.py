@@ -9,7 +9,6 @@ from mxfp8_ops.nodes.embedding import embedding
 from mxfp8_ops.nodes.fused_gemm import fused_gemm, fused_gemm_error_bound, fused_weight_gemm, gemm_quantize
 from mxfp8_ops.nodes.gemm import gemm, gemm_error_bound, weight_gemm
 from mxfp8_ops.nodes.grouped import grouped_gemm, grouped_weight_gemm
-from mxfp8_ops.nodes.norm import norm_error_bound, norm_quantize
 from mxfp8_ops.nodes.quantize import dequantize, quantize
 
 __all__ = [
@@ -25,8 +24,6 @@ __all__ = [
     "gemm_quantize",
     "grouped_gemm",
     "grouped_weight_gemm",
-    "norm_error_bound",
-    "norm_quantize",
     "quantize",
     "weight_gemm",
 ]

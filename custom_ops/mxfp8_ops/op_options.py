@@ -1,4 +1,4 @@
-"""The options of gemms and norms, which the functions of every backend take by keyword.
+"""The options of gemms, which the functions of every backend take by keyword.
 
 A TypedDict documents the options of a function of the backends; a function here returns their values, with defaults.
 These are functions and no classes because a call of a gemm takes 10 us: an object would be 2 % of that.
@@ -68,15 +68,6 @@ class GemmQuantize(_Quantize, total=False):
     """One of `contract.EPILOGUES`; "none" by default."""
 
 
-class NormQuantize(_Quantize, total=False):
-    """The options of `norm_quantize`."""
-
-    norm: str
-    """One of `contract.NORMS`: "layer" (the default) subtracts the mean of a row, "rms" does not."""
-    epsilon: float
-    """A number that is added to the mean of the squares; 1e-5 by default."""
-
-
 def gemm(a_format: str = "e4m3", b_format: str = "e4m3", dtype: str = "float32") -> tuple[str, str, str]:
     """Returns the values of `Gemm`."""
     return a_format, b_format, dtype
@@ -105,10 +96,3 @@ def gemm_quantize(
 ) -> tuple[str, str, str, str, str]:
     """Returns the values of `GemmQuantize`."""
     return a_format, b_format, epilogue, element_format, scale_rounding
-
-
-def norm_quantize(
-    norm: str = "layer", epsilon: float = 1e-5, element_format: str = "e4m3", scale_rounding: str = "ceil"
-) -> tuple[str, float, str, str]:
-    """Returns the values of `NormQuantize`."""
-    return norm, epsilon, element_format, scale_rounding

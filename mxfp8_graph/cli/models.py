@@ -32,7 +32,7 @@ def rewrite(
         list[str] | None,
         Option(metavar="REGEX", help="Also keep matmuls whose name or module path matches. Repeatable."),
     ] = None,
-    no_fuse: Annotated[bool, Option("--no-fuse", help="ONNX: fuse no activations, norms, attention.")] = False,
+    no_fuse: Annotated[bool, Option("--no-fuse", help="ONNX: fuse no activations, gates, attention.")] = False,
     runs_on: Annotated[
         Literal["cpu"] | None,
         Option("--for", help="ONNX: float32 for ops without 16-bit kernels in ONNX Runtime's CPU provider."),

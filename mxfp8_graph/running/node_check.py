@@ -7,9 +7,7 @@ apart by as much as the quantization error itself. Node by node there is no drif
 - MXFP8Quantize, MXFP8Dequantize, MXFP8Embedding: no difference at all.
 - The gemms: both sums are float32 sums of the same exact products, in any order. Each is within
   `gemm_error_bound` of the exact result, or `fused_gemm_error_bound`, so they are within twice that of each other.
-- The normalizations: the normalized values likewise, by `norm_error_bound`. The elements and scales of the kernel are
-  those of its own normalized values, and the sum of both is the same: there is no difference at all.
-- The gemm that quantizes: its values as those of the gemms, its elements and scales as those of the normalizations.
+- The gemm that quantizes: its values likewise. The elements and scales of the kernel are those of its own values.
 - The attention: its values by `attention.attention_error_bound`; keys and values with the past before them are equal.
 
 The model is instrumented: each node gets a twin in another domain that only has the function body, and what both read
@@ -214,12 +212,11 @@ class _Comparison:
             return math.inf
         with np.errstate(all="ignore"):  # NaN and Inf are compared, too
             if _quantizes_results(self._op):
-                # The codes of the kernel have to be those of its own values, to the bit; the sum before a norm has to
-                # be that of the body.
+                # The codes of the kernel have to be those of its own values, to the bit.
                 element_format, rounding = _FORMATS[self._ours[0].dtype.name], self._attributes["scale_rounding"]
                 codes = numpy_nodes.quantize(self._ours[2], element_format=element_format, scale_rounding=rounding)
-                values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True), *exact[3:]]
-                bound = self._gemm_bound("float32") if self._op.is_gemm else self._norm_bound()
+                values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True)]
+                bound = self._gemm_bound("float32")
             elif self._op.is_gemm:
                 values, exact = exact[0], []
                 bound = self._gemm_bound(contract.VALUE_NAMES[self._attributes["output_dtype"]])
@@ -257,11 +254,6 @@ class _Comparison:
             weight = _dequantized(b[..., part, :], scales[..., part, :])
             parts.append(bound(x, weight, dtype, None if bias is None else bias[part], **factors))
         return np.concatenate(parts, -1)
-
-    def _norm_bound(self) -> Array:
-        total = self._ours[3] if len(self._ours) > 3 else self._value("X")
-        settings = {name: self._attributes[name] for name in ("norm", "epsilon")}
-        return numpy_nodes.norm_error_bound(total, self._value("scale"), self._input("bias"), **settings)
 
     def _attention_bound(self) -> Array:
         """Returns the bound of each value of Y, a key-value head at a time: it needs all scores in float64."""

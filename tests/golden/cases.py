@@ -16,7 +16,7 @@ import old_op_forms
 import onnx
 from attention_models import SIZE, attention, decoder, split, standard
 from builders import steps, weight
-from fused_models import MICROSOFT, activated, graph_model, normalized
+from fused_models import MICROSOFT, activated, graph_model
 from onnx import helper, numpy_helper
 from structures import NAMES, structure
 from upgraded_models import with_linear
@@ -172,15 +172,6 @@ def experts(text: str, x: Any = ("s", 1, 70), index: Any = ("s",), **stored: Any
     return b.model(steps(f"{text}; Neg h>y"), inputs, {"y": (F32, [None] * len(x))}, values)
 
 
-def norm(text: str, **numbers: Any) -> Callable[[], onnx.ModelProto]:
-    """Returns y = -(n @ w), where `text` makes n of x."""
-    scale, bias = np.linspace(0.5, 1.5, 64), np.linspace(-1, 1, 64)
-    known = {"scale": scale, "bias": bias, "last": np.array([-1]), "two": 2, "e": 1e-6, **numbers}
-    nodes = steps(text)
-    used = {name for node in nodes for name in node.input}
-    return partial(normalized, *nodes, **{name: array for name, array in known.items() if name in used})
-
-
 def act(text: str, **numbers: Any) -> Callable[[], onnx.ModelProto]:
     return partial(activated, *steps(text), **numbers)
 
@@ -192,16 +183,8 @@ def gated(dtype: Any = F32) -> onnx.ModelProto:
     return graph_model(steps(text), stored, dtype=dtype)
 
 
-def add_norm() -> onnx.ModelProto:
-    stored = {"w": W, "scale": np.linspace(0.5, 1.5, 64, dtype=F32), "bias": np.linspace(-1, 1, 64, dtype=F32)}
-    text = "sum:Add x z>t; norm:LayerNormalization t scale bias>n; linear:MatMul n w>m; Neg m>y; Abs t>kept"
-    return graph_model(steps(text), stored, outputs=("y", "kept"), inputs={"x": ["batch", 64], "z": ["batch", 64]})
-
-
 GELU = {"root": 2**0.5, "one": 1, "half": 0.5}
 TANH = {"three": 3, "k": 0.044715, "root": (2 / np.pi) ** 0.5, "one": 1, "half": 0.5}
-RMS = "Pow x two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; "
-LAYER = "ReduceMean x last>a; Sub x a>d; Pow d two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; Div d r>c; "
 SIZES = (
     "Shape x>batch|start=0 end=1; Concat batch rest>sizes|axis=0; Expand w sizes>wide; linear:MatMul x wide>h; Neg h>y"
 )
@@ -273,11 +256,6 @@ CASES: dict[str, Case] = {
     "gated": Case(gated),
     "gated, weight-only": Case(gated, "mxfp8-weight-only"),
     "gated in float16": Case(partial(gated, F16)),
-    "LayerNormalization": Case(norm("LayerNormalization x scale bias>n|epsilon=1e-6")),
-    "decomposed LayerNorm": Case(norm(LAYER + "Mul c scale>s; Add s bias>n")),
-    "RMSNormalization": Case(norm("RMSNormalization x scale>n|epsilon=1e-6")),
-    "decomposed RMS": Case(norm(RMS + "Div one r>i; Mul i x>c; Mul c scale>n", one=1)),
-    "sum and norm": Case(add_norm),
     "attention as BERT": Case(attention, EXACT),
     "attention without mask": Case(lambda: attention(mask=[], softmax=steps("Softmax scaled>weights")), EXACT),
     "attention, a condition": Case(lambda: attention(mask=steps("Where seen scaled lowest>masked"), inputs={"seen": (np.bool_, ["batch", 1, "rows", "keys"])}, constants={"lowest": np.array(np.finfo(F32).min, F32)}), EXACT),

@@ -50,15 +50,6 @@ def activated(
     return graph_model(nodes, weights, outputs=outputs, dtype=dtype, rank=rank)
 
 
-def normalized(*before: onnx.NodeProto, dtype: Any = F32, outputs: Sequence[str] = ("y",), **arrays: Any) -> Any:
-    """Returns y = -(n @ w), n made by nodes from x; arrays are cast to `dtype`, those of int64 excepted."""
-    weights = {"w": weight(64, 96, dtype=dtype)}
-    for name, array in arrays.items():
-        weights[name] = array if isinstance(array, np.ndarray) and array.dtype == np.int64 else np.asarray(array, dtype)
-    nodes = [*before, node("MatMul", "n w", "m", "linear"), node("Neg", "m", "y")]
-    return graph_model(nodes, weights, outputs=outputs, dtype=dtype, opset=23)
-
-
 def kinds_fused(report: RewriteReport) -> list[str]:
     return [fusion.kind for fusion in report.fusions]
 

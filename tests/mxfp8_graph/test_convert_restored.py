@@ -50,18 +50,6 @@ def with_table() -> onnx.ModelProto:
     return b.model(nodes, {"ids": (np.int64, ["m"])}, {"y": (np.float32, ["m", 96])}, weights)
 
 
-def normalized() -> onnx.ModelProto:
-    nodes = [
-        b.node("Add", "x r", "sum"),
-        b.node("LayerNormalization", "sum scale bias", "n", axis=-1),
-        b.node("MatMul", "n w", "h"),
-        b.node("Add", "h sum", "y"),
-    ]
-    shape = (np.float32, ["m", 64])
-    arrays = {"scale": b.weight(64, seed=3), "bias": b.weight(64, seed=4), "w": b.weight(64, 64)}
-    return b.model(nodes, {"x": shape, "r": shape}, {"y": shape}, arrays)
-
-
 def picked() -> onnx.ModelProto:
     gather = [b.node("Gather", "stack i", "w"), b.node("Transpose", "w", "wt", perm=[0, 2, 1])]
     return experts([*gather, b.node("MatMul", "x wt", "h", "linear")], x=[5, 1, 70], index=[5])
@@ -76,7 +64,6 @@ MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
     "MXFP8GatedGemm": (gated, "mxfp8"),
     "MXFP8GatedWeightGemm": (gated, "mxfp8-bf16"),
     "MXFP8FusedGemm": (lambda: fused_models.activated(b.node("Gelu", "h", "y")), "mxfp8"),
-    "MXFP8AddNormQuantize": (normalized, "mxfp8"),
     "MXFP8Embedding": (with_table, Recipe(embeddings=True)),
     "MXFP8GemmQuantize": (between, "mxfp8"),
     "MXFP8GemmQuantize of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8"),

@@ -13,7 +13,7 @@ import onnx
 import pytest
 from attention_models import BATCH, HEADS, HIDDEN, ROWS, SIZE
 from builders import model, node, steps, value, weight
-from fused_models import activated, both_ways, check_same, graph_model, normalized
+from fused_models import activated, both_ways, check_same, graph_model
 from grids import looped
 from onnx import helper, numpy_helper
 from oracle import kinds
@@ -156,14 +156,7 @@ def test_more_attentions_are_the_same_fused_or_not(seed: int) -> None:
     check(seed)
 
 
-VECTORS = {"scale": np.linspace(0.5, 1.5, HIDDEN), "bias": np.linspace(-1, 1, HIDDEN)}
-NORM = "ReduceMean x last>a; Sub x a>d; Pow d two>p; ReduceMean p last>m0; Add m0 e>v; Sqrt v>r; Div d r>c; "
 FORMS = {
-    "layer norm + quantize": normalized(*steps("LayerNormalization x scale bias>n"), **VECTORS),
-    "decomposed norm": normalized(
-        *steps(NORM + "Mul c scale>s; Add s bias>n"), two=2, e=1e-6, last=np.array([-1]), **VECTORS
-    ),
-    "add + norm": normalized(*steps("Abs x>z; Add x z>t; RMSNormalization t scale>n"), scale=VECTORS["scale"]),
     "gelu": activated(
         *steps("Div h root>d; Erf d>e; Add e one>f; Mul h f>g; Mul g half>y"), root=2**0.5, one=1, half=0.5
     ),

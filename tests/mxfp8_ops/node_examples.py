@@ -29,7 +29,6 @@ SMALL = np.float32(1 / 64)
 E, V = 3, 9
 """Experts of a grouped gemm, and rows of a table."""
 PLAIN = AttentionCase("plain")
-NORM_EPSILON = float(np.float32(1e-3))
 
 Check = Callable[[list[np.ndarray]], None]
 
@@ -47,7 +46,7 @@ class Example:
     @property
     def weights(self) -> tuple[str, ...]:
         """The inputs that are initializers in a rewritten file."""
-        return tuple(name for name in self.inputs if name in ("B", "B_scales", "bias", "scale"))
+        return tuple(name for name in self.inputs if name in ("B", "B_scales", "bias"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,6 @@ class Setting:
     axis: int = -1
     biased: bool = True
     epilogue: str = "none"
-    norm: str = "layer"
     activation: int = FLOAT
     attention: AttentionCase = PLAIN
     nan_guard: bool = False
@@ -187,30 +185,6 @@ def _quantizing(op: str, s: Setting, inputs: Mapping[str, Feed], y: tuple[np.nda
     return Example(op, inputs, {"elements": s.element.onnx_dtype, "scales": UINT8, "Y": FLOAT}, attributes, check)
 
 
-def _norm(op: str, s: Setting) -> Example:
-    row, k = contract.OPS[op], s.x[-1]
-    x = (random_values(10 * s.seed, *s.x) + np.float32(3)).astype(NUMPY[s.dtype])
-    inputs: dict[str, Feed] = {"X": (x, s.dtype)}
-    if row.at("residual") is not None:
-        inputs["residual"] = random_values(10 * s.seed + 1, *s.x).astype(NUMPY[s.dtype]), s.dtype
-    inputs["scale"] = random_values(10 * s.seed + 2, k), FLOAT
-    inputs |= {"bias": (100 * random_values(10 * s.seed + 3, k), FLOAT)} if s.biased else {}
-    given = {name: array for name, (array, _) in inputs.items()}
-    settings = {"norm": s.norm, "epsilon": NORM_EPSILON}
-    _, _, expected, total = numpy_nodes.norm_quantize(given.pop("X"), given.pop("scale"), **given, **settings)
-    bound = numpy_nodes.norm_error_bound(total, inputs["scale"][0], given.get("bias"), **settings)
-
-    def check(got: list[np.ndarray]) -> None:
-        assert_within(got[2].astype(np.float32), expected.astype(np.float32), bound)
-        _exactly(*numpy_nodes.quantize(got[2], element_format=s.fmt, scale_rounding=s.rounding))(got[:2])
-        _exactly(*[total] * ("residual" in inputs))(got[3:])
-
-    outputs = {"elements": s.element.onnx_dtype, "scales": UINT8, "normalized": s.dtype}
-    outputs |= {"sum": s.dtype} if "residual" in inputs else {}
-    attributes = {**settings, "output_dtype": s.element.onnx_dtype, "scale_rounding": s.rounding}
-    return Example(op, inputs, outputs, attributes, check)
-
-
 def _attention(op: str, s: Setting) -> Example:
     operands = s.attention.operands(contract.VALUE_NAMES[s.dtype])
     activation = "bfloat16" if s.activation != FLOAT else None
@@ -235,8 +209,6 @@ def _maker(op: contract.Op) -> Callable[[str, Setting], Example]:
         "MXFP8Dequantize": _dequantize,
         "MXFP8Embedding": _embedding,
         "MXFP8Attention": _attention,
-        "MXFP8NormQuantize": _norm,
-        "MXFP8AddNormQuantize": _norm,
     }[op.name]
 
 

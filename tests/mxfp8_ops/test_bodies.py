@@ -48,7 +48,7 @@ def built(one: Example, opset: int, place: str, shapes: str = "ranks") -> tuple[
 
 @pytest.mark.parametrize("op", contract.OPS)
 @looped(
-    "fmt, b_fmt, rounding, dtype, output, opset, place, k, n, shapes, biased, activation, epilogue, norm",
+    "fmt, b_fmt, rounding, dtype, output, opset, place, k, n, shapes, biased, activation, epilogue",
     pairwise(
         fmt=FORMATS,
         b_fmt=FORMATS,
@@ -63,7 +63,6 @@ def built(one: Example, opset: int, place: str, shapes: str = "ranks") -> tuple[
         biased=[True, False],
         activation=contract.ACTIVATIONS,
         epilogue=contract.EPILOGUES,
-        norm=contract.NORMS,
     ),
 )
 def test_a_body_and_a_kernel_give_what_the_reference_gives(op, opset, place, k, shapes, **changes) -> None:
@@ -304,18 +303,6 @@ MIXED: dict[str, list[Example]] = {
     ),
     "grouped gemm": of("GroupedGemm", {}, {"fmt": "int8", "output": FLOAT16}, {"x": (0, 2, 64), "n": 3}),
     "grouped weight gemm": of("GroupedWeightGemm", {}, {"fmt": "e5m2", "activation": BFLOAT16, "dtype": FLOAT16}),
-    "norms": of("NormQuantize", {}, {"norm": "rms"}),
-    "norms, one with a bias": of("NormQuantize", {"biased": False}, {"x": (2, 64)}),
-    "norms, all with other settings": of(
-        "NormQuantize", {"biased": False}, {"norm": "rms", "dtype": FLOAT16, "fmt": "int8"},
-        {"norm": "rms", "biased": False, "rounding": "even"}, {"dtype": BFLOAT16, "fmt": "e5m2", "x": (0, 64)},
-    ),
-    "norms of a sum": of(
-        "AddNormQuantize", {"biased": False}, {"norm": "rms"}, {"dtype": FLOAT16, "fmt": "int8", "rounding": "floor"}
-    ),
-    "norms and quantize": [
-        *of("NormQuantize", {"fmt": "int8"}, {"dtype": FLOAT16}), *of("Quantize", {"axis": 0}, {"rounding": "even"})
-    ],
     "fused and plain gemms": [
         one for op in FUSED for one in of(op.removeprefix("MXFP8"), {"epilogue": "gelu"}, {"biased": False})
     ] + of("Gemm", {"fmt": "int8"}, {"biased": False}) + of("WeightGemm", {"biased": False, "activation": BFLOAT16}),

@@ -11,7 +11,7 @@ from onnx import TensorProto
 
 from mxfp8_ops import contract, formats, numerics
 from mxfp8_ops.contract import Op, Port
-from mxfp8_ops.nodes import fused_gemm, norm
+from mxfp8_ops.nodes import fused_gemm
 from mxfp8_ops.nodes.fused_gemm import FUNCTIONS
 
 OPS = looped("op", contract.OPS.values())
@@ -80,8 +80,6 @@ LEGAL = {
     "block_size": [formats.BLOCK_SIZE],
     "axis": [-1],
     "epilogue": contract.EPILOGUES,
-    "norm": contract.NORMS,
-    "epsilon": [1e-5],
     **dict.fromkeys(("q_num_heads", "kv_num_heads"), (1,)),
     **dict.fromkeys(("is_causal", "nan_guard", "scale"), (0,)),
 }
@@ -127,7 +125,7 @@ def test_nodes_say_where_their_packed_weight_is() -> None:
     assert at == {
         "MXFP8Quantize": None, "MXFP8Dequantize": 0, "MXFP8Gemm": 2, "MXFP8WeightGemm": 1, "MXFP8Embedding": 1,
         "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1, "MXFP8FusedGemm": 2, "MXFP8FusedWeightGemm": 1,
-        "MXFP8GatedGemm": 2, "MXFP8GatedWeightGemm": 1, "MXFP8NormQuantize": None, "MXFP8AddNormQuantize": None,
+        "MXFP8GatedGemm": 2, "MXFP8GatedWeightGemm": 1,
         "MXFP8GemmQuantize": 2, "MXFP8Attention": None,
     }  # fmt: skip
     for name, index in at.items():
@@ -151,7 +149,7 @@ def test_every_node_but_those_of_onnx_alone_has_one_torch_op() -> None:
     onnx_only = {
         contract.GROUPED_WEIGHT_GEMM.name,
         contract.ATTENTION.name,
-        *(op.name for op in (*fused_gemm.OPS, *norm.OPS)),
+        *(op.name for op in fused_gemm.OPS),
     }
     assert exported == [op for name, op in contract.OPS.items() if name not in onnx_only]
     inference = {"mxfp8::gemm", "mxfp8::weight_gemm", "mxfp8::grouped_gemm", "mxfp8::embedding"}
@@ -195,7 +193,7 @@ def test_the_page_has_every_node() -> None:
 def test_the_page_names_every_attribute_and_word_that_a_node_may_have() -> None:
     text = generator().PAGE.read_text(encoding="utf-8").partition("## The nodes")[0]
     words = {name for op in contract.OPS.values() for name in op.attributes}
-    quoted = {*formats.SCALE_ROUNDINGS, *contract.EPILOGUES, *contract.NORMS}
+    quoted = {*formats.SCALE_ROUNDINGS, *contract.EPILOGUES}
     missing = [f"`{w}`" for w in words if f"`{w}`" not in text] + [f'"{w}"' for w in quoted if f'"{w}"' not in text]
     assert not missing
     assert f"`{contract.DOMAIN}`, its opset version is {contract.VERSION}." in text

@@ -70,12 +70,6 @@ ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
         **X_STRIDED, **ACTIVATION, **B, **BIAS, **EPILOGUE, **FACTOR, **MNK, **Y, **Y_STRIDE, **THREADS,
     },
     "mxfp8_gemm_quantize": {**A, **B, **BIAS, **EPILOGUE, **MNK, **QUANTIZED, "y": MAYBE, **THREADS},
-    "mxfp8_norm_quantize": {
-        "value_dtype": CODE["value_dtype"], "x": FLOATS, "residual": ("floats", ["odd"]), "scale": FLOATS,
-        "bias": ("floats", ["odd"]), "rows": SIZE, "k": SIZE, "norm": CODE["norm"], "epsilon": (1.0, []),
-        "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"], "elements": BYTES,
-        "scales": BYTES, "normalized": ("floats", ["odd"]), "sum": ("floats", ["odd"]), **THREADS,
-    },
     "mxfp8_pack": {
         "value_dtype": CODE["value_dtype"], "w": FLOATS, "w_stride": STRIDE, "transposed": (0, []), "n": SIZE,
         "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
@@ -93,7 +87,6 @@ EMPTY = {
     "mxfp8_fused_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
     "mxfp8_fused_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
     "mxfp8_gemm_quantize": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "k": 2**62}),
-    "mxfp8_norm_quantize": ({"rows": 0, "k": 2**62}, {"rows": 2**62, "k": 0}),
     "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
 }
 """Sizes of nothing: accepted without any memory, at once."""

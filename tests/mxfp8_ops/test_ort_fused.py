@@ -16,14 +16,10 @@ from one_node import Feed, one_node_model
 from onnx import helper
 from test_fused_functions import (
     check_gemm_quantize,
-    check_norm,
     gemm_inputs,
     gemm_op,
     gemm_quantize_outputs,
     gemm_reference,
-    norm_inputs,
-    norm_op,
-    norm_outputs,
 )
 
 from mxfp8_ops import contract, numpy_nodes, ort
@@ -87,51 +83,13 @@ def test_gemms_of_any_shape_quantize(x_shape, b_shape):
 
 
 @looped(
-    "dtype, norm, fmt, added, biased",
-    pairwise(dtype=contract.VALUES, norm=[*contract.NORMS], fmt=FORMATS, added=[False, True], biased=[False, True]),
-)
-def test_norms(dtype, norm, fmt, added, biased):
-    inputs = norm_inputs((2, 5, 70), dtype, biased=biased, added=added)
-    outputs = norm_outputs(inputs, fmt)
-    attributes = {"norm": norm, "epsilon": 1e-3, "output_dtype": outputs["elements"]}
-    model = one_node_model(norm_op(inputs), inputs, outputs, 23, attributes)
-    check_norm(inputs, run(model, inputs), norm=norm, epsilon=float(np.float32(1e-3)), element_format=fmt)
-
-
-@looped("wanted", [[], ["normalized"], ["sum"], ["normalized", "sum"]])
-def test_outputs_with_empty_names_are_left_out(wanted):
-    inputs = norm_inputs((3, 70), FLOAT, biased=True, added=True)
-    outputs = norm_outputs(inputs)
-    every = dict(zip(outputs, run(one_node_model(norm_op(inputs), inputs, outputs, 23, {}), inputs), strict=True))
-    names = ["elements", "scales", *wanted]
-    model = one_node_model(norm_op(inputs), inputs, {name: outputs[name] for name in names}, 23, {})
-    model.graph.node[0].output[:] = [name if name in names else "" for name in outputs]
-    for name, array in zip(names, run(model, inputs), strict=True):
-        np.testing.assert_array_equal(array, every[name], err_msg=name)
-
-
-def test_shapes_of_all_outputs_are_inferred():
-    inputs = norm_inputs((2, 70), FLOAT16, biased=False, added=True)
-    model = one_node_model(norm_op(inputs), inputs, norm_outputs(inputs), 23, {})
-    del model.functions[:]
-    shapes = {output.name: output.shape for output in ort.session(model.SerializeToString()).get_outputs()}
-    assert {len(shape) for shape in shapes.values()} == {2}, shapes
-    assert shapes["normalized"] == shapes["sum"] == shapes["elements"]
-
-
-@looped(
     "op, device",
-    [*itertools.product(("MXFP8FusedGemm", "MXFP8GemmQuantize", "MXFP8NormQuantize"), (None, "cuda", "cuda-copies"))],
+    [*itertools.product(("MXFP8FusedGemm", "MXFP8GemmQuantize"), (None, "cuda", "cuda-copies"))],
 )
 def test_kernels_are_of_the_processor_alone(op, device):
     """With a GPU in the session, ONNX Runtime takes a fused node apart, and runs its parts there."""
-    outputs = {"MXFP8FusedGemm": {"Y": FLOAT}, "MXFP8GemmQuantize": gemm_quantize_outputs()}
-    if op in outputs:
-        inputs = gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False)
-        model = one_node_model(op, inputs, outputs[op], 23, {})
-    else:
-        inputs = norm_inputs((3, 40), FLOAT, biased=False, added=False)
-        model = one_node_model(op, inputs, norm_outputs(inputs), 23, {})
+    outputs = {"MXFP8FusedGemm": {"Y": FLOAT}, "MXFP8GemmQuantize": gemm_quantize_outputs()}[op]
+    model = one_node_model(op, gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False), outputs, 23, {})
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if device is not None:
@@ -146,8 +104,7 @@ def test_kernels_are_of_the_processor_alone(op, device):
 
 
 GEMM = gemm_inputs((3, 40), (5, 40), None, gated=True, biased=True)
-NORM = norm_inputs((3, 40), FLOAT, biased=True, added=True)
-ROW, MATRIX = np.zeros(7, np.float32), np.zeros((3, 41), np.float32)
+ROW = np.zeros(7, np.float32)
 
 
 @pytest.mark.parametrize(
@@ -161,38 +118,30 @@ ROW, MATRIX = np.zeros(7, np.float32), np.zeros((3, 41), np.float32)
         ),
         (GEMM, {"factor": ROW}, {}, "factor has shape (7,); expected (3, 5), that of the result; broadcast it first"),
         (GEMM, {"bias": ROW}, {}, "bias has shape (7,); expected (5,), one value per output column"),
-        (NORM, {}, {"norm": "batch"}, "norm 'batch'; expected layer or rms; correct the attribute"),
-        (NORM, {}, {"scale_rounding": "up"}, "scale_rounding 'up'; expected ceil, floor or even"),
-        (NORM, {"scale": ROW}, {}, "scale has shape (7,); expected (40,), one value for each column"),
-        (NORM, {"bias": ROW}, {}, "bias has shape (7,); expected (40,), one value for each column"),
-        (NORM, {"residual": MATRIX}, {}, "residual has shape (3, 41); expected (3, 40), that of X"),
     ],
 )
 def test_what_does_not_fit_is_named(inputs, changed, attributes, message):
     inputs = {**inputs, **{name: (array, FLOAT) for name, array in changed.items()}}
-    gemm = "B" in inputs
-    op, outputs = (gemm_op(inputs), {"Y": FLOAT}) if gemm else (norm_op(inputs), norm_outputs(inputs))
-    model = one_node_model(op, inputs, outputs, 23, {})
+    model = one_node_model(gemm_op(inputs), inputs, {"Y": FLOAT}, 23, {})
     model.graph.node[0].attribute.extend(helper.make_attribute(*item) for item in attributes.items())
     with pytest.raises(Exception, match=re.escape(message)):
         run(model, inputs)
 
 
 def test_a_chain_runs_as_a_whole():
-    """The feed-forward part of a decoder's block, with both norms."""
+    """The feed-forward part of a decoder's block."""
     rng = np.random.default_rng(0)
-    x, ones = rng.standard_normal((4, 64)).astype(np.float32), np.ones(64, np.float32)
+    x = rng.standard_normal((4, 64)).astype(np.float32)
     shapes = {"up": (96, 64), "gate": (96, 64), "down": (64, 96)}
     weights = {name: numpy_nodes.quantize(rng.standard_normal(s).astype(np.float32)) for name, s in shapes.items()}
     nodes = [
-        node("MXFP8NormQuantize", "x ones", "e s ", norm="rms"),
+        node("MXFP8Quantize", "x", "e s"),
         node("MXFP8Gemm", "e s up up_s", "u"),
         node("MXFP8GatedGemm", "e s gate gate_s u", "h", epilogue="silu"),
         node("MXFP8Quantize", "h", "he hs"),
-        node("MXFP8FusedGemm", "he hs down down_s", "d"),
-        node("MXFP8AddNormQuantize", "d x ones", "ye ys  y", norm="rms"),
+        node("MXFP8FusedGemm", "he hs down down_s", "y"),
     ]
-    initializers = [onnx.numpy_helper.from_array(ones, "ones")]
+    initializers = []
     for name, (elements, scales) in weights.items():
         initializers.append(raw_tensor(name, contract.FLOAT8E4M3FN, elements))
         initializers.append(raw_tensor(f"{name}_s", UINT8, scales))
@@ -201,9 +150,9 @@ def test_a_chain_runs_as_a_whole():
     imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     (got,) = ort.session(model.SerializeToString()).run(None, {"x": x})
-    e, s, _, _ = numpy_nodes.norm_quantize(x, ones, norm="rms")
+    e, s = numpy_nodes.quantize(x)
     h = numpy_nodes.fused_gemm(e, s, *weights["gate"], factor=numpy_nodes.gemm(e, s, *weights["up"]), epilogue="silu")
-    expected = x + numpy_nodes.gemm(*numpy_nodes.quantize(h), *weights["down"])
+    expected = numpy_nodes.gemm(*numpy_nodes.quantize(h), *weights["down"])
     # A last bit may round an element the other way: a sixteenth of it, of one of 96 terms.
     assert np.abs(got - expected).max() < 0.02 * np.abs(expected).max()
 

@@ -26,7 +26,7 @@ MODELS = {
     ),
 }
 NODES = {
-    "quantize_rows": "MXFP8Quantize MXFP8NormQuantize MXFP8AddNormQuantize MXFP8GemmQuantize",
+    "quantize_rows": "MXFP8Quantize MXFP8GemmQuantize",
     "gemm_skinny": "MXFP8Gemm MXFP8GemmQuantize MXFP8WeightGemm MXFP8FusedWeightGemm",
     "gemm_grouped": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
     "group_rows": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",

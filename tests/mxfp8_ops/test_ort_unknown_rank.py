@@ -22,7 +22,7 @@ FORMATS = {name: fmt.onnx_dtype for name, fmt in formats.ELEMENT_FORMATS.items()
 N, K = 40, 64
 SHAPES = ((6, K), (2, 3, K), (1, 2, 3, K))
 WEIGHTS = {"w": heavy_tailed((N, K), 1), "v": heavy_tailed((N, N), 2), "stack": heavy_tailed((3, N, K), 3)}
-WEIGHTS |= {"ones": np.ones(K, np.float32), "experts": np.array([2]), "shape": np.int64([-1, K])}
+WEIGHTS |= {"experts": np.array([2]), "shape": np.int64([-1, K])}
 Nodes = Sequence[onnx.NodeProto]
 
 # --- what is done with r, to y ---------------------------------------------------------------------------------------
@@ -46,11 +46,6 @@ def gemm_quantize(code: int) -> list[onnx.NodeProto]:
     return [first(code), quantized("w", code), quantized("v", code), middle, back]
 
 
-def added_norm(code: int) -> list[onnx.NodeProto]:
-    inputs, outputs = "r r ones", "e s normalized sum"
-    return [node("MXFP8AddNormQuantize", inputs, outputs, norm="rms", output_dtype=code), *product("MXFP8Gemm", code)]
-
-
 def gated(code: int) -> list[onnx.NodeProto]:
     factor = node("MXFP8Gemm", "e s w_e w_s", "factor")
     gemm = node("MXFP8GatedGemm", "e s w_e w_s factor", "y", epilogue="silu")
@@ -68,10 +63,6 @@ CHAINS: dict[str, Callable[[int], Nodes]] = {
     "MXFP8GatedGemm": gated,
     "MXFP8GemmQuantize": gemm_quantize,
     "MXFP8GroupedGemm": grouped,
-    "MXFP8NormQuantize": lambda code: [
-        node("MXFP8NormQuantize", "r ones", "e s", norm="rms", output_dtype=code), *product("MXFP8Gemm", code)
-    ],
-    "MXFP8AddNormQuantize": added_norm,
     "MXFP8WeightGemm": lambda code: [quantized("w", code), node("MXFP8WeightGemm", "r w_e w_s", "y")],
     "MXFP8FusedWeightGemm": lambda code: [
         quantized("w", code), node("MXFP8FusedWeightGemm", "r w_e w_s", "y", epilogue="relu")

@@ -1,7 +1,7 @@
 """The nodes on the processor: the functions of `numpy_nodes.py`, natively."""
 
 from mxfp8_ops.cpu.attention import attention
-from mxfp8_ops.cpu.fused import fused_gemm, fused_weight_gemm, gemm_quantize, norm_quantize
+from mxfp8_ops.cpu.fused import fused_gemm, fused_weight_gemm, gemm_quantize
 from mxfp8_ops.cpu.numpy_arrays import (
     Packed,
     dequantize,
@@ -34,7 +34,6 @@ __all__ = [
     "grouped_weight_gemm",
     "isa",
     "library_path",
-    "norm_quantize",
     "pack",
     "profiled",
     "quantize",

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mxfp8_ops import checks, contract, formats, native, op_options
-from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
+from mxfp8_ops.cpu.operands import array, empty, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.nodes.fused_gemm import check_factor
-from mxfp8_ops.nodes.norm import check_norm
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
@@ -114,43 +113,6 @@ def gemm_quantize(
         return status
 
     return elements, scales, multiply(product, (a, a_scales), (b, b_scales), (bias, None), y)
-
-
-def norm_quantize(
-    x: Array,
-    scale: Array,
-    bias: Array | None = None,
-    *,
-    residual: Array | None = None,
-    threads: int = 0,
-    **options: Unpack[op_options.NormQuantize],
-) -> tuple[Codes, Codes, Array, Array]:
-    """Returns (elements, scales, normalized, sum), as `numpy_nodes.norm_quantize` does."""
-    norm, epsilon, element_format, scale_rounding = op_options.norm_quantize(**options)
-    where, fmt = "norm_quantize", formats.element_format(element_format)
-    formats.scale_increment(fmt, scale_rounding)  # checks the name
-    if norm not in contract.NORMS:
-        raise ContractError.unknown("norm", norm, contract.NORMS)
-    operands = {"x": x, "scale": scale, "bias": bias, "residual": residual}
-    for name, operand in operands.items():
-        if operand is not None:
-            array(where, name, operand)
-    checks.check_value_dtype(where, x.dtype)
-    check_norm(where, x, scale, bias, residual)
-    present = {name: contiguous(where, operand) for name, operand in operands.items() if operand is not None}
-    shape = x.shape
-    elements, scales = (empty(where, size, np.uint8) for size in (shape, checks.scale_shape(shape, -1)))
-    normalized, total = empty(where, shape, x.dtype), present["x"] if residual is None else empty(where, shape, x.dtype)
-    # Addresses only: `present` keeps the copies alive until the call is over.
-    at = {name: operand.ctypes.data for name, operand in present.items()}
-    status = native.load().mxfp8_norm_quantize(
-        VALUE_DTYPES[x.dtype.name].onnx_dtype, at["x"], at.get("residual"), at["scale"], at.get("bias"),
-        *checks.split_at(shape, len(shape) - 1)[:2], contract.NORMS.index(norm), epsilon, fmt.onnx_dtype,
-        SCALE_ROUNDINGS.index(scale_rounding), elements.ctypes.data, scales.ctypes.data, normalized.ctypes.data,
-        None if residual is None else total.ctypes.data, thread_count(where, threads),
-    )  # fmt: skip
-    native.check(where, status)
-    return elements, scales, normalized, total
 
 
 def _codes(epilogue: str, factor: Array | None) -> tuple[int, int]:

@@ -243,7 +243,7 @@ def _product(g: Body, gemm: Op) -> str:
         inputs = {name: (g("Identity", value), known) for name, (value, known) in inputs.items()}
     if g.known("bias").present is not False:
         # Never an empty name: ONNX Runtime before 1.27 crashes on one.
-        inputs["bias"] = (g.or_zeros("bias", "B_scales", -2), Input(FLOAT))
+        inputs["bias"] = (g.or_zeros("bias", "B_scales"), Input(FLOAT))
     settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
     (y,) = g.call(gemm, inputs, out=["sums"], **settings)
     return g.choose("epilogue", lambda g, epilogue: _activated(g, y, epilogue))

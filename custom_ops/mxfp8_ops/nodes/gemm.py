@@ -185,7 +185,7 @@ def _matmul(g: Body, a: str) -> None:
     """Y = a @ transpose(B) + bias."""
     y = g("MatMul", a, b_values(g))
     if g.known("bias").present is not False:
-        y = g("Add", y, g.or_zeros("bias", "B_scales", -2))
+        y = g("Add", y, g.or_zeros("bias", "B_scales"))
     g.result(g.cast(y, "output_dtype"), "Y")
 
 

@@ -47,8 +47,6 @@ static_assert(MXFP8_RELU == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_GELU == 2, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_GELU_TANH == 3, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_SILU == 4, "mxfp8_ops.h says otherwise");
-static_assert(MXFP8_LAYER == 0, "mxfp8_ops.h says otherwise");
-static_assert(MXFP8_RMS == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_INT32 == 6, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_INT64 == 7, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_BOOL == 9, "mxfp8_ops.h says otherwise");
@@ -56,7 +54,7 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kGemmQuantize, kNormQuantize, kAddNormQuantize, kAttention};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kGemmQuantize, kAttention};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -68,10 +66,6 @@ inline constexpr const char* kEpilogues[] = {
     "gelu",
     "gelu_tanh",
     "silu",
-};
-inline constexpr const char* kNorms[] = {
-    "layer",
-    "rms",
 };
 inline constexpr Dtype kValueDtypes[] = {
     {MXFP8_FLOAT32, "float", "F32", 4, {}},
@@ -112,10 +106,6 @@ inline constexpr Node kNodes[] = {
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 4, -1, 3},
     {"MXFP8GemmQuantize", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
      {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"Y", {1}, true}}, 17, 0, 1, 2, 3, 4, -1, -1},
-    {"MXFP8NormQuantize", {{"X", {1, 10, 16}, false}, {"scale", {1}, false}, {"bias", {1}, true}},
-     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
-    {"MXFP8AddNormQuantize", {{"X", {1, 10, 16}, false}, {"residual", {1, 10, 16}, false, 0}, {"scale", {1}, false}, {"bias", {1}, true}},
-     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"normalized", {1, 10, 16}, true, 0}, {"sum", {1, 10, 16}, true, 0}}, 17, -1, -1, -1, -1, -1, -1, -1},
     {"MXFP8Attention", {{"Q", {1, 10, 16}, false}, {"K", {1, 10, 16}, false, 0}, {"V", {1, 10, 16}, false, 0}, {"attn_mask", {1, 10, 16, 9}, false}, {"past_key", {1, 10, 16}, false, 0}, {"past_value", {1, 10, 16}, false, 0}},
      {{"Y", {1, 10, 16}, false, 0}, {"present_key", {1, 10, 16}, true, 0}, {"present_value", {1, 10, 16}, true, 0}}, 0, -1, -1, -1, -1, -1, -1, -1},
 };

@@ -28,13 +28,12 @@
 extern "C" {
 #endif
 
-// Value dtypes, element formats and dtypes of indices carry their onnx.TensorProto.DataType codes; roundings, epilogues
-// and norms their index in formats.SCALE_ROUNDINGS, contract.EPILOGUES and contract.NORMS.
+// Value dtypes, element formats and dtypes of indices carry their onnx.TensorProto.DataType codes; roundings and
+// epilogues their index in formats.SCALE_ROUNDINGS and contract.EPILOGUES.
 enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 17, MXFP8_E5M2 = 19, MXFP8_INT8 = 3 };
 enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7, MXFP8_BOOL = 9 };
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
 enum { MXFP8_NONE = 0, MXFP8_RELU = 1, MXFP8_GELU = 2, MXFP8_GELU_TANH = 3, MXFP8_SILU = 4 };
-enum { MXFP8_LAYER = 0, MXFP8_RMS = 1 };
 // MXFP8_FAILED: any other error.
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
 
@@ -102,15 +101,6 @@ MXFP8_API int mxfp8_gemm_quantize(int a_format, const uint8_t* a, const uint8_t*
                                   const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue, int64_t m,
                                   int64_t n, int64_t k, int element_format, int scale_rounding, uint8_t* elements,
                                   uint8_t* scales, float* y, int threads);
-
-// Rows of sum = x + residual, both [rows, K]: less their mean (MXFP8_LAYER) or not (MXFP8_RMS), over the root of the
-// mean of the squares of that plus epsilon, times scale [K], plus bias [K], is normalized, in the dtype of x; and
-// elements and scales are what mxfp8_quantize makes of it. NULL stands for a residual or bias of zeros, and for a sum
-// or normalized that is not wanted.
-MXFP8_API int mxfp8_norm_quantize(int value_dtype, const void* x, const void* residual, const float* scale,
-                                  const float* bias, int64_t rows, int64_t k, int norm, float epsilon,
-                                  int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales,
-                                  void* normalized, void* sum, int threads);
 
 // Products with matrices of a stack: row i of y [M, N] is row i of a [M, K] times the transpose of b[experts[i]], b
 // being [count, N, K]. experts [M] are -count..count: below 0 they count from the end, and `count` is none, a row of

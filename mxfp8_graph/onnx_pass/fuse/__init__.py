@@ -1,9 +1,8 @@
-"""What stands beside a replaced matmul becomes part of its node: activations, normalizations, attention.
+"""What stands beside a replaced matmul becomes part of its node: activations, gates, attention.
 
 run.py           asks every fusion about every node, and puts the fused nodes in place
 replacement.py   what a fusion returns, and what it can ask about types
 gemm.py          activation, gate and quantization behind a gemm; elementwise.py tells which activation nodes compute
-norm.py          normalization in front of a quantization
 attention.py     attention: attention_scores.py reads it, attention_heads.py its operands
 """
 

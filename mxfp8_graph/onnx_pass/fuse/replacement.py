@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.graph import Dim, dtype_of, made_by, settings_of, shape_of, stored
+from mxfp8_graph.onnx_pass.graph import Dim, dtype_of, settings_of, shape_of
 from mxfp8_ops import contract
 
 REPLACES: Final = "replaces"
@@ -137,11 +137,3 @@ def is_last(value: ir.Value | None, axis: int) -> bool:
     """Whether an axis of a value is surely its last."""
     shape = type_of(value).shape
     return axis == -1 or (shape is not None and axis == len(shape) - 1)
-
-
-def stored_shape(value: ir.Value | None) -> tuple[int, ...] | None:
-    """Returns the shape of a stored constant of any size, perhaps cast; None for any other value."""
-    cast = made_by(value, "Cast")
-    origin = value if cast is None else cast.inputs[0]
-    tensor = None if origin is None else stored(origin)
-    return None if tensor is None else tuple(tensor.shape.numpy())

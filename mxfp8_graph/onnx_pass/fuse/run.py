@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
-from mxfp8_graph.onnx_pass.fuse.norm import fuse_norm
 from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Fusion, Replacement
 from mxfp8_graph.onnx_pass.graph import fresh_names, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.ops import READERS
@@ -24,9 +23,8 @@ def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
     dtype = contract.FLOAT if recipe.activations == "unchanged" else contract.BFLOAT16
     fresh = fresh_names(model)
     attention = partial(fuse_attention, fresh=fresh, activation_dtype=dtype)
-    # The activation comes first: gate and quantization extend the node that it makes. The others may come in any order:
-    # `fuse_norm` takes an MXFP8Quantize behind a norm, `fuse_quantize` one behind a gemm, and attention takes neither.
-    fusions = (fuse_activation, fuse_gate, partial(fuse_norm, fresh=fresh), fuse_quantize, attention)
+    # The activation comes first: gate and quantization extend the node that it makes. The others may come in any order.
+    fusions = (fuse_activation, fuse_gate, fuse_quantize, attention)
     return apply(model, fusions, lambda node: node.op_type in READERS)
 
 

@@ -1,6 +1,6 @@
 """Our gemms and fused nodes, taken apart into MXFP8Quantize, MXFP8Dequantize and standard ops.
 
-    MXFP8FusedGemm, MXFP8NormQuantize, MXFP8Attention ... -> the nodes of their bodies
+    MXFP8FusedGemm, MXFP8GatedGemm, MXFP8Attention ... -> the nodes of their bodies
     MXFP8Gemm(A, B)        -> MatMul(MXFP8Dequantize(A), Transpose(MXFP8Dequantize(B)))
     MXFP8WeightGemm(X, B)  -> MatMul(X, Transpose(MXFP8Dequantize(B))), X rounded to bfloat16 where the node does that
     MXFP8Embedding(ids, B) -> Gather(MXFP8Dequantize(B), ids)

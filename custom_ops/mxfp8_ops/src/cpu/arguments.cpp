@@ -66,7 +66,6 @@ void check_rounding(const char* name, int64_t rounding) {
 void check_epilogue(const char* name, int64_t epilogue) {
   check_range({name, epilogue}, 0, int64_t(std::size(kEpilogues)) - 1);
 }
-void check_norm(const char* name, int64_t norm) { check_range({name, norm}, 0, int64_t(std::size(kNorms)) - 1); }
 
 void check_sizes(std::initializer_list<Size> sizes) {
   for (const Size& size : sizes) {

@@ -36,7 +36,6 @@ void check_element_format(const char* name, int64_t format);
 void check_index_dtype(const char* name, int64_t dtype);
 void check_rounding(const char* name, int64_t rounding);
 void check_epilogue(const char* name, int64_t epilogue);
-void check_norm(const char* name, int64_t norm);
 
 struct Size {
   const char* name;

@@ -12,8 +12,6 @@ struct Attributes {
   std::string scale_rounding = "ceil";
   int64_t activation_dtype = 1;
   std::string epilogue = "none";
-  std::string norm = "layer";
-  float epsilon = 1e-05f;
   int64_t q_num_heads = 1;
   int64_t kv_num_heads = 1;
   int64_t is_causal = 0;
@@ -30,8 +28,6 @@ void for_each_attribute(Attributes* a, const Visit& visit) {
   visit("scale_rounding", &a->scale_rounding);
   visit("activation_dtype", &a->activation_dtype);
   visit("epilogue", &a->epilogue);
-  visit("norm", &a->norm);
-  visit("epsilon", &a->epsilon);
   visit("q_num_heads", &a->q_num_heads);
   visit("kv_num_heads", &a->kv_num_heads);
   visit("is_causal", &a->is_causal);

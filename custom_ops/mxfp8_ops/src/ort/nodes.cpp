@@ -53,7 +53,6 @@ bool accepts(const Port& port, int64_t dtype) {
 
 int rounding_code(const std::string& name) { return index_of(kScaleRoundings, name); }
 int epilogue_code(const std::string& name) { return index_of(kEpilogues, name); }
-int norm_code(const std::string& name) { return index_of(kNorms, name); }
 
 std::string to_string(const Dims& dims) {
   std::string text = "(";
@@ -97,7 +96,6 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
   }
   check_name(where, "scale_rounding", kScaleRoundings, attributes->scale_rounding);
   check_name(where, "epilogue", kEpilogues, attributes->epilogue);
-  check_name(where, "norm", kNorms, attributes->norm);
   const int64_t q = attributes->q_num_heads, kv = attributes->kv_num_heads;
   if (kv < 1 || q < 1 || q % kv != 0) {
     throw NodeError(where + ": " + std::to_string(q) + " heads of Q and " + std::to_string(kv) +

@@ -50,10 +50,9 @@ bool accepts(const Port& port, int64_t dtype);
 // Fills in the default output_dtype and checks every attribute the op has. Throws NodeError.
 void check_attributes(const std::string& where, Op op, Attributes* attributes);
 
-// Index in kScaleRoundings, kEpilogues or kNorms, the code of mxfp8_ops.h; -1 if it is none.
+// Index in kScaleRoundings or kEpilogues, the code of mxfp8_ops.h; -1 if it is none.
 int rounding_code(const std::string& name);
 int epilogue_code(const std::string& name);
-int norm_code(const std::string& name);
 
 // `axis` as 0..rank-1. Throws NodeError.
 int64_t normalize_axis(const std::string& where, int64_t axis, int64_t rank);

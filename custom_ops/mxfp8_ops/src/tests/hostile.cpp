@@ -81,7 +81,6 @@ bool is_one_of(int64_t value, std::initializer_list<int> known) {
 #define INDICES {MXFP8_INT32, MXFP8_INT64}
 #define ROUNDINGS {MXFP8_CEIL, MXFP8_FLOOR, MXFP8_EVEN}
 #define EPILOGUES {MXFP8_NONE, MXFP8_RELU, MXFP8_GELU, MXFP8_GELU_TANH, MXFP8_SILU}
-#define NORMS {MXFP8_LAYER, MXFP8_RMS}
 
 int64_t bytes_of(int64_t dtype) { return dtype == MXFP8_FLOAT32 ? 4 : is_one_of(dtype, VALUES) ? 2 : 1; }
 Wide blocks(int64_t k) { return (Wide(k) + 31) / 32; }
@@ -336,37 +335,6 @@ void multiply_and_quantize(Random& random, Counts* counts) {
                                          elements.at, scales.at, reinterpret_cast<float*>(y.at), threads);
   judge(call, status, refused, counts);
   if (refused) check_untouched(call, {&elements, &scales, &y});
-}
-
-void norm(Random& random, Counts* counts) {
-  const int hostile = chance(random, 3) ? 100000 : 16;
-  const int dtype = code(random, VALUES, hostile), format = code(random, FORMATS, hostile);
-  const int rounding = code(random, ROUNDINGS, hostile), kind = code(random, NORMS, hostile);
-  const int threads = thread_count(random, hostile);
-  const int64_t m = size(random, hostile), k = size(random, hostile);
-  bool refused = !is_one_of(dtype, VALUES) || !is_one_of(format, FORMATS) || !is_one_of(rounding, ROUNDINGS) ||
-                 !is_one_of(kind, NORMS) || m < 0 || k < 0 || threads < 0;
-  Array x, residual, scale, bias, elements, scales, normalized, sum;
-  if (m >= 0 && k >= 0) {
-    for (Array* each : {&x, &residual, &normalized, &sum}) each->bytes = dense({m, k}, bytes_of(dtype));
-    scale.bytes = bias.bytes = m == 0 ? 0 : dense({k}, 4);
-    elements.bytes = dense({m, k}, 1);
-    scales.bytes = dense({m, blocks(k)}, 1);
-  }
-  for (Array* each : {&x, &residual, &normalized, &sum}) each->alignment = bytes_of(dtype);
-  scale.alignment = bias.alignment = 4;
-  elements.result = scales.result = normalized.result = sum.result = true;
-  refused = furnish_all(random, {&x, &scale, &elements, &scales}, refused, true, hostile);
-  for (Array* each : {&residual, &bias, &normalized, &sum}) {  // which may be NULL
-    if (each->bytes > kMostHere || !chance(random, 2)) continue;
-    if (furnish(random, each, false, hostile) && each->at != nullptr) refused = true;
-  }
-  const std::string call = "norm_quantize" + list({dtype, format, rounding, kind, m, k});
-  const int status = mxfp8_norm_quantize(dtype, x.at, residual.at, reinterpret_cast<const float*>(scale.at),
-                                         reinterpret_cast<const float*>(bias.at), m, k, kind, 1e-5f, format, rounding,
-                                         elements.at, scales.at, normalized.at, sum.at, threads);
-  judge(call, status, refused, counts);
-  if (refused) check_untouched(call, {&elements, &scales, &normalized, &sum});
 }
 
 // The bytes of indices of a table of `v` rows; some calls get one that names no row. Returns whether this one did.
@@ -723,7 +691,7 @@ Counts work(uint64_t seed, long calls, double seconds) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds;
   };
   for (long i = 0; i < calls && running(); ++i) {
-    switch (random() % 22) {
+    switch (random() % 21) {
       case 0:
       case 1:
         blockwise(random, &counts, true);
@@ -766,9 +734,6 @@ Counts work(uint64_t seed, long calls, double seconds) {
         multiply_grouped(random, &counts, chance(random, 2));
         break;
       case 19:
-        norm(random, &counts);
-        break;
-      case 20:
         attend(random, &counts);
         break;
       default:
