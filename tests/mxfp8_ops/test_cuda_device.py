@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from compare import FORMATS as FLOAT8
 from compare import ROUNDINGS
-from cuda_emulation import FORMATS, kernels, products, source_of, swizzle
+from cuda_emulation import FORMATS, products, source_of, swizzle
 
 from mxfp8_ops import cuda, numpy_nodes
-from mxfp8_ops.cuda import build, dispatch
+from mxfp8_ops.cuda import build, dispatch, planner
 from mxfp8_ops.cuda import device as cuda_device
 
 torch = pytest.importorskip("torch")
@@ -39,10 +39,9 @@ CHUNK = 1 << 24
 @pytest.fixture(scope="session", autouse=True)
 def cubins():
     """Compiles everything at once, instead of each kernel where it is first used."""
-    capability = torch.cuda.get_device_capability()
-    arch = build.target(capability)
+    arch = build.target(torch.cuda.get_device_capability())
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda kernel: len(build.cubin(source_of(kernel), kernel, arch)), kernels(capability)):
+        for _ in pool.map(lambda kernel: len(build.cubin(source_of(kernel), kernel, arch)), planner.kernels()):
             pass
 
 
