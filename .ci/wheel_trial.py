@@ -35,9 +35,9 @@ def conform() -> None:
     for isa in cpu.available_isas():
         with cpu.forced_isa(isa):
             for result in (
-                conformance.check_quantizer(cpu.quantize),
-                conformance.check_dequantizer(cpu.dequantize),
-                conformance.check_gemm(cpu.gemm),
+                conformance.check("quantize", cpu.quantize),
+                conformance.check("dequantize", cpu.dequantize),
+                conformance.check("gemm", cpu.gemm),
             ):
                 if not result.passed:
                     sys.exit(f"{isa}:\n{result}")

@@ -70,13 +70,13 @@ def build_wheel(sdist: Path, processor: str, out: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """Ends the program if a wheel is too large, has other libraries than ours, or lacks what a build makes or moves."""
+    """Ends the program if a wheel is too large, has other libraries than ours, or lacks the sources of kernels."""
     if wheel.stat().st_size > MOST_BYTES:
         sys.exit(f"{wheel.name}: {wheel.stat().st_size} bytes; expected at most {MOST_BYTES}")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     libraries = [name for name in names if ".so" in name]
-    for name in ("share/man/man1/mxfp8-graph.1", "src/cuda/finish.cu", "src/cuda/experimental/fold.cu"):
+    for name in ("src/cuda/finish.cu", "src/cuda/codec.cuh"):
         if not any(each.endswith(name) for each in names):
             sys.exit(f"{wheel.name}: {name} is missing")
     if libraries != ["mxfp8_ops/libmxfp8_ops.so"]:

@@ -28,7 +28,6 @@ from onnx import helper
 from peers import Peer
 
 from mxfp8_ops import conformance, contract, cpu, numerics, numpy_nodes, ort
-from mxfp8_ops.conformance.rules import RULES
 from mxfp8_ops.formats import E4M3, ELEMENT_NAN, SCALE_ROUNDINGS
 from mxfp8_ops.onnx_functions import functions
 
@@ -47,8 +46,6 @@ COLUMNS = (
     "values",
     "first that differs",
 )
-WRITTEN_OUT = {"TransformerEngine": "needs CUDA to build"}
-"""Peers of which the rule is run, not the program."""
 NOTES = (
     "Numbers are of blocks that differ from our NumPy reference under the rule that is nearest to each quantizer; "
     "ceil, floor and even are our words for it. "
@@ -71,9 +68,9 @@ class Blocks:
     @classmethod
     def of(cls, group: str) -> Blocks:
         """Returns those of a group of the conformance vectors."""
-        chosen = [case for case in conformance.cases("quantize") if case.group == group]
-        (k,) = {case.inputs[0].shape[1] for case in chosen}
-        x = np.pad(chosen[0].inputs[0], ((0, 0), (0, 32 - k)))
+        (case,) = (case for case in conformance.cases("quantize") if case.name == f"quantize/{group}/e4m3-ceil")
+        (x,) = case.inputs.values()
+        x = np.pad(x, ((0, 0), (0, 32 - x.shape[1])))
         codes = {rounding: numpy_nodes.quantize(x, scale_rounding=rounding) for rounding in SCALE_ROUNDINGS}
         return cls(x, {name: (*pair, numpy_nodes.dequantize(*pair)) for name, pair in codes.items()})
 
@@ -249,13 +246,18 @@ def rows_of_ours(groups: list[Blocks]) -> Iterator[list[str]]:
         yield [*worst[:2], worst[2] if worst[-1] else "ceil, floor and even", *worst[3:]]
 
 
-def rows_of_rules(groups: list[Blocks]) -> Iterator[list[str]]:
-    """Yields a row for each peer that cannot run without a GPU: its published rule, written out."""
-    for rule in RULES:
-        if rule.name in WRITTEN_OUT:
-            answers = [rule.quantize(blocks.x, element_format="e4m3") for blocks in groups]
-            name = f"{rule.name}: its rule written out ({WRITTEN_OUT[rule.name]})"
-            yield row(name, "", dict.fromkeys(SCALE_ROUNDINGS, answers), groups)
+def transformer_engine(x: np.ndarray) -> Answer:
+    """Quantizes rows of a block each by TransformerEngine's rule: amax times the rounded reciprocal of 448, rounded up.
+
+    Source: transformer_engine/common/util/ptx.cuh, float_to_e8m0, and exp2f_rcp since pull request 2647.
+    """
+    with np.errstate(all="ignore"):
+        amax = np.nanmax(np.abs(x), -1, initial=0, keepdims=True)
+        mantissa, exponent = np.frexp(amax * (np.float32(1) / np.float32(E4M3.max)))
+        exponent = np.where(mantissa == 0, -127, np.clip(exponent - (mantissa == 0.5), -127, 127))
+        scales = np.where(np.isinf(amax), 254, exponent + 127)
+        elements = numerics.encode(x * np.ldexp(np.float32(1), 127 - scales), E4M3)
+    return elements, scales.astype(np.uint8)
 
 
 def rows_of_peers(groups: list[Blocks], pythons: dict[str, str]) -> Iterator[list[str]]:
@@ -289,7 +291,11 @@ def main() -> None:
         peers = dict.fromkeys(name.split()[0] for name in QUANTIZERS)
         parser.error(f"--python {' '.join(options.python)}; expected PEER=PATH with one of {', '.join(peers)}")
     groups = [Blocks.of("patterns"), Blocks.of("boundaries")]
-    rows = [*rows_of_ours(groups), *rows_of_rules(groups)]
+    name, answers = (
+        "TransformerEngine: its rule written out (needs CUDA to build)",
+        [transformer_engine(blocks.x) for blocks in groups],
+    )
+    rows = [*rows_of_ours(groups), row(name, "", dict.fromkeys(SCALE_ROUNDINGS, answers), groups)]
     if not options.quick:
         rows += rows_of_peers(groups, pythons)
     title = "MXFP8 quantizers against every pattern of a float32's upper 16 bits, and every boundary of scales: E4M3"

@@ -21,8 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import gpu_variants
-
 from mxfp8_ops.cuda import planner
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,7 +29,7 @@ SECTION_SECONDS = 150
 
 
 def memory(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """The operations that the speed of memory bounds: quantize, dequantize, fold."""
+    """The operations that the speed of memory bounds: quantize, dequantize."""
     yield cases.memory_bound(rounds, 2 * size, size)
 
 
@@ -46,7 +44,7 @@ def few_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 
 
 def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """Products on cuBLAS, and folded ones."""
+    """Products on cuBLAS."""
     for m in (65, 96):  # gemm_skinny in slices may win below the rows of the targets
         yield cases.many_rows(rounds, (m, size, size), {})
     yield cases.many_rows(rounds, (128, size, size), {"weight-only": (1.1,)})
@@ -57,7 +55,6 @@ def many_rows(cases: Any, rounds: int, size: int) -> Iterator[Any]:
         "with quantize": (0.88,),
         # Arithmetic allows .93: 1395 us of product, 2 x 47 us to quantize and dequantize x, 7 us of small launches.
         "with quantize, weight kept": (0.90, 0.925),
-        "fold, with quantize, weight kept": (1.45, 1.65),
     }
     yield cases.many_rows(rounds, (8192, size, size), targets)
 
@@ -66,28 +63,6 @@ def small_weights(cases: Any, rounds: int, size: int) -> Iterator[Any]:
     """Weights of few rows, for which gemm_skinny splits K."""
     for n, m in itertools.product((size // 8, size // 4, size // 2), (1, 16, 64)):
         yield cases.few_rows(rounds, (m, n, size), {})
-
-
-def fused(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """gemm_fused beside what it would replace."""
-    for m in (128, 256, 512, 1024, 2048):
-        yield cases.fused(rounds, (m, size, size))
-
-
-def skinny_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """The variants of gemm_skinny, for src/cuda_host/experimental/measured.h; its rows say at which sizes."""
-    yield from cases.variants(rounds, "gemm_skinny")
-
-
-def fused_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """The same of gemm_fused."""
-    yield from cases.variants(rounds, "gemm_fused")
-
-
-def column_variants(cases: Any, rounds: int, size: int) -> Iterator[Any]:
-    """The same of what quantizes columns, transposed."""
-    for kernel in ("quantize_columns", "quantize_both"):
-        yield from cases.variants(rounds, kernel)
 
 
 def wide_activations(cases: Any, rounds: int, size: int) -> Iterator[Any]:
@@ -112,8 +87,7 @@ def cuts(cases: Any, rounds: int, size: int) -> Iterator[Any]:
 SECTIONS: dict[str, Callable[[Any, int, int], Iterator[Any]]] = {
     section.__name__: section
     for section in (
-        memory, few_rows, many_rows, small_weights, fused, skinny_variants, fused_variants, column_variants,
-        wide_activations, training, cuts,
+        memory, few_rows, many_rows, small_weights, wide_activations, training, cuts,
     )
 }  # fmt: skip
 """In the order in which they run: those with targets first."""
@@ -142,7 +116,6 @@ def prepare() -> tuple[str, int]:
     gpu = device.device(0)
     arch = build.target(gpu.capability)
     kernels = [(kernel.partition("<")[0], kernel) for kernel in planner.kernels()]
-    kernels = [kernel for kernel in kernels if gpu.capability == (9, 0) or kernel[0] != "gemm_fused"]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # into the cache on disk
         return gpu.name, len([*pool.map(lambda kernel: len(build.cubin(*kernel, arch)), kernels)])
 
@@ -183,7 +156,7 @@ def versions() -> str:
 
 
 def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], folder: Path) -> list[str]:
-    """Writes gpu.md, gpu.json and measured.h of the rows so far; returns the lines of the table."""
+    """Writes gpu.md and gpu.json of the rows so far; returns the lines of the table."""
     lines = [head, "", "| what | us | value | of | must | stretch | |", "|---|---|---|---|---|---|---|"]
     for row in rows:
         bounds = " | ".join("" if bound is None else f"{bound:.2f}" for bound in (row["must"], row["stretch"]))
@@ -196,9 +169,7 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
         "",
         "eager: the processor's time for a call without a CUDA graph; all else is the GPU's, in one.",
         "x copy: against a copy that moves as many bytes. M <= 64 is gemm_skinny; more rows are dequantize and cuBLAS,",
-        "on Blackwell its MXFP8 product. fold: FP8 tensor cores, not exact, only on request. fused: only on request.",
-        "x plain: variants of a kernel. Where one is at least 2% faster, measured.h makes it the default, once it has",
-        "replaced custom_ops/mxfp8_ops/src/cuda_host/experimental/measured.h.",
+        "on Blackwell its MXFP8 product.",
         "",
         f"{len(verdicts)} targets: " + ", ".join(f"{verdicts.count(v)} {v}" for v in ("stretch", "ok", "MISSED")) + ".",
         *(f"Section {name} is incomplete: {why}." for name, why in failures.items()),
@@ -206,10 +177,6 @@ def publish(head: str, rows: list[dict[str, Any]], failures: dict[str, str], fol
     (folder / "gpu.md").write_text("# CUDA kernels on one GPU\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
     content = {"gpu": head, "rows": rows, "failures": failures}
     (folder / "gpu.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    new = [planner.Measurement(*row["measured"]) for row in rows if row.get("measured")]
-    if new:
-        table = gpu_variants.header(gpu_variants.merged(planner.measurements(), new))
-        (folder / "measured.h").write_text(table, encoding="utf-8")
     return lines
 
 

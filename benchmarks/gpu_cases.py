@@ -7,14 +7,12 @@ the processor's time.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import gpu_variants
 import torch
 from gpu_timing import Call, Row, copy_calls, sets, take_turns
 
@@ -39,7 +37,7 @@ def queue() -> execution.Queue:
 
 
 def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
-    """Returns quantize, dequantize and fold of bfloat16 [m, k] against a copy of as many bytes."""
+    """Returns quantize and dequantize of bfloat16 [m, k] against a copy of as many bytes."""
     n = m * k
     xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets(3 * n))]
     packed = [ops.quantize(x) for x in xs]
@@ -53,9 +51,6 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
         execution.run(planner.quantize(request), queue())
         return rows, columns
 
-    def fold(pair: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        return execution.fold(queue(), (pair[0].data_ptr(), pair[1].data_ptr()), (m, k))
-
     traffic = {"copy 1": n * 3 + n // 32, "copy 2": n * 4 + n // 16, "copy 3": n * 2 + n // 32}
     cases: dict[str, Sequence[Call]] = {
         **{name: copy_calls(size) for name, size in traffic.items()},
@@ -65,7 +60,6 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
         "quantize, both in one pass": [lambda x=x: both(x) for x in xs],
         "quantize, both, columns transposed": [lambda x=x: ops.quantize_both(x) for x in xs],
         "dequantize": [lambda p=p: ops.dequantize(*p, -1, "e4m3", torch.bfloat16) for p in packed],
-        "fold": [lambda p=p: fold(p) for p in packed],
     }
     times = take_turns(cases, rounds)
     targets = {
@@ -73,7 +67,7 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
         "quantize, columns transposed": ("copy 1", None, None),
         "quantize, both in one pass": ("copy 2", 0.80, 0.88),
         "quantize, both, columns transposed": ("copy 2", None, None),
-        "dequantize": ("copy 1", 0.90, 0.95), "fold": ("copy 3", None, None),
+        "dequantize": ("copy 1", 0.90, 0.95),
     }  # fmt: skip
     one = traffic["copy 1"]
     rows = [Row(f"copy of {one / 1e6:.0f} MB", times["copy 1"], one / times["copy 1"] / 1e6, "TB/s")]
@@ -179,73 +173,6 @@ def cuts(rounds: int, size: tuple[int, int, int], changes: Sequence[dict[str, in
     ]
 
 
-def variants(rounds: int, kernel: str) -> Iterator[list[Row]]:
-    """Yields the rows of each size at which a kernel's variants are to be compared, with their rows of measured.h.
-
-    Nothing, if the GPU cannot run them.
-
-    Raises:
-        SystemExit: at the end, if some variant is wrong; that one has no row.
-    """
-    wrong = []
-    gpu = torch.cuda.get_device_properties(0)
-    capability = torch.cuda.get_device_capability()
-    card = gpu.name, datetime.date.today().isoformat(), 10 * capability[0] + capability[1], gpu.multi_processor_count
-    if kernel == "gemm_fused" and capability != (9, 0):
-        return
-    for wanted in gpu_variants.wanted(kernel):
-        named = {planner.variants()[row.variant].name: row for row in wanted}
-        size = wanted[0].m, wanted[0].n, wanted[0].k
-        calls, is_right = _variant_calls(kernel, size)
-        cases = {}
-        for name in named:
-            with dispatch.forced_variant(kernel, name):
-                if is_right():
-                    cases[name] = [lambda call=call, name=name: _as_variant(kernel, name, call) for call in calls]
-                else:
-                    wrong.append(f"{kernel} {name} at {size}")
-        times = take_turns(cases, rounds)
-        yield [
-            Row(
-                f"{kernel} {name}, M={size[0]} N={size[1]} K={size[2]}", times[name],
-                times.get("plain", float("nan")) / times[name], "x plain",
-                measured=(*card, *named[name][4:-1], round(1e3 * times[name])),
-            )
-            for name in cases
-        ]  # fmt: skip
-    if wrong:
-        raise SystemExit(f"{', '.join(wrong)}: the kernel is wrong")
-
-
-def _as_variant(kernel: str, name: str, call: Call) -> Any:
-    with dispatch.forced_variant(kernel, name):
-        return call()
-
-
-def _variant_calls(kernel: str, size: tuple[int, int, int]) -> tuple[Sequence[Call], Callable[[], bool]]:
-    """Returns calls of a kernel, one per set of operands, and what says whether the forced variant is right."""
-    if kernel in {"gemm_skinny", "gemm_fused"}:
-        route, layers = kernel.removeprefix("gemm_"), Layers(*size)
-
-        def product_is_right() -> bool:
-            with dispatch.forced_route(route):
-                return relative_error(layers.xs[0], layers.packed[0]) < PRODUCT_ERROR
-
-        return layers.weight_only(route), product_is_right
-    shape = size[:2]
-    xs = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(sets(3 * shape[0] * shape[1]))]
-    call = ops.quantize_both if kernel == "quantize_both" else lambda x: ops.quantize(x.t())
-    with dispatch.forced_variant(kernel, "plain"):
-        expected = call(xs[0])
-
-    def is_the_same() -> bool:
-        poison = [torch.full_like(t, 0xAA) for t in expected]
-        del poison  # their memory is what the allocator hands out next
-        return all(torch.equal(a, b) for a, b in zip(call(xs[0]), expected, strict=True))
-
-    return [lambda x=x: call(x) for x in xs], is_the_same
-
-
 def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[float, ...]]) -> list[Row]:
     """Returns a linear layer with M > 64 in every way there is, against cuBLAS on bfloat16 weights."""
     m, n, k = size
@@ -254,14 +181,11 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
     cases = {"cublas": layers.cublas(), "weight-only": layers.weight_only(), "with quantize": layers.quantized()}
     if m <= 256:  # a few passes of gemm_skinny, which may beat one that dequantizes the weight
         cases["slices, weight-only"] = layers.weight_only("slices")
-    if capability >= (8, 9):
-        cases["fold, with quantize"] = layers.quantized("fold")
     if capability >= (10, 0):
         cases["large, with quantize"] = layers.quantized("large")
     times = take_turns(cases, rounds)
     for p in layers.packed:
         torch_cuda.keep_wide(*p)
-        torch_cuda.keep_folded(*p)
     times_kept = take_turns({name: cases[name] for name in cases if not name.endswith("weight-only")}, rounds)
     torch_cuda.forget_kept()
     rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
@@ -269,61 +193,6 @@ def many_rows(rounds: int, size: tuple[int, int, int], targets: dict[str, tuple[
         for name in [*medians][1:]:
             ratio, key = medians["cublas"] / medians[name], name + suffix
             rows.append(Row(f"{key} {label}", medians[name], ratio, "x cuBLAS", *targets.get(key, ())))
-    if capability >= (8, 9):
-        x, p = ops.quantize(layers.xs[0]), layers.packed[0]
-        exact = ops.gemm(*x, *p).double()
-        with dispatch.forced_route("fold"):
-            got = ops.gemm(*x, *p).double()
-        error = ((got - exact).norm() / exact.norm()).item()
-        rows.append(Row(f"fold, float32 result {label}", times["fold, with quantize"], error, "relative error"))
-    return rows
-
-
-def fused_product(m: int, n: int, k: int) -> planner.Gemm:
-    """Returns a product of bfloat16 x, at no address in particular."""
-    kinds = CODES["bfloat16"], CODES["e4m3"], CODES["bfloat16"]
-    return planner.Gemm(*kinds, x=256, x_scales=0, b=256, b_scales=256, bias=0, y=256, m=m, n=n, k=k)
-
-
-def fused(rounds: int, size: tuple[int, int, int]) -> list[Row]:
-    """Returns gemm_fused on Hopper, also cut up in other ways, against cuBLAS on bfloat16 weights, beside `large`."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        return []
-    m, n, k = size
-    layers, label = Layers(*size), f"M={m} N={n} K={k}"
-    with dispatch.forced_route("fused"):
-        check(layers.xs[0], layers.packed[0])
-    with dispatch.forced_route("fused"):
-        steps = planner.gemm(dispatch.place(queue().device, 0), fused_product(m, n, k)).steps()
-    (step,) = [step for step in steps if planner.kernels()[step.kernel].startswith("gemm_fused")]
-    blocks, splits = int(planner.kernels()[step.kernel].rstrip(">").split(", ")[1]), step.arguments[9]
-
-    def cut(blocks: int, splits: int) -> Sequence[Call]:
-        def call(run: Call) -> Any:
-            with dispatch.fixed_cut(blocks=blocks, splits=splits):
-                return run()
-
-        return [lambda run=run: call(run) for run in layers.weight_only("fused")]
-
-    times = take_turns(
-        {
-            "cublas": layers.cublas(),
-            "large, weight-only": layers.weight_only("large"),
-            f"fused, weight-only, {128 * blocks} rows in {splits} splits": layers.weight_only("fused"),
-            **{f"{route}, with quantize": layers.quantized(route) for route in ("large", "fused")},
-            **{
-                f"fused with {128 * blocks} rows in {splits} splits": cut(blocks, splits)
-                for blocks, splits in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4))
-            },
-        },
-        rounds,
-    )
-    for p in layers.packed:
-        torch_cuda.keep_wide(*p)
-    times |= take_turns({"large, weight-only, weight kept": layers.weight_only("large")}, rounds)
-    torch_cuda.forget_kept()
-    rows = [Row(f"cuBLAS bf16 {label}", times["cublas"], 2 * m * n * k / times["cublas"] / 1e6, "TFLOP/s")]
-    rows += [Row(f"{name} {label}", times[name], times["cublas"] / times[name], "x cuBLAS") for name in [*times][1:]]
     return rows
 
 
@@ -349,14 +218,9 @@ def training(rounds: int, m: int, n: int, k: int) -> list[Row]:
         def step(forward: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Any:
             return torch.autograd.grad(forward(x, w), (x, w), dy)
 
-        def folded() -> Any:
-            with torch_cuda.fast_accumulate():
-                return step(ops.linear_train)
-
         cases: dict[str, Sequence[Call]] = {
             "torch": [lambda: step(torch.nn.functional.linear)],
             "linear_train": [lambda: step(ops.linear_train)],
-            "linear_train, fast_accumulate": [folded],
         }
         times = take_turns(cases, rounds)
     label = f"M={m} N={n} K={k}"

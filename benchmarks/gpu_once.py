@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-CASES = {"skinny": "gemm_skinny", "fused": "gemm_fused", "columns": "quantize_columns"}
+CASES = {"skinny": "gemm_skinny", "columns": "quantize_columns"}
 """Name of a case -> kernel that it launches."""
 
 
@@ -27,7 +27,7 @@ def launch(cases: Any, case: str, size: int, times: int = 4) -> None:
         x = cases.torch.randn(size, size, device="cuda", dtype=cases.torch.bfloat16)
         calls = [lambda: cases.ops.quantize(x.t())]
     else:
-        layers = cases.Layers(16 if case == "skinny" else 256, size, size)
+        layers = cases.Layers(16, size, size)
         calls = layers.weight_only(case)
     for i in range(times):
         calls[i % len(calls)]()
@@ -45,9 +45,6 @@ def main() -> None:
     import gpu_cases
     import torch
 
-    if arguments.case == "fused" and torch.cuda.get_device_capability() != (9, 0):
-        print("skipped: gemm_fused needs compute capability 9.0")
-        return
     with torch.inference_mode():
         launch(gpu_cases, arguments.case, arguments.size)
         torch.cuda.synchronize()

@@ -32,8 +32,6 @@ class Row:
     peer: str
     must: float | None = None
     stretch: float | None = None
-    measured: tuple[Any, ...] | None = None
-    """The row of src/cuda_host/experimental/measured.h that it stands for."""
 
     @property
     def verdict(self) -> str:

@@ -57,7 +57,6 @@ KERNELS: Final = (
     Counted("dequantize<BF16, E4M3, true, false>", "STG.E.128", False, 2, 90, 48.5, 1),
     Counted("dequantize<BF16, E5M2, true, false>", "STG.E.128", False, 2, 90, 48.5, 1),
     Counted("dequantize<BF16, INT8, true, false>", "STG.E.128", False, 2, 90, 48.5, 1),
-    Counted("fold", "F2FP", True, 8, 60, 32.5, 1),
 )
 
 

@@ -1,8 +1,8 @@
 """The first half hour on a GPU, in calls that each end well inside ten minutes: make gpu-first, CALL=B and so on.
 
 A asks what the machine has, whether kernels run at all, and how fast those are that memory bounds: it gives numbers
-even if no call follows. B runs every GPU test and looks for bad accesses; C measures what decides about the variants of
-kernels, and profiles two; D measures the rest; E looks for races. Each call stands alone. It leaves in its folder what
+even if no call follows. B runs every GPU test and looks for bad accesses; C measures the rest and profiles one kernel
+more; D looks for races. Each call stands alone. It leaves in its folder what
 ran, what failed, the numbers and the next command (first-A.md), all output (first-A.txt), and what its steps write. A
 step that hangs or crashes costs no other one.
 """
@@ -47,10 +47,9 @@ import sys, time
 from concurrent.futures import ThreadPoolExecutor
 from mxfp8_ops.cuda import build, planner, system
 arch = "sm_90a" if sys.argv[1:] else build.target(system.gpus()[0].capability)
-names = [name for name in planner.kernels() if arch == "sm_90a" or not name.startswith("gemm_fused")]
 start = time.monotonic()
 with ThreadPoolExecutor() as pool:
-    some = names[: 2 if sys.argv[1:] else None]
+    some = planner.kernels()[: 2 if sys.argv[1:] else None]
     codes = [*pool.map(lambda name: build.cubin(name.partition("<")[0], name, arch), some)]
 print(f"{len(codes)} kernels compiled for {arch} in {time.monotonic() - start:.1f} s")
 """
@@ -113,9 +112,9 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
                 "kernels-run",
                 120,
                 ("test_cuda_device", "test_cuda_device_fp8"),
-                "every_16_bit or every_element or every_cut or fold_is or swizzled",
+                "every_16_bit or every_element or every_cut or swizzled",
             ),
-            _tests("routes", 60, ("test_cuda_device",), "fused or route or graph"),
+            _tests("routes", 60, ("test_cuda_device",), "route or graph"),
             _bench(105, "memory", "few_rows"),
             _profile("skinny", "gemm_skinny"),
         ),
@@ -130,19 +129,14 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
         ),
     ),
     "C": (
-        "the numbers that decide about variants of kernels",
+        "the other numbers",
         (
             LIBRARY,
-            _bench(300, "skinny_variants", "fused", "fused_variants", "column_variants", "cuts"),
-            _profile("fused", "gemm_fused"),
+            _bench(370, "many_rows", "small_weights", "wide_activations", "training", "cuts"),
             _profile("columns", "quantize_columns"),
         ),
     ),
     "D": (
-        "the other numbers",
-        (LIBRARY, _bench(400, "many_rows", "few_rows", "small_weights", "wide_activations", "training")),
-    ),
-    "E": (
         "races and barriers",
         (LIBRARY, KERNELS, _tests("races", 380, ("test_cuda_device_sanitizer",), "synccheck or racecheck")),
     ),
@@ -205,8 +199,7 @@ def command_of(call: str, results: list[Result]) -> str:
         only = f" STEP={failed[0]}" if failed != ["library"] else ""
         return f"mend {', '.join(failed)}, then: make gpu-first CALL={call}{only}"
     if call == letters[-1]:
-        table = "custom_ops/mxfp8_ops/src/cuda_host/experimental/measured.h"
-        return f"commit call D's gpu.md and gpu.json, and call C's measured.h as {table}"
+        return "commit call C's gpu.md and gpu.json"
     return f"make gpu-first CALL={letters[letters.index(call) + 1]}"
 
 

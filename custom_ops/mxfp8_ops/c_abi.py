@@ -40,30 +40,16 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_cuda_plan_dequantize": (i, (p, p, p)),
         "mxfp8_cuda_plan_embedding": (i, (p, p, p)),
         "mxfp8_cuda_plan_grouped": (i, (p, p, p)),
-        "mxfp8_cuda_plan_fold": (i, (p, p, p)),
         "mxfp8_cuda_continue": (i, (p, p)),
         "mxfp8_cuda_swizzled_bytes": (n, (n, n)),
         "mxfp8_cuda_kernel": (t, (i,)),
         "mxfp8_cuda_route_at": (p, (i,)),
-        "mxfp8_cuda_variant_at": (p, (i,)),
-        "mxfp8_cuda_measurement_at": (p, (i,)),
     }
 )
 
 REQUESTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "place": (
-            "capability",
-            "processors",
-            "libraries",
-            "allowed",
-            "forced",
-            "splits",
-            "warps",
-            "blocks",
-            "parts_bytes",
-            "variant",
-        ),
+        "place": ("capability", "processors", "libraries", "forced", "splits", "warps", "parts_bytes"),
         "gemm": (
             "x_kind",
             "b_kind",
@@ -79,8 +65,6 @@ REQUESTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "k",
             "wide",
             "wide_inexact",
-            "folded",
-            "folded_scales",
             "activation_dtype",
         ),
         "quantize": (
@@ -96,9 +80,6 @@ REQUESTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "scales",
             "row_elements",
             "row_scales",
-            "capability",
-            "processors",
-            "variant",
         ),
         "dequantize": ("format", "y_dtype", "elements", "scales", "outer", "k", "inner", "y", "inexact"),
         "embedding": ("index_dtype", "b_format", "y_dtype", "indices", "b", "b_scales", "count", "v", "d", "y"),
@@ -128,7 +109,6 @@ REQUESTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             "e_middle",
             "e_inner",
         ),
-        "fold": ("elements", "scales", "rows", "k", "folded", "row_scales"),
         "queue": ("gpu", "stream", "scratch", "result"),
     }
 )

@@ -20,7 +20,7 @@ struct Launch {
 std::mutex mutex;  // the emulation runs one block at a time
 std::map<uint64_t, size_t> memory;
 std::vector<Launch> launches;
-int (*emulate)(int, unsigned, int, unsigned, const uint64_t*);
+int (*emulate)(int, unsigned, int, const uint64_t*);
 int (*parameter_count)(int);
 uint64_t expected_stream;
 bool bounded;
@@ -29,7 +29,6 @@ thread_local std::vector<void*> contexts;
 constexpr int kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kIllegalAddress = 700;
 size_t most;                                      // bytes one allocation may have
 size_t copied_in;                                 // bytes
-std::map<void*, int> allowed;                     // bytes of shared memory that a function may have
 constexpr uint64_t kLargest = uint64_t(1) << 32;  // above every parameter of these tests that is not an address
 
 constexpr uint64_t kAnyStream = ~uint64_t(0);
@@ -55,7 +54,6 @@ void start(void* emulate_function, void* parameter_function, uint64_t stream, in
   parameter_count = reinterpret_cast<decltype(parameter_count)>(parameter_function);
   expected_stream = stream;
   bounded = only_own_memory != 0;
-  allowed.clear();
   most = size_t(1) << 30;
   copied_in = 0;
   launches.clear();
@@ -141,8 +139,8 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
                    unsigned threads_z, unsigned shared, void* stream, void** parameters, void** extra) {
   const std::lock_guard<std::mutex> lock(mutex);
   if (!usable(stream)) return kInvalidContext;
-  if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || extra != nullptr) return kInvalidValue;
-  if (shared > 48 << 10 && (allowed.count(function) == 0 || allowed[function] < int(shared))) return kInvalidValue;
+  if (x == 0 || y != 1 || z != 1 || threads_y != 1 || threads_z != 1 || shared != 0 || extra != nullptr)
+    return kInvalidValue;
   const int kernel = int(reinterpret_cast<intptr_t>(function)) - 1;
   Launch made{kernel, x, int64_t(reinterpret_cast<intptr_t>(stream)), {}};
   const int count = parameter_count(kernel);
@@ -152,13 +150,7 @@ int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned 
   }
   launches.push_back(made);
   if (emulate == nullptr) return 0;  // only the launches are of interest
-  return emulate(kernel, x, int(threads), shared, made.parameters) == 0 ? 0 : kInvalidValue;
-}
-
-int cuFuncSetAttribute(void* function, int attribute, int value) {
-  if (contexts.empty() || attribute != 8) return kInvalidValue;
-  allowed[function] = value;
-  return 0;
+  return emulate(kernel, x, int(threads), made.parameters) == 0 ? 0 : kInvalidValue;
 }
 
 int cuGetErrorName(int status, const char** name) {

@@ -17,6 +17,7 @@ import pytest
 from mxfp8_ops.cuda import build as cuda_build
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import loader as cuda_loader
+from mxfp8_ops.cuda import planner
 from mxfp8_ops.errors import BackendError
 
 CONTEXT = 0x1234
@@ -63,7 +64,7 @@ class Driver:
         self.library.cuMemAlloc_v2.argtypes = (ctypes.POINTER(ctypes.c_uint64), ctypes.c_size_t)
         self.library.cuMemFree_v2.argtypes = (ctypes.c_uint64,)
         self.emulation = cuda_emulation.device().library
-        self.kernels = cuda_emulation.kernels()
+        self.kernels = [*planner.kernels()]
         self.loaded: list[str] = []
 
     def start(self, stream: int, *, run: bool = True, bounded: bool = True) -> None:

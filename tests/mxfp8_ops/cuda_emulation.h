@@ -36,7 +36,7 @@ static inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
 
 namespace emulation {
 
-enum class Wait { none, warp, warpgroup, block };
+enum class Wait { none, warp, block };
 
 struct Fiber {
   ucontext_t context;
@@ -50,8 +50,6 @@ inline ucontext_t scheduler;
 inline int current;
 inline const std::function<void()>* body;
 inline unsigned block_index, grid_size;
-inline uint8_t* shared;  // what the launch asks for; kernels' own is static
-inline size_t shared_bytes;
 constexpr size_t STACK = 1 << 16;
 
 inline void wait(Wait what) {
@@ -77,10 +75,7 @@ inline bool release(int first, int last, Wait what) {
   return any;
 }
 
-void begin_block(int threads);
-
 inline void run_block(int threads) {
-  begin_block(threads);
   fibers.resize(threads);
   for (Fiber& fiber : fibers) {
     if (!fiber.stack) fiber.stack.reset(new char[STACK]);
@@ -100,8 +95,6 @@ inline void run_block(int threads) {
       progress = true;
     }
     for (int warp = 0; warp < threads; warp += 32) progress |= release(warp, std::min(warp + 32, threads), Wait::warp);
-    for (int group = 0; group < threads; group += 128)
-      progress |= release(group, std::min(group + 128, threads), Wait::warpgroup);
     progress |= release(0, threads, Wait::block);
   }
   for (const Fiber& fiber : fibers) {
@@ -114,9 +107,7 @@ inline void run_block(int threads) {
 inline void launch(unsigned grid, int threads, const std::function<void()>& kernel) {
   body = &kernel;
   grid_size = grid;
-  shared = static_cast<uint8_t*>(operator new(shared_bytes, std::align_val_t{1024}));
   for (block_index = 0; block_index < grid; ++block_index) run_block(threads);
-  operator delete(shared, std::align_val_t{1024});
 }
 
 // Calls a kernel whose parameters each come as 8 bytes.
@@ -296,5 +287,3 @@ static inline void mma_m16n8k16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1
   });
   for (int i = 0; i < 4; ++i) d[i] = result.d[i];
 }
-
-#include "cuda_emulation_hopper.h"

@@ -46,19 +46,13 @@ def source_of(kernel: str) -> str:
     return kernel.partition("<")[0]
 
 
-def kernels(capability: tuple[int, int] = (9, 0)) -> list[str]:
-    """Returns every kernel that a device can run; one of 9.0 can run all there are."""
-    return [name for name in planner.kernels() if capability == (9, 0) or source_of(name) != "gemm_fused"]
-
-
 def build(names: list[str], *extra: str) -> Path:
     """Returns a library of these kernels."""
     lines = ['#include "cuda_emulation.h"']
     lines += [f'#include "{source}.cu"' for source in dict.fromkeys(map(source_of, names))]
     lines += [
-        'extern "C" int emulate(int index, unsigned grid, int threads, unsigned shared, const uint64_t* arguments) {',
+        'extern "C" int emulate(int index, unsigned grid, int threads, const uint64_t* arguments) {',
         "mma_calls = 0;",
-        "emulation::shared_bytes = shared;",
         "switch (index) {",
     ]
     for index, kernel in enumerate(names):
@@ -68,7 +62,7 @@ def build(names: list[str], *extra: str) -> Path:
     lines += [f"case {i}: return emulation::parameters(&{kernel});" for i, kernel in enumerate(names)]
     lines += ["}", "return 0;", "}"]
     lines.append('extern "C" uint64_t emulated_mmas() { return mma_calls; }')
-    included = (*sorted(HERE.glob("cuda_emulation*.h")), *sorted(cuda_build.SOURCES.rglob("*.cu*")))
+    included = (HERE / "cuda_emulation.h", *sorted(cuda_build.SOURCES.glob("*.cu*")))
     return compiled.library("kernels", "\n".join(lines), ("-w", "-ffp-contract=off", *extra), included)
 
 
@@ -87,9 +81,7 @@ def multiply(x: int, w: int, y: int, sizes: tuple[int, int, int], dtype: str) ->
         result[:] = (left @ right.T).astype(np.float32).astype(result.dtype)
 
 
-_EMULATE = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_uint, ctypes.POINTER(ctypes.c_uint64)
-)
+_EMULATE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.POINTER(ctypes.c_uint64))
 """`emulate` of the library of kernels."""
 
 
@@ -135,10 +127,10 @@ class EmulatedDevice:
         """Returns kernels as CuPy has them."""
         return [lambda grid, block, arguments, k=kernel: self.launch(k, grid[0], arguments) for kernel in kernels]
 
-    def _launched(self, kernel: int, grid: int, block: int, shared: int, arguments: Any) -> int:
+    def _launched(self, kernel: int, grid: int, block: int, arguments: Any) -> int:
         assert block == 256
         try:
-            self.launch(self.names[kernel], grid, arguments[: self.library.parameters(kernel)], shared)
+            self.launch(self.names[kernel], grid, arguments[: self.library.parameters(kernel)])
         except BaseException:  # no exception leaves a callback
             traceback.print_exc()
             return 1
@@ -153,7 +145,7 @@ class EmulatedDevice:
             functions[i] = self.indices[kernels[i].decode()] + 1
         return 0
 
-    def launch(self, kernel: str, grid: int, arguments: Sequence[int], shared: int = 0) -> None:
+    def launch(self, kernel: str, grid: int, arguments: Sequence[int]) -> None:
         """Launches a kernel by hand, or for the driver."""
         assert 0 < grid < 2**31
         self.launched.append(kernel)
@@ -161,7 +153,7 @@ class EmulatedDevice:
         if source_of(kernel) == "gemm_float32" and arguments[-1]:
             self.repairs.append(ctypes.c_uint32.from_address(arguments[-1]).value)
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
-        assert self.library.emulate(self.indices[kernel], grid, 256, shared, values) == 0
+        assert self.library.emulate(self.indices[kernel], grid, 256, values) == 0
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         self.launched.append(f"matmul_bf16 {dtype}")
@@ -176,7 +168,7 @@ def driver_library() -> Path:
 
 @functools.cache
 def device() -> EmulatedDevice:
-    return EmulatedDevice(kernels(), *os.environ.get(FLAGS, "").split())
+    return EmulatedDevice([*planner.kernels()], *os.environ.get(FLAGS, "").split())
 
 
 def queue(on: EmulatedDevice | None = None) -> Queue:

@@ -45,23 +45,13 @@ def main() -> None:
         at = (t.data.ptr for t in (columns, column_scales, rows, row_scales))
         request = planner.Quantize(1, 17, 0x1FFFFF, planner.TRANSPOSED, x.data.ptr, 1, *shape, *at)
         execution.run(planner.quantize(request), _queue())
-    for kernel, shape in itertools.product(("quantize_columns", "quantize_both"), ((160, 96), (128, 160))):
-        x = values(*shape)
-        rows, row_scales, columns, column_scales = (cupy.empty(x.size, np.uint8) for _ in range(4))
-        at = (t.data.ptr for t in (columns, column_scales, *((rows, row_scales) if kernel == "quantize_both" else ())))
-        request = planner.Quantize(1, 17, 0x1FFFFF, planner.TRANSPOSED, x.data.ptr, 1, *shape, *at)
-        with dispatch.forced_variant(kernel, "bands"):
-            execution.run(planner.quantize(dispatch.placed(_queue().device, request)), _queue())
     for n, k in ((150, 544), (40, 8224)):  # the second: with K split
         b = cuda.quantize(values(n, k))
-        execution.fold(_queue(), (b[0].data.ptr, b[1].data.ptr), (n, k))
         layout = cupy.empty(planner.swizzled_bytes(n, k), np.uint8)
         arguments = (b[1].data.ptr, layout.data.ptr, *b[1].shape)
         _queue().device.functions(["swizzle_scales"])[0]((-(-layout.size // 4096),), (256,), arguments)
         for m in (3, 16, 25, 64):
             cuda.gemm(*cuda.quantize(values(m, k)), *b)
-        with dispatch.forced_variant("gemm_skinny", "four_ahead"):
-            cuda.gemm(*cuda.quantize(values(16, k)), *b)
         with dispatch.forced_route("large"):
             cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n), dtype="float16")
         for m in (5, 70):
@@ -70,10 +60,6 @@ def main() -> None:
             cuda.weight_gemm(values(m, k), *b, activation_dtype="bfloat16")
         for k_of_rows in (k, k - 1):  # the second is no whole number of blocks
             grouped(cuda.quantize(values(3, n, k_of_rows)), cupy.asarray(np.array([2, 0, 3, -1, 9])))
-        if _queue().device.capability == (9, 0):
-            for variant in ("plain", "paired", "two_blocks"):
-                with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
-                    cuda.gemm(*cuda.quantize(values(70, k)), *b, values(n))
         with dispatch.forced_route("float32"):
             cuda.weight_gemm(values(5, k), *b)
     cupy.cuda.runtime.deviceSynchronize()

@@ -11,20 +11,15 @@ from types import SimpleNamespace
 
 import compiled
 import pytest
-from cuda_emulation import kernels, source_of
+from cuda_emulation import source_of
 from grids import looped
 
-from mxfp8_ops.cuda import build
+from mxfp8_ops.cuda import build, planner
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
 """Opcodes of LDG, STG, LDL and STL: the low 12 bits of a machine instruction, the same from sm_80 to sm_120."""
-
-WGMMA = 0xDF0
-"""Opcode of HGMMA, on sm_90a."""
-
-CAPABILITIES = {build.target(c): c for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))}
 
 SIXTEEN_BYTES = 6
 """Bits 73..75 of a memory instruction: 0, 1 one byte; 2, 3 two; 4 four; 5 eight; 6 sixteen."""
@@ -70,13 +65,7 @@ SAMPLE = (
     "finish<false>",
     "bfloat16_parts<F32, false>",
     "bfloat16_rounded<F32, false>",
-    "fold",
     "swizzle_scales",
-    "tile<BF16, false>",
-    "tile<E4M3, true>",
-    "quantize_bands<BF16, E4M3, false>",
-    "quantize_bands<F32, E4M3, true>",
-    "gemm_skinny<F32, E4M3, 2, 4, 4>",
 )
 """One or two instances of every source; the slow test takes all of them."""
 
@@ -85,14 +74,14 @@ SAMPLE = (
 @looped("kernel", SAMPLE)
 def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
     """With the oldest and the newest instructions."""
-    assert kernel in kernels()
+    assert kernel in planner.kernels()
     check(kernel, arch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", build.TARGETS)
 def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
-    for kernel in kernels(CAPABILITIES[arch]):
+    for kernel in planner.kernels():
         check(kernel, arch)
 
 
@@ -111,7 +100,7 @@ def check(kernel: str, arch: str) -> None:
         return
     if source == "group_rows":  # it counts indices, one a thread
         return
-    if source in {"swizzle_scales", "tile"}:  # they read 4 or 8 bytes of each of 4 places
+    if source == "swizzle_scales":  # it reads 4 bytes of each of 4 places
         assert found[STORE, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
         return
     assert found[LOAD, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
@@ -135,38 +124,6 @@ def test_the_skinny_gemm_is_on_tensor_cores():
     ptx = compiled.cubin("gemm_skinny", "gemm_skinny<BF16, E4M3, 1>", "compute_90a").code.decode()
     assert ptx.count("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") >= 8
     assert ".ftz" not in ptx
-
-
-FUSED = [kernel for kernel in kernels() if source_of(kernel) == "gemm_fused"]
-
-
-@pytest.mark.parametrize("some", [FUSED[::4], pytest.param(FUSED, marks=pytest.mark.slow)], ids=["some", "every"])
-def test_the_fused_gemm_keeps_its_products_in_flight(some):
-    for kernel in some:
-        check_fused(kernel)
-
-
-def check_fused(kernel):
-    """Two steps (or four) of two halves of four (or two) products, which ptxas does not make wait for each other.
-
-    With two blocks a multiprocessor, two steps of two products each, and registers for two blocks.
-    """
-    cubin = compiled.cubin("gemm_fused", kernel, "sm_90a", ("--ptxas-options=-v",))
-    two_blocks = kernel.endswith(", 2>") and kernel.count(",") == 3
-    assert "serialized" not in cubin.log, cubin.log  # C7510: "wgmma.mma_async instructions are serialized due to ..."
-    assert sum(n for (op, _), n in memory_instructions(cubin.code).items() if op == WGMMA) == (8 if two_blocks else 16)
-    assert resources(cubin.log)["registers"] <= (128 if two_blocks else 255)
-    check(kernel, "sm_90a")
-
-
-def test_ptxas_says_if_it_serializes_products(tmp_path, monkeypatch):
-    """The log that the test above reads: sums that are used between a product and its end."""
-    shutil.copytree(build.SOURCES, tmp_path, dirs_exist_ok=True)
-    kernel = tmp_path / "experimental" / "gemm_fused.cu"
-    kernel.write_text(kernel.read_text().replace("wgmma_commit();", "sums[0][0] += 1.0f; wgmma_commit();"))
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    cubin = compiled.cubin("gemm_fused", "gemm_fused<E4M3, 1>", "sm_90a", ("--ptxas-options=-v",))
-    assert "serialized" in cubin.log
 
 
 def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
@@ -233,5 +190,7 @@ def test_a_kernel_that_the_driver_refuses_names_both_versions(monkeypatch):
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(build.system, "driver_version", lambda: (12, 8))
-    with pytest.raises(BackendError, match=r"driver \(CUDA 12\.8\) refuses fold, compiled by NVRTC 13\.0: CUDA_ERROR"):
-        cuda_device._load("fold", b"")
+    with pytest.raises(
+        BackendError, match=r"driver \(CUDA 12\.8\) refuses finish, compiled by NVRTC 13\.0: CUDA_ERROR"
+    ):
+        cuda_device._load("finish", b"")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compare import FORMATS as FLOAT8
 from compare import ROUNDINGS
-from cuda_emulation import FORMATS, kernels, products, source_of, swizzle
+from cuda_emulation import FORMATS, products, source_of, swizzle
 
 from mxfp8_ops import cuda, numpy_nodes
 from mxfp8_ops.cuda import build, dispatch, planner
@@ -39,10 +39,9 @@ CHUNK = 1 << 24
 @pytest.fixture(scope="session", autouse=True)
 def cubins():
     """Compiles everything at once, instead of each kernel where it is first used."""
-    capability = torch.cuda.get_device_capability()
-    arch = build.target(capability)
+    arch = build.target(torch.cuda.get_device_capability())
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(lambda kernel: len(build.cubin(source_of(kernel), kernel, arch)), kernels(capability)):
+        for _ in pool.map(lambda kernel: len(build.cubin(source_of(kernel), kernel, arch)), planner.kernels()):
             pass
 
 
@@ -253,57 +252,6 @@ def test_every_route_gives_the_same_within_the_bound():
         with dispatch.forced_route(route):
             check_gemm(16, 96, 2048, "e4m3", "e4m3", torch.float32)
             check_gemm(16, 96, 2048, torch.bfloat16, "e4m3", torch.bfloat16)
-
-
-hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"
-)
-
-
-VARIANTS = [row.name for row in planner.variants() if row.kernel == "gemm_fused"]
-
-
-@hopper
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("x_kind", "fmt"), products((torch.bfloat16, *FORMATS)), ids=str)
-def test_the_fused_gemm_within_the_bound(x_kind, fmt, variant):
-    """Whole tiles and tails, fewer steps than it reads ahead, both instances, K in splits, and many thread blocks."""
-    shapes = ((128, 256, 4096), (300, 257, 2048), (65, 200, 2080), (1, 1, 32), (130, 130, 96), (1000, 9000, 2048))
-    with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
-        for (m, n, k), dtype in zip(shapes, itertools.cycle(DTYPES)):
-            check_gemm(m, n, k, x_kind, fmt, dtype, bias=m % 2 == 1)
-
-
-@hopper
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("splits", [1, 3])
-def test_the_fused_gemm_gives_the_same_each_time(blocks, splits, variant):
-    """A race would not: the order of every sum is fixed."""
-    x, b = heavy(512, 4096, dtype=torch.bfloat16), ops.quantize(heavy(8192, 4096, seed=1))
-    variants = dispatch.forced_variant("gemm_fused", variant)
-    with dispatch.forced_route("fused"), dispatch.fixed_cut(blocks=blocks, splits=splits), variants:
-        first = ops.weight_gemm(x, *b)
-        for _ in range(50):
-            assert torch.equal(ops.weight_gemm(x, *b), first)
-        check_gemm(512, 1024, 4096, "e4m3", "e4m3", torch.float32)
-
-
-@hopper
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("fmt", FLOAT8)
-def test_the_fused_gemm_is_repaired_where_bfloat16_does_not_do(fmt, variant):
-    def edge(a, b):
-        b[1][3, :8] = torch.tensor([0, 1, 2, 9, 143, 200, 254, 255], device="cuda").to(torch.uint8)
-        b[0][5, 100] = 0x7F
-
-    def tiny(a, b):
-        b[1].clamp_(max=2)
-        a[1].fill_(230)
-
-    with dispatch.forced_route("fused"), dispatch.forced_variant("gemm_fused", variant):
-        for change in (edge, tiny):
-            check_gemm(70, 300, 1056, fmt, fmt, torch.float32, change=change)
 
 
 # --- a good citizen of torch -----------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from cuda_emulation import route, swizzle
 
-from mxfp8_ops import cuda, formats, numerics, numpy_nodes
+from mxfp8_ops import cuda, numpy_nodes
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch, execution, folding, planner
+from mxfp8_ops.cuda import dispatch, planner
 
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
@@ -28,7 +28,6 @@ pytestmark = [
 ops = torch.ops.mxfp8
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-needs_fp8 = pytest.mark.skipif(CAPABILITY < (8, 9), reason="needs FP8 tensor cores")
 needs_blackwell = pytest.mark.skipif(CAPABILITY < (10, 0), reason="needs Blackwell's block-scaled tensor cores")
 needs_nvmath = pytest.mark.skipif(not cuda_lt.available(), reason="needs nvmath-python")
 
@@ -37,18 +36,7 @@ def queue():
     return torch_cuda._queue(torch.empty(0, device="cuda"))
 
 
-# --- fold and swizzle ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [32, 2080, 4096, 16384])
-def test_fold_is_that_of_the_reference(k):
-    elements, scales = ops.quantize(random_bits(64 * k, k).view(64, k))
-    spread = torch.randint(0, 14, scales.shape, device="cuda", dtype=torch.uint8)
-    for codes in (scales, torch.where(scales == 255, scales, 90 + spread)):
-        folded = execution.fold(queue(), (elements.data_ptr(), codes.data_ptr()), (64, k))
-        expected, row_scales = folding.fold(array(elements), array(codes))
-        assert_same(folded.memory[0].view(64, k), expected, "elements")
-        assert_same(folded.memory[1].view(torch.float32), numerics.decode_scale(row_scales), "scales")
+# --- swizzle -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (130, 5), (4096, 256)])
@@ -61,61 +49,6 @@ def test_swizzled_scales(shape):
 
 
 # --- products on FP8 tensor cores ------------------------------------------------------------------------------------
-
-
-def folded_bound(x: np.ndarray, w: np.ndarray, dtype: str, bias: np.ndarray | None) -> np.ndarray:
-    """How far FP8 tensor cores may be from the product of folded operands.
-
-    Hopper aligns the 32 products of an instruction and the running sum to the largest of them and keeps 13 bits behind
-    its leading one (DeepSeek-V3, section 3.5.2): 2^-13 of the sum of magnitudes an instruction, K / 32 instructions.
-    """
-    exact = numpy_nodes.gemm_error_bound(x, w, dtype, bias)
-    steps = x.shape[1] // 32 + 1
-    return exact + steps * 2.0**-13 * (np.abs(x).astype(np.float64) @ np.abs(w).astype(np.float64).T)
-
-
-def folded_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    folded, row_scales = folding.fold(elements, scales)
-    return numerics.decode(folded, formats.E4M3) * numerics.decode_scale(row_scales)[:, None]
-
-
-@needs_fp8
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize(("m", "n", "k"), [(65, 48, 96), (300, 256, 4096), (1024, 512, 8192)])
-def test_folded_products(m, n, k, with_bias, dtype, capsys):  # noqa: PLR0917
-    a, b = ops.quantize(heavy(m, k, seed=1) / 64), ops.quantize(heavy(n, k, seed=2))
-    bias = heavy(n, seed=3) if with_bias else None
-    exact = ops.gemm(*a, *b, bias, "e4m3", "e4m3", torch.float32).double()
-    with dispatch.forced_route("fold"):  # on Blackwell, fast_accumulate takes the exact row
-        got = ops.gemm(*a, *b, bias, "e4m3", "e4m3", dtype)
-    x, w = folded_values(*map(array, a)), folded_values(*map(array, b))
-    y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else array(bias))
-    assert_within(got, y, folded_bound(x, w, name(dtype), None if bias is None else array(bias)), "folded")
-    error = ((got.double() - exact).norm() / exact.norm()).item()
-    with capsys.disabled():
-        print(
-            f"\nfold {m}x{n}x{k} {name(dtype)}: {error:.2e} of the exact product; {folding.fold_error(*map(array, a))}"
-        )
-    assert error < 2**-7
-
-
-@needs_fp8
-def test_folding_in_a_cuda_graph_with_a_kept_weight():
-    x, b = heavy(512, 2048, dtype=torch.bfloat16), ops.quantize(heavy(256, 2048, seed=1))
-    torch_cuda.keep_folded(*b)
-
-    def model(x: torch.Tensor) -> torch.Tensor:
-        with torch_cuda.fast_accumulate():
-            return ops.gemm(*ops.quantize(x), *b, None, "e4m3", "e4m3", torch.bfloat16)
-
-    static = x.clone()
-    graph, y = captured(lambda: model(static))
-    for seed in range(3):
-        static.copy_(heavy(512, 2048, seed=seed, dtype=torch.bfloat16))
-        graph.replay()
-        assert torch.equal(y, model(static))
-    torch_cuda.forget_kept()
 
 
 @needs_blackwell
@@ -134,18 +67,18 @@ def test_block_scaled_products_are_exact(m, n, k, x_format, with_bias, dtype):  
 
 
 @needs_nvmath
-@needs_fp8
+@needs_blackwell
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_through_cupy(dtype):
     import cupy
 
     a, b = ops.quantize(heavy(300, 4096, seed=1)), ops.quantize(heavy(256, 4096, seed=2))
     codes = [cupy.asarray(array(t)) for t in (*a, *b)]
-    got = cuda.gemm(*codes, dtype=dtype, fast_accumulate=True, kept=cuda.folded_weight(*codes[2:]))
-    values = [folded_values(*map(array, pair)) for pair in (a, b)]
+    got = cuda.gemm(*codes, dtype=dtype)
+    values = [numpy_nodes.dequantize(*map(array, pair)) for pair in (a, b)]
     y = values[0].astype(np.float64) @ values[1].astype(np.float64).T
     actual = torch.as_tensor(cupy.asnumpy(got).astype(np.float32))
-    assert_within(actual, y, folded_bound(*values, dtype, None), "folded")
+    assert_within(actual, y, numpy_nodes.gemm_error_bound(*values, dtype), "product")
 
 
 # --- gemm_skinny at real sizes ---------------------------------------------------------------------------------------
@@ -185,20 +118,6 @@ def test_skinny_products_with_every_cut(m, warps, splits):
     assert_within(got, array(x).astype(np.float64) @ w.astype(np.float64).T, bound, "skinny")
 
 
-@pytest.mark.parametrize("variant", [row.name for row in planner.variants() if row.kernel == "gemm_skinny"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_skinny_products_with_every_variant(dtype, variant):
-    """Of 9 to 16 rows of bfloat16, in which a float32 counts three times; always the same."""
-    for n, k in ((8192, 4096), (333, 4128), (40, 160)):
-        x, b = heavy(16 if dtype == torch.bfloat16 else 5, k, dtype=dtype), ops.quantize(heavy(n, k, seed=1))
-        w = numpy_nodes.dequantize(*map(array, b))
-        with dispatch.forced_route("skinny"), dispatch.forced_variant("gemm_skinny", variant):
-            got = ops.weight_gemm(x, *b, None, "e4m3", torch.float32)
-            assert all(torch.equal(ops.weight_gemm(x, *b, None, "e4m3", torch.float32), got) for _ in range(20))
-        expected = array(x).astype(np.float64) @ w.astype(np.float64).T
-        assert_within(got, expected, numpy_nodes.gemm_error_bound(array(x), w), variant)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_large_products_of_parts_are_as_good_as_float32(dtype, capsys):
     x, b = heavy(4096, 4096, seed=1).to(dtype), ops.quantize(heavy(4096, 4096, seed=2))
@@ -218,25 +137,21 @@ def test_large_products_of_parts_are_as_good_as_float32(dtype, capsys):
 # --- training --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["plain", "bands"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_transposed_columns_are_those_of_the_reference(dtype, variant):
+def test_transposed_columns_are_those_of_the_reference(dtype):
     for shape in ((4096, 1024), (37, 50), (96, 544), (64, 2064), (416, 144)):
         x = random_bits(shape[0] * shape[1], 6).view(shape).to(dtype)
-        with dispatch.forced_variant("quantize_columns", variant):
-            got = ops.quantize(x.t())
+        got = ops.quantize(x.t())
         for label, a, expected in zip(("elements", "scales"), got, numpy_nodes.quantize(array(x.t())), strict=True):
             assert_same(a, expected, f"{label} {shape}")
 
 
-@pytest.mark.parametrize("variant", ["plain", "bands"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_quantize_both_is_two_quantizations(dtype, variant):
+def test_quantize_both_is_two_quantizations(dtype):
     for shape in ((4096, 1024), (37, 50), (96, 544), (64, 2080), (33, 64), (416, 160)):
         x = random_bits(shape[0] * shape[1], 5).view(shape).to(dtype)
         for fmt in ("e4m3", "e5m2"):
-            with dispatch.forced_variant("quantize_both", variant):
-                got = ops.quantize_both(x, fmt)
+            got = ops.quantize_both(x, fmt)
             rows = numpy_nodes.quantize(array(x), element_format=fmt)
             columns = numpy_nodes.quantize(np.ascontiguousarray(array(x).T), element_format=fmt)
             for label, a, expected in zip(("rows", "scales", "columns", "scales"), got, (*rows, *columns), strict=True):
@@ -287,6 +202,5 @@ def test_gradients_are_the_products_of_the_reference():
 
 def test_shapes_above_are_what_the_table_sends_there():
     libraries = planner.CUBLAS | planner.SCALED_MM
-    with dispatch.allowed("fold"):
-        chosen = route(("e4m3", "e4m3"), (300, 256, 4096), capability=CAPABILITY, libraries=libraries)
-    assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "fold" if CAPABILITY >= (8, 9) else "large")
+    chosen = route(("e4m3", "e4m3"), (300, 256, 4096), capability=CAPABILITY, libraries=libraries)
+    assert chosen == ("block_scaled" if CAPABILITY >= (10, 0) else "large")

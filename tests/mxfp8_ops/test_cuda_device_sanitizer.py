@@ -1,7 +1,4 @@
-"""compute-sanitizer on small launches of every kernel, on a GPU: make gpu-sanitize.
-
-racecheck does not model `wgmma` and bulk copies: its silence says little about gemm_fused.
-"""
+"""compute-sanitizer on small launches of every kernel, on a GPU: make gpu-sanitize."""
 
 from __future__ import annotations
 

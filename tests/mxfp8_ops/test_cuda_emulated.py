@@ -12,12 +12,10 @@ from cuda_emulation import (
     FORMATS,
     aligned,
     device,
-    kernels,
     launch,
     products,
     queue,
     sampled,
-    source_of,
     swizzle,
 )
 from grids import looped, pairwise
@@ -25,7 +23,7 @@ from scale_definition import boundary_values
 
 from mxfp8_ops import c_abi, contract, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
-from mxfp8_ops.cuda import dispatch, execution, folding, planner
+from mxfp8_ops.cuda import execution, planner
 from mxfp8_ops.cuda.planner import CODES
 
 ROUNDINGS = ("ceil", "floor", "even")
@@ -57,7 +55,7 @@ def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917
     """Queues `x` [outer, K, inner] into `out`: addresses of elements, scales and, if there are four, those of rows."""
     increment = formats.scale_increment(formats.element_format(fmt), rounding)
     request = planner.Quantize(CODES[x[0]], CODES[fmt], increment, layout, x[1], *shape, *out)
-    execution.run(planner.quantize(dispatch.placed(device(), request)), queue())
+    execution.run(planner.quantize(request), queue())
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
@@ -130,23 +128,6 @@ def test_quantize_columns_transposed(dtype, fmt):
         check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
 
 
-@KINDS
-def test_quantize_columns_transposed_in_bands(dtype, fmt):
-    """Whole tiles, bands of one to four blocks, tiles of a few columns; what has no whole blocks is left to others."""
-    for shape in ((128, 128), (32, 16), (96, 528), (416, 144), (160, 272), (256, 16), (33, 544), (64, 40)):
-        device().launched.clear()
-        with dispatch.forced_variant("quantize_columns", "bands"):
-            check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
-        whole = shape[0] % 32 == 0 and shape[1] % 16 == 0
-        assert [*map(source_of, device().launched)] == ["quantize_bands" if whole else "quantize_columns"]
-
-
-@looped("dtype, rounding", [*itertools.product(DTYPES, ROUNDINGS)])
-def test_quantize_in_bands_rounds_alike(dtype, rounding):
-    with dispatch.forced_variant("quantize_columns", "bands"):
-        check_quantize(edges((160, 144), dtype, seed=5), "e4m3", rounding, axis=0, transposed=True)
-
-
 @looped("dtype", DTYPES)
 def test_quantize_from_unaligned_memory(dtype):
     x = edges((9, 64), dtype)
@@ -154,13 +135,12 @@ def test_quantize_from_unaligned_memory(dtype):
         check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
 
 
-LAYOUTS = ("plain", "swizzled", "transposed", "transposed in bands")
+LAYOUTS = ("plain", "swizzled", "transposed")
 
 
 @looped("layout, dtype, fmt", [*itertools.product(LAYOUTS, DTYPES, FORMATS)])
 def test_quantize_both_axes_in_one_pass(layout, dtype, fmt):
-    swizzled, transposed = layout == "swizzled", layout.startswith("transposed")
-    device().launched.clear()
+    swizzled, transposed = layout == "swizzled", layout == "transposed"
     for shape in ((40, 96), (37, 50), (33, 544), (1, 1), (130, 48), (64, 96), (96, 544), (288, 160), (128, 256)):
         x = edges(shape, dtype, seed=sum(shape))
         source = placed(x)
@@ -173,11 +153,9 @@ def test_quantize_both_axes_in_one_pass(layout, dtype, fmt):
         rows, row_scales, columns, column_scales = (array.ctypes.data for array in got)
         how = planner.SWIZZLED if swizzled else planner.TRANSPOSED if transposed else planner.PLAIN
         out = (columns, column_scales, rows, row_scales)
-        with dispatch.forced_variant("quantize_both", "bands" if "bands" in layout else "plain"):
-            quantize((dtype, source.ctypes.data), fmt, "ceil", how, (1, *shape), out)
+        quantize((dtype, source.ctypes.data), fmt, "ceil", how, (1, *shape), out)
         for name, actual, wanted in zip(("rows", "row scales", "columns", "column scales"), got, expected, strict=True):
             assert_same(actual.reshape(wanted.shape), wanted, f"{name}, {shape} {dtype}")
-    assert [*map(source_of, device().launched)].count("quantize_bands") == (4 if "bands" in layout else 0)
 
 
 # --- dequantize ------------------------------------------------------------------------------------------------------
@@ -235,7 +213,7 @@ def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
         assert np.flatnonzero(~same.all(1)).tolist() == [*range(first_exact)]
 
 
-# --- one scale per row, scales for Blackwell, the end of a product ---------------------------------------------------
+# --- rows of tables, scales for Blackwell, the end of a product ---------------------------------------------------
 
 
 @looped("fmt, dtype", pairwise(fmt=FORMATS, dtype=DTYPES))
@@ -291,34 +269,6 @@ def test_grouped_products(kind, fmt, tiles):
         assert_within(y[mine], expected, bound, f"expert {expert}")
 
 
-@looped("k", [32, 96, 1024, 8224])
-def test_fold(k):
-    elements, scales = numpy_nodes.quantize(edges((5, k), "float32", seed=k))
-    spread = np.random.default_rng(k).integers(0, 12, scales.shape, dtype=np.uint8)
-    scales = np.where(scales == 255, 255, 100 + spread).astype(np.uint8)
-    scales[3] = 255  # a row with nothing but NaN
-    scales[4, : scales.shape[1] // 2] = 0  # what is far below the rest vanishes, its signs aside
-    expected, codes = folding.fold(elements, scales)
-    held = [placed(elements), placed(scales)]
-    folded = execution.fold(queue(), (held[0].ctypes.data, held[1].ctypes.data), (5, k))
-    assert_same(folded.memory[0].reshape(5, k), expected, f"elements, K = {k}")
-    assert_same(folded.memory[1].view(np.float32), numerics.decode_scale(codes), "row scales")
-
-
-def test_folding_in_float16_rounds_as_the_reference():
-    """What fold.cu does where the hardware converts elements: a product in float16, then an element; every case."""
-    elements = np.arange(256, dtype=np.uint8)
-    for shift in range(255):
-        codes = np.concatenate([np.zeros(32, np.uint8), elements])[None]  # the first block has the largest scale
-        scales = np.array([[shift] + [0] * 8], np.uint8)
-        expected = folding.fold(codes, scales)[0][0, 32:]
-        factor = np.float16(2.0 ** -min(shift, 24))
-        values = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float16) * factor
-        assert values.dtype == np.float16
-        got = values.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-        assert_same(np.where(np.isnan(values), 0x7F, got).astype(np.uint8), expected, f"2^-{shift}")
-
-
 @looped("shape", [(1, 1), (130, 5), (257, 12), (70, 256), (128, 4)])
 def test_swizzle_scales(shape):
     scales = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
@@ -327,41 +277,23 @@ def test_swizzle_scales(shape):
     assert_same(memory, swizzle(scales), "layout")
 
 
-def finish(sums, y, dtype, *, scales=(0, 0), parts=(1, 0), bias=0, inexact=0):
+def finish(sums, y, dtype, *, parts=(1, 0), bias=0, inexact=0):
     """Launches what adds up sums [parts, M, N] at an address, into y [M, N]."""
     m, n = y.shape
     ragged = "true" if n % 8 else "false"
     grid = -(-m * n // 2048)
-    launch(
-        f"finish<{ragged}>", grid, sums, *parts, *scales, bias, y.ctypes.data, m * n, n, CODES[dtype], inexact
-    )  # fmt: skip
+    launch(f"finish<{ragged}>", grid, sums, *parts, bias, y.ctypes.data, m * n, n, CODES[dtype], inexact)
 
 
 @looped("n, dtype", [*itertools.product((40, 37), DTYPES)])
 def test_finish(n, dtype):
     sums, bias = heavy_tailed((5, n)), heavy_tailed((n,), 1)
-    scales = [np.exp2(np.arange(count) % 7 - 3).astype(np.float32) for count in (5, n)]
-    held = [placed(array) for array in (sums, bias, *scales)]
-    for with_bias, scaled in itertools.product((False, True), (False, True)):
+    held = [placed(array) for array in (sums, bias)]
+    for with_bias in (False, True):
         y = aligned(5 * n * numerics.value_dtype(dtype).itemsize).view(numerics.value_dtype(dtype)).reshape(5, n)
-        factors = (held[2].ctypes.data, held[3].ctypes.data) if scaled else (0, 0)
-        finish(held[0].ctypes.data, y, dtype, scales=factors, bias=held[1].ctypes.data * with_bias)
-        expected = sums * (scales[0][:, None] * scales[1] if scaled else 1) + (bias if with_bias else np.float32(-0.0))
-        expected = expected.astype(numerics.value_dtype(dtype))
-        assert_same(y, expected, f"{with_bias} {scaled}")
-
-
-@looped("n", [40, 37])
-def test_finish_with_scales_whose_product_no_float32_holds(n):
-    codes = np.array([0, 1, 60, 127, 200, 253, 254], np.uint8)
-    scales = [numerics.decode_scale(codes[np.arange(count) % 7]) for count in (7, n)]
-    for exponent in (-130, -20, 0, 20, 126):
-        sums = np.ldexp(np.random.default_rng(0).uniform(-2, 2, (7, n)), exponent).astype(np.float32)
-        held = [placed(array) for array in (sums, *scales)]
-        y = aligned(sums.nbytes).view(np.float32).reshape(7, n)
-        finish(held[0].ctypes.data, y, "float32", scales=(held[1].ctypes.data, held[2].ctypes.data))
-        expected = sums.astype(np.float64) * scales[0][:, None] * scales[1].astype(np.float64)
-        assert_same(y, expected.astype(np.float32), f"sums near 2^{exponent}")
+        finish(held[0].ctypes.data, y, dtype, bias=held[1].ctypes.data * with_bias)
+        expected = (sums + (bias if with_bias else np.float32(-0.0))).astype(numerics.value_dtype(dtype))
+        assert_same(y, expected, f"{with_bias}")
 
 
 # --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
@@ -422,5 +354,5 @@ def test_every_kernel_ran():
     """Each instance of the package is launched by some shape above; this names the one that is not."""
     if len(device().ever_launched) < 10:
         pytest.skip("needs the tests above in the same process")
-    here = {name for name in kernels() if "gemm" not in name and source_of(name) != "tile"}
+    here = {name for name in planner.kernels() if "gemm" not in name}
     assert not here - device().ever_launched

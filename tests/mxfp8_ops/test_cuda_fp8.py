@@ -19,11 +19,11 @@ from cuda_emulation import EmulatedDevice, device, matrix, queue, swizzle
 from grids import looped, pairwise
 from test_cuda_frontends import array, back, stand_in
 
-from mxfp8_ops import checks, cuda, formats, numerics, numpy_nodes
+from mxfp8_ops import checks, cuda, numerics, numpy_nodes
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.cuda import cublaslt as cuda_lt
 from mxfp8_ops.cuda import device as cuda_device
-from mxfp8_ops.cuda import dispatch, folding, loader
+from mxfp8_ops.cuda import loader
 from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.errors import BackendError, ShapeError
 
@@ -63,17 +63,8 @@ def expected(codes: list[np.ndarray], bias: np.ndarray | None, x_format: str = "
     return numpy_nodes.gemm(*codes, bias, a_format=x_format)
 
 
-def folded_values(elements: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    folded, row_scales = folding.fold(elements, scales)
-    return numerics.decode(folded, formats.E4M3) * numerics.decode_scale(row_scales)[:, None]
-
-
-def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dtype: str, x_format: str | None) -> None:
-    """`x_format` None: against the folded operands."""
-    if x_format is None:
-        x, w = folded_values(*codes[:2]), folded_values(*codes[2:])
-    else:
-        x, w = numpy_nodes.dequantize(*codes[:2], element_format=x_format), numpy_nodes.dequantize(*codes[2:])
+def check(got: np.ndarray, codes: list[np.ndarray], bias: np.ndarray | None, dtype: str, x_format: str) -> None:
+    x, w = numpy_nodes.dequantize(*codes[:2], element_format=x_format), numpy_nodes.dequantize(*codes[2:])
     y = x.astype(np.float64) @ w.astype(np.float64).T + (0 if bias is None else bias)
     assert_within(got, y, numpy_nodes.gemm_error_bound(x, w, dtype, bias), "product")
 
@@ -109,11 +100,9 @@ def scaled_mm(  # noqa: PLR0917 - as torch has it
         y = real(fake[0], fake[1], fake[2], recipe_a, fake[3], recipe_b, *swizzles, output_dtype=output_dtype,
                  use_fast_accum=use_fast_accum)  # fmt: skip
         assert y.shape == (mat_a.shape[0], mat_b.shape[1])
-    if swizzles:
-        assert not use_fast_accum
-        return block_scaled(mat_a, mat_b, scale_a, scale_b).to(output_dtype)
-    x, w = mat_a.double() * scale_a.double(), mat_b.t().double() * scale_b.double().reshape(-1, 1)
-    return (x @ w.t()).float().to(output_dtype)
+    assert swizzles
+    assert not use_fast_accum
+    return block_scaled(mat_a, mat_b, scale_a, scale_b).to(output_dtype)
 
 
 def older_scaled_mm(mat_a: Any, mat_b: Any, *, scale_a: Any, scale_b: Any, out_dtype: Any) -> Any:
@@ -154,7 +143,6 @@ def emulated(monkeypatch):
     monkeypatch.setattr(torch_cuda, "_queue", lambda x: queue_of_tensors())
     monkeypatch.setattr(torch_scaled, "_names", lambda: functional)
     monkeypatch.setattr(torch, "_scaled_mm", older_scaled_mm)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
     torch_cuda.forget_kept()
     yield
     torch_cuda.forget_kept()
@@ -186,23 +174,6 @@ def test_torch_block_scaled_products_on_blackwell(monkeypatch, emulated, dtype, 
     check(back(y), codes, bias, dtype_name(dtype), x_format)
 
 
-ON = (((9, 0), "13.0"), ((9, 0), "12.8"), ((8, 9), "13.0"))
-
-
-@looped("dtype, with_bias, place", pairwise(dtype=TORCH_DTYPES, bias=[False, True], place=ON))
-def test_torch_folded_products(monkeypatch, emulated, dtype, with_bias, place):
-    capability, version = place
-    on = on_a(monkeypatch, capability)
-    monkeypatch.setattr(torch.version, "cuda", version)
-    codes, bias = operands()
-    bias = bias if with_bias else None
-    with torch_cuda.fast_accumulate():
-        y = torch_cuda.gemm(*tensors(codes), None if bias is None else torch.from_numpy(bias), dtype=dtype)
-    direct = bias is None and dtype == torch.bfloat16 and (capability, version) == ((9, 0), "13.0")
-    assert names(on) == ["fold", "fold", *([] if direct else ["finish"])]
-    check(back(y), codes, bias, dtype_name(dtype), None)
-
-
 def test_torch_products_keep_their_leading_dimensions(monkeypatch, emulated):
     on_a(monkeypatch, (10, 0))
     codes, _ = operands()
@@ -212,39 +183,13 @@ def test_torch_products_keep_their_leading_dimensions(monkeypatch, emulated):
     check(back(y).reshape(M, N), codes, None, "float32", "e4m3")
 
 
-def test_torch_folds_a_kept_weight_once(monkeypatch, emulated):
-    on = on_a(monkeypatch, (9, 0))
-    codes, _ = operands()
-    a, b = tensors(codes)[:2], tensors(codes)[2:]
-    torch_cuda.keep_folded(*b)
-    torch_cuda.keep_wide(*b)
-    on.launched.clear()
-    with torch_cuda.fast_accumulate():
-        torch_cuda.gemm(*a, *b, dtype=torch.bfloat16)
-        assert names(on) == ["fold"]
-        b[0].add_(1)
-        on.launched.clear()
-        torch_cuda.gemm(*a, *b, dtype=torch.bfloat16)
-        assert names(on) == ["fold", "fold"]
-    with pytest.raises(ShapeError, match="expected K % 32 = 0"):
-        torch_cuda.keep_folded(*torch_cuda.quantize(torch.ones(16, 40)))
-
-
-def test_torch_without_being_asked_folds_nothing(monkeypatch, emulated):
-    on = on_a(monkeypatch, (9, 0))
-    torch_cuda.gemm(*tensors(operands()[0]), dtype=torch.bfloat16)
-    assert "fold" not in names(on)
-    assert names(on)[0] == "dequantize"
-
-
 def test_torch_batched_and_weight_only_products_are_exact_everywhere(monkeypatch, emulated):
     on = on_a(monkeypatch, (10, 0))
     codes, _ = operands()
     a, b = tensors(codes)[:2], tensors(codes)[2:]
-    with torch_cuda.fast_accumulate():
-        torch_cuda.weight_gemm(torch.ones(M, K, dtype=torch.bfloat16), *b)
-        torch_cuda.gemm(*a, *(t[None] for t in b))
-    assert not {"fold", "swizzle_scales"} & {*names(on)}
+    torch_cuda.weight_gemm(torch.ones(M, K, dtype=torch.bfloat16), *b)
+    torch_cuda.gemm(*a, *(t[None] for t in b))
+    assert "swizzle_scales" not in names(on)
 
 
 def test_an_old_torch_says_what_to_do(monkeypatch):
@@ -261,13 +206,13 @@ class CublasLt(types.ModuleType):
 
     cuBLASLtError = RuntimeError  # noqa: N815 - nvmath's name
     MatmulDescAttribute = types.SimpleNamespace(
-        TRANSA=3, FAST_ACCUM=25, A_SCALE_POINTER=17, B_SCALE_POINTER=18, A_SCALE_MODE=31, B_SCALE_MODE=32
+        TRANSA=3, A_SCALE_POINTER=17, B_SCALE_POINTER=18, A_SCALE_MODE=31, B_SCALE_MODE=32
     )
-    MatmulMatrixScale = types.SimpleNamespace(SCALAR_32F=0, VEC32_UE8M0=2, OUTER_VEC_32F=3)
+    MatmulMatrixScale = types.SimpleNamespace(VEC32_UE8M0=2)
     MatmulPreferenceAttribute = types.MappingProxyType(
         {"MAX_WORKSPACE_BYTES": 1, **{f"MIN_ALIGNMENT_{c}_BYTES": 5 + i for i, c in enumerate("ABCD")}}
     )
-    BYTES = types.MappingProxyType({3: 4, 25: 1, 17: 8, 18: 8, 31: 4, 32: 4})
+    BYTES = types.MappingProxyType({3: 4, 17: 8, 18: 8, 31: 4, 32: 4})
     found = 1
 
     def __init__(self) -> None:
@@ -342,13 +287,10 @@ class CublasLt(types.ModuleType):
         for address, kind, columns, mode, at in ((a, a_type, n, 31, 17), (b, b_type, m, 32, 18)):
             dtype = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}[kind]
             factor = matrix(address, dtype, columns, k).astype(np.float64)
-            if said.get(mode) == 3:
-                factor = factor * matrix(said[at], np.float32, columns)[:, None]
-            elif said.get(mode) == 2:
-                size = -(-columns // 128) * 128 * (-(-k // 128) * 4)
-                codes = unswizzled(matrix(said[at], np.uint8, size), columns, k)
-                factor = factor * np.repeat(numerics.decode_scale(codes), 32, 1)[:, :k]
-            factors.append(factor)
+            assert said[mode] == 2
+            size = -(-columns // 128) * 128 * (-(-k // 128) * 4)
+            codes = unswizzled(matrix(said[at], np.uint8, size), columns, k)
+            factors.append(factor * np.repeat(numerics.decode_scale(codes), 32, 1)[:, :k])
         y = (factors[1] @ factors[0].T).astype(np.float32)
         y = y.astype({0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}[d_type])
         ctypes.memmove(d, y.ctypes.data, y.nbytes)
@@ -380,41 +322,6 @@ def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, w
     assert len(cublaslt.calls) == 2
     assert sum(isinstance(thing, dict) for thing in cublaslt.objects) == 1  # planned once
     assert cublaslt.preferences == {1: 32 << 20, 5: 16, 6: 16, 7: 16, 8: 16}
-    assert 25 not in cublaslt.calls[0]
-
-
-@looped("dtype, with_bias, capability", pairwise(dtype=DTYPES, bias=[False, True], on=[(8, 9), (9, 0)]))
-def test_cupy_folded_products(monkeypatch, cublaslt, dtype, with_bias, capability):
-    on = on_a(monkeypatch, capability)
-    cublaslt.forget()
-    codes, bias = operands()
-    bias = bias if with_bias else None
-    held = [*map(array, codes)]
-    for kept in (None, cuda.folded_weight(*held[2:])):
-        on.launched.clear()
-        y = cuda.gemm(*held, None if bias is None else array(bias), dtype=dtype, fast_accumulate=True, kept=kept)
-        direct = bias is None and capability == (9, 0)
-        assert names(on) == [*(["fold"] * (1 if kept else 2)), *([] if direct else ["finish"])]
-        check(np.asarray(y), codes, bias, dtype, None)
-    assert all(call[25] == 1 for call in cublaslt.calls)
-
-
-def test_cupy_folds_only_when_asked(monkeypatch, cublaslt):
-    on = on_a(monkeypatch, (9, 0))
-    codes, _ = operands()
-    cuda.gemm(*map(array, codes))
-    assert names(on)[0] == "dequantize"
-    with dispatch.forced_route("fold"):
-        y = cuda.gemm(*(array(c[:3]) for c in codes[:2]), *map(array, codes[2:]))
-    check(np.asarray(y), [codes[0][:3], codes[1][:3], *codes[2:]], None, "float32", None)
-
-
-def test_cupy_without_nvmath_says_what_to_install(monkeypatch, cublaslt):
-    monkeypatch.setattr(cuda_lt, "available", lambda: False)
-    with pytest.raises(
-        BackendError, match=r"fast_accumulate without nvmath-python.*pip install 'nvmath-python\[cu13\]'"
-    ):
-        cuda.gemm(*map(array, operands()[0]), fast_accumulate=True)
 
 
 def test_nvmath_that_cannot_be_imported_says_what_to_install(monkeypatch):
@@ -432,7 +339,5 @@ def test_cupy_what_cublaslt_refuses_says_what_was_asked(monkeypatch, cublaslt):
 
 def test_cupy_a_kept_weight_must_be_whole(cublaslt):
     b = [*map(array, numpy_nodes.quantize(heavy_tailed((16, 40))))]
-    with pytest.raises(ShapeError, match="expected K % 32 = 0"):
-        cuda.folded_weight(*b)
     with pytest.raises(ShapeError, match="expected a C-contiguous matrix"):
         cuda.wide_weight(b[0].T, b[1])

@@ -18,7 +18,7 @@ from grids import looped
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
 from mxfp8_ops.checks import dtype_name
-from mxfp8_ops.cuda import build, dispatch, loader
+from mxfp8_ops.cuda import build, loader
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.errors import BackendError, ShapeError
@@ -259,8 +259,8 @@ def test_a_kernel_is_loaded_once(monkeypatch):
     monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source}|{kernel}|{arch}".encode())
     monkeypatch.setattr(build, "entry", lambda code: "entry")
     gpu = cuda_device.CudaDevice(0)
-    assert [function.ptr for _ in range(2) for function in gpu.functions(["tile<BF16, true>", "fold"])] == [33] * 4
-    assert loaded == [b"tile|tile<BF16, true>|sm_90a", b"fold|fold|sm_90a"]
+    assert [function.ptr for _ in range(2) for function in gpu.functions(["finish<true>", "group_rows"])] == [33] * 4
+    assert loaded == [b"finish|finish<true>|sm_90a", b"group_rows|group_rows|sm_90a"]
 
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):
@@ -391,31 +391,6 @@ def test_torch_uses_a_kept_weight_until_it_changes(emulated):
         b = torch_cuda.quantize(values(6, 64, seed=1))
         torch_cuda.keep_wide(*b)
         assert kernels()[0] == "matmul_bf16 bfloat16"
-
-
-def test_torch_and_cupy_take_the_fused_gemm_where_it_is_allowed(emulated, cupy):
-    """Elements, or bfloat16; CuPy's arrays have no bfloat16 here. Not a weight that is kept in bfloat16."""
-    x, bias = values(70, 96, dtype=torch.bfloat16), values(40, seed=2)
-    a, b = torch_cuda.quantize(x, -1, "e5m2"), torch_cuda.quantize(values(40, 96, seed=1))
-    arrays = [t.numpy() for t in (*a, *b)]
-    weight, quantized = numpy_nodes.dequantize(*arrays[2:]), numpy_nodes.dequantize(*arrays[:2], element_format="e5m2")
-    runs = {
-        "weight_gemm": (lambda: back(torch_cuda.weight_gemm(x, *b, bias)), back(x), "bfloat16"),
-        "gemm": (lambda: torch_cuda.gemm(*a, *b, bias, "e5m2").numpy(), quantized, "float32"),
-        "CuPy": (lambda: np.asarray(cuda.gemm(*map(array, (*arrays, bias)), a_format="e5m2")), quantized, "float32"),
-    }
-    for name, (run, left, dtype) in runs.items():
-        emulated.launched.clear()
-        with dispatch.allowed("fused"):
-            got = run()
-        assert [kernel.partition("<")[0] for kernel in emulated.launched] == ["tile", "gemm_fused", "gemm_float32"]
-        bound = numpy_nodes.gemm_error_bound(left, weight, dtype, bias.numpy())
-        assert_within(got, numpy_nodes.weight_gemm(left, *arrays[2:], bias.numpy()), bound, name)
-    torch_cuda.keep_wide(*b)
-    emulated.launched.clear()
-    with dispatch.allowed("fused"):
-        torch_cuda.weight_gemm(x, *b)
-    assert emulated.launched[0] == "matmul_bf16 bfloat16"
 
 
 def test_torch_empty_operands(emulated):

@@ -11,7 +11,6 @@ from cuda_emulation import (
     FORMATS,
     aligned,
     device,
-    kernels,
     launch,
     plan_gemm,
     products,
@@ -177,32 +176,6 @@ def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
     for change, expected in ((None, 128), (one_scale, 120), (one_element, 128 if integers else 120), (zeros, 128)):
         check_gemm(8, 16, 2048, x_kind, fmt, "float32", change=change)
         assert device().mmas() == expected
-
-
-VARIANTS = ("two_warps", "four_ahead", "two_splits")
-
-
-@sampled(
-    "variant, x_kind, fmt",
-    [("two_warps", "e4m3", "e5m2"), ("four_ahead", "bfloat16", "e4m3"), ("two_splits", "float32", "e4m3")],
-    [(variant, *kinds) for variant in VARIANTS for kinds in products(EVERY_KIND)],
-)
-def test_variants_of_the_skinny_gemm(variant, x_kind, fmt):
-    """Fewer steps than are read ahead, as many, and more; edge codes in the last."""
-
-    def edge(x, x_scales, b, b_scales):
-        b_scales[3, -1], b_scales[5, 0], b[2, -3] = 0, 200, 0x7F
-
-    instance = {"two_warps": "2, 2>", "four_ahead": "2, 4, 4>", "two_splits": ", 2>"}[variant]
-    with dispatch.forced_variant("gemm_skinny", variant):
-        for (rows, n, k), dtype in zip(((10, 20, 160), (16, 150, 2080), (12, 70, 4128)), itertools.cycle(DTYPES)):
-            change, splits = edge if n > 20 else None, 0 if variant == "two_splits" else 1
-            with dispatch.fixed_cut(splits=splits):
-                names = check_gemm(most(rows, x_kind), n, k, x_kind, fmt, "float32" if change else dtype, change=change)
-            assert names == ["gemm_skinny", "finish"][: 2 - splits]
-            assert device().launched[0].endswith(instance)
-        assert check_gemm(1, 16, 64, x_kind, fmt, "float32") == ["gemm_skinny"]  # other numbers of rows have no variant
-        assert device().launched[0].endswith(("2>", f"{fmt.upper()}, 1>"))
 
 
 def test_skinny_gemm_with_more_blocks_than_it_needs():
@@ -392,5 +365,5 @@ def test_every_kernel_ran():
     """Each instance of the package is launched by some shape above; this names the one that is not."""
     if len(device().ever_launched) < 10:
         pytest.skip("needs the tests above in the same process")
-    here = {name for name in kernels() if source_of(name) in {"gemm_skinny", "gemm_float32"}}
+    here = {name for name in planner.kernels() if source_of(name) in {"gemm_skinny", "gemm_float32"}}
     assert not here - device().ever_launched

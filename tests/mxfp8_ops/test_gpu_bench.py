@@ -12,8 +12,6 @@ import pytest
 from cuda_emulation import device
 from test_cuda_fp8 import emulated, on_a
 
-from mxfp8_ops.cuda import dispatch, planner
-
 torch = pytest.importorskip("torch")
 torch_cuda = pytest.importorskip("mxfp8_ops.torch_ops.cuda")
 pytest.importorskip("mxfp8_ops.torch_ops")
@@ -83,16 +81,15 @@ def kernels() -> set[str]:
 @pytest.mark.parametrize(
     ("call", "launched"),
     [
-        (lambda cases: cases.memory_bound(1, 64, 96), {"quantize_rows", "quantize_columns", "dequantize", "fold"}),
+        (lambda cases: cases.memory_bound(1, 64, 96), {"quantize_rows", "quantize_columns", "dequantize"}),
         (lambda cases: cases.few_rows(1, (3, 48, 96), {"copy": (1.0, 2.0)}), {"quantize_rows", "gemm_skinny"}),
-        (lambda cases: cases.many_rows(1, SIZE, {}), {"matmul_bf16", "dequantize", "gemm_float32", "fold", "finish"}),
-        (lambda cases: cases.fused(1, SIZE), {"tile", "gemm_fused", "matmul_bf16", "finish"}),
+        (lambda cases: cases.many_rows(1, SIZE, {}), {"matmul_bf16", "dequantize", "gemm_float32"}),
         (lambda cases: cases.cuts(1, (3, 48, 96), [{"splits": 2}, {"warps": 1}]), {"gemm_skinny", "finish"}),
         (lambda cases: cases.wide_activations(1, SIZE), {"bfloat16_parts", "matmul_bf16", "finish"}),
         (lambda cases: cases.eager(1, (1, 48, 96)), {"gemm_skinny"}),
         (lambda cases: cases.training(1, 64, 32, 32), set()),  # on the kernels of the processor
     ],
-    ids=["memory_bound", "few_rows", "many_rows", "fused", "cuts", "wide_activations", "eager", "training"],
+    ids=["memory_bound", "few_rows", "many_rows", "cuts", "wide_activations", "eager", "training"],
 )
 def test_every_case_runs_and_checks_itself(cases, call, launched):
     rows = call(cases)
@@ -136,75 +133,7 @@ def test_wide_activations_take_turns_through_sets_of_weights(cases, monkeypatch)
     assert [{name: len(calls) for name, calls in found.items()} for found in taken] == [{"cublas": 9, "parts": 9}] * 2
 
 
-SMALL = {"gemm_skinny": (12, 40, 160), "gemm_fused": (70, 48, 96), "quantize_columns": (64, 48, 0)}
-
-
-@pytest.fixture
-def small_sizes(cases, monkeypatch):
-    """One size of each kernel, that the emulation does in no time."""
-    wanted = cases.gpu_variants.wanted
-
-    def small(kernel: str) -> Any:
-        m, n, k = SMALL.get(kernel, (64, 96, 0))
-        return [[row._replace(m=m, n=n, k=k) for row in rows] for rows in wanted(kernel)[:1]]
-
-    monkeypatch.setattr(cases.gpu_variants, "wanted", small)
-
-
-@pytest.mark.parametrize("kernel", dict.fromkeys(row.kernel for row in planner.variants()))
-def test_every_variant_is_measured_for_the_table(cases, small_sizes, kernel):
-    device().launched.clear()
-    (rows,) = cases.variants(1, kernel)
-    names = [row.name for row in planner.variants() if row.kernel == kernel]
-    assert [row.name.split(",")[0] for row in rows] == [f"{kernel} {name}" for name in names]
-    measured = [planner.Measurement(*row.measured) for row in rows]
-    for row, wanted in zip(measured, cases.gpu_variants.wanted(kernel)[0], strict=True):
-        assert (row.card, row.capability, row.processors) == ("a GPU", 90, device().processors)
-        assert row[4:-1] == wanted[4:-1]
-        assert row.nanoseconds == round(1e6 / 20)  # the fake events are a millisecond apart, with 20 calls between
-    if kernel.startswith("gemm"):
-        assert len({name for name in device().launched if kernel in name}) == (2 if kernel == "gemm_skinny" else 3)
-
-
-def test_a_wrong_variant_has_no_row_and_fails_in_the_end(cases, small_sizes, monkeypatch):
-    right, names = cases.ops.quantize_both, [*planner.variants()]
-
-    def quantize_both(x: torch.Tensor) -> Any:
-        found = right(x)
-        if names[dispatch._variants[-1]].name == "bands":
-            found[0][3, 5] ^= 1
-        return found
-
-    monkeypatch.setattr(cases.ops, "quantize_both", quantize_both)
-    found = cases.variants(1, "quantize_both")
-    rows = next(found)
-    with pytest.raises(SystemExit, match=r"quantize_both bands at \(64, 96, 0\): the kernel is wrong"):
-        next(found)
-    assert [row.name for row in rows] == ["quantize_both plain, M=64 N=96 K=0"]
-
-
-def test_the_table_of_variants_is_written_of_what_was_measured(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_bench
-
-    wanted = gpu_bench.gpu_variants.wanted("gemm_fused")[2]
-    rows = []
-    for row, time in zip(wanted, (90, 80, 70), strict=True):
-        measured = ["a GPU", "2026-11-23", 90, 132, *row[4:-1], 1000 * time]
-        rows.append({"name": "x", "microseconds": time, "value": 1, "peer": "x plain", "verdict": "", "must": None})
-        rows[-1] |= {"stretch": None, "measured": measured}
-    gpu_bench.publish("a GPU", [*rows, rows[0] | {"measured": None}], {}, tmp_path)
-    added = {*(tmp_path / "measured.h").read_text().splitlines()} - {
-        *gpu_bench.gpu_variants.header(planner.measurements()).splitlines()
-    }
-    sizes = "16, 384, 767, 1, kAny, 512, 8192, 8192"
-    assert added == {
-        f'    {{"a GPU", "2026-11-23", 90, 132, number("gemm_fused", "{name}"), {sizes}, {time}000}},'
-        for name, time in (("plain", 90), ("paired", 80), ("two_blocks", 70))
-    }
-
-
-@pytest.mark.parametrize("case", ["skinny", "fused", "columns"])
+@pytest.mark.parametrize("case", ["skinny", "columns"])
 def test_what_a_profiler_watches_is_launched(cases, case):
     import gpu_once
 

@@ -1,6 +1,6 @@
 """Hostile arguments to the native library: the C ABI refuses them in words, and so do the functions on NumPy arrays.
 
-src/tests/hostile.cpp does the same a million times under sanitizers (`make sanitize`).
+tests/native/hostile.cpp does the same a million times under sanitizers (`make sanitize`).
 """
 
 from __future__ import annotations
@@ -238,7 +238,6 @@ GEMM = planner.Gemm(16, E4M3, FLOAT32, x=256, x_scales=0, b=256, b_scales=256, b
         ({"n": -1}, "n is -1; expected 0 or more"),
         ({"k": 2**62}, "x would have more than 281474976710656 bytes"),
         ({"x_kind": E4M3}, "x_scales is NULL"),
-        ({"folded": 256}, "folded_scales is NULL"),
         ({"m": 2**29, "n": 32, "k": 32, "x_kind": FLOAT32}, "a plan of more than 1048576 steps"),
     ],
 )
@@ -258,7 +257,7 @@ def test_the_planner_refuses_a_place_that_is_none():
 
 def test_the_library_takes_no_null_for_a_struct():
     library = native.load()
-    for entry, missing in (("mxfp8_cuda_plan_quantize", "quantize"), ("mxfp8_cuda_plan_fold", "fold")):
+    for entry, missing in (("mxfp8_cuda_plan_quantize", "quantize"), ("mxfp8_cuda_plan_embedding", "embedding")):
         plan = planner.Plan()
         assert getattr(library, entry)(None, None, byref(plan)) == -1
         assert library.mxfp8_last_error(0).decode().startswith(f"{missing} is NULL; expected the address of a struct")

@@ -274,16 +274,16 @@ def multiple(elements, scales, *, times=2.0):
 CHANGES_ON_CUDA = {
     "src/cuda_host/mxfp8_cuda_plan.h": [
         (
-            "// E4M3 elements [rows, k], k % 32 = 0,",
+            "// y [count, d] = the rows of b",
             "typedef struct {\n"
             "  int64_t format, elements, scales, rows, k, times_bits, y;\n"
             "} mxfp8_cuda_multiple;\n\n"
-            "// E4M3 elements [rows, k], k % 32 = 0,",
+            "// y [count, d] = the rows of b",
         ),
         (
-            "MXFP8_API int mxfp8_cuda_plan_fold(",
+            "MXFP8_API int mxfp8_cuda_plan_embedding(",
             "MXFP8_API int mxfp8_cuda_plan_multiple(const mxfp8_cuda_multiple*, const mxfp8_cuda_queue*,"
-            " mxfp8_cuda_plan*);\nMXFP8_API int mxfp8_cuda_plan_fold(",
+            " mxfp8_cuda_plan*);\nMXFP8_API int mxfp8_cuda_plan_embedding(",
         ),
     ],
     "src/cuda/README.md": [

@@ -19,31 +19,28 @@ PATH: Final = Path(__file__).with_name("vectors.npz")
 
 Array = npt.NDArray[Any]
 
+KINDS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
+    "quantize": (("x",), ("elements", "scales"), ("element_format", "scale_rounding")),
+    "dequantize": (("elements", "scales"), ("values",), ("element_format",)),
+    "gemm": (("a", "a_scales", "b", "b_scales", "bias"), ("y", "bound"), ("a_format", "b_format")),
+}
+"""Names of inputs, of results, and of the options that are a case's settings."""
+
 
 @dataclass(frozen=True)
 class Case:
-    """One call of the operation that is tested."""
+    """One call of the operation that is tested. Arrays have their names in the file."""
 
-    kind: str
-    """quantize, dequantize or gemm."""
-    group: str
-    """The values that the case tests, such as "boundaries" or "nan"."""
+    name: str
+    """KIND/GROUP/SETTINGS, such as "quantize/boundaries/e4m3-ceil"."""
     options: Mapping[str, Any]
     """Keyword arguments of the call, those of the function of this kind in `numpy_nodes`."""
-    inputs: tuple[Array, ...]
-    """Positional arguments."""
-    expected: tuple[Array, ...]
-    """quantize: elements and scales, uint8; dequantize: values, float32; gemm: y, float64, and its bound."""
-
-    @property
-    def settings(self) -> str:
-        """The options in a word: "e4m3-ceil"."""
-        return "-".join(str(value) for name, value in self.options.items() if name != "axis")
-
-    @property
-    def name(self) -> str:
-        """The case's folder in the file."""
-        return f"{self.kind}/{self.group}/{self.settings}"
+    inputs: Mapping[str, Array]
+    """Positional arguments, in order."""
+    expected: Mapping[str, Array]
+    """quantize: elements and scales, uint8; dequantize: values, float32; gemm: y, float64."""
+    bound: Array | None
+    """How far a gemm may be from `y`."""
 
 
 @functools.cache
@@ -51,22 +48,21 @@ def cases(kind: str) -> tuple[Case, ...]:
     """Returns the cases of one kind: "quantize", "dequantize" or "gemm"."""
     with np.load(PATH) as file:
         arrays = {name: file[name] for name in file.files if name.startswith(f"{kind}/")}
-    folders = dict.fromkeys(name.rpartition("/")[0] for name in arrays if name.count("/") == 3)
-    return tuple(_case(kind, folder, arrays) for folder in folders)
+    names = dict.fromkeys(name.rpartition("/")[0] for name in arrays if name.count("/") == 3)
+    return tuple(_case(name, arrays) for name in names)
 
 
-def _case(kind: str, folder: str, arrays: Mapping[str, Array]) -> Case:
-    _, group, settings = folder.split("/")
-    words = settings.split("-")
+def _case(name: str, arrays: Mapping[str, Array]) -> Case:
+    kind, group, settings = name.split("/")
+    inputs, results, options = KINDS[kind]
 
-    def named(*names: str) -> tuple[Array, ...]:
-        return tuple(arrays[f"{folder}/{name}"] for name in names if f"{folder}/{name}" in arrays)
+    def named(folder: str, names: tuple[str, ...]) -> dict[str, Array]:
+        paths = (f"{folder}/{each}" for each in names)
+        return {path: arrays[path] for path in paths if path in arrays}
 
-    if kind == "quantize":
-        axis = 0 if group == "columnwise" else -1
-        options = {"axis": axis, "element_format": words[0], "scale_rounding": words[1]}
-        return Case(kind, group, options, (arrays[f"{kind}/{group}/x"],), named("elements", "scales"))
-    if kind == "dequantize":
-        return Case(kind, group, {"element_format": words[0]}, named("elements", "scales"), named("values"))
-    operands = named("a", "a_scales", "b", "b_scales", "bias")
-    return Case(kind, group, {"a_format": words[0], "b_format": words[1]}, operands, named("y", "bound"))
+    axis = {"axis": 0 if group == "columnwise" else -1} if kind == "quantize" else {}
+    chosen = dict(zip(options, settings.split("-"), strict=True)) | axis
+    expected = named(name, results)
+    bound = expected.pop(f"{name}/bound", None)
+    # What is quantized is one array for all settings.
+    return Case(name, chosen, named(f"{kind}/{group}" if axis else name, inputs), expected, bound)

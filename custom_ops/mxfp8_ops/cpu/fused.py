@@ -10,12 +10,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mxfp8_ops import checks, contract, formats, native, op_options
-from mxfp8_ops.cpu.operands import array, empty, thread_count
-from mxfp8_ops.cpu.products import End, multiply, result
-from mxfp8_ops.errors import ContractError
-from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
-from mxfp8_ops.nodes.fused_gemm import check_factor
+from mxfp8_ops import checks, formats, op_options
+from mxfp8_ops.cpu.operands import call, empty
+from mxfp8_ops.cpu.products import check_epilogue, multiply, products, result
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
@@ -34,20 +31,7 @@ def fused_gemm(
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `numpy_nodes.fused_gemm`."""
     epilogue, factor, rest = op_options.epilogue(**options)
-    a_format, b_format, dtype = op_options.gemm(**rest)
-    codes = _codes(epilogue, factor)
-    y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
-    threads = thread_count("gemm", threads)
-    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
-
-    def product(a: list[int], b: list[int], end: End, m: int, y: int) -> int:
-        status: int = library.mxfp8_fused_gemm(
-            a_code, *a, b_code, *b, end[0], *codes, end[1], m, n, k, y_code, y, n, threads
-        )
-        return status
-
-    return multiply(product, (a, a_scales), (b, b_scales), (bias, _like(factor, y)), y)
+    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**rest), (epilogue, factor), threads)
 
 
 def fused_weight_gemm(
@@ -61,22 +45,7 @@ def fused_weight_gemm(
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `numpy_nodes.fused_weight_gemm`."""
     epilogue, factor, rest = op_options.epilogue(**options)
-    b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
-    codes = _codes(epilogue, factor)
-    checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
-    y, bias = result((x,), (b, b_scales), bias, dtype)
-    threads = thread_count("gemm", threads)
-    x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
-    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
-    library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
-
-    def product(x: list[int], b: list[int], end: End, m: int, y: int) -> int:
-        status: int = library.mxfp8_fused_weight_gemm(
-            x_code, *x, k, rounding, b_code, *b, end[0], *codes, end[1], m, n, k, y_code, y, n, threads
-        )
-        return status
-
-    return multiply(product, (x,), (b, b_scales), (bias, _like(factor, y)), y)
+    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**rest), (epilogue, factor), threads)
 
 
 def gemm_quantize(
@@ -93,40 +62,16 @@ def gemm_quantize(
     `numpy_nodes.gemm_quantize`.
     """
     a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
+    check_epilogue(epilogue)
+    formats.scale_increment(formats.element_format(element_format), scale_rounding)  # checks the names
     # The values are an output too, so their dtype is always float32: the codes are made of them, not of rounded ones.
-    (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
-    formats.scale_increment(fmt, scale_rounding)  # checks the name
     y, bias = result((a, a_scales), (b, b_scales), bias, "float32")
+    formats.element_format(a_format), formats.element_format(b_format)
     elements, scales = (empty("gemm", size, np.uint8) for size in (y.shape, checks.scale_shape(y.shape, -1)))
-    threads = thread_count("gemm", threads)
-    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    library, n, k = native.load(), *b.shape[-2:]
-    rounding = SCALE_ROUNDINGS.index(scale_rounding)
-
-    def product(a: list[int], b: list[int], end: End, m: int, at: int) -> int:
-        # `multiply` passes the address of y alone: the row it begins with says where its codes go.
-        row = (at - y.ctypes.data) // (n * y.itemsize)
-        codes = elements.ctypes.data + row * n, scales.ctypes.data + row * scales.shape[-1]
-        status: int = library.mxfp8_gemm_quantize(
-            a_code, *a, b_code, *b, end[0], code, m, n, k, fmt.onnx_dtype, rounding, *codes, at, threads
-        )
-        return status
-
-    return elements, scales, multiply(product, (a, a_scales), (b, b_scales), (bias, None), y)
-
-
-def _codes(epilogue: str, factor: Array | None) -> tuple[int, int]:
-    """Returns the codes of an epilogue and of the dtype of a factor."""
-    if epilogue not in contract.EPILOGUES:
-        raise ContractError.unknown("epilogue", epilogue, contract.EPILOGUES)
-    # Without a factor its dtype is checked all the same, so it needs some valid code.
-    if factor is None:
-        return contract.EPILOGUES.index(epilogue), contract.FLOAT
-    checks.check_value_dtype("gemm", array("gemm", "factor", factor).dtype)
-    return contract.EPILOGUES.index(epilogue), VALUE_DTYPES[factor.dtype.name].onnx_dtype
-
-
-def _like(factor: Array | None, y: Array) -> Array | None:
-    if factor is not None:
-        check_factor("gemm", factor, y.shape)
-    return factor
+    sizes = b.shape[-2:]
+    for one_a, one_b, m, (at, *codes) in products((a, a_scales), (b, b_scales), y, elements, scales):
+        call(
+            "gemm", "mxfp8_gemm_quantize", a_format, *one_a, b_format, *one_b, bias, epilogue, m, *sizes,
+            element_format, scale_rounding, *codes, at, threads=threads,
+        )  # fmt: skip
+    return elements, scales, y

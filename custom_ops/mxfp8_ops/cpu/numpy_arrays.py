@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from ctypes import byref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import checks, contract, formats, native, numerics, op_options
-from mxfp8_ops.cpu.operands import array, contiguous, empty, thread_count
-from mxfp8_ops.cpu.products import End, multiply, result
+from mxfp8_ops.cpu.operands import array, call, contiguous, empty
+from mxfp8_ops.cpu.products import checked_kinds, multiply
 from mxfp8_ops.errors import ShapeError
-from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
 from mxfp8_ops.nodes.embedding import check_indices, embedding_shape
 from mxfp8_ops.nodes.grouped import check_experts, grouped_shape
 from mxfp8_ops.nodes.quantize import check_out
@@ -27,6 +26,10 @@ from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+NO_END: Final = ("none", None)
+"""Neither epilogue nor factor."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,10 @@ def quantize(
         elements, scales = check_out("quantize", out, x, shape, np)
     # After check_out: a strided x is copied, and the copy shares memory with nothing.
     x = contiguous("quantize", x)
-    codes = fmt.onnx_dtype, SCALE_ROUNDINGS.index(scale_rounding)
-    status = native.load().mxfp8_quantize(
-        VALUE_DTYPES[x.dtype.name].onnx_dtype, x.ctypes.data, *checks.split_at(x.shape, axis), *codes,
-        elements.ctypes.data, scales.ctypes.data, thread_count("quantize", threads),
+    call(
+        "quantize", "mxfp8_quantize", x.dtype, x, *checks.split_at(x.shape, axis), element_format, scale_rounding,
+        elements, scales, threads=threads,
     )  # fmt: skip
-    native.check("quantize", status)
     return elements, scales
 
 
@@ -85,17 +86,14 @@ def dequantize(
     threads: int = 0,
 ) -> Array:
     """Returns the values that (elements, scales) stand for, as `numpy_nodes.dequantize` does."""
-    fmt = formats.element_format(element_format)
+    formats.element_format(element_format)
     array("dequantize", "elements", elements), array("dequantize", "scales", scales)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
     checks.check_codes("dequantize", elements, scales, axis)
     elements, scales = contiguous("dequantize", elements), contiguous("dequantize", scales)
     y = empty("dequantize", elements.shape, numerics.value_dtype(dtype))
-    status = native.load().mxfp8_dequantize(
-        fmt.onnx_dtype, elements.ctypes.data, scales.ctypes.data, *checks.split_at(elements.shape, axis),
-        VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, thread_count("dequantize", threads),
-    )  # fmt: skip
-    native.check("dequantize", status)
+    sizes = checks.split_at(elements.shape, axis)
+    call("dequantize", "mxfp8_dequantize", element_format, elements, scales, *sizes, dtype, y, threads=threads)
     return y
 
 
@@ -110,17 +108,7 @@ def gemm(
     **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`."""
-    a_format, b_format, dtype = op_options.gemm(**options)
-    y, bias = result((a, a_scales), (b, b_scales), bias, dtype)
-    threads = thread_count("gemm", threads)
-    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
-
-    def product(a: list[int], b: list[int], end: End, m: int, y: int) -> int:
-        status: int = library.mxfp8_gemm(a_code, *a, b_code, *b, end[0], m, n, k, y_code, y, n, threads)
-        return status
-
-    return multiply(product, (a, a_scales), (b, b_scales), (bias, None), y)
+    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**options), NO_END, threads)
 
 
 def weight_gemm(
@@ -133,21 +121,7 @@ def weight_gemm(
     **options: Unpack[op_options.WeightGemm],
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`."""
-    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
-    checks.check_value_dtype("gemm", array("gemm", "x", x).dtype)
-    y, bias = result((x,), (b, b_scales), bias, dtype)
-    threads = thread_count("gemm", threads)
-    x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
-    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
-    library, y_code, n, k = native.load(), VALUE_DTYPES[dtype].onnx_dtype, *b.shape[-2:]
-
-    def product(x: list[int], b: list[int], end: End, m: int, y: int) -> int:
-        status: int = library.mxfp8_weight_gemm(
-            x_code, *x, k, rounding, b_code, *b, end[0], m, n, k, y_code, y, n, threads
-        )
-        return status
-
-    return multiply(product, (x,), (b, b_scales), (bias, None), y)
+    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**options), NO_END, threads)
 
 
 def embedding(
@@ -160,7 +134,8 @@ def embedding(
     threads: int = 0,
 ) -> Array:
     """Returns dequantize(b)[indices]: rows of b [V, D] for indices [...], as in `numpy_nodes.embedding`."""
-    fmt, y_dtype = formats.element_format(b_format), numerics.value_dtype(dtype)
+    formats.element_format(b_format)
+    y_dtype = numerics.value_dtype(dtype)
     for name, operand in (("indices", indices), ("b", b), ("b_scales", b_scales)):
         array("embedding", name, operand)
     shape = embedding_shape("embedding", indices, b.shape)
@@ -168,14 +143,15 @@ def embedding(
     indices, b, b_scales = (contiguous("embedding", t) for t in (indices, b, b_scales))
     y = empty("embedding", shape, y_dtype)
     index_dtype = contract.INT32 if indices.dtype == np.int32 else contract.INT64
-    status = native.load().mxfp8_embedding(
-        index_dtype, indices.ctypes.data, indices.size, fmt.onnx_dtype, b.ctypes.data, b_scales.ctypes.data, *b.shape,
-        VALUE_DTYPES[dtype].onnx_dtype, y.ctypes.data, thread_count("embedding", threads),
-    )  # fmt: skip
-    # The library has checked the indices too, but it knows their position in memory alone.
-    if status:
+    try:
+        call(
+            "embedding", "mxfp8_embedding", index_dtype, indices, indices.size, b_format, b, b_scales, *b.shape, dtype,
+            y, threads=threads,
+        )  # fmt: skip
+    except ShapeError:
+        # The library has checked the indices too, but it knows their position in memory alone.
         check_indices("embedding", indices, b.shape[0])  # says where in the array it is
-        native.check("embedding", status)
+        raise
     return y
 
 
@@ -190,17 +166,7 @@ def grouped_gemm(
     **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K]."""
-    a_format, b_format, dtype = op_options.gemm(**options)
-    rows = _Rows((a, a_scales), (b, b_scales), experts, dtype)
-    codes = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    (a, a_scales), (b, b_scales) = rows.a, rows.b
-    status = native.load().mxfp8_grouped_gemm(
-        codes[0], a.ctypes.data, a_scales.ctypes.data, codes[1], b.ctypes.data, b_scales.ctypes.data,
-        rows.experts.ctypes.data, *rows.sizes, VALUE_DTYPES[dtype].onnx_dtype, rows.y.ctypes.data,
-        thread_count("grouped_gemm", threads),
-    )  # fmt: skip
-    native.check("grouped_gemm", status)
-    return rows.y
+    return _grouped((a, a_scales), (b, b_scales), experts, op_options.gemm(**options), threads)
 
 
 def grouped_weight_gemm(
@@ -213,19 +179,7 @@ def grouped_weight_gemm(
     **options: Unpack[op_options.WeightGemm],
 ) -> Array:
     """Returns x @ dequantize(b[experts]).T; x [..., M, K], b [E, N, K], as in `numpy_nodes.grouped_weight_gemm`."""
-    b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
-    checks.check_value_dtype("grouped_gemm", array("grouped_gemm", "x", x).dtype)
-    rounding = formats.activation_dtype(activation_dtype).onnx_dtype
-    rows = _Rows((x,), (b, b_scales), experts, dtype)
-    x_code, b_code = VALUE_DTYPES[x.dtype.name].onnx_dtype, formats.element_format(b_format).onnx_dtype
-    (x,), (b, b_scales) = rows.a, rows.b
-    status = native.load().mxfp8_grouped_weight_gemm(
-        x_code, x.ctypes.data, rounding, b_code, b.ctypes.data, b_scales.ctypes.data,
-        rows.experts.ctypes.data, *rows.sizes, VALUE_DTYPES[dtype].onnx_dtype, rows.y.ctypes.data,
-        thread_count("grouped_gemm", threads),
-    )  # fmt: skip
-    native.check("grouped_gemm", status)
-    return rows.y
+    return _grouped((x,), (b, b_scales), experts, op_options.weight_gemm(**options), threads)
 
 
 def pack(
@@ -261,41 +215,38 @@ def pack(
     n, k = w.shape[::-1] if transposed else w.shape
     elements, scales = (empty("pack", shape, np.uint8) for shape in ((n, k), (n, checks.scale_count(k))))
     stats = native.PackStats()
-    status = native.load().mxfp8_pack(
-        VALUE_DTYPES[w.dtype.name].onnx_dtype, w.ctypes.data, stride, transposed, n, k, fmt.onnx_dtype,
-        SCALE_ROUNDINGS.index(scale_rounding), elements.ctypes.data, scales.ctypes.data, byref(stats),
-        thread_count("pack", threads),
+    call(
+        "pack", "mxfp8_pack", w.dtype, w, stride, transposed, n, k, element_format, scale_rounding, elements, scales,
+        byref(stats), threads=threads,
     )  # fmt: skip
-    native.check("pack", status)
     # A position in w as it is passed: row and column before a transposition.
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
     return Packed(elements, scales, stats.signal, stats.noise, first)
 
 
-class _Rows:
-    """The operands of a grouped gemm as the library takes them: each row of the result has its row of a and its expert.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit, or an index is beyond -E..E.
-        BackendError: there is no memory for the result.
-    """
-
-    def __init__(self, a: tuple[Array, ...], b: tuple[Array, ...], experts: Array, dtype: str) -> None:
-        where = "grouped_gemm"
-        names = "a", "a_scales", "b", "b_scales"
-        for name, codes in zip((*names[: len(a)], *names[2:]), (*a, *b), strict=True):
-            array(where, name, codes)
-        shape = grouped_shape(where, a[0].shape, b[0].shape, array(where, "experts", experts).shape)
-        for operand in (a, b):
-            if len(operand) == 2:
-                checks.check_codes(where, *operand, -1)
-        lead, (m, n) = shape[:-2], shape[-2:]
-        picked = check_experts(where, experts, b[0].shape[0])
-        # Every row of the result has its own row of a and its own expert, so what broadcasts is copied. b is not: the
-        # experts pick its matrices where they are.
-        self.a = tuple(contiguous(where, np.broadcast_to(t, (*lead, *t.shape[-2:]))) for t in a)
-        self.b = tuple(contiguous(where, t) for t in b)
-        self.experts = contiguous(where, np.broadcast_to(picked[..., None], (*lead, m)))
-        self.y = empty(where, shape, numerics.value_dtype(dtype))
-        self.sizes = b[0].shape[0], math.prod((*lead, m)), n, a[0].shape[-1]
-        """E, M, N, K."""
+def _grouped(
+    a: tuple[Array, ...], b: tuple[Array, Array], experts: Array, kinds: tuple[Any, ...], threads: int
+) -> Array:
+    """Returns the rows of `a` times the matrices of `b` that `experts` pick; operands and kinds as in `multiply`."""
+    where = "grouped_gemm"
+    kind, rounding, b_format, dtype = checked_kinds(where, a, kinds)
+    for name, operand in (("a", a), ("b", b)):
+        for each, t in zip((name, f"{name}_scales"), operand, strict=False):
+            array(where, each, t)
+    shape = grouped_shape(where, a[0].shape, b[0].shape, array(where, "experts", experts).shape)
+    for codes in (a, b) if len(a) == 2 else (b,):
+        checks.check_codes(where, *codes, -1)
+    lead, (m, n), (count, _, k) = shape[:-2], shape[-2:], b[0].shape
+    picked = check_experts(where, experts, count)
+    function = "mxfp8_grouped_weight_gemm" if rounding else "mxfp8_grouped_gemm"
+    # Every row of the result has its own row of a and its own expert, so what broadcasts is copied. b is not: the
+    # experts pick its matrices where they are.
+    rows = [contiguous(where, np.broadcast_to(t, (*lead, *t.shape[-2:]))) for t in a]
+    matrices = [contiguous(where, t) for t in b]
+    of_rows = contiguous(where, np.broadcast_to(picked[..., None], (*lead, m)))
+    y = empty(where, shape, numerics.value_dtype(dtype))
+    call(
+        where, function, kind, *rows, *rounding, b_format, *matrices, of_rows, count, math.prod((*lead, m)), n, k,
+        dtype, y, threads=threads,
+    )  # fmt: skip
+    return y

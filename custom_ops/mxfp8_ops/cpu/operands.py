@@ -1,4 +1,4 @@
-"""NumPy arrays on their way to the native library: arrays that it cannot read are copied or refused here, by name."""
+"""NumPy arrays on their way to the native library: what it cannot read is copied or refused here; and its calls."""
 
 from __future__ import annotations
 
@@ -8,11 +8,35 @@ from typing import Any, Final
 
 import numpy as np
 
+from mxfp8_ops import contract, formats, native
 from mxfp8_ops.errors import BackendError, ShapeError
 from mxfp8_ops.numerics import Array
 
 _MOST_THREADS: Final = 2**31 - 1
 """The largest C int. The library itself lowers a number that is too large."""
+
+_CODES: Final = {
+    **{name: row.onnx_dtype for name, row in formats.DTYPES.items()},
+    **{name: code for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES) for code, name in enumerate(names)},
+}
+"""Numbers of mxfp8_ops.h by name."""
+
+
+def call(where: str, function: str, *arguments: Any, threads: int) -> None:
+    """Calls a function of the C ABI: arrays go as addresses, dtypes and names of the contract as their numbers.
+
+    Raises:
+        ShapeError: the library refuses an argument, or `threads` is no number of threads.
+        BackendError: it fails, or is missing.
+    """
+    count = thread_count(where, threads)
+    native.check(where, getattr(native.load(), function)(*map(_argument, arguments), count))
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return x.ctypes.data
+    return _CODES[str(x)] if isinstance(x, (str, np.dtype)) else x
 
 
 def array(where: str, name: str, x: Any) -> Array:

@@ -6,21 +6,18 @@ Importing this imports no CuPy and needs no GPU; the first call does.
 from mxfp8_ops.cuda.cupy_arrays import (
     dequantize,
     embedding,
-    folded_weight,
     gemm,
     quantize,
     quantize_both,
     weight_gemm,
     wide_weight,
 )
-from mxfp8_ops.cuda.execution import FoldedOperand, WideWeight
+from mxfp8_ops.cuda.execution import WideWeight
 
 __all__ = [
-    "FoldedOperand",
     "WideWeight",
     "dequantize",
     "embedding",
-    "folded_weight",
     "gemm",
     "quantize",
     "quantize_both",

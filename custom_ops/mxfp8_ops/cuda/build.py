@@ -58,8 +58,7 @@ def target(capability: tuple[int, int]) -> str:
             expected="8.0 (Ampere) or later",
             advice="use the CPU kernels",
         )
-    # wgmma exists for sm_90a alone. Kernels are compiled on the machine that runs them, so it does not matter that the
-    # code runs on no other capability.
+    # Kernels are compiled on the machine that runs them: that the code runs on no other capability does not matter.
     return f"sm_{major}{minor}{'a' if capability >= (9, 0) else ''}"
 
 
@@ -73,7 +72,7 @@ def cubin(source: str, kernel: str, arch: str) -> bytes:
     """Returns the machine code of one kernel, from the cache on disk or compiled now.
 
     Args:
-        source: name of the file in src/cuda or its folder experimental, without .cu.
+        source: name of the file in src/cuda, without .cu.
         kernel: the instance, as C++ writes it: "quantize_rows<F32, E4M3, false, false>".
         arch: the target, such as "sm_90a".
 
@@ -95,7 +94,7 @@ def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] =
     """Returns the machine code of one kernel, compiled now.
 
     Args:
-        source: name of the file in src/cuda or its folder experimental, without .cu.
+        source: name of the file in src/cuda, without .cu.
         kernel: the instance, as C++ writes it.
         arch: the target, such as "sm_90a"; "compute_90a" gives PTX instead of machine code.
         extra: further options for NVRTC.
@@ -104,14 +103,13 @@ def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] =
         BackendError: NVRTC is missing, or refuses the source.
     """
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
-    path = next(SOURCES.rglob(f"{source}.cu"))
+    path = SOURCES / f"{source}.cu"
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None))
     # A name expression makes NVRTC instantiate the template: only the instance that is needed is compiled.
     try:
         _check(nvrtc, nvrtc.nvrtcAddNameExpression(program, kernel.encode()))
         # No include path but ours: no header of CUDA is needed, so no toolkit is.
-        folders = (f"-I{folder}" for folder in dict.fromkeys((SOURCES, path.parent)))
-        options = [option.encode() for option in (f"--gpu-architecture={arch}", *folders, *OPTIONS, *extra)]
+        options = [option.encode() for option in (f"--gpu-architecture={arch}", f"-I{SOURCES}", *OPTIONS, *extra)]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
         if status:
@@ -167,7 +165,7 @@ def _key(source: str, kernel: str, arch: str) -> str:
     """Returns a name that changes with anything that changes the machine code."""
     # All headers, whether the source includes them or not: a few compilations too many, and never one too few.
     digest = hashlib.sha256(repr((source, kernel, arch, OPTIONS, nvrtc_version())).encode())
-    for path in sorted(SOURCES.rglob("*.cu*")):
+    for path in sorted(SOURCES.glob("*.cu*")):
         if path.suffix == ".cuh" or path.stem == source:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:24]

@@ -1,8 +1,7 @@
-"""Products on FP8 tensor cores for CuPy, by cuBLASLt: the rows `block_scaled` and `fold` of the dispatch table.
+"""Products on FP8 tensor cores for CuPy, by cuBLASLt: the row `block_scaled` of the dispatch table.
 
 cuBLASLt is called through nvmath-python's bindings, on addresses (CuPy has no float8 dtype, which nvmath's own matmul
-would want). `torch_ops/scaled_mm.py` says what the rows do; scales per row exist in cuBLASLt on Hopper only, so
-elsewhere a folded product is summed in float32 and finish.cu applies them, which is right at any exponent.
+would want).
 
 Not verified on hardware yet: see src/cuda/README.md.
 """
@@ -18,15 +17,11 @@ from typing import Any, Final
 import numpy as np
 
 from mxfp8_ops.cuda.execution import Fp8Product, Queue
-from mxfp8_ops.cuda.planner import BLOCK_SCALED, ROW_SCALED, UNSCALED
 from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import DTYPES, FLOAT32
 
 _WORKSPACE: Final = 32 << 20
 """Most bytes of workspace for cuBLASLt, as NVIDIA recommends for Hopper and later."""
-
-_MODES: Final = {UNSCALED: "SCALAR_32F", ROW_SCALED: "OUTER_VEC_32F", BLOCK_SCALED: "VEC32_UE8M0"}
-"""How operands are scaled, by the name of the cublasLtMatmulMatrixScale_t. Without a scale, that is 1."""
 
 _lock = threading.Lock()
 """Protects a plan from the moment it gets the addresses of scales until its product is queued."""
@@ -57,7 +52,7 @@ def product(queue: Queue, index: int, p: Fp8Product) -> int:
     lt = _cublaslt()
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
     with _lock:
-        plan = _plan(index, (p.m, p.n, p.k), (p.x_kind, p.b_kind, p.dtype), p.how)
+        plan = _plan(index, (p.m, p.n, p.k), (p.x_kind, p.b_kind, p.dtype))
         _point(plan.description, p.b_scales, p.x_scales)
         memory, workspace = queue.allocate(plan.workspace) if plan.workspace else (None, 0)
         b, x, y = plan.layouts
@@ -70,13 +65,13 @@ def product(queue: Queue, index: int, p: Fp8Product) -> int:
 
 
 @functools.lru_cache(maxsize=4096)  # some hundred bytes each, never freed: M may vary from call to call
-def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], mode: int) -> _Plan:
+def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str]) -> _Plan:
     """Returns the plan of a product. The heuristic wants an address of scales, so they point anywhere at first."""
     lt = _cublaslt()
     m, n, k = sizes
     x_type, b_type, y_type = (DTYPES[name].cuda_data_type for name in types)
     # cuBLAS is column-major: y^T [N, M] = b [N, K] x^T, where our row-major b is its transposed first operand.
-    description = _describe(mode)
+    description = _describe()
     layouts = tuple(
         lt.matrix_layout_create(kind, rows, columns, rows)
         for kind, rows, columns in ((b_type, k, n), (x_type, k, m), (y_type, n, m))
@@ -85,47 +80,40 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str], 
     _set(lt.matmul_preference_set_attribute, preference, names.MAX_WORKSPACE_BYTES, _WORKSPACE, np.uint64)
     for letter in "ABCD":  # 16 bytes: a view of a larger array need not have the default alignment of 256
         _set(lt.matmul_preference_set_attribute, preference, names[f"MIN_ALIGNMENT_{letter}_BYTES"], 16, np.uint32)
-    if mode != UNSCALED:
-        _point(description, 1 << 20, 1 << 20)
+    _point(description, 1 << 20, 1 << 20)
     result, count = lt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
     try:
         lt.matmul_algo_get_heuristic(
             _handle(index), description, *layouts, layouts[2], preference, 1, result.ptr, count.ctypes.data
         )
     except lt.cuBLASLtError as error:
-        raise _refused(sizes, types, mode, str(error)) from error
+        raise _refused(sizes, types, str(error)) from error
     finally:
         lt.matmul_preference_destroy(preference)
     if not count[0]:
-        raise _refused(sizes, types, mode, "no algorithm")
+        raise _refused(sizes, types, "no algorithm")
     size = int(np.asarray(result.workspace_size).reshape(-1)[0])
     return _Plan(description, (layouts[0], layouts[1], layouts[2]), np.array(result.algo), size)
 
 
-def _describe(mode: int) -> int:
+def _describe() -> int:
     lt = _cublaslt()
     names = lt.MatmulDescAttribute
     description: int = lt.matmul_desc_create(68, FLOAT32.cuda_data_type)  # CUBLAS_COMPUTE_32F
     set_ = functools.partial(_set, lt.matmul_desc_set_attribute, description)
     set_(names.TRANSA, 1, np.int32)
-    scale = int(getattr(lt.MatmulMatrixScale, _MODES[mode]))
-    if mode != UNSCALED:
-        set_(names.A_SCALE_MODE, scale, np.int32)
-        set_(names.B_SCALE_MODE, scale, np.int32)
-    # The short accumulator of FP8 tensor cores, which the caller has opted into; block-scaled products must
-    # stay within `numpy_nodes.gemm_error_bound`.
-    if mode != BLOCK_SCALED:
-        set_(names.FAST_ACCUM, 1, np.int8)
+    scale = int(lt.MatmulMatrixScale.VEC32_UE8M0)
+    set_(names.A_SCALE_MODE, scale, np.int32)
+    set_(names.B_SCALE_MODE, scale, np.int32)
     return description
 
 
 def _point(description: int, b_scales: int, x_scales: int) -> None:
-    """Sets the addresses of the scales; 0 for none."""
+    """Sets the addresses of the scales."""
     lt = _cublaslt()
     names = lt.MatmulDescAttribute
     for name, address in ((names.A_SCALE_POINTER, b_scales), (names.B_SCALE_POINTER, x_scales)):
-        if address:
-            _set(lt.matmul_desc_set_attribute, description, name, address, np.int64)
+        _set(lt.matmul_desc_set_attribute, description, name, address, np.int64)
 
 
 def _set(function: Any, of: int, name: Any, value: int, dtype: Any) -> None:
@@ -133,12 +121,12 @@ def _set(function: Any, of: int, name: Any, value: int, dtype: Any) -> None:
     function(of, int(name), buffer.ctypes.data, buffer.nbytes)
 
 
-def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], mode: int, why: str) -> BackendError:
+def _refused(sizes: tuple[int, int, int], types: tuple[str, str, str], why: str) -> BackendError:
     m, n, k = sizes
     return BackendError(
         "cuda",
         f"cuBLASLt {_cublaslt().get_version()} refuses {types[0]} times {types[1]} -> {types[2]}, M = {m}, N = "
-        f"{n}, K = {k}, scales: {_MODES[mode]} ({why})",
+        f"{n}, K = {k} ({why})",
         expected="an FP8 product",
         advice="upgrade nvidia-cublas, or use mxfp8_ops.cuda.dispatch.forced_route('large')",
     )
@@ -159,6 +147,6 @@ def _cublaslt() -> Any:
             "cuda",
             f"nvmath-python cannot be imported ({error})",
             expected="nvmath-python for FP8 tensor cores",
-            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or omit fast_accumulate",
+            advice="pip install 'nvmath-python[cu13]' (or [cu12])",
         ) from error
     return cublasLt

@@ -19,25 +19,15 @@ import numpy as np
 
 from mxfp8_ops import checks, contract, formats, numerics, op_options
 from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, loader, planner
-from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
+from mxfp8_ops.cuda.execution import Queue, WideWeight
 from mxfp8_ops.cuda.planner import CODES, Gemm
-from mxfp8_ops.errors import BackendError, ShapeError
+from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.nodes.embedding import embedding_shape
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.nodes.quantize import check_out
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-class CudaGemmOptions(op_options.Gemm, total=False):
-    """The options of `gemm` here."""
-
-    fast_accumulate: bool
-    """Let the product take the row `fold` of the dispatch table if it fits: FP8 tensor cores before Blackwell, faster
-    and not exact. Both operands get one scale per row (`folding.fold_error` gives the error of that), and the
-    hardware's short accumulator sums (on Hopper about 2^-13 of the sum of magnitudes: usually the larger error, and
-    not measured)."""
 
 
 def quantize(
@@ -144,8 +134,8 @@ def gemm(
     b_scales: Any,
     bias: Any | None = None,
     *,
-    kept: WideWeight | FoldedOperand | None = None,
-    **options: Unpack[CudaGemmOptions],
+    kept: WideWeight | None = None,
+    **options: Unpack[op_options.Gemm],
 ) -> Any:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`.
 
@@ -155,27 +145,12 @@ def gemm(
         b: elements of the second operand.
         b_scales: its scales.
         bias: float32 [N], or None.
-        kept: the weight as `wide_weight` or `folded_weight` keeps it, for the rows that can use it.
-        **options: see `CudaGemmOptions` and `op_options.Gemm`.
-
-    Raises:
-        BackendError: also for fast_accumulate without nvmath-python.
+        kept: the weight as `wide_weight` keeps it, for the row `large`.
+        **options: see `op_options.Gemm`.
     """
-    fast_accumulate, rest = _fast_accumulate(**options)
-    kinds = op_options.gemm(**rest)
+    kinds = op_options.gemm(**options)
     formats.element_format(kinds[0])
-    if not fast_accumulate:
-        return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
-    if not cublaslt.available():
-        raise BackendError(
-            "gemm",
-            "fast_accumulate without nvmath-python",
-            expected="nvmath-python for cuBLASLt",
-            advice="pip install 'nvmath-python[cu13]' (or [cu12]), or omit fast_accumulate",
-        )
-    # Opt-in for this call alone: the row is not exact.
-    with dispatch.allowed("fold"):
-        return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
+    return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
 
 
 def weight_gemm(
@@ -205,33 +180,13 @@ def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
     Raises:
         ShapeError: not a contiguous matrix, or the scales do not fit.
     """
-    _check_kept("wide_weight", b, b_scales)
-    return execution.wide_weight(_queue(), b_format, (b.data.ptr, b_scales.data.ptr), b.shape)
-
-
-def folded_weight(b: Any, b_scales: Any) -> FoldedOperand:
-    """Returns the E4M3 weight [N, K] with one scale per row, for gemms with `fast_accumulate` (`kept`).
-
-    As much memory again as the elements; otherwise like `wide_weight`.
-
-    Raises:
-        ShapeError: not a contiguous matrix with K % 32 = 0 and aligned to 16 bytes, or the scales do not fit.
-    """
-    _check_kept("folded_weight", b, b_scales)
-    # fold.cu reads 16 bytes at once, and a folded product takes whole blocks only (routes.cpp).
-    if b.shape[1] % 32 or b.data.ptr % 16:
+    # A copy of strided arrays would not be the memory that later products pass, so there is none here.
+    if b.ndim != 2 or not (b.flags.c_contiguous and b_scales.flags.c_contiguous):
         raise ShapeError(
-            "folded_weight",
-            f"{b.shape} at address {b.data.ptr:#x}",
-            expected="K % 32 = 0 and 16-byte alignment",
-            advice="use the weight without folding",
+            "wide_weight", f"weight {b.shape}", expected="a C-contiguous matrix", advice="pass ascontiguousarray of it"
         )
-    return execution.fold(_queue(), (b.data.ptr, b_scales.data.ptr), b.shape)
-
-
-def _fast_accumulate(fast_accumulate: bool = False, **rest: Any) -> tuple[bool, dict[str, Any]]:
-    """Returns (fast_accumulate, the options of a gemm in every backend)."""
-    return fast_accumulate, rest
+    checks.check_codes("wide_weight", b, b_scales, 1)
+    return execution.wide_weight(_queue(), b_format, (b.data.ptr, b_scales.data.ptr), b.shape)
 
 
 def _gemm(  # noqa: PLR0917 - one for both gemms
@@ -239,7 +194,7 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     b: tuple[Any, Any],
     bias: Any | None,
     kinds: tuple[str, str, str],
-    kept: WideWeight | FoldedOperand | None,
+    kept: WideWeight | None,
     activation_dtype: int = 0,
 ) -> Any:
     a_kind, b_format, dtype = kinds
@@ -261,13 +216,12 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     place = dispatch.place(queue.device, libraries)
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
     bias_at = 0 if bias is None else bias.data.ptr
-    # wide_weight and folded_weight keep one matrix: a stack cannot use it.
-    wide = kept[:2] if isinstance(kept, WideWeight) and b[0].ndim == 2 else (0, 0)
-    folded = kept[:2] if isinstance(kept, FoldedOperand) and b[0].ndim == 2 else (0, 0)
+    # wide_weight keeps one matrix: a stack cannot use it.
+    wide = kept[:2] if kept is not None and b[0].ndim == 2 else (0, 0)
 
     def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
         operands = a[0].data.ptr, a[1].data.ptr if len(a) == 2 else 0, b[0].data.ptr, b[1].data.ptr
-        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, *folded, activation_dtype)
+        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, activation_dtype)
         execution.run(
             planner.gemm(place, product, queue.packed), queue,
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),
@@ -307,12 +261,3 @@ def _queue() -> Queue:
 def _allocate(size: int) -> tuple[Any, int]:
     memory = device.cupy_module().empty(size, np.uint8)
     return memory, memory.data.ptr
-
-
-def _check_kept(where: str, b: Any, b_scales: Any) -> None:
-    # A copy of strided arrays would not be the memory that later products pass, so there is none here.
-    if b.ndim != 2 or not (b.flags.c_contiguous and b_scales.flags.c_contiguous):
-        raise ShapeError(
-            where, f"weight {b.shape}", expected="a C-contiguous matrix", advice="pass ascontiguousarray of it"
-        )
-    checks.check_codes(where, b, b_scales, 1)

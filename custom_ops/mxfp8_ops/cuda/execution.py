@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from mxfp8_ops.cuda import planner
-from mxfp8_ops.cuda.planner import CODES, MATMUL, NAMES, Dequantize, Fold, Plan
+from mxfp8_ops.cuda.planner import CODES, MATMUL, NAMES, Dequantize, Plan
 
 
 class Device(Protocol):
@@ -43,10 +43,8 @@ class Queue:
 
 
 class Fp8Product(NamedTuple):
-    """A product y = x b^T that a library has to do on FP8 tensor cores; addresses, and sizes in the kernels' order."""
+    """A product y = x b^T, scaled by blocks, that a library has to do on FP8 tensor cores; addresses, then sizes."""
 
-    how: int
-    """`planner.BLOCK_SCALED`, `ROW_SCALED` or `UNSCALED`."""
     x: int
     x_scales: int
     b: int
@@ -69,17 +67,6 @@ class WideWeight(NamedTuple):
     inexact: int
     """Address of a word that is not 0 if bfloat16 cannot hold the weight."""
     memory: Any
-
-
-class FoldedOperand(NamedTuple):
-    """An operand with one scale per row, as `folding.fold` defines it: `fold` makes one."""
-
-    data: int
-    """Address of E4M3 elements [rows, K]."""
-    scales: int
-    """Address of float32 [rows]."""
-    memory: tuple[Any, Any]
-    """The objects of `Queue.allocate` that keep both alive."""
 
 
 def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] | None = None) -> None:
@@ -106,7 +93,7 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
             assert fp8_product is not None  # the plan has such a step only if `Place.libraries` named the library
             x, x_scales, b, b_scales, y, m, n, k, x_kind, b_kind, dtype = step.arguments
             kinds = NAMES[x_kind], NAMES[b_kind], NAMES[dtype]
-            product = Fp8Product(step.what, x, x_scales, b, b_scales, y, m, n, k, *kinds)
+            product = Fp8Product(x, x_scales, b, b_scales, y, m, n, k, *kinds)
             # The product may have put its result into memory of its own, which the step behind it reads.
             result = fp8_product(product, memory)
         plan.done += 1
@@ -126,12 +113,3 @@ def wide_weight(queue: Queue, b_format: str, b: tuple[int, int], shape: tuple[in
     request = Dequantize(CODES[b_format], CODES["bfloat16"], *b, n, k, 1, data, inexact)
     run(planner.dequantize(request, queue.packed), queue)
     return WideWeight(data, inexact, memory)
-
-
-def fold(queue: Queue, x: tuple[int, int], shape: tuple[int, int]) -> FoldedOperand:
-    """Returns x = (elements, scales) of [rows, K], E4M3, with one scale per row. K % 32 = 0, x aligned to 16."""
-    rows, k = shape
-    elements, data = queue.allocate(rows * k)
-    scales, address = queue.allocate(4 * rows)
-    run(planner.fold(Fold(*x, rows, k, data, address), queue.packed), queue)
-    return FoldedOperand(data, address, (elements, scales))

@@ -23,10 +23,10 @@ CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
 
 NAMES: Final = {code: name for name, code in CODES.items()}
 
-CUBLAS, CUBLASLT, SCALED_MM, SCALED_MM_ROWS = 1, 2, 4, 8
+CUBLAS, CUBLASLT, SCALED_MM = 1, 2, 4
 """`Place.libraries`: MXFP8_CUBLAS and those that follow it in mxfp8_cuda_plan.h."""
 
-LAUNCH, CLEAR, MATMUL, BLOCK_SCALED, ROW_SCALED, UNSCALED = range(6)
+LAUNCH, CLEAR, MATMUL, BLOCK_SCALED = range(4)
 """`Step.what`: MXFP8_LAUNCH ..."""
 
 PLAIN, SWIZZLED, TRANSPOSED = range(3)
@@ -39,29 +39,27 @@ _NO_ROUTE: Final = -4
 # 3 us at most (benchmarks/cuda_planning.py).
 Place = namedtuple(
     "Place",
-    "capability processors libraries allowed forced splits warps blocks parts_bytes variant",
-    defaults=(0, 0, 0, 0, 0, 0, 0),
+    "capability processors libraries forced splits warps parts_bytes",
+    defaults=(0, 0, 0, 0),
 )
 Gemm = namedtuple(
     "Gemm",
-    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact folded folded_scales activation_dtype",
-    defaults=(0, 0, 0, 0, 0),
+    "x_kind b_kind y_dtype x x_scales b b_scales bias y m n k wide wide_inexact activation_dtype",
+    defaults=(0, 0, 0),
 )
 Quantize = namedtuple(
     "Quantize",
-    "x_dtype format increment layout x outer k inner elements scales row_elements row_scales "
-    "capability processors variant",
-    defaults=(0, 0, 0, 0, 0),
+    "x_dtype format increment layout x outer k inner elements scales row_elements row_scales",
+    defaults=(0, 0),
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
-Fold = namedtuple("Fold", "elements scales rows k folded row_scales")
-Step = namedtuple("Step", "what kernel grid block shared in_scratch in_result arguments")
+Step = namedtuple("Step", "what kernel grid block in_scratch in_result arguments")
 
-_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE, _FOLD = (
-    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize, Fold)
+_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE = (
+    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize)
 )
 _QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
-_STEP: Final = struct.Struct("6i2I14q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
+_STEP: Final = struct.Struct("5i2I14q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
 
 
 class Plan(Structure):
@@ -84,14 +82,14 @@ class Plan(Structure):
     @property
     def makes_its_result(self) -> bool:
         """Whether a library product allocates y itself (`SCALED_MM`), so that the y of the request is not written."""
-        return any(step.what >= BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
+        return any(step.what == BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
 
     def steps(self) -> list[Step]:
         """Returns the steps, before the thread makes another plan."""
         packed = self._steps[: self.count * _STEP.size] if self.count else b""
         return [
-            Step(what, kernel, grid, block, shared, in_scratch, in_result, tuple(arguments[:count]))
-            for what, kernel, grid, block, shared, count, in_scratch, in_result, *arguments in _STEP.iter_unpack(packed)
+            Step(what, kernel, grid, block, in_scratch, in_result, tuple(arguments[:count]))
+            for what, kernel, grid, block, count, in_scratch, in_result, *arguments in _STEP.iter_unpack(packed)
         ]
 
 
@@ -100,42 +98,12 @@ class Route(NamedTuple):
 
     kernel: str
     capability: tuple[int, int]
-    alone: int
     most_rows: int
     n_multiple: int
     whole_blocks: int
     x_kinds: int
     b_kinds: int
     libraries: int
-    opt_in: int
-    not_if_wide: int
-
-
-class Variant(NamedTuple):
-    """A way for a kernel to do what it does: `mxfp8_cuda_variant`. The first of each kernel is its plain one."""
-
-    kernel: str
-    name: str
-
-
-class Measurement(NamedTuple):
-    """A row of the table of measurements: `mxfp8_cuda_measurement`, which says what the fields mean."""
-
-    card: str
-    date: str
-    capability: int
-    processors: int
-    variant: int
-    """Index of `variants()`."""
-    x_dtype: int
-    least_m: int
-    most_m: int
-    least_n: int
-    most_n: int
-    m: int
-    n: int
-    k: int
-    nanoseconds: int
 
 
 def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> Plan:
@@ -180,13 +148,6 @@ def plan(name: str, queue: bytes | None = None, **fields: int) -> Plan:
     return planned
 
 
-def fold(request: Fold, queue: bytes | None = None) -> Plan:
-    """Returns the plan of `folding.fold`, as `gemm` does."""
-    plan = Plan()
-    native.check("fold", native.load().mxfp8_cuda_plan_fold(_FOLD.pack(*request), queue, byref(plan)))
-    return plan
-
-
 def proceed(plan: Plan, queue: bytes) -> Step | None:
     """Queues steps from `plan.done` on; returns the product that a library has to do, or None at the end.
 
@@ -229,22 +190,6 @@ def routes() -> tuple[Route, ...]:
     return tuple(
         Route(string_at(name).decode(), divmod(capability, 10), *rest)
         for name, capability, *rest in _rows("mxfp8_cuda_route_at", len(Route._fields))
-    )
-
-
-@functools.cache
-def variants() -> tuple[Variant, ...]:
-    """Returns the variants of kernels by number (src/cuda_host/experimental/variants.cpp)."""
-    rows = _rows("mxfp8_cuda_variant_at", len(Variant._fields))
-    return tuple(Variant(*(string_at(text).decode() for text in row)) for row in rows)
-
-
-@functools.cache
-def measurements() -> tuple[Measurement, ...]:
-    """Returns the table that says which variant is fastest where (src/cuda_host/experimental/measured.h)."""
-    return tuple(
-        Measurement(string_at(card).decode(), string_at(date).decode(), *rest)
-        for card, date, *rest in _rows("mxfp8_cuda_measurement_at", len(Measurement._fields))
     )
 
 

@@ -11,11 +11,9 @@ Not verified on hardware yet: see src/cuda/README.md.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch import Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape, split_at
 from mxfp8_ops.cuda import device, dispatch, execution, loader, planner
-from mxfp8_ops.cuda.execution import FoldedOperand, Queue, WideWeight
+from mxfp8_ops.cuda.execution import Queue, WideWeight
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.embedding import check_embedding, picked
@@ -33,18 +31,16 @@ from mxfp8_ops.torch_ops.products import products
 from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize
 
 
-@dataclass
-class _Kept:
-    """The forms of a weight by `keep_wide` and `keep_folded`. As `b` is alive, no other tensor gets its addresses."""
+class _Kept(NamedTuple):
+    """The form of a weight by `keep_wide`. As `b` is alive, no other tensor gets its addresses."""
 
     b: Pair
     versions: tuple[int, int]
-    wide: WideWeight | None = None
-    folded: FoldedOperand | None = None
+    wide: WideWeight
 
 
 _kept: dict[tuple[int, int, torch.Size], _Kept] = {}
-"""Weights kept in another form too, by address and shape."""
+"""Weights kept in bfloat16 too, by address and shape."""
 
 _INCREMENTS = {
     (row.onnx_dtype, i): formats.scale_increment(row, rounding)
@@ -118,17 +114,6 @@ def embedding(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m
     return picked(indices, b, b_scales, b_format, dtype)
 
 
-def fast_accumulate() -> contextlib.AbstractContextManager[None]:
-    """Lets gemms of E4M3 operands use FP8 tensor cores before Blackwell, inside a `with`: faster, and not exact.
-
-    Inside it, in every thread, products of quantized x that the row `fold` of the dispatch table fits take it: both
-    operands get one scale per row, and the hardware's short accumulator sums. `folding.fold_error` gives the error of
-    the first step; the second is usually larger, on Hopper about 2^-13 of the sum of magnitudes, and was not measured.
-    A CUDA graph that was captured inside stays fast. `keep_folded` saves folding a weight again and again.
-    """
-    return dispatch.allowed("fold")
-
-
 def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
 
@@ -139,39 +124,19 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     Raises:
         ShapeError: not a contiguous matrix, or the scales do not fit.
     """
-    entry = _entry(b, b_scales)
-    entry.wide = execution.wide_weight(_queue(b), b_format, (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
-
-
-def keep_folded(b: Tensor, b_scales: Tensor) -> None:
-    """Keeps the E4M3 weight [N, K] folded too, for products inside `fast_accumulate`; otherwise like `keep_wide`.
-
-    Raises:
-        ShapeError: not a contiguous matrix with K % 32 = 0, or the scales do not fit.
-    """
-    if b.shape[-1] % 32:
+    check_codes("keep_wide", b, b_scales, -1)
+    if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
         raise ShapeError(
-            "keep_folded", f"weight {tuple(b.shape)}", expected="K % 32 = 0", advice="use the weight without folding"
+            "keep_wide", f"weight {tuple(b.shape)}", expected="a contiguous matrix", advice="pass .contiguous()"
         )
-    _entry(b, b_scales).folded = execution.fold(_queue(b), (b.data_ptr(), b_scales.data_ptr()), (*b.shape,))
+    at = b.data_ptr(), b_scales.data_ptr()
+    wide = execution.wide_weight(_queue(b), b_format, at, (*b.shape,))
+    _kept[at[0], at[1], b.shape] = _Kept((b, b_scales), _versions((b, b_scales)), wide)
 
 
 def forget_kept() -> None:
-    """Frees the weights of `keep_wide` and `keep_folded`. Only the streams that made them may still be reading them."""
+    """Frees the weights of `keep_wide`. Only the streams that made them may still be reading them."""
     _kept.clear()
-
-
-def _entry(b: Tensor, b_scales: Tensor) -> _Kept:
-    """Returns the weight's entry in `_kept`, a new one if there is none for its present contents."""
-    check_codes("keep", b, b_scales, -1)
-    if b.dim() != 2 or not (b.is_contiguous() and b_scales.is_contiguous()):
-        raise ShapeError(
-            "keep", f"weight {tuple(b.shape)}", expected="a contiguous matrix", advice="pass .contiguous()"
-        )
-    entry = _find((b, b_scales))
-    if entry is None:
-        entry = _kept[b.data_ptr(), b_scales.data_ptr(), b.shape] = _Kept((b, b_scales), _versions((b, b_scales)))
-    return entry
 
 
 def _find(b: Pair) -> _Kept | None:
@@ -193,22 +158,20 @@ def _gemm(
         (bias,) = _readable("gemm", "bias", bias)
         bias_at = bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=elements.device)
-    # keep_wide and keep_folded keep matrices; a stack of weights is never among them.
+    # keep_wide keeps matrices; a stack of weights is never among them.
     kept = _find(b) if _kept and matrix else None
-    wide = kept.wide[:2] if kept and kept.wide else (0, 0)
-    folded = kept.folded if kept else None
-    forms = folded[:2] if folded else (0, 0)
+    wide = kept.wide[:2] if kept else (0, 0)
     queue = _queue(elements)
-    libraries = planner.CUBLAS | (scaled_mm.libraries() if quantized and matrix else 0)
+    libraries = planner.CUBLAS | (planner.SCALED_MM if quantized and matrix else 0)
     place = dispatch.place(queue.device, libraries)
     # Without scales of a, any address stands in for theirs.
     for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
         operands = x, x_scales if quantized else 0, w, w_scales, bias_at, to
         # The fields of a Gemm: to make one takes longer than to plan.
-        plan = planner.gemm(place, (*codes, *operands, m, n, k, *wide, *forms, activation_code), queue.packed)
+        plan = planner.gemm(place, (*codes, *operands, m, n, k, *wide, activation_code), queue.packed)
         if plan.done == plan.count:
             continue
-        fp8 = scaled_mm.Products((a[0], b[0], *(folded.memory if folded else ())))
+        fp8 = scaled_mm.Products((a[0], b[0]))
         if plan.makes_its_result:
             del y  # frees it, for the memory of the result
             execution.run(plan, queue, fp8)
@@ -237,8 +200,6 @@ def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, i
     increment, at = _INCREMENTS[element_code, rounding], [t.data_ptr() for t in results]
     request = planner.Quantize(dtype, element_code, increment, layout, x.data_ptr(), *sizes, *at)
     queue = _queue(x)
-    if layout == planner.TRANSPOSED:
-        request = dispatch.placed(queue.device, request)
     execution.run(planner.quantize(request, queue.packed), queue)
 
 

@@ -102,25 +102,6 @@ DEVICE u32 to_e5m2x2(float low, float high) {
   return y;
 }
 
-// Four elements of E4M3, each times the float16 in its half of `factor`: products in float16, rounded to elements.
-DEVICE u32 multiply_e4m3x4(u32 w, u32 factor) {
-  u32 y;
-  asm("{\n\t"
-      ".reg .b16 low, high;\n\t"
-      ".reg .b32 a, b;\n\t"
-      "mov.b32 {low, high}, %1;\n\t"
-      "cvt.rn.f16x2.e4m3x2 a, low;\n\t"
-      "cvt.rn.f16x2.e4m3x2 b, high;\n\t"
-      "mul.rn.f16x2 a, a, %2;\n\t"
-      "mul.rn.f16x2 b, b, %2;\n\t"
-      "cvt.rn.satfinite.e4m3x2.f16x2 low, a;\n\t"
-      "cvt.rn.satfinite.e4m3x2.f16x2 high, b;\n\t"
-      "mov.b32 %0, {low, high};\n\t"
-      "}"
-      : "=r"(y)
-      : "r"(w), "r"(factor));
-  return y;
-}
 #endif
 
 #endif  // __CUDACC__

@@ -1,21 +1,14 @@
-// The last step of a float32 matrix product: scales of rows and columns, the bias, and the dtype of the result.
+// The last step of a float32 matrix product: the bias, and the dtype of the result.
 //
 //   sums  [parts, m, n] float32, total = m n          y [m, n] of dtype `y_dtype`, not over sums
 //         added up from the last to the first, each times 2^-shift on the way
 //   inexact  null, or a word that becomes 1 if a sum is NaN or Inf
-//   row_scales [m], column_scales [n] float32, powers of two, both or none (null)     bias [n] float32, or null
+//   bias  [n] float32, or null
 //   grid  one thread per 8 values: ceil(total / 8 / 256) thread blocks of 256
 //   bytes 4 parts + 2 (or 4) a value
 //
 // RAGGED is for n % 8 != 0 and for addresses that are not aligned to 16.
 #include "codec.cuh"
-
-// v r c, rounded once; r and c are powers of two, whose product float32 nearly always holds.
-DEVICE float scaled(float v, float r, float c) {
-  const float both = r * c;
-  if (both > 0.0f && both < float_of(INFINITY_BITS)) return v * both;
-  return static_cast<float>(static_cast<double>(v) * r * c);
-}
 
 DEVICE void load8(const float* p, float (&v)[8]) {
   const uint4 a = load16(p), b = load16(p + 4);
@@ -26,9 +19,8 @@ DEVICE void load8(const float* p, float (&v)[8]) {
 
 template <bool RAGGED>
 __global__ void __launch_bounds__(256)
-    finish(const float* __restrict__ sums, i64 parts, i64 shift, const float* __restrict__ row_scales,
-           const float* __restrict__ column_scales, const float* __restrict__ bias, u8* __restrict__ y, i64 total,
-           i64 n, i64 y_dtype, u32* __restrict__ inexact) {
+    finish(const float* __restrict__ sums, i64 parts, i64 shift, const float* __restrict__ bias, u8* __restrict__ y,
+           i64 total, i64 n, i64 y_dtype, u32* __restrict__ inexact) {
   const i64 first = (static_cast<i64>(blockIdx.x) * 256 + threadIdx.x) * 8;
   if (first >= total) return;
   const float step = float_of(static_cast<u32>(127 - shift) << 23);
@@ -39,15 +31,14 @@ __global__ void __launch_bounds__(256)
       float v = sums[i];
       for (i64 part = 1; part < parts; ++part) v = v * step + sums[i - part * total];
       finite = finite && magnitude(v) < INFINITY_BITS;
-      if (row_scales != nullptr) v = scaled(v, row_scales[i / n], column_scales[i % n]);
       if (bias != nullptr) v += bias[i % n];
       write_value(y, i, v, y_dtype);
     }
     if (!finite && inexact != nullptr) *inexact = 1;
     return;
   }
-  const i64 row = first / n, column = first - row * n;
-  float v[8], factor[8] = {}, add[8] = {};
+  const i64 column = first % n;
+  float v[8];
   load8(sums + first, v);
 #pragma unroll 2
   for (i64 part = 1; part < parts; ++part) {
@@ -59,14 +50,9 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
   for (int i = 0; i < 8; ++i) finite = finite && magnitude(v[i]) < INFINITY_BITS;
   if (!finite && inexact != nullptr) *inexact = 1;
-  if (bias != nullptr) load8(bias + column, add);
-  if (row_scales != nullptr) {
-    load8(column_scales + column, factor);
-    const float scale = row_scales[row];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = scaled(v[i], scale, factor[i]);
-  }
   if (bias != nullptr) {  // -0 + 0 is +0: nothing is added where there is nothing to add
+    float add[8];
+    load8(bias + column, add);
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] += add[i];
   }

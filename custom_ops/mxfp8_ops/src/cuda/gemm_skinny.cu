@@ -15,8 +15,8 @@
 // 2.6 TB/s = 3.2 us in one split, and 0.8 us + 2 us for the second launch in four.
 #include "skinny.cuh"
 
-template <class X, class F, int TILES, int WARPS = TILES == 1 ? 1 : 4, int AHEAD = TILES >= 4 ? 3 : 2>
-__global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
+template <class X, class F, int TILES, int WARPS = TILES == 1 ? 1 : 4>
+__global__ void __launch_bounds__(256, TILES <= 2 ? 2 : 1)
     gemm_skinny(const u8* __restrict__ x, const u8* __restrict__ x_scales, const u8* __restrict__ b,
                 const u8* __restrict__ b_scales, const float* __restrict__ bias, u8* __restrict__ y, i64 m, i64 n,
                 i64 k, i64 y_dtype, i64 splits) {
@@ -29,6 +29,6 @@ __global__ void __launch_bounds__(256, TILES <= 2 && AHEAD <= 2 ? 2 : 1)
     return;
   }
   const i64 first_row = static_cast<i64>(static_cast<int>(blockIdx.x) % across) * ROWS;
-  multiply_few_rows<X, F, TILES, WARPS, AHEAD>(AllRows(), x, x_scales, b, b_scales, bias, y, m, n, k, y_dtype, splits,
-                                               split, first_row);
+  multiply_few_rows<X, F, TILES, WARPS, (TILES >= 4 ? 3 : 2)>(AllRows(), x, x_scales, b, b_scales, bias, y, m, n, k,
+                                                              y_dtype, splits, split, first_row);
 }

@@ -3,8 +3,7 @@
 //
 // The weight is the A operand of the mma (16 rows a warp), x the B operand (8 rows a tile). A step of the loop is STEP
 // values of k for each warp. The weight goes from memory to registers, AHEAD steps ahead: no byte of it is used twice.
-// x goes through shared memory, one step ahead, and is decoded there once for all warps. AHEAD = 4 with two tiles
-// leaves room for one block a multiprocessor: a variant (cuda_host/experimental/measured.h).
+// x goes through shared memory, one step ahead, and is decoded there once for all warps.
 //
 // Lane t of a group of four takes 16 consecutive k of every 64 of its rows, which is half a block: the sum does not
 // care in which order k is taken, as long as both operands take it alike. Elements become bfloat16 by moving their bits

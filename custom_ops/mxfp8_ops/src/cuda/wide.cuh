@@ -38,18 +38,6 @@ DEVICE u32 decode_bf16x2(u32 w, u32 scale) {
   }
 }
 
-// Elements PAIR and PAIR + 2 of four, times the scale: the same with one shift less for PAIR = 1, whose bytes are in
-// place, and with shifts alone, which more of the cores can do than picking bytes.
-template <class F, int PAIR>
-DEVICE u32 decode_apart_bf16x2(u32 w, u32 scale) {
-  if constexpr (F::is_integer) {
-    return decode_int8_bf16x2(pick_bytes(w, PAIR == 0 ? 0x4240u : 0x4341u), scale);
-  } else {
-    const u32 spread = PAIR == 0 ? w << 8 : w, moved = PAIR == 0 ? w << (8 - F::wide_shift) : w >> F::wide_shift;
-    return multiply_bf16x2((spread & 0x80008000u) | (moved & F::wide_mask), scale);
-  }
-}
-
 // Whether one of 16 elements is NaN or Inf.
 template <class F>
 DEVICE bool any_special(uint4 q) {

@@ -38,8 +38,7 @@ std::string open_driver(const char* file, Driver* driver) {
                                                      {"cuMemcpyDtoHAsync_v2", &driver->copy_out},
                                                      {"cuMemsetD32Async", &driver->fill},
                                                      {"cuStreamSynchronize", &driver->wait},
-                                                     {"cuGetErrorName", &driver->error_name},
-                                                     {"cuFuncSetAttribute", &driver->set_attribute}};
+                                                     {"cuGetErrorName", &driver->error_name}};
   for (const auto& [name, slot] : functions) {
     void* symbol = dlsym(library, name);
     if (symbol == nullptr) {

@@ -25,7 +25,6 @@ struct Driver {
   int (*fill)(uint64_t address, unsigned value, size_t words, Stream);
   int (*wait)(Stream);
   int (*error_name)(int status, const char** name);
-  int (*set_attribute)(CudaFunction, int attribute, int value);
 };
 
 // The functions that mxfp8_cuda_open has found last, null before; never freed.

@@ -12,8 +12,6 @@ namespace {
 constexpr int kCublasTranspose = 1, kCublasNoTranspose = 0, kCublasCompute32F = 68, kCublasDefaultAlgorithm = -1;
 constexpr int kCudaR16BF = 14, kCudaR32F = 0;           // cudaDataType
 constexpr int kDisallowReducedPrecisionReduction = 16;  // sums of split-K stay in float32
-constexpr int kMaxDynamicSharedSize = 8;                // CUfunction_attribute
-constexpr int kSharedBytes = 48 << 10;                  // that a launch may ask for unless its kernel was allowed more
 
 void* pointer(int64_t address) { return reinterpret_cast<void*>(address); }
 
@@ -55,9 +53,6 @@ CudaFunction Executor::function(const mxfp8_cuda_step& step) const {
     throw CudaError(gpu_.where() + ": " + name + "; expected a kernel that is loaded; report this as a bug");
   }
   function = gpu_.kernels({name.c_str()})[0];
-  if (step.shared > kSharedBytes) {
-    gpu_.check(gpu_.driver().set_attribute(function, kMaxDynamicSharedSize, step.shared), "allow shared memory");
-  }
   slot.store(function, std::memory_order_release);  // last: another thread may launch it as soon as it is here
   return function;
 }
@@ -89,8 +84,8 @@ size_t Executor::run(Plan* plan, const Resources& resources, size_t first) const
       parameters[i] = &step.arguments[i];  // every parameter of a kernel has 8 bytes
     }
     if (step.step == MXFP8_LAUNCH) {
-      gpu_.check(driver.launch(function(step), unsigned(step.grid), 1, 1, unsigned(step.block), 1, 1,
-                               unsigned(step.shared), resources.stream, parameters, nullptr),
+      gpu_.check(driver.launch(function(step), unsigned(step.grid), 1, 1, unsigned(step.block), 1, 1, 0,
+                               resources.stream, parameters, nullptr),
                  "launch");
     } else if (step.step == MXFP8_CLEAR) {
       gpu_.check(driver.fill(uint64_t(step.arguments[0]), 0, size_t(step.arguments[1]), resources.stream),

@@ -9,21 +9,17 @@
 namespace mxfp8::cuda {
 namespace {
 
-static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2,
-              "kBfloat16Parts, kBfloat16Rounded and kTile count from kF32 and kBF16");
+static_assert(kF32 == 0 && kF16 == 1 && kBF16 == 2, "kBfloat16Parts and kBfloat16Rounded count from kF32");
 const Kernel kSwizzleScales("swizzle_scales", {});
 const Kernel kFinish("finish", {flag()});                                          // ragged
 const Kernel kBfloat16Parts("bfloat16_parts", {kinds_from(kF32, kBF16), flag()});  // ragged
-const Kernel kTile("tile", {kinds_from(kBF16), flag()});                           // paired
 const Kernel kGemmFloat32("gemm_float32", {products()});
-// 64-row blocks - 1 (+ 2: paired), or 4: two blocks a multiprocessor.
-const Kernel kGemmFused("gemm_fused", {formats(), {"1", "2", "1, true", "2, true", "1, true, 2"}});
-// 2 log2(tiles of 8 rows of x) + 1 if few warps share x, or 8: two tiles, four steps ahead.
-const Kernel kGemmSkinny("gemm_skinny", {products(), {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2", "2, 4, 4"}});
+// 2 log2(tiles of 8 rows of x) + 1 if few warps share x.
+const Kernel kGemmSkinny("gemm_skinny", {products(), {"1, 2", "1", "2", "2, 2", "4", "4, 2", "8", "8, 2"}});
 
 constexpr int64_t kPartsBytes = 256 << 20;  // most bytes of the sums of parts; it limits the rows of x in a slice
 
-// Values, elements with a scale for each block, or elements folded to a float32 scale for each row.
+// Values, or elements with a scale for each block.
 struct Operand {
   Kind kind;
   Argument data, scales;
@@ -38,17 +34,15 @@ struct Product {
   Operand x, b;
   Argument bias, y;
   int64_t y_dtype, m, n, k;
-  std::optional<Wide> wide;       // b, if it is kept
-  std::optional<Operand> folded;  // the same
+  std::optional<Wide> wide;  // b, if it is kept
 
-  Shape shape() const { return {x.kind, b.kind, m, n, k, x.data.aligned(), b.data.aligned(), wide.has_value()}; }
+  Shape shape() const { return {x.kind, b.kind, m, n, k, x.data.aligned(), b.data.aligned()}; }
 };
 
 // Float32 sums [parts, m, n] before their last step: part i counts 2^(-i shift).
 struct Sums {
   Argument at;
   int64_t parts = 1, shift = 0;
-  Argument row_scales = 0, column_scales = 0;
   Argument inexact = 0;  // a word that becomes 1 when a sum is NaN or Inf
 };
 
@@ -80,8 +74,6 @@ class GemmPlanner {
   void by(Row row, const Product& p) {
     if (row == kSkinny) return skinny(p, cut_skinny(place_, p.shape()));
     if (row == kBlockScaled) return block_scaled(p);
-    if (row == kFold) return folded(p);
-    if (row == kFused) return fused(p);
     if (row == kLarge) return large(p);
     if (row == kSlices) return slices(p);
     if (row == kParts) return parts(p);
@@ -90,8 +82,7 @@ class GemmPlanner {
 
   void skinny(const Product& p, const SkinnyCut& cut) {
     const Product to = into_sums(p, cut.splits);
-    const int shape = cut.four_ahead ? 8 : 2 * cut.tiles_log2 + cut.few;
-    const int instance = kGemmSkinny({product_choice(p.x.kind, p.b.kind), shape});
+    const int instance = kGemmSkinny({product_choice(p.x.kind, p.b.kind), 2 * cut.tiles_log2 + cut.few});
     steps_.launch(instance, cut.splits * cut.blocks,
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits});
     if (cut.splits > 1) finish(p, {to.y, cut.splits});
@@ -104,23 +95,6 @@ class GemmPlanner {
       cut.splits = 1;
       skinny(slice, cut);
     }
-  }
-
-  void fused(const Product& p) {
-    const FusedCut cut = cut_fused(place_, p.shape());
-    const bool plain = cut.variant == kFusedPlain, clears = !plain && !is_element(p.x.kind);
-    const int64_t steps = ceil_div(p.k, 64);
-    const Argument inexact = steps_.take(4), x = steps_.take(ceil_div(p.m, kFusedTokens) * kFusedTokens * steps * 128);
-    if (!clears) steps_.clear(inexact, 1);
-    steps_.launch(kTile({p.x.kind - kBF16, !plain}), ceil_div(4 * p.m * steps, kThreads),
-                  {p.x.data, p.x.scales, x, p.m, p.k, inexact, clears});
-    const Product to = into_sums(p, cut.splits);
-    const int shape = cut.variant == kFusedTwoBlocks ? 4 : int(cut.blocks) - 1 + (plain ? 0 : 2);
-    steps_.launch(kGemmFused({format_choice(p.b.kind), shape}), cut.grid,
-                  {x, p.b.data, p.b.scales, to.bias, to.y, p.m, p.n, p.k, to.y_dtype, cut.splits, inexact},
-                  kFusedShared);
-    if (cut.splits > 1) finish(p, {to.y, cut.splits});
-    float32(p, inexact, plain ? 4 : 1);
   }
 
   void large(const Product& p) {
@@ -163,26 +137,24 @@ class GemmPlanner {
       const int64_t mark = steps_.mark();
       by(route(inner, unforced(place_)), inner);
       steps_.release(mark);
-      Sums added = {sums, count, 8};
-      added.inexact = inexact;
-      finish(slice, added);
+      finish(slice, {sums, count, 8, inexact});
     }
     float32(p, inexact);
   }
 
-  // Without `only_if`; with it, a word, only if that is not 0 then. The fewer thread blocks there are, the sooner those
-  // that have nothing to do are gone.
-  void float32(const Product& p, Argument only_if = 0, int64_t blocks_each = 4) {
+  // Without `only_if`; with it, a word, only if that is not 0 then.
+  void float32(const Product& p, Argument only_if = 0) {
     const int64_t tiles = ceil_div(p.m, 64) * ceil_div(p.n, 64);
-    steps_.launch(kGemmFloat32({product_choice(p.x.kind, p.b.kind)}), std::min(tiles, blocks_each * place_.processors),
+    steps_.launch(kGemmFloat32({product_choice(p.x.kind, p.b.kind)}), std::min(tiles, 4 * place_.processors),
                   {p.x.data, p.x.scales, p.b.data, p.b.scales, p.bias, p.y, p.m, p.n, p.k, p.y_dtype, only_if});
   }
 
   void block_scaled(const Product& p) {
     const Argument x_scales = swizzled(p.x, p.m, p.k), b_scales = swizzled(p.b, p.n, p.k);
     const bool direct = p.bias.null() && (cublaslt() || p.y_dtype != MXFP8_FLOAT16);
-    const Argument y =
-        fp8_product(MXFP8_BLOCK_SCALED, p, {p.x.kind, p.x.data, x_scales}, {p.b.kind, p.b.data, b_scales}, direct);
+    const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult) : direct ? p.y : steps_.take(4 * p.m * p.n);
+    steps_.add(MXFP8_BLOCK_SCALED, {p.x.data, x_scales, p.b.data, b_scales, y, p.m, p.n, p.k, row_of(p.x.kind).code,
+                                    row_of(p.b.kind).code, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     if (!direct) finish(p, {y});
   }
 
@@ -193,42 +165,12 @@ class GemmPlanner {
     return to;
   }
 
-  // Libraries have scales per row on Hopper only; elsewhere finish.cu applies them, which is right at any exponent.
-  void folded(const Product& p) {
-    const Operand x = fold(p.x, p.m, p.k), b = p.folded ? *p.folded : fold(p.b, p.n, p.k);
-    const bool scaled_mm = (place_.libraries & MXFP8_SCALED_MM_ROWS) != 0 && p.y_dtype == MXFP8_BFLOAT16;
-    const bool direct = p.bias.null() && place_.capability / 10 == 9 && (cublaslt() || scaled_mm);
-    if (direct) {
-      fp8_product(MXFP8_ROW_SCALED, p, x, b, direct);
-      return;
-    }
-    const Argument y = fp8_product(MXFP8_UNSCALED, p, {x.kind, x.data, 0}, {b.kind, b.data, 0}, direct);
-    Sums sums = {y};
-    sums.row_scales = x.scales, sums.column_scales = b.scales;
-    finish(p, sums);
-  }
-
-  Operand fold(const Operand& o, int64_t rows, int64_t k) {
-    const Argument data = steps_.take(rows * k), scales = steps_.take(4 * rows);
-    steps_.launch(kFoldKernel({}), rows, {o.data, o.scales, data, scales, k});
-    return {o.kind, data, scales};
-  }
-
   bool cublaslt() const { return (place_.libraries & MXFP8_CUBLASLT) != 0; }
 
-  // Returns where the product is: in y if `direct`, else as float32 somewhere.
-  Argument fp8_product(int step, const Product& p, const Operand& x, const Operand& b, bool direct) {
-    const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult) : direct ? p.y : steps_.take(4 * p.m * p.n);
-    steps_.add(step, {x.data, x.scales, b.data, b.scales, y, p.m, p.n, p.k, row_of(x.kind).code, row_of(b.kind).code,
-                      direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
-    return y;
-  }
-
   void finish(const Product& p, const Sums& s) {
-    const bool ragged = p.n % 8 != 0 || unaligned({s.at, p.bias, p.y, s.column_scales});
-    steps_.launch(
-        kFinish({ragged}), ceil_div(p.m * p.n, 8 * kThreads),
-        {s.at, s.parts, s.shift, s.row_scales, s.column_scales, p.bias, p.y, p.m * p.n, p.n, p.y_dtype, s.inexact});
+    const bool ragged = p.n % 8 != 0 || unaligned({s.at, p.bias, p.y});
+    steps_.launch(kFinish({ragged}), ceil_div(p.m * p.n, 8 * kThreads),
+                  {s.at, s.parts, s.shift, p.bias, p.y, p.m * p.n, p.n, p.y_dtype, s.inexact});
   }
 
   // The product that puts the sums of several parts of K into scratch memory; `p` itself for one.
@@ -256,13 +198,10 @@ const mxfp8_cuda_place& checked(const mxfp8_cuda_place* request) {
   constexpr int64_t most = int64_t(1) << 20;  // more than any GPU or measurement has
   check_range({"capability", place.capability}, 0, most);
   check_range({"processors", place.processors}, 1, most);
-  check_range({"libraries", place.libraries}, 0,
-              MXFP8_CUBLAS | MXFP8_CUBLASLT | MXFP8_SCALED_MM | MXFP8_SCALED_MM_ROWS);
-  check_range({"allowed", place.allowed}, 0, (1 << kRows) - 1);
+  check_range({"libraries", place.libraries}, 0, MXFP8_CUBLAS | MXFP8_CUBLASLT | MXFP8_SCALED_MM);
   check_range({"forced", place.forced}, 0, kRows);
   check_range({"splits", place.splits}, 0, 1024);
   check_range({"warps", place.warps}, 0, kThreads / 32);
-  check_range({"blocks", place.blocks}, 0, 2);
   check_range({"parts_bytes", place.parts_bytes}, 0, kMostBytes);
   return place;
 }
@@ -286,10 +225,6 @@ mxfp8_cuda_gemm checked(const mxfp8_cuda_gemm* request) {
   check_array(at("y", g.y, bytes_of(g.y_dtype)), {g.m, g.n});
   if (g.wide != 0) check_array(at("wide", g.wide, 2), {g.n, g.k});
   if (g.wide_inexact != 0) check_array(at("wide_inexact", g.wide_inexact, 4), {1});
-  if (g.folded != 0) {
-    check_array(at("folded", g.folded, 1), {g.n, g.k});
-    check_array(at("folded_scales", g.folded_scales, 4), {g.n});
-  }
   return g;
 }
 
@@ -307,12 +242,11 @@ Argument rounded(Steps* steps, Kind kind, Argument x, int64_t total) {
 
 Plan plan(const mxfp8_cuda_place& place, const mxfp8_cuda_gemm& g) {
   const Operand x = {kind_of(g.x_kind), g.x, g.x_scales}, b = {element_kind(g.b_kind), g.b, g.b_scales};
-  Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}, {}};
+  Product p = {x, b, g.bias, g.y, row_of(value_kind(g.y_dtype)).code, g.m, g.n, g.k, {}};
   if (place.processors < 1)
     throw Error(MXFP8_BAD_ARGUMENT, "a GPU with 0 multiprocessors", "1 or more", "report this as a bug");
   for (const int64_t operand : {volume({g.m, g.n}), volume({g.m, g.k}), volume({g.n, g.k})}) volume({8, operand});
   if (g.wide != 0) p.wide = Wide{g.wide, g.wide_inexact};
-  if (g.folded != 0) p.folded = Operand{b.kind, g.folded, g.folded_scales};
   return GemmPlanner(place).plan_of(p, g.activation_dtype == MXFP8_BFLOAT16);
 }
 

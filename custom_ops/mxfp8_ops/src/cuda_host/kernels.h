@@ -1,4 +1,4 @@
-// Every kernel of src/cuda and its folder experimental, by number: files and what their templates are made for.
+// Every kernel of src/cuda, by number: files and what their templates are made for.
 #pragma once
 #include <initializer_list>
 #include <string>

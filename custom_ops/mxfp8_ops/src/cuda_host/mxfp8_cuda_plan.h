@@ -23,10 +23,9 @@ enum { MXFP8_NO_ROUTE = -4 };
 
 // Products of libraries that the caller can do.
 enum {
-  MXFP8_CUBLAS = 1,          // MXFP8_MATMUL
-  MXFP8_CUBLASLT = 2,        // the FP8 products, into memory that it is given
-  MXFP8_SCALED_MM = 4,       // the FP8 products, into memory of its own, which is float32 or bfloat16
-  MXFP8_SCALED_MM_ROWS = 8,  // with MXFP8_SCALED_MM: scales per row on compute capability 9
+  MXFP8_CUBLAS = 1,     // MXFP8_MATMUL
+  MXFP8_CUBLASLT = 2,   // the FP8 products, into memory that it is given
+  MXFP8_SCALED_MM = 4,  // the FP8 products, into memory of its own, which is float32 or bfloat16
 };
 
 // Where a product runs and which choices are taken from the planner; all but the first three may be 0.
@@ -34,12 +33,10 @@ typedef struct {
   int64_t capability;  // compute capability, 10 major + minor
   int64_t processors;  // multiprocessors
   int64_t libraries;   // the libraries that the caller has: MXFP8_CUBLAS ...
-  int64_t allowed;     // bit i: row i of the dispatch table may be taken though it is opt-in
   int64_t forced;      // row i - 1 of the dispatch table is the one to take
-  // For measurements, how products are cut up: parts of K, warps of gemm_skinny that share x, 64-row blocks of
-  // gemm_fused, bytes of the sums of parts.
-  int64_t splits, warps, blocks, parts_bytes;
-  int64_t variant;  // i + 1: variant i of a kernel, instead of what was measured to be the fastest
+  // For measurements, how products are cut up: parts of K, warps of gemm_skinny that share x, bytes of the sums of
+  // parts.
+  int64_t splits, warps, parts_bytes;
 } mxfp8_cuda_place;
 
 // y [m, n] = x [m, k] b [n, k]^T + bias [n] float32. x is values, or elements with scales; b elements with scales.
@@ -47,9 +44,8 @@ typedef struct {
   int64_t x_kind, b_kind, y_dtype;
   int64_t x, x_scales, b, b_scales, bias, y;
   int64_t m, n, k;
-  int64_t wide, wide_inexact;     // b in bfloat16, if it is kept, and a word that is not 0 if that cannot hold it
-  int64_t folded, folded_scales;  // b with one float32 scale per row, if it is kept
-  int64_t activation_dtype;       // MXFP8_BFLOAT16: values of x are rounded to it first; 0, MXFP8_FLOAT32: as they are
+  int64_t wide, wide_inexact;  // b in bfloat16, if it is kept, and a word that is not 0 if that cannot hold it
+  int64_t activation_dtype;    // MXFP8_BFLOAT16: values of x are rounded to it first; 0, MXFP8_FLOAT32: as they are
 } mxfp8_cuda_gemm;
 
 enum { MXFP8_PLAIN = 0, MXFP8_SWIZZLED = 1, MXFP8_TRANSPOSED = 2 };
@@ -64,7 +60,6 @@ typedef struct {
   int64_t layout;
   int64_t x, outer, k, inner;
   int64_t elements, scales, row_elements, row_scales;
-  int64_t capability, processors, variant;  // as in mxfp8_cuda_place; 0: of a device that is not known
 } mxfp8_cuda_quantize;
 
 // y [outer, k, inner]. `inexact` is 0, or a word that becomes 1 if y is bfloat16 and does not hold every value, else 0.
@@ -91,12 +86,6 @@ typedef struct {
   int64_t outer, middle, inner, x_outer, x_middle, x_inner, e_outer, e_middle, e_inner;
 } mxfp8_cuda_grouped;
 
-// E4M3 elements [rows, k], k % 32 = 0, aligned to 16 -> folded [rows, k] with float32 row_scales [rows].
-typedef struct {
-  int64_t elements, scales, rows, k;
-  int64_t folded, row_scales;
-} mxfp8_cuda_fold;
-
 // The kinds of steps, and their arguments.
 enum {
   MXFP8_LAUNCH = 0,        // launch a kernel: its parameters
@@ -104,8 +93,6 @@ enum {
   MXFP8_MATMUL = 2,        // y = x w^T, bfloat16, summed in float32 throughout: x, w, y, m, n, k, dtype of y
   MXFP8_BLOCK_SCALED = 3,  // an FP8 product y = x b^T: x, x_scales, b, b_scales, y, m, n, k, format of x, of b, dtype
                            // of y; scales per block in the 128x4 layout
-  MXFP8_ROW_SCALED = 4,    // the same, with a float32 scale per row
-  MXFP8_UNSCALED = 5,      // the same, without scales
 };
 enum { MXFP8_MOST_ARGUMENTS = 14 };
 
@@ -113,7 +100,6 @@ typedef struct {
   int32_t step;
   int32_t kernel;       // MXFP8_LAUNCH: its number, see mxfp8_cuda_kernel
   int32_t grid, block;  // thread blocks, and threads in each
-  int32_t shared;       // bytes of shared memory beyond what the kernel declares
   int32_t count;        // arguments
   // Bit i: argument i is an offset into memory of `scratch_bytes`, aligned to 256; or it is 0 and stands for what the
   // library product before this step made (MXFP8_SCALED_MM), which is y itself if no step follows.
@@ -145,7 +131,6 @@ MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize*, const mxfp8_c
 MXFP8_API int mxfp8_cuda_plan_dequantize(const mxfp8_cuda_dequantize*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
-MXFP8_API int mxfp8_cuda_plan_fold(const mxfp8_cuda_fold*, const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 
 // Queues the steps from `done` on, up to a product of a library or the end, and counts them in `done`. The arguments of
 // that product are then addresses: the host queues it and adds 1 to `done`. The plan is the calling thread's latest.
@@ -162,41 +147,15 @@ MXFP8_API const char* mxfp8_cuda_kernel(int number);
 typedef struct {
   const char* name;
   int64_t capability;    // least compute capability, 10 major + minor
-  int64_t only_that;     // 1 if no later one will do: the kernel has instructions that only this one knows
   int64_t most_rows;     // greatest M, 0 for any; float32 (float16) x, whose rows are three (two) of bfloat16: a third
   int64_t n_multiple;    // N is a multiple of it
   int64_t whole_blocks;  // 1 if K must be a multiple of 32 and both operands aligned to 16 bytes
   int64_t x_kinds, b_kinds;  // the kinds of x and b: bits of kValueDtypes, then of kElementFormats (contract.h)
   int64_t libraries;         // it is a product of one of these libraries, which the caller has to bring; 0 for none
-  int64_t opt_in;            // 1 if it is taken only when allowed or forced
-  int64_t not_if_wide;       // 1 if it is not taken for a weight that is kept in bfloat16 too, unless forced
 } mxfp8_cuda_route;
 
 // NULL past the last row.
 MXFP8_API const mxfp8_cuda_route* mxfp8_cuda_route_at(int row);
-
-// A way for a kernel to do what it does; the results are the same. The first of a kernel is its plain one.
-typedef struct {
-  const char *kernel, *name;
-} mxfp8_cuda_variant;
-
-// NULL past the last.
-MXFP8_API const mxfp8_cuda_variant* mxfp8_cuda_variant_at(int number);
-
-// A row of the table of measurements (measured.h): the time of a variant, and the products or tensors that it stands
-// for. m is rows of bfloat16 for a product, and what quantizing takes scales along for a tensor; n is the other size of
-// y, or of the tensor.
-typedef struct {
-  const char *card, *date;
-  int64_t capability, processors;  // the cards it stands for; 0 in rows that only say what there is to measure
-  int64_t variant, x_dtype;
-  int64_t least_m, most_m, least_n, most_n;
-  int64_t m, n, k;      // the size that was, or is to be, measured
-  int64_t nanoseconds;  // 0: not measured
-} mxfp8_cuda_measurement;
-
-// NULL past the last row.
-MXFP8_API const mxfp8_cuda_measurement* mxfp8_cuda_measurement_at(int row);
 
 #ifdef __cplusplus
 }

@@ -1,5 +1,4 @@
 // Plans of quantizing, along one axis or both.
-#include "experimental/variants.h"
 #include "kernels.h"
 #include "requests.h"
 #include "steps.h"
@@ -11,17 +10,6 @@ const Kernel kQuantizeRows("quantize_rows", {values(), formats(), flag(), flag()
 // Rows too, layout (MXFP8_PLAIN ...), ragged.
 const Kernel kQuantizeColumns("quantize_columns",
                               {values(), formats(), flag(), {"PLAIN", "SWIZZLED", "TRANSPOSED"}, flag()});
-const Kernel kQuantizeBands("quantize_bands", {values(), formats(), flag()});  // rows too
-
-// Whether quantize_bands.cu does it: where that was measured to be faster, and only whole blocks.
-bool in_bands(const mxfp8_cuda_quantize& q) {
-  const bool both = q.row_elements != 0;
-  if (q.layout != MXFP8_TRANSPOSED || q.k % 32 != 0 || q.inner % (both ? 32 : 16) != 0) return false;
-  if (unaligned({q.x, q.elements, q.row_elements})) return false;
-  const Sizes sizes = {q.capability, q.processors, q.x_dtype, q.k, q.inner};
-  const Variant chosen = variant(both ? kBothPlain : kColumnsPlain, sizes, q.variant);
-  return chosen == kColumnsBands || chosen == kBothBands;
-}
 
 // Scales of a matrix [rows, k], which may be in cuBLASLt's layout: that is cleared word by word.
 void check_matrix_scales(const char* name, int64_t address, int64_t rows, int64_t k, bool swizzled) {
@@ -79,9 +67,6 @@ Plan plan(const mxfp8_cuda_quantize& q) {
     steps.launch(kQuantizeRows({x, format_choice(format), swizzled, ragged}),
                  ceil_div(q.outer * scale_count(q.k) * 2, kThreads),
                  {q.x, q.elements, q.scales, q.outer, q.k, q.increment});
-  } else if (in_bands(q)) {
-    steps.launch(kQuantizeBands({x, format_choice(format), both}), ceil_div(q.k, 128) * ceil_div(q.inner, 128),
-                 {q.x, q.elements, q.scales, q.row_elements, q.row_scales, q.k, q.inner, q.increment});
   } else {
     const bool ragged = q.inner % (both ? 32 : 16) != 0 || (transposed && q.k % 32 != 0) ||
                         unaligned({q.x, q.elements, q.scales, q.row_elements});

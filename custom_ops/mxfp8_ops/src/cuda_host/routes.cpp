@@ -16,11 +16,6 @@ constexpr int64_t kFp8 = MXFP8_CUBLASLT | MXFP8_SCALED_MM;
 // skinny        gemm_skinny.cu: reads the packed weight once, bfloat16 tensor cores; for few rows.
 // block_scaled  the MXFP8 product of Blackwell's tensor cores: torch's scaled_mm, or cuBLASLt through nvmath-python;
 //               swizzle_scales.cu lays out the scales.
-// fold          fold.cu, then an FP8 product with one scale per row, by the same libraries. Not exact
-//               (folding.fold_error), so only where it is allowed; gemm's `fast_accumulate` does that.
-// fused         gemm_fused.cu: decodes the packed weight on its way to Hopper's tensor cores; exact. Where `large` has
-//               no bfloat16 weight at hand, and up to where dequantizing it costs less than it does here. Has not run
-//               on a GPU yet, so only where it is allowed.
 // large         dequantize.cu to bfloat16, then cuBLAS; gemm_float32.cu repairs it if bfloat16 could not hold an
 //               operand.
 // slices        gemm_skinny.cu on 64 rows at a time, where no cuBLAS is at hand.
@@ -29,25 +24,20 @@ constexpr int64_t kFp8 = MXFP8_CUBLASLT | MXFP8_SCALED_MM;
 //               is not finite. For few rows, `skinny` does all of that itself.
 // float32       gemm_float32.cu: ordinary cores, anything else.
 constexpr mxfp8_cuda_route kRoutes[kRows] = {
-    // name          from  only    M     N %  whole   x          b          library       opt-in  not if
-    //                     that               blocks                                              wide
-    {"skinny",         80,  0,      64,   1,    1,    kAll,      kElements, 0,              0,      0},
-    {"block_scaled",  100,  0,       0,  16,    1,    kMxfp8,    kE4M3Only, kFp8,           0,      0},
-    {"fold",           89,  0,       0,  16,    1,    kE4M3Only, kE4M3Only, kFp8,           1,      0},
-    {"fused",          90,  1,    2048,   1,    1,    kExact,    kElements, 0,              1,      1},
-    {"large",          80,  0,       0,   1,    0,    kExact,    kElements, MXFP8_CUBLAS,   0,      0},
-    {"slices",         80,  0, 1 << 24,   1,    1,    kExact,    kElements, 0,              0,      0},
-    {"parts",          80,  0,       0,   1,    0,    kWide,     kElements, 0,              0,      0},
-    {"float32",        80,  0,       0,   1,    0,    kAll,      kElements, 0,              0,      0},
+    // name          from    M     N %  whole   x          b          library
+    //                                 blocks
+    {"skinny",         80,  64,      1,    1,    kAll,      kElements, 0},
+    {"block_scaled",  100,   0,     16,    1,    kMxfp8,    kE4M3Only, kFp8},
+    {"large",          80,   0,      1,    0,    kExact,    kElements, MXFP8_CUBLAS},
+    {"slices",         80,   1 << 24, 1,   1,    kExact,    kElements, 0},
+    {"parts",          80,   0,      1,    0,    kWide,     kElements, 0},
+    {"float32",        80,   0,      1,    0,    kAll,      kElements, 0},
 };
 // clang-format on
 
 bool fits(Row at, const mxfp8_cuda_place& place, const Shape& s) {
   const mxfp8_cuda_route& row = kRoutes[at];
-  const bool forced = place.forced == at + 1;
-  if (row.opt_in && !forced && (place.allowed >> at & 1) == 0) return false;
-  if (row.not_if_wide && s.wide && !forced) return false;
-  if (row.only_that ? place.capability != row.capability : place.capability < row.capability) return false;
+  if (place.capability < row.capability) return false;
   if (row.libraries != 0 && (row.libraries & place.libraries) == 0) return false;
   if ((row.x_kinds & bit(s.x)) == 0 || (row.b_kinds & bit(s.b)) == 0) return false;
   if (row.most_rows != 0 && s.m * parts_of(s.x) > row.most_rows) return false;
@@ -55,8 +45,7 @@ bool fits(Row at, const mxfp8_cuda_place& place, const Shape& s) {
   if (s.n % row.n_multiple != 0 || (row.whole_blocks && !whole)) return false;
   if (at == kLarge) return s.m <= INT32_MAX && s.n <= INT32_MAX && s.k <= INT32_MAX;  // cuBLAS takes 32-bit sizes
   if (at == kParts) {
-    const Row of_parts =
-        choose(unforced(place), {kBF16, s.b, parts_of(s.x) * s.m, s.n, s.k, true, s.b_aligned, s.wide});
+    const Row of_parts = choose(unforced(place), {kBF16, s.b, parts_of(s.x) * s.m, s.n, s.k, true, s.b_aligned});
     return of_parts != kFloat32 && of_parts != kNoRow;
   }
   return true;

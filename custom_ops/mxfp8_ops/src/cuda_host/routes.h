@@ -36,14 +36,13 @@ inline int64_t parts_of(Kind kind) { return kind == kF32 ? 3 : kind == kF16 ? 2 
 
 constexpr int64_t kSkinnyRows = 64;  // the most rows of bfloat16 that gemm_skinny takes
 
-enum Row { kNoRow = -1, kSkinny, kBlockScaled, kFold, kFused, kLarge, kSlices, kParts, kFloat32, kRows };
+enum Row { kNoRow = -1, kSkinny, kBlockScaled, kLarge, kSlices, kParts, kFloat32, kRows };
 
 // The properties of a product that decide its row.
 struct Shape {
   Kind x, b;
   int64_t m, n, k;
   bool x_aligned, b_aligned;  // to 16 bytes
-  bool wide;                  // b is kept in bfloat16 too
 };
 
 // The same place, free to take any row.

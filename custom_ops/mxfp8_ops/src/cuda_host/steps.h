@@ -9,8 +9,7 @@
 namespace mxfp8::cuda {
 
 // Kernels that plans of products launch too.
-extern const Kernel kDequantize;  // value dtype, format, last axis, ragged
-extern const Kernel kFoldKernel;
+extern const Kernel kDequantize;       // value dtype, format, last axis, ragged
 extern const Kernel kBfloat16Rounded;  // float32 or float16, ragged
 
 inline int64_t swizzled_bytes(int64_t rows, int64_t k) {
@@ -51,13 +50,13 @@ constexpr size_t kMostSteps = 1 << 20;  // a second of launches
 class Steps {
  public:
   Steps() { plan_.steps.reserve(8); }  // more than most plans have
-  void launch(int kernel, int64_t grid, std::initializer_list<Argument> arguments, int shared = 0) {
+  void launch(int kernel, int64_t grid, std::initializer_list<Argument> arguments) {
     if (grid > INT32_MAX) {
       throw Error(MXFP8_BAD_ARGUMENT, "a product or tensor needs 2^31 thread blocks or more", "fewer",
                   "use a smaller batch");
     }
     mxfp8_cuda_step& step = add(MXFP8_LAUNCH, arguments);
-    step.kernel = kernel, step.grid = int32_t(grid), step.block = kThreads, step.shared = shared;
+    step.kernel = kernel, step.grid = int32_t(grid), step.block = kThreads;
   }
   void clear(Argument address, int64_t words) { add(MXFP8_CLEAR, {address, words}); }
   mxfp8_cuda_step& add(int what, std::initializer_list<Argument> arguments) {

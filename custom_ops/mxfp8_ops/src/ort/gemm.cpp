@@ -33,7 +33,7 @@ struct Gemm final : Job {
     return cuda::plan(
         place, mxfp8_cuda_gemm{g.a_format, g.b_format, g.y_dtype, address(g.a), address(g.a_scales), address(g.b),
                                address(g.b_scales), address(g.bias), address(g.y), g.m, g.n, g.k, address(wide.data),
-                               address(wide.inexact), 0, 0, g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32});
+                               address(wide.inexact), g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32});
   }
 };
 

@@ -31,7 +31,7 @@ struct Quantize final : Job {
   cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
     return cuda::plan(mxfp8_cuda_quantize{args.dtype, args.format, args.increment, MXFP8_PLAIN, address(args.x),
                                           args.outer, args.k, args.inner, address(args.elements), address(args.scales),
-                                          0, 0, 0, 0, 0});
+                                          0, 0});
   }
 };
 

@@ -19,7 +19,7 @@
 #include <thread>
 #include <vector>
 
-#include "../contract.h"
+#include "contract.h"
 
 namespace {
 
