@@ -18,7 +18,7 @@ from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.programs import TorchProgram, unrunnable
-from mxfp8_graph.tools.switches import Switchable, refuse_rewritten
+from mxfp8_graph.tools.switchable import Switchable, refuse_rewritten
 from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 
 # isort: split

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,39 +29,14 @@ from mxfp8_graph.onnx_pass.save import save
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.plan import require_eligible
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.runner import Model, is_program
 from mxfp8_graph.running.sessions import Session
+from mxfp8_graph.tools.switchable import Switchable, refuse_rewritten
 from mxfp8_ops.errors import ContractError
 
 _ROOM: Final = 1.3
 """Size of a model with its packed weights, in units of the model's: a packed weight has 8.25 of 32 bits."""
-
-
-class Switchable(ABC):
-    """A model with one switch per rewritten site."""
-
-    signature: Signature
-    note: str = ""
-    """A change that was made before the sites were found."""
-    sites: tuple[SiteReport, ...]
-    """Every site in graph order, the kept ones too."""
-    observed: tuple[object | None, ...]
-    """Per switch, what identifies the activation of its site; None where it cannot be observed."""
-
-    @property
-    def switched(self) -> tuple[SiteReport, ...]:
-        """The sites that have a switch, in the order of the switches."""
-        return tuple(site for site in self.sites if site.decision.quantize)
-
-    @abstractmethod
-    def run(self, feeds: Mapping[str, Array], on: Sequence[bool]) -> Inputs:
-        """Returns the outputs; errors as `Runnable.run`."""
-
-    @abstractmethod
-    def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
-        """Returns the activations [..., K] of sites that `observed` has, with all switches off; errors as `run`."""
 
 
 @contextmanager
@@ -94,13 +68,6 @@ def open_switchable(
             raise ContractError(name_of(loaded), what, expected=expected, advice="set TMPDIR to a folder with more")
         path = Path(folder) / "model.onnx"
         yield _SwitchedModel(loaded, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
-
-
-def refuse_rewritten(is_rewritten: bool, name: str) -> None:
-    """Raises ContractError for a rewritten model: the original form of its sites is gone."""
-    if is_rewritten:
-        advice = "name the model it was made from"
-        raise ContractError(name, "is rewritten already", expected="the original model", advice=advice)
 
 
 class _SwitchedModel(Switchable):

@@ -20,7 +20,7 @@ from mxfp8_graph.running.runner import is_program, open_runnable
 from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.running.sessions import Execution, Runnable
 from mxfp8_graph.tools.metrics import Metric, Score, score
-from mxfp8_graph.tools.switches import refuse_rewritten
+from mxfp8_graph.tools.switchable import refuse_rewritten
 
 _SYNTHESISED: Final = 8
 """Samples that are made where none are given."""

@@ -31,7 +31,8 @@ from mxfp8_graph.tools import exclusion
 from mxfp8_graph.tools.analyze.analysis import Analysis, Exclusion, Scores, SiteDamage, layers_of
 from mxfp8_graph.tools.analyze.input_statistics import InputObserver, InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, Metric, Score, check_measurable, metric_called
-from mxfp8_graph.tools.switches import Switchable, open_switchable
+from mxfp8_graph.tools.switchable import Switchable
+from mxfp8_graph.tools.switches import open_switchable
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 

@@ -1,0 +1,42 @@
+"""A model with one switch per rewritten site, whichever framework runs it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from mxfp8_graph.report.data import SiteReport
+from mxfp8_graph.running.inputs import Array, Inputs, Signature
+from mxfp8_ops.errors import ContractError
+
+
+class Switchable(ABC):
+    """A model with one switch per rewritten site."""
+
+    signature: Signature
+    note: str = ""
+    """A change that was made before the sites were found."""
+    sites: tuple[SiteReport, ...]
+    """Every site in graph order, the kept ones too."""
+    observed: tuple[object | None, ...]
+    """Per switch, what identifies the activation of its site; None where it cannot be observed."""
+
+    @property
+    def switched(self) -> tuple[SiteReport, ...]:
+        """The sites that have a switch, in the order of the switches."""
+        return tuple(site for site in self.sites if site.decision.quantize)
+
+    @abstractmethod
+    def run(self, feeds: Mapping[str, Array], on: Sequence[bool]) -> Inputs:
+        """Returns the outputs; errors as `Runnable.run`."""
+
+    @abstractmethod
+    def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
+        """Returns the activations [..., K] of sites that `observed` has, with all switches off; errors as `run`."""
+
+
+def refuse_rewritten(is_rewritten: bool, name: str) -> None:
+    """Raises ContractError for a rewritten model: the original form of its sites is gone."""
+    if is_rewritten:
+        advice = "name the model it was made from"
+        raise ContractError(name, "is rewritten already", expected="the original model", advice=advice)
