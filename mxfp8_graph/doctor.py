@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from mxfp8_graph._version import __version__, installed
+from mxfp8_graph.policy import presets
 from mxfp8_graph.report import section
 from mxfp8_ops import contract, cpu, formats, numpy_nodes
 from mxfp8_ops.cuda import build, system
@@ -55,6 +56,7 @@ def diagnose() -> list[Check]:
         *(_package(*row) for row in _PACKAGES),
         _attempt("native library", lambda: str(cpu.library_path())),
         _attempt("kernels", lambda: f"{cpu.isa()}, set by MXFP8_ISA: {', '.join(cpu.available_isas())}"),
+        _attempt("recipe", _recipe),
         _attempt("session", partial(_session, "cpu")),
         *_cuda_checks(),
     ]
@@ -117,6 +119,11 @@ def _cuda_checks() -> list[Check]:
         _attempt("nvrtc", lambda: "{}.{}".format(*build.nvrtc_version()), "missing"),
         _attempt("gpu session", partial(_session, device), "broken"),
     ]
+
+
+def _recipe() -> str:
+    isa = cpu.isa()
+    return f"--recipe {presets.best(isa)}; {presets.advice(isa) or 'no preset measured better on this CPU'}"
 
 
 def _session(device: str) -> str:

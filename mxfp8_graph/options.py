@@ -55,6 +55,15 @@ class RewriteOptions(ExportOptions, PackOptions, total=False):
     Default: False."""
 
 
+class RewriteCall(RewriteOptions, total=False):
+    """All keywords of `rewrite` for a model that is not a module."""
+
+    output: str | Path | None
+    training: bool
+    weights: str | Path | None
+    weight_names: str | Path | Mapping[str, str] | None
+
+
 def check_options(function: str, options: Mapping[str, Any], known: type) -> None:
     """Raises Python's TypeError for an option that `known`, a TypedDict, does not have."""
     # The call would fail without this too, but in an inner function, and perhaps after minutes.

@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast, overload
 
 from mxfp8_graph.files import is_any_of
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.options import CheckpointWeights, Options, RewriteOptions, Unpack, check_options
+from mxfp8_graph.options import CheckpointWeights, Options, RewriteCall, RewriteOptions, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError, Option
 
+if TYPE_CHECKING:
+    import onnx
+    import onnx_graphsurgeon as gs
+    from torch.export import ExportedProgram
+    from torch.nn import Module
 
+AnyRecipe = presets.Preset | str | Path | Recipe
+
+
+@overload
+def rewrite(
+    model: str | Path, recipe: AnyRecipe = ..., **options: Unpack[RewriteCall]
+) -> tuple[Path, RewriteReport]: ...
+@overload
+def rewrite(
+    model: onnx.ModelProto, recipe: AnyRecipe = ..., **options: Unpack[RewriteCall]
+) -> tuple[onnx.ModelProto, RewriteReport]: ...
+@overload
+def rewrite(
+    model: ExportedProgram, recipe: AnyRecipe = ..., **options: Unpack[RewriteCall]
+) -> tuple[ExportedProgram, RewriteReport]: ...
+@overload
+def rewrite(
+    model: Module,
+    recipe: AnyRecipe = ...,
+    *,
+    example_inputs: Sequence[Any] | Mapping[str, Any],
+    dynamic_shapes: Any = ...,
+    **options: Unpack[RewriteCall],
+) -> tuple[ExportedProgram, RewriteReport]: ...
+@overload
+def rewrite(
+    model: gs.Graph, recipe: AnyRecipe = ..., **options: Unpack[RewriteCall]
+) -> tuple[gs.Graph, RewriteReport]: ...
 def rewrite(
     model: Any,
-    recipe: str | Path | Recipe = presets.DEFAULT,
+    recipe: AnyRecipe = presets.DEFAULT,
     *,
-    output: str | Path | None = None,
-    training: bool = False,
-    weights: str | Path | None = None,
-    weight_names: str | Path | Mapping[str, str] | None = None,
-    **options: Unpack[RewriteOptions],
+    example_inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    **options: Unpack[RewriteCall],
 ) -> tuple[Any, RewriteReport]:
     """Returns (the rewritten model, a report of every decision).
 
     Args:
         model: the path of an ONNX or .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
-            `torch.export.ExportedProgram`. It is not modified.
+            `torch.export.ExportedProgram`; or a `torch.nn.Module`, which is exported. It is not modified.
         recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), a .yaml or .toml file, or a `Recipe`.
+        example_inputs: arguments of a module, a sequence or a mapping by name, to export it with.
+        dynamic_shapes: of a module's arguments, as `torch.export.export` takes them.
         output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
         training: keep the weights as parameters and train them in MXFP8; exported programs only. Of a packed program:
             let gradients pass through the packed weights, which stay as they are, and train everything else. Rewrite
@@ -43,12 +75,12 @@ def rewrite(
             recipe excludes, and whatever the checkpoint has in high precision, stays as the model has it.
         weight_names: what the checkpoint calls weights, by the name of the weight, node or module in the model, where
             names do not tell: a mapping, or a JSON file of one.
-        **options: see `mxfp8_graph.options.RewriteOptions`.
+        **options: these, and see `mxfp8_graph.options.RewriteOptions`.
 
     Returns:
-        For a path, the path written; otherwise the same kind of model as `model`. A model that the same recipe has
-        already rewritten comes back as it is, with `report.already_rewritten` set; it is copied to `output`, and
-        nothing is written without one. A graphsurgeon
+        For a path, the path written; for a module, its program; otherwise the same kind of model as `model`; on a dry
+        run None. A model that the same recipe has already rewritten comes back as it is, with
+        `report.already_rewritten` set; it is copied to `output`, and nothing is written without one. A graphsurgeon
         graph has the record of how it was made in its attribute `metadata_props`, which `gs.export_onnx` does not
         write: `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
 
@@ -58,17 +90,13 @@ def rewrite(
         RecipeError: the recipe is malformed, does not fit the model, or is not the one that rewrote it before.
         NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
     """
-    check_options("rewrite", options, RewriteOptions)
+    check_options("rewrite", options, RewriteCall)
+    output, training = options.pop("output", None), options.pop("training", False)
+    weights, weight_names = options.pop("weights", None), options.pop("weight_names", None)
     if options.get("dry_run"):
         options["overwrite"] = True  # it writes nothing, so an output that exists is no error
     chosen = load_recipe(recipe)
-    kind = kind_of(model)
-    if kind is Kind.UNKNOWN:
-        what = f"model is a {type(model).__name__}"
-        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a torch.export.ExportedProgram"
-        is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
-        first = "pass torch.export.export(model, inputs)" if is_module else "load the model first"
-        raise ContractError("rewrite", what, expected=expected, advice=first)
+    model, kind = _exported(model, example_inputs, dynamic_shapes)
     # ONNX models have no gradients; only an exported program can be trained.
     if training and not kind.is_program:
         what = "an ONNX model, which cannot be trained"
@@ -92,7 +120,7 @@ def rewrite(
         copy_to=copy_to,
         training=training,
         weights=_load_weights(weights, weight_names),
-        **options,
+        **cast("RewriteOptions", options),
     )
     if whole.weights is not None and whole.output is not None:
         whole.weights.keep(whole.output)
@@ -110,6 +138,24 @@ def rewrite(
     if rewritten is None or isinstance(rewritten, Path):
         return rewritten, report
     return model if report.already_rewritten else graphsurgeon.to_graph(rewritten), report
+
+
+def _exported(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dynamic_shapes: Any) -> tuple[Any, Kind]:
+    """Returns a model that a front end takes, the program of a module, and its kind."""
+    kind = kind_of(model)
+    if kind is Kind.MODULE and inputs is not None:
+        from mxfp8_graph.torch_pass.export import exported  # imports torch
+
+        return exported(model, inputs, dynamic_shapes), Kind.PROGRAM
+    if kind in {Kind.UNKNOWN, Kind.MODULE}:
+        what = f"model is a {type(model).__name__}"
+        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a torch.export.ExportedProgram"
+        advice = "pass example_inputs=(x,) too" if kind is Kind.MODULE else "load the model first"
+        raise ContractError("rewrite", what, expected=expected, advice=advice)
+    if inputs is not None or dynamic_shapes is not None:
+        what, advice = "example inputs or dynamic shapes of a model that is exported already", "leave them out"
+        raise ContractError("rewrite", what, expected="a torch.nn.Module with them", advice=advice)
+    return model, kind
 
 
 def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> CheckpointWeights | None:

@@ -360,6 +360,8 @@ def recorded(text: str | None) -> Recipe | None:
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:
     """Returns the recipe a user asked for: itself, a preset by name, or a .yaml, .yml or .toml file.
 
+    "auto" is the preset that measured best on a processor like this one: see `presets.BETTER`.
+
     Raises:
         RecipeError: no such preset or file, or the file is malformed; names the file and the key.
     """
@@ -369,6 +371,10 @@ def load_recipe(recipe: str | Path | Recipe) -> Recipe:
         expected = "a preset's name, a file, or a Recipe"
         raise RecipeError("recipe", f"a {type(recipe).__name__}", expected=expected, advice="pass Recipe(**fields)")
     name, path = str(recipe), Path(recipe)
+    if name == presets.AUTO:
+        from mxfp8_ops import cpu  # loads the native library, which other recipes do without
+
+        name = presets.best(cpu.isa())
     if name in presets.PRESETS or name == _MXFP8:  # TransformerEngine's name of the default
         return Recipe(name=name, **presets.PRESETS.get(name, {}))
     if refused := _refusal(name):

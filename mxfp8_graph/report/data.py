@@ -150,7 +150,7 @@ class RewriteReport(Report):
 
     TITLE = "Rewrite of {source}"
     FILES = ("source", "output")
-    KEYS = "source output recipe dry_run already_rewritten seconds bytes_before bytes_after"
+    KEYS = "source output recipe dry_run already_rewritten seconds bytes_before bytes_after advice?"
     """What the JSON begins with; see `content`."""
 
     source: str
@@ -169,6 +169,8 @@ class RewriteReport(Report):
     already_rewritten: bool = False
     account: Account = field(default=Account())
     """The bytes of all tensors, before and after, and the largest that stay; in a dry run, predicted."""
+    advice: str = ""
+    """A preset that is faster and more accurate on this processor; empty without one."""
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -249,7 +251,8 @@ class RewriteReport(Report):
         if self.fusions:
             kinds = Counter(fusion.kind for fusion in self.fusions)
             lines.append(("fused", ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())))
-        return [*lines, ("time", f"{self.seconds:.1f} s"), *(("note", note) for note in self.notes)]
+        lines += [("time", f"{self.seconds:.1f} s"), *(("note", note) for note in self.notes)]
+        return lines + [("advice", self.advice)] * bool(self.advice)
 
     def sections(self) -> Iterator[Section]:
         """Yields facts, reasons and what stays large; then all sites and fusions."""

@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport
+from mxfp8_ops import cpu
+from mxfp8_ops.errors import BackendError
 
 Site = TypeVar("Site")
 
@@ -53,6 +56,7 @@ class Reporter:
             notes=tuple(self.notes),
             dry_run=self.options.dry_run,
             already_rewritten=already_rewritten,
+            advice="" if already_rewritten or self.options.training else better_preset(self.recipe),
         )
 
     def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
@@ -72,6 +76,16 @@ class Reporter:
         how = "not rounded" if self.recipe.activations == "unchanged" else "rounded to bfloat16"
         reason = f"{role.replace('_', ' ')}, fused, {how}; set {ROLE_SETTINGS[role]}: true to quantize it"
         return replace(site, decision=replace(decision, kind="fused", reason=reason))
+
+
+def better_preset(recipe: Recipe) -> str:
+    """Returns a sentence about a preset that is better on this processor, for recipes that treat values as it does."""
+    default = Recipe()
+    same = (recipe.weight_format, recipe.activations) == (default.weight_format, default.activations)
+    try:
+        return presets.advice(cpu.isa()) if same else ""
+    except BackendError:  # without the native library: a plan needs none
+        return ""
 
 
 def replace_each(

@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError
+
+if TYPE_CHECKING:
+    import onnxruntime
 
 MIN_ORT: Final = (1, 20)
 """Oldest ONNX Runtime the binding is tested with."""
@@ -106,7 +109,7 @@ def session(
     device: str | None = None,
     keep_wide: bool = False,
     **kwargs: Any,
-) -> Any:
+) -> onnxruntime.InferenceSession:
     """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
 
     Without `device`, the nodes run on "cuda" if `providers` has CUDAExecutionProvider, and on the processor otherwise.
