@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,13 +118,14 @@ def test_samples_without_a_finite_output_are_refused_before_the_search() -> None
 # --- The plan that is chosen -----------------------------------------------------------------------------------------
 
 
-@looped("objective", ["size", "latency"])
-def test_the_fastest_treatment_that_meets_the_budget_is_chosen(objective: Any, speeds: dict[str, float]) -> None:
-    found = tune(chain(), f"relative_l2<={error_of('e4m3') * 1.01}", objective=objective)
-    assert (found.chosen.what, found.chosen.speed) == ("6 int8", 1 / 0.4)
-    assert [step.what for step in found.steps] == ["6 e4m3", "6 int8", "6 bfloat16", "6 weight-only"]
+def test_the_fastest_treatment_that_meets_the_budget_is_chosen(speeds: dict[str, float]) -> None:
+    budget = f"relative_l2<={error_of('e4m3') * 1.01}"
+    for objective in ("size", "latency"):
+        found = tune(chain(), budget, objective=objective)
+        assert (found.chosen.what, found.chosen.speed) == ("6 int8", 1 / 0.4)
+        assert [step.what for step in found.steps] == ["6 e4m3", "6 int8", "6 bfloat16", "6 weight-only"]
     speeds["bfloat16"] = 0.42  # as fast, within 10 %, and more accurate
-    assert tune(chain(), "relative_l2<=0.5", objective=objective).chosen.what == "6 bfloat16"
+    assert tune(chain(), budget).chosen.what == "6 bfloat16"
 
 
 def test_a_fast_treatment_that_misses_is_mended_at_the_fewest_sites(speeds: dict[str, float]) -> None:
@@ -195,8 +197,8 @@ def test_the_base_recipe_selects_the_matmuls() -> None:
 
 def test_a_name_that_is_the_module_of_another_site_cannot_be_told_apart() -> None:
     sites = [site.decision.site for site in mxfp8_graph.rewrite(chain(), dry_run=True)[1].sites]
-    first = sites[0].__class__(**{**sites[0].__dict__, "name": "layers.2.linear", "module": ""})
-    with pytest.raises(RecipeError, match=r"no pattern tells 'layers.2.linear' from other matmuls"):
+    first = replace(sites[0], name="a", module="layers.2.linear")
+    with pytest.raises(RecipeError, match=r"no pattern tells 'a' from other matmuls"):
         Plan(treatment="int8", worst=("layers.2.linear",)).recipe(Recipe(), [first, *sites[1:]], "tuned")
 
 
@@ -205,13 +207,13 @@ def test_a_name_that_is_the_module_of_another_site_cannot_be_told_apart() -> Non
 
 def test_the_recipe_makes_the_same_model_which_meets_the_budget() -> None:
     source = save(chain())
-    found = tune(source, "relative_l2<=0.005")
+    found = tune(source, "relative_l2<=0.008")
     assert {p.name for p in Path("m.tuned").iterdir()} == {"m.mxfp8.onnx", "recipe.yaml", "report.html", "report.json"}
     again, report = mxfp8_graph.rewrite(source, "m.tuned/recipe.yaml", output="again.onnx")
     assert Path("again.onnx").read_bytes() == Path("m.tuned/m.mxfp8.onnx").read_bytes()
     measured = errors(source, str(again))
     assert found.chosen.scores["relative_l2"].values == pytest.approx(measured, rel=1e-5)
-    assert np.mean(measured) <= 0.005
+    assert np.mean(measured) <= 0.008
     assert 0 < len(report.rewritten) < len(report.sites)
     assert found.chosen.byte_size == report.account.bytes_after
 
