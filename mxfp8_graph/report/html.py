@@ -14,7 +14,7 @@ from typing import Final
 
 from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
-from mxfp8_graph.report.scatter import Point, svg
+from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
 _SCRIPT: Final = """
@@ -101,23 +101,20 @@ def _section(section: Section) -> str:
     if section.text:
         shown = "\n".join(map(_text, section.text.rstrip("\n").split("\n")))
         parts.append(f"<pre>{shown}</pre>")
-    if section.scatter and (points := _points(section, section.scatter)):
-        parts.append(svg(points, section.scatter))
+    if section.scatter:
+        parts += _scatter(section, section.scatter)
     if section.columns[1]:
         parts.append(_table(section))
     heading = f"<h2>{_text(section.title)}</h2>" if section.title and parts else ""
     return "\n".join([heading, *parts])
 
 
-def _points(section: Section, titles: tuple[str, str]) -> list[Point]:
-    """Returns a point for each row that has both numbers."""
+def _scatter(section: Section, titles: tuple[str, str]) -> list[str]:
+    """Returns a chart with a point for each row that has both numbers; none without such a row."""
     across, up = map(section.columns[0].index, titles)
-    best = section.best is not None
-    return [
-        Point(printable(cell_text(row[0])), x[1], y[1], best and index == 0)
-        for index, row in enumerate(section.rows)
-        if isinstance(x := row[across], tuple) and isinstance(y := row[up], tuple)
-    ]
+    rows = [(printable(cell_text(row[0])), row[across], row[up]) for row in section.rows]
+    points = [(name, x[1], y[1]) for name, x, y in rows if isinstance(x, tuple) and isinstance(y, tuple)]
+    return [svg(points, titles, None if section.best is None else rows[0][0])] if points else []
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Final, NamedTuple
+from typing import Final
 
 _WIDTH, _HEIGHT = 640, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, _WIDTH - 16, 14, _HEIGHT - 44
@@ -16,13 +16,8 @@ _LINE: Final = 14
 """Height of a label."""
 
 
-class Point(NamedTuple):
-    """A row of a table."""
-
-    name: str
-    across: float
-    up: float
-    best: bool
+Point = tuple[str, float, float]
+"""Name, and the numbers across and up."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +41,10 @@ class _Axis:
         ]
 
 
-def svg(points: Sequence[Point], titles: tuple[str, str]) -> str:
-    """Returns the chart; `titles` are those of the axes, across and up. Numbers must be finite."""
-    across = _Axis([point.across for point in points], _LEFT, _RIGHT)
-    up = _Axis([point.up for point in points], _BOTTOM, _TOP)
+def svg(points: Sequence[Point], titles: tuple[str, str], best: str | None) -> str:
+    """Returns the chart; `titles` are those of the axes, `best` a name to stand out. Numbers must be finite."""
+    across = _Axis([point[1] for point in points], _LEFT, _RIGHT)
+    up = _Axis([point[2] for point in points], _BOTTOM, _TOP)
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
     parts += [_text(across.place(t), _BOTTOM + 16, f"{t:g}", "middle") for t in across.ticks()]
     parts += [_text(_LEFT - 7, up.place(t) + 4, f"{t:g}", "end") for t in up.ticks()]
@@ -57,26 +52,24 @@ def svg(points: Sequence[Point], titles: tuple[str, str]) -> str:
     middle = (_TOP + _BOTTOM) / 2
     parts.append(_text((_LEFT + _RIGHT) / 2, _HEIGHT - 8, titles[0], "middle"))
     parts.append(_text(13, middle, titles[1], "middle", f' transform="rotate(-90 13 {middle})"'))
-    places = [(across.place(point.across), up.place(point.up)) for point in points]
-    boxes = [(x - 4, y - 4, x + 4) for x, y in places]
-    # The best one first: its label has the place beside its point.
-    for point, place in sorted(zip(points, places, strict=True), key=lambda pair: not pair[0].best):
-        parts += _point(point, *place, boxes)
+    places = [(name, across.place(x), up.place(y)) for name, x, y in points]
+    boxes = [(x - 4, y - 4, x + 4) for _, x, y in places]
+    for place in places:
+        parts += _point(*place, boxes, ' class="best"' * (place[0] == best))
     return "\n".join([*parts, "</svg>"])
 
 
-def _point(point: Point, x: float, y: float, boxes: list[tuple[float, float, float]]) -> list[str]:
+def _point(name: str, x: float, y: float, boxes: list[tuple[float, float, float]], best: str) -> list[str]:
     """Returns a point and its label, which is moved off the `boxes` (left, top, right) there are, and joins them."""
-    width = len(point.name) * _LETTER
+    width = len(name) * _LETTER
     edge, anchor, left = (x + 8, "start", x + 8) if x + 8 + width < _RIGHT else (x - 8, "end", x - 8 - width)
     tops = sorted(range(_TOP, _BOTTOM - _LINE, 2), key=lambda top: abs(top + _LINE / 2 - y))
     near = [box for box in boxes if box[0] <= left + width and left <= box[2]]
     top = next((top for top in tops if all(abs(top - box[1]) >= _LINE for box in near)), tops[0])
     boxes.append((left, top, left + width))
-    best = ' class="best"' * point.best
     line = f'<path class="grid" d="M{x:.1f} {y:.1f}L{edge:.1f} {top + _LINE / 2}"/>'
-    circle = f'<circle{best} cx="{x:.1f}" cy="{y:.1f}" r="{5 if point.best else 4}"/>'
-    return [line, circle, _text(edge, top + _LINE - 3, point.name, anchor, best)]
+    circle = f'<circle{best} cx="{x:.1f}" cy="{y:.1f}" r="{5 if best else 4}"/>'
+    return [line, circle, _text(edge, top + _LINE - 3, name, anchor, best)]
 
 
 def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
