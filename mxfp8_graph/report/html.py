@@ -40,7 +40,7 @@ body { background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sa
   margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-.answer { font-size: 1.15rem; border-left: .25rem solid var(--green); padding: .3rem .8rem; }
+.answer { font-size: 1.15rem; border-left: .25rem solid var(--bar); padding: .3rem .8rem; }
 dl { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
 dt { color: var(--soft); }
 dd { margin: 0; }
@@ -64,7 +64,8 @@ svg circle { fill: var(--soft); } svg circle.best { fill: var(--green); }
 pre { background: var(--box); padding: .6rem .8rem; margin: .3rem 0; white-space: pre-wrap; font-size: 13px; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px; }
 @media (max-width: 45rem) { table { font-size: 12px; } th, td { padding-right: .5rem; } dl { column-gap: .6rem; }
-  td { overflow-wrap: break-word; } .short { white-space: normal; } .text { min-width: 6rem; } }
+  td { overflow-wrap: break-word; } .short { white-space: normal; }
+  td.text { min-width: 7rem; overflow-wrap: anywhere; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --box: #fff; }
   * { print-color-adjust: exact; } body { max-width: none; margin: 0; font-size: 12px; } table { font-size: 11px; }
   .scroll { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
