@@ -252,9 +252,11 @@ def test_a_wide_table_fits_and_its_numbers_do_not_fold() -> None:
 
 
 def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
-    _, page = shown(TABLE, Section(title="nothing"))
-    first = '<tr class="best"><td class="short ">r3</td><td class="number" data-sort="3.0" style="background: linear-'
-    assert first + "gradient(to right, var(--bar) 75.0%" in page.split("<tbody>")[1].replace('short"', 'short "')
+    _, page = shown(TABLE, Section(title="nothing"), Section(columns=(("budget",), [("met",), ("missed",)])))
+    assert '<td class="short green">met</td>' in page
+    assert '<td class="short red">missed</td>' in page
+    first = '<tr class="best"><td class="short">r3</td><td class="number" data-sort="3.0" style="background: linear-'
+    assert f"{first}gradient(to right, var(--bar) 75.0%" in page.split("<tbody>")[1]
     assert page.count("<circle") == 5
     assert page.count('<circle class="best"') == 1
     assert "nothing" not in page
