@@ -16,6 +16,7 @@ from rich.console import Group
 from rich.text import Text
 
 from mxfp8_graph._version import __version__, installed
+from mxfp8_graph.naming import printable
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report import section
 from mxfp8_ops import contract, cpu, formats, numpy_nodes
@@ -66,10 +67,12 @@ def table(checks: Iterable[Check]) -> Group:
     """Returns the checks for a terminal, one line each, advice below what is not ok."""
     lines = []
     for check in checks:
-        advice = f"\n{'':28}-> {check.advice}" if check.advice else ""
+        detail = printable(check.detail)
+        if check.advice:
+            detail += f"\n{'':28}-> {printable(check.advice)}"
         state = (f"{check.state:9}", section.STYLES[check.state])
         # A path that is to be copied does not fold.
-        line = Text.assemble(f"{check.name:19}", state, check.detail + advice, no_wrap=True, overflow="ignore")
+        line = Text.assemble(f"{check.name:19}", state, detail, no_wrap=True, overflow="ignore")
         lines.append(line)
     return Group(*lines)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from html import escape
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from rich.console import Group
 from rich.text import Text
@@ -20,9 +20,6 @@ from mxfp8_graph.naming import printable
 from mxfp8_graph.report import html
 from mxfp8_graph.report.section import Section, plain_text, render
 from mxfp8_ops.errors import Mxfp8Error
-
-SUFFIXES: Final = (".json", ".html")
-"""Suffixes of the files that `Report.write` can write."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +104,8 @@ class Report(Data, ABC):
 def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
     """Returns `path` if a report on `models` can be written there, else raises Mxfp8Error. Ask before the work."""
     path = Path(path)
-    if path.suffix.lower() not in SUFFIXES:
-        what = f"report with suffix {path.suffix!r}"
-        raise Mxfp8Error(path, what, expected=" or ".join(SUFFIXES), advice="rename it")
+    if path.suffix.lower() not in {".json", ".html"}:
+        raise Mxfp8Error(path, f"report with suffix {path.suffix!r}", expected=".json or .html", advice="rename it")
     # A report must not replace the model that it is about.
     check_output(path, overwrite=overwrite, inputs=list(models))
     return path

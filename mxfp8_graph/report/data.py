@@ -7,9 +7,9 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -28,32 +28,26 @@ _DECISION: Final = "quantize kind rule reason activations weight_format scale_ro
 _MOST_REASONS: Final = 20
 """Reasons that a terminal shows: patterns that match single sites make a reason for each, which may be hundreds."""
 
-
 _HIGH_PRECISION: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
-_MOST_KEPT: Final = 3
-"""Tensors that an account lists: enough to see what keeps a result large."""
 
-
-class StoredTensor(NamedTuple):
+@dataclass(frozen=True)
+class StoredTensor(Data):
     """A tensor that a model stores. Tensors that share their bytes are one, with several names."""
+
+    KEYS = "name shape dtype byte_size reason"
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: str
     byte_size: int
+    reason: str = ""
+    """Why the result has it in high precision: its site is kept, or it is the weight of no site."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class KeptTensor(Data):
-    """A tensor that the result stores in high precision."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    byte_size: int
-    reason: str
-    """Why its site is kept; or that it is the weight of no site."""
+    @property
+    def name(self) -> str:
+        """Its first name."""
+        return self.names[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +56,8 @@ class Account(Data):
 
     bytes_before: int = 0
     bytes_after: int = 0
-    largest_kept: tuple[KeptTensor, ...] = ()
+    largest_kept: tuple[StoredTensor, ...] = ()
     """The largest tensors in high precision, but for those whose sites are all rewritten."""
-
-    def section(self) -> Section:
-        """Returns the largest tensors that stay in high precision, as a table."""
-        rows = [(t.name, shape_text(t.shape), t.dtype, byte_size(t.byte_size), t.reason) for t in self.largest_kept]
-        return Section(
-            title="Largest tensors in high precision", columns=(("tensor", "shape", "dtype", "bytes", "why"), rows)
-        )
 
 
 def sqnr_db(relative_l2: float) -> float:
@@ -104,15 +91,14 @@ class SiteReport(Data):
         return self.decision.site.weight_bytes
 
     @property
+    def path(self) -> str:
+        """Name of the site, with the path of its subgraph."""
+        return "/".join(filter(None, (self.decision.site.subgraph, self.decision.site.name)))
+
+    @property
     def sqnr_db(self) -> float | None:
         """The same error as signal-to-quantization-noise ratio in dB."""
         return None if self.relative_l2 is None else sqnr_db(self.relative_l2)
-
-    @property
-    def path(self) -> str:
-        """Name of the site, with the path of its subgraph."""
-        site = self.decision.site
-        return f"{site.subgraph}/{site.name}" if site.subgraph else site.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,7 +246,9 @@ class RewriteReport(Report):
         groups = (("rewritten", _by_reason(self.rewritten)), ("kept", self.kept_by_reason))
         rows = [(verdict, number(len(s), "d"), reason) for verdict, by in groups for reason, s in by.items()]
         yield Section(title="Why", columns=(("decision", "sites", "reason"), rows), most=_MOST_REASONS)
-        yield self.account.section()
+        kept = self.account.largest_kept
+        large = [(t.name, shape_text(t.shape), t.dtype, byte_size(t.byte_size), t.reason) for t in kept]
+        yield Section(title="Largest in high precision", columns=(("tensor", "shape", "dtype", "bytes", "why"), large))
         yield Section(title="Sites", columns=site_table(self.sites), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
@@ -280,14 +268,14 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
 
 def site_table(sites: Iterable[SiteReport]) -> Columns:
     """Returns header and one row per site: the decision on it, with bytes and errors where it has a packed weight."""
-    weights, rows = ("before", "after", "relative L2"), []
+    rows = []
     for each in sites:
         decision, site = each.decision, each.decision.site
         after = byte_size(None if each.relative_l2 is None else each.bytes_after)
         weight = (byte_size(each.bytes_before or None), after, number(each.relative_l2, ".4f"))
         verdict = "rewritten" if decision.quantize else "kept"
-        known = (each.path, site.module, site.op, sizes(site), verdict, *weight)
-        rows.append((*known, decision.rule, decision.reason))
+        rows.append((each.path, site.module, site.op, sizes(site), verdict, *weight, decision.rule, decision.reason))
+    weights = ("before", "after", "relative L2")
     return filled(("site", "module", "op", "M x N x K", "decision", *weights, "rule", "reason"), rows)
 
 
@@ -298,15 +286,7 @@ def account(decisions: Sequence[Decision], bytes_before: int, after: Iterable[St
     reasons = {d.site.weight: d.reason for d in decisions if not d.quantize}
     rewritten = {d.site.weight for d in decisions if d.quantize} - reasons.keys()
     high = (t for t in tensors if t.dtype in _HIGH_PRECISION and rewritten.isdisjoint(t.names))
-    kept = [
-        KeptTensor(
-            name=tensor.names[0],
-            shape=tensor.shape,
-            dtype=tensor.dtype,
-            byte_size=tensor.byte_size,
-            reason=next((reasons[name] for name in tensor.names if name in reasons), "no weight of a matmul"),
-        )
-        for tensor in heapq.nlargest(_MOST_KEPT, high, key=lambda tensor: tensor.byte_size)
-    ]
-    bytes_after = sum(tensor.byte_size for tensor in tensors)
-    return Account(bytes_before=bytes_before, bytes_after=bytes_after, largest_kept=tuple(kept))
+    largest = heapq.nlargest(3, high, key=lambda tensor: tensor.byte_size)
+    why = (next((reasons[name] for name in t.names if name in reasons), "no weight of a matmul") for t in largest)
+    kept = tuple(replace(tensor, reason=reason) for tensor, reason in zip(largest, why, strict=True))
+    return Account(bytes_before=bytes_before, bytes_after=sum(t.byte_size for t in tensors), largest_kept=kept)

@@ -14,7 +14,7 @@ from typing import Final
 
 from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
-from mxfp8_graph.report.scatter import Point, svg
+from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
 _SCRIPT: Final = """
@@ -40,7 +40,7 @@ body { background: var(--page); color: var(--ink); font: 15px/1.45 system-ui, sa
   margin: 1.5rem auto; padding: 0 1rem; overflow-wrap: anywhere; }
 h1 { font-size: 1.35rem; margin: 0 0 .5rem; }
 h2 { font-size: 1.05rem; margin: 2rem 0 .6rem; }
-.answer { font-size: 1.15rem; border-left: .25rem solid var(--green); padding: .3rem .8rem; }
+.answer { font-size: 1.15rem; border-left: .25rem solid var(--bar); padding: .3rem .8rem; }
 dl { display: grid; grid-template-columns: minmax(5rem, max-content) 1fr; gap: .15rem 1.2rem; margin: 1rem 0; }
 dt { color: var(--soft); }
 dd { margin: 0; }
@@ -64,7 +64,8 @@ svg circle { fill: var(--soft); } svg circle.best { fill: var(--green); }
 pre { background: var(--box); padding: .6rem .8rem; margin: .3rem 0; white-space: pre-wrap; font-size: 13px; }
 footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px; }
 @media (max-width: 45rem) { table { font-size: 12px; } th, td { padding-right: .5rem; } dl { column-gap: .6rem; }
-  td { overflow-wrap: break-word; } .short { white-space: normal; } .text { min-width: 6rem; } }
+  td { overflow-wrap: break-word; } .short { white-space: normal; }
+  td.text { min-width: 7rem; overflow-wrap: anywhere; } }
 @media print { :root { color-scheme: light; --page: #fff; --ink: #000; --soft: #444; --line: #bbb; --box: #fff; }
   * { print-color-adjust: exact; } body { max-width: none; margin: 0; font-size: 12px; } table { font-size: 11px; }
   .scroll { overflow: visible; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
@@ -101,23 +102,20 @@ def _section(section: Section) -> str:
     if section.text:
         shown = "\n".join(map(_text, section.text.rstrip("\n").split("\n")))
         parts.append(f"<pre>{shown}</pre>")
-    if section.scatter and (points := _points(section, section.scatter)):
-        parts.append(svg(points, section.scatter))
+    if section.scatter:
+        parts += _scatter(section, section.scatter)
     if section.columns[1]:
         parts.append(_table(section))
     heading = f"<h2>{_text(section.title)}</h2>" if section.title and parts else ""
     return "\n".join([heading, *parts])
 
 
-def _points(section: Section, titles: tuple[str, str]) -> list[Point]:
-    """Returns a point for each row that has both numbers."""
+def _scatter(section: Section, titles: tuple[str, str]) -> list[str]:
+    """Returns a chart with a point for each row that has both numbers; none without such a row."""
     across, up = map(section.columns[0].index, titles)
-    best = section.best is not None
-    return [
-        Point(printable(cell_text(row[0])), x[1], y[1], best and index == 0)
-        for index, row in enumerate(section.rows)
-        if isinstance(x := row[across], tuple) and isinstance(y := row[up], tuple)
-    ]
+    rows = [(printable(cell_text(row[0])), row[across], row[up]) for row in section.rows]
+    points = [(name, x[1], y[1]) for name, x, y in rows if isinstance(x, tuple) and isinstance(y, tuple)]
+    return [svg(points, titles, None if section.best is None else rows[0][0])] if points else []
 
 
 def _facts(pairs: Iterable[tuple[str, str]]) -> str:

@@ -11,11 +11,10 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, Literal
+from typing import Final
 
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group, JustifyMethod, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
 from rich.table import Table
 from rich.text import Text
@@ -131,8 +130,8 @@ def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
 def _facts(pairs: Sequence[tuple[str, str]]) -> list[Text]:
     """Returns lines in two columns. They are folded between words only: a path stays whole."""
     width = max(cell_len(label) for label, _ in pairs) + 2
-    fill = partial(textwrap.fill, width=WIDTH, subsequent_indent=" " * width, break_long_words=False)
-    return [_line(fill(f"{label:{width}}{value}", break_on_hyphens=False)) for label, value in pairs]
+    folded = textwrap.TextWrapper(WIDTH, "", " " * width, break_long_words=False, break_on_hyphens=False)
+    return [_line(folded.fill(f"{label:{width}}{value}")) for label, value in pairs]
 
 
 def _line(text: str) -> Text:
@@ -150,7 +149,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
         least = max(min(widest, _SHORT), min(len(head), _SHORT), *map(len, head.split()), 0)
         # Numbers and short words never fold, and titles do between words: columns of names and reasons get the rest.
         width = max(widest, least) if numbers or widest <= _SHORT else None
-        justify: Literal["left", "right"] = "right" if numbers else "left"
+        justify: JustifyMethod = "right" if numbers else "left"
         result.add_column(Text(head), justify=justify, overflow="fold", width=width, min_width=least)
     for index, row in enumerate(rows):
         texts = [printable(cell_text(cell)) for cell in row]

@@ -102,11 +102,6 @@ class VerifyReport(Report):
         judged = [output for output in self.outputs if output.limit is not None and output.rewritten.compared]
         return not self.output_failures if judged or self.output_failures else None
 
-    @property
-    def verdict(self) -> str:
-        """The outcome in a word or two: "failed", "passed" or "not judged"."""
-        return "failed" if self.failures else "passed" if self.passed else "not judged"
-
     def answer(self) -> str:
         """Returns the verdict, with the number of failures or the largest error and its limit."""
         if self.failures:

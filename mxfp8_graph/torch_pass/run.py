@@ -107,7 +107,7 @@ def _stored_tensors(state: Mapping[str, torch.Tensor], constants: Mapping[str, A
         else:  # torchao's subclass has no storage of its own: its bytes are those of its two inner tensors
             place, dtype, size = id(tensor), packed.qdata.dtype, packed.qdata.nbytes + packed.scale.nbytes
         stored = storages.get(place) or StoredTensor((), tuple(tensor.shape), dtype_name(dtype), size)
-        storages[place] = stored._replace(names=(*stored.names, name))
+        storages[place] = replace(stored, names=(*stored.names, name))
     return list(storages.values())
 
 

@@ -170,7 +170,7 @@ def test_what_is_clearly_none_is_no_site(table: np.ndarray) -> None:
 def test_which_recipes_quantize_them() -> None:
     _, report = rewrite(language_model())
     assert reasons(report)["Gather_tokens"] == reasons(report)["Gather_places"] == KEPT
-    assert report.headline().startswith("2 of 3 matmuls and 0 of 2 embeddings rewritten")
+    assert report.answer().startswith("Rewrote 2 of 3 matmuls and 0 of 2 embeddings")
     assert kinds(rewrite(language_model(), "all")[0])["MXFP8Embedding"] == 2
     _, report = rewrite(language_model(), Recipe(name="one", rules=(Rule(name="tokens", weight_format="e5m2"),)))
     assert reasons(report)["Gather_tokens"] == "rules.0: name='tokens' -> quantize, weight_format=e5m2"

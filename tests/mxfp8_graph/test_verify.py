@@ -20,7 +20,6 @@ from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.report import VerifyReport
 from mxfp8_graph.running.runner import run_model
 from mxfp8_graph.running.verify import verify
-from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
 
@@ -107,12 +106,6 @@ def test_a_rewrite_passes(model: onnx.ModelProto, recipe: str) -> None:
     assert 0 < report.worst_relative_l2 < 0.1
 
 
-def test_every_node_is_checked() -> None:
-    model = b.attention_model()
-    report = check(model, "all")
-    assert Counter(node.op for node in report.nodes) == {"MXFP8Quantize": 6, "MXFP8Gemm": 6}
-
-
 def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     model = b.attention_model()
     checks = []
@@ -120,7 +113,7 @@ def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pyt
         monkeypatch.setattr(node_check, "_AT_ONCE", at_once)
         checks.append([node.to_dict() for node in check(model, "all").nodes])
     assert checks[0] == checks[1]
-    assert len(checks[0]) == 12
+    assert Counter(node["op"] for node in checks[0]) == {"MXFP8Quantize": 6, "MXFP8Gemm": 6}
 
 
 @pytest.mark.parametrize("linked", [(), ("model",), ("model", "m.onnx.data")], ids=["data is none", "one file", "both"])
@@ -159,24 +152,12 @@ def test_the_original_is_the_reference() -> None:
     assert (output.name, output.dtype, output.shape) == ("y", "float32", (1, 3, 96))
 
 
-def test_models_are_read_from_files_with_external_data(tmp_path: Path) -> None:
-    source = b.save(b.chain_model(), tmp_path / "m.onnx", external=True)
-    output, _ = mxfp8_graph.rewrite(source, external_data="always")
-    report = verify(source, output)
-    assert (report.failures, len(report.nodes), report.rewritten) == ((), 3, str(tmp_path / "m.mxfp8.onnx"))
-
-
 def test_an_empty_batch() -> None:
     report = check(b.chain_model(), shapes={"batch": 0})
     assert (report.failures, report.outputs[0].shape) == ((), (0, 64))
     assert (report.passed, report.kernels_agree, report.outputs_close) == (False, True, None)
-    assert report.verdict == "not judged"
+    assert report.answer().startswith("Not judged: 0 of 1 outputs")
     assert "output 'y' is not judged: it has no values" in report.notes
-
-
-def test_the_report_names_inputs_and_kernels() -> None:
-    report = check(b.chain_model(), shapes={"batch": 3})
-    assert (report.inputs, report.isa) == ("x float32 [3, 64], synthesised", cpu.isa())
 
 
 def twice(factor: float) -> tuple[onnx.ModelProto, onnx.ModelProto]:
@@ -197,7 +178,7 @@ def test_outputs_of_another_model_fail_though_its_kernels_are_right() -> None:
 @pytest.mark.parametrize("limit", [1.1, np.inf])
 def test_a_limit_of_the_users_own_replaces_the_default(limit: float) -> None:
     report = verify(*twice(2), max_rel_l2=limit)
-    assert report.verdict == "passed"
+    assert report.answer().startswith("Passed: 3 kernels agree")
     assert report.answer().endswith(f"of y is {report.worst_relative_l2:.3g}, limit {limit:g}.")
 
 
@@ -229,12 +210,6 @@ def test_of_several_samples_the_worst_is_shown_with_the_means_of_all() -> None:
 
 
 # --- What fails --------------------------------------------------------------------------------------------------
-
-
-def test_an_error_above_the_limit() -> None:
-    report = check(b.chain_model(), max_rel_l2=1e-3)
-    (output,) = report.outputs
-    assert report.failures == (f"output 'y': relative L2 {output.rewritten.relative_l2:.3g} is above the limit 0.001",)
 
 
 def test_an_error_of_one_sample_above_the_limit_names_it() -> None:
@@ -365,18 +340,6 @@ def test_models_with_different_signatures(rename: str, message: str) -> None:
     assert str(caught.value) == f"{message}verify a model against the one it was made from"
 
 
-def test_sizes_for_given_inputs() -> None:
-    with pytest.raises(
-        ShapeError, match="model: sizes batch with given inputs; expected one or the other; drop shapes"
-    ):
-        check(b.chain_model(), inputs={"x": np.zeros((1, 64), np.float32)}, shapes={"batch": 2})
-
-
-def test_a_missing_model(tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match="No such file or directory; expected a readable ONNX file; check the path"):
-        verify(tmp_path / "none.onnx", tmp_path / "none.onnx")
-
-
 def test_a_model_onnxruntime_refuses() -> None:
     model = b.matmul_model()
     model.graph.node[0].domain = "none"
@@ -417,13 +380,6 @@ def test_a_model_that_holds_a_batch_of_one_is_run_with_one() -> None:
 
 
 # --- The report --------------------------------------------------------------------------------------------------
-
-
-def test_the_report_as_json(tmp_path: Path) -> None:
-    report = check(b.chain_model(), max_rel_l2=1e-3)
-    data = json.loads(report.write(tmp_path / "verify.json").read_text(encoding="utf-8"))
-    assert data == report.to_dict()
-    assert (data["passed"], data["outputs"][0]["name"], len(data["nodes"])) == (False, "y", 3)
 
 
 def test_bfloat16_results_come_back_as_bfloat16() -> None:
@@ -482,12 +438,3 @@ def test_a_model_without_an_output_to_compare_is_an_error() -> None:
     model.graph.output[0].CopyFrom(helper.make_value_info("all", kind))
     with pytest.raises(BackendError, match=r"has no output that is a tensor of numbers: all seq\(tensor\(float\)\);"):
         check(model)
-
-
-def test_an_output_that_only_the_rewritten_model_makes_constant_is_noted() -> None:
-    model = b.chain_model()
-    after = rewritten(model)
-    for tensor in after.graph.initializer:
-        set_initializer(after, tensor.name, lambda array: array.fill(0))
-    notes = verify(model, after).notes
-    assert any("is zero everywhere in the rewritten model: this says little" in note for note in notes), notes

@@ -16,7 +16,7 @@ import mxfp8_graph  # noqa: E402
 from mxfp8_graph.cli import app  # noqa: E402
 from mxfp8_graph.running.programs import TorchProgram  # noqa: E402
 from mxfp8_graph.running.runner import run_model  # noqa: E402
-from mxfp8_ops.errors import BackendError, ContractError, ShapeError  # noqa: E402
+from mxfp8_ops.errors import BackendError, ShapeError  # noqa: E402
 
 
 class Block(torch.nn.Module):
@@ -46,19 +46,7 @@ def test_a_rewritten_program_is_close_to_its_original() -> None:
     report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0])
     assert report.passed, report.failures
     assert 0 < report.worst_relative_l2 < 0.05
-
-
-def test_an_output_the_rewrite_does_not_touch_is_the_same() -> None:
-    original = program()
-    report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0])
-    assert report.outputs[1].rewritten.max_abs == 0
-
-
-def test_an_error_above_the_limit_fails() -> None:
-    original = program()
-    report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0], max_rel_l2=1e-6)
-    assert not report.passed
-    assert "is above the limit 1e-06" in report.failures[0]
+    assert report.outputs[1].rewritten.max_abs == 0, "the rewrite does not touch it"
 
 
 def test_token_ids_stay_inside_the_embedding() -> None:
@@ -91,12 +79,6 @@ def test_programs_with_other_inputs_are_refused() -> None:
     other = torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(2, 64),))
     with pytest.raises(ShapeError, match=r"inputs input float32 \[2, 64\]; expected those of program, ids int64 "):
         mxfp8_graph.verify(program(), other)
-
-
-def test_swapped_programs_are_an_error() -> None:
-    original = program()
-    with pytest.raises(ContractError, match=r"program: is rewritten, and program is not; .*; swap the two"):
-        mxfp8_graph.verify(mxfp8_graph.rewrite(original)[0], original)
 
 
 def test_outputs_of_another_shape_fail() -> None:
