@@ -15,7 +15,7 @@ from mxfp8_ops.cuda.execution import Device
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
-# A stack, because the contexts below may be nested; of the process, because torch runs backward passes on other threads.
+# A stack, as the contexts below may be nested; of the process, because torch runs backward passes on other threads.
 _chosen: Final[list[dict[str, int]]] = []
 
 
