@@ -48,7 +48,7 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
         to = (t.data_ptr() for t in (*columns, *rows))
         kinds = CODES["bfloat16"], CODES["e4m3"], formats.scale_increment(formats.E4M3, "ceil")
         request = planner.Quantize(*kinds, planner.PLAIN, x.data_ptr(), 1, m, k, *to)
-        execution.run(planner.quantize(request), queue())
+        execution.run(planner.plan(request), queue())
         return rows, columns
 
     traffic = {"copy 1": n * 3 + n // 32, "copy 2": n * 4 + n // 16, "copy 3": n * 2 + n // 32}

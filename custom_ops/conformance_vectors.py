@@ -6,18 +6,14 @@ if it is not what the reference gives. docs/numerics.md describes the groups and
 
 from __future__ import annotations
 
-import io
-import zipfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats, numerics, numpy_nodes
+from mxfp8_ops.conformance import PATH
 from mxfp8_ops.formats import BLOCK_SIZE, ElementFormat
-
-PATH = Path(__file__).parent / "mxfp8_ops/conformance/vectors.npz"
 
 Floats = npt.NDArray[np.float32]
 Vectors = dict[str, npt.NDArray[np.generic]]
@@ -33,12 +29,17 @@ def vectors() -> Vectors:
         arrays[f"quantize/{group}/x"] = x
         for element_format in formats.ELEMENT_FORMATS:
             for rounding in formats.SCALE_ROUNDINGS:
-                axis = 0 if group == "columnwise" else -1
+                axis, at = 0 if group == "columnwise" else -1, f"quantize/{group}/{element_format}-{rounding}"
                 codes = numpy_nodes.quantize(x, axis=axis, element_format=element_format, scale_rounding=rounding)
-                at = f"quantize/{group}/{element_format}-{rounding}"
                 arrays[f"{at}/elements"], arrays[f"{at}/scales"] = codes
-    for fmt in formats.ELEMENT_FORMATS.values():
-        arrays |= dequantized(fmt)
+    # Every element under the least and greatest scales, NaN, and those around 1.
+    scales = np.array([*range(14), *range(120, 136), *range(236, 256)], np.uint8)
+    elements = np.tile(np.arange(256, dtype=np.uint8), (scales.size, 1))
+    blocks = np.repeat(scales[:, None], 256 // BLOCK_SIZE, axis=1)
+    for fmt in formats.ELEMENT_FORMATS:
+        for group, codes in (("codes", (elements, blocks)), ("partial", (elements[:, :45], blocks[:, :2]))):
+            values, at = numpy_nodes.dequantize(*codes, element_format=fmt), f"dequantize/{group}/{fmt}"
+            arrays |= {f"{at}/elements": codes[0], f"{at}/scales": codes[1], f"{at}/values": values}
     for b_format in formats.ELEMENT_FORMATS:
         for a_format in formats.ELEMENT_FORMATS:
             for group, operands in gemm_operands(a_format, b_format):
@@ -126,22 +127,6 @@ def random_values(seed: int, *shape: int) -> Floats:
     return np.ldexp(rng.standard_normal(shape), powers).astype(np.float32)
 
 
-def dequantized(fmt: ElementFormat) -> Vectors:
-    """Returns every element under the least and greatest scales, NaN, and those around 1."""
-    scales = np.array([*range(14), *range(120, 136), *range(236, 256)], np.uint8)
-    elements = np.tile(np.arange(256, dtype=np.uint8), (scales.size, 1))
-    blocks = np.repeat(scales[:, None], 256 // BLOCK_SIZE, axis=1)
-    values = numpy_nodes.dequantize(elements, blocks, element_format=fmt.name)
-    at = f"dequantize/codes/{fmt.name}"
-    part = elements[:, :45], blocks[:, :2]
-    return {
-        **{f"{at}/elements": elements, f"{at}/scales": blocks, f"{at}/values": values},
-        f"dequantize/partial/{fmt.name}/elements": part[0],
-        f"dequantize/partial/{fmt.name}/scales": part[1],
-        f"dequantize/partial/{fmt.name}/values": numpy_nodes.dequantize(*part, element_format=fmt.name),
-    }
-
-
 def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]:
     """Yields a group and its operands: A [M, K] and B [N, K] quantized along K, perhaps bias [N]."""
     rng = np.random.default_rng(4)
@@ -150,11 +135,8 @@ def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]
         return (rng.integers(-4, 5, shape) * 2.0 ** rng.integers(0, 4, shape)).astype(np.float32)
 
     def quantized(a: Floats, b: Floats) -> Vectors:
-        a_codes, b_codes = (
-            numpy_nodes.quantize(a, element_format=a_format),
-            numpy_nodes.quantize(b, element_format=b_format),
-        )
-        return dict(zip(("a", "a_scales", "b", "b_scales"), (*a_codes, *b_codes), strict=True))
+        codes = (numpy_nodes.quantize(x, element_format=fmt) for x, fmt in ((a, a_format), (b, b_format)))
+        return dict(zip(("a", "a_scales", "b", "b_scales"), (each for pair in codes for each in pair), strict=True))
 
     yield "exact", quantized(whole(5, 96), whole(7, 96))
     if (a_format, b_format) != ("e4m3", "e4m3"):
@@ -173,26 +155,14 @@ def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]
 
 def product(at: str, operands: Vectors, a_format: str, b_format: str) -> Vectors:
     """Returns a gemm's operands with y, the sums in float64, and how far float32 accumulation may be from each."""
-    a, a_scales, b, b_scales = (operands[name] for name in ("a", "a_scales", "b", "b_scales"))
-    x = numpy_nodes.dequantize(a, a_scales, element_format=a_format).astype(np.float64)
-    w = numpy_nodes.dequantize(b, b_scales, element_format=b_format).astype(np.float64)
+    pairs = ((operands[name], operands[f"{name}_scales"], fmt) for name, fmt in (("a", a_format), ("b", b_format)))
+    x, w = (numpy_nodes.dequantize(*codes, element_format=fmt).astype(np.float64) for *codes, fmt in pairs)
     bias = operands.get("bias", np.zeros(len(w), np.float32)).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
-        y = x @ w.T + bias
-        bound = numpy_nodes.gemm_error_bound(x, w, "float32", bias)
-    exact = at.split("/")[1] != "long"
-    arrays = {**operands, "y": y, "bound": np.zeros_like(bound) if exact else bound}
+        y, bound = x @ w.T + bias, numpy_nodes.gemm_error_bound(x, w, "float32", bias)
+    arrays = {**operands, "y": y, "bound": bound if "/long/" in at else np.zeros_like(bound)}
     return {f"{at}/{name}": array for name, array in arrays.items()}
 
 
-def write(arrays: Vectors) -> None:
-    """Writes the file: the same bytes for the same arrays."""
-    with zipfile.ZipFile(PATH, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
-        for name, array in arrays.items():
-            content = io.BytesIO()
-            np.lib.format.write_array(content, np.ascontiguousarray(array), allow_pickle=False)
-            file.writestr(zipfile.ZipInfo(f"{name}.npy"), content.getvalue(), zipfile.ZIP_DEFLATED, 9)
-
-
 if __name__ == "__main__":
-    write(vectors())
+    np.savez_compressed(PATH, **vectors())

@@ -141,9 +141,6 @@ def _literal(default: float | str) -> str:
 
 _DECLARATION = re.compile(r"^MXFP8_API (?P<result>[\w *]+?)(?P<name>mxfp8_\w+)\((?P<arguments>.*?)\);", re.M | re.S)
 _TYPES = {"int": "i", "int64_t": "n", "size_t": "z", "float": "f", "const char*": "t", "void": "None"}
-_REQUEST = re.compile(
-    r"^typedef struct \{\n(?P<fields>(?:  int64_t [^\n]*\n|  //[^\n]*\n)+)\} mxfp8_cuda_(?P<name>\w+);", re.M
-)
 _HEADERS = ("mxfp8_ops.h", "cuda_host/mxfp8_cuda.h", "cuda_host/mxfp8_cuda_plan.h")
 
 
@@ -174,17 +171,7 @@ def c_abi() -> str:
         types = [_type(argument) for argument in arguments.split(", ") if argument != "void"]
         listed = ", ".join(types) + ("," if len(types) == 1 else "")
         lines.append(f'        "{found["name"]}": ({_type(found["result"])}, ({listed})),')
-    lines += ["    }", ")", "", "REQUESTS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(", "    {"]
-    for found in _REQUEST.finditer(text):
-        names = [f'"{name}"' for name in re.findall(r"\w+(?=[,;])", re.sub(r"//.*", "", found["fields"]))]
-        line = f'        "{found["name"]}": ({", ".join(names)}),'
-        if len(line) > 120:  # as ruff formats it
-            line = "\n".join(
-                [f'        "{found["name"]}": (', *(f"            {name}," for name in names), "        ),"]
-            )
-        lines.append(line)
-    ending = '"""The structs of mxfp8_cuda_plan.h, and their fields: 64-bit integers, all of them."""'
-    return "\n".join([*lines, "    }", ")", ending, ""])
+    return "\n".join([*lines, "    }", ")", ""])
 
 
 def _type(declared: str) -> str:

@@ -6,6 +6,7 @@ import itertools
 
 import cupy
 import numpy as np
+from grouped_request import Grouped
 
 from mxfp8_ops import cuda
 from mxfp8_ops.cuda import dispatch, execution, planner
@@ -21,10 +22,9 @@ def grouped(b: tuple[cupy.ndarray, cupy.ndarray], experts: cupy.ndarray) -> None
     (count, n, k), rows = b[0].shape, experts.size
     x, y = values(rows, k), cupy.empty((rows, n), np.float32)
     strides = {"outer": 1, "middle": 1, "inner": rows, "x_inner": 1, "e_inner": 1}
-    strides |= dict.fromkeys(("x_outer", "x_middle", "e_outer", "e_middle", "x_scales"), 0)
     at = {"x": x.data.ptr, "b": b[0].data.ptr, "b_scales": b[1].data.ptr, "experts": experts.data.ptr, "y": y.data.ptr}
     sizes = {"x_rows": rows, "indices": rows, "count": count, "n": n, "k": k}
-    plan = planner.plan("grouped", x_kind=1, b_kind=17, y_dtype=1, activation_dtype=1, **at, **sizes, **strides)
+    plan = planner.plan(Grouped(1, 17, 1, 1, **at, **sizes, **strides))
     execution.run(plan, _queue())
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         rows, row_scales, columns, column_scales = (cupy.empty(x.size, np.uint8) for _ in range(4))
         at = (t.data.ptr for t in (columns, column_scales, rows, row_scales))
         request = planner.Quantize(1, 17, 0x1FFFFF, planner.TRANSPOSED, x.data.ptr, 1, *shape, *at)
-        execution.run(planner.quantize(request), _queue())
+        execution.run(planner.plan(request), _queue())
     for n, k in ((150, 544), (40, 8224)):  # the second: with K split
         b = cuda.quantize(values(n, k))
         layout = cupy.empty(planner.swizzled_bytes(n, k), np.uint8)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from cuda_emulation import plan_gemm, route
+from grouped_request import Grouped
 
+from mxfp8_ops import native
 from mxfp8_ops.cuda import dispatch, planner
 from mxfp8_ops.errors import BackendError, ShapeError
 
@@ -94,8 +99,8 @@ def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
         with pytest.raises(ShapeError, match=f"gemm: .*{code}( on CUDA)?; expected"):
             planner.gemm(place, product._replace(**{field: code}))
     for plan in (
-        lambda dtype, fmt: planner.quantize(planner.Quantize(dtype, fmt, 0, planner.PLAIN, 16, 1, 32, 1, 16, 16)),
-        lambda dtype, fmt: planner.dequantize(planner.Dequantize(fmt, dtype, 16, 16, 1, 32, 1, 16)),
+        lambda dtype, fmt: planner.plan(planner.Quantize(dtype, fmt, 0, planner.PLAIN, 16, 1, 32, 1, 16, 16)),
+        lambda dtype, fmt: planner.plan(planner.Dequantize(fmt, dtype, 16, 16, 1, 32, 1, 16)),
     ):
         assert plan(1, 17).steps()
         for dtype, fmt in ((1, 18), (2, 17), (17, 17), (1, 1)):
@@ -105,7 +110,7 @@ def test_an_unknown_code_is_refused_and_never_taken_for_another(field):
 
 def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
     with pytest.raises(ShapeError, match=r"quantize: a product or tensor needs 2\^31 thread blocks or more"):
-        planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))
+        planner.plan(planner.Quantize(1, 17, 0, planner.PLAIN, 16, 2**40, 32, 1, 16, 16))
 
 
 @pytest.mark.parametrize(
@@ -114,9 +119,9 @@ def test_what_needs_more_thread_blocks_than_a_gpu_has_is_refused():
 )
 def test_sizes_of_no_tensor_are_refused(sizes, message):
     with pytest.raises(ShapeError, match=message):
-        planner.quantize(planner.Quantize(1, 17, 0, planner.PLAIN, 16, *sizes, 16, 16))
+        planner.plan(planner.Quantize(1, 17, 0, planner.PLAIN, 16, *sizes, 16, 16))
     with pytest.raises(ShapeError, match=message):
-        planner.dequantize(planner.Dequantize(17, 1, 16, 16, *sizes, 16, 0))
+        planner.plan(planner.Dequantize(17, 1, 16, 16, *sizes, 16, 0))
 
 
 def test_a_weight_that_bfloat16_is_known_to_hold_needs_no_repair():
@@ -136,3 +141,13 @@ def test_what_makes_no_sense_is_refused():
             plan_gemm(kinds, sizes, processors=processors)
     with dispatch.fixed_cut(warps=9), pytest.raises(ShapeError, match="warps is 9"):
         plan_gemm(kinds, (100, 16, 64))
+
+
+@pytest.mark.parametrize(
+    "request_", [*(planner.Gemm, planner.Quantize, planner.Dequantize, planner.Embedding), Grouped]
+)
+def test_requests_are_those_of_the_header(request_):
+    """The library reads a packed tuple: fields in another order would be other fields."""
+    header = (Path(native.__file__).parent / "src/cuda_host/mxfp8_cuda_plan.h").read_text()
+    (fields,) = re.findall(rf"struct {{\n([^}}]*)}} mxfp8_cuda_{request_.__name__.lower()};", header)
+    assert tuple(re.findall(r"\w+(?=[,;])", re.sub("//.*", "", fields))) == request_._fields

@@ -19,9 +19,10 @@ from cuda_emulation import (
     swizzle,
 )
 from grids import looped, pairwise
+from grouped_request import Grouped
 from scale_definition import boundary_values
 
-from mxfp8_ops import c_abi, contract, formats, numerics, numpy_nodes
+from mxfp8_ops import contract, formats, numerics, numpy_nodes
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.cuda import execution, planner
 from mxfp8_ops.cuda.planner import CODES
@@ -55,7 +56,7 @@ def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917
     """Queues `x` [outer, K, inner] into `out`: addresses of elements, scales and, if there are four, those of rows."""
     increment = formats.scale_increment(formats.element_format(fmt), rounding)
     request = planner.Quantize(CODES[x[0]], CODES[fmt], increment, layout, x[1], *shape, *out)
-    execution.run(planner.quantize(request), queue())
+    execution.run(planner.plan(request), queue())
 
 
 # --- quantize --------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ def check_dequantize(elements, scales, fmt, dtype, axis):
     shape = int(np.prod(elements.shape[:axis])), elements.shape[axis], int(np.prod(elements.shape[axis + 1 :]))
     at = (codes.ctypes.data, codes_of_scales.ctypes.data)
     request = planner.Dequantize(CODES[fmt], CODES[dtype], *at, *shape, y.ctypes.data, flag.ctypes.data)
-    execution.run(planner.dequantize(request), queue())
+    execution.run(planner.plan(request), queue())
     assert_same(y.view(expected.dtype).reshape(expected.shape), expected, f"{elements.shape} {fmt} {dtype}")
     exact = numpy_nodes.dequantize(elements, scales, axis=axis, element_format=fmt)
     lost = (exact != expected.astype(np.float32)) & ~np.isnan(exact)
@@ -228,7 +229,7 @@ def test_embedding(fmt, dtype):
         code = contract.INT32 if index_dtype is np.int32 else contract.INT64
         at = dict(zip(("indices", "b", "b_scales"), (array.ctypes.data for array in held), strict=True))
         sizes = {"count": len(indices), "v": v, "d": d, "y": y.ctypes.data}
-        plan = planner.plan("embedding", index_dtype=code, b_format=CODES[fmt], y_dtype=CODES[dtype], **at, **sizes)
+        plan = planner.plan(planner.Embedding(code, CODES[fmt], CODES[dtype], **at, **sizes))
         execution.run(plan, queue())
         got = y.view(expected.dtype).reshape(-1, d)
         assert_same(got[:5], expected, f"{v}x{d} {index_dtype}")
@@ -239,7 +240,7 @@ def test_embedding_of_an_empty_table_is_nan():
     indices, y = np.array([0, -1]), np.zeros((2, 32), np.float32)
     kinds = {"index_dtype": contract.INT64, "b_format": CODES["e4m3"], "y_dtype": 1}
     at = {"indices": indices.ctypes.data, "b": 0, "b_scales": 0, "y": y.ctypes.data}
-    execution.run(planner.plan("embedding", **kinds, **at, count=2, v=0, d=32), queue())
+    execution.run(planner.plan(planner.Embedding(**kinds, **at, count=2, v=0, d=32)), queue())
     assert np.isnan(y).all()
 
 
@@ -256,11 +257,11 @@ def test_grouped_products(kind, fmt, tiles):
     held = [placed(array) for array in (*a, *b, experts)]
     at = dict(zip((*(("x", "x_scales") if quantized else ("x",)), "b", "b_scales", "experts"), held, strict=True))
     y = np.zeros((rows, n), np.float32)
-    fields = dict.fromkeys(c_abi.REQUESTS["grouped"], 0) | {name: array.ctypes.data for name, array in at.items()}
+    fields = {name: array.ctypes.data for name, array in at.items()}
     fields |= {"x_kind": CODES[kind], "b_kind": CODES[fmt], "y_dtype": 1, "activation_dtype": 1, "y": y.ctypes.data}
     fields |= {"x_rows": rows, "indices": rows, "count": count, "n": n, "k": k}
     fields |= {"outer": 1, "middle": 1, "inner": rows, "x_inner": 1, "e_inner": 1}
-    execution.run(planner.plan("grouped", **fields), queue())
+    execution.run(planner.plan(Grouped(**fields)), queue())
     weight = numpy_nodes.dequantize(*b, element_format=fmt)
     for expert in range(count):
         mine = experts == expert

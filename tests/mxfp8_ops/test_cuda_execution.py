@@ -40,7 +40,7 @@ def request(rows: int = 1) -> Quantize:
 
 def test_a_kernel_is_loaded_when_it_is_first_used(gpu):
     for rows in (1, 300):
-        plan = planner.quantize(request(rows), planner.queue(0, STREAM))
+        plan = planner.plan(request(rows), planner.queue(0, STREAM))
         assert (plan.done, plan.count) == (1, 1)
     assert gpu.loaded == ["quantize_rows<F32, E4M3, false, false>"]
     assert [(work.kernel, work.grid) for work in gpu.launches] == [(gpu.loaded[0], 1), (gpu.loaded[0], 3)]
@@ -66,13 +66,13 @@ def test_a_plan_ends_with_the_next_one(gpu):
 
 def test_a_launch_that_fails_names_the_gpu_and_the_error(gpu):
     with pytest.raises(BackendError, match=r"GPU 0: cannot launch: CUDA error CUDA_ERROR_INVALID_CONTEXT; expected"):
-        planner.quantize(request(), planner.queue(0, STREAM + 1))
+        planner.plan(request(), planner.queue(0, STREAM + 1))
     assert gpu.library.context_depth() == 0
 
 
 def test_a_gpu_that_is_not_there(gpu):
     with pytest.raises(BackendError, match="GPU 3: no such device"):
-        planner.quantize(request(), planner.queue(3, STREAM))
+        planner.plan(request(), planner.queue(3, STREAM))
 
 
 def test_kernels_of_a_node_compile_at_the_same_time(monkeypatch):

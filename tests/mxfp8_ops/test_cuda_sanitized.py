@@ -57,7 +57,7 @@ x, elements, scales = aligned(4 * 1000 * 32), aligned(1000 * 32 - 1), aligned(10
 x[:] = 1
 at = (array.ctypes.data for array in (elements, scales))
 request = planner.Quantize(1, 17, 0x1FFFFF, planner.PLAIN, x.ctypes.data, 1000, 32, 1, *at)
-execution.run(planner.quantize(request), queue())
+execution.run(planner.plan(request), queue())
 print("not seen")
 """
     done = run("-c", script)

@@ -256,18 +256,19 @@ extern "C" MXFP8_API int mxfp8_cuda_plan_multiple(const mxfp8_cuda_multiple* req
     "cuda/multiple.py": '''
 """MXFP8Multiple on CuPy arrays."""
 
+from collections import namedtuple
 import numpy as np
 from mxfp8_ops.cuda import cupy_arrays, device, execution, planner
 from mxfp8_ops.cuda.planner import CODES
 
+Multiple = namedtuple("Multiple", "format elements scales rows k times_bits y")
+
 
 def multiple(elements, scales, *, times=2.0):
     y, queue = device.cupy_module().empty(elements.shape, np.float32), cupy_arrays._queue()
-    plan = planner.plan(
-        "multiple", queue.packed, format=CODES["e4m3"], elements=elements.data.ptr, scales=scales.data.ptr,
-        rows=len(elements), k=elements.shape[1], times_bits=int(np.float32(times).view(np.uint32)), y=y.data.ptr,
-    )
-    execution.run(plan, queue)
+    at, bits = (elements.data.ptr, scales.data.ptr), int(np.float32(times).view(np.uint32))
+    request = Multiple(CODES["e4m3"], *at, *elements.shape, bits, y.data.ptr)
+    execution.run(planner.plan(request, queue.packed), queue)
     return y
 ''',
 }

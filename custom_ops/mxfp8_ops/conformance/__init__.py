@@ -3,10 +3,165 @@
     from mxfp8_ops import conformance
     print(conformance.check("quantize", my_quantize))
 
-`python -m mxfp8_ops.conformance` does it for programs in any language, which read and write files.
+`python -m mxfp8_ops.conformance` does it for programs in any language, which read and write files. vectors.npz is a zip
+archive of .npy arrays, called KIND/GROUP/SETTINGS/ARRAY; docs/numerics.md describes it. It is written by
+custom_ops/conformance_vectors.py from `numpy_nodes`.
 """
 
-from mxfp8_ops.conformance.check import Outcome, Result, check
-from mxfp8_ops.conformance.vectors import Case, cases
+from __future__ import annotations
 
-__all__ = ["Case", "Outcome", "Result", "cases", "check"]
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_ops.errors import ContractError
+from mxfp8_ops.formats import BLOCK_SIZE
+
+PATH: Final = Path(__file__).with_name("vectors.npz")
+
+KINDS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
+    "quantize": (("x",), ("elements", "scales"), ("element_format", "scale_rounding")),
+    "dequantize": (("elements", "scales"), ("values",), ("element_format",)),
+    "gemm": (("a", "a_scales", "b", "b_scales", "bias"), ("y",), ("a_format", "b_format")),
+}
+"""Names of inputs, of results, and of the options that are a case's settings."""
+
+Array = npt.NDArray[Any]
+Answer = tuple[Array, ...] | str
+"""Arrays, or why there are none."""
+
+
+class Case(NamedTuple):
+    """One call of the operation that is tested."""
+
+    name: str
+    """KIND/GROUP/SETTINGS, such as "quantize/boundaries/e4m3-ceil"."""
+    options: Mapping[str, Any]
+    """Keyword arguments of the call, those of the function of this kind in `numpy_nodes`."""
+    inputs: tuple[Array, ...]
+    """Positional arguments."""
+    expected: Mapping[str, Array]
+    """quantize: elements and scales, uint8; dequantize: values, float32; gemm: y, float64."""
+    bound: Array | None
+    """How far a gemm may be from `y`."""
+
+
+class Outcome(NamedTuple):
+    """The result of one case."""
+
+    case: str
+    total: int
+    """Values, or bytes of a quantizer."""
+    passed: int
+    told: tuple[str, ...]
+    """The first three differences, with bytes in hex; or why there is no answer to compare."""
+
+
+class Result(NamedTuple):
+    """The results of a check; as text, a line per case and its first differences."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case did."""
+        return all(outcome.passed == outcome.total for outcome in self.outcomes)
+
+    def __str__(self) -> str:
+        lines = []
+        for case, total, passed, told in self.outcomes:
+            lines.append(f"{case:32}{passed:8} of {total:7}  {'ok' if passed == total else 'FAILED'}")
+            lines += [f"    {line}" for line in told]
+        right = sum(outcome.passed == outcome.total for outcome in self.outcomes)
+        return "\n".join([*lines, f"{right} of {len(self.outcomes)} cases passed"])
+
+
+@functools.cache
+def cases(kind: str) -> tuple[Case, ...]:
+    """Returns the cases of one kind: "quantize", "dequantize" or "gemm"."""
+    (inputs, results, options), found = KINDS[kind], []
+    with np.load(PATH) as file:
+        arrays = {name: file[name] for name in file.files if name.startswith(f"{kind}/")}
+    for name in dict.fromkeys(path.rpartition("/")[0] for path in arrays if path.count("/") == 3):
+        _, group, settings = name.split("/")
+        chosen: dict[str, Any] = dict(zip(options, settings.split("-"), strict=True))
+        if kind == "quantize":
+            chosen["axis"] = 0 if group == "columnwise" else -1
+        folder = f"{kind}/{group}" if kind == "quantize" else name  # x is one array for all settings
+        operands = tuple(arrays[path] for each in inputs if (path := f"{folder}/{each}") in arrays)
+        expected = {each: arrays[f"{name}/{each}"] for each in results}
+        found.append(Case(name, chosen, operands, expected, arrays.get(f"{name}/bound")))
+    return tuple(found)
+
+
+def check(kind: str, function: Callable[..., Any], *, whole_blocks: bool = False, **known: Collection[Any]) -> Result:
+    """Returns how often `function` gives the bytes, or values, of the function of this kind in `numpy_nodes`.
+
+    Any NaN will do for NaN. A gemm is right within the bound of float32 sums, which is 0 where every order is exact.
+
+    Args:
+        kind: "quantize", "dequantize" or "gemm".
+        function: called with NumPy arrays as `numpy_nodes.quantize(x, axis=, element_format=, scale_rounding=)`,
+            `dequantize(elements, scales, element_format=)` or `gemm(a, a_scales, b, b_scales[, bias], a_format=,
+            b_format=)`; gives arrays of the same shapes, elements and scales of one byte each.
+        whole_blocks: pads what is quantized with zeros to whole blocks of 32, and cuts the elements.
+        **known: for options, the values that it knows: element_format=["e4m3"], axis=[-1].
+
+    Raises:
+        ContractError: no case is left.
+    """
+
+    def padded(x: Array, *, axis: int, **options: Any) -> tuple[Array, Array]:
+        size, widths = x.shape[axis], [(0, 0), (0, 0)]
+        widths[axis] = (0, -size % BLOCK_SIZE)
+        elements, scales = function(np.pad(x, widths), axis=axis, **options)
+        return np.asarray(elements).take(range(size), axis), np.asarray(scales)
+
+    chosen = [case for case in cases(kind) if all(case.options.get(name) in some for name, some in known.items())]
+    call = padded if whole_blocks else function
+    return judge((case, _answer(call, case)) for case in chosen)
+
+
+def judge(answers: Iterable[tuple[Case, Answer]]) -> Result:
+    """Returns which answers are right. ContractError if there is none."""
+    outcomes = tuple(_outcome(case, answer) for case, answer in answers)
+    if not outcomes:
+        raise ContractError("conformance", "no such case", expected="options that the vectors have", advice="see cases")
+    return Result(outcomes)
+
+
+def _answer(call: Callable[..., Any], case: Case) -> Answer:
+    right = [array.shape for array in case.expected.values()]
+    try:
+        returned = call(*(array.copy() for array in case.inputs), **case.options)
+        arrays = tuple(map(np.asarray, returned if len(right) > 1 else (returned,)))
+        if (shapes := [array.shape for array in arrays]) != right:
+            return f"gave shapes {shapes} instead of {right}"
+        return tuple(array.view(np.uint8) for array in arrays) if len(right) > 1 else arrays
+    except Exception as error:  # foreign code may raise anything; the other cases still run
+        return f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _outcome(case: Case, answer: Answer) -> Outcome:
+    total = sum(array.size for array in case.expected.values())
+    if isinstance(answer, str):
+        return Outcome(case.name, total, 0, (answer,))
+    told = []
+    for (name, right), actual in zip(case.expected.items(), answer, strict=True):
+        # The sign and the bits of a NaN are free; those of a zero are not, where values are dequantized.
+        same = (actual == right) & (np.signbit(actual) == np.signbit(right) if name == "values" else True)
+        same |= np.isnan(actual) & np.isnan(right)
+        if case.bound is not None:
+            with np.errstate(invalid="ignore"):
+                same |= np.abs(actual - right) <= case.bound
+        for at in map(tuple, np.argwhere(~same)):
+            told.append(f"{name}{list(map(int, at))}: {_text(actual[at])}, expected {_text(right[at])}")
+    return Outcome(case.name, total, total - len(told), tuple(told[:3]))
+
+
+def _text(value: Any) -> str:
+    return f"{value:02x}" if value.dtype == np.uint8 else f"{value:.9g} = {np.float32(value).view(np.uint32):08x}"

@@ -40,11 +40,7 @@ def _argument(x: Any) -> Any:
 
 
 def array(where: str, name: str, x: Any) -> Array:
-    """Returns `x`.
-
-    Raises:
-        ShapeError: it is not a NumPy array, or its bytes are in another order than this machine's.
-    """
+    """Returns `x`; ShapeError if it is no NumPy array, or its bytes are in another order than this machine's."""
     if not isinstance(x, np.ndarray):
         what, advice = f"{name} is a {type(x).__name__}", "pass numpy.asarray of it"
         raise ShapeError(where, what, expected="a NumPy array", advice=advice)
@@ -60,11 +56,7 @@ def array(where: str, name: str, x: Any) -> Array:
 
 
 def contiguous(where: str, x: Array) -> Array:
-    """Returns `x` as C-contiguous, aligned memory: itself, or a copy.
-
-    Raises:
-        BackendError: there is no memory for a copy.
-    """
+    """Returns `x` as C-contiguous, aligned memory: itself, or a copy; BackendError if there is no memory for one."""
     # Views of bytes may be unaligned, such as np.frombuffer with an offset; the C ABI refuses their addresses.
     if x.flags.c_contiguous and x.flags.aligned:
         return x
@@ -72,21 +64,12 @@ def contiguous(where: str, x: Array) -> Array:
 
 
 def empty(where: str, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Returns a new array.
-
-    Raises:
-        BackendError: there is no memory for it.
-    """
+    """Returns a new array; BackendError if there is no memory for it."""
     return _allocated(where, lambda: np.empty(shape, dtype), shape)
 
 
 def floats(where: str, name: str, x: Any) -> Array:
-    """Returns `x` as contiguous float32.
-
-    Raises:
-        ShapeError: it is not an array of numbers.
-        BackendError: there is no memory for a copy.
-    """
+    """Returns `x` as contiguous float32; ShapeError if it is no array of numbers."""
     if not np.can_cast(array(where, name, x).dtype, np.float32, "same_kind"):
         raise ShapeError(
             where, f"{name} has dtype {x.dtype}", expected="float32, or what NumPy casts to it", advice="cast it first"
@@ -95,11 +78,7 @@ def floats(where: str, name: str, x: Any) -> Array:
 
 
 def thread_count(where: str, threads: int) -> int:
-    """Returns `threads` as the library takes it.
-
-    Raises:
-        ShapeError: it is not a whole number, or below 0.
-    """
+    """Returns `threads` as the library takes it; ShapeError if it is no whole number, or below 0."""
     # operator.index takes NumPy's integers, and refuses floats: 2.0 is more likely a mistake than a count.
     try:
         count = operator.index(threads)

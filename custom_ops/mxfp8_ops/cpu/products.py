@@ -70,12 +70,7 @@ def check_epilogue(epilogue: str) -> None:
 
 
 def result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> tuple[Array, Array | None]:
-    """Returns an empty result of a gemm whose operands come with their scales, if they have any, and the bias.
-
-    Raises:
-        ShapeError: shapes or dtypes do not fit.
-        BackendError: there is no memory for the result.
-    """
+    """Returns an empty result of a gemm of such operands, and the bias; ShapeError if they do not fit."""
     for name, operand in (("a", a), ("b", b)):
         for which, codes in zip((name, f"{name}_scales"), operand, strict=False):
             array("gemm", which, codes)

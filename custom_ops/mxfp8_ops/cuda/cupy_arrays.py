@@ -12,7 +12,6 @@ Not verified on hardware yet: see src/cuda/README.md.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,7 +61,7 @@ def quantize(
     x = cupy.ascontiguousarray(x)
     # From here on addresses alone: `x`, `elements` and `scales` must live until the work is queued.
     request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
-    _run(planner.quantize, request)
+    _run(request)
     return elements, scales
 
 
@@ -82,7 +81,7 @@ def quantize_both(
         pairs.append((cupy.empty(x.shape, np.uint8), cupy.empty(size, np.uint8)))
     # The planner takes the blocks along the first axis (outer = 1) as the main result and the rows beside it.
     (rows_at, columns_at) = ((elements.data.ptr, scales.data.ptr) for elements, scales in pairs)
-    _run(planner.quantize, planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at))
+    _run(planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at))
     return pairs[0], pairs[1]
 
 
@@ -100,7 +99,7 @@ def dequantize(
         CODES[element_format], CODES[dtype], elements.data.ptr, scales.data.ptr,
         *checks.split_at(elements.shape, axis), y.data.ptr,
     )  # fmt: skip
-    _run(planner.dequantize, request)
+    _run(request)
     return y
 
 
@@ -115,15 +114,9 @@ def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dt
     cupy = device.cupy_module()
     indices, b, b_scales = (cupy.ascontiguousarray(t) for t in (indices, b, b_scales))
     y, (v, d) = cupy.empty(shape, y_dtype), b.shape
-    queue = _queue()
-    plan = planner.plan(
-        "embedding", queue.packed,
-        index_dtype=contract.INT32 if indices.dtype == np.int32 else contract.INT64,
-        b_format=CODES[b_format], y_dtype=CODES[dtype],
-        indices=indices.data.ptr, b=b.data.ptr, b_scales=b_scales.data.ptr, count=indices.size, v=v, d=d,
-        y=y.data.ptr,
-    )  # fmt: skip
-    execution.run(plan, queue)
+    code = contract.INT32 if indices.dtype == np.int32 else contract.INT64
+    at = indices.data.ptr, b.data.ptr, b_scales.data.ptr
+    _run(planner.Embedding(code, CODES[b_format], CODES[dtype], *at, indices.size, v, d, y.data.ptr))
     return y
 
 
@@ -247,9 +240,9 @@ def _quantizer(
     return CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN
 
 
-def _run(planned: Callable[[Any, bytes], planner.Plan], request: Any) -> None:
+def _run(request: tuple[int, ...]) -> None:
     queue = _queue()
-    execution.run(planned(request, queue.packed), queue)
+    execution.run(planner.plan(request, queue.packed), queue)
 
 
 def _queue() -> Queue:

@@ -15,20 +15,15 @@ from mxfp8_ops.cuda.execution import Device
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
-# Stacks, because the contexts below may be nested; of the process, because torch runs backward passes on other threads.
-_forced: Final[list[int]] = []
-_cuts: Final[list[tuple[int, int, int]]] = []
+# A stack, as the contexts below may be nested; of the process, because torch runs backward passes on other threads.
+_chosen: Final[list[dict[str, int]]] = []
 
 
 def place(gpu: Device, libraries: int) -> Place:
     """Returns the planner's description of a device: its capability, its libraries, and the choices made below."""
-    # The usual case first: nothing is forced, and the cached Place needs no new tuple.
     plain = _place(gpu.capability, gpu.processors, libraries)
-    if not (_forced or _cuts):
-        return plain
-    # The planner counts forced rows from 1, as 0 stands for none.
-    forced, cut = _forced[-1] + 1 if _forced else 0, _cuts[-1] if _cuts else (0, 0, 0)
-    return Place(*plain[:3], forced, *cut)
+    # The usual case: nothing is chosen, and the cached Place needs no new tuple.
+    return plain._replace(**{k: v for fields in _chosen for k, v in fields.items()}) if _chosen else plain
 
 
 @functools.lru_cache
@@ -38,21 +33,28 @@ def _place(capability: tuple[int, int], processors: int, libraries: int) -> Plac
 
 
 @contextlib.contextmanager
-def forced_route(kernel: str) -> Iterator[None]:
+def _choose(**fields: int) -> Iterator[None]:
+    _chosen.append(fields)
+    try:
+        yield
+    finally:
+        _chosen.pop()
+
+
+def forced_route(kernel: str) -> contextlib.AbstractContextManager[None]:
     """Uses one row of the dispatch table for every product, in the whole process, inside a `with`.
 
     Raises:
         BackendError: there is no such row.
     """
-    _forced.append(_row(kernel))
-    try:
-        yield
-    finally:
-        _forced.pop()
+    names = [row.kernel for row in planner.routes()]
+    if kernel not in names:
+        choices = f"one of {', '.join(names)}"
+        raise BackendError("cuda", f"route {kernel!r}", expected=choices, advice="correct the name")
+    return _choose(forced=names.index(kernel) + 1)  # the planner counts from 1, as 0 stands for none
 
 
-@contextlib.contextmanager
-def fixed_cut(*, splits: int = 0, warps: int = 0, parts_bytes: int = 0) -> Iterator[None]:
+def fixed_cut(*, splits: int = 0, warps: int = 0, parts_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
     """Cuts products up in a fixed way, in the whole process, inside a `with`: for measurements. 0: as planned.
 
     Args:
@@ -60,16 +62,4 @@ def fixed_cut(*, splits: int = 0, warps: int = 0, parts_bytes: int = 0) -> Itera
         warps: warps of gemm_skinny that share x.
         parts_bytes: most bytes of the sums of bfloat16 parts.
     """
-    _cuts.append((splits, warps, parts_bytes))
-    try:
-        yield
-    finally:
-        _cuts.pop()
-
-
-def _row(kernel: str) -> int:
-    names = [row.kernel for row in planner.routes()]
-    if kernel not in names:
-        choices = f"one of {', '.join(names)}"
-        raise BackendError("cuda", f"route {kernel!r}", expected=choices, advice="correct the name")
-    return names.index(kernel)
+    return _choose(splits=splits, warps=warps, parts_bytes=parts_bytes)

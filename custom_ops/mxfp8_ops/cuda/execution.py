@@ -111,5 +111,5 @@ def wide_weight(queue: Queue, b_format: str, b: tuple[int, int], shape: tuple[in
     memory, inexact = queue.allocate(256 + 2 * n * k)
     data = inexact + 256
     request = Dequantize(CODES[b_format], CODES["bfloat16"], *b, n, k, 1, data, inexact)
-    run(planner.dequantize(request, queue.packed), queue)
+    run(planner.plan(request, queue.packed), queue)
     return WideWeight(data, inexact, memory)

@@ -8,14 +8,12 @@ do that alone; `execution.run` does the rest. Without one, nothing here needs a 
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from collections import namedtuple
-from collections.abc import Iterator
 from ctypes import POINTER, Structure, byref, c_char, c_int64, string_at
 from typing import Final, NamedTuple
 
-from mxfp8_ops import c_abi, formats, native
+from mxfp8_ops import formats, native
 from mxfp8_ops.errors import BackendError
 
 CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
@@ -53,11 +51,10 @@ Quantize = namedtuple(
     defaults=(0, 0),
 )
 Dequantize = namedtuple("Dequantize", "format y_dtype elements scales outer k inner y inexact", defaults=(0,))
+Embedding = namedtuple("Embedding", "index_dtype b_format y_dtype indices b b_scales count v d y")
 Step = namedtuple("Step", "what kernel grid block in_scratch in_result arguments")
 
-_PLACE, _GEMM, _QUANTIZE, _DEQUANTIZE = (
-    struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm, Quantize, Dequantize)
-)
+_PLACE, _GEMM = (struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm))
 _QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
 _STEP: Final = struct.Struct("5i2I14q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
 
@@ -124,26 +121,9 @@ def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> 
     return plan
 
 
-def quantize(request: Quantize, queue: bytes | None = None) -> Plan:
-    """Returns the plan of `numpy_nodes.quantize` along one axis or, of a matrix, along both, as `gemm` does."""
-    plan = Plan()
-    native.check("quantize", native.load().mxfp8_cuda_plan_quantize(_QUANTIZE.pack(*request), queue, byref(plan)))
-    return plan
-
-
-def dequantize(request: Dequantize, queue: bytes | None = None) -> Plan:
-    """Returns the plan of `numpy_nodes.dequantize`, as `gemm` does."""
-    plan = Plan()
-    native.check("dequantize", native.load().mxfp8_cuda_plan_dequantize(_DEQUANTIZE.pack(*request), queue, byref(plan)))
-    return plan
-
-
-def plan(name: str, queue: bytes | None = None, **fields: int) -> Plan:
-    """Returns the plan of a request by its name in mxfp8_cuda_plan.h, "embedding", and its fields, as `gemm` does."""
-    names = c_abi.REQUESTS[name]
-    if {*fields} != {*names}:
-        raise TypeError(f"fields {', '.join(fields)}; expected {', '.join(names)}")
-    packed, planned = struct.pack(f"{len(names)}q", *(fields[each] for each in names)), Plan()
+def plan(request: tuple[int, ...], queue: bytes | None = None) -> Plan:
+    """Returns the plan of a request, a struct of mxfp8_cuda_plan.h such as `Quantize`, by its name; as `gemm` does."""
+    name, packed, planned = type(request).__name__.lower(), struct.pack(f"{len(request)}q", *request), Plan()
     native.check(name, getattr(native.load(), f"mxfp8_cuda_plan_{name}")(packed, queue, byref(planned)))
     return planned
 
@@ -187,10 +167,11 @@ def kernels() -> tuple[str, ...]:
 @functools.cache
 def routes() -> tuple[Route, ...]:
     """Returns the dispatch table (src/cuda_host/routes.cpp). The first row that fits a product counts."""
-    return tuple(
-        Route(string_at(name).decode(), divmod(capability, 10), *rest)
-        for name, capability, *rest in _rows("mxfp8_cuda_route_at", len(Route._fields))
-    )
+    rows: list[Route] = []
+    while address := native.load().mxfp8_cuda_route_at(len(rows)):  # NULL past the last row
+        name, capability, *rest = (c_int64 * len(Route._fields)).from_address(address)
+        rows.append(Route(string_at(name).decode(), divmod(capability, 10), *rest))
+    return tuple(rows)
 
 
 # --- the library -----------------------------------------------------------------------------------------------------
@@ -200,15 +181,6 @@ def routes() -> tuple[Route, ...]:
 @functools.lru_cache
 def _packed_place(place: Place) -> bytes:
     return _PLACE.pack(*place)
-
-
-def _rows(function: str, fields: int) -> Iterator[list[int]]:
-    """Yields the rows of a table of the library as int64 fields, the first of which are pointers to text."""
-    row_at = getattr(native.load(), function)
-    for row in itertools.count():
-        if not (address := row_at(row)):  # NULL past the last row
-            return
-        yield (c_int64 * fields).from_address(address)[:]
 
 
 def _no_route(place: Place, p: Gemm) -> BackendError:

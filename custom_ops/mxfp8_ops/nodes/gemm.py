@@ -221,13 +221,8 @@ GEMM: Final = Op(
 )
 WEIGHT_GEMM: Final = Op(
     "MXFP8WeightGemm",
-    (
-        Port("X", VALUES, "[..., M, K] or [K]"),
-        Port("B", ELEMENTS, "[..., N, K]"),
-        Port("B_scales", SCALES, "[..., N, ceil(K / 32)]"),
-        Port("bias", (FLOAT,), "[N]", optional=True),
-    ),
-    (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
+    (Port("X", VALUES, "[..., M, K] or [K]"), *GEMM.inputs[2:]),
+    GEMM.outputs,
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
     "X @ transpose(B) + bias with only the weight quantized, X perhaps rounded to bfloat16, accumulated in float32.",
     _weight_gemm_body,

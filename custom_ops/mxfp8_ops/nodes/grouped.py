@@ -203,13 +203,8 @@ GROUPED_GEMM: Final = Op(
 )
 GROUPED_WEIGHT_GEMM: Final = Op(
     "MXFP8GroupedWeightGemm",
-    (
-        Port("X", VALUES, "[..., M, K]"),
-        Port("B", ELEMENTS, "[E, N, K]"),
-        Port("B_scales", SCALES, "[E, N, ceil(K / 32)]"),
-        Port("experts", (INT64,), "[...]"),
-    ),
-    (Port("Y", VALUES, "[..., M, N]"),),
+    (Port("X", VALUES, "[..., M, K]"), *GROUPED_GEMM.inputs[2:]),
+    GROUPED_GEMM.outputs,
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
     "X @ transpose(B[experts]) with only the weights quantized, X perhaps rounded first, accumulated in float32.",
     _grouped_weight_gemm_body,

@@ -87,7 +87,7 @@ def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
         y.data_ptr(),
     )  # fmt: skip
     queue = _queue(elements)
-    execution.run(planner.dequantize(request, queue.packed), queue)
+    execution.run(planner.plan(request, queue.packed), queue)
     return y
 
 
@@ -200,7 +200,7 @@ def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, i
     increment, at = _INCREMENTS[element_code, rounding], [t.data_ptr() for t in results]
     request = planner.Quantize(dtype, element_code, increment, layout, x.data_ptr(), *sizes, *at)
     queue = _queue(x)
-    execution.run(planner.quantize(request, queue.packed), queue)
+    execution.run(planner.plan(request, queue.packed), queue)
 
 
 def _versions(b: Pair) -> tuple[int, int]:

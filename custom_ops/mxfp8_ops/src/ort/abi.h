@@ -67,7 +67,7 @@ constexpr uint32_t kApiVersion = 17;
 
 enum ErrorCode { kFail = 1, kInvalidArgument = 2 };
 enum Characteristic { kRequired = 0, kOptional = 1 };
-enum AttributeType { kInt = 1, kString = 5 };
+enum AttributeType { kInt = 1 };
 
 // The table, set when the library is registered.
 extern const OrtApi* api;
