@@ -10,8 +10,9 @@ and constant by constant, back from an output and on to the others. What a tool 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -41,7 +42,11 @@ _DAMAGES: Final = (ValueError, TypeError, OverflowError, LookupError, AttributeE
 
 def is_marked(node: ir.Node) -> bool:
     """Whether a node makes the first output of one that was taken apart."""
-    return any(key.startswith(MARK) for key in node.metadata_props)
+    return bool(_marks(node))
+
+
+def _marks(node: ir.Node) -> dict[str, str]:
+    return {key: text for key, text in node.metadata_props.items() if key.startswith(MARK)}
 
 
 def unfuse(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -144,18 +149,15 @@ def restore(edit: Edit) -> int:
 def forget(model: ir.Model) -> None:
     """Removes the marks that are left: of nodes that something has changed."""
     for node in (node for graph in model.graphs() for node in graph):
-        for key in [key for key in node.metadata_props if key.startswith(MARK)]:
+        for key in _marks(node):
             del node.metadata_props[key]
 
 
 def _restored(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | None:
     """Returns the node whose first output `node` makes, if it is marked and the graph is still that node's body."""
-    for key, text in node.metadata_props.items():
-        op = contract.OPS.get(key.removeprefix(MARK)) if key.startswith(MARK) else None
-        whole = None if op is None else _whole(node, op, text, fresh)
-        if whole is not None:
-            return whole
-    return None
+    marks = ((contract.OPS.get(key.removeprefix(MARK)), text) for key, text in _marks(node).items())
+    ways = (_whole(node, op, text, fresh) for op, text in marks if op is not None)
+    return next((whole for whole in ways if whole is not None), None)
 
 
 def _whole(node: ir.Node, op: contract.Op, text: str, fresh: Callable[[str], str]) -> Replacement | None:
@@ -174,32 +176,32 @@ def _whole(node: ir.Node, op: contract.Op, text: str, fresh: Callable[[str], str
     if case.attributes.get("block_size", (BLOCK_SIZE,)) != (BLOCK_SIZE,) or not absent.keys() <= may_be_absent:
         return None
     left_out = {name for name, value in case.inputs.items() if value.present is False}
-    if not match.finds(node) or not {port.name for port in op.inputs} - match.inputs.keys() <= left_out:
+    if not match.finds(node) or not {port.name for port in op.inputs} - match.named(match.inputs).keys() <= left_out:
         return None
-    inputs: dict[str, ir.Value] = match.inputs
-    outputs = [match.outputs.get(port.name) for port in op.outputs]
+    inputs, outputs = match.named(match.inputs), list(map(match.bound.get, match.outputs))
     gone = unneeded([output for output in outputs if output is not None], inputs.values())
     others = [output for output in outputs[1:] if output is not None]
     # What is behind all the others cannot be made of one of them.
-    if is_circular(others, {*inputs.values()} - match.behind_all(op.outputs[0].name), gone):
+    if is_circular(others, {*inputs.values()} - match.behind_all(others), gone):
         return None
     for at, (port, output) in enumerate(zip(op.outputs, outputs, strict=True)):
         if port.optional and output is not None and only_used_by(output, gone):
             outputs[at] = None
-    before = {port: _vector(fresh(name), dtype, ABSENT[port]) for port, (name, dtype) in absent.items()}
-    inputs = {**inputs, **{port: made.outputs[0] for port, made in before.items()}}
+    before = [_vector(fresh(name), dtype, ABSENT[port]) for port, (name, dtype) in absent.items()]
+    inputs |= {port: each.outputs[0] for port, each in zip(absent, before, strict=True)}
+    ports = [inputs.get(port.name) for port in op.inputs]
+    while ports and ports[-1] is None:
+        ports.pop()
     settings = {name: value for name, (value,) in case.attributes.items()}
-    ports = _without_end([inputs.get(port.name) for port in op.inputs])
     new = mxfp8_node(node, op, ports, list(map(value_replacing, outputs)), **settings)
     new.name = mark["name"]
     del new.metadata_props[MARK + op.name]
-    return Replacement(kind=op.name, node=new, gone=tuple(gone), before=tuple(before.values()))
+    return Replacement(kind=op.name, node=new, gone=tuple(gone), before=tuple(before))
 
 
 def _vector(name: str, dtype: int, numbers: Sequence[float]) -> ir.Node:
     """Returns the node that makes the vector that stands for an input that is not there."""
-    values = [dtype == contract.BOOL] * len(numbers)
-    tensor = ir.tensor(np.array(values, ir.DataType(dtype).numpy()), name=name)
+    tensor = ir.tensor(np.full(len(numbers), dtype == contract.BOOL, ir.DataType(dtype).numpy()), name=name)
     return ir.node("Constant", [], {"value": tensor}, outputs=[ir.Value(name=name)], name=name)
 
 
@@ -209,107 +211,87 @@ class _Match:
     def __init__(self, op: contract.Op, body: Sequence[onnx.NodeProto]) -> None:
         """`body`: its values are named as the ports of `op`."""
         self._body = _graph_of(body, (port.name for port in op.inputs), (port.name for port in op.outputs))
-        self._bound: dict[ir.Value, ir.Value] = {}
-        """Values of the graph by those of the body."""
+        self.inputs, self.outputs = self._body.inputs, self._body.outputs
+        self.bound: dict[ir.Value, ir.Value] = {}
+        """Values of the graph by those of the body; outputs that the graph does not compute are left out."""
 
-    @property
-    def inputs(self) -> dict[str, ir.Value]:
-        """What the graph has for each input of the op, by port."""
-        return {str(port.name): self._bound[port] for port in self._body.inputs if port in self._bound}
+    def named(self, ports: Iterable[ir.Value]) -> dict[str, ir.Value]:
+        """Returns what the graph has for these ports of the op, by name."""
+        return {str(port.name): self.bound[port] for port in ports if port in self.bound}
 
-    @property
-    def outputs(self) -> dict[str, ir.Value]:
-        """What the graph has for each output of the op, by port; outputs that it does not compute are left out."""
-        return {str(port.name): self._bound[port] for port in self._body.outputs if port in self._bound}
-
-    def behind_all(self, first: str) -> set[ir.Value]:
-        """Returns the inputs of the op that each output but the first depends on, as the graph has them."""
-        behind = [_behind(port) for port in self._body.outputs if port in self._bound and port.name != first]
-        ports = [port for port in self._body.inputs if port in self._bound]
-        return {self._bound[port] for port in ports if all(port in each for each in behind)}
+    def behind_all(self, outputs: Container[ir.Value]) -> set[ir.Value]:
+        """Returns the inputs of the op that each of these outputs depends on, as the graph has them."""
+        behind = {port for port in self.inputs if port in self.bound}
+        for port in (port for port in self.outputs if self.bound.get(port) in outputs):
+            needed: set[ir.Value | None] = {port}
+            for node in reversed(self._body):
+                needed.update(() if needed.isdisjoint(node.outputs) else node.inputs)
+            behind &= needed
+        return {self.bound[port] for port in behind}
 
     def finds(self, node: ir.Node) -> bool:
         """Whether the graph computes the first output of the body by `node`, and so everything before it.
 
         Looks for the other outputs too, which may be absent.
         """
-        pattern = self._body.outputs[0].producer()
+        pattern = self.outputs[0].producer()
         if pattern is None or not self._same(pattern, node):
             return False
         for each in self._body:  # in the order of the computation
-            self._forward(each, node.graph)
+            if each.outputs[0] not in self.bound and not is_op(each, "Constant"):
+                self._forward(each, node.graph)
         return True
 
     def _forward(self, pattern: ir.Node, graph: object) -> None:
         """Binds the results of a node of the body, if the graph has it behind values that are bound."""
-        if pattern.outputs[0] in self._bound or is_op(pattern, "Constant"):
-            return
-        values = (self._bound[value] for value in pattern.inputs if value in self._bound)
+        values = (self.bound[value] for value in pattern.inputs if value in self.bound)
         for user in (user for value in values for user in value.consumers() if user.graph is graph):
-            before = dict(self._bound)
+            before = dict(self.bound)
             if self._same(pattern, user):
                 return
-            self._bound = before
+            self.bound = before
 
     def _same(self, pattern: ir.Node, node: ir.Node) -> bool:
         """Whether a node of the graph is that of the body, and so is everything before it; binds their values."""
-        if pattern.op_identifier() != node.op_identifier() or not self._same_attributes(pattern, node):
+        if pattern.op_identifier() != node.op_identifier() or len(pattern.outputs) < len(node.outputs):
             return False
-        inputs, others = _without_end(pattern.inputs), _without_end(node.inputs)
-        if len(inputs) != len(others) or len(pattern.outputs) < len(node.outputs):
+        one, other = pattern.attributes, node.attributes
+        if pattern.domain == contract.DOMAIN:
+            if settings_of(pattern) != settings_of(node):
+                return False
+        elif one.keys() != other.keys() or not all(self._same_attribute(one[name], other[name]) for name in one):
             return False
-        self._bound.update(zip(pattern.outputs, node.outputs, strict=False))
-        return all(map(self._same_value, inputs, others))
+        self.bound.update(zip(pattern.outputs, node.outputs, strict=False))
+        return all(self._same_value(*pair) for pair in itertools.zip_longest(pattern.inputs, node.inputs))
 
     def _same_value(self, value: ir.Value | None, other: ir.Value | None) -> bool:
         if value is None or other is None:
             return value is other
         pattern, node = value.producer(), other.producer()
         if is_op(pattern, "Constant"):
-            expected, actual = constant(value), constant(other)
-            return expected is not None and actual is not None and _bits(actual) == _bits(expected)
-        if value in self._bound:
-            return self._bound[value] is other
+            return _same_array(constant(value), constant(other))
+        if value in self.bound:
+            return self.bound[value] is other
         if pattern is None:
-            self._bound[value] = other
-            return value in self._body.inputs
-        return node is not None and self._same(pattern, node) and self._bound.get(value) is other
-
-    def _same_attributes(self, pattern: ir.Node, node: ir.Node) -> bool:
-        if pattern.domain == contract.DOMAIN:
-            return settings_of(pattern) == settings_of(node)
-        one, other = pattern.attributes, node.attributes
-        return one.keys() == other.keys() and all(self._same_attribute(one[name], other[name]) for name in one)
+            self.bound[value] = other
+            return value in self.inputs
+        return node is not None and self._same(pattern, node) and self.bound.get(value) is other
 
     def _same_attribute(self, one: ir.Attr, other: ir.Attr) -> bool:
         if one.type != other.type:
             return False
         if one.type == ir.AttributeType.TENSOR:
-            return _bits(one.as_tensor().numpy()) == _bits(other.as_tensor().numpy())
+            return _same_array(one.as_tensor().numpy(), other.as_tensor().numpy())
         if one.type != ir.AttributeType.GRAPH:
             return bool(one.value == other.value)
         body, graph = one.as_graph(), other.as_graph()  # which see the values around them
         if (len(body.inputs), len(body.outputs)) != (len(graph.inputs), len(graph.outputs)):
             return False
-        self._bound.update(zip(body.inputs, graph.inputs, strict=True))
+        self.bound.update(zip(body.inputs, graph.inputs, strict=True))
         return all(map(self._same_value, body.outputs, graph.outputs))
 
 
-def _behind(port: ir.Value) -> set[ir.Value | None]:
-    """Returns the values of a body that one depends on."""
-    behind, waiting = set[ir.Value | None](), list[ir.Value | None]([port])
-    while waiting:
-        if (value := waiting.pop()) is not None and value not in behind:
-            behind.add(value)
-            waiting += node.inputs if (node := value.producer()) is not None else ()
-    return behind
-
-
-def _without_end(values: Sequence[ir.Value | None]) -> list[ir.Value | None]:
-    """Returns the values without the absent ones at the end."""
-    count = max((at for at, value in enumerate(values, 1) if value is not None), default=0)
-    return list(values[:count])
-
-
-def _bits(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
-    return str(array.dtype), array.shape, array.tobytes()
+def _same_array(one: npt.NDArray[Any] | None, other: npt.NDArray[Any] | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -6,7 +6,6 @@ onnx's checker does not know the ops of other dialects; the standard ones were c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
@@ -16,8 +15,8 @@ from mxfp8_graph.onnx_pass.dialect_ops import dialect_of, is_blocked
 from mxfp8_graph.onnx_pass.dialects import OPS, TRT
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, is_op, label, name_of
 from mxfp8_graph.tools.dialects.bodies import is_marked
-from mxfp8_graph.tools.dialects.edit import AGAIN, Edit, operand, rank_of, tensor_of
-from mxfp8_ops.errors import ContractError, Option
+from mxfp8_graph.tools.dialects.edit import AGAIN, Advice, Edit, operand, rank_of, tensor_of
+from mxfp8_ops.errors import ContractError
 
 _QUANTIZED: Final = {
     "": {
@@ -82,25 +81,23 @@ def check_node(edit: Edit, node: ir.Node) -> None:
         names = [value.name if value is not None else "" for value in node.inputs]
         what = f"inputs {names}, outputs {[output.name for output in node.outputs]}"
         expected = f"{least}{'' if most == least else f' to {most}'} inputs and {outputs}"
-        raise edit.refuse(node, what, expected, AGAIN)
+        raise edit.refuse(node, what, expected)
     if row.name == "trt":
-        check_zero_point(edit, node, AGAIN)
+        check_zero_point(edit, node)
     for entry in node.attributes.values():
-        if row.attributes and entry.name not in row.attributes:
-            expected = f"{', '.join(row.attributes)} alone, which are known to convert"
-            raise edit.refuse(node, f"attribute {entry.name!r}", expected, AGAIN)
-        kind = _KINDS.get(entry.name, entry.type)
-        if entry.type != kind:
-            raise edit.refuse(node, f"{entry.name} of another type", kind.name.lower(), AGAIN)
+        is_known, kind = not row.attributes or entry.name in row.attributes, _KINDS.get(entry.name, entry.type)
+        expected = f"{', '.join(row.attributes)} alone, which are known to convert"
+        edit.require(is_known, node, f"attribute {entry.name!r}", expected)
+        edit.require(entry.type == kind, node, f"{entry.name} of another type", kind.name.lower())
     axis, value = attribute(node, "axis", None), node.inputs[0]
     rank = None if value is None else rank_of(value)
-    if axis is not None and rank is not None and not -rank <= axis < max(rank, 1):
-        raise edit.refuse(node, f"axis {axis}", f"one of {rank} dimensions", AGAIN)
+    is_axis = axis is None or rank is None or -rank <= axis < max(rank, 1)
+    edit.require(is_axis, node, f"axis {axis}", f"one of {rank} dimensions")
 
 
-def check_zero_point(edit: Edit, node: ir.Node, advice: str | Sequence[str | Option]) -> None:
+def check_zero_point(edit: Edit, node: ir.Node, advice: Advice = AGAIN) -> None:
     """Raises ContractError unless the zero point of a node, its third input, is absent or stored zeros."""
     value = operand(node, 2)
     stored = tensor_of(value)
-    if value is not None and (stored is None or np.any(stored.numpy() != 0)):
-        raise edit.refuse(node, f"zero point {value.name!r}", "none, or stored zeros", advice)
+    is_none = value is None or (stored is not None and not np.any(stored.numpy() != 0))
+    edit.require(is_none, node, f"zero point {value and value.name!r}", "none, or stored zeros", advice)

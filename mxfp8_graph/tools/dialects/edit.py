@@ -18,7 +18,6 @@ from mxfp8_graph.onnx_pass.graph import (
     attribute,
     dtype_of,
     fresh_names,
-    is_op,
     label,
     name_of,
     shape_of,
@@ -29,10 +28,9 @@ from mxfp8_ops.errors import ContractError, Option
 
 Codes = npt.NDArray[np.uint8]
 Nodes = list[ir.Node]
+Advice = str | Sequence[str | Option]
 Step = Callable[["Edit", ir.Node], Nodes | None]
 """Returns the nodes that take the place of one, or of what follows it; None if it stays."""
-
-CASTS: Final = ("Identity", "Cast")
 
 AGAIN: Final = "export the model again"
 OTHER: Final = "start from the model that is not quantized"
@@ -123,18 +121,6 @@ class Edit:
         graph.register_initializer(value)
         return value
 
-    def retype(self, value: ir.Value, dtype: int) -> None:
-        """Says that the bytes of an initializer are of another 8-bit dtype."""
-        tensor, element = value.const_value, ir.DataType(dtype)
-        if isinstance(tensor, ir.ExternalTensor):
-            place = tensor.location, tensor.offset, tensor.length, element
-            shape, folder = ir.Shape(dims(tensor)), tensor.base_dir
-            value.const_value = ir.ExternalTensor(*place, shape=shape, name=tensor.name or "", base_dir=folder)
-        elif tensor is not None:
-            value.const_value = ir.Tensor(tensor.numpy().view(element.numpy()), dtype=element, name=tensor.name)
-        if value.is_graph_input():
-            value.type = ir.TensorType(element)
-
     def codes(self, tensor: ir.TensorProtocol) -> Codes:
         """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
         if tensor.dtype.bitwidth != 8:
@@ -147,23 +133,26 @@ class Edit:
         if text not in self.notes:
             self.notes.append(text)
 
-    def refuse(self, node: ir.Node, what: str, expected: str, advice: str | Sequence[str | Option]) -> ContractError:
+    def require(self, holds: object, node: ir.Node, what: str, expected: str, advice: Advice = AGAIN) -> None:
+        """Raises the error for a node that cannot be read or written, unless something holds."""
+        if not holds:
+            raise self.refuse(node, what, expected, advice)
+
+    def refuse(self, node: ir.Node, what: str, expected: str, advice: Advice = AGAIN) -> ContractError:
         """Returns the error for a node that cannot be read or written."""
         where = f"{name_of(self.model)}: node {label(node)!r} ({node.op_type})"
         return ContractError(where, what, expected=expected, advice=advice)
 
 
 def _float_dtypes(model: ir.Model) -> set[int]:
-    dtypes: set[int] = set()
-    for graph in model.graphs():
-        values = (*graph.inputs, *graph.outputs, *graph.initializers.values())
-        dtypes.update(dtype_of(value) for value in values)
-        for node in graph:
-            if is_op(node, "Constant") and (tensor := stored(node.outputs[0])) is not None:
-                dtypes.add(int(tensor.dtype))
-            elif node.op_type == "Cast":
-                dtypes.add(attribute(node, "to", 0))
-    return dtypes & {*contract.VALUES}
+    values = [
+        value for graph in model.graphs() for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())
+    ]
+    nodes = list(model.graph.all_nodes())
+    values += [value for node in nodes if node.op_type == "Constant" for value in node.outputs]
+    stored_dtypes = {int(tensor.dtype) for value in values if (tensor := stored(value)) is not None}
+    cast = {attribute(node, "to", 0) for node in nodes if node.op_type == "Cast"}
+    return (stored_dtypes | cast | {*map(dtype_of, values)}) & {*contract.VALUES}
 
 
 def operands(node: ir.Node, start: int = 0, count: int = 2) -> list[ir.Value]:
@@ -190,21 +179,6 @@ def rank_of(value: ir.Value) -> int | None:
     """Returns the number of dimensions of a value; None if it is unknown."""
     shape = shape_of(value)
     return None if shape is None else len(shape)
-
-
-def sole_user(value: ir.Value) -> ir.Node | None:
-    """Returns the one node that uses a value, beside nodes that are being made; None for outputs of the graph."""
-    users = [user for user in value.consumers() if user.graph is not None]
-    return users[0] if len(users) == 1 and users[0].graph is value.graph and not value.is_graph_output() else None
-
-
-def source(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Value, Nodes]:
-    """Returns what a value is a view of, and the views by these ops between: the outermost first."""
-    views: Nodes = []
-    while (node := value.producer()) is not None and is_op(node, *ops) and (origin := operand(node, 0)) is not None:
-        views.append(node)
-        value = origin
-    return value, views
 
 
 def heirs(node: ir.Node) -> list[ir.Value]:

@@ -18,6 +18,7 @@ OpenVINO and onnx's ReferenceEvaluator. Weights are Cast and Mul, which ONNX Run
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -26,21 +27,13 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node, row_of
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, label
 from mxfp8_graph.tools.dialects.bodies import is_marked, standard
-from mxfp8_graph.tools.dialects.edit import (
-    CASTS,
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    operand,
-    operands,
-    rank_of,
-    sole_user,
-    source,
-    tensor_of,
-)
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
+
+CASTS: Final = ("Identity", "Cast")
+
+_TURNS: Final = ("Transpose", "Einsum")
 
 KN: Final = "_kn"
 """Ends the name of elements that `convert` has written as [K, N]."""
@@ -130,25 +123,29 @@ def _float_activation(edit: Edit, node: ir.Node) -> ir.Value:
 
 
 class _Weight(NamedTuple):
-    """B of a product: its elements [..., N, K] and scales, and the dtype of its values."""
+    """B of a product, or a table: its elements [..., N, K] and scales, and the dtype of its values."""
 
     elements: ir.Value
     scales: ir.Value
     dtype: int
-    n: int | None
-    """N of stored elements."""
+    dims: tuple[int, ...] | None
+    """Of stored elements."""
     is_kn: bool
     """Whether elements and scales are stored [..., K, N]."""
+
+    @property
+    def n(self) -> int | None:
+        return None if self.dims is None else self.dims[-1 if self.is_kn else -2]
 
 
 def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns the gemm for a product of dequantized operands, its Add and its Cast; None for other nodes."""
-    if is_op(node, "Gather"):
-        return _embedding(node)
-    weight = _weight(node) if is_op(node, "MatMul", "Gemm") else None
+    weight = _weight(node) if is_op(node, "MatMul", "Gemm", "Gather") else None
     if weight is None:
         return None
-    last, bias = node, operand(node, 2)
+    if node.op_type == "Gather":
+        return _embedding(node, weight)
+    last, bias, dtype = node, operand(node, 2), weight.dtype
     stored = tensor_of(bias)
     if node.op_type == "Gemm":
         factors = [attribute(node, name, 1.0) for name in ("alpha", "beta")]
@@ -161,13 +158,29 @@ def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
         stored = tensor_of(others[0]) if len(others) == 1 else None
         if stored is not None and stored.dtype in contract.VALUES and dims(stored) == (weight.n,):
             last, bias = add, others[0]
-    dtype = weight.dtype
     cast = sole_user(last.outputs[0])
     if cast is not None and dtype == contract.FLOAT and _rounds(cast):
         last, dtype = cast, attribute(cast, "to", 0)
     if bias is not None and stored is not None and stored.dtype != contract.FLOAT:
         bias = edit.cast(last, bias, contract.FLOAT, "float")
-    return _gemm(edit, node, last, [*_nk(edit, weight), *([] if bias is None else [bias])], dtype)
+    packed, a = [*_nk(edit, weight), *([] if bias is None else [bias])], operands(node)[0]
+    if (quantized := _quantized(a)) is not None:
+        return [mxfp8_node(node, contract.GEMM, [*quantized, *packed], heirs(last), output_dtype=dtype)]
+    x, rounds = _activation(a)
+    settings = {"output_dtype": weight_gemm_dtype(dtype), **({"activation_dtype": contract.BFLOAT16} if rounds else {})}
+    to = None if weight_gemm_dtype(dtype) == dtype else dtype
+    make = lambda y: mxfp8_node(node, contract.WEIGHT_GEMM, [x, *packed], y, **settings)  # noqa: E731
+    return edit.ending(last, f"{last.outputs[0].name}_gemm", to, make)
+
+
+def _embedding(node: ir.Node, table: _Weight) -> Nodes | None:
+    """Returns MXFP8Embedding for a Gather of rows of a stored matrix, packed along its rows; None for others."""
+    ids = operands(node)[1]
+    is_matrix = table.dims is not None and len(table.dims) == 2
+    if not is_matrix or attribute(node, "axis", 0) not in (0, -2) or dtype_of(ids) not in contract.INDICES:
+        return None
+    inputs = [ids, table.elements, table.scales]
+    return [mxfp8_node(node, contract.EMBEDDING, inputs, heirs(node), output_dtype=table.dtype)]
 
 
 def _rounds(node: ir.Node) -> bool:
@@ -177,76 +190,46 @@ def _rounds(node: ir.Node) -> bool:
     return is_half and not any(user.op_type == "Cast" for user in users)
 
 
-def _gemm(edit: Edit, product: ir.Node, last: ir.Node, weight: list[ir.Value], dtype: int) -> Nodes:
-    """Returns the gemm of a product with a packed weight and perhaps a bias, whose result is that of `last`."""
-    a = operands(product)[0]
-    if (quantized := _quantized(a)) is not None:
-        return [mxfp8_node(product, contract.GEMM, [*quantized, *weight], heirs(last), output_dtype=dtype)]
-    x, settings = _activation(a)
-    held = weight_gemm_dtype(dtype)
-    settings = {**settings, "output_dtype": held}
-    make = lambda y: mxfp8_node(product, contract.WEIGHT_GEMM, [x, *weight], y, **settings)  # noqa: E731
-    return edit.ending(last, f"{last.outputs[0].name}_gemm", None if held == dtype else dtype, make)
-
-
-def _embedding(node: ir.Node) -> Nodes | None:
-    """Returns MXFP8Embedding for a Gather of rows of a stored table, packed along its rows; None for others."""
-    values, ids = operands(node)
-    origin, views = source(values, CASTS)
-    table = origin.producer()
-    if table is None or not is_ours(table, contract.DEQUANTIZE):
-        return None
-    stored, dtype = tensor_of(operands(table)[0]), _cast_dtype(table, views)
-    along_rows = stored is not None and len(dims(stored)) == 2 and attribute(table, "axis", -1) in (-1, 1)
-    by_row = attribute(node, "axis", 0) in (0, -2) and dtype_of(ids) in contract.INDICES
-    if not along_rows or not by_row or dtype is None:
-        return None
-    return [mxfp8_node(node, contract.EMBEDDING, [ids, *operands(table)], heirs(node), output_dtype=dtype)]
-
-
 def _quantized(value: ir.Value) -> list[ir.Value] | None:
     """Returns the elements and scales of a left operand that is quantized along its last axis as the model runs."""
-    origin, views = source(value, CASTS)
-    node = origin.producer()
-    if node is None or not is_ours(node, contract.DEQUANTIZE) or _cast_dtype(node, views) is None:
+    if (origin := _dequantize(value, CASTS)) is None:
         return None
-    elements, axis = operands(node)[0], attribute(node, "axis", -1)
-    rank = rank_of(elements) or rank_of(value)
-    last = axis == -1 or (rank is not None and axis == rank - 1)
-    return operands(node) if last and tensor_of(elements) is None else None
+    elements, axis = operands(origin[0])[0], attribute(origin[0], "axis", -1)
+    last = axis in {-1, (rank_of(elements) or rank_of(value) or 0) - 1}
+    return operands(origin[0]) if last and tensor_of(elements) is None else None
 
 
-def _activation(value: ir.Value) -> tuple[ir.Value, dict[str, int]]:
-    """Returns X of a weight-only gemm, without the casts that the node does itself."""
+def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
+    """Returns X of a weight-only gemm, without the casts that the node does itself; and whether it rounds X."""
     casts = source(value, CASTS)[1]
     targets = [attribute(cast, "to", 0) for cast in casts if cast.op_type == "Cast"]
     if targets[:1] == [contract.FLOAT]:
         x, *rounded = (operands(cast)[0] for cast in casts[:2])
         if targets[:2] == [contract.FLOAT, contract.BFLOAT16] and dtype_of(rounded[0]) in contract.VALUES:
-            return rounded[0], {"activation_dtype": contract.BFLOAT16}
+            return rounded[0], True
         if dtype_of(x) in contract.VALUES and not is_marked(casts[0]):
-            return x, {}
-    return value, {}
+            return x, False
+    return value, False
 
 
-def _weight(product: ir.Node) -> _Weight | None:
-    """Returns the right operand of a product if it is packed along K."""
-    origin, views = source(operands(product)[1], (*CASTS, "Transpose", "Einsum"))
-    node = origin.producer()
-    if node is None or not is_ours(node, contract.DEQUANTIZE):
+def _weight(user: ir.Node) -> _Weight | None:
+    """Returns the right operand of a product if it is packed along K; what a Gather reads, if along its last axis."""
+    is_table = is_op(user, "Gather")
+    origin = _dequantize(operands(user)[0 if is_table else 1], CASTS if is_table else (*CASTS, *_TURNS))
+    if origin is None:
         return None
+    node, views, dtype = origin
     elements, scales = operands(node)
-    stored, rank, dtype = tensor_of(elements), rank_of(elements), _cast_dtype(node, views)
-    turns = [view for view in views if view.op_type in {"Transpose", "Einsum"}]
-    if rank is None or rank < 2 or dtype is None or not all(_swaps_last_two(view, rank) for view in turns):
+    stored, rank = tensor_of(elements), rank_of(elements)
+    turns = [view for view in views if view.op_type in _TURNS]
+    if rank is None or rank < 2 or not all(_swaps_last_two(view, rank) for view in turns):
         return None
-    turned = bool(len(turns) % 2) != bool(is_op(product, "Gemm") and attribute(product, "transB", 0))
+    turned = (len(turns) + is_table + attribute(user, "transB", 0)) % 2 == 1
     if attribute(node, "axis", -1) % rank != (rank - 1 if turned else rank - 2):
         return None
     if not turned and (stored is None or tensor_of(scales) is None):
         return None
-    n = None if stored is None else dims(stored)[-2 if turned else -1]
-    return _Weight(elements, scales, dtype, n, is_kn=not turned)
+    return _Weight(elements, scales, dtype, None if stored is None else dims(stored), is_kn=not turned)
 
 
 def _nk(edit: Edit, weight: _Weight) -> list[ir.Value]:
@@ -259,12 +242,34 @@ def _nk(edit: Edit, weight: _Weight) -> list[ir.Value]:
     return [swapped(edit, weight.elements, wanted), swapped(edit, weight.scales, f"{wanted}_scales")]
 
 
-def _cast_dtype(node: ir.Node, views: Nodes) -> int | None:
-    """Returns the dtype after casts of dequantized values; None if one but the last rounds, or one is to no float."""
+def _dequantize(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Node, Nodes, int] | None:
+    """Returns the MXFP8Dequantize behind views, the views, and the dtype after their casts.
+
+    None if there is none, or a cast is to no float, or one but the last rounds.
+    """
+    origin, views = source(value, ops)
+    node = origin.producer()
+    if node is None or not is_ours(node, contract.DEQUANTIZE):
+        return None
     casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
     dtypes = [*casts, attribute(node, "output_dtype", contract.FLOAT)]
     rounding = {*dtypes[1:]} - {contract.FLOAT, dtypes[0]}
-    return None if rounding or not {*dtypes} <= {*contract.VALUES} else dtypes[0]
+    return None if rounding or not {*dtypes} <= {*contract.VALUES} else (node, views, dtypes[0])
+
+
+def sole_user(value: ir.Value) -> ir.Node | None:
+    """Returns the one node that uses a value, beside nodes that are being made; None for outputs of the graph."""
+    users = [user for user in value.consumers() if user.graph is not None]
+    return users[0] if len(users) == 1 and users[0].graph is value.graph and not value.is_graph_output() else None
+
+
+def source(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Value, Nodes]:
+    """Returns what a value is a view of, and the views by these ops between: the outermost first."""
+    views: Nodes = []
+    while (node := value.producer()) is not None and is_op(node, *ops) and (origin := operand(node, 0)) is not None:
+        views.append(node)
+        value = origin
+    return value, views
 
 
 def _swaps_last_two(view: ir.Node, rank: int) -> bool:
@@ -278,7 +283,7 @@ def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
     """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
 
     def make() -> ir.Value:
-        tensor = value.const_value if value.const_value is not None else tensor_of(value)
+        tensor = tensor_of(value)
         if tensor is None:  # the caller has seen that it is stored
             raise TypeError(value)
         return edit.store(value.graph, wanted, int(tensor.dtype), np.swapaxes(edit.codes(tensor), -1, -2))

@@ -12,8 +12,8 @@ MatMulNBits(A, B, scales, zero_points, g_idx, bias) {K, N, bits, block_size, acc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final, NamedTuple
+from collections.abc import Container, Mapping
+from typing import Final
 
 import numpy as np
 import onnx_ir as ir
@@ -22,7 +22,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects.bodies import standard
-from mxfp8_graph.tools.dialects.edit import AGAIN, OTHER, Codes, Edit, Nodes, dims, operand, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.gemms import Gemm, gemm_of, take_apart
 from mxfp8_graph.tools.dialects.qdq import ROUNDED, UNROUNDED, codes_of, float_scales, lose_activations, stored_codes
 from mxfp8_ops import contract
@@ -31,31 +31,13 @@ from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE, INT8
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
+_E4M3: Final = contract.FLOAT8E4M3FN
 
-class _Op(NamedTuple):
-    """An op of ONNX Runtime's."""
-
-    name: str
-    elements: int
-    """Dtype of elements in MXFP8."""
-    held: int
-    """Dtype of B."""
-    scales: tuple[int, ...]
-    bias_at: int
-    stored: str
-    """What is expected of B and scales."""
-
-
-_OPS: Final[Mapping[str, _Op]] = {
-    "ort-cuda": _Op(
-        "MatMulBlockQuantizedFp8Weight", contract.FLOAT8E4M3FN, contract.FLOAT8E4M3FN, (contract.FLOAT,), 4,
-        "float8_e4m3fn and scales 2^-127 to 2^127",
-    ),
-    "nbits": _Op(
-        "MatMulNBits", INT8.onnx_dtype, contract.UINT8, tuple(contract.VALUES), 5,
-        "stored uint8 codes, and scales 2^-133 to 2^121",
-    ),
-}  # fmt: skip
+_STORED: Final[Mapping[str, tuple[int, int, Container[int], int, str]]] = {
+    "ort-cuda": (_E4M3, _E4M3, {contract.FLOAT}, 4, "float8_e4m3fn and scales 2^-127 to 2^127"),
+    "nbits": (INT8.onnx_dtype, contract.UINT8, contract.VALUES, 5, "stored uint8 codes, and scales 2^-133 to 2^121"),
+}
+"""Dtypes of elements in MXFP8, of B and of scales, the place of the bias; and what is expected of B and scales."""
 
 _DEFAULT_BLOCK: Final = 128
 """The block_size of MatMulBlockQuantizedFp8Weight."""
@@ -76,62 +58,56 @@ _SUFFIX: Final = "_nbits"
 
 def read(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns MXFP8WeightGemm for one of ONNX Runtime's, or None if it is another node."""
-    dialect = dialect_of(node)
-    op = _OPS.get(str(dialect))
-    if dialect is None or op is None:
+    if (dialect := dialect_of(node)) is None or dialect not in _STORED:
         return None
+    kind, held, floats, bias_at, expected = _STORED[dialect]
     (_check_cuda if dialect == "ort-cuda" else _check_nbits)(edit, node)
     a, b, scale = operands(node, count=3)
     elements, scales = tensor_of(b), tensor_of(scale)
-    codes = codes_of(edit, scales, op.elements) if scales is not None and scales.dtype in op.scales else None
-    if codes is None or elements is None or elements.dtype != op.held:
-        raise edit.refuse(node, "its scales are not stored powers of two", op.stored, OTHER)
+    codes = codes_of(edit, scales, kind) if scales is not None and scales.dtype in floats else None
+    if codes is None or elements is None or elements.dtype != held:
+        raise edit.refuse(node, "its scales are not stored powers of two", expected, OTHER)
     dtype = dtype_of(a) or dtype_of(node.outputs[0])
-    to: ir.Value | int | None
-    if dialect == "ort-cuda":
-        if codes.shape != scale_shape(dims(elements), -1):
-            what = f"scales {[*codes.shape]} for elements {[*dims(elements)]}"
-            raise edit.refuse(node, what, f"a scale for {BLOCK_SIZE} elements of K", AGAIN)
+    to: ir.Value | int | None = None
+    if dialect == "nbits":
+        packed, dtype = _mxint8(edit, node, codes, elements), dtype or contract.FLOAT
+        to = None if weight_gemm_dtype(dtype) == dtype else dtype
+    else:
+        what, fits = f"scales {[*codes.shape]} for elements {[*dims(elements)]}", scale_shape(dims(elements), -1)
+        edit.require(codes.shape == fits, node, what, f"a scale for {BLOCK_SIZE} elements of K")
         packed = [b, stored_codes(edit, scale, f"{b.name}_scales", codes)]
         # Float16, or unknown: in float32, and then in the dtype of A (see `weight_gemm_dtype`).
-        held, to = (dtype, None) if dtype == contract.BFLOAT16 else (contract.FLOAT, a)
-    else:
-        packed, held = _mxint8(edit, node, codes, elements), weight_gemm_dtype(dtype or contract.FLOAT)
-        to = None if held == (dtype or contract.FLOAT) else dtype
+        to = None if dtype == contract.BFLOAT16 else a
     edit.counts[dialect, "weights"] += 1
-    bias = operand(node, op.bias_at)
+    bias = operand(node, bias_at)
     inputs = [a, *packed, *([] if bias is None else [edit.cast(node, bias, contract.FLOAT, "float")])]
-    make = lambda y: mxfp8_node(node, contract.WEIGHT_GEMM, inputs, y, output_dtype=held)  # noqa: E731
+    settings = {} if to is not None else {"output_dtype": dtype}
+    make = lambda y: mxfp8_node(node, contract.WEIGHT_GEMM, inputs, y, **settings)  # noqa: E731
     return edit.ending(node, f"{node.outputs[0].name}_float", to, make)
 
 
 def _check_cuda(edit: Edit, node: ir.Node) -> None:
-    if operand(node, 3) is not None:
-        what, expected = "activations in FP8 with one scale (a_scale)", "MXFP8 activations, which have no a_scale"
-        raise edit.refuse(node, what, expected, "export it without them")
-    if (block := attribute(node, "block_size", _DEFAULT_BLOCK)) != BLOCK_SIZE:
-        advice = f"convert reads MXFP8 only; {OTHER}"
-        raise edit.refuse(node, f"block_size {block}", f"{BLOCK_SIZE}, which MXFP8 has", advice)
+    what, expected = "activations in FP8 with one scale (a_scale)", "MXFP8 activations, which have no a_scale"
+    edit.require(operand(node, 3) is None, node, what, expected, "export it without them")
+    block, advice = attribute(node, "block_size", _DEFAULT_BLOCK), f"convert reads MXFP8 only; {OTHER}"
+    edit.require(block == BLOCK_SIZE, node, f"block_size {block}", f"{BLOCK_SIZE}, which MXFP8 has", advice)
 
 
 def _check_nbits(edit: Edit, node: ir.Node) -> None:
-    if operand(node, 4) is not None:
-        raise edit.refuse(node, "an order of columns (g_idx)", "columns in their order", OTHER)
-    zeros = operand(node, 3)
+    is_ordered, zeros = operand(node, 4) is None, operand(node, 3)
+    edit.require(is_ordered, node, "an order of columns (g_idx)", "columns in their order", OTHER)
     stored = tensor_of(zeros)
-    if zeros is not None and (stored is None or np.any(stored.numpy() != _ZERO)):
-        raise edit.refuse(node, f"zero points {zeros.name!r}", f"none, or stored ones of {_ZERO}", OTHER)
+    is_zero = zeros is None or (stored is not None and not np.any(stored.numpy() != _ZERO))
+    edit.require(is_zero, node, f"zero points {zeros and zeros.name!r}", f"none, or stored ones of {_ZERO}", OTHER)
 
 
 def _mxint8(edit: Edit, node: ir.Node, codes: Codes, elements: ir.TensorProtocol) -> list[ir.Value]:
     """Returns the elements and scales of a MatMulNBits, whose scales are these, as MXINT8 has them."""
-    n, k = attribute(node, "N", 0), attribute(node, "K", 0)
+    n, k, b = attribute(node, "N", 0), attribute(node, "K", 0), operands(node)[1]
     blocks = (n, -(-k // BLOCK_SIZE))
-    if dims(elements) != (*blocks, BLOCK_SIZE) or codes.size != blocks[0] * blocks[1]:
-        what = f"B {[*dims(elements)]} and scales {[*codes.shape]}"
-        expected = f"{[*blocks, BLOCK_SIZE]} and {[*blocks]}, as N = {n} and K = {k} say"
-        raise edit.refuse(node, what, expected, AGAIN)
-    b = operands(node)[1]
+    fits = dims(elements) == (*blocks, BLOCK_SIZE) and codes.size == blocks[0] * blocks[1]
+    expected = f"{[*blocks, BLOCK_SIZE]} and {[*blocks]}, as N = {n} and K = {k} say"
+    edit.require(fits, node, f"B {[*dims(elements)]} and scales {[*codes.shape]}", expected)
     # The name from which `unpack` finds that of the weight.
     name = f"{str(b.name).removesuffix(_SUFFIX).removesuffix('_mxfp8')}_mxfp8"
     whole = edit.codes(elements).reshape(n, -1)[:, :k] ^ _ZERO
@@ -146,10 +122,9 @@ def _write_nbits(edit: Edit, node: ir.Node) -> Nodes | None:
     gemm = gemm_of(node)
     if gemm is None:
         return None
-    if gemm.elements.dtype != INT8.onnx_dtype:
-        what, advice = f"its weight has {gemm.elements.dtype.name.lower()} elements", "rewrite with --recipe mxint8"
-        raise edit.refuse(node, what, "int8 elements, which MatMulNBits can hold", advice)
-    level = edit.accuracy_level
+    kind, level = gemm.elements.dtype, edit.accuracy_level
+    what, expected = f"its weight has {kind.name.lower()} elements", "int8 elements, which MatMulNBits can hold"
+    edit.require(kind == INT8.onnx_dtype, node, what, expected, "rewrite with --recipe mxint8")
     x = _float_activation(edit, node, *([_LOSS] if level == _INT8_ACTIVATIONS else []))
     if attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16 != dtype_of(x):
         x = edit.cast(node, x, contract.BFLOAT16, "bfloat16")
@@ -168,7 +143,7 @@ def _write_nbits(edit: Edit, node: ir.Node) -> Nodes | None:
     b = edit.shared(b.graph, "nbits", b, make=lambda: edit.store(b.graph, wanted, contract.UINT8, padded()))
     bias = [] if gemm.bias is None else [None, None, gemm.bias]
     settings = {"K": k, "N": n, "bits": 8, "block_size": BLOCK_SIZE, "accuracy_level": level}
-    return _op(edit, node, [x, b, _scales(edit, gemm, _SUFFIX), *bias], contract.FLOAT, settings)
+    return _op(edit, node, [x, b, _scales(edit, gemm, f"{gemm.scales.name}{_SUFFIX}"), *bias], contract.FLOAT, settings)
 
 
 def _write_cuda(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -177,7 +152,7 @@ def _write_cuda(edit: Edit, node: ir.Node) -> Nodes | None:
     if gemm is None or gemm.elements.dtype != contract.FLOAT8E4M3FN:
         return None
     x, dtype = _half(edit, node, _float_activation(edit, node))
-    inputs: list[ir.Value | None] = [x, gemm.b, _scales(edit, gemm, "_b_scale")]
+    inputs: list[ir.Value | None] = [x, gemm.b, _scales(edit, gemm, f"{gemm.b.name}_b_scale")]
     if gemm.bias is not None:
         inputs += [None, edit.make("Cast", gemm.bias, wanted=f"{label(node)}_bias", to=dtype)]
     return _op(edit, node, inputs, dtype, {"block_size": BLOCK_SIZE})
@@ -185,22 +160,21 @@ def _write_cuda(edit: Edit, node: ir.Node) -> Nodes | None:
 
 def _op(edit: Edit, node: ir.Node, inputs: list[ir.Value | None], dtype: int, settings: Mapping[str, int]) -> Nodes:
     """Returns ONNX Runtime's op in place of a gemm, with a result of this dtype, and a Cast to that of the gemm."""
-    op = _OPS["ort-cuda" if dtype in _HALVES else "nbits"].name
+    op, wanted = ("MatMulBlockQuantizedFp8Weight", "half") if dtype in _HALVES else ("MatMulNBits", "float")
     result = attribute(node, "output_dtype", contract.FLOAT)
-    wanted = f"{label(node)}_{'half' if dtype in _HALVES else 'float'}"
     make = lambda y: in_place_of(node, op, inputs, y, domain=MICROSOFT, **settings)  # noqa: E731
-    return edit.ending(node, wanted, None if result == dtype else result, make)
+    return edit.ending(node, f"{label(node)}_{wanted}", None if result == dtype else result, make)
 
 
-def _scales(edit: Edit, gemm: Gemm, suffix: str) -> ir.Value:
-    """Returns the scales of a gemm as floats."""
-    value, name = gemm.scales, f"{(gemm.scales if suffix == _SUFFIX else gemm.b).name}{suffix}"
+def _scales(edit: Edit, gemm: Gemm, wanted: str) -> ir.Value:
+    """Returns the scales of a gemm as floats, called `wanted` or alike."""
+    value = gemm.scales
 
     def make() -> ir.Value:
         floats = float_scales(edit.codes(gemm.codes), int(gemm.elements.dtype))
-        return edit.store(value.graph, name, contract.FLOAT, floats)
+        return edit.store(value.graph, wanted, contract.FLOAT, floats)
 
-    return edit.shared(value.graph, suffix, value, make=make)
+    return edit.shared(value.graph, "floats", value, make=make)
 
 
 def _float_activation(edit: Edit, node: ir.Node, *loss: str) -> ir.Value:
@@ -208,9 +182,8 @@ def _float_activation(edit: Edit, node: ir.Node, *loss: str) -> ir.Value:
     x = operands(node)[0]
     if contract.OPS[node.op_type].weight_only:
         return x
-    quantize = x.producer()
+    quantize, what = x.producer(), "its activation is quantized with stored scales"
     if quantize is None or not is_ours(quantize, contract.QUANTIZE):
-        what = "its activation is quantized with stored scales"
         raise edit.refuse(node, what, "activations that are not", "convert to qdq or standard")
     lose_activations(edit, quantize, *loss)
     return operands(quantize)[0]
@@ -225,11 +198,10 @@ def _half(edit: Edit, node: ir.Node, x: ir.Value) -> tuple[ir.Value, int]:
         return x, dtype
     half = contract.BFLOAT16 if rounded else dtype if dtype in _HALVES else contract.FLOAT16
     loss = f"activations and results are rounded to {_HALVES[half]}"
-    if "half" not in edit.allow:
-        kinds = "of different dtypes" if dtype in _HALVES else "float32"
-        what = f"its activations and results are {kinds}, and ONNX Runtime's op takes float16 and bfloat16"
-        losing = ("rewrite a float16 model with weights alone in MXFP8, or allow that ", loss, ": ")
-        raise edit.refuse(node, what, "float16 or bfloat16", (*losing, Option("allow", "half")))
+    kinds = "of different dtypes" if dtype in _HALVES else "float32"
+    what = f"its activations and results are {kinds}, and ONNX Runtime's op takes float16 and bfloat16"
+    losing = "rewrite a float16 model with weights alone in MXFP8, or allow that "
+    edit.require("half" in edit.allow, node, what, "float16 or bfloat16", (losing, loss, ": ", Option("allow", "half")))
     edit.losses[loss] += 1
     return (x, half) if half == dtype else (edit.cast(node, x, half, "half"), half)
 

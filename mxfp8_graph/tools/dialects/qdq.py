@@ -27,20 +27,8 @@ from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, settings_of
 from mxfp8_graph.tools.dialects.check import check_zero_point
-from mxfp8_graph.tools.dialects.edit import (
-    AGAIN,
-    CASTS,
-    OTHER,
-    Codes,
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    operands,
-    source,
-    tensor_of,
-)
-from mxfp8_graph.tools.dialects.gemms import KN, gemm_of, product, swapped, take_apart
+from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, heirs, operands, tensor_of
+from mxfp8_graph.tools.dialects.gemms import CASTS, KN, gemm_of, product, source, swapped, take_apart
 from mxfp8_ops import contract, cpu, numerics
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
@@ -76,20 +64,18 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     value, scale = operands(node)
     block, elements = attribute(node, "block_size", 0), tensor_of(value)
     static = is_op(value.producer(), "QuantizeLinear") and dtype_of(value) in contract.ELEMENTS
-    if not static and (elements is None or elements.dtype not in contract.ELEMENTS):
-        raise edit.refuse(node, "quantized, but not in MXFP8", "stored float8 or int8 elements", _OTHER)
-    kind = int(elements.dtype if elements is not None else dtype_of(value) or 0)
-    if block != BLOCK_SIZE:
-        what = f"{'int8' if _SHIFTS[kind] else 'float8'} {f'with block_size {block}' if block else 'without blocks'}"
-        raise edit.refuse(node, what, f"block_size {BLOCK_SIZE}, which MXFP8 has", _OTHER)
+    kind = int(elements.dtype) if elements is not None else dtype_of(value) if static else 0
+    edit.require(kind in _SHIFTS, node, "quantized, but not in MXFP8", "stored float8 or int8 elements", _OTHER)
+    what = f"{'int8' if _SHIFTS[kind] else 'float8'} {f'with block_size {block}' if block else 'without blocks'}"
+    edit.require(block == BLOCK_SIZE, node, what, f"block_size {BLOCK_SIZE}, which MXFP8 has", _OTHER)
     scale, codes, dtype = _scales(edit, node, scale, kind)
     axis = attribute(node, "axis", 1)
     if elements is not None:
         shape = dims(elements)
         axis = axis % len(shape) - len(shape) if shape else -1
-        if not shape or codes.shape != scale_shape(shape, axis):
-            what = f"scales {list(codes.shape)} for elements {list(shape)} along axis {axis}"
-            raise edit.refuse(node, what, f"one for {BLOCK_SIZE} elements", AGAIN)
+        what = f"scales {list(codes.shape)} for elements {list(shape)} along axis {axis}"
+        fits = shape and codes.shape == scale_shape(shape, axis)
+        edit.require(fits, node, what, f"one for {BLOCK_SIZE} elements")
     edit.counts["qdq", "activations" if static else "weights"] += 1
     inputs = [value, stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])]
     return [mxfp8_node(node, contract.DEQUANTIZE, inputs, heirs(node), axis=axis, output_dtype=dtype)]
@@ -109,8 +95,8 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
         raise edit.refuse(node, what, expected, _OTHER)
     stored = int(tensor.dtype) if tensor is not None and tensor.dtype != E8M0 else contract.FLOAT
     dtype = attribute(node, "output_dtype", 0) or [*casts, stored][0]
-    if dtype not in contract.VALUES:
-        raise edit.refuse(node, f"a result of dtype {dtype}", "float32, float16 or bfloat16", _OTHER)
+    is_float = dtype in contract.VALUES
+    edit.require(is_float, node, f"a result of dtype {dtype}", "float32, float16 or bfloat16", _OTHER)
     return value, codes, dtype
 
 
@@ -153,13 +139,12 @@ def stored_codes(edit: Edit, scales: ir.Value, wanted: str, codes: Codes, shift:
 def _read_quark(edit: Edit, node: ir.Node) -> Nodes:
     """Returns our nodes for one of Quark's; a stored weight is packed."""
     dtype, block = attribute(node, "element_dtype", "int8"), attribute(node, "block_size", BLOCK_SIZE)
-    if dtype not in _QUARK or block != BLOCK_SIZE:
-        expected = f"fp8_e4m3 or fp8_e5m2 in blocks of {BLOCK_SIZE}"
-        raise edit.refuse(node, f"{dtype} in blocks of {block}", expected, _OTHER)
+    is_known, expected = dtype in _QUARK and block == BLOCK_SIZE, f"fp8_e4m3 or fp8_e5m2 in blocks of {BLOCK_SIZE}"
+    edit.require(is_known, node, f"{dtype} in blocks of {block}", expected, _OTHER)
     ties, scales = attribute(node, "rounding_mode", 0), attribute(node, "scale_dtype", "e8m0")
-    if (ties, scales) != (_TIES_TO_EVEN, "e8m0"):
-        what, expected = f"rounding_mode {ties}, scales of {scales}", f"{_TIES_TO_EVEN} (ties to even) and e8m0"
-        raise edit.refuse(node, what, expected, "quantize the model again with those")
+    what, expected = f"rounding_mode {ties}, scales of {scales}", f"{_TIES_TO_EVEN} (ties to even) and e8m0"
+    is_known = (ties, scales) == (_TIES_TO_EVEN, "e8m0")
+    edit.require(is_known, node, what, expected, "quantize the model again with those")
     x, axis = operands(node)[0], attribute(node, "axis", 1)
     stored, known, names = tensor_of(x), dtype_of(x), (f"{x.name}_mxfp8", f"{x.name}_mxfp8_scales")
     code, before = element_format(_QUARK[dtype]).onnx_dtype, Nodes()
@@ -233,10 +218,9 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
 
 def lose_activations(edit: Edit, quantize: ir.Node, loss: str = "activations are not quantized any more") -> None:
     """Counts a loss of what is quantized while the model runs; ContractError if it is not allowed."""
-    if "activations" not in edit.allow:
-        what = "quantizes at run time, which this dialect cannot express"
-        losing = ("convert to standard or trt, or lose that with ", Option("allow", "activations"))
-        raise edit.refuse(quantize, what, "weights alone in MXFP8", losing)
+    what = "quantizes at run time, which this dialect cannot express"
+    losing = ("convert to standard or trt, or lose that with ", Option("allow", "activations"))
+    edit.require("activations" in edit.allow, quantize, what, "weights alone in MXFP8", losing)
     if loss:
         edit.losses[loss] += 1
 

@@ -22,20 +22,8 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import (
-    AGAIN,
-    Codes,
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    operand,
-    operands,
-    settings_of,
-    source,
-    tensor_of,
-)
-from mxfp8_graph.tools.dialects.gemms import take_apart
+from mxfp8_graph.tools.dialects.edit import Codes, Edit, Nodes, dims, heirs, operands, settings_of, tensor_of
+from mxfp8_graph.tools.dialects.gemms import source, take_apart
 from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales, stored_codes
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
@@ -52,12 +40,11 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns our nodes for one of TensorRT's, or None if it is another."""
     if dialect_of(node) != "trt":
         return None
-    if (block := attribute(node, "block_size", BLOCK_SIZE)) != BLOCK_SIZE:
-        raise edit.refuse(node, f"block_size {block}", f"{BLOCK_SIZE}, which MXFP8 has", AGAIN)
+    block, dtype = attribute(node, "block_size", BLOCK_SIZE), attribute(node, "output_dtype", _E4M3)
+    edit.require(block == BLOCK_SIZE, node, f"block_size {block}", f"{BLOCK_SIZE}, which MXFP8 has")
     if node.op_type == TRT_DEQUANTIZE:
         return [_dequantize(edit, node)]
-    if (wanted := attribute(node, "output_dtype", _E4M3)) != _E4M3:
-        raise edit.refuse(node, f"output_dtype {wanted}", "17 (float8_e4m3fn)", "export it again")
+    edit.require(dtype == _E4M3, node, f"output_dtype {dtype}", "17 (float8_e4m3fn)", "export it again")
     edit.counts["trt", "activations"] += 1
     axis = attribute(node, "axis", _AXES[node.op_type])
     if node.op_type == TRT_QUANTIZE:
@@ -88,12 +75,11 @@ def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
         axis = int(attribute(maker, "axis", _AXES[maker.op_type]))
     elif (axis := attribute(node, "axis", None)) is None:
         expected = "an axis, or elements of a quantize node"
-        raise edit.refuse(node, "nothing says which axis has the blocks", expected, AGAIN)
+        raise edit.refuse(node, "nothing says which axis has the blocks", expected)
     if stored is None and codes is not None and codes.dtype != contract.UINT8:
         raise _unpacked(edit, node, codes)
     dtype = int(attribute(node, "output_dtype", contract.FLOAT))
-    if dtype not in contract.VALUES:
-        raise edit.refuse(node, f"output_dtype {dtype}", "1, 10 or 16", "export it again")
+    edit.require(dtype in contract.VALUES, node, f"output_dtype {dtype}", "1, 10 or 16", "export it again")
     if dtype == contract.FLOAT16 and not edit.float_dtypes - {contract.FLOAT}:
         edit.note("output_dtype is float16, as modelopt writes it, and nothing else in the model: read as float32")
         dtype = contract.FLOAT
@@ -112,9 +98,12 @@ def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, 
     if axis is None:
         what = f"scales {list(dims(tensor))} for elements {list(shape)}"
         expected = f"one for {BLOCK_SIZE} elements along one axis, perhaps padded to multiples of 128 x 4"
-        raise edit.refuse(node, what, expected, AGAIN)
-    if stored.dtype == contract.UINT8:
-        edit.retype(elements, _E4M3)
+        raise edit.refuse(node, what, expected)
+    if stored.dtype == contract.UINT8 and elements.const_value is not None:
+        values, kind = edit.codes(stored), ir.DataType(_E4M3)
+        elements.const_value = ir.Tensor(values.view(kind.numpy()), dtype=kind, name=stored.name)
+        if elements.is_graph_input():
+            elements.type = ir.TensorType(kind)
     blocks = scale_shape(shape, axis)
     if dims(tensor) == blocks and tensor.dtype == contract.UINT8:
         return axis, scales
@@ -150,37 +139,32 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
 
 def _check_quantize(edit: Edit, node: ir.Node, dtype: int, rounding: str) -> None:
     """Raises ContractError for what TensorRT's op does not do to activations, unless that may be lost."""
-    if dtype != _E4M3:
-        raise _only_e4m3(edit, node)
-    if rounding == "ceil":
-        return
-    if "rounding" not in edit.allow:
+    _check_e4m3(edit, node, dtype)
+    if rounding != "ceil":
         what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
         losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
-        raise edit.refuse(node, what, "ceil", losing)
-    edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
+        edit.require("rounding" in edit.allow, node, what, "ceil", losing)
+        edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
 
 
 def _weight_axis(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, axis: int) -> int:
     """Returns the blocked axis of a stored weight, negative; ContractError if TensorRT's parser would refuse it."""
-    if stored.dtype != _E4M3:
-        raise _only_e4m3(edit, node)
+    _check_e4m3(edit, node, stored.dtype)
     shape, scales = dims(stored), default(operands(node)[1])
     axis = axis % len(shape) - len(shape)
-    if (k := shape[axis]) % BLOCK_SIZE:
-        what = f"weight {stored.name!r} has {k} elements along the blocks"
-        advice = "leave this weight out of the rewrite (--exclude), or convert to qdq or standard"
-        raise edit.refuse(node, what, f"a multiple of {BLOCK_SIZE}, as TensorRT requires", advice)
-    blocks = scale_shape(shape, axis)
-    if scales is None or scales.dtype != contract.UINT8 or dims(scales) != blocks:
-        expected = f"stored uint8 codes {list(blocks)}, as TensorRT's parser requires"
-        raise edit.refuse(node, f"other scales of weight {stored.name!r}", expected, "convert to qdq or standard")
+    k, blocks = shape[axis], scale_shape(shape, axis)
+    what, expected = f"weight {stored.name!r} has {k} elements along the blocks", f"a multiple of {BLOCK_SIZE}"
+    advice = "leave this weight out of the rewrite (--exclude), or convert to qdq or standard"
+    edit.require(k % BLOCK_SIZE == 0, node, what, f"{expected}, as TensorRT requires", advice)
+    fits = scales is not None and scales.dtype == contract.UINT8 and dims(scales) == blocks
+    what, expected = f"other scales of weight {stored.name!r}", f"stored uint8 codes {list(blocks)}"
+    edit.require(fits, node, what, f"{expected}, as TensorRT requires", "convert to qdq or standard")
     return axis
 
 
-def _only_e4m3(edit: Edit, node: ir.Node) -> Exception:
+def _check_e4m3(edit: Edit, node: ir.Node, dtype: int) -> None:
     advice = "rewrite the model with E4M3, or convert to qdq or standard"
-    return edit.refuse(node, "elements are not float8_e4m3fn", "E4M3, TensorRT's only format", advice)
+    edit.require(dtype == _E4M3, node, "elements are not float8_e4m3fn", "E4M3, TensorRT's only format", advice)
 
 
 def _write_static(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -192,8 +176,8 @@ def _write_static(edit: Edit, node: ir.Node) -> Nodes | None:
         return None
     if (codes := codes_of(edit, floats, _E4M3)) is None:
         return None
-    users = [operand(user, 1) for user in node.outputs[0].consumers() if user.graph is not None]
-    known = (user for user in users if user is not None and _is(edit, tensor_of(user), codes))
+    read = [user.inputs[1] for user in node.outputs[0].consumers() if user.graph is not None and len(user.inputs) > 1]
+    known = (value for value in read if value is not None and _is(edit, tensor_of(value), codes))
     scales = next(known, None) or stored_codes(edit, scales, f"{scales.name}_codes", codes)
     x, casts = source(value, ("Cast",))
     if len(casts) != 1 or dtype_of(x) not in contract.VALUES:
