@@ -19,10 +19,10 @@ class Dialect:
     help: str
     """Whose it is."""
     module: str = ""
-    """File in `mxfp8_graph.tools.dialects`; "" for ours.
+    """File in `mxfp8_graph.tools.dialects`, of one dialect or more; "" for ours.
 
-    It has `read(scope, node)`, `write(scope, node, allow)` or both. `write_product`, if there is one, comes first and
-    writes gemms that are still whole; `check(model)` refuses a result.
+    Its `read(edit, node)` returns our nodes for one of theirs. `WRITE` has steps by dialect: what each node of ours,
+    and what stands for it after the steps before, becomes.
     """
     ops: Mapping[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
     """Its ops by (domain, name): how many inputs, at least and at most, and how many outputs."""
@@ -35,7 +35,7 @@ class Dialect:
     """The least that a model in this dialect has."""
     is_written: bool = True
     has_levels: bool = False
-    """Whether its `write_product` takes an accuracy_level."""
+    """Whether its op has an accuracy_level."""
 
 
 TRT: Final = "trt"
@@ -66,7 +66,7 @@ _ROWS: Final = (
     Dialect(
         name="ort-cuda",
         help="ONNX Runtime's CUDA op",
-        module="ort_cuda",
+        module="ort",
         ops={("com.microsoft", "MatMulBlockQuantizedFp8Weight"): (3, 5, 1)},
         attributes=("block_size",),
         versions={"com.microsoft": 1},
@@ -74,17 +74,17 @@ _ROWS: Final = (
     Dialect(
         name="nbits",
         help="ONNX Runtime's MatMulNBits, for MXINT8 weights",
-        module="nbits",
+        module="ort",
         ops={("com.microsoft", "MatMulNBits"): (3, 6, 1)},
         attributes=("K", "N", "bits", "block_size", "accuracy_level", "weight_prepacked"),
         versions={"com.microsoft": 1},
         has_levels=True,
     ),
-    Dialect(name="standard", help="only standard ops", module="standard"),
+    Dialect(name="standard", help="only standard ops", module="gemms"),
     Dialect(
         name="quark",
         help="Quark",
-        module="quark",
+        module="qdq",
         ops={("com.amd.quark", "MXQuantizeDequantize"): (1, 1, 1), ("com.vai.quantize", "MXFixNeuron"): (1, 1, 1)},
         attributes=("axis", "block_size", "element_dtype", "scale_dtype", "rounding_mode"),
         is_written=False,  # it stores weights as floats

@@ -48,20 +48,31 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
     return choice == "always" or (choice == "auto" and (as_source or does_not_fit))
 
 
-def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> None:
-    """Raises ContractError if `save` could not write there: for a dry run, and before other work."""
-    files.check_output(path, overwrite=overwrite, **_place(model, path, external=external, overwrite=overwrite))
+def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> list[Path]:
+    """Returns `replaces` for `save`; ContractError if it could not write there: for a dry run, before other work."""
+    replaces = _data_of(path) if overwrite else []
+    files.check_output(path, overwrite=overwrite, replaces=replaces, **_place(model, path, external=external))
+    return replaces
 
 
-def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> int:
+def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replaces: list[Path] | None = None) -> int:
     """Returns how many bytes were written.
+
+    Args:
+        model: its large initializers become external tensors of the new file if `external`.
+        path: the output.
+        external: whether data goes to a file of its own.
+        overwrite: whether an old output is replaced.
+        replaces: the data file of the old output, which `check_output` has found.
 
     Raises:
         ContractError: a tensor cannot be read or packed, the output exists and `overwrite` is false, is the input or
             its data, or cannot be written.
     """
-    place = _place(model, path, external=external, overwrite=overwrite)
-    with files.output(path, overwrite=overwrite, **place) as folder:
+    if replaces is None:
+        replaces = _data_of(path) if overwrite else []
+    place = _place(model, path, external=external)
+    with files.output(path, overwrite=overwrite, replaces=replaces, **place) as folder:
         draft = folder / path.name
         if external:
             _write_data(model, folder / files.data_path_of(path).name)
@@ -71,13 +82,12 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> int
         return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _place(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> dict[str, list[Path]]:
-    """Returns the files that `files.output` has to know of: inputs, those beside the output, those it replaces."""
+def _place(model: ir.Model, path: Path, *, external: bool) -> dict[str, list[Path]]:
+    """Returns the files that `files.output` has to know of: inputs, and those beside the output."""
     source = path_of(model)
     return {
         "inputs": [] if source is None else [source, *external_files(model)],
         "beside": [files.data_path_of(path)] if external else [],
-        "replaces": _data_of(path) if overwrite else [],
     }
 
 

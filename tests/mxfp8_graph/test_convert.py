@@ -16,6 +16,7 @@ import onnx_ir as ir
 import onnxruntime
 import oracle
 import pytest
+import trt_rules
 from commands import refused, run
 from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
@@ -25,7 +26,6 @@ import mxfp8_graph
 from mxfp8_graph.onnx_pass.dialects import WRITTEN
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.tools import dialects
-from mxfp8_graph.tools.dialects import trt_rules
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
 

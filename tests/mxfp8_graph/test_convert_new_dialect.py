@@ -17,6 +17,7 @@ from mxfp8_graph.onnx_pass import dialects
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, heirs, operands
+from mxfp8_graph.tools.dialects.gemms import take_apart
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -37,7 +38,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     return [mxfp8_node(node, contract.DEQUANTIZE, operands(node), heirs(node), axis=-1)]
 
 
-def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
+def write(_: Edit, node: ir.Node) -> Nodes | None:
     if not is_ours(node, contract.DEQUANTIZE):
         return None
     return [in_place_of(node, "Unpack", operands(node), heirs(node), domain="toy")]
@@ -47,7 +48,7 @@ def write(edit: Edit, node: ir.Node, allow: frozenset[str]) -> Nodes | None:
 def toy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Adds the row and the file."""
     file = ModuleType("mxfp8_graph.tools.dialects.toy")
-    vars(file).update(read=read, write=write)
+    vars(file).update(read=read, WRITE={"toy": (take_apart, write)})
     monkeypatch.setitem(sys.modules, file.__name__, file)
     monkeypatch.setitem(cast("dict[str, Any]", dialects.DIALECTS), "toy", ROW)
     monkeypatch.setitem(dialects.OPS, ("toy", "Unpack"), ROW)

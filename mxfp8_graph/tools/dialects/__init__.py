@@ -1,14 +1,11 @@
 """MXFP8 in the dialects of others: every one is read to our nodes, and written from them.
 
-convert.py       the public call: read, then write
-edit.py          a model whose nodes are replaced one by one
-trt.py qdq.py ort_cuda.py nbits.py quark.py   a dialect each: `read` a node as ours, `write` ours as its own
-standard.py      no dialect: standard ops alone, activation quantization too
-decompose.py     our gemms and fused nodes as MXFP8Quantize, MXFP8Dequantize and standard ops
-gemms.py         the way back: products of dequantized operands as gemms
-recompose.py     the way back: what our own conversion took apart, where it is unchanged
-trt_rules.py     what TensorRT's parser asks of a model
-report.py        what was found, written and lost
+convert.py    the public call and its report: read, then write
+edit.py       a model whose nodes are replaced one by one
+check.py      what is refused before it is read
+gemms.py      gemms and lookups as products of dequantized operands, and back
+bodies.py     fused nodes as the standard ops of their bodies, and back; the dialect of standard ops alone
+qdq.py trt.py ort.py   dialects: `read` a node as ours, and steps that `WRITE` ours as theirs
 """
 
 from mxfp8_graph.tools.dialects.convert import convert

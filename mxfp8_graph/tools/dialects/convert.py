@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import importlib
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final, Literal
 
 import onnx
 import onnx_ir as ir
+from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
-from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS, Dialect
+from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of
+from mxfp8_graph.onnx_pass.graph import STANDARD, name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load
 from mxfp8_graph.onnx_pass.prepare import upgrade
 from mxfp8_graph.onnx_pass.protos import to_proto
@@ -26,11 +27,12 @@ from mxfp8_graph.onnx_pass.run import explained
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Unpack, WriteOptions, check_options
 from mxfp8_graph.policy.recipe import load_recipe
-from mxfp8_graph.tools.dialects import decompose, gemms, recompose
+from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.section import Section
+from mxfp8_graph.tools.dialects.bodies import forget, restore, unfuse
+from mxfp8_graph.tools.dialects.check import check_node, refuse_others
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, operand, operands, tensor_of
-from mxfp8_graph.tools.dialects.node_check import check_node
-from mxfp8_graph.tools.dialects.quantized import is_quantized, may_be_mxfp8
-from mxfp8_graph.tools.dialects.report import Conversion, Counts
+from mxfp8_graph.tools.dialects.gemms import put_together
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
@@ -40,6 +42,66 @@ LOSSES: Final = ("activations", "rounding", "half")
 
 LEVELS: Final = (0, 4)
 """The accuracy levels of MatMulNBits that `convert` writes; the last if nothing else is asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts(Data):
+    """How many tensors of one dialect there are."""
+
+    weights: int = 0
+    activations: int = 0
+    """Places where values are quantized while the model runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion(Report):
+    """The report of one conversion."""
+
+    TITLE = "Conversion of {source} to {to}"
+    FILES = ("source", "output")
+
+    source: str
+    """The path, or "model"."""
+    output: str | None
+    """The file that was written; None if the result is in memory."""
+    to: str
+    """The dialect that was asked for."""
+    found: Mapping[str, Counts]
+    """By dialect, what was read."""
+    losses: Mapping[str, int]
+    """What the dialect cannot say and was allowed to lose, with how often."""
+    notes: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
+    """To mxfp8: weights that no gemm reads, which stay MXFP8Dequantize and a standard op."""
+    gemms: int = 0
+    """To mxfp8: gemms in the result."""
+    bytes_before: int = 0
+    bytes_after: int = 0
+    fusions: int = 0
+    """To mxfp8: nodes that were fused with their neighbours."""
+
+    def sections(self) -> list[Section]:
+        """Returns `facts`."""
+        return [Section(facts=self.facts())]
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns (label, value) lines for a terminal."""
+        found = [
+            (f"found {name}", f"{_count(n.weights, 'weight')}, {_count(n.activations, 'activation')}")
+            for name, n in self.found.items()
+        ]
+        rows = found or [("found", "nothing that is quantized")]
+        if self.to == "mxfp8":
+            rows.append(("gemms", f"{self.gemms}, {_count(self.fusions, 'fusion')}"))
+        rows += [("no gemm", name) for name in self.kept]
+        rows += [("lost", f"{what} ({count})") for what, count in self.losses.items()]
+        rows += [("note", note) for note in self.notes]
+        rows.append(("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}"))
+        return [*rows, ("result", self.output or "in memory")]
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"
 
 
 def convert(
@@ -75,61 +137,55 @@ def convert(
     """
     check_options("convert", options, WriteOptions)
     written = tuple(name for name, row in DIALECTS.items() if row.is_written)
-    for name, known in ((to, written), *((name, LOSSES) for name in allow)):
+    asked = ((to, written), *((name, LOSSES) for name in allow), (str(accuracy_level), tuple(map(str, LEVELS))))
+    for name, known in asked:
         if name not in known:
             raise ContractError.unknown("convert", name, known)
-    _check_level(to, accuracy_level)
+    if accuracy_level != LEVELS[-1] and not DIALECTS[to].has_levels:
+        advice = ("leave ", Option("accuracy_level", accuracy_level), " out, or convert to nbits")
+        raise ContractError("convert", f"{to} has no accuracy level", expected="nbits, whose op has one", advice=advice)
     kind = kind_of(model)
     if kind is Kind.UNKNOWN or kind.is_program or kind is Kind.GRAPHSURGEON:
-        what, advice = "not an ONNX model or file", "export programs with mxfp8_graph.to_onnx first"
-        raise ContractError("convert", what, expected="a path or an onnx.ModelProto", advice=advice)
+        what, expected = "not an ONNX model or file", "a path or an onnx.ModelProto"
+        raise ContractError("convert", what, expected=expected, advice="export programs with mxfp8_graph.to_onnx first")
     loaded = load(model)
     if kind.is_file and output is None:
         output = Path(str(model)).with_suffix(f".{to}.onnx")
     path, overwrite = Path(output) if output else None, options.get("overwrite", False)
     as_source = bool(external_files(loaded))
     external = wants_external(loaded, path, options.get("external_data", "auto"), as_source=as_source)
-    if path is not None:
-        check_output(loaded, path, external=external, overwrite=overwrite)
+    replaces = [] if path is None else check_output(loaded, path, external=external, overwrite=overwrite)
     with explained(model, name_of(loaded)):
         edit, facts = _converted(loaded, to, frozenset(allow), accuracy_level)
     result: Path | onnx.ModelProto
     if path is None:
         result = to_proto(edit.model)
-        size = result.ByteSize()
+        size_after = result.ByteSize()
     else:
-        result, size = path, save(edit.model, path, external=external, overwrite=overwrite)
-    report = Conversion(
+        size_after = save(edit.model, path, external=external, overwrite=overwrite, replaces=replaces)
+        result = path
+    return result, Conversion(
         source=name_of(loaded),
         to=to,
         bytes_before=bytes_of(loaded),
-        bytes_after=size,
+        bytes_after=size_after,
         output=str(path) if path else None,
         losses=dict(edit.losses),
         notes=tuple(edit.notes),
         **facts,
     )
-    return result, report
-
-
-def _check_level(to: str, level: int) -> None:
-    if level not in LEVELS:
-        raise ContractError.unknown("convert", str(level), tuple(map(str, LEVELS)))
-    if level != LEVELS[-1] and not DIALECTS[to].has_levels:
-        advice = ("leave ", Option("accuracy_level", level), " out, or convert to nbits")
-        raise ContractError("convert", f"{to} has no accuracy level", expected="nbits, whose op has one", advice=advice)
 
 
 def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: int) -> tuple[Edit, dict[str, Any]]:
     """Returns (the converted model with losses and notes, more that the report says of it)."""
     record.remove_bodies(model)
-    _refuse_others(model)
+    refuse_others(model)
     was_foreign = foreign(model) is not None
     notes: list[str] = []
     model = upgrade(model, _in_dialect, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
-    edit = Edit(model, notes)
+    edit = Edit(model, notes, allow, accuracy_level)
     counted = _ours(edit)
-    recompose.restore(edit)
+    restore(edit)
     for dialect, counts in (("mxfp8", counted), ("standard", _ours(edit) - counted)):
         edit.counts.update({(dialect, kind): count for kind, count in counts.items()})
     edit.infer()
@@ -140,54 +196,27 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     edit.infer()
     names = dict.fromkeys(dialect for dialect, _ in edit.counts)
     found = {n: Counts(weights=edit.counts[n, "weights"], activations=edit.counts[n, "activations"]) for n in names}
-    if to == "mxfp8":
-        made = _to_ours(edit, fused=was_foreign or "nbits" in found)
-    else:
-        made = _to_other(edit, to, allow, accuracy_level)
+    facts = _to_ours(edit, fused=was_foreign or "nbits" in found) if to == "mxfp8" else _to_other(edit, to)
     _import_domains(edit.model)
     _record_losses(edit)
     record.add_bodies(edit.model, None)  # the graph is checked; whatever needs bodies has them
-    return edit, {"found": found, **made}
+    return edit, {"found": found, **facts}
 
 
 def _in_dialect(op: tuple[str, str]) -> bool:
     return op[1] == "DequantizeLinear" or op[0] == contract.DOMAIN or (op[0] not in STANDARD and op in OPS)
 
 
-def _refuse_others(model: ir.Model) -> None:
-    """Raises ContractError if something is quantized, but in no dialect of MXFP8."""
-    others = [
-        node
-        for node in _all_nodes(model)
-        if is_quantized(node) and not may_be_mxfp8(node) and not decompose.is_marked(node)
-    ]
-    if others:
-        kinds = Counter(f"{node.domain + '.' if node.domain else ''}{node.op_type}" for node in others)
-        what = ", ".join(f"{count} {name}" for name, count in kinds.items())
-        where = f"{name_of(model)}: node {label(others[0])!r}"
-        advice = "start from the model that is not quantized: mxfp8-graph rewrite"
-        raise ContractError(where, f"quantized, but not in MXFP8 ({what})", expected="MXFP8 alone", advice=advice)
-
-
-def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """Yields the nodes of the graph, of subgraphs and of local functions."""
-    yield from model.graph.all_nodes()
-    for function in model.functions.values():
-        yield from function.all_nodes()
+def _module(name: str) -> Any:
+    """Returns a file that reads and writes dialects."""
+    return importlib.import_module(f"mxfp8_graph.tools.dialects.{name}")
 
 
 def _read(edit: Edit, node: ir.Node) -> Nodes | None:
     check_node(edit, node)
-    for row in DIALECTS.values():
-        read = row.module and getattr(module_of(row), "read", None)
-        if read and (nodes := read(edit, node)) is not None:
-            return nodes  # type: ignore[no-any-return]
-    return None
-
-
-def module_of(dialect: Dialect) -> ModuleType:
-    """Returns the file that reads and writes a dialect."""
-    return importlib.import_module(f"mxfp8_graph.tools.dialects.{dialect.module}")
+    modules = map(_module, dict.fromkeys(row.module for row in DIALECTS.values() if row.module))
+    ways = (module.read(edit, node) for module in modules if hasattr(module, "read"))
+    return next((nodes for nodes in ways if nodes is not None), None)
 
 
 def _nodes_of_ours(edit: Edit) -> list[ir.Node]:
@@ -205,9 +234,9 @@ def _ours(edit: Edit) -> Counter[str]:
 
 def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     """Puts gemms together, fuses them with their neighbours, and completes the model."""
-    edit.each(gemms.put_together)
-    fusions = recompose.restore(edit)
-    recompose.forget(edit.model)
+    edit.each(put_together)
+    fusions = restore(edit)
+    forget(edit.model)
     if fused:
         edit.infer()
         recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
@@ -222,26 +251,20 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     }
 
 
-def _to_other(edit: Edit, to: str, allow: frozenset[str], accuracy_level: int) -> dict[str, Any]:
+def _to_other(edit: Edit, to: str) -> dict[str, Any]:
     """Writes every node of ours in the dialect `to`."""
-    while edit.each(decompose.unfuse):
+    while edit.each(unfuse):
         pass
     edit.infer()
-    row, module = DIALECTS[to], module_of(DIALECTS[to])
-    if write_product := getattr(module, "write_product", None):
-        settings = {"accuracy_level": accuracy_level} if row.has_levels else {}
-        edit.each(lambda edit, node: write_product(edit, node, allow, **settings))
-    edit.each(decompose.take_apart)
-    edit.each(lambda edit, node: module.write(edit, node, allow))
+    row = DIALECTS[to]
+    for step in _module(row.module).WRITE[to]:
+        edit.each(step)
     if left := _nodes_of_ours(edit):  # what reads quantized values, rather than what quantizes them for it
         node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
         advice = "convert to standard, or leave it out of the rewrite (--exclude)"
-        raise edit.refuse(node, f"has no form in {to}", expected="nodes that the dialect has", advice=advice)
+        raise edit.refuse(node, f"has no form in {to}", "nodes that the dialect has", advice)
     edit.model.ir_version = max(edit.model.ir_version, row.ir_version)
     edit.model.metadata_props.update(provenance.entries(None, to))
-    if check := getattr(module, "check", None):
-        _import_domains(edit.model)
-        check(edit.model)
     return {}
 
 
@@ -260,7 +283,8 @@ def _import_domains(model: ir.Model) -> None:
     domains = {contract.DOMAIN: contract.VERSION}
     for row in DIALECTS.values():
         domains |= row.versions
-    used = {node.domain for node in _all_nodes(model)}
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    used = {node.domain for graph in graphs for node in graph.all_nodes()}
     for domain in domains.keys() & model.opset_imports.keys() - used:
         del model.opset_imports[domain]
     for domain in sorted(used & domains.keys() - model.opset_imports.keys()):

@@ -11,14 +11,13 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import prepare, record
-from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement
+from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.onnx_pass.graph import (
     INFERRED,
     attribute,
     dtype_of,
     fresh_names,
-    is_op,
     label,
     name_of,
     shape_of,
@@ -30,16 +29,19 @@ from mxfp8_ops.errors import ContractError, Option
 Codes = npt.NDArray[np.uint8]
 Nodes = list[ir.Node]
 Advice = str | Sequence[str | Option]
+Step = Callable[["Edit", ir.Node], Nodes | None]
+"""Returns the nodes that take the place of one, or of what follows it; None if it stays."""
 
-CASTS: Final = ("Identity", "Cast")
+AGAIN: Final = "export the model again"
+OTHER: Final = "start from the model that is not quantized"
 
 
 class Edit:
     """A model while its nodes are replaced."""
 
-    def __init__(self, model: ir.Model, notes: list[str]) -> None:
-        """`notes`: of the report, which `note` adds to."""
-        self.model, self.notes = model, notes
+    def __init__(self, model: ir.Model, notes: list[str], allow: frozenset[str], accuracy_level: int) -> None:
+        """`notes`: of the report, which `note` adds to; `allow` and `accuracy_level`: of `convert`."""
+        self.model, self.notes, self.allow, self.accuracy_level = model, notes, allow, accuracy_level
         self.fresh: Final = fresh_names(self.model)
         """Makes a name like the one it takes, which nothing in the model has."""
         self.counts: Counter[tuple[str, str]] = Counter()
@@ -59,11 +61,8 @@ class Edit:
         prepare.infer(self.model, [])
         record.remove_bodies(self.model)
 
-    def each(self, step: Callable[[Edit, ir.Node], Nodes | None]) -> bool:
-        """Replaces nodes of every graph as `step` says, and drops what nothing uses any more; whether any was.
-
-        `step` returns the nodes that take the place of one, or None if it stays.
-        """
+    def each(self, step: Step) -> bool:
+        """Replaces nodes of every graph as `step` says, and drops what nothing uses any more; whether any was."""
         self._shared.clear()
 
         def replacement(node: ir.Node) -> Replacement | None:
@@ -71,7 +70,9 @@ class Edit:
             before, self._before = self._before, []
             if nodes is None:
                 return None
-            return Replacement(kind="", node=nodes[-1], gone=(node,), before=(*before, *nodes[:-1]))
+            replaced = nodes[-1].outputs[0].meta.get(REPLACES)
+            gone = node if replaced is None else replaced.producer()
+            return Replacement(kind="", node=nodes[-1], gone=(gone,), before=(*before, *nodes[:-1]))
 
         return bool(apply(self.model, [replacement], lambda _: True))
 
@@ -93,45 +94,38 @@ class Edit:
         make = lambda: self.make("Cast", value, wanted=f"{value.name}_{wanted}", to=dtype)  # noqa: E731
         return self.shared(node.graph, "cast", value, dtype, make=make)
 
+    def ending(
+        self, last: ir.Node, wanted: str, to: ir.Value | int | None, make: Callable[[list[ir.Value]], ir.Node]
+    ) -> Nodes:
+        """Returns the node that `make` returns for its outputs, in place of `last`, and a Cast behind it.
+
+        Args:
+            last: whose outputs are replaced.
+            wanted: name of what is cast.
+            to: the dtype, or a value that has it; None for no Cast.
+            make: takes outputs.
+        """
+        outputs = heirs(last)
+        if to is None:
+            return [make(outputs)]
+        y = ir.Value(name=self.fresh(wanted))
+        op, inputs, settings = ("CastLike", [y, to], {}) if isinstance(to, ir.Value) else ("Cast", [y], {"to": to})
+        return [make([y]), ir.node(op, inputs, settings, outputs=outputs, name=y.name)]
+
     def store(self, graph: ir.Graph | None, wanted: str, dtype: int, array: npt.NDArray[Any]) -> ir.Value:
         """Returns a new initializer of a graph."""
         graph = graph or self.model.graph
-        name = self.fresh(wanted)
-        element = ir.DataType(dtype)
-        value = ir.Value(name=name, const_value=ir.Tensor(array.view(element.numpy()), dtype=element, name=name))
+        element, name = ir.DataType(dtype), self.fresh(wanted)
+        tensor = ir.Tensor(np.ascontiguousarray(array).view(element.numpy()), dtype=element, name=name)
+        value = ir.Value(name=name, const_value=tensor)
         graph.register_initializer(value)
         return value
-
-    def constant(self, tensor: ir.TensorProtocol) -> ir.Value:
-        """Returns the initializer of the whole model for a small constant; equal ones share it."""
-        whole, top = ir.to_proto(tensor), self.model.graph
-
-        def make() -> ir.Value:
-            whole.name = self.fresh("mxfp8_constant")
-            value = ir.Value(name=whole.name, const_value=ir.serde.TensorProtoTensor(whole))
-            top.register_initializer(value)
-            return value
-
-        return self.shared(top, "constant", whole.SerializeToString(), make=make)
-
-    def retype(self, value: ir.Value, dtype: int) -> None:
-        """Says that the bytes of an initializer are of another 8-bit dtype."""
-        tensor, element = value.const_value, ir.DataType(dtype)
-        if isinstance(tensor, ir.ExternalTensor):
-            place = tensor.location, tensor.offset, tensor.length, element
-            shape, folder = ir.Shape(dims(tensor)), tensor.base_dir
-            value.const_value = ir.ExternalTensor(*place, shape=shape, name=tensor.name or "", base_dir=folder)
-        elif tensor is not None:
-            value.const_value = ir.Tensor(tensor.numpy().view(element.numpy()), dtype=element, name=tensor.name)
-        if value.is_graph_input():
-            value.type = ir.TensorType(element)
 
     def codes(self, tensor: ir.TensorProtocol) -> Codes:
         """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
         if tensor.dtype.bitwidth != 8:
-            where, advice = f"{name_of(self.model)}: tensor {tensor.name!r}", "export the model again"
-            what = f"is {tensor.dtype.name.lower()}"
-            raise ContractError(where, what, expected="elements or scales of 8 bits", advice=advice)
+            where, what = f"{name_of(self.model)}: tensor {tensor.name!r}", f"is {tensor.dtype.name.lower()}"
+            raise ContractError(where, what, expected="elements or scales of 8 bits", advice=AGAIN)
         return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(dims(tensor))
 
     def note(self, text: str) -> None:
@@ -139,23 +133,26 @@ class Edit:
         if text not in self.notes:
             self.notes.append(text)
 
-    def refuse(self, node: ir.Node, what: str, *, expected: str, advice: Advice) -> ContractError:
+    def require(self, holds: object, node: ir.Node, what: str, expected: str, advice: Advice = AGAIN) -> None:
+        """Raises the error for a node that cannot be read or written, unless something holds."""
+        if not holds:
+            raise self.refuse(node, what, expected, advice)
+
+    def refuse(self, node: ir.Node, what: str, expected: str, advice: Advice = AGAIN) -> ContractError:
         """Returns the error for a node that cannot be read or written."""
         where = f"{name_of(self.model)}: node {label(node)!r} ({node.op_type})"
         return ContractError(where, what, expected=expected, advice=advice)
 
 
 def _float_dtypes(model: ir.Model) -> set[int]:
-    dtypes: set[int] = set()
-    for graph in model.graphs():
-        values = (*graph.inputs, *graph.outputs, *graph.initializers.values())
-        dtypes.update(dtype_of(value) for value in values)
-        for node in graph:
-            if is_op(node, "Constant") and (tensor := stored(node.outputs[0])) is not None:
-                dtypes.add(int(tensor.dtype))
-            elif node.op_type == "Cast":
-                dtypes.add(attribute(node, "to", 0))
-    return dtypes & {*contract.VALUES}
+    values = [
+        value for graph in model.graphs() for value in (*graph.inputs, *graph.outputs, *graph.initializers.values())
+    ]
+    nodes = list(model.graph.all_nodes())
+    values += [value for node in nodes if node.op_type == "Constant" for value in node.outputs]
+    stored_dtypes = {int(tensor.dtype) for value in values if (tensor := stored(value)) is not None}
+    cast = {attribute(node, "to", 0) for node in nodes if node.op_type == "Cast"}
+    return (stored_dtypes | cast | {*map(dtype_of, values)}) & {*contract.VALUES}
 
 
 def operands(node: ir.Node, start: int = 0, count: int = 2) -> list[ir.Value]:
@@ -184,34 +181,15 @@ def rank_of(value: ir.Value) -> int | None:
     return None if shape is None else len(shape)
 
 
-def sole_user(value: ir.Value) -> ir.Node | None:
-    """Returns the one node that uses a value, beside nodes that are being made; None for outputs of the graph."""
-    users = [user for user in value.consumers() if user.graph is not None]
-    return users[0] if len(users) == 1 and users[0].graph is value.graph and not value.is_graph_output() else None
-
-
-def source(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Value, Nodes]:
-    """Returns what a value is a view of, and the views by these ops between: the outermost first."""
-    views: Nodes = []
-    while (node := value.producer()) is not None and is_op(node, *ops) and (origin := operand(node, 0)) is not None:
-        views.append(node)
-        value = origin
-    return value, views
-
-
 def heirs(node: ir.Node) -> list[ir.Value]:
     """Returns new values that take the place of those of a node; of unknown dtype, but for outputs of a graph."""
-    return [_heir(output) for output in node.outputs]
-
-
-def _heir(value: ir.Value) -> ir.Value:
-    new = ir.Value(name=value.name)
-    if value.is_graph_output():
-        new = ir.Value(name=value.name, type=value.type, shape=value.shape, doc_string=value.doc_string)
-        new.metadata_props.update(value.metadata_props)
-    # onnx_ir keeps annotations of quantization there.
-    new.meta.update({key: kept for key, kept in value.meta.items() if key != INFERRED} | {REPLACES: value})
-    return new
+    values = [value_replacing(output) for output in node.outputs]
+    for value, output in zip(values, node.outputs, strict=True):
+        value.meta.pop(INFERRED, None)  # annotations of quantization, which onnx_ir keeps there, stay
+        if not output.is_graph_output():
+            value.type = value.shape = value.doc_string = None
+            value.metadata_props.clear()
+    return values
 
 
 def settings_of(node: ir.Node) -> dict[str, Any]:

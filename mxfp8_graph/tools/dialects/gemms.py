@@ -1,218 +1,275 @@
-"""Products of dequantized operands, put together as gemms: what runs on the kernels.
+"""Gemms and lookups, and the products of dequantized operands that say the same in standard ops.
 
-    MatMul(MXFP8Dequantize(A), Transpose(MXFP8Dequantize(B)))   -> MXFP8Gemm(A, B)
-    MatMul(X, Transpose(MXFP8Dequantize(B)))                    -> MXFP8WeightGemm(X, B)
-    MatMul(X, MXFP8Dequantize(B [K, N], blocks along K))        -> the same, the bytes of B transposed
-    Gemm with transB, no other transpose and factors of 1       -> the same
-    + Add of a stored [N], + Cast                               -> its bias, its output_dtype
-    Gather(MXFP8Dequantize(table [V, D]), ids)                  -> MXFP8Embedding(ids, table)
+    MXFP8Gemm(A, B)        <-> MatMul(MXFP8Dequantize(A), Transpose(MXFP8Dequantize(B)))
+    MXFP8WeightGemm(X, B)  <-> MatMul(X, Transpose(MXFP8Dequantize(B))), X rounded to bfloat16 where the node does that
+    MXFP8Embedding(ids, B) <-> Gather(MXFP8Dequantize(B), ids)
+    their bias [N], their output_dtype <-> Add, Cast
 
-Whatever is quantized in another way, along another axis say, stays MXFP8Dequantize and the standard op.
+Products are of float32 values, as in the nodes. Read, but never written:
+
+    MatMul(X, MXFP8Dequantize(B [K, N], blocks along K)): the bytes of B are transposed
+    Gemm with transB, no other transpose and factors of 1
+
+What is quantized in another way, along another axis say, stays MXFP8Dequantize and the standard op.
+
+`standard` is the dialect of these products and of bodies alone, of opset 21: for ONNX Runtime without our library,
+OpenVINO and onnx's ReferenceEvaluator. Weights are Cast and Mul, which ONNX Runtime computes once per session.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.replacement import is_ours, mxfp8_node
-from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op
-from mxfp8_graph.tools.dialects.decompose import is_marked
-from mxfp8_graph.tools.dialects.edit import (
-    CASTS,
-    Edit,
-    Nodes,
-    dims,
-    heirs,
-    operand,
-    operands,
-    rank_of,
-    sole_user,
-    source,
-    tensor_of,
-)
+from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node, row_of
+from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, label
+from mxfp8_graph.tools.dialects.bodies import is_marked, standard
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
+
+CASTS: Final = ("Identity", "Cast")
+
+_TURNS: Final = ("Transpose", "Einsum")
 
 KN: Final = "_kn"
 """Ends the name of elements that `convert` has written as [K, N]."""
 
 
+class Gemm(NamedTuple):
+    """What a gemm of a stored matrix [N, K] has."""
+
+    b: ir.Value
+    scales: ir.Value
+    bias: ir.Value | None
+    elements: ir.TensorProtocol
+    codes: ir.TensorProtocol
+
+
+def gemm_of(node: ir.Node) -> Gemm | None:
+    """Returns the parts of a gemm of one stored matrix that is not fused; None for other nodes."""
+    op = row_of(node)
+    if op is None or op.packed_at is None or not op.is_gemm or not op.is_plain or op.indices_at is not None:
+        return None
+    b, scales = operands(node, op.packed_at)
+    elements, codes = tensor_of(b), tensor_of(scales)
+    if elements is None or codes is None or len(dims(elements)) != 2:
+        return None
+    return Gemm(b, scales, operand(node, op.packed_at + 2), elements, codes)
+
+
+def take_apart(edit: Edit, node: ir.Node) -> Nodes | None:
+    """Returns dequantized operands and a standard product in place of a gemm or a lookup; None for other nodes."""
+    op = row_of(node)
+    if op is None or op.packed_at is None or not op.is_plain or op.is_gemm != (op.indices_at is None):
+        return None
+    if op.indices_at is not None:
+        table = _dequantized(edit, node, op.packed_at, attribute(node, "output_dtype", contract.FLOAT))
+        return [in_place_of(node, "Gather", [table, node.inputs[op.indices_at]], heirs(node))]
+    elements, values = operands(node, op.packed_at)[0], _dequantized(edit, node, op.packed_at)
+    rank = rank_of(elements)
+
+    def make() -> ir.Value:
+        wanted = f"{elements.name}_transposed"
+        if rank is None:
+            return edit.make("Einsum", values, wanted=wanted, equation="...nk->...kn")
+        return edit.make("Transpose", values, wanted=wanted, perm=[*range(rank - 2), rank - 1, rank - 2])
+
+    return product(edit, node, edit.shared(node.graph, "transposed", values, make=make))
+
+
+def product(edit: Edit, node: ir.Node, b: ir.Value) -> Nodes:
+    """Returns MatMul(A, b) + bias in the dtype of a gemm, for the values `b` [..., K, N] of its B."""
+    row = contract.OPS[node.op_type]
+    a = _float_activation(edit, node) if row.weight_only else _dequantized(edit, node, 0)
+    dtype, bias = attribute(node, "output_dtype", contract.FLOAT), operand(node, (row.packed_at or 0) + 2)
+    steps: list[tuple[str, list[ir.Value], dict[str, int]]] = []
+    if bias is not None:
+        steps.append(("Add", [bias], {}))
+    if dtype != contract.FLOAT:
+        steps.append(("Cast", [], {"to": dtype}))
+    between = [ir.Value(name=edit.fresh(f"{label(node)}_{name}")) for name in ("product", "sum")[: len(steps)]]
+    results = [*([value] for value in between), heirs(node)]
+    nodes = [in_place_of(node, "MatMul", [a, b], results[0])]
+    for (op, others, settings), x, y in zip(steps, results[:-1], results[1:], strict=True):
+        name = edit.fresh(f"{label(node)}_{op.lower()}")
+        nodes.append(ir.node(op, [*x, *others], settings, outputs=y, name=name))
+    return nodes
+
+
+def _dequantized(edit: Edit, node: ir.Node, at: int, dtype: int = contract.FLOAT) -> ir.Value:
+    """Returns the values of the operand whose elements are input `at`; one node for all that read it."""
+    elements, scales = operands(node, at)
+    settings = {**contract.DEQUANTIZE.attributes, "axis": -1, "output_dtype": dtype}
+
+    def make() -> ir.Value:
+        op, wanted = contract.DEQUANTIZE.name, f"{elements.name}_values"
+        return edit.make(op, elements, scales, wanted=wanted, domain=contract.DOMAIN, **dict(sorted(settings.items())))
+
+    return edit.shared(node.graph, "values", elements, scales, dtype, make=make)
+
+
+def _float_activation(edit: Edit, node: ir.Node) -> ir.Value:
+    """Returns the float32 values that a weight-only gemm multiplies."""
+    x, dtype = operands(node)[0], attribute(node, "activation_dtype", contract.FLOAT)
+    if dtype != contract.FLOAT:
+        x = edit.cast(node, x, dtype, "rounded")
+    elif dtype_of(x) == contract.FLOAT:
+        return x
+    return edit.cast(node, x, contract.FLOAT, "float")
+
+
 class _Weight(NamedTuple):
-    """B of a product: its elements [..., N, K] and scales, and the dtype of its values."""
+    """B of a product, or a table: its elements [..., N, K] and scales, and the dtype of its values."""
 
     elements: ir.Value
     scales: ir.Value
     dtype: int
-    n: int | None
-    """N of stored elements."""
+    dims: tuple[int, ...] | None
+    """Of stored elements."""
+    is_kn: bool
+    """Whether elements and scales are stored [..., K, N]."""
+
+    @property
+    def n(self) -> int | None:
+        return None if self.dims is None else self.dims[-1 if self.is_kn else -2]
 
 
 def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
-    """Returns the gemm for a product of dequantized operands, or for the last of its Add and Cast; None for others."""
-    if is_op(node, "Gather"):
-        return _embedding(node)
-    if is_op(node, "Cast"):
-        before = operands(node)[0].producer()
-        return _ends(edit, before, node) if before is not None and _takes_cast(edit, before) is node else None
-    return _ends(edit, node, node) if _takes_cast(edit, node) is None else None
-
-
-def _ends(edit: Edit, node: ir.Node, last: ir.Node) -> Nodes | None:
-    """Returns the gemm of a product, or of the Add of its bias, whose result is that of `last`."""
-    if is_op(node, "Add"):
-        for at, value in enumerate(operands(node)):
-            product = value.producer()
-            if product is not None and _takes_bias(edit, product) is node:
-                return _gemm(edit, product, last, operand(node, 1 - at))
-        return None
-    if is_op(node, "MatMul") and _takes_bias(edit, node) is None:
-        return _gemm(edit, node, last, None)
-    if is_op(node, "Gemm") and _is_plain(node):
-        bias, weight = operand(node, 2), _weight(edit, node)
-        stored, n = tensor_of(bias), None if weight is None else weight.n
-        if bias is None or (stored is not None and dims(stored) == (n,)):
-            return _gemm(edit, node, last, bias)
-    return None
-
-
-def _takes_cast(edit: Edit, node: ir.Node) -> ir.Node | None:
-    """Returns the Cast that alone reads the float32 result of a product with packed weights, or of its Add; or None."""
-    cast = sole_user(node.outputs[0]) if is_op(node, "MatMul", "Gemm", "Add") else None
-    if cast is None or not is_op(cast, "Cast"):
-        return None
-    if attribute(cast, "to", 0) not in {contract.FLOAT16, contract.BFLOAT16}:
-        return None
-    if any(user.op_type == "Cast" and user.graph is not None for user in cast.outputs[0].consumers()):
-        return None  # it rounds an activation: see `_activation`
-    products = [value.producer() for value in operands(node)] if is_op(node, "Add") else [node]
-    weights = [_weight(edit, each) for each in products if each is not None and is_op(each, "MatMul", "Gemm")]
-    return cast if [w.dtype for w in weights if w is not None] == [contract.FLOAT] else None
-
-
-def _embedding(node: ir.Node) -> Nodes | None:
-    """Returns MXFP8Embedding for a Gather of rows of a stored table, packed along its rows; None for others."""
-    values, ids = operands(node)
-    origin, views = source(values, CASTS)
-    table = origin.producer()
-    if table is None or not is_ours(table, contract.DEQUANTIZE):
-        return None
-    stored, dtype = tensor_of(operands(table)[0]), _cast_dtype(table, views)
-    along_rows = stored is not None and len(dims(stored)) == 2 and attribute(table, "axis", -1) in (-1, 1)
-    by_row = attribute(node, "axis", 0) in (0, -2) and dtype_of(ids) in contract.INDICES
-    if not along_rows or not by_row or dtype is None:
-        return None
-    return [mxfp8_node(node, contract.EMBEDDING, [ids, *operands(table)], heirs(node), output_dtype=dtype)]
-
-
-def _is_plain(node: ir.Node) -> bool:
-    return not attribute(node, "transA", 0) and all(attribute(node, name, 1.0) == 1.0 for name in ("alpha", "beta"))
-
-
-def _takes_bias(edit: Edit, product: ir.Node) -> ir.Node | None:
-    """Returns the Add of a stored [N] that alone reads a MatMul with packed weights, or None."""
-    add = sole_user(product.outputs[0]) if is_op(product, "MatMul") else None
-    if add is None or not is_op(add, "Add"):
-        return None
-    others = [value for value in add.inputs if value is not product.outputs[0]]
-    bias = tensor_of(others[0]) if len(others) == 1 else None
-    weight = _weight(edit, product)
-    if bias is None or weight is None or bias.dtype not in contract.VALUES:
-        return None
-    return add if dims(bias) == (weight.n,) else None
-
-
-def _gemm(edit: Edit, product: ir.Node, last: ir.Node, bias: ir.Value | None) -> Nodes | None:
-    """Returns the gemm of a MatMul or Gemm, whose result is that of `last`; None if it has no packed weight."""
-    weight = _weight(edit, product, make=True)
+    """Returns the gemm for a product of dequantized operands, its Add and its Cast; None for other nodes."""
+    weight = _weight(node) if is_op(node, "MatMul", "Gemm", "Gather") else None
     if weight is None:
         return None
-    quantized = _operand(operands(product)[0])
-    dtype = attribute(last, "to", 0) if is_op(last, "Cast") else weight.dtype
+    if node.op_type == "Gather":
+        return _embedding(node, weight)
+    last, bias, dtype = node, operand(node, 2), weight.dtype
     stored = tensor_of(bias)
+    if node.op_type == "Gemm":
+        factors = [attribute(node, name, 1.0) for name in ("alpha", "beta")]
+        if attribute(node, "transA", 0) or factors != [1.0, 1.0]:
+            return None
+        if bias is not None and (stored is None or dims(stored) != (weight.n,)):
+            return None
+    elif (add := sole_user(node.outputs[0])) is not None and is_op(add, "Add"):
+        others = [value for value in add.inputs if value is not node.outputs[0]]
+        stored = tensor_of(others[0]) if len(others) == 1 else None
+        if stored is not None and stored.dtype in contract.VALUES and dims(stored) == (weight.n,):
+            last, bias = add, others[0]
+    cast = sole_user(last.outputs[0])
+    if cast is not None and dtype == contract.FLOAT and _rounds(cast):
+        last, dtype = cast, attribute(cast, "to", 0)
     if bias is not None and stored is not None and stored.dtype != contract.FLOAT:
         bias = edit.cast(last, bias, contract.FLOAT, "float")
-    inputs = [weight.elements, weight.scales, *([bias] if bias is not None else [])]
-    outputs = heirs(last)
-    if quantized is not None:
-        return [mxfp8_node(product, contract.GEMM, [*quantized, *inputs], outputs, output_dtype=dtype)]
-    x, settings = _activation(operands(product)[0])
-    held = weight_gemm_dtype(dtype)
-    y = outputs if held == dtype else [ir.Value(name=edit.fresh(f"{outputs[0].name}_gemm"))]
-    nodes = [mxfp8_node(product, contract.WEIGHT_GEMM, [x, *inputs], y, output_dtype=held, **settings)]
-    return nodes if y is outputs else [*nodes, ir.node("Cast", y, {"to": dtype}, outputs=outputs, name=y[0].name)]
+    packed, a = [*_nk(edit, weight), *([] if bias is None else [bias])], operands(node)[0]
+    if (quantized := _quantized(a)) is not None:
+        return [mxfp8_node(node, contract.GEMM, [*quantized, *packed], heirs(last), output_dtype=dtype)]
+    x, rounds = _activation(a)
+    settings = {"output_dtype": weight_gemm_dtype(dtype), **({"activation_dtype": contract.BFLOAT16} if rounds else {})}
+    to = None if weight_gemm_dtype(dtype) == dtype else dtype
+    make = lambda y: mxfp8_node(node, contract.WEIGHT_GEMM, [x, *packed], y, **settings)  # noqa: E731
+    return edit.ending(last, f"{last.outputs[0].name}_gemm", to, make)
 
 
-def _operand(value: ir.Value) -> list[ir.Value] | None:
-    """Returns the elements and scales of a left operand that is quantized along its last axis as the model runs."""
-    origin, views = source(value, CASTS)
-    node = origin.producer()
-    if node is None or not is_ours(node, contract.DEQUANTIZE) or _cast_dtype(node, views) is None:
+def _embedding(node: ir.Node, table: _Weight) -> Nodes | None:
+    """Returns MXFP8Embedding for a Gather of rows of a stored matrix, packed along its rows; None for others."""
+    ids = operands(node)[1]
+    is_matrix = table.dims is not None and len(table.dims) == 2
+    if not is_matrix or attribute(node, "axis", 0) not in (0, -2) or dtype_of(ids) not in contract.INDICES:
         return None
-    elements = operands(node)[0]
-    rank = rank_of(elements) or rank_of(value)
-    axis = attribute(node, "axis", -1)
-    last = axis == -1 or (rank is not None and axis == rank - 1)
-    return operands(node) if last and tensor_of(elements) is None else None
+    inputs = [ids, table.elements, table.scales]
+    return [mxfp8_node(node, contract.EMBEDDING, inputs, heirs(node), output_dtype=table.dtype)]
 
 
-def _activation(value: ir.Value) -> tuple[ir.Value, dict[str, int]]:
-    """Returns X of a weight-only gemm, without the casts that the node does itself."""
+def _rounds(node: ir.Node) -> bool:
+    """Whether a node casts the result of a product to its output_dtype, rather than an activation (`_activation`)."""
+    is_half = is_op(node, "Cast") and attribute(node, "to", 0) in {contract.FLOAT16, contract.BFLOAT16}
+    users = (user for user in node.outputs[0].consumers() if user.graph is not None)
+    return is_half and not any(user.op_type == "Cast" for user in users)
+
+
+def _quantized(value: ir.Value) -> list[ir.Value] | None:
+    """Returns the elements and scales of a left operand that is quantized along its last axis as the model runs."""
+    if (origin := _dequantize(value, CASTS)) is None:
+        return None
+    elements, axis = operands(origin[0])[0], attribute(origin[0], "axis", -1)
+    last = axis in {-1, (rank_of(elements) or rank_of(value) or 0) - 1}
+    return operands(origin[0]) if last and tensor_of(elements) is None else None
+
+
+def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
+    """Returns X of a weight-only gemm, without the casts that the node does itself; and whether it rounds X."""
     casts = source(value, CASTS)[1]
     targets = [attribute(cast, "to", 0) for cast in casts if cast.op_type == "Cast"]
     if targets[:1] == [contract.FLOAT]:
         x, *rounded = (operands(cast)[0] for cast in casts[:2])
         if targets[:2] == [contract.FLOAT, contract.BFLOAT16] and dtype_of(rounded[0]) in contract.VALUES:
-            return rounded[0], {"activation_dtype": contract.BFLOAT16}
+            return rounded[0], True
         if dtype_of(x) in contract.VALUES and not is_marked(casts[0]):
-            return x, {}
-    return value, {}
+            return x, False
+    return value, False
 
 
-def _weight(edit: Edit, product: ir.Node, *, make: bool = False) -> _Weight | None:
-    """Returns the right operand of a product if it is packed along K; what has to be transposed is if `make`."""
-    origin, views = source(operands(product)[1], (*CASTS, "Transpose", "Einsum"))
+def _weight(user: ir.Node) -> _Weight | None:
+    """Returns the right operand of a product if it is packed along K; what a Gather reads, if along its last axis."""
+    is_table = is_op(user, "Gather")
+    origin = _dequantize(operands(user)[0 if is_table else 1], CASTS if is_table else (*CASTS, *_TURNS))
+    if origin is None:
+        return None
+    node, views, dtype = origin
+    elements, scales = operands(node)
+    stored, rank = tensor_of(elements), rank_of(elements)
+    turns = [view for view in views if view.op_type in _TURNS]
+    if rank is None or rank < 2 or not all(_swaps_last_two(view, rank) for view in turns):
+        return None
+    turned = (len(turns) + is_table + attribute(user, "transB", 0)) % 2 == 1
+    if attribute(node, "axis", -1) % rank != (rank - 1 if turned else rank - 2):
+        return None
+    if not turned and (stored is None or tensor_of(scales) is None):
+        return None
+    return _Weight(elements, scales, dtype, None if stored is None else dims(stored), is_kn=not turned)
+
+
+def _nk(edit: Edit, weight: _Weight) -> list[ir.Value]:
+    """Returns the elements and scales of a weight, transposed if they are [..., K, N]."""
+    if not weight.is_kn:
+        return [weight.elements, weight.scales]
+    name = str(weight.elements.name)
+    # As it was before `qdq.write_product`, so that `unpack` finds the weight by its name.
+    wanted = name.removesuffix(KN) if name.endswith(KN) else f"{name}_nk"
+    return [swapped(edit, weight.elements, wanted), swapped(edit, weight.scales, f"{wanted}_scales")]
+
+
+def _dequantize(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Node, Nodes, int] | None:
+    """Returns the MXFP8Dequantize behind views, the views, and the dtype after their casts.
+
+    None if there is none, or a cast is to no float, or one but the last rounds.
+    """
+    origin, views = source(value, ops)
     node = origin.producer()
     if node is None or not is_ours(node, contract.DEQUANTIZE):
         return None
-    elements, scales = operands(node)
-    stored = tensor_of(elements)
-    rank = len(dims(stored)) if stored is not None else rank_of(elements)
-    axis = attribute(node, "axis", -1)
-    if rank is None or rank < 2:
-        return None
-    turns = [view for view in views if view.op_type in {"Transpose", "Einsum"}]
-    if not all(_swaps_last_two(view, rank) for view in turns):
-        return None
-    turned = len(turns) % 2 == 1
-    if is_op(product, "Gemm") and attribute(product, "transB", 0):
-        turned = not turned
-    dtype = _cast_dtype(node, views)
-    if dtype is None:
-        return None
-    if turned:
-        n = None if stored is None else dims(stored)[-2]
-        return _Weight(elements, scales, dtype, n) if axis % rank == rank - 1 else None
-    if axis % rank != rank - 2 or stored is None or tensor_of(scales) is None:
-        return None
-    if make:
-        name = str(elements.name)
-        # As it was before `qdq.write_product`, so that `unpack` finds the weight by its name.
-        wanted = name.removesuffix(KN) if name.endswith(KN) else f"{name}_nk"
-        elements, scales = swapped(edit, elements, wanted), swapped(edit, scales, f"{wanted}_scales")
-    return _Weight(elements, scales, dtype, dims(stored)[-1])
-
-
-def _cast_dtype(node: ir.Node, views: Nodes) -> int | None:
-    """Returns the dtype after casts of dequantized values; None if one but the last rounds, or one is to no float."""
     casts = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"]
     dtypes = [*casts, attribute(node, "output_dtype", contract.FLOAT)]
-    if not {*dtypes} <= {*contract.VALUES}:
-        return None
-    rounding = [dtype for dtype in dtypes[1:] if dtype != contract.FLOAT and dtype != dtypes[0]]
-    return None if rounding else dtypes[0]
+    rounding = {*dtypes[1:]} - {contract.FLOAT, dtypes[0]}
+    return None if rounding or not {*dtypes} <= {*contract.VALUES} else (node, views, dtypes[0])
+
+
+def sole_user(value: ir.Value) -> ir.Node | None:
+    """Returns the one node that uses a value, beside nodes that are being made; None for outputs of the graph."""
+    users = [user for user in value.consumers() if user.graph is not None]
+    return users[0] if len(users) == 1 and users[0].graph is value.graph and not value.is_graph_output() else None
+
+
+def source(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Value, Nodes]:
+    """Returns what a value is a view of, and the views by these ops between: the outermost first."""
+    views: Nodes = []
+    while (node := value.producer()) is not None and is_op(node, *ops) and (origin := operand(node, 0)) is not None:
+        views.append(node)
+        value = origin
+    return value, views
 
 
 def _swaps_last_two(view: ir.Node, rank: int) -> bool:
@@ -226,10 +283,12 @@ def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
     """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
 
     def make() -> ir.Value:
-        tensor = value.const_value if value.const_value is not None else tensor_of(value)
+        tensor = tensor_of(value)
         if tensor is None:  # the caller has seen that it is stored
             raise TypeError(value)
-        codes = np.ascontiguousarray(np.swapaxes(edit.codes(tensor), -1, -2))
-        return edit.store(value.graph, wanted, int(tensor.dtype), codes)
+        return edit.store(value.graph, wanted, int(tensor.dtype), np.swapaxes(edit.codes(tensor), -1, -2))
 
     return edit.shared(value.graph, "swapped", value, make=make)
+
+
+WRITE: Final = {"standard": (take_apart, standard)}
