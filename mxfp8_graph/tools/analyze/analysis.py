@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Final
 
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.data import SiteReport, sizes
+from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.section import Columns, Section, filled, number
 from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, Metric, Score
@@ -183,17 +183,16 @@ class Analysis(Report):
         inputs = ("input SQNR dB", "amax", "outlier blocks", "lost")
         rows = []
         for damage in self.sites:
-            site, seen, alone = damage.site.decision.site, damage.input, damage.alone
+            seen, alone = damage.input, damage.alone
             scores = [alone[self.metric.name], *([] if relative else [alone[RELATIVE_L2.name]])]
             scores.append(damage.without[self.metric.name])
             numbers = (seen.sqnr_db, seen.amax, seen.outlier_blocks, seen.lost) if seen else (None,) * 4
             cells = [
                 *(number(score.metric.shown(score.mean), ".4g") for score in scores),
-                number(damage.site.sqnr_db, ".1f"),
                 *(number(*pair) for pair in zip(numbers, (".1f", ".4g", ".2%", ".2%"), strict=True)),
             ]
-            rows.append((damage.site.path, site.module, sizes(site), *cells))
-        return filled(("site", "module", "M x N x K", *errors, "weight SQNR dB", *inputs), rows)
+            rows.append((damage.site.path, damage.site.decision.site.module, *cells))
+        return filled(("site", "module", *errors, *inputs), rows)
 
     def layer_table(self) -> Columns:
         """Returns (header, a row per layer)."""

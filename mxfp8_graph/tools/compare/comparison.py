@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Final
 
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Data, Report
-from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, cell_text, filled, number
+from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
 from mxfp8_graph.tools.metrics import Metric, Score
 
 _SAME: Final = (0.01, 0.02, 0.1)
@@ -23,7 +22,7 @@ LEGEND: Final = (
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
         "format would take. The matmuls are those that preset mxfp8 rewrites",
     ),
-    ("worst", "of all samples; in brackets which one it is"),
+    ("worst", "of all samples; the JSON says which one it is"),
     ("weight SQNR", "-20 log10 of the relative L2 error of the rewritten weights, a mean over them"),
 )
 
@@ -105,15 +104,15 @@ class Comparison(Report):
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
-        scores = [_score(score, several=several) for score in row.scores] or [("",) * (1 + several)] * len(self.metrics)
+        scores = [cell for score in row.scores for cell in _score(score, several=several)]
         return (
             row.name,
             "emulated" if row.emulated else "real",
-            *itertools.chain.from_iterable(scores),
+            *(scores or [""] * (1 + several) * len(self.metrics)),
             number(row.weight_sqnr, ".2f"),
             byte_size(row.byte_size),
             number(row.seconds and row.seconds * 1e3, ".2f"),
-            number(row.sites, "d"),
+            "" if len({row.sites for row in self.rows if row.sites}) == 1 else number(row.sites, "d"),
         )
 
     def sections(self) -> Iterator[Section]:
@@ -181,11 +180,7 @@ class Comparison(Report):
         return ", ".join(text)
 
 
-def _score(score: Score, *, several: bool) -> tuple[Cell, ...]:
-    """Returns the mean over the samples and, of several, the number of the worst one and its number."""
-    numbers = [score.metric.shown(value) for value in (score.mean, score.worst)[: 1 + several]]
-    cells = ["NaN or Inf" if math.isnan(value) else number(value, ".4g") for value in numbers]
-    if several:
-        text = f"{cell_text(cells[1])} ({score.worst_sample + 1})"
-        cells[1] = (text, numbers[1]) if math.isfinite(numbers[1]) else text
-    return tuple(cells)
+def _score(score: Score, *, several: bool) -> Iterator[Cell]:
+    """Yields the mean over the samples and, of several, the worst one."""
+    for value in (score.mean, score.worst)[: 1 + several]:
+        yield "NaN or Inf" if math.isnan(value) else number(score.metric.shown(value), ".4g")
