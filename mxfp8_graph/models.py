@@ -33,8 +33,6 @@ class Kind(enum.Enum):
     """An `onnx_graphsurgeon.Graph`."""
     PROGRAM = enum.auto()
     """A `torch.export.ExportedProgram`."""
-    MODULE = enum.auto()
-    """A `torch.nn.Module`, which is not exported yet."""
     UNKNOWN = enum.auto()
 
     @property
@@ -52,7 +50,6 @@ _CLASSES: Final = (
     ("onnx", "ModelProto", Kind.ONNX_MODEL),
     ("onnx_graphsurgeon", "Graph", Kind.GRAPHSURGEON),
     ("torch.export", "ExportedProgram", Kind.PROGRAM),
-    ("torch.nn", "Module", Kind.MODULE),
 )
 
 

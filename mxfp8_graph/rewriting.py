@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -143,14 +144,15 @@ def rewrite(
 def _exported(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dynamic_shapes: Any) -> tuple[Any, Kind]:
     """Returns a model that a front end takes, the program of a module, and its kind."""
     kind = kind_of(model)
-    if kind is Kind.MODULE and inputs is not None:
+    is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
+    if is_module and inputs is not None:
         from mxfp8_graph.torch_pass.export import exported  # imports torch
 
         return exported(model, inputs, dynamic_shapes), Kind.PROGRAM
-    if kind in {Kind.UNKNOWN, Kind.MODULE}:
+    if kind is Kind.UNKNOWN:
         what = f"model is a {type(model).__name__}"
         expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a torch.export.ExportedProgram"
-        advice = "pass example_inputs=(x,) too" if kind is Kind.MODULE else "load the model first"
+        advice = "pass example_inputs=(x,) too" if is_module else "load the model first"
         raise ContractError("rewrite", what, expected=expected, advice=advice)
     if inputs is not None or dynamic_shapes is not None:
         what, advice = "example inputs or dynamic shapes of a model that is exported already", "leave them out"

@@ -91,7 +91,7 @@ def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **sample
 def is_program(model: Any) -> bool:
     """Whether `model` is a .pt2 file or an ExportedProgram; ContractError if it is nothing that can be run."""
     kind = kind_of(model)
-    if kind in {Kind.GRAPHSURGEON, Kind.MODULE, Kind.UNKNOWN}:
+    if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
         what = f"a {type(model).__name__}"
         advice = "onnx_graphsurgeon.export_onnx it first" if kind is Kind.GRAPHSURGEON else "load the model first"
         raise ContractError("model", what, expected="a path, an onnx.ModelProto or an ExportedProgram", advice=advice)

@@ -1,0 +1,130 @@
+"""The call of rewrite: modules that it exports, the recipe for this processor, and the types that it returns."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import builders as b
+import numpy as np
+import pytest
+from commands import run, save
+from grids import looped
+
+import mxfp8_graph
+from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.report.reporter import better_preset
+from mxfp8_ops import cpu
+from mxfp8_ops.errors import ContractError
+
+torch = pytest.importorskip("torch")
+
+
+class Scaled(torch.nn.Module):
+    """A linear whose result is scaled by the second argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = torch.nn.Linear(64, 64), torch.nn.LayerNorm(64)
+
+    def forward(self, x: Any, scale: Any) -> Any:
+        """Returns the normalized product."""
+        return self.norm(self.up(x) * scale)
+
+
+X, ONE = torch.ones(4, 64), torch.ones(())
+
+
+@looped("inputs", [(X, ONE), [X, ONE], {"x": X, "scale": ONE}])
+def test_a_module_is_exported_with_its_example_inputs(inputs: Any) -> None:
+    module = Scaled().eval()
+    program, report = mxfp8_graph.rewrite(module, "mxint8", example_inputs=inputs)
+    assert isinstance(program, torch.export.ExportedProgram)
+    assert len(report.rewritten) == 1
+    arguments = (
+        {"args": tuple(inputs), "kwargs": {}} if not isinstance(inputs, dict) else {"args": (), "kwargs": inputs}
+    )
+    result = program.module()(*arguments["args"], **arguments["kwargs"])
+    with torch.no_grad():
+        np.testing.assert_allclose(result.numpy(), module(X, ONE).numpy(), atol=0.05)
+
+
+def test_dynamic_shapes_are_passed_on() -> None:
+    shapes = {"x": {0: torch.export.Dim("batch", min=1)}, "scale": None}
+    program, _ = mxfp8_graph.rewrite(Scaled().eval(), example_inputs=(X, ONE), dynamic_shapes=shapes)
+    assert program.module()(torch.ones(7, 64), ONE).shape == (7, 64)
+
+
+@looped(
+    "model, settings, message",
+    [
+        (Scaled(), {}, r"model is a Scaled; .*; pass example_inputs=\(x,\) too"),
+        (Scaled(), {"example_inputs": X}, r"example_inputs is a Tensor; expected a tuple of arguments.*; pass \(x,\)"),
+        (Scaled(), {"example_inputs": (X,)}, r"Scaled: torch.export refuses it: TypeError: .*scale"),
+        (
+            b.matmul_model(),
+            {"example_inputs": (X,)},
+            "example inputs or dynamic shapes of a model that is exported already",
+        ),
+        (object(), {}, "model is a object; .*; load the model first"),
+    ],
+)
+def test_what_cannot_be_exported_is_an_error(model: Any, settings: Any, message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        mxfp8_graph.rewrite(model, **settings)
+
+
+@looped("isa", cpu.available_isas())
+def test_the_recipe_auto_is_the_preset_that_measured_best_here(isa: str) -> None:
+    with cpu.forced_isa(isa):
+        better = presets.BETTER.get(isa)
+        assert load_recipe("auto").name == (better.preset if better else "mxfp8")
+        assert bool(better_preset(Recipe())) == bool(better)
+        assert not better_preset(load_recipe("mxint8"))
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_a_rewrite_advises_a_better_preset_and_auto_takes_it() -> None:
+    isa = next((isa for isa in cpu.available_isas() if isa in presets.BETTER), None)
+    if isa is None:
+        pytest.skip("no preset measured better on this processor")
+    with cpu.forced_isa(isa):
+        model, wanted = save(b.chain_model()), presets.BETTER[isa].preset
+        assert f"--recipe {wanted} is" in " ".join(run("rewrite", model).stdout.split())
+        done = run("rewrite", model, "--recipe", "auto", "-o", "auto.onnx")
+        assert f"with recipe {wanted}" in done.stdout
+        assert "advice" not in done.stdout
+
+
+def test_type_checkers_know_the_presets() -> None:
+    assert {*get_args(presets.Preset)} == {*presets.PRESETS, presets.AUTO, "MXFP8BlockScaling"}
+
+
+SCRIPT = """
+import onnx
+import torch
+import mxfp8_graph
+from mxfp8_ops import ort
+
+path, report = mxfp8_graph.rewrite("model.onnx", "mxint8")
+reveal_type(path)
+reveal_type(report)
+reveal_type(mxfp8_graph.rewrite(mxfp8_graph.load("p.pt2"))[0])
+reveal_type(mxfp8_graph.rewrite(onnx.load("m"), training=False)[0])
+reveal_type(mxfp8_graph.rewrite(torch.nn.Linear(64, 64), example_inputs=(torch.zeros(2, 64),))[0])
+reveal_type(mxfp8_graph.distributed)
+print(ort.session(path).run(None, {}))
+"""
+
+
+@pytest.mark.slow
+def test_mypy_knows_what_a_rewrite_returns(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-calls", "user.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    types = [line.split('"')[1].split(".")[-1] for line in done.stdout.splitlines() if "Revealed type" in line]
+    expected = ["Path", "RewriteReport", "ExportedProgram", "ModelProto", "ExportedProgram", "ModuleType"]
+    assert types == expected, done.stdout
