@@ -249,6 +249,9 @@ def test_a_wide_table_fits_and_its_numbers_do_not_fold() -> None:
     assert max(map(len, lines)) <= WIDTH
     assert any(line.count("1234.5678") == 6 for line in lines)
     assert " ".join(lines).count("site ") + " ".join(lines).count("word ") >= 60
+    lines, _ = shown(Section(columns=(("site", *"abcdefghijk"), [("name", *[("1234.56789", 1.0)] * 11)])))
+    assert [line.split()[0] for line in lines] == ["site", "name", "site", "name"], "the other columns are below"
+    assert 90 < len(lines[1]) <= WIDTH
 
 
 def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
