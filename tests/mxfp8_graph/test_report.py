@@ -261,6 +261,7 @@ def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
     first = '<tr class="best"><td class="short">r3</td><td class="number" data-sort="3.0" style="background: linear-'
     assert f"{first}gradient(to right, var(--bar) 75.0%" in page.split("<tbody>")[1]
     assert page.count("<circle") == 5
+    assert "<circle" not in shown(replace(TABLE, scatter=("ms", "gone")))[1]
     assert page.count('<circle class="best"') == 1
     assert "nothing" not in page
 
