@@ -165,12 +165,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
 
 
 def _column(title: str, cells: Sequence[Cell]) -> Column:
-    """Returns a column without its cells. Numbers and short words never fold, and titles do between words."""
+    """Returns a column without its cells. Short cells never fold, and titles do between words."""
     title, numbers = printable(title), any(isinstance(cell, tuple) for cell in cells)
     widest = max(cell_len(printable(cell_text(cell))) for cell in cells)
     least = max(min(widest, _LEAST), min(len(title), _LEAST), *map(len, title.split()), 0)
     # Columns of names and reasons get the room that is left.
-    width = max(widest, least) if numbers or widest <= _SHORT else None
+    width = max(widest, least) if widest <= _SHORT else None
     return Column(Text(title), justify="right" if numbers else "left", overflow="fold", width=width, min_width=least)
 
 
