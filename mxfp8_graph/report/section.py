@@ -10,7 +10,7 @@ import io
 import math
 import textwrap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from rich.cells import cell_len
@@ -123,7 +123,7 @@ def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
         if section.facts:
             parts += _facts([(printable(label), printable(value)) for label, value in section.facts])
         if section.text:
-            parts.append(_line("\n".join(map(printable, f"{section.title}:\n\n{section.text}".split("\n")))))
+            parts.append(_line("\n".join(map(printable, f"{section.title}:\n\n{section.text.rstrip()}\n".split("\n")))))
     return Group(*parts, *([_line(printable(answer))] if answer else []))
 
 
@@ -155,8 +155,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
         used += needs[index]
     tables = []
     for group in groups:
-        chosen = [replace(columns[index]) for index in group]
-        one = Table(*chosen, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        one = Table(
+            *(columns[index].copy() for index in group),
+            box=None,
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+            header_style="bold",
+        )
         for number, row in enumerate(rows):
             texts = [printable(cell_text(row[index])) for index in group]
             one.add_row(*(Text(each, STYLES.get(each, "")) for each in texts), style="bold" * (best and number == 0))
