@@ -215,7 +215,8 @@ class RewriteReport(Report):
             sizes = f"{size(self.account.bytes_before)} to {size(self.account.bytes_after)}"
             return f"Would rewrite {what}: tensors of {sizes}; nothing is written."
         text = f"Rewrote {what}: {size(self.bytes_before)} to {size(self.bytes_after or 0)}"
-        if self.output and Path(self.source).suffix:  # no folder of from_hf, no model in memory
+        source = Path(self.source)
+        if self.output and source.suffix and not source.is_dir():  # no model in memory, no folder of from_hf
             text += f"; check it with `mxfp8-graph verify {shlex.quote(self.source)} {shlex.quote(self.output)}`"
         return f"{text}."
 

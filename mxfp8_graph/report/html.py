@@ -102,7 +102,7 @@ def _section(section: Section) -> str:
     if section.text:
         shown = "\n".join(map(_text, section.text.rstrip("\n").split("\n")))
         parts.append(f"<pre>{shown}</pre>")
-    if section.scatter:
+    if section.scatter and {*section.scatter} <= {*section.columns[0]}:  # `filled` takes empty columns out
         parts += _scatter(section, section.scatter)
     if section.columns[1]:
         parts.append(_table(section))

@@ -63,7 +63,7 @@ class Reporter:
         """Returns the report of a rewrite that stops with the plan."""
         output = self.options.output
         if output is not None and output.exists():
-            self.notes.append(f"{output} exists already: a rewrite needs --overwrite, or another output")
+            self.notes.append(f"{output} exists already: only overwrite replaces it")
         return self.report([SiteReport(decision=decision) for decision in decisions])
 
     def _fused(self, site: SiteReport, gone: AbstractSet[str], attention: AbstractSet[str]) -> SiteReport:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from rich.cells import cell_len
-from rich.console import Console, Group, JustifyMethod, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal as size  # a number of bytes in words
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from mxfp8_graph.naming import printable
@@ -35,8 +35,8 @@ STYLES: Final = {
 
 WIDTH: Final = 100
 """Columns of a text that no terminal shows."""
-_SHORT: Final = 9
-"""Width of the title of a column that may fold, and of words that do not."""
+_LEAST, _SHORT = 9, 20
+"""Width that a title or a cell has before it folds; width of cells that never do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +123,7 @@ def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
         if section.facts:
             parts += _facts([(printable(label), printable(value)) for label, value in section.facts])
         if section.text:
-            parts.append(_line("\n".join(map(printable, f"{section.title}:\n\n{section.text}".split("\n")))))
+            parts.append(_line("\n".join(map(printable, f"{section.title}:\n\n{section.text.rstrip()}\n".split("\n")))))
     return Group(*parts, *([_line(printable(answer))] if answer else []))
 
 
@@ -139,22 +139,44 @@ def _line(text: str) -> Text:
     return Text(text, no_wrap=True, overflow="ignore")
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool = False) -> Table:
-    """Returns aligned columns, as wide as the terminal at most, below `header` if there is one."""
-    result = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(header), header_style="bold")
-    for title, column in zip(header or rows[0], zip(*rows, strict=True), strict=True):
-        numbers = any(isinstance(cell, tuple) for cell in column)
-        head = printable(cell_text(title)) if header else ""
-        widest = max(cell_len(printable(cell_text(cell))) for cell in column)
-        least = max(min(widest, _SHORT), min(len(head), _SHORT), *map(len, head.split()), 0)
-        # Numbers and short words never fold, and titles do between words: columns of names and reasons get the rest.
-        width = max(widest, least) if numbers or widest <= _SHORT else None
-        justify: JustifyMethod = "right" if numbers else "left"
-        result.add_column(Text(head), justify=justify, overflow="fold", width=width, min_width=least)
-    for index, row in enumerate(rows):
-        texts = [printable(cell_text(cell)) for cell in row]
-        result.add_row(*(Text(each, STYLES.get(each, "")) for each in texts), style="bold" * (best and index == 0))
-    return result
+def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool = False) -> Group:
+    """Returns aligned columns below `header`.
+
+    Columns that do not fit beside the others come below, again beside the names of the rows.
+    """
+    columns = [_column(*each) for each in zip(header, zip(*rows, strict=True), strict=True)]
+    needs = [(column.width or column.min_width or 0) + 2 for column in columns]
+    groups, used = [[0]], needs[0]
+    for index in range(1, len(columns)):
+        if used + needs[index] > WIDTH + 2:
+            groups.append([0])
+            used = needs[0]
+        groups[-1].append(index)
+        used += needs[index]
+    tables = []
+    for group in groups:
+        one = Table(
+            *(columns[index].copy() for index in group),
+            box=None,
+            padding=(0, 2, 0, 0),
+            pad_edge=False,
+            header_style="bold",
+        )
+        for number, row in enumerate(rows):
+            texts = [printable(cell_text(row[index])) for index in group]
+            one.add_row(*(Text(each, STYLES.get(each, "")) for each in texts), style="bold" * (best and number == 0))
+        tables.append(one)
+    return Group(*tables)
+
+
+def _column(title: str, cells: Sequence[Cell]) -> Column:
+    """Returns a column without its cells. Short cells never fold, and titles do between words."""
+    title, numbers = printable(title), any(isinstance(cell, tuple) for cell in cells)
+    widest = max(cell_len(printable(cell_text(cell))) for cell in cells)
+    least = max(min(widest, _LEAST), min(len(title), _LEAST), *map(len, title.split()), 0)
+    # Columns of names and reasons get the room that is left.
+    width = max(widest, least) if widest <= _SHORT else None
+    return Column(Text(title), justify="right" if numbers else "left", overflow="fold", width=width, min_width=least)
 
 
 def plain_text(result: RenderableType) -> str:

@@ -104,7 +104,7 @@ def test_a_dry_run_after_the_rewrite_prints_the_plan_also_as_json() -> None:
     source = save(b.chain_model())
     run("rewrite", source)
     written = Path("m.mxfp8.onnx").read_bytes()
-    exists = "note m.mxfp8.onnx exists already: a rewrite needs --overwrite, or another output"
+    exists = "note m.mxfp8.onnx exists already: only overwrite replaces it"
     assert exists in words(run("rewrite", source, "--dry-run").stdout)
     result = run("rewrite", source, "--dry-run", "--json")
     plan = json.loads(result.stdout or "null")

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import io
 import json
 import math
 from dataclasses import replace
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from full_disk import files, files_of_at_most
 from grids import looped
+from rich.console import Console
 
 from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
@@ -115,7 +117,9 @@ def test_printed_it_is_a_summary() -> None:
 
 
 def test_a_notebook_shows_the_page_in_a_frame() -> None:
-    (page,) = Page(REPORT._repr_html_()).frames
+    frame = REPORT._repr_html_()
+    assert 'sandbox="allow-scripts"' in frame
+    (page,) = Page(frame).frames
     assert page.split("<dt>date")[0] == REPORT.to_html().split("<dt>date")[0]
 
 
@@ -137,6 +141,7 @@ def test_the_answer_names_the_formats(formats: tuple[tuple[str, str], ...], want
 
 def test_the_answers() -> None:
     assert REPORT.answer() == ANSWER
+    assert make_report(source="model").answer().endswith("with recipe mxfp8: 40.0 kB to 10.0 kB.")
     account = Account(bytes_before=40_000, bytes_after=9000)
     planned = make_report(dry_run=True, output=None, bytes_after=None, account=account).answer()
     sizes = "tensors of 40.0 kB to 9.0 kB; nothing is written."
@@ -241,6 +246,12 @@ def test_sections_on_a_terminal() -> None:
     assert shown(Section(facts=[("c", "d")]), TABLE, detail)[0] == [*table, more, "", "c  d"]
     rest = ["r1       1", "r2       2", "r4       4"]
     assert shown(TABLE, detail, every=True)[0] == ["a  b", *table, *rest]
+    assert "/a" * 80 in shown(Section(facts=[("path", "/a" * 80)]))[0][1], "a path stays whole"
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    with console.capture() as capture:
+        Result.shown = [TABLE]
+        console.print(Result().to_text())
+    assert "\x1b[1mr3" in capture.get()
 
 
 def test_a_wide_table_fits_and_its_numbers_do_not_fold() -> None:
@@ -249,6 +260,9 @@ def test_a_wide_table_fits_and_its_numbers_do_not_fold() -> None:
     assert max(map(len, lines)) <= WIDTH
     assert any(line.count("1234.5678") == 6 for line in lines)
     assert " ".join(lines).count("site ") + " ".join(lines).count("word ") >= 60
+    lines, _ = shown(Section(columns=(("site", *"abcdefghijk"), [("name", *[("1234.56789", 1.0)] * 11)])))
+    assert [line.split()[0] for line in lines] == ["site", "name", "site", "name"], "the other columns are below"
+    assert 90 < len(lines[1]) <= WIDTH
 
 
 def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
@@ -258,6 +272,7 @@ def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
     first = '<tr class="best"><td class="short">r3</td><td class="number" data-sort="3.0" style="background: linear-'
     assert f"{first}gradient(to right, var(--bar) 75.0%" in page.split("<tbody>")[1]
     assert page.count("<circle") == 5
+    assert "<circle" not in shown(replace(TABLE, scatter=("ms", "gone")))[1]
     assert page.count('<circle class="best"') == 1
     assert "nothing" not in page
 
@@ -269,9 +284,14 @@ def test_equal_rows_are_one_row() -> None:
 
 @looped("numbers, places", [((1.0, 2.0), 2), ((0.0, 0.0, 0.0), 3), ((5.0,) * 19, 19)])
 def test_labels_of_a_chart_are_apart(numbers: tuple[float, ...], places: int) -> None:
-    text = svg([(f"<{n}", 1.0, value) for n, value in enumerate(numbers)], ("x", "y"), "<1")
+    text = svg(
+        [(f"<{n} is as long as a name", 1.0, value) for n, value in enumerate(numbers)],
+        ("x", "y"),
+        "<1 is as long as a name",
+    )
     tops = sorted(float(line.split('y="')[1].split('"')[0]) for line in text.splitlines() if ">&lt;" in line)
     assert len(tops) == places
+    assert text.count('text-anchor="end">&lt;') + text.count('text-anchor="end" class="best">&lt;') == places
     assert min(np.diff(tops)) >= 14
     assert tops[0] > 10
     assert tops[-1] < 340
