@@ -1,7 +1,6 @@
 """Writes what follows from the rows of the nodes and formats, and from the C header: `python custom_ops/generate.py`.
 
     src/contract.h          the rows, for C++
-    src/ort/attributes.h    the attributes of a node, for C++
     c_abi.py                the types of the functions of mxfp8_ops.h and of the headers of CUDA, for ctypes
     docs/node_contract.md   the nodes, in its middle
 
@@ -23,7 +22,6 @@ from mxfp8_ops.formats import Dtype, ElementFormat
 HERE = Path(__file__).parent
 HEADER = HERE / "mxfp8_ops/src/contract.h"
 BEGIN_ROWS, END_ROWS = "// clang-format off\n", "}  // namespace mxfp8\n"
-ATTRIBUTES = HERE / "mxfp8_ops/src/ort/attributes.h"
 C_ABI = HERE / "mxfp8_ops/c_abi.py"
 PAGE = HERE.parent / "docs/node_contract.md"
 BEGIN_NODES, END_NODES = "<!-- Written by custom_ops/generate.py -->\n", "<!-- To here -->\n"
@@ -43,6 +41,8 @@ def header() -> str:
     cpp_formats = [f"ROW({row.name.upper()}, {row.mantissa_bits}, {row.bias}, {row.max_code:#x})" for row in elements]
     lines = [
         f"#define MXFP8_ELEMENT_FORMATS(ROW) {' '.join(cpp_formats)}",
+        "#define MXFP8_ATTRIBUTES(ROW) \\",
+        *_attributes(),
         "",
         *(f'static_assert({code}, "mxfp8_ops.h says otherwise");' for code in codes),
         "",
@@ -89,13 +89,11 @@ def _port(port: Port, op: Op) -> str:
     return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}{like}}}'
 
 
-# --- src/ort/attributes.h --------------------------------------------------------------------------------------------
-
 _CPP_TYPES = {int: "int64_t", float: "float", str: "std::string"}
 
 
-def attributes() -> str:
-    """Returns the text of src/ort/attributes.h."""
+def _attributes() -> list[str]:
+    """Returns a row of each attribute of any node: type, name, default."""
     defaults: dict[str, float | str] = {}
     for op in contract.OPS.values():
         for name, default in op.attributes.items():
@@ -105,30 +103,8 @@ def attributes() -> str:
                 raise ValueError(
                     f"{op.name}: {name} has another default elsewhere; one struct holds those of all nodes"
                 )
-    members = [f"  {_CPP_TYPES[type(default)]} {name} = {_literal(default)};" for name, default in defaults.items()]
-    return "\n".join(
-        [
-            "// The attributes of any node, with the defaults of the contract. Written by custom_ops/generate.py.",
-            "#pragma once",
-            "#include <cstdint>",
-            "#include <string>",
-            "",
-            "namespace mxfp8::ort {",
-            "",
-            "struct Attributes {",
-            *members,
-            "};",
-            "",
-            "// Calls visit(name, address) for each.",
-            "template <class Visit>",
-            "void for_each_attribute(Attributes* a, const Visit& visit) {",
-            *(f'  visit("{name}", &a->{name});' for name in defaults),
-            "}",
-            "",
-            "}  // namespace mxfp8::ort",
-            "",
-        ]
-    )
+    rows = [f"  ROW({_CPP_TYPES[type(value)]}, {name}, {_literal(value)})" for name, value in defaults.items()]
+    return [*(f"{row} \\" for row in rows[:-1]), rows[-1]]
 
 
 def _literal(default: float | str) -> str:
@@ -207,5 +183,5 @@ def _default(value: float | str) -> str:
 
 
 if __name__ == "__main__":
-    for path, text in ((HEADER, header()), (ATTRIBUTES, attributes()), (C_ABI, c_abi()), (PAGE, page())):
+    for path, text in ((HEADER, header()), (C_ABI, c_abi()), (PAGE, page())):
         path.write_text(text, encoding="utf-8")

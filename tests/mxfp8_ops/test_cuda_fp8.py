@@ -94,10 +94,9 @@ def scaled_mm(  # noqa: PLR0917 - as torch has it
     """torch.nn.functional.scaled_mm in float64, after torch's own checks of a CUDA call with these arguments."""
     if swizzles and {mat_a.dtype, mat_b.dtype} != {torch.float8_e4m3fn}:
         raise ValueError("Invalid scaling configuration")  # as check_mxfp8_recipe, which fake tensors do not reach
-    real = torch.nn.functional.scaled_mm
     with FakeTensorMode():
         fake = on_cuda(mat_a, mat_b, scale_a, scale_b)
-        y = real(fake[0], fake[1], fake[2], recipe_a, fake[3], recipe_b, *swizzles, output_dtype=output_dtype,
+        y = SCALED_MM(fake[0], fake[1], fake[2], recipe_a, fake[3], recipe_b, *swizzles, output_dtype=output_dtype,
                  use_fast_accum=use_fast_accum)  # fmt: skip
         assert y.shape == (mat_a.shape[0], mat_b.shape[1])
     assert swizzles
@@ -116,7 +115,7 @@ def older_scaled_mm(mat_a: Any, mat_b: Any, *, scale_a: Any, scale_b: Any, out_d
     return block_scaled(mat_a, mat_b, scale_a, scale_b).to(out_dtype)
 
 
-OLDER = torch._scaled_mm
+OLDER, SCALED_MM = torch._scaled_mm, torch.nn.functional.scaled_mm
 
 
 def on_cuda(*arrays: Any) -> list[Any]:
@@ -135,13 +134,8 @@ def block_scaled(mat_a: Any, mat_b: Any, scale_a: Any, scale_b: Any) -> Any:
 
 @pytest.fixture
 def emulated(monkeypatch):
-    functional = types.SimpleNamespace(
-        scaled_mm=scaled_mm,
-        ScalingType=torch.nn.functional.ScalingType,
-        SwizzleType=torch.nn.functional.SwizzleType,
-    )
     monkeypatch.setattr(torch_cuda, "_queue", lambda x: queue_of_tensors())
-    monkeypatch.setattr(torch_scaled, "_names", lambda: functional)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
     monkeypatch.setattr(torch, "_scaled_mm", older_scaled_mm)
     torch_cuda.forget_kept()
     yield
@@ -190,12 +184,6 @@ def test_torch_batched_and_weight_only_products_are_exact_everywhere(monkeypatch
     torch_cuda.weight_gemm(torch.ones(M, K, dtype=torch.bfloat16), *b)
     torch_cuda.gemm(*a, *(t[None] for t in b))
     assert "swizzle_scales" not in names(on)
-
-
-def test_an_old_torch_says_what_to_do(monkeypatch):
-    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
-    with pytest.raises(BackendError, match=r"has no torch\.nn\.functional\.scaled_mm; expected torch 2\.10 or later"):
-        torch_scaled._names.__wrapped__()
 
 
 # --- CuPy ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ custom_ops/conformance_vectors.py from `numpy_nodes`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -69,14 +69,14 @@ class Result(NamedTuple):
     @property
     def passed(self) -> bool:
         """Whether every case did."""
-        return all(outcome.passed == outcome.total for outcome in self.outcomes)
+        return all(each.passed == each.total for each in self.outcomes)
 
     def __str__(self) -> str:
         lines = []
         for case, total, passed, told in self.outcomes:
             lines.append(f"{case:32}{passed:8} of {total:7}  {'ok' if passed == total else 'FAILED'}")
             lines += [f"    {line}" for line in told]
-        right = sum(outcome.passed == outcome.total for outcome in self.outcomes)
+        right = sum(each.passed == each.total for each in self.outcomes)
         return "\n".join([*lines, f"{right} of {len(self.outcomes)} cases passed"])
 
 
@@ -122,16 +122,10 @@ def check(kind: str, function: Callable[..., Any], *, whole_blocks: bool = False
         return np.asarray(elements).take(range(size), axis), np.asarray(scales)
 
     chosen = [case for case in cases(kind) if all(case.options.get(name) in some for name, some in known.items())]
-    call = padded if whole_blocks else function
-    return judge((case, _answer(call, case)) for case in chosen)
-
-
-def judge(answers: Iterable[tuple[Case, Answer]]) -> Result:
-    """Returns which answers are right. ContractError if there is none."""
-    outcomes = tuple(_outcome(case, answer) for case, answer in answers)
-    if not outcomes:
+    if not chosen:
         raise ContractError("conformance", "no such case", expected="options that the vectors have", advice="see cases")
-    return Result(outcomes)
+    call = padded if whole_blocks else function
+    return Result(tuple(outcome(case, _answer(call, case)) for case in chosen))
 
 
 def _answer(call: Callable[..., Any], case: Case) -> Answer:
@@ -146,7 +140,8 @@ def _answer(call: Callable[..., Any], case: Case) -> Answer:
         return f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _outcome(case: Case, answer: Answer) -> Outcome:
+def outcome(case: Case, answer: Answer) -> Outcome:
+    """Returns how much of an answer is right."""
     total = sum(array.size for array in case.expected.values())
     if isinstance(answer, str):
         return Outcome(case.name, total, 0, (answer,))

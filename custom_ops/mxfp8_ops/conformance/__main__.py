@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mxfp8_ops.conformance import KINDS, Answer, Case, cases, judge
+from mxfp8_ops.conformance import KINDS, Answer, Case, Result, cases, outcome
 
 
 def _read(folder: Path, case: Case) -> Answer:
@@ -36,7 +36,7 @@ def main() -> int:
         what = f"error: {folder}: has no answer; expected folders such as {cases('gemm')[0].name}; run your program"
         print(what, file=sys.stderr)
         return 2
-    result = judge((case, _read(folder / case.name, case)) for case in every)
+    result = Result(tuple(outcome(case, _read(folder / case.name, case)) for case in every))
     print(result)
     return 0 if result.passed else 1
 

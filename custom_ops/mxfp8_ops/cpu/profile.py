@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final
 
 from mxfp8_ops import native
 from mxfp8_ops.errors import BackendError
@@ -55,21 +55,9 @@ def profiled() -> Iterator[Profile]:
         library.mxfp8_profile(0)
 
 
-_ESCAPED: Final = {"\\n": "\n", "\\\\": "\\"}
-
-
 def _call(line: str) -> Call:
     # At most 3 splits, and escapes in the name: a node may be called anything, tabs and line ends included.
     nanoseconds, isa, gemms, where = line.split("\t", 3)
     op, _, quoted = where.partition(" ")
-    name = "".join(_ESCAPED.get(part, part) for part in _parts(quoted[1:-1]))
+    name = re.sub(r"\\(.)", lambda escaped: "\n" if escaped[1] == "n" else escaped[1], quoted[1:-1])
     return Call(op, name, isa, tuple(gemms.split(",")) if gemms else (), int(nanoseconds) / 1e9)
-
-
-def _parts(text: str) -> Iterator[str]:
-    """Yields characters, and escapes as two."""
-    at = 0
-    while at < len(text):
-        size = 2 if text[at] == "\\" else 1
-        yield text[at : at + size]
-        at += size

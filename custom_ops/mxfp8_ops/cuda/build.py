@@ -30,7 +30,6 @@ TARGETS: Final = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
 """The targets that the tests compile for; others are made from the compute capability alike."""
 
 _VERSIONS: Final = ("13", "12")
-_LIBRARIES: Final = {"win32": "nvrtc64_{0}0_0.dll"}
 
 
 @dataclass(frozen=True)
@@ -229,9 +228,9 @@ def _versions() -> tuple[str, ...]:
 def _candidates() -> list[str]:
     paths = []
     for version in _versions():
-        name = _LIBRARIES.get(sys.platform, "libnvrtc.so.{0}").format(version)
+        name = f"libnvrtc.so.{version}"
         for entry_ in map(Path, sys.path):
-            for folder in (f"nvidia/cu{version}/lib", "nvidia/cuda_nvrtc/lib", "nvidia/cuda_nvrtc/bin"):
+            for folder in (f"nvidia/cu{version}/lib", "nvidia/cuda_nvrtc/lib"):
                 if (entry_ / folder / name).is_file():
                     paths.append(str(entry_ / folder / name))
         paths.append(name)

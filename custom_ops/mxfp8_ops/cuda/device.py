@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
@@ -141,9 +140,7 @@ def _cublas() -> Any:
     """Returns the cuBLAS that CuPy is linked with, whose own gemmEx refuses to be captured (cupy/cupy#6290)."""
     from cupy_backends.cuda.libs import cublas
 
-    # Names are looked up in what a library is linked with too, but on Windows, where CuPy's cuBLAS is found by its own.
-    name = f"cublas64_{cupy_module().cuda.runtime.runtimeGetVersion() // 1000}.dll"
-    library = ctypes.CDLL(name if sys.platform == "win32" else cublas.__file__)
+    library = ctypes.CDLL(cublas.__file__)  # names are looked up in what it is linked with too
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.cublasSetStream_v2.argtypes = (pointer, pointer)
     library.cublasSetWorkspace_v2.argtypes = (pointer, pointer, ctypes.c_size_t)

@@ -16,17 +16,10 @@ from mxfp8_ops.cuda.planner import CODES, MATMUL, NAMES, Dequantize, Plan
 class Device(Protocol):
     """What plans need of a device."""
 
-    @property
-    def index(self) -> int:
-        """Its number."""
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """Compute capability."""
-
-    @property
-    def processors(self) -> int:
-        """Number of multiprocessors."""
+    index: int
+    capability: tuple[int, int]
+    processors: int
+    """Number of multiprocessors."""
 
     def matmul_bf16(self, x: int, w: int, y: int, sizes: tuple[int, int, int], *, dtype: str, queue: Queue) -> None:
         """Queues y = x w^T with x [M, K], w [N, K] bfloat16 and y bfloat16 or float32, summed in float32 throughout."""

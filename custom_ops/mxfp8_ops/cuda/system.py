@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 from dataclasses import dataclass
 from typing import Any, Final
 
 from mxfp8_ops.errors import BackendError
 
-DRIVER: Final = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+DRIVER: Final = "libcuda.so.1"
 """File name of the CUDA driver."""
 
 _MAJOR, _MINOR, _PROCESSORS = 75, 76, 16

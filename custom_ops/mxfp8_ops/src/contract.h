@@ -29,9 +29,22 @@ struct Node {
 };
 
 // Below, up to the last line, is what custom_ops/generate.py writes. Op is the index of kNodes; the format rows
-// are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude).
+// are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude), and the attributes of any node
+// ROW(type, name, default).
 // clang-format off
 #define MXFP8_ELEMENT_FORMATS(ROW) ROW(E4M3, 3, 7, 0x7e) ROW(E5M2, 2, 15, 0x7b) ROW(INT8, 6, 1, 0x7f)
+#define MXFP8_ATTRIBUTES(ROW) \
+  ROW(int64_t, axis, -1) \
+  ROW(int64_t, block_size, 32) \
+  ROW(int64_t, output_dtype, 0) \
+  ROW(std::string, scale_rounding, "ceil") \
+  ROW(int64_t, activation_dtype, 1) \
+  ROW(std::string, epilogue, "none") \
+  ROW(int64_t, q_num_heads, 1) \
+  ROW(int64_t, kv_num_heads, 1) \
+  ROW(int64_t, is_causal, 0) \
+  ROW(float, scale, 0.0f) \
+  ROW(int64_t, nan_guard, 0)
 
 static_assert(MXFP8_FLOAT32 == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_FLOAT16 == 10, "mxfp8_ops.h says otherwise");

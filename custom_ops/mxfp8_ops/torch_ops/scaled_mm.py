@@ -7,16 +7,15 @@ Not verified on hardware yet: see src/cuda/README.md.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mxfp8_ops.cuda import planner
 from mxfp8_ops.cuda.execution import Fp8Product
-from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import DTYPES
 
 
@@ -31,12 +30,7 @@ class Products:
         self._operands = {(t.data_ptr(), t.numel()): t for t in operands}
 
     def __call__(self, p: Fp8Product, scratch: Tensor | None) -> int:
-        """Queues a product and returns the address of its result.
-
-        Raises:
-            BackendError: a torch without torch.nn.functional.scaled_mm.
-        """
-        names = _names()
+        """Queues a product and returns the address of its result."""
         # A plan has addresses, torch wants tensors: each address is one of an operand, or lies in scratch memory.
         x = self._tensor(p.x, p.m * p.k, scratch).view(_dtype(p.x_kind)).view(p.m, p.k)
         b = self._tensor(p.b, p.n * p.k, scratch).view(_dtype(p.b_kind)).view(p.n, p.k)
@@ -50,8 +44,8 @@ class Products:
             dtype = _dtype(p.dtype)
             self.last = torch._scaled_mm(x, b.t(), scale_a=x_scales, scale_b=b_scales, out_dtype=dtype)
             return self.last.data_ptr()
-        recipe, layout = names.ScalingType.BlockWise1x32, names.SwizzleType.SWIZZLE_32_4_4
-        self.last = names.scaled_mm(
+        recipe, layout = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+        self.last = functional.scaled_mm(
             x, b.t(), x_scales, recipe, b_scales, recipe, layout, layout, output_dtype=_dtype(p.dtype),
             use_fast_accum=False,
         )  # fmt: skip
@@ -67,16 +61,3 @@ class Products:
 
 def _dtype(kind: str) -> Any:
     return getattr(torch, DTYPES[kind].numpy_name)
-
-
-@functools.cache
-def _names() -> Any:
-    """Returns torch.nn.functional, which has scaled_mm, ScalingType and SwizzleType."""
-    if not hasattr(torch.nn.functional, "scaled_mm"):
-        raise BackendError(
-            "cuda",
-            f"torch {torch.__version__} has no torch.nn.functional.scaled_mm",
-            expected="torch 2.10 or later for FP8 tensor cores",
-            advice="upgrade torch, or use mxfp8_ops.cuda.dispatch.forced_route('large')",
-        )
-    return torch.nn.functional

@@ -8,11 +8,25 @@
 #include "../contract.h"
 #include "../cpu/dtypes.h"
 #include "abi.h"
-#include "attributes.h"
 
 namespace mxfp8::ort {
 
 inline const Node& row_of(Op op) { return kNodes[size_t(op)]; }
+
+// The attributes of any node, with the defaults of the contract.
+struct Attributes {
+#define MXFP8_MEMBER(type, name, value) type name = value;
+  MXFP8_ATTRIBUTES(MXFP8_MEMBER)
+#undef MXFP8_MEMBER
+};
+
+// Calls visit(name, address) for each.
+template <class Visit>
+void for_each_attribute(Attributes* attributes, const Visit& visit) {
+#define MXFP8_VISIT(type, name, value) visit(#name, &attributes->name);
+  MXFP8_ATTRIBUTES(MXFP8_VISIT)
+#undef MXFP8_VISIT
+}
 
 // Where nodes run: the values of the session option mxfp8.device; see mxfp8_cuda.h.
 enum class Device { kCpu, kCuda, kCudaCopies };
