@@ -40,12 +40,8 @@ _DAMAGES: Final = (ValueError, TypeError, OverflowError, LookupError, AttributeE
 """What reading a mark raises that is not of ours, or was changed."""
 
 
-def is_marked(node: ir.Node) -> bool:
-    """Whether a node makes the first output of one that was taken apart."""
-    return bool(_marks(node))
-
-
-def _marks(node: ir.Node) -> dict[str, str]:
+def marks(node: ir.Node) -> dict[str, str]:
+    """Returns the marks of a node that makes the first output of one that was taken apart."""
     return {key: text for key, text in node.metadata_props.items() if key.startswith(MARK)}
 
 
@@ -149,14 +145,14 @@ def restore(edit: Edit) -> int:
 def forget(model: ir.Model) -> None:
     """Removes the marks that are left: of nodes that something has changed."""
     for node in (node for graph in model.graphs() for node in graph):
-        for key in _marks(node):
+        for key in marks(node):
             del node.metadata_props[key]
 
 
 def _restored(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | None:
     """Returns the node whose first output `node` makes, if it is marked and the graph is still that node's body."""
-    marks = ((contract.OPS.get(key.removeprefix(MARK)), text) for key, text in _marks(node).items())
-    ways = (_whole(node, op, text, fresh) for op, text in marks if op is not None)
+    rows = ((contract.OPS.get(key.removeprefix(MARK)), text) for key, text in marks(node).items())
+    ways = (_whole(node, op, text, fresh) for op, text in rows if op is not None)
     return next((whole for whole in ways if whole is not None), None)
 
 

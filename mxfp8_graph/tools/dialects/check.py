@@ -14,7 +14,7 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of, is_blocked
 from mxfp8_graph.onnx_pass.dialects import OPS, TRT
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, is_op, label, name_of
-from mxfp8_graph.tools.dialects.bodies import is_marked
+from mxfp8_graph.tools.dialects.bodies import marks
 from mxfp8_graph.tools.dialects.edit import AGAIN, Advice, Edit, operand, rank_of, tensor_of
 from mxfp8_ops.errors import ContractError
 
@@ -53,7 +53,7 @@ def refuse_others(model: ir.Model) -> None:
 
 def _is_other(node: ir.Node) -> bool:
     """Whether a node is quantized in no dialect of MXFP8, as far as its op, mark and blocks say."""
-    if is_marked(node):
+    if marks(node):
         return False
     if node.domain == TRT:
         return (dialect_of(node) is None and "uantize" in node.op_type) or "QDQ" in node.op_type
@@ -73,15 +73,12 @@ def check_node(edit: Edit, node: ir.Node) -> None:
     if row is None or (is_op(node, "QuantizeLinear") and not is_blocked(node)):
         return
     least, most, outputs = row.ops[key]
-    if (
-        not all([*node.inputs[:least], len(node.inputs) >= least])
-        or any(node.inputs[most:])
-        or [bool(output.name) for output in node.outputs] != [True] * outputs
-    ):
-        names = [value.name if value is not None else "" for value in node.inputs]
-        what = f"inputs {names}, outputs {[output.name for output in node.outputs]}"
-        expected = f"{least}{'' if most == least else f' to {most}'} inputs and {outputs}"
-        raise edit.refuse(node, what, expected)
+    has_inputs = len(node.inputs) >= least and all(node.inputs[:least]) and not any(node.inputs[most:])
+    names = [value.name if value is not None else "" for value in node.inputs]
+    results = [output.name for output in node.outputs]
+    what, range_ = f"inputs {names}, outputs {results}", f"{least}{'' if most == least else f' to {most}'}"
+    has_outputs = len(results) == outputs and all(results)
+    edit.require(has_inputs and has_outputs, node, what, f"{range_} inputs and {outputs}")
     if row.name == "trt":
         check_zero_point(edit, node)
     for entry in node.attributes.values():

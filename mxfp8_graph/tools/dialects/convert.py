@@ -182,7 +182,9 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     refuse_others(model)
     was_foreign = foreign(model) is not None
     notes: list[str] = []
-    model = upgrade(model, _in_dialect, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
+    theirs = {key for key in OPS if key[0] not in STANDARD} | {(domain, "DequantizeLinear") for domain in STANDARD}
+    holds = lambda op: op in theirs or op[0] == contract.DOMAIN  # noqa: E731
+    model = upgrade(model, holds, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
     edit = Edit(model, notes, allow, accuracy_level)
     counted = _ours(edit)
     restore(edit)
@@ -201,10 +203,6 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     _record_losses(edit)
     record.add_bodies(edit.model, None)  # the graph is checked; whatever needs bodies has them
     return edit, {"found": found, **facts}
-
-
-def _in_dialect(op: tuple[str, str]) -> bool:
-    return op[1] == "DequantizeLinear" or op[0] == contract.DOMAIN or (op[0] not in STANDARD and op in OPS)
 
 
 def _module(name: str) -> Any:

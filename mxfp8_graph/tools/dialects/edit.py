@@ -26,6 +26,7 @@ from mxfp8_graph.onnx_pass.graph import (
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
+Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
 Nodes = list[ir.Node]
 Advice = str | Sequence[str | Option]
@@ -112,7 +113,7 @@ class Edit:
         op, inputs, settings = ("CastLike", [y, to], {}) if isinstance(to, ir.Value) else ("Cast", [y], {"to": to})
         return [make([y]), ir.node(op, inputs, settings, outputs=outputs, name=y.name)]
 
-    def store(self, graph: ir.Graph | None, wanted: str, dtype: int, array: npt.NDArray[Any]) -> ir.Value:
+    def store(self, graph: ir.Graph | None, wanted: str, dtype: int, array: Array) -> ir.Value:
         """Returns a new initializer of a graph."""
         graph = graph or self.model.graph
         element, name = ir.DataType(dtype), self.fresh(wanted)
@@ -120,6 +121,11 @@ class Edit:
         value = ir.Value(name=name, const_value=tensor)
         graph.register_initializer(value)
         return value
+
+    def beside(self, value: ir.Value, wanted: str, dtype: int, make: Callable[[], Array], key: object = "") -> ir.Value:
+        """Returns an initializer beside a stored value that it says otherwise: one in a step for this dtype and key."""
+        store = lambda: self.store(value.graph, wanted, dtype, make())  # noqa: E731
+        return self.shared(value.graph, value, dtype, key, make=store)
 
     def codes(self, tensor: ir.TensorProtocol) -> Codes:
         """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""

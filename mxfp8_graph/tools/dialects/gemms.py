@@ -26,7 +26,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node, row_of
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, label
-from mxfp8_graph.tools.dialects.bodies import is_marked, standard
+from mxfp8_graph.tools.dialects.bodies import marks, standard
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
@@ -207,7 +207,7 @@ def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
         x, *rounded = (operands(cast)[0] for cast in casts[:2])
         if targets[:2] == [contract.FLOAT, contract.BFLOAT16] and dtype_of(rounded[0]) in contract.VALUES:
             return rounded[0], True
-        if dtype_of(x) in contract.VALUES and not is_marked(casts[0]):
+        if dtype_of(x) in contract.VALUES and not marks(casts[0]):
             return x, False
     return value, False
 
@@ -281,14 +281,10 @@ def _swaps_last_two(view: ir.Node, rank: int) -> bool:
 
 def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
     """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
-
-    def make() -> ir.Value:
-        tensor = tensor_of(value)
-        if tensor is None:  # the caller has seen that it is stored
-            raise TypeError(value)
-        return edit.store(value.graph, wanted, int(tensor.dtype), np.swapaxes(edit.codes(tensor), -1, -2))
-
-    return edit.shared(value.graph, "swapped", value, make=make)
+    tensor = tensor_of(value)
+    if tensor is None:  # the caller has seen that it is stored
+        raise TypeError(value)
+    return edit.beside(value, wanted, int(tensor.dtype), lambda: np.swapaxes(edit.codes(tensor), -1, -2))
 
 
 WRITE: Final = {"standard": (take_apart, standard)}

@@ -77,7 +77,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         fits = shape and codes.shape == scale_shape(shape, axis)
         edit.require(fits, node, what, f"one for {BLOCK_SIZE} elements")
     edit.counts["qdq", "activations" if static else "weights"] += 1
-    inputs = [value, stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])]
+    inputs = [value, edit.beside(scale, f"{value.name}_scales", contract.UINT8, lambda: codes, _SHIFTS[kind])]
     return [mxfp8_node(node, contract.DEQUANTIZE, inputs, heirs(node), axis=axis, output_dtype=dtype)]
 
 
@@ -128,12 +128,6 @@ def float_scales(codes: Codes, kind: int) -> npt.NDArray[np.float32]:
     """Returns what DequantizeLinear multiplies elements of dtype `kind` by, for their E8M0 codes."""
     # Powers of two down to 2^-133, a subnormal: exact.
     return numerics.decode_scale(codes) * np.float32(2.0 ** -_SHIFTS[kind])
-
-
-def stored_codes(edit: Edit, scales: ir.Value, wanted: str, codes: Codes, shift: int = 0) -> ir.Value:
-    """Returns E8M0 codes, stored beside the stored `scales` that they are: one tensor for all that read those."""
-    graph = scales.graph
-    return edit.shared(graph, "codes", scales, shift, make=lambda: edit.store(graph, wanted, contract.UINT8, codes))
 
 
 def _read_quark(edit: Edit, node: ir.Node) -> Nodes:
@@ -204,13 +198,16 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     if codes is None:
         what, expected = "its scales are computed while the model runs", "stored scales: Q/DQ has no others"
         raise edit.refuse(node, what, expected, "convert to standard")
-    graph, elements, whole = scales.graph, tensor_of(value), edit.codes(codes)
+    elements, whole = tensor_of(value), edit.codes(codes)
     kind = int(elements.dtype if elements is not None else dtype_of(value) or contract.FLOAT8E4M3FN)
-    # E8M0 lacks the least of those of integers (a block of zeros has it), and ONNX Runtime fuses stored floats alone.
-    how, held = ("scales_float", contract.FLOAT) if _SHIFTS[kind] else ("e8m0", E8M0)
-    array = float_scales(whole, kind) if _SHIFTS[kind] else whole
-    stored = edit.shared(graph, how, scales, make=lambda: edit.store(graph, f"{value.name}_{how}", held, array))
-    inputs = [value, stored if _SHIFTS[kind] else edit.cast(node, stored, contract.FLOAT, "float")]
+    if _SHIFTS[kind]:
+        # E8M0 lacks the least of them (a block of zeros has it), and ONNX Runtime fuses stored floats alone.
+        name = f"{value.name}_scales_float"
+        stored = edit.beside(scales, name, contract.FLOAT, lambda: float_scales(whole, kind))
+    else:
+        stored = edit.beside(scales, f"{value.name}_e8m0", E8M0, lambda: whole)
+        stored = edit.cast(node, stored, contract.FLOAT, "float")
+    inputs = [value, stored]
     settings = {"axis": axis, "block_size": BLOCK_SIZE}
     make = lambda y: in_place_of(node, "DequantizeLinear", inputs, y, **settings)  # noqa: E731
     return edit.ending(node, f"{node.outputs[0].name}_float", None if dtype == contract.FLOAT else dtype, make)

@@ -22,9 +22,9 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import Codes, Edit, Nodes, dims, heirs, operands, settings_of, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operands, settings_of, tensor_of
 from mxfp8_graph.tools.dialects.gemms import source, take_apart
-from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales, stored_codes
+from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
@@ -107,12 +107,8 @@ def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, 
     blocks = scale_shape(shape, axis)
     if dims(tensor) == blocks and tensor.dtype == contract.UINT8:
         return axis, scales
-
-    def make() -> ir.Value:
-        codes = without_padding(edit.codes(tensor), blocks)
-        return edit.store(scales.graph, f"{scales.name}_codes", contract.UINT8, codes)
-
-    return axis, edit.shared(scales.graph, "codes", scales, blocks, make=make)
+    make = lambda: without_padding(edit.codes(tensor), blocks)  # noqa: E731
+    return axis, edit.beside(scales, f"{scales.name}_codes", contract.UINT8, make, blocks)
 
 
 def _unpacked(edit: Edit, node: ir.Node, tensor: ir.TensorProtocol) -> Exception:
@@ -177,16 +173,15 @@ def _write_static(edit: Edit, node: ir.Node) -> Nodes | None:
     if (codes := codes_of(edit, floats, _E4M3)) is None:
         return None
     read = [user.inputs[1] for user in node.outputs[0].consumers() if user.graph is not None and len(user.inputs) > 1]
-    known = (value for value in read if value is not None and _is(edit, tensor_of(value), codes))
-    scales = next(known, None) or stored_codes(edit, scales, f"{scales.name}_codes", codes)
+    uint8 = {
+        value: tensor for value in read if (tensor := tensor_of(value)) is not None and tensor.dtype == contract.UINT8
+    }
+    known = (value for value, tensor in uint8.items() if np.array_equal(edit.codes(tensor), codes))
+    scales = next(known, None) or edit.beside(scales, f"{scales.name}_codes", contract.UINT8, lambda: codes)
     x, casts = source(value, ("Cast",))
     if len(casts) != 1 or dtype_of(x) not in contract.VALUES:
         x = value
     return [_quantize_linear(node, TRT_STATIC_QUANTIZE, [x, scales], TRT, attribute(node, "axis", 1))]
-
-
-def _is(edit: Edit, stored: ir.TensorProtocol | None, codes: Codes) -> bool:
-    return stored is not None and stored.dtype == contract.UINT8 and np.array_equal(edit.codes(stored), codes)
 
 
 WRITE: Final = {"trt": (take_apart, _write)}
