@@ -26,6 +26,7 @@ FILE = Path(__file__).with_name("conversions.json")
 ALLOW = ("activations", "rounding", "half")
 RECIPES = ("mxfp8", "mxfp8-bf16", "ocp", "mxint8", "mxint8-weight-only")
 PACKED = (
+    "llama, all",
     "experts by Gather",
     "tied table",
     "shared weight, both ways",

@@ -30,8 +30,7 @@ from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Section
 from mxfp8_graph.tools.dialects.bodies import forget, restore, unfuse
-from mxfp8_graph.tools.dialects.check import check_node, refuse_others
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, operand, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, check_node, operand, operands, refuse_others, tensor_of
 from mxfp8_graph.tools.dialects.gemms import put_together
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option

@@ -26,8 +26,17 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, settings_of
-from mxfp8_graph.tools.dialects.check import check_zero_point
-from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, heirs, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import (
+    OTHER,
+    Codes,
+    Edit,
+    Nodes,
+    check_zero_point,
+    dims,
+    heirs,
+    operands,
+    tensor_of,
+)
 from mxfp8_graph.tools.dialects.gemms import CASTS, KN, gemm_of, product, source, swapped, take_apart
 from mxfp8_ops import contract, cpu, numerics
 from mxfp8_ops.checks import scale_shape
@@ -89,7 +98,9 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     value, views = source(scale, CASTS)
     casts, tensor = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"], tensor_of(value)
     codes, shift = codes_of(edit, tensor, kind), _SHIFTS[kind]
-    if codes is None or not _keep(casts, codes, shift):
+    exponents = np.zeros(1) if codes is None else codes.astype(int) - SCALE_BIAS - shift
+    in_float16 = np.all((exponents >= -24) & (exponents <= 15))  # what float16 has
+    if codes is None or not {*casts} <= {*contract.VALUES} or (contract.FLOAT16 in casts and not in_float16):
         what = f"scales {value.name!r} are not stored powers of two"
         expected = f"E8M0 scales, or floats 2^{-SCALE_BIAS - shift} to 2^{SCALE_BIAS - shift}"
         raise edit.refuse(node, what, expected, _OTHER)
@@ -100,23 +111,15 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     return value, codes, dtype
 
 
-def _keep(casts: list[int], codes: Codes, shift: int) -> bool:
-    """Whether casts to these dtypes keep the scales; float16 has 2^-24 to 2^15."""
-    lowest, highest = SCALE_BIAS + shift - 24, SCALE_BIAS + shift + 15
-    in_float16 = contract.FLOAT16 not in casts or bool(np.all((codes >= lowest) & (codes <= highest)))
-    return in_float16 and {*casts} <= {*contract.VALUES}
-
-
 def codes_of(edit: Edit, scales: ir.TensorProtocol | None, kind: int) -> Codes | None:
-    """Returns the E8M0 codes, as MX has them, of the stored scales of elements of dtype `kind`; None if it has not."""
-    if scales is not None and scales.dtype == E8M0:
-        return _power_codes(numerics.decode_scale(edit.codes(scales)), kind)
-    return None if scales is None or scales.dtype not in contract.VALUES else _power_codes(scales.numpy(), kind)
+    """Returns the E8M0 codes, as MX has them, of the stored scales of elements of dtype `kind`.
 
-
-def _power_codes(scales: npt.NDArray[np.floating], kind: int) -> Codes | None:
-    """Returns the E8M0 codes of which `float_scales` are these, powers of two or NaN; None if one is not."""
-    values = np.asarray(scales, np.float64)
+    None if they are not stored in a dtype of scales, or one is neither a power of two nor NaN.
+    """
+    if scales is None or scales.dtype not in {E8M0, *contract.VALUES}:
+        return None
+    numbers = numerics.decode_scale(edit.codes(scales)) if scales.dtype == E8M0 else scales.numpy()
+    values = np.asarray(numbers, np.float64)
     mantissa, exponent = np.frexp(np.where(np.isnan(values), 0.5, values))
     codes = exponent - 1 + SCALE_BIAS + _SHIFTS[kind]
     if np.any(mantissa != 0.5) or (codes.size and (codes.min() < 0 or codes.max() >= SCALE_NAN)):

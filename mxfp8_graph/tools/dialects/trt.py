@@ -22,7 +22,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operands, settings_of, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, attributes_of, dims, heirs, operands, tensor_of
 from mxfp8_graph.tools.dialects.gemms import source, take_apart
 from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales
 from mxfp8_ops import contract
@@ -123,7 +123,7 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
         return _write_static(edit, node)
     if not is_ours(node, contract.QUANTIZE, contract.DEQUANTIZE):
         return None
-    given = settings_of(node)
+    given = attributes_of(node)
     settings = {"axis": given["axis"], "block_size": BLOCK_SIZE, "output_dtype": given["output_dtype"]}
     if is_ours(node, contract.QUANTIZE):
         _check_quantize(edit, node, given["output_dtype"], given["scale_rounding"])
