@@ -23,7 +23,9 @@ from onnx import TensorProto, helper, numpy_helper
 from releases import release
 
 import mxfp8_graph
+from mxfp8_graph.onnx_pass import save
 from mxfp8_graph.onnx_pass.dialects import WRITTEN
+from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.tools import dialects
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
@@ -141,6 +143,15 @@ def test_external_data_stays_external_and_is_the_same(tmp_path: Path) -> None:
     assert there == tmp_path / "m.mxfp8.trt.onnx"
     assert there.with_name(f"{there.name}.data").is_file()
     assert codes_of(there) == codes_of(before)
+
+
+def test_an_old_output_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, _ = mxfp8_graph.rewrite(b.save(b.chain_model((64, 128, 64)), tmp_path / "m.onnx", external=True))
+    mxfp8_graph.convert(before, "trt")
+    opened: list[Path] = []
+    monkeypatch.setattr(save, "load", lambda path: opened.append(path) or load(path))  # type: ignore[func-returns-value]
+    there, _ = mxfp8_graph.convert(before, "trt", overwrite=True)
+    assert opened == [there]
 
 
 # --- What others wrote ---------------------------------------------------------------------------------------------

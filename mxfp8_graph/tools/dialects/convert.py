@@ -38,7 +38,6 @@ from mxfp8_ops.errors import ContractError, Option
 LOSSES: Final = ("activations", "rounding", "half")
 """The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
 
-
 LEVELS: Final = (0, 4)
 """The accuracy levels of MatMulNBits that `convert` writes; the last if nothing else is asked for."""
 
@@ -80,11 +79,7 @@ class Conversion(Report):
     """To mxfp8: nodes that were fused with their neighbours."""
 
     def sections(self) -> list[Section]:
-        """Returns `facts`."""
-        return [Section(facts=self.facts())]
-
-    def facts(self) -> list[tuple[str, str]]:
-        """Returns (label, value) lines for a terminal."""
+        """Returns one section of (label, value) lines."""
         found = [
             (f"found {name}", f"{_count(n.weights, 'weight')}, {_count(n.activations, 'activation')}")
             for name, n in self.found.items()
@@ -96,7 +91,7 @@ class Conversion(Report):
         rows += [("lost", f"{what} ({count})") for what, count in self.losses.items()]
         rows += [("note", note) for note in self.notes]
         rows.append(("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}"))
-        return [*rows, ("result", self.output or "in memory")]
+        return [Section(facts=[*rows, ("result", self.output or "in memory")])]
 
 
 def _count(number: int, name: str) -> str:

@@ -132,13 +132,9 @@ class Edit:
     def ending(
         self, last: ir.Node, wanted: str, to: ir.Value | int | None, make: Callable[[list[ir.Value]], ir.Node]
     ) -> Nodes:
-        """Returns the node that `make` returns for its outputs, in place of `last`, and a Cast behind it.
+        """Returns the node that `make` returns for its outputs, in place of `last`, and behind it a Cast of `wanted`.
 
-        Args:
-            last: whose outputs are replaced.
-            wanted: name of what is cast.
-            to: the dtype, or a value that has it; None for no Cast.
-            make: takes outputs.
+        `to`: the dtype of the Cast, or a value that has it; None for no Cast.
         """
         outputs = heirs(last)
         if to is None:

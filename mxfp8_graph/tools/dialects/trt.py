@@ -126,21 +126,16 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     given = attributes_of(node)
     settings = {"axis": given["axis"], "block_size": BLOCK_SIZE, "output_dtype": given["output_dtype"]}
     if is_ours(node, contract.QUANTIZE):
-        _check_quantize(edit, node, given["output_dtype"], given["scale_rounding"])
+        _check_e4m3(edit, node, given["output_dtype"])
+        if (rounding := given["scale_rounding"]) != "ceil":
+            what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
+            losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
+            edit.require("rounding" in edit.allow, node, what, "ceil", losing)
+            edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
         return [in_place_of(node, TRT_QUANTIZE, operands(node, count=1), heirs(node), domain=TRT, **settings)]
     if (stored := default(operands(node)[0])) is not None:
         settings["axis"] = _weight_axis(edit, node, stored, given["axis"])
     return [in_place_of(node, TRT_DEQUANTIZE, operands(node), heirs(node), domain=TRT, **settings)]
-
-
-def _check_quantize(edit: Edit, node: ir.Node, dtype: int, rounding: str) -> None:
-    """Raises ContractError for what TensorRT's op does not do to activations, unless that may be lost."""
-    _check_e4m3(edit, node, dtype)
-    if rounding != "ceil":
-        what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
-        losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
-        edit.require("rounding" in edit.allow, node, what, "ceil", losing)
-        edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
 
 
 def _weight_axis(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, axis: int) -> int:
