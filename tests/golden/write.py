@@ -1,4 +1,4 @@
-"""Writes golden.json anew and says what changed: `python tests/golden/write.py`. The commit says why.
+"""Writes golden.json and conversions.json anew, says what changed: `python tests/golden/write.py`. The commit says why.
 
 `python tests/golden/write.py NAME ...` writes nothing and prints all that is recorded of these cases, also texts that
 are too long for golden.json: two commits can be compared.
@@ -19,6 +19,7 @@ def main(names: list[str]) -> None:
     # As pyproject.toml has it for pytest; golden is a package of tests.
     sys.path[:0] = [str(TESTS), str(TESTS / "mxfp8_graph"), str(TESTS / "mxfp8_ops")]
     import onnx
+    from golden import conversions
     from golden.cases import CASES
     from golden.digests import record, summary
 
@@ -37,6 +38,7 @@ def main(names: list[str]) -> None:
         print("gone:", sorted(before.keys() - models.keys()))
         FILE.write_text(json.dumps({"onnx": onnx.__version__, "models": models}, indent=0, ensure_ascii=False) + "\n")
         print(f"{len(models)} models, {FILE.stat().st_size / 1e3:.0f} kB")
+        conversions.write()
 
 
 if __name__ == "__main__":

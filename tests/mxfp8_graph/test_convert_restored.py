@@ -13,8 +13,7 @@ import onnx
 import oracle
 import pytest
 from grids import looped
-from onnx import helper
-from test_convert import LOSSES, codes_of
+from test_convert import codes_of
 from test_onnx_experts import experts
 from test_onnx_fuse_quantize import between
 
@@ -98,44 +97,7 @@ def test_a_node_comes_back(what: str) -> None:
             np.testing.assert_array_equal(one, other)
 
 
-@looped("recipe", ["mxfp8", WEIGHT_ONLY])
-def test_experts_have_no_form_in_qdq_and_are_standard_ops_beside_onnx_runtimes_op(recipe: Recipe) -> None:
-    before = rewritten(picked(), recipe)
-    with pytest.raises(ContractError, match=r"\(MXFP8Grouped\w*Gemm\): has no form in qdq; .* convert to standard"):
-        mxfp8_graph.convert(before, "qdq", allow=LOSSES["qdq"])
-    there, report = mxfp8_graph.convert(before, "ort-cuda")
-    assert "Loop" in oracle.kinds(there)
-    assert not report.losses
-    back, _ = mxfp8_graph.convert(there, "mxfp8")
-    assert oracle.kinds(back) == oracle.kinds(before)
-
-
-def branch_of(model: onnx.ModelProto) -> onnx.GraphProto:
-    nodes = [node for node in model.graph.node if node.op_type == "If"]
-    return next(a.g for a in nodes[0].attribute if a.name == "then_branch")
-
-
-def test_nodes_in_branches_come_back() -> None:
-    branch = gated().graph
-    del branch.input[:]
-    branch.name = "then"
-    other = helper.make_graph([b.node("Neg", "x", "z")], "else", [], [b.value("z", np.float32, ["m", 64])])
-    nodes = [b.node("If", "c", "y", then_branch=branch, else_branch=other)]
-    branch.output[0].name = branch.node[-1].output[0] = "then_y"
-    inputs = {"x": (np.float32, ["m", 64]), "c": (np.bool_, [])}
-    before = rewritten(b.model(nodes, inputs, {"y": (np.float32, ["m", 64])}, {}))
-    there, _ = mxfp8_graph.convert(before, "standard")
-    back, _ = mxfp8_graph.convert(there, "mxfp8")
-    kinds = [sorted(node.op_type for node in branch_of(each).node) for each in (before, back)]
-    assert kinds[0] == kinds[1]
-    assert "MXFP8GatedGemm" in kinds[0]
-
-
 # --- What a mark does not say ----------------------------------------------------------------------------------------
-
-
-def marked(model: onnx.ModelProto, op: str) -> onnx.NodeProto:
-    return next(n for n in model.graph.node for entry in n.metadata_props if entry.key == f"mxfp8_graph.body_of.{op}")
 
 
 def test_what_a_tool_has_changed_stays_apart() -> None:
@@ -177,31 +139,3 @@ def test_a_mark_that_is_wrong_counts_for_nothing(op: str, old: str, new: str) ->
     assert op not in oracle.kinds(back)
     feeds = feeds_of(there)
     np.testing.assert_allclose(oracle.run(back, feeds)[0], oracle.run(there, feeds)[0], rtol=1e-4, atol=1e-5)
-
-
-def test_equal_names_in_two_branches_are_two_values() -> None:
-    """Each branch drops what only its own weight was read through."""
-    branches = []
-    for at in range(2):
-        nodes = [b.node("Transpose", f"w{at}", "wt", perm=[1, 0]), b.node("MatMul", "x wt", "h")]
-        nodes += [b.node("Shape", "wt", "size")] * at  # something else reads what is called the same in the second
-        branch = helper.make_graph(
-            [*nodes, b.node("Relu", "h", f"y{at}")], f"branch{at}", [], [b.value(f"y{at}", np.float32, ["m", 96])]
-        )
-        if at:
-            branch.output.append(b.value("size", np.int64, [2]))
-        else:
-            branch.node.append(b.node("Shape", "x", "shape_of_x"))
-            branch.output.append(b.value("shape_of_x", np.int64, [2]))
-        branches.append(branch)
-    node = b.node("If", "c", "y sizes", then_branch=branches[0], else_branch=branches[1])
-    inputs = {"x": (np.float32, ["m", 64]), "c": (np.bool_, [])}
-    outputs = {"y": (np.float32, ["m", 96]), "sizes": (np.int64, [2])}
-    weights = {f"w{at}": b.weight(96, 64, seed=at) for at in range(2)}
-    before = rewritten(b.model([node], inputs, outputs, weights))
-    there, _ = mxfp8_graph.convert(before, "trt")
-    for model in (before, there):
-        then = branch_of(model)
-        assert "size" not in {name for n in then.node for name in n.output}
-        names = {n.op_type for n in then.node}
-        assert ("Transpose" in names) == (model is there)

@@ -24,29 +24,17 @@ from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, mxfp8_node, row_of, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.onnx_pass.graph import constant, facts, is_op, only_used_by
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, settings_of, tensor_of
+from mxfp8_graph.tools.dialects.edit import MARK, Edit, Nodes, attributes_of, dims, heirs, marks, tensor_of
 from mxfp8_ops import contract, onnx_functions, standard_ops
 from mxfp8_ops.case import Case
 from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.standard_ops import body_of
-
-MARK: Final = "mxfp8_graph.body_of."
-"""Start of the metadata key of a mark; the op follows."""
 
 ABSENT: Final[Mapping[str, Sequence[float]]] = {"attn_mask": [0], "past_key": [], "past_value": []}
 """What stands for an input that is not there: vectors; a mask of False would hide everything, so a Boolean is True."""
 
 _DAMAGES: Final = (ValueError, TypeError, OverflowError, LookupError, AttributeError, RecursionError)
 """What reading a mark raises that is not of ours, or was changed."""
-
-
-def is_marked(node: ir.Node) -> bool:
-    """Whether a node makes the first output of one that was taken apart."""
-    return bool(_marks(node))
-
-
-def _marks(node: ir.Node) -> dict[str, str]:
-    return {key: text for key, text in node.metadata_props.items() if key.startswith(MARK)}
 
 
 def unfuse(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -149,14 +137,14 @@ def restore(edit: Edit) -> int:
 def forget(model: ir.Model) -> None:
     """Removes the marks that are left: of nodes that something has changed."""
     for node in (node for graph in model.graphs() for node in graph):
-        for key in _marks(node):
+        for key in marks(node):
             del node.metadata_props[key]
 
 
 def _restored(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | None:
     """Returns the node whose first output `node` makes, if it is marked and the graph is still that node's body."""
-    marks = ((contract.OPS.get(key.removeprefix(MARK)), text) for key, text in _marks(node).items())
-    ways = (_whole(node, op, text, fresh) for op, text in marks if op is not None)
+    rows = ((contract.OPS.get(key.removeprefix(MARK)), text) for key, text in marks(node).items())
+    ways = (_whole(node, op, text, fresh) for op, text in rows if op is not None)
     return next((whole for whole in ways if whole is not None), None)
 
 
@@ -257,7 +245,7 @@ class _Match:
             return False
         one, other = pattern.attributes, node.attributes
         if pattern.domain == contract.DOMAIN:
-            if settings_of(pattern) != settings_of(node):
+            if attributes_of(pattern) != attributes_of(node):
                 return False
         elif one.keys() != other.keys() or not all(self._same_attribute(one[name], other[name]) for name in one):
             return False

@@ -30,15 +30,13 @@ from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Section
 from mxfp8_graph.tools.dialects.bodies import forget, restore, unfuse
-from mxfp8_graph.tools.dialects.check import check_node, refuse_others
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, operand, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, check_node, operand, operands, refuse_others, tensor_of
 from mxfp8_graph.tools.dialects.gemms import put_together
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
 LOSSES: Final = ("activations", "rounding", "half")
 """The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
-
 
 LEVELS: Final = (0, 4)
 """The accuracy levels of MatMulNBits that `convert` writes; the last if nothing else is asked for."""
@@ -81,11 +79,7 @@ class Conversion(Report):
     """To mxfp8: nodes that were fused with their neighbours."""
 
     def sections(self) -> list[Section]:
-        """Returns `facts`."""
-        return [Section(facts=self.facts())]
-
-    def facts(self) -> list[tuple[str, str]]:
-        """Returns (label, value) lines for a terminal."""
+        """Returns one section of (label, value) lines."""
         found = [
             (f"found {name}", f"{_count(n.weights, 'weight')}, {_count(n.activations, 'activation')}")
             for name, n in self.found.items()
@@ -97,7 +91,7 @@ class Conversion(Report):
         rows += [("lost", f"{what} ({count})") for what, count in self.losses.items()]
         rows += [("note", note) for note in self.notes]
         rows.append(("size", f"{size(self.bytes_before)} -> {size(self.bytes_after)}"))
-        return [*rows, ("result", self.output or "in memory")]
+        return [Section(facts=[*rows, ("result", self.output or "in memory")])]
 
 
 def _count(number: int, name: str) -> str:
@@ -182,7 +176,9 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     refuse_others(model)
     was_foreign = foreign(model) is not None
     notes: list[str] = []
-    model = upgrade(model, _in_dialect, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
+    theirs = {key for key in OPS if key[0] not in STANDARD} | {(domain, "DequantizeLinear") for domain in STANDARD}
+    holds = lambda op: op in theirs or op[0] == contract.DOMAIN  # noqa: E731
+    model = upgrade(model, holds, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
     edit = Edit(model, notes, allow, accuracy_level)
     counted = _ours(edit)
     restore(edit)
@@ -201,10 +197,6 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     _record_losses(edit)
     record.add_bodies(edit.model, None)  # the graph is checked; whatever needs bodies has them
     return edit, {"found": found, **facts}
-
-
-def _in_dialect(op: tuple[str, str]) -> bool:
-    return op[1] == "DequantizeLinear" or op[0] == contract.DOMAIN or (op[0] not in STANDARD and op in OPS)
 
 
 def _module(name: str) -> Any:

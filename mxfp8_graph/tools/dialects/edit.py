@@ -1,4 +1,7 @@
-"""A model whose nodes are replaced one by one, and what the dialects ask of a node: stored tensors, dtypes, users."""
+"""A model whose nodes are replaced one by one, what the dialects ask of a node, and what is refused before it is read.
+
+onnx's checker does not know the ops of other dialects; the standard ones were checked when the model was opened.
+"""
 
 from __future__ import annotations
 
@@ -11,29 +14,60 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import prepare, record
+from mxfp8_graph.onnx_pass.dialect_ops import dialect_of, is_blocked
+from mxfp8_graph.onnx_pass.dialects import OPS, TRT
 from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.onnx_pass.graph import (
     INFERRED,
+    MICROSOFT,
+    STANDARD,
     attribute,
     dtype_of,
     fresh_names,
+    is_op,
     label,
     name_of,
+    settings_of,
     shape_of,
     stored,
 )
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
+Array = npt.NDArray[Any]
 Codes = npt.NDArray[np.uint8]
 Nodes = list[ir.Node]
 Advice = str | Sequence[str | Option]
 Step = Callable[["Edit", ir.Node], Nodes | None]
 """Returns the nodes that take the place of one, or of what follows it; None if it stays."""
 
+MARK: Final = "mxfp8_graph.body_of."
+"""Start of the metadata key of a mark; the op follows."""
+
 AGAIN: Final = "export the model again"
 OTHER: Final = "start from the model that is not quantized"
+
+
+_QUANTIZED: Final = {
+    "": {
+        *("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "QLinearMatMul", "QLinearConv"),
+        *("MatMulInteger", "ConvInteger"),
+    },
+    MICROSOFT: {
+        *("MatMulNBits", "MatMulBnb4", "GatherBlockQuantized", "QAttention", "QGemm", "DynamicQuantizeMatMul"),
+        *("MatMulIntegerToFloat", "MatMulBlockQuantizedFp4Weight", "QMoE", "GemmFloat8", "QuantizeLinear"),
+        *("DequantizeLinear", "QEmbedLayerNormalization", "DynamicQuantizeLSTM"),
+    },
+    "com.amd.quark": {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "BFPQuantizeDequantize"},
+    "com.vai.quantize": {"VitisQuantizeLinear", "VitisDequantizeLinear", "BFPFixNeuron"},
+}
+"""Ops that quantize, or work on what is quantized, in another way or perhaps in MXFP8."""
+
+_KINDS: Final = {
+    **dict.fromkeys(("axis", "block_size", "output_dtype", "rounding_mode"), ir.AttributeType.INT),
+    **dict.fromkeys(("element_dtype", "scale_dtype"), ir.AttributeType.STRING),
+}
 
 
 class Edit:
@@ -79,7 +113,8 @@ class Edit:
     def make(self, op: str, *inputs: ir.Value, wanted: str, domain: str = "", **attributes: Any) -> ir.Value:
         """Adds a node in front of the replacement that is being made; returns its result, called `wanted` or alike."""
         value = ir.Value(name=self.fresh(wanted))
-        self._before.append(ir.node(op, inputs, attributes, domain=domain, outputs=[value], name=value.name))
+        settings = settings_of(attributes)
+        self._before.append(ir.Node(domain, op, inputs, settings, outputs=[value], name=value.name))
         return value
 
     def shared(self, graph: ir.Graph | None, *key: object, make: Callable[[], ir.Value]) -> ir.Value:
@@ -97,13 +132,9 @@ class Edit:
     def ending(
         self, last: ir.Node, wanted: str, to: ir.Value | int | None, make: Callable[[list[ir.Value]], ir.Node]
     ) -> Nodes:
-        """Returns the node that `make` returns for its outputs, in place of `last`, and a Cast behind it.
+        """Returns the node that `make` returns for its outputs, in place of `last`, and behind it a Cast of `wanted`.
 
-        Args:
-            last: whose outputs are replaced.
-            wanted: name of what is cast.
-            to: the dtype, or a value that has it; None for no Cast.
-            make: takes outputs.
+        `to`: the dtype of the Cast, or a value that has it; None for no Cast.
         """
         outputs = heirs(last)
         if to is None:
@@ -112,7 +143,7 @@ class Edit:
         op, inputs, settings = ("CastLike", [y, to], {}) if isinstance(to, ir.Value) else ("Cast", [y], {"to": to})
         return [make([y]), ir.node(op, inputs, settings, outputs=outputs, name=y.name)]
 
-    def store(self, graph: ir.Graph | None, wanted: str, dtype: int, array: npt.NDArray[Any]) -> ir.Value:
+    def store(self, graph: ir.Graph | None, wanted: str, dtype: int, array: Array) -> ir.Value:
         """Returns a new initializer of a graph."""
         graph = graph or self.model.graph
         element, name = ir.DataType(dtype), self.fresh(wanted)
@@ -120,6 +151,11 @@ class Edit:
         value = ir.Value(name=name, const_value=tensor)
         graph.register_initializer(value)
         return value
+
+    def beside(self, value: ir.Value, wanted: str, dtype: int, make: Callable[[], Array], key: object = "") -> ir.Value:
+        """Returns an initializer beside a stored value that it says otherwise: one in a step for this dtype and key."""
+        store = lambda: self.store(value.graph, wanted, dtype, make())  # noqa: E731
+        return self.shared(value.graph, value, dtype, key, make=store)
 
     def codes(self, tensor: ir.TensorProtocol) -> Codes:
         """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
@@ -192,6 +228,72 @@ def heirs(node: ir.Node) -> list[ir.Value]:
     return values
 
 
-def settings_of(node: ir.Node) -> dict[str, Any]:
+def attributes_of(node: ir.Node) -> dict[str, Any]:
     """Returns every attribute of a node of the contract, with defaults for those that it leaves out."""
     return {**contract.OPS[node.op_type].attributes, **{entry.name: entry.value for entry in node.attributes.values()}}
+
+
+def marks(node: ir.Node) -> dict[str, str]:
+    """Returns the marks of a node that makes the first output of one that was taken apart."""
+    return {key: text for key, text in node.metadata_props.items() if key.startswith(MARK)}
+
+
+def refuse_others(model: ir.Model) -> None:
+    """Raises ContractError if something is quantized, but in no dialect of MXFP8."""
+    graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
+    others = [node for graph in graphs for node in graph.all_nodes() if _is_other(node)]
+    if others:
+        kinds = Counter(f"{node.domain + '.' if node.domain else ''}{node.op_type}" for node in others)
+        what = ", ".join(f"{count} {name}" for name, count in kinds.items())
+        where = f"{name_of(model)}: node {label(others[0])!r}"
+        advice = "start from the model that is not quantized: mxfp8-graph rewrite"
+        raise ContractError(where, f"quantized, but not in MXFP8 ({what})", expected="MXFP8 alone", advice=advice)
+
+
+def _is_other(node: ir.Node) -> bool:
+    """Whether a node is quantized in no dialect of MXFP8, as far as its op, mark and blocks say."""
+    if marks(node):
+        return False
+    if node.domain == TRT:
+        return (dialect_of(node) is None and "uantize" in node.op_type) or "QDQ" in node.op_type
+    if node.op_type not in _QUANTIZED.get("" if node.domain in STANDARD else node.domain, ()):
+        return False
+    if is_op(node, "QuantizeLinear"):
+        return not is_blocked(node)
+    if dialect_of(node) == "nbits":
+        return not is_blocked(node) or attribute(node, "bits", 4) != 8
+    return not is_op(node, "DequantizeLinear")  # its operands decide
+
+
+def check_node(edit: Edit, node: ir.Node) -> None:
+    """Raises ContractError for a node of another dialect that is damaged or unknown; other nodes are left alone."""
+    key = node.domain, node.op_type
+    row = OPS.get(key)
+    if row is None or (is_op(node, "QuantizeLinear") and not is_blocked(node)):
+        return
+    least, most, outputs = row.ops[key]
+    has_inputs = len(node.inputs) >= least and all(node.inputs[:least]) and not any(node.inputs[most:])
+    names = [value.name if value is not None else "" for value in node.inputs]
+    results = [output.name for output in node.outputs]
+    what, range_ = f"inputs {names}, outputs {results}", f"{least}{'' if most == least else f' to {most}'}"
+    has_outputs = len(results) == outputs and all(results)
+    edit.require(has_inputs and has_outputs, node, what, f"{range_} inputs and {outputs}")
+    if row.name == "trt":
+        check_zero_point(edit, node)
+    for entry in node.attributes.values():
+        is_known, kind = not row.attributes or entry.name in row.attributes, _KINDS.get(entry.name, entry.type)
+        expected = f"{', '.join(row.attributes)} alone, which are known to convert"
+        edit.require(is_known, node, f"attribute {entry.name!r}", expected)
+        edit.require(entry.type == kind, node, f"{entry.name} of another type", kind.name.lower())
+    axis, value = attribute(node, "axis", None), node.inputs[0]
+    rank = None if value is None else rank_of(value)
+    is_axis = axis is None or rank is None or -rank <= axis < max(rank, 1)
+    edit.require(is_axis, node, f"axis {axis}", f"one of {rank} dimensions")
+
+
+def check_zero_point(edit: Edit, node: ir.Node, advice: Advice = AGAIN) -> None:
+    """Raises ContractError unless the zero point of a node, its third input, is absent or stored zeros."""
+    value = operand(node, 2)
+    stored = tensor_of(value)
+    is_none = value is None or (stored is not None and not np.any(stored.numpy() != 0))
+    edit.require(is_none, node, f"zero point {value and value.name!r}", "none, or stored zeros", advice)

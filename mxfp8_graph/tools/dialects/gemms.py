@@ -26,8 +26,8 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node, row_of
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, label
-from mxfp8_graph.tools.dialects.bodies import is_marked, standard
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, operand, operands, rank_of, tensor_of
+from mxfp8_graph.tools.dialects.bodies import standard
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, marks, operand, operands, rank_of, tensor_of
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
@@ -107,7 +107,7 @@ def _dequantized(edit: Edit, node: ir.Node, at: int, dtype: int = contract.FLOAT
 
     def make() -> ir.Value:
         op, wanted = contract.DEQUANTIZE.name, f"{elements.name}_values"
-        return edit.make(op, elements, scales, wanted=wanted, domain=contract.DOMAIN, **dict(sorted(settings.items())))
+        return edit.make(op, elements, scales, wanted=wanted, domain=contract.DOMAIN, **settings)
 
     return edit.shared(node.graph, "values", elements, scales, dtype, make=make)
 
@@ -128,14 +128,10 @@ class _Weight(NamedTuple):
     elements: ir.Value
     scales: ir.Value
     dtype: int
-    dims: tuple[int, ...] | None
-    """Of stored elements."""
+    n: int | None
+    """N of stored elements."""
     is_kn: bool
     """Whether elements and scales are stored [..., K, N]."""
-
-    @property
-    def n(self) -> int | None:
-        return None if self.dims is None else self.dims[-1 if self.is_kn else -2]
 
 
 def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -176,7 +172,7 @@ def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
 def _embedding(node: ir.Node, table: _Weight) -> Nodes | None:
     """Returns MXFP8Embedding for a Gather of rows of a stored matrix, packed along its rows; None for others."""
     ids = operands(node)[1]
-    is_matrix = table.dims is not None and len(table.dims) == 2
+    is_matrix = table.n is not None and rank_of(table.elements) == 2
     if not is_matrix or attribute(node, "axis", 0) not in (0, -2) or dtype_of(ids) not in contract.INDICES:
         return None
     inputs = [ids, table.elements, table.scales]
@@ -207,7 +203,7 @@ def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
         x, *rounded = (operands(cast)[0] for cast in casts[:2])
         if targets[:2] == [contract.FLOAT, contract.BFLOAT16] and dtype_of(rounded[0]) in contract.VALUES:
             return rounded[0], True
-        if dtype_of(x) in contract.VALUES and not is_marked(casts[0]):
+        if dtype_of(x) in contract.VALUES and not marks(casts[0]):
             return x, False
     return value, False
 
@@ -229,7 +225,8 @@ def _weight(user: ir.Node) -> _Weight | None:
         return None
     if not turned and (stored is None or tensor_of(scales) is None):
         return None
-    return _Weight(elements, scales, dtype, None if stored is None else dims(stored), is_kn=not turned)
+    n = None if stored is None else dims(stored)[-2 if turned else -1]
+    return _Weight(elements, scales, dtype, n, is_kn=not turned)
 
 
 def _nk(edit: Edit, weight: _Weight) -> list[ir.Value]:
@@ -281,14 +278,10 @@ def _swaps_last_two(view: ir.Node, rank: int) -> bool:
 
 def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
     """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
-
-    def make() -> ir.Value:
-        tensor = tensor_of(value)
-        if tensor is None:  # the caller has seen that it is stored
-            raise TypeError(value)
-        return edit.store(value.graph, wanted, int(tensor.dtype), np.swapaxes(edit.codes(tensor), -1, -2))
-
-    return edit.shared(value.graph, "swapped", value, make=make)
+    tensor = tensor_of(value)
+    if tensor is None:  # the caller has seen that it is stored
+        raise TypeError(value)
+    return edit.beside(value, wanted, int(tensor.dtype), lambda: np.swapaxes(edit.codes(tensor), -1, -2))
 
 
 WRITE: Final = {"standard": (take_apart, standard)}

@@ -24,7 +24,7 @@ from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects.bodies import standard
 from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.gemms import Gemm, gemm_of, take_apart
-from mxfp8_graph.tools.dialects.qdq import ROUNDED, UNROUNDED, codes_of, float_scales, lose_activations, stored_codes
+from mxfp8_graph.tools.dialects.qdq import ROUNDED, UNROUNDED, codes_of, float_scales, lose_activations
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
@@ -75,7 +75,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     else:
         what, fits = f"scales {[*codes.shape]} for elements {[*dims(elements)]}", scale_shape(dims(elements), -1)
         edit.require(codes.shape == fits, node, what, f"a scale for {BLOCK_SIZE} elements of K")
-        packed = [b, stored_codes(edit, scale, f"{b.name}_scales", codes)]
+        packed = [b, edit.beside(scale, f"{b.name}_scales", contract.UINT8, lambda: codes)]
         # Float16, or unknown: in float32, and then in the dtype of A (see `weight_gemm_dtype`).
         to = None if dtype == contract.BFLOAT16 else a
     edit.counts[dialect, "weights"] += 1
@@ -112,8 +112,8 @@ def _mxint8(edit: Edit, node: ir.Node, codes: Codes, elements: ir.TensorProtocol
     name = f"{str(b.name).removesuffix(_SUFFIX).removesuffix('_mxfp8')}_mxfp8"
     whole = edit.codes(elements).reshape(n, -1)[:, :k] ^ _ZERO
     return [
-        edit.shared(b.graph, "elements", b, make=lambda: edit.store(b.graph, name, INT8.onnx_dtype, whole)),
-        stored_codes(edit, b, f"{name}_scales", codes.reshape(blocks)),
+        edit.beside(b, name, INT8.onnx_dtype, lambda: whole),
+        edit.beside(b, f"{name}_scales", contract.UINT8, lambda: codes.reshape(blocks)),
     ]
 
 
@@ -139,8 +139,7 @@ def _write_nbits(edit: Edit, node: ir.Node) -> Nodes | None:
         elements = edit.codes(gemm.elements) ^ _ZERO
         return np.pad(elements, ((0, 0), (0, -k % BLOCK_SIZE)), constant_values=_ZERO).reshape(n, -1, BLOCK_SIZE)
 
-    b, wanted = gemm.b, f"{gemm.b.name}{_SUFFIX}"
-    b = edit.shared(b.graph, "nbits", b, make=lambda: edit.store(b.graph, wanted, contract.UINT8, padded()))
+    b = edit.beside(gemm.b, f"{gemm.b.name}{_SUFFIX}", contract.UINT8, padded)
     bias = [] if gemm.bias is None else [None, None, gemm.bias]
     settings = {"K": k, "N": n, "bits": 8, "block_size": BLOCK_SIZE, "accuracy_level": level}
     return _op(edit, node, [x, b, _scales(edit, gemm, f"{gemm.scales.name}{_SUFFIX}"), *bias], contract.FLOAT, settings)
@@ -168,13 +167,8 @@ def _op(edit: Edit, node: ir.Node, inputs: list[ir.Value | None], dtype: int, se
 
 def _scales(edit: Edit, gemm: Gemm, wanted: str) -> ir.Value:
     """Returns the scales of a gemm as floats, called `wanted` or alike."""
-    value = gemm.scales
-
-    def make() -> ir.Value:
-        floats = float_scales(edit.codes(gemm.codes), int(gemm.elements.dtype))
-        return edit.store(value.graph, wanted, contract.FLOAT, floats)
-
-    return edit.shared(value.graph, "floats", value, make=make)
+    kind = int(gemm.elements.dtype)
+    return edit.beside(gemm.scales, wanted, contract.FLOAT, lambda: float_scales(edit.codes(gemm.codes), kind))
 
 
 def _float_activation(edit: Edit, node: ir.Node, *loss: str) -> ir.Value:

@@ -26,8 +26,17 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, settings_of
-from mxfp8_graph.tools.dialects.check import check_zero_point
-from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, heirs, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import (
+    OTHER,
+    Codes,
+    Edit,
+    Nodes,
+    check_zero_point,
+    dims,
+    heirs,
+    operands,
+    tensor_of,
+)
 from mxfp8_graph.tools.dialects.gemms import CASTS, KN, gemm_of, product, source, swapped, take_apart
 from mxfp8_ops import contract, cpu, numerics
 from mxfp8_ops.checks import scale_shape
@@ -77,7 +86,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         fits = shape and codes.shape == scale_shape(shape, axis)
         edit.require(fits, node, what, f"one for {BLOCK_SIZE} elements")
     edit.counts["qdq", "activations" if static else "weights"] += 1
-    inputs = [value, stored_codes(edit, scale, f"{value.name}_scales", codes, _SHIFTS[kind])]
+    inputs = [value, edit.beside(scale, f"{value.name}_scales", contract.UINT8, lambda: codes, _SHIFTS[kind])]
     return [mxfp8_node(node, contract.DEQUANTIZE, inputs, heirs(node), axis=axis, output_dtype=dtype)]
 
 
@@ -89,7 +98,9 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     value, views = source(scale, CASTS)
     casts, tensor = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"], tensor_of(value)
     codes, shift = codes_of(edit, tensor, kind), _SHIFTS[kind]
-    if codes is None or not _keep(casts, codes, shift):
+    exponents = np.zeros(1) if codes is None else codes.astype(int) - SCALE_BIAS - shift
+    in_float16 = np.all((exponents >= -24) & (exponents <= 15))  # what float16 has
+    if codes is None or not {*casts} <= {*contract.VALUES} or (contract.FLOAT16 in casts and not in_float16):
         what = f"scales {value.name!r} are not stored powers of two"
         expected = f"E8M0 scales, or floats 2^{-SCALE_BIAS - shift} to 2^{SCALE_BIAS - shift}"
         raise edit.refuse(node, what, expected, _OTHER)
@@ -100,23 +111,15 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     return value, codes, dtype
 
 
-def _keep(casts: list[int], codes: Codes, shift: int) -> bool:
-    """Whether casts to these dtypes keep the scales; float16 has 2^-24 to 2^15."""
-    lowest, highest = SCALE_BIAS + shift - 24, SCALE_BIAS + shift + 15
-    in_float16 = contract.FLOAT16 not in casts or bool(np.all((codes >= lowest) & (codes <= highest)))
-    return in_float16 and {*casts} <= {*contract.VALUES}
-
-
 def codes_of(edit: Edit, scales: ir.TensorProtocol | None, kind: int) -> Codes | None:
-    """Returns the E8M0 codes, as MX has them, of the stored scales of elements of dtype `kind`; None if it has not."""
-    if scales is not None and scales.dtype == E8M0:
-        return _power_codes(numerics.decode_scale(edit.codes(scales)), kind)
-    return None if scales is None or scales.dtype not in contract.VALUES else _power_codes(scales.numpy(), kind)
+    """Returns the E8M0 codes, as MX has them, of the stored scales of elements of dtype `kind`.
 
-
-def _power_codes(scales: npt.NDArray[np.floating], kind: int) -> Codes | None:
-    """Returns the E8M0 codes of which `float_scales` are these, powers of two or NaN; None if one is not."""
-    values = np.asarray(scales, np.float64)
+    None if they are not stored in a dtype of scales, or one is neither a power of two nor NaN.
+    """
+    if scales is None or scales.dtype not in {E8M0, *contract.VALUES}:
+        return None
+    numbers = numerics.decode_scale(edit.codes(scales)) if scales.dtype == E8M0 else scales.numpy()
+    values = np.asarray(numbers, np.float64)
     mantissa, exponent = np.frexp(np.where(np.isnan(values), 0.5, values))
     codes = exponent - 1 + SCALE_BIAS + _SHIFTS[kind]
     if np.any(mantissa != 0.5) or (codes.size and (codes.min() < 0 or codes.max() >= SCALE_NAN)):
@@ -128,12 +131,6 @@ def float_scales(codes: Codes, kind: int) -> npt.NDArray[np.float32]:
     """Returns what DequantizeLinear multiplies elements of dtype `kind` by, for their E8M0 codes."""
     # Powers of two down to 2^-133, a subnormal: exact.
     return numerics.decode_scale(codes) * np.float32(2.0 ** -_SHIFTS[kind])
-
-
-def stored_codes(edit: Edit, scales: ir.Value, wanted: str, codes: Codes, shift: int = 0) -> ir.Value:
-    """Returns E8M0 codes, stored beside the stored `scales` that they are: one tensor for all that read those."""
-    graph = scales.graph
-    return edit.shared(graph, "codes", scales, shift, make=lambda: edit.store(graph, wanted, contract.UINT8, codes))
 
 
 def _read_quark(edit: Edit, node: ir.Node) -> Nodes:
@@ -204,13 +201,16 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     if codes is None:
         what, expected = "its scales are computed while the model runs", "stored scales: Q/DQ has no others"
         raise edit.refuse(node, what, expected, "convert to standard")
-    graph, elements, whole = scales.graph, tensor_of(value), edit.codes(codes)
+    elements, whole = tensor_of(value), edit.codes(codes)
     kind = int(elements.dtype if elements is not None else dtype_of(value) or contract.FLOAT8E4M3FN)
-    # E8M0 lacks the least of those of integers (a block of zeros has it), and ONNX Runtime fuses stored floats alone.
-    how, held = ("scales_float", contract.FLOAT) if _SHIFTS[kind] else ("e8m0", E8M0)
-    array = float_scales(whole, kind) if _SHIFTS[kind] else whole
-    stored = edit.shared(graph, how, scales, make=lambda: edit.store(graph, f"{value.name}_{how}", held, array))
-    inputs = [value, stored if _SHIFTS[kind] else edit.cast(node, stored, contract.FLOAT, "float")]
+    if _SHIFTS[kind]:
+        # E8M0 lacks the least of them (a block of zeros has it), and ONNX Runtime fuses stored floats alone.
+        name = f"{value.name}_scales_float"
+        stored = edit.beside(scales, name, contract.FLOAT, lambda: float_scales(whole, kind))
+    else:
+        stored = edit.beside(scales, f"{value.name}_e8m0", E8M0, lambda: whole)
+        stored = edit.cast(node, stored, contract.FLOAT, "float")
+    inputs = [value, stored]
     settings = {"axis": axis, "block_size": BLOCK_SIZE}
     make = lambda y: in_place_of(node, "DequantizeLinear", inputs, y, **settings)  # noqa: E731
     return edit.ending(node, f"{node.outputs[0].name}_float", None if dtype == contract.FLOAT else dtype, make)

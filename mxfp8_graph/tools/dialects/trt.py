@@ -22,9 +22,9 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import Codes, Edit, Nodes, dims, heirs, operands, settings_of, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, attributes_of, dims, heirs, operands, tensor_of
 from mxfp8_graph.tools.dialects.gemms import source, take_apart
-from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales, stored_codes
+from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import Option
@@ -107,12 +107,8 @@ def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, 
     blocks = scale_shape(shape, axis)
     if dims(tensor) == blocks and tensor.dtype == contract.UINT8:
         return axis, scales
-
-    def make() -> ir.Value:
-        codes = without_padding(edit.codes(tensor), blocks)
-        return edit.store(scales.graph, f"{scales.name}_codes", contract.UINT8, codes)
-
-    return axis, edit.shared(scales.graph, "codes", scales, blocks, make=make)
+    make = lambda: without_padding(edit.codes(tensor), blocks)  # noqa: E731
+    return axis, edit.beside(scales, f"{scales.name}_codes", contract.UINT8, make, blocks)
 
 
 def _unpacked(edit: Edit, node: ir.Node, tensor: ir.TensorProtocol) -> Exception:
@@ -127,24 +123,19 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
         return _write_static(edit, node)
     if not is_ours(node, contract.QUANTIZE, contract.DEQUANTIZE):
         return None
-    given = settings_of(node)
+    given = attributes_of(node)
     settings = {"axis": given["axis"], "block_size": BLOCK_SIZE, "output_dtype": given["output_dtype"]}
     if is_ours(node, contract.QUANTIZE):
-        _check_quantize(edit, node, given["output_dtype"], given["scale_rounding"])
+        _check_e4m3(edit, node, given["output_dtype"])
+        if (rounding := given["scale_rounding"]) != "ceil":
+            what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
+            losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
+            edit.require("rounding" in edit.allow, node, what, "ceil", losing)
+            edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
         return [in_place_of(node, TRT_QUANTIZE, operands(node, count=1), heirs(node), domain=TRT, **settings)]
     if (stored := default(operands(node)[0])) is not None:
         settings["axis"] = _weight_axis(edit, node, stored, given["axis"])
     return [in_place_of(node, TRT_DEQUANTIZE, operands(node), heirs(node), domain=TRT, **settings)]
-
-
-def _check_quantize(edit: Edit, node: ir.Node, dtype: int, rounding: str) -> None:
-    """Raises ContractError for what TensorRT's op does not do to activations, unless that may be lost."""
-    _check_e4m3(edit, node, dtype)
-    if rounding != "ceil":
-        what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
-        losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
-        edit.require("rounding" in edit.allow, node, what, "ceil", losing)
-        edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
 
 
 def _weight_axis(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, axis: int) -> int:
@@ -177,16 +168,15 @@ def _write_static(edit: Edit, node: ir.Node) -> Nodes | None:
     if (codes := codes_of(edit, floats, _E4M3)) is None:
         return None
     read = [user.inputs[1] for user in node.outputs[0].consumers() if user.graph is not None and len(user.inputs) > 1]
-    known = (value for value in read if value is not None and _is(edit, tensor_of(value), codes))
-    scales = next(known, None) or stored_codes(edit, scales, f"{scales.name}_codes", codes)
+    uint8 = {
+        value: tensor for value in read if (tensor := tensor_of(value)) is not None and tensor.dtype == contract.UINT8
+    }
+    known = (value for value, tensor in uint8.items() if np.array_equal(edit.codes(tensor), codes))
+    scales = next(known, None) or edit.beside(scales, f"{scales.name}_codes", contract.UINT8, lambda: codes)
     x, casts = source(value, ("Cast",))
     if len(casts) != 1 or dtype_of(x) not in contract.VALUES:
         x = value
     return [_quantize_linear(node, TRT_STATIC_QUANTIZE, [x, scales], TRT, attribute(node, "axis", 1))]
-
-
-def _is(edit: Edit, stored: ir.TensorProtocol | None, codes: Codes) -> bool:
-    return stored is not None and stored.dtype == contract.UINT8 and np.array_equal(edit.codes(stored), codes)
 
 
 WRITE: Final = {"trt": (take_apart, _write)}
