@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mxfp8_graph import files
 from mxfp8_graph.file_reading import locate
@@ -20,9 +20,6 @@ from mxfp8_graph.packed.interchange import config_of, contents, entries_of, file
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
-
-if TYPE_CHECKING:
-    from torch import nn
 
 _FUSED: Final = (
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -75,12 +72,9 @@ def export_checkpoint(
     source = contents(model)
     described = _descriptions(Path(config))
     numbers = read_json(
-        Path(config, "config.json"),
-        what="not a JSON object",
-        expected="the config of a model",
-        advice="copy it again",
+        Path(config, "config.json"), what="not a JSON object", expected="the config of a model", advice="copy it again"
     )
-    reference = _reference(Path(config), numbers, source)
+    reference = _reference(Path(config))
     tensors, notes = _matched(reference, source)
     weights = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, PackedWeight)}
     _check(weights, reference, source.where)
@@ -140,7 +134,7 @@ class _Parameter(NamedTuple):
     """Whether it is the weight of a linear layer that is not the output projection."""
 
 
-def _reference(folder: Path, numbers: dict[str, Any], source: Contents) -> list[_Parameter]:
+def _reference(folder: Path) -> list[_Parameter]:
     """Returns the tensors that transformers expects of a checkpoint with this config.json; none has values."""
     try:
         import transformers  # noqa: F401
@@ -149,14 +143,8 @@ def _reference(folder: Path, numbers: dict[str, Any], source: Contents) -> list[
         expected, advice = "torch and transformers", "pip install torch transformers"
         raise BackendError("export_checkpoint", str(error), expected=expected, advice=advice) from error
     from mxfp8_graph.tools.from_hf import architecture
-    from mxfp8_graph.tools.from_hf.limits import Limits
 
-    shapes = [weight.shape for weight in source.weights.values()] + [tensor.shape for tensor in source.others]
-    limits = Limits(shapes, 0, folder / "config.json")
-    limits.check_numbers(numbers)
-    with architecture.offline():
-        config = architecture.load_config(folder)
-        model: nn.Module = architecture.build(config, folder, "float32", limits, "meta")
+    model = architecture.build(folder, "float32", "meta")
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linears = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not head}
     tied: dict[int, list[str]] = {}

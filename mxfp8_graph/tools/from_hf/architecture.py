@@ -1,4 +1,4 @@
-"""Builds a module from config.json whose weights have shapes and no values, and describes how to call it.
+"""Builds a module from config.json whose weights have shapes and no values, and exports it.
 
 Parameters are CPU tensors whose memory is never read or written, so the system never allocates it. Unlike meta tensors
 they can be exported together with real inputs, and unlike fake ones they need no mode. Buffers that the module computes
@@ -9,28 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import onnx_ir as ir
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.tools.from_hf.limits import Limits
+from mxfp8_graph.onnx_pass.graph import NAME_SCOPES
 from mxfp8_ops.errors import ContractError
-
-DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 _DYNAMIC: Final = torch.export.Dim.DYNAMIC
 """A dynamic axis, with a range that torch infers: an encoder's table of positions limits it."""
 
+_OURS: Final = "model."
+"""Prefix of the model's names in the wrapper of `Call`."""
+
 _BATCH, _TOKENS, _PAST = 2, 3, 5
 """Sizes of the sample inputs; all different, none 0 or 1, which torch.export would take for constants."""
-_LARGEST_CACHE: Final = 1 << 23
-"""Four times that of the largest models; the sample takes 0.7 GB then."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,33 +45,61 @@ class Call:
     dims: tuple[Any, ...]
     """Dynamic axes of `inputs`, as torch.export takes them."""
     input_names: list[str]
-    axis_names: Mapping[str, tuple[str, ...]]
-    """Names of the dynamic axes of each input, "" for fixed axes."""
-    output_names: Callable[[], list[str]]
-    """Returns the names of the outputs; valid after a call of the module."""
-
-
-def load_config(folder: Path) -> Any:
-    """Returns the config of the model in a folder; no code of the folder is run.
-
-    Raises:
-        ContractError: transformers does not know this kind of model.
-    """
-    import transformers
-
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises anything for a config that it does not expect
-        what = f"transformers {transformers.__version__} cannot read it: {first_line(error)}"
-        expected = "a model that transformers knows without code of the folder, which is never run"
-        raise ContractError(folder / "config.json", what, expected=expected, advice="export it yourself") from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the module is that of the model before it was quantized
-    return config
+    axes: Sequence[Mapping[int, str]]
+    """Names of the dynamic axes of each of `input_names`."""
+    output_names: list[str]
+    """Names of the outputs; complete after a call of the module."""
 
 
 @contextlib.contextmanager
-def offline() -> Iterator[None]:
+def _explained(where: object, what: str, expected: str, advice: str = "export it yourself") -> Iterator[None]:
+    """Reports an exception of transformers or torch inside of the block, which may be of any class."""
+    try:
+        yield
+    except Exception as error:
+        raise ContractError(where, f"{what}: {first_line(error)}", expected=expected, advice=advice) from error
+
+
+def build(folder: Path, dtype: str, device: Literal["cpu", "meta"]) -> Any:
+    """Returns the model that config.json in a folder describes, in eval mode, without values for its parameters.
+
+    Nothing that it holds takes memory on "meta"; on "cpu" its buffers have values. No code of the folder is run.
+
+    Raises:
+        ContractError: transformers does not know this kind of model, the config names none of its classes, or the class
+            cannot be made of it.
+    """
+    import transformers
+
+    where = folder / "config.json"
+    what, expected = f"transformers {transformers.__version__} cannot read it", "a model that it knows"
+    with _offline(), _explained(where, what, f"{expected} without code of the folder, which is never run"):
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # the module is that of the model before it was quantized
+    names = config.architectures
+    name = names[0] if isinstance(names, list) and names else None
+    cls = getattr(transformers, str(name), None)
+    if not (inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel)):
+        what, expected = f"architectures: {config.architectures}", "a model class of transformers"
+        raise ContractError(where, what, expected=expected, advice="correct the config")
+    config._attn_implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
+    config.dtype, default = getattr(torch, dtype), torch.get_default_dtype()
+    problem = _explained(where, f"{name} cannot be made of it", "a valid config", "correct it")
+    try:
+        # Modules allocate in the default dtype. It is global, so it is restored below.
+        torch.set_default_dtype(config.dtype)
+        with _offline(), problem, torch.device(device), _Unfilled(), torch.no_grad():
+            model: Any = cls(config)
+    finally:
+        torch.set_default_dtype(default)
+    if device == "cpu":
+        _untouched(model)
+    return model.requires_grad_(False).eval()
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
     """Makes huggingface_hub refuse requests inside of the block: transformers fetches a "backbone" that a config names.
 
     The environment variable would come too late: it is read when the hub is imported.
@@ -84,66 +114,26 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-def build(config: Any, folder: Path, dtype: str, limits: Limits, device: Literal["cpu", "meta"]) -> nn.Module:
-    """Returns the model that a config describes, in eval mode, without values for its parameters.
-
-    Nothing that it holds takes memory on "meta", so build it there first; on "cpu" its buffers have values.
-
-    Raises:
-        ContractError: the config names no class of transformers, or the class cannot be made of it; or it asks for more
-            than there can be.
-    """
-    import transformers
-
-    names = config.architectures
-    name = names[0] if isinstance(names, list) and names else None
-    cls = getattr(transformers, str(name), None)
-    if not (inspect.isclass(cls) and issubclass(cls, transformers.PreTrainedModel)):
-        what, expected = f"architectures: {config.architectures}", "a model class of transformers"
-        raise ContractError(folder / "config.json", what, expected=expected, advice="correct the config")
-    config._attn_implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
-    config.dtype = DTYPES[dtype]
-    default = torch.get_default_dtype()
-    try:
-        # Modules allocate in the default dtype. It is global, so it is restored below.
-        torch.set_default_dtype(DTYPES[dtype])
-        with torch.device(device), _Unfilled(limits), torch.no_grad():
-            model: nn.Module = cls(config)
-        if device == "cpu":
-            _untouched(model)
-    except ContractError:
-        raise
-    except Exception as error:
-        what = f"{name} cannot be made of it: {first_line(error)}"
-        raise ContractError(folder / "config.json", what, expected="a valid config", advice="correct it") from error
-    finally:
-        torch.set_default_dtype(default)
-    limits.check_buffers(model)
-    model.requires_grad_(False)
-    model.train(False)
-    return model
-
-
-def check_callable(model: nn.Module, config: Any, folder: Path) -> None:
+def check_callable(model: Any, folder: Path) -> None:
     """Raises ContractError if a model is neither a decoder nor an encoder."""
     parameters = inspect.signature(model.forward).parameters
-    if "input_ids" not in parameters or getattr(config, "is_encoder_decoder", False):
+    if "input_ids" not in parameters or getattr(model.config, "is_encoder_decoder", False):
         what = f"{type(model).__name__} is called with {', '.join(list(parameters)[:4])}, ..."
         expected = "a decoder or an encoder of tokens"
         raise ContractError(folder / "config.json", what, expected=expected, advice="export it yourself")
 
 
-def call_of(model: nn.Module, config: Any) -> Call:
+def call_of(model: Any) -> Call:
     """Returns how to call a model: a decoder with its cache as inputs and outputs, or an encoder."""
     parameters = inspect.signature(model.forward).parameters
     decoder = "past_key_values" in parameters and type(model).__name__.endswith("ForCausalLM")
-    return _decoder(model, config, parameters) if decoder else _encoder(model, config, parameters)
+    return _decoder(model, parameters) if decoder else _encoder(model, parameters)
 
 
-def _encoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Call:
+def _encoder(model: Any, parameters: Mapping[str, Any]) -> Call:
     names = ["input_ids", "attention_mask"]
     # A table with one type has no information, so the input is left to its default.
-    if "token_type_ids" in parameters and getattr(config, "type_vocab_size", 0) > 1:
+    if "token_type_ids" in parameters and getattr(model.config, "type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     results: list[str] = []
     module = _Encoder(model, names, results)
@@ -153,24 +143,18 @@ def _encoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Ca
         inputs=tuple(torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for _ in names),  # one tensor would be one input
         dims=((axes,) * len(names),),
         input_names=names,
-        axis_names=dict.fromkeys(names, ("batch", "sequence")),
-        output_names=lambda: results,
+        axes=[{0: "batch", 1: "sequence"}] * len(names),
+        output_names=results,
     )
 
 
-def _decoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Call:
-    text = config.get_text_config()
+def _decoder(model: Any, parameters: Mapping[str, Any]) -> Call:
+    text = model.config.get_text_config()
     layers = text.num_hidden_layers
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    # The sample cache is real memory, and its size is in numbers of the config.
-    if layers * heads * size > _LARGEST_CACHE:
-        what = f"a cache of {layers} x {heads} x {size} values for each token"
-        raise ContractError(
-            type(model).__name__, what, expected=f"{_LARGEST_CACHE} at most", advice="correct the config"
-        )
-    cache = [torch.zeros(_BATCH, heads, _PAST, size, dtype=torch.get_default_dtype()) for _ in range(2 * layers)]
-    cache = [each.to(next(model.parameters()).dtype) for each in cache]
+    dtype = next(model.parameters()).dtype
+    cache = [torch.zeros(_BATCH, heads, _PAST, size, dtype=dtype) for _ in range(2 * layers)]
     past = [f"past_key_values.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
     present = [name.replace("past_key_values", "present") for name in past]
     names = ["input_ids", "attention_mask", *past]
@@ -182,10 +166,46 @@ def _decoder(model: nn.Module, config: Any, parameters: Mapping[str, Any]) -> Ca
         # By name, so that the caches of all layers have one length; the mask must have that of cache and tokens.
         dims=({0: batch, 1: tokens}, {0: batch, 1: _DYNAMIC}, [{0: batch, 2: cached}] * len(past)),
         input_names=names,
-        axis_names={"input_ids": ("batch", "sequence"), "attention_mask": ("batch", "total")}
-        | dict.fromkeys(past, ("batch", "", "past", "")),
-        output_names=lambda: ["logits", *present],
+        axes=[{0: "batch", 1: "sequence"}, {0: "batch", 1: "total"}, *[{0: "batch", 2: "past"}] * len(past)],
+        output_names=["logits", *present],
     )
+
+
+def export(call: Call, opset: int, where: str) -> ir.Model:
+    """Returns the graph of a model, with its parameters among the inputs by the names that the model gives them.
+
+    As initializers they would need values: constants are folded, and equal initializers are merged.
+
+    Raises:
+        ContractError: torch cannot export the model.
+    """
+    from mxfp8_graph.torch_pass import exporter  # export_checkpoint does without onnxscript
+
+    what, expected = f"torch {torch.__version__} cannot export it", "a model without control flow on values"
+    with _explained(where, what, expected), exporter.quiet(), torch.no_grad():
+        program = torch.export.export(call.module, call.inputs, dynamic_shapes=call.dims, strict=False)
+    # With duplicates: a tied tensor may be exported under either of its names.
+    parameters = {name for name, _ in call.module.named_parameters(remove_duplicate=False)}
+    parameters |= set(call.module.state_dict())
+
+    def lift(exported: torch.onnx.ONNXProgram) -> None:
+        model = exported.model
+        for name in parameters & model.graph.initializers.keys():
+            value = model.graph.initializers.pop(name)
+            # Without a value the initializer becomes an input, which no pass folds.
+            value.const_value = None
+            value.name = name.removeprefix(_OURS)
+            model.graph.inputs.append(value)
+
+    # Of an exported program, torch.onnx takes the names of axes alone from `dynamic_shapes`.
+    names = {"input_names": call.input_names, "output_names": call.output_names, "dynamic_shapes": tuple(call.axes)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "# The axis name: ", UserWarning)  # of axes that have one size, and one name
+        model = exporter.export(program, opset, names, lift)
+    for node in model.graph:
+        if NAME_SCOPES in node.metadata_props:
+            node.metadata_props[NAME_SCOPES] = node.metadata_props[NAME_SCOPES].replace(f"'{_OURS}", "'")
+    return model
 
 
 class _Encoder(nn.Module):
@@ -195,12 +215,7 @@ class _Encoder(nn.Module):
         """`results` gets the names of the results; torch.export undoes changes of attributes."""
         super().__init__()
         self.model = model
-        self._inputs = inputs
-
-        def record(names: list[str]) -> None:
-            results[:] = names
-
-        self._record = record
+        self._inputs, self._record = inputs, partial(results.__setitem__, slice(None))
 
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         result = self.model(**dict(zip(self._inputs, tensors, strict=True)), return_dict=True)
@@ -238,22 +253,11 @@ class _Decoder(nn.Module):
 
 
 class _Unfilled(TorchFunctionMode):
-    """Allocates parameters (torch.empty) as meta tensors, and checks their number and size."""
-
-    def __init__(self, limits: Limits) -> None:
-        super().__init__()
-        self._limits = limits
-        self._count = 0
+    """Allocates parameters (torch.empty) as meta tensors, which no initialization fills."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Calls `func`."""
-        kwargs = kwargs or {}
-        if func is not torch.empty:
-            return func(*args, **kwargs)
-        result = func(*args, **{**kwargs, "device": "meta"})
-        self._limits.check_parameter(result, self._count)
-        self._count += 1
-        return result
+        return func(*args, **{**(kwargs or {}), **({"device": "meta"} if func is torch.empty else {})})
 
 
 def _untouched(model: nn.Module) -> None:
@@ -262,8 +266,5 @@ def _untouched(model: nn.Module) -> None:
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if tensor is not None:
-                key = id(tensor)
-                parameters.setdefault(
-                    key, nn.Parameter(torch.empty(tensor.shape, dtype=tensor.dtype), requires_grad=False)
-                )
-                module._parameters[name] = parameters[key]
+                empty = nn.Parameter(torch.empty_like(tensor, device="cpu"), requires_grad=False)
+                module._parameters[name] = parameters.setdefault(id(tensor), empty)

@@ -20,7 +20,6 @@ from mxfp8_ops.errors import BackendError, ContractError, Option
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_WEIGHT_ONLY = "mxfp8-weight-only"
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
 """The fields of compressed-tensors for activations in MXFP8; static scales, for example, are other numerics.
 
@@ -62,8 +61,7 @@ def from_hf(
 
     Raises:
         ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
-            tensor is missing, of another shape or quantized in another way; config.json asks for more than the
-            checkpoint has; or the output cannot be written.
+            tensor is missing, of another shape or quantized in another way; or the output cannot be written.
         RecipeError: the recipe is malformed, or does not fit the model.
         BackendError: torch, onnxscript or transformers is missing.
     """
@@ -72,10 +70,7 @@ def from_hf(
     if not os.path.isdir(folder):
         raise ContractError(folder, "not a folder", expected="a local Hugging Face folder", advice="check the path")
     config = read_json(
-        folder / "config.json",
-        what="not a JSON object",
-        expected="the config of a model",
-        advice="download it again",
+        folder / "config.json", what="not a JSON object", expected="the config of a model", advice="download it again"
     )
     if dtype not in contract.VALUE_NAMES.values():
         raise ContractError.unknown("dtype", dtype, contract.VALUE_NAMES.values())
@@ -84,17 +79,13 @@ def from_hf(
     checkpoint.require_mxfp8()
     chosen = load_recipe(_recipe_for(config, checkpoint, folder) if recipe is None else recipe).setting(settings)
     target = Path(output) if output else folder / "model.mxfp8.onnx"
-    weights = CheckpointWeights(
-        where=str(folder),
-        weights=checkpoint.weights,
-        instead=True,
-        files=checkpoint.files | {folder / "config.json"},
-    )
+    files = checkpoint.files | {folder / "config.json"}
+    weights = CheckpointWeights(where=str(folder), weights=checkpoint.weights, instead=True, files=files)
     # Before the export, which takes minutes: the output must not be one of the files that it is made of.
     weights.keep(target)
     whole = Options(name=str(folder), output=target, weights=weights, **options)
     reporter = Reporter(recipe=chosen, options=whole, bytes_before=checkpoint.byte_size)
-    model, names = _model(folder, config, checkpoint, dtype, opset)
+    model, names = _model(folder, checkpoint, dtype, opset)
     if unused := sorted(checkpoint.others.keys() - names):
         reporter.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")
     from mxfp8_graph.onnx_pass.run import rewrite_model
@@ -104,9 +95,7 @@ def from_hf(
     return path, report
 
 
-def _model(
-    folder: Path, numbers: dict[str, Any], checkpoint: Checkpoint, dtype: str, opset: int
-) -> tuple[ir.Model, set[str]]:
+def _model(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> tuple[ir.Model, set[str]]:
     """Returns (the model, whose tensors are external data in the files of the checkpoint; the names that it uses)."""
     try:
         import onnxscript  # noqa: F401
@@ -115,30 +104,16 @@ def _model(
     except ImportError as error:
         expected, advice = "torch, onnxscript and transformers", "pip install torch onnxscript transformers"
         raise BackendError("from_hf", str(error), expected=expected, advice=advice) from error
-    from mxfp8_graph.tools.from_hf import architecture, graph, stored
-    from mxfp8_graph.tools.from_hf.limits import Limits
+    from mxfp8_graph.tools.from_hf import architecture, stored
 
-    shapes = [tensor.shape for group in (checkpoint.weights, checkpoint.others) for tensor in group.values()]
-    limits = Limits(shapes, checkpoint.byte_size, folder / "config.json")
-    limits.check_numbers(numbers)
-    with architecture.offline():
-        config = architecture.load_config(folder)
-        # On meta first: names and shapes are checked before a module with real buffers is built.
-        blank = architecture.build(config, folder, dtype, limits, "meta")
-        architecture.check_callable(blank, config, folder)
-        # Tied parameters: a checkpoint stores one of their names.
-        aliases: dict[int, list[str]] = {}
-        for name, tensor in blank.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(tensor), []).append(name)
-        tied = {name: names for names in aliases.values() for name in names}
-        # Checkpoints of a model with and without a head differ in a prefix of their names.
-        names = stored.Names(checkpoint, getattr(blank, "base_model_prefix", ""), tied)
-        stored.check({name: tuple(tensor.shape) for name, tensor in blank.state_dict().items()}, checkpoint, names)
-        model = architecture.build(config, folder, dtype, limits, "cpu")
-        call = architecture.call_of(model, config)
-        exported = graph.export(call, opset, str(folder))
+    # On meta first: names and shapes are checked before a module with real buffers is built.
+    blank = architecture.build(folder, dtype, "meta")
+    architecture.check_callable(blank, folder)
+    names = stored.names_of(blank, checkpoint)
+    call = architecture.call_of(architecture.build(folder, dtype, "cpu"))
+    exported = architecture.export(call, opset, str(folder))
     stored.take(exported, checkpoint, call.input_names, names)
-    return exported, names.used
+    return exported, set(names.values())
 
 
 def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) -> str:
@@ -152,7 +127,7 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
     # auto-round's field: 16 bits means that activations are not quantized.
     # With INT8 elements in all weights it is a checkpoint of MXINT8, whose activations are INT8 too.
     is_int = {weight.element_format for weight in checkpoint.weights.values()} == {formats.INT8.name}
-    both, weight_only = ("mxint8", "mxint8-weight-only") if is_int else (presets.DEFAULT, _WEIGHT_ONLY)
+    both, weight_only = ("mxint8", "mxint8-weight-only") if is_int else (presets.DEFAULT, "mxfp8-weight-only")
     expected = {**_ACTIVATIONS, "type": "int" if is_int else "float"}
     if quantization.get("act_bits", 8) == 16:
         return weight_only

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import onnx_ir as ir
+from torch.nn import Module
 
 from mxfp8_graph.onnx_pass.graph import attribute, is_op
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed
@@ -20,22 +21,14 @@ _FLOATS: Final = ("F32", "F16", "BF16", "F64")
 """Dtypes of parameters, in the words of safetensors."""
 
 
-def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Names) -> None:
-    """Gives a model its parameters, in place.
-
-    Args:
-        model: its inputs are `inputs` and parameters.
-        checkpoint: where values are.
-        inputs: the names of the inputs of a run.
-        names: finds the checkpoint's name of a parameter; see `check`.
-    """
+def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Mapping[str, str]) -> None:
+    """Gives a model, whose inputs are `inputs` and parameters, their values, in place; `names`: see `names_of`."""
     graph = model.graph
     # Parameters were inputs for the export only; from here on they are initializers.
     parameters = [value for value in graph.inputs if value.name not in inputs]
     graph.inputs[:] = [value for value in graph.inputs if value.name in inputs]
     for value in parameters:
-        value.name = name = names.of(str(value.name))
-        assert name is not None  # `check` found it
+        value.name = name = names[str(value.name)]
         stored = checkpoint.others.get(name)
         if stored is None:
             value.const_value = _without_data(name, value, checkpoint)
@@ -50,42 +43,35 @@ def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: 
     model.meta["name"] = str(checkpoint.path)
 
 
-def check(shapes: Mapping[str, tuple[int, ...]], checkpoint: Checkpoint, names: Names) -> None:
-    """Raises ContractError if a checkpoint lacks parameters of these shapes, by name, and lists them all."""
-    problems = []
-    for parameter, shape in shapes.items():
-        if (name := names.of(parameter)) is None:
-            problems.append(f"no {parameter!r} {list(shape)}")
-            continue
-        stored = checkpoint.others.get(name)
-        stored_shape = checkpoint.weights[name].shape if stored is None else stored.shape
-        if stored_shape != shape:
-            problems.append(f"{name!r} is {list(stored_shape)}, not {list(shape)}")
-        elif stored is not None and stored.dtype not in _FLOATS:
+def names_of(blank: Module, checkpoint: Checkpoint) -> dict[str, str]:
+    """Returns the checkpoint's name of each tensor of a module, which may be that of a tied one.
+
+    Raises:
+        ContractError: the checkpoint lacks tensors, or has them in another shape, or not as floats. It lists them all.
+    """
+    # Checkpoints of a model with and without a head differ in a prefix of their names.
+    prefix = f"{blank.base_model_prefix}." if getattr(blank, "base_model_prefix", "") else ""
+    state = blank.state_dict(keep_vars=True)
+    tied: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        tied.setdefault(id(tensor), []).append(name)
+    found, problems = dict[str, str](), []
+    for parameter, tensor in state.items():
+        aliases = (parameter, *tied[id(tensor)])
+        spellings = (name for alias in aliases for name in (alias, f"{prefix}{alias}", alias.removeprefix(prefix)))
+        name = next((each for each in spellings if each in checkpoint.weights or each in checkpoint.others), "")
+        stored = checkpoint.others.get(name) or checkpoint.weights.get(name)
+        if stored is None:
+            problems.append(f"no {parameter!r} {list(tensor.shape)}")
+        elif stored.shape != tuple(tensor.shape):
+            problems.append(f"{name!r} is {list(stored.shape)}, not {list(tensor.shape)}")
+        elif isinstance(stored, Stored) and stored.dtype not in _FLOATS:
             problems.append(f"{name!r} is {stored.dtype}, not one of {', '.join(_FLOATS)}")
+        found[parameter] = name
     if problems:
         expected = "a value for each parameter that its config.json asks for"
         raise ContractError(checkpoint.path, listed(problems), expected=expected, advice="check that it is complete")
-
-
-class Names:
-    """Maps the parameters of a model to names in a checkpoint."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, tied: Mapping[str, Sequence[str]]) -> None:
-        """`prefix`: prefix of names in models with a head, not without; `tied`: name -> all names of a tensor."""
-        self._known = checkpoint.weights.keys() | checkpoint.others.keys()
-        self._prefix = f"{prefix}." if prefix else ""
-        self._tied = tied
-        self.used: set[str] = set()
-
-    def of(self, parameter: str) -> str | None:
-        """Returns the checkpoint's name of a parameter, or None if it has none."""
-        for name in (parameter, *self._tied.get(parameter, ())):
-            for candidate in (name, f"{self._prefix}{name}", name.removeprefix(self._prefix)):
-                if candidate in self._known:
-                    self.used.add(candidate)
-                    return candidate
-        return None
+    return found
 
 
 def _external(name: str, stored: Stored) -> ir.ExternalTensor:
