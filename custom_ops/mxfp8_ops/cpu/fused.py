@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from mxfp8_ops import checks, contract, formats, native, op_options
-from mxfp8_ops.cpu.operands import array, empty, thread_count
+from mxfp8_ops.cpu.operands import array, thread_count
 from mxfp8_ops.cpu.products import End, multiply, result
 from mxfp8_ops.errors import ContractError
-from mxfp8_ops.formats import SCALE_ROUNDINGS, VALUE_DTYPES
+from mxfp8_ops.formats import VALUE_DTYPES
 from mxfp8_ops.nodes.fused_gemm import check_factor
 from mxfp8_ops.numerics import Array, Codes
 
@@ -77,42 +75,6 @@ def fused_weight_gemm(
         return status
 
     return multiply(product, (x,), (b, b_scales), (bias, _like(factor, y)), y)
-
-
-def gemm_quantize(
-    a: Codes,
-    a_scales: Codes,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    *,
-    threads: int = 0,
-    **options: Unpack[op_options.GemmQuantize],
-) -> tuple[Codes, Codes, Array]:
-    """Returns (elements, scales, y); a [..., M, K], b [..., N, K], as in
-    `numpy_nodes.gemm_quantize`.
-    """
-    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
-    # The values are an output too, so their dtype is always float32: the codes are made of them, not of rounded ones.
-    (code, _), fmt = _codes(epilogue, None), formats.element_format(element_format)
-    formats.scale_increment(fmt, scale_rounding)  # checks the name
-    y, bias = result((a, a_scales), (b, b_scales), bias, "float32")
-    elements, scales = (empty("gemm", size, np.uint8) for size in (y.shape, checks.scale_shape(y.shape, -1)))
-    threads = thread_count("gemm", threads)
-    a_code, b_code = formats.element_format(a_format).onnx_dtype, formats.element_format(b_format).onnx_dtype
-    library, n, k = native.load(), *b.shape[-2:]
-    rounding = SCALE_ROUNDINGS.index(scale_rounding)
-
-    def product(a: list[int], b: list[int], end: End, m: int, at: int) -> int:
-        # `multiply` passes the address of y alone: the row it begins with says where its codes go.
-        row = (at - y.ctypes.data) // (n * y.itemsize)
-        codes = elements.ctypes.data + row * n, scales.ctypes.data + row * scales.shape[-1]
-        status: int = library.mxfp8_gemm_quantize(
-            a_code, *a, b_code, *b, end[0], code, m, n, k, fmt.onnx_dtype, rounding, *codes, at, threads
-        )
-        return status
-
-    return elements, scales, multiply(product, (a, a_scales), (b, b_scales), (bias, None), y)
 
 
 def _codes(epilogue: str, factor: Array | None) -> tuple[int, int]:
