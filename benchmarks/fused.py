@@ -1,8 +1,7 @@
 """Claim: a fused node takes a fraction of the time of the nodes it stands for.
 
-The shapes are those of MiniLM on 8 x 128 tokens, as many nodes in one session as the model has; a gemm that quantizes
-also on 32 x 128. Both sides have our kernels; the composition's other nodes are ONNX Runtime's. The floor is the
-time of the same gemms without an activation.
+The shapes are those of MiniLM on 8 x 128 tokens, as many nodes in one session as the model has. Both sides have our
+kernels; the composition's other nodes are ONNX Runtime's. The floor is the time of these gemms without an activation.
 
 `together` is what is not fused, and why: the gemms on one activation (Q, K, V; gate, up) apart, as they are, against
 one gemm with all their weights, whose result stays as it is, or is split into theirs. On 2 cores without AMX no model
@@ -24,7 +23,6 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from mxfp8_ops import contract, cpu, numpy_nodes, ort
 
 TOKENS, WIDTH, INNER = 1024, 384, 1536
-MANY_TOKENS = 4096
 GEMMS = 6
 OPSET = 23
 
@@ -63,7 +61,7 @@ def dtype_of(name: str) -> int:
     return {"e": TensorProto.FLOAT8E4M3FN, "s": TensorProto.UINT8}.get(name[0], TensorProto.FLOAT)
 
 
-def gemms(activation: list[NodeProto] | str | None, *, tokens: int = TOKENS) -> Call:
+def gemms(activation: list[NodeProto] | str | None) -> Call:
     """Returns a call of GEMMS gemms: alone, with an epilogue of that name, or with these nodes behind them."""
     nodes = [node("MXFP8Quantize", "x", "a a_s")]
     rng, constants = np.random.default_rng(0), {"bias": np.zeros(INNER, np.float32)}
@@ -81,25 +79,8 @@ def gemms(activation: list[NodeProto] | str | None, *, tokens: int = TOKENS) -> 
             copy.CopyFrom(step)
             copy.input[:], copy.output[:] = ([own[name] for name in names] for names in (step.input, step.output))
             nodes.append(copy)
-    x = {"x": rng.standard_normal((tokens, WIDTH), np.float32)}
+    x = {"x": rng.standard_normal((TOKENS, WIDTH), np.float32)}
     return session(nodes, x, constants, " ".join(f"y{i}" for i in range(GEMMS)))
-
-
-def feed_forward(tokens: int, *, fused: bool) -> Call:
-    """Returns a call of GEMMS gemms with gelu whose results are quantized: by nodes of their own, or by the gemms."""
-    nodes = [node("MXFP8Quantize", "x", "a a_s")]
-    rng, constants = np.random.default_rng(0), {"bias": np.zeros(INNER, np.float32)}
-    for i in range(GEMMS):
-        elements, scales = numpy_nodes.quantize(rng.standard_normal((INNER, WIDTH), np.float32) / 20)
-        constants |= {f"w{i}": elements, f"w{i}_s": scales}
-        operands = f"a a_s w{i} w{i}_s bias"
-        if fused:
-            nodes.append(node("MXFP8GemmQuantize", operands, f"e{i} s{i} ", epilogue="gelu"))
-        else:
-            nodes.append(node("MXFP8FusedGemm", operands, f"y{i}", epilogue="gelu"))
-            nodes.append(node("MXFP8Quantize", f"y{i}", f"e{i} s{i}"))
-    x = {"x": rng.standard_normal((tokens, WIDTH), np.float32)}
-    return session(nodes, x, constants, " ".join(f"e{i} s{i}" for i in range(GEMMS)))
 
 
 @dataclass(frozen=True)
@@ -188,16 +169,9 @@ def fused_nodes() -> None:
     cases = {"gemms": gemms(None)}
     for name, nodes in compositions.items():
         cases |= {name: gemms(nodes), f"{name}, fused": gemms(name)}
-    for tokens in (TOKENS, MANY_TOKENS):
-        name = f"quantize {tokens}"
-        cases |= {name: feed_forward(tokens, fused=False), f"{name}, fused": feed_forward(tokens, fused=True)}
-    cases["many gemms"] = gemms(None, tokens=MANY_TOKENS)
     timings = take_turns(cases, rounds=15)
     floor = timings["gemms"].median
     rows = [row(timings, f"{GEMMS} x gemm, {name}", name, floor) for name in compositions]
-    for tokens, alone in ((TOKENS, "gemms"), (MANY_TOKENS, "many gemms")):
-        title = f"{GEMMS} x gemm, gelu, quantize, {tokens} tokens"
-        rows.append(row(timings, title, f"quantize {tokens}", timings[alone].median))
     columns = ["nodes", "ms", "fused, ms", "faster", "floor, ms", "fused / floor"]
     title = f"Fused nodes, {TOKENS} tokens, {WIDTH} and {INNER} wide"
     publish("fused", title, columns, rows, notes=noise_notes(timings))

@@ -42,7 +42,6 @@ from mxfp8_ops.nodes.fused_gemm import (
     FUSED_WEIGHT_GEMM,
     GATED_GEMM,
     GATED_WEIGHT_GEMM,
-    GEMM_QUANTIZE,
 )
 from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
 from mxfp8_ops.nodes.grouped import GROUPED_GEMM, GROUPED_WEIGHT_GEMM
@@ -67,7 +66,6 @@ __all__ = [
     "GATED_GEMM",
     "GATED_WEIGHT_GEMM",
     "GEMM",
-    "GEMM_QUANTIZE",
     "GROUPED_GEMM",
     "GROUPED_WEIGHT_GEMM",
     "INDICES",

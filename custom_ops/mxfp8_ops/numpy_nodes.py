@@ -6,7 +6,7 @@ are `uint8` arrays that hold the codes; see `formats.py` for what the codes mean
 
 from mxfp8_ops.nodes.attention import attention, attention_error_bound
 from mxfp8_ops.nodes.embedding import embedding
-from mxfp8_ops.nodes.fused_gemm import fused_gemm, fused_gemm_error_bound, fused_weight_gemm, gemm_quantize
+from mxfp8_ops.nodes.fused_gemm import fused_gemm, fused_gemm_error_bound, fused_weight_gemm
 from mxfp8_ops.nodes.gemm import gemm, gemm_error_bound, weight_gemm
 from mxfp8_ops.nodes.grouped import grouped_gemm, grouped_weight_gemm
 from mxfp8_ops.nodes.quantize import dequantize, quantize
@@ -21,7 +21,6 @@ __all__ = [
     "fused_weight_gemm",
     "gemm",
     "gemm_error_bound",
-    "gemm_quantize",
     "grouped_gemm",
     "grouped_weight_gemm",
     "quantize",

@@ -29,7 +29,7 @@ from onnx import (
 )
 
 from mxfp8_ops import contract
-from mxfp8_ops.case import ABSENT, Case, Input, is_whole, merged
+from mxfp8_ops.case import ABSENT, Case, Input, merged
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.function_body import STYLE, Body, Style
 from mxfp8_ops.node import BOOL, DOMAIN, Op
@@ -128,12 +128,7 @@ def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False)
 
 def _quantizes_whole(op: Op, settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> bool:
     """Whether the last axis of what a node quantizes is known to have whole blocks."""
-    if not op.quantizes or settings.get("axis", (-1,)) != (-1,):
-        return False
-    if not op.is_gemm:
-        return inputs["X"].whole or inputs.get("scale", ABSENT).whole
-    shape = inputs["B"].shape
-    return shape is not None and is_whole(shape[-2])  # the N columns of the product
+    return op.quantizes and settings["axis"] == (-1,) and inputs["X"].whole
 
 
 def settings_of(node: NodeProto) -> dict[str, Any]:

@@ -50,24 +50,6 @@ class FusedWeightGemm(WeightGemm, _Epilogue, total=False):
     """The options of a fused `weight_gemm`."""
 
 
-class _Quantize(TypedDict, total=False):
-    element_format: str
-    """That of the elements of the result, "e4m3" (the default) or "e5m2"."""
-    scale_rounding: str
-    """"ceil" (the default), "floor" or "even", as in `numerics.quantize`."""
-
-
-class GemmQuantize(_Quantize, total=False):
-    """The options of `gemm_quantize`."""
-
-    a_format: str
-    """Element format of `a`."""
-    b_format: str
-    """Element format of `b`."""
-    epilogue: str
-    """One of `contract.EPILOGUES`; "none" by default."""
-
-
 def gemm(a_format: str = "e4m3", b_format: str = "e4m3", dtype: str = "float32") -> tuple[str, str, str]:
     """Returns the values of `Gemm`."""
     return a_format, b_format, dtype
@@ -85,14 +67,3 @@ def epilogue(
 ) -> tuple[str, npt.NDArray[Any] | None, dict[str, Any]]:
     """Returns (epilogue, factor, the options of the gemm without an epilogue)."""
     return epilogue, factor, rest
-
-
-def gemm_quantize(
-    a_format: str = "e4m3",
-    b_format: str = "e4m3",
-    epilogue: str = "none",
-    element_format: str = "e4m3",
-    scale_rounding: str = "ceil",
-) -> tuple[str, str, str, str, str]:
-    """Returns the values of `GemmQuantize`."""
-    return a_format, b_format, epilogue, element_format, scale_rounding

@@ -7,7 +7,6 @@ apart by as much as the quantization error itself. Node by node there is no drif
 - MXFP8Quantize, MXFP8Dequantize, MXFP8Embedding: no difference at all.
 - The gemms: both sums are float32 sums of the same exact products, in any order. Each is within
   `gemm_error_bound` of the exact result, or `fused_gemm_error_bound`, so they are within twice that of each other.
-- The gemm that quantizes: its values likewise. The elements and scales of the kernel are those of its own values.
 - The attention: its values by `attention.attention_error_bound`; keys and values with the past before them are equal.
 
 The model is instrumented: each node gets a twin in another domain that only has the function body, and what both read
@@ -35,7 +34,7 @@ from mxfp8_graph.running.inputs import Array
 from mxfp8_graph.running.profile import by_node, gemms_of, isas_of
 from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
-from mxfp8_ops.contract import ATTENTION, Op
+from mxfp8_ops.contract import ATTENTION
 from mxfp8_ops.nodes import attention
 from mxfp8_ops.nodes.grouped import check_experts
 
@@ -68,8 +67,7 @@ class NodeCheck(Data):
     @property
     def has_bound(self) -> bool:
         """Whether the node sums values, so that the order of the sum shows in its last bits."""
-        op = contract.OPS[self.op]
-        return op.factors_at is not None or _quantizes_results(op)
+        return contract.OPS[self.op].factors_at is not None
 
     @property
     def passed(self) -> bool:
@@ -188,11 +186,6 @@ def _twin_of(function: FunctionProto) -> FunctionProto:
     return twin
 
 
-def _quantizes_results(op: Op) -> bool:
-    """Whether a node quantizes the result of a computation (its third output), and not its input."""
-    return op.quantizes and len(op.outputs) > 2
-
-
 class _Comparison:
     """What one node read, what its kernel wrote, and what its function body made of the same."""
 
@@ -211,13 +204,7 @@ class _Comparison:
         if any(ours.shape != body.shape for ours, body in exact):
             return math.inf
         with np.errstate(all="ignore"):  # NaN and Inf are compared, too
-            if _quantizes_results(self._op):
-                # The codes of the kernel have to be those of its own values, to the bit.
-                element_format, rounding = _FORMATS[self._ours[0].dtype.name], self._attributes["scale_rounding"]
-                codes = numpy_nodes.quantize(self._ours[2], element_format=element_format, scale_rounding=rounding)
-                values, exact = exact[2], [*zip(self._ours[:2], codes, strict=True)]
-                bound = self._gemm_bound("float32")
-            elif self._op.is_gemm:
+            if self._op.is_gemm:
                 values, exact = exact[0], []
                 bound = self._gemm_bound(contract.VALUE_NAMES[self._attributes["output_dtype"]])
             elif self._op is ATTENTION:

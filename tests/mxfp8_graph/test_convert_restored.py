@@ -15,7 +15,6 @@ import pytest
 from grids import looped
 from test_convert import codes_of
 from test_onnx_experts import experts
-from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -64,8 +63,7 @@ MODELS: dict[str, tuple[Callable[[], onnx.ModelProto], Any]] = {
     "MXFP8GatedWeightGemm": (gated, "mxfp8-bf16"),
     "MXFP8FusedGemm": (lambda: fused_models.activated(b.node("Gelu", "h", "y")), "mxfp8"),
     "MXFP8Embedding": (with_table, Recipe(embeddings=True)),
-    "MXFP8GemmQuantize": (between, "mxfp8"),
-    "MXFP8GemmQuantize of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8"),
+    "MXFP8FusedGemm of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8"),
     "MXFP8FusedWeightGemm of partial blocks": (lambda: b.chain_model((70, 96, 64)), "mxfp8-weight-only"),
     "MXFP8GroupedGemm": (picked, "mxfp8"),
     "MXFP8GroupedWeightGemm": (picked, WEIGHT_ONLY),
@@ -125,7 +123,7 @@ def test_what_a_tool_has_changed_stays_apart() -> None:
         ("MXFP8Quantize", '"absent": {}', '"absent": {"X": ["x", 1]}'),
         ("MXFP8Quantize", '"output_dtype": 17', '"output_dtype": 3'),
         ("MXFP8Quantize", '"X": [1,', '"X": ["1",'),
-        ("MXFP8GemmQuantize", '"relu"', '"rel"'),
+        ("MXFP8FusedGemm", '"relu"', '"rel"'),
     ],
 )
 def test_a_mark_that_is_wrong_counts_for_nothing(op: str, old: str, new: str) -> None:

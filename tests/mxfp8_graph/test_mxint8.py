@@ -66,7 +66,7 @@ def test_the_error_is_less_than_half_of_e4m3s() -> None:
 
 @looped("dtype", [np.float32, np.float16])
 def test_a_chain_runs_as_its_function_bodies_say(dtype: Any) -> None:
-    """A gemm that quantizes for the next one, and one with an activation."""
+    """Gemms with an activation, and a quantization between them."""
     model = b.matmul_model(dtype=np.float16) if dtype == np.float16 else b.chain_model()
     rewritten, _ = mxfp8_graph.rewrite(model, "mxint8")
     name, shape = rewritten.graph.input[0].name, [2, 5, 64] if dtype == np.float16 else [5, 64]

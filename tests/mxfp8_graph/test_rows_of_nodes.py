@@ -45,7 +45,6 @@ def test_no_file_lists_nodes_but_those_that_build_them() -> None:
         (contract.GROUPED_GEMM, 4, (0, 2), True),
         (contract.GROUPED_WEIGHT_GEMM, 3, (0, 1), True),
         (contract.GATED_WEIGHT_GEMM, None, (0, 1), False),
-        (contract.GEMM_QUANTIZE, None, (0, 2), False),
         (contract.ATTENTION, None, (0, 1), False),
     ],
     ids=lambda value: value.name if isinstance(value, contract.Op) else "",
@@ -56,7 +55,7 @@ def test_what_a_row_says(op: contract.Op, indices: int | None, factors: tuple[in
 
 def test_a_fusion_is_of_one_node_and_one_kind() -> None:
     fusions = [op.fuses for op in contract.OPS.values() if op.fuses[0]]
-    assert len(fusions) == len({*fusions}) == 5
+    assert len(fusions) == len({*fusions}) == 4
     assert {name for name, _ in fusions} < {*contract.OPS}
 
 

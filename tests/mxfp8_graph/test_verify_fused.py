@@ -13,7 +13,6 @@ from fused_models import activated
 from onnx import helper
 from oracle import normal
 from test_onnx_fuse_gemms import OPS, gated
-from test_onnx_fuse_quantize import between
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass.load import load
@@ -26,7 +25,6 @@ F32 = np.float32
 MODELS = {
     **{epilogue: activated(*nodes) for epilogue, nodes in OPS.items()},
     "gelu float16": activated(*OPS["gelu"], dtype=np.float16),
-    "gelu between": between(),
     "gate": gated(),
     "attention": attention(),
     "attention float16": attention(dtype=np.float16),
@@ -77,7 +75,6 @@ def tamper(model: onnx.ModelProto, op: str, name: str, by: float) -> None:
     ("name", "op", "value"),
     [
         ("gelu", "MXFP8FusedGemm", "Y"),
-        ("gelu between", "MXFP8GemmQuantize", "Y"),
         ("gate", "MXFP8GatedGemm", "Y"),
     ],
 )

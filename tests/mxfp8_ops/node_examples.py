@@ -150,7 +150,7 @@ def _gemm(op: str, s: Setting) -> Example:
     inputs |= {"B": (b[0], s.of_b.onnx_dtype), "B_scales": (b[1], UINT8)}
     optional: dict[str, Any] = {}
     weight = numpy_nodes.dequantize(*b, element_format=s.of_b.name)
-    dtype = contract.VALUE_NAMES[FLOAT if row.quantizes else s.output]
+    dtype = contract.VALUE_NAMES[s.output]
     if row.at("experts") is not None:
         experts = np.arange(s.x[0], dtype=np.int64) % (E + 1)
         inputs["experts"] = experts, TensorProto.INT64
@@ -169,20 +169,9 @@ def _gemm(op: str, s: Setting) -> Example:
         bound = numpy_nodes.fused_gemm_error_bound(x, weight, dtype, **optional)
         if not row.fuses[0]:
             bound = numpy_nodes.gemm_error_bound(x, weight, dtype, optional.get("bias"))
-    if row.quantizes:
-        return _quantizing(op, s, inputs, (expected, bound))
     attributes = {"output_dtype": s.output, "epilogue": s.epilogue, "activation_dtype": s.activation}
     attributes = {name: value for name, value in attributes.items() if name in row.attributes}
     return Example(op, inputs, {"Y": s.output}, attributes, lambda got: assert_within(got[0], expected, bound))
-
-
-def _quantizing(op: str, s: Setting, inputs: Mapping[str, Feed], y: tuple[np.ndarray, np.ndarray]) -> Example:
-    def check(got: list[np.ndarray]) -> None:
-        assert_within(got[2], *y)
-        _exactly(*numpy_nodes.quantize(got[2], element_format=s.fmt, scale_rounding=s.rounding))(got[:2])
-
-    attributes = {"epilogue": s.epilogue, "output_dtype": s.element.onnx_dtype, "scale_rounding": s.rounding}
-    return Example(op, inputs, {"elements": s.element.onnx_dtype, "scales": UINT8, "Y": FLOAT}, attributes, check)
 
 
 def _attention(op: str, s: Setting) -> Example:

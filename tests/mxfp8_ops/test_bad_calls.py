@@ -123,10 +123,6 @@ CALLS: list[Call] = [
      "factor has shape (4, 64); expected (4, 3), that"),
     (NUMPY, lambda f: f.fused_weight_gemm(X, *W, factor=np.zeros((4, 3))), ShapeError,
      "dtype float64; expected one of float32"),
-    (NUMPY, lambda f: f.gemm_quantize(*W, *W, epilogue="swish"), ContractError, "'swish'; expected one of none, relu"),
-    (NUMPY, lambda f: f.gemm_quantize(*W, *W, element_format="e2m1"), ContractError,
-     "'e2m1'; expected one of e4m3, e5m2"),
-    (NUMPY, lambda f: f.gemm_quantize(*W, *W, scale_rounding="up"), ContractError, "'up'; expected one of ceil, floor"),
     # --- attention ---
     (NUMPY, lambda f: attend(f, heads=(3, 2)), ShapeError,
      "3 heads of Q and 2 of K and V; expected 1 or more of each"),

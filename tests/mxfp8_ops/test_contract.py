@@ -105,7 +105,7 @@ def test_the_table_cannot_be_changed() -> None:
 def test_gemms_say_where_their_operands_are() -> None:
     names = ("A", "A_scales", "B", "B_scales", "bias", "experts", "factor")
     at = {name: tuple(map(op.at, names)) for name, op in contract.OPS.items()}
-    for name in ("MXFP8Gemm", "MXFP8FusedGemm", "MXFP8GemmQuantize"):
+    for name in ("MXFP8Gemm", "MXFP8FusedGemm"):
         assert at[name] == (0, 1, 2, 3, 4, None, None), name
     for name in ("MXFP8WeightGemm", "MXFP8FusedWeightGemm"):
         assert at[name] == (None, None, 1, 2, 3, None, None), name
@@ -116,7 +116,7 @@ def test_gemms_say_where_their_operands_are() -> None:
     kinds = ("", "Grouped", "Fused", "Gated")
     gemms = {f"MXFP8{kind}Gemm" for kind in kinds}
     weight_gemms = {f"MXFP8{kind}WeightGemm" for kind in kinds}
-    assert {name for name, op in contract.OPS.items() if op.is_gemm} == gemms | weight_gemms | {"MXFP8GemmQuantize"}
+    assert {name for name, op in contract.OPS.items() if op.is_gemm} == gemms | weight_gemms
     assert {name for name, op in contract.OPS.items() if op.weight_only} == weight_gemms
 
 
@@ -126,7 +126,7 @@ def test_nodes_say_where_their_packed_weight_is() -> None:
         "MXFP8Quantize": None, "MXFP8Dequantize": 0, "MXFP8Gemm": 2, "MXFP8WeightGemm": 1, "MXFP8Embedding": 1,
         "MXFP8GroupedGemm": 2, "MXFP8GroupedWeightGemm": 1, "MXFP8FusedGemm": 2, "MXFP8FusedWeightGemm": 1,
         "MXFP8GatedGemm": 2, "MXFP8GatedWeightGemm": 1,
-        "MXFP8GemmQuantize": 2, "MXFP8Attention": None,
+        "MXFP8Attention": None,
     }  # fmt: skip
     for name, index in at.items():
         if index is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from compare import FORMATS, ROUNDINGS, assert_same, assert_within, heavy_tailed
+from compare import assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
@@ -126,62 +126,6 @@ def test_the_bound_catches_another_epilogue():
     exact = numpy_nodes.fused_weight_gemm(x, *b, epilogue="gelu")
     wrong = np.abs(exact - numpy_nodes.fused_weight_gemm(x, *b, epilogue="gelu_tanh"))
     assert (wrong > numpy_nodes.fused_gemm_error_bound(x, numpy_nodes.dequantize(*b), epilogue="gelu")).any()
-
-
-# --- a gemm that quantizes -----------------------------------------------------------------------------------------
-
-
-def check_gemm_quantize(shape: tuple[int, int, int], epilogue: str = "gelu", *, biased: bool = True, **options: str):
-    """Fails unless the result is bit by bit that of the fused gemm, and the codes are exactly those of that."""
-    m, n, k = shape
-    a, b = numpy_nodes.quantize(heavy_tailed((m, k))), numpy_nodes.quantize(heavy_tailed((n, k), 1))
-    bias = heavy_tailed((n,), 2) if biased else None
-    elements, scales, y = cpu.gemm_quantize(*a, *b, bias, epilogue=epilogue, **options)
-    assert_same(y, cpu.fused_gemm(*a, *b, bias, epilogue=epilogue), f"y {shape}")
-    expected_elements, expected_scales = numpy_nodes.quantize(y, **options)
-    assert_same(scales, expected_scales, f"scales {shape}")
-    assert_same(elements, expected_elements, f"elements {shape}", y)
-    x, w = numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)
-    bound = numpy_nodes.fused_gemm_error_bound(x, w, "float32", bias, epilogue=epilogue)
-    assert_within(y, numpy_nodes.gemm_quantize(*a, *b, bias, epilogue=epilogue)[2], bound, f"{shape}")
-
-
-@looped("epilogue, shape", pairwise(epilogue=contract.EPILOGUES, shape=SHAPES))
-def test_a_gemm_quantizes_what_the_fused_gemm_gives(isa, epilogue, shape):
-    check_gemm_quantize(shape, epilogue)
-
-
-@looped("fmt, rounding", pairwise(fmt=FORMATS, rounding=ROUNDINGS))
-def test_a_gemm_quantizes_to_every_format(isa, fmt, rounding):
-    check_gemm_quantize((9, 100, 64), biased=False, element_format=fmt, scale_rounding=rounding)
-
-
-def test_codes_of_a_gemm_do_not_depend_on_threads():
-    a, b = numpy_nodes.quantize(heavy_tailed((700, 96))), numpy_nodes.quantize(heavy_tailed((330, 96), 1))
-    one, many = (cpu.gemm_quantize(*a, *b, epilogue="silu", threads=threads) for threads in (1, 5))
-    for of_one, of_many in zip(one, many, strict=True):
-        assert_same(of_many, of_one, "threads")
-
-
-def test_a_gemm_that_quantizes_broadcasts_leading_dimensions(isa):
-    a, b = numpy_nodes.quantize(heavy_tailed((2, 1, 3, 40))), numpy_nodes.quantize(heavy_tailed((4, 35, 40), 1))
-    got, y = cpu.gemm_quantize(*a, *b, epilogue="relu"), cpu.fused_gemm(*a, *b, epilogue="relu")
-    for name, ours, expected in zip(("elements", "scales", "y"), got, (*numpy_nodes.quantize(y), y), strict=True):
-        assert_same(ours, expected, name)
-    vector = cpu.gemm_quantize(a[0][0, 0, 0], a[1][0, 0, 0], b[0][0], b[1][0])
-    assert [array.shape for array in vector] == [(35,), (2,), (35,)]
-
-
-def test_bad_sums_spoil_their_block_alone(isa):
-    x = np.zeros((2, 32), np.float32)
-    x[1, 0] = np.nan
-    weight = np.zeros((64, 32), np.float32)
-    weight[3, 0] = weight[40, 1] = 1
-    a, b = numpy_nodes.quantize(x), numpy_nodes.quantize(weight)
-    elements, scales, _ = cpu.gemm_quantize(*a, *b, epilogue="gelu")
-    assert scales.tolist() == [[0, 0], [255, 255]]  # NaN times 0 is NaN
-    assert (elements[1] == 0x7F).all()
-    assert (elements[0] & 0x7F == 0).all()
 
 
 def test_operands_in_another_layout_are_copied(isa):

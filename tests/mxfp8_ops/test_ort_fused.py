@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import numpy as np
@@ -10,15 +9,13 @@ import one_node
 import onnx
 import onnxruntime
 import pytest
-from compare import FORMATS, assert_within
+from compare import assert_within
 from grids import looped, pairwise
 from one_node import Feed, one_node_model
 from onnx import helper
 from test_fused_functions import (
-    check_gemm_quantize,
     gemm_inputs,
     gemm_op,
-    gemm_quantize_outputs,
     gemm_reference,
 )
 
@@ -60,36 +57,11 @@ def test_fused_gemms_of_any_shape(x_shape, b_shape):
     assert_within(run(model, inputs)[0], *gemm_reference(inputs, "silu", "float32"))
 
 
-@looped("fmt, epilogue, biased", pairwise(fmt=FORMATS, epilogue=[*contract.EPILOGUES], biased=[False, True]))
-def test_gemms_that_quantize(fmt, epilogue, biased):
-    inputs = gemm_inputs((2, 5, 70), (40, 70), None, gated=False, biased=biased)
-    outputs = gemm_quantize_outputs(fmt)
-    attributes = {"epilogue": epilogue, "output_dtype": outputs["elements"]}
-    model = one_node_model("MXFP8GemmQuantize", inputs, outputs, 21, attributes)
-    check_gemm_quantize(inputs, run(model, inputs), epilogue, element_format=fmt)
-
-
-@looped("x_shape, b_shape", [((70,), (40, 70)), ((0, 40), (7, 40)), ((3, 0), (7, 0)), ((2, 1, 3, 33), (2, 45, 33))])
-def test_gemms_of_any_shape_quantize(x_shape, b_shape):
-    inputs = gemm_inputs(x_shape, b_shape, None, gated=False, biased=True)
-    outputs = gemm_quantize_outputs()
-    whole = run(one_node_model("MXFP8GemmQuantize", inputs, outputs, 23, {"epilogue": "silu"}), inputs)
-    check_gemm_quantize(inputs, whole, "silu")
-    codes = {name: dtype for name, dtype in outputs.items() if name != "Y"}
-    model = one_node_model("MXFP8GemmQuantize", inputs, codes, 23, {"epilogue": "silu"})
-    model.graph.node[0].output[:] = [*codes, ""]
-    for name, array, expected in zip(codes, run(model, inputs), whole, strict=False):
-        np.testing.assert_array_equal(array, expected, err_msg=name)
-
-
-@looped(
-    "op, device",
-    [*itertools.product(("MXFP8FusedGemm", "MXFP8GemmQuantize"), (None, "cuda", "cuda-copies"))],
-)
-def test_kernels_are_of_the_processor_alone(op, device):
+@looped("device", [None, "cuda", "cuda-copies"])
+def test_kernels_are_of_the_processor_alone(device):
     """With a GPU in the session, ONNX Runtime takes a fused node apart, and runs its parts there."""
-    outputs = {"MXFP8FusedGemm": {"Y": FLOAT}, "MXFP8GemmQuantize": gemm_quantize_outputs()}[op]
-    model = one_node_model(op, gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False), outputs, 23, {})
+    inputs = gemm_inputs((3, 40), (5, 40), None, gated=False, biased=False)
+    model = one_node_model("MXFP8FusedGemm", inputs, {"Y": FLOAT}, 23, {})
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     if device is not None:
@@ -99,7 +71,7 @@ def test_kernels_are_of_the_processor_alone(op, device):
     if device is None:
         onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     else:
-        with pytest.raises(Exception, match=rf"{op}\(-?1\) is not a registered function/op"):
+        with pytest.raises(Exception, match=r"MXFP8FusedGemm\(-?1\) is not a registered function/op"):
             onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

@@ -26,8 +26,8 @@ MODELS = {
     ),
 }
 NODES = {
-    "quantize_rows": "MXFP8Quantize MXFP8GemmQuantize",
-    "gemm_skinny": "MXFP8Gemm MXFP8GemmQuantize MXFP8WeightGemm MXFP8FusedWeightGemm",
+    "quantize_rows": "MXFP8Quantize",
+    "gemm_skinny": "MXFP8Gemm MXFP8FusedGemm MXFP8WeightGemm MXFP8FusedWeightGemm",
     "gemm_grouped": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
     "group_rows": "MXFP8GroupedGemm MXFP8GroupedWeightGemm",
     "embedding": "MXFP8Embedding",

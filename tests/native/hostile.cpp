@@ -301,42 +301,6 @@ void multiply(Random& random, Counts* counts, bool weight_only, bool fused) {
   }
 }
 
-void multiply_and_quantize(Random& random, Counts* counts) {
-  const int hostile = chance(random, 3) ? 100000 : 16;
-  const int a_format = code(random, FORMATS, hostile), b_format = code(random, FORMATS, hostile);
-  const int format = code(random, FORMATS, hostile), rounding = code(random, ROUNDINGS, hostile);
-  const int epilogue = code(random, EPILOGUES, hostile), threads = thread_count(random, hostile);
-  const int64_t m = size(random, hostile), n = size(random, hostile), k = size(random, hostile);
-  bool refused = !is_one_of(a_format, FORMATS) || !is_one_of(b_format, FORMATS) || !is_one_of(format, FORMATS) ||
-                 !is_one_of(rounding, ROUNDINGS) || !is_one_of(epilogue, EPILOGUES) || m < 0 || n < 0 || k < 0 ||
-                 threads < 0;
-  const bool read = refused || (m > 0 && n > 0);
-  Array a, a_scales, b, b_scales, bias, elements, scales, y;
-  if (!refused) {
-    a.bytes = dense({m, k}, 1);
-    a_scales.bytes = dense({m, blocks(k)}, 1);
-    b.bytes = dense({n, k}, 1);
-    b_scales.bytes = dense({n, blocks(k)}, 1);
-    bias.bytes = dense({n}, 4);
-    elements.bytes = dense({m, n}, 1);
-    scales.bytes = dense({m, blocks(n)}, 1);
-    y.bytes = dense({m, n}, 4);
-  }
-  bias.alignment = y.alignment = 4;
-  elements.result = scales.result = y.result = true;
-  refused = furnish_all(random, {&a, &a_scales, &b, &b_scales, &elements, &scales}, refused, read, hostile);
-  for (Array* each : {&bias, &y}) {  // which may be NULL
-    if (each->bytes > kMostHere || !chance(random, 2)) continue;
-    if (furnish(random, each, false, hostile) && each->at != nullptr && read) refused = true;
-  }
-  const std::string call = "gemm_quantize" + list({a_format, b_format, format, rounding, epilogue, m, n, k});
-  const int status = mxfp8_gemm_quantize(a_format, a.at, a_scales.at, b_format, b.at, b_scales.at,
-                                         reinterpret_cast<const float*>(bias.at), epilogue, m, n, k, format, rounding,
-                                         elements.at, scales.at, reinterpret_cast<float*>(y.at), threads);
-  judge(call, status, refused, counts);
-  if (refused) check_untouched(call, {&elements, &scales, &y});
-}
-
 // The bytes of indices of a table of `v` rows; some calls get one that names no row. Returns whether this one did.
 bool write_indices(Random& random, const Array& indices, int64_t v, int hostile) {
   bool wrong = false;
@@ -688,7 +652,7 @@ Counts work(uint64_t seed, long calls, double seconds) {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds;
   };
   for (long i = 0; i < calls && running(); ++i) {
-    switch (random() % 21) {
+    switch (random() % 20) {
       case 0:
       case 1:
         blockwise(random, &counts, true);
@@ -702,35 +666,32 @@ Counts work(uint64_t seed, long calls, double seconds) {
         multiply(random, &counts, false, chance(random, 2));
         break;
       case 6:
-        multiply_and_quantize(random, &counts);
-        break;
       case 7:
       case 8:
-      case 9:
         multiply(random, &counts, true, chance(random, 2));
         break;
+      case 9:
       case 10:
-      case 11:
         pack(random, &counts);
         break;
-      case 12:
+      case 11:
         plan_gemm(random, &counts);
         break;
-      case 13:
+      case 12:
         plan_blockwise(random, &counts, chance(random, 2));
         break;
-      case 14:
+      case 13:
         plan_noise(random, &counts);
         break;
+      case 14:
       case 15:
-      case 16:
         embed(random, &counts);
         break;
+      case 16:
       case 17:
-      case 18:
         multiply_grouped(random, &counts, chance(random, 2));
         break;
-      case 19:
+      case 18:
         attend(random, &counts);
         break;
       default:

@@ -1,7 +1,7 @@
 """The nodes on the processor: the functions of `numpy_nodes.py`, natively."""
 
 from mxfp8_ops.cpu.attention import attention
-from mxfp8_ops.cpu.fused import fused_gemm, fused_weight_gemm, gemm_quantize
+from mxfp8_ops.cpu.fused import fused_gemm, fused_weight_gemm
 from mxfp8_ops.cpu.numpy_arrays import (
     Packed,
     dequantize,
@@ -29,7 +29,6 @@ __all__ = [
     "fused_gemm",
     "fused_weight_gemm",
     "gemm",
-    "gemm_quantize",
     "grouped_gemm",
     "grouped_weight_gemm",
     "isa",

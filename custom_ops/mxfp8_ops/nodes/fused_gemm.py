@@ -1,4 +1,4 @@
-"""The gemms with an epilogue, a factor, or a quantized result: compositions of the gemms and standard ops."""
+"""The gemms with an epilogue or a factor: compositions of the gemms and standard ops."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from mxfp8_ops import numerics, op_options
 from mxfp8_ops.case import Input
 from mxfp8_ops.checks import Shape, check_value_dtype
 from mxfp8_ops.errors import ContractError, ShapeError
-from mxfp8_ops.node import ELEMENTS, FLOAT, FLOAT8E4M3FN, SCALES, VALUES, Op, Port
+from mxfp8_ops.node import FLOAT, VALUES, Op, Port
 from mxfp8_ops.nodes import gemm
 from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
-from mxfp8_ops.nodes.quantize import dequantize, quantize, quantized_rows
+from mxfp8_ops.nodes.quantize import dequantize
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
@@ -60,28 +60,6 @@ def fused_gemm(
     return fused_weight_gemm(
         values, b, b_scales, bias, factor=factor, epilogue=epilogue, b_format=b_format, dtype=dtype
     )
-
-
-def gemm_quantize(
-    a: Codes,
-    a_scales: Codes,
-    b: Codes,
-    b_scales: Codes,
-    bias: Array | None = None,
-    **options: Unpack[op_options.GemmQuantize],
-) -> tuple[Codes, Codes, Array]:
-    """Returns (elements, scales, y): y = epilogue(A @ B.T + bias) in float32, and its rows quantized.
-
-    All as in `fused_gemm`; see `op_options.GemmQuantize`.
-
-    Returns:
-        elements: uint8, the shape of `y`.
-        scales: uint8 [..., ceil(N / 32)].
-        y: float32 [..., M, N] (or [..., N]), the values that were quantized.
-    """
-    a_format, b_format, epilogue, element_format, scale_rounding = op_options.gemm_quantize(**options)
-    y = fused_gemm(a, a_scales, b, b_scales, bias, epilogue=epilogue, a_format=a_format, b_format=b_format)
-    return *quantize(y, element_format=element_format, scale_rounding=scale_rounding), y
 
 
 def fused_weight_gemm(
@@ -229,12 +207,6 @@ def _fused_gemm_body(g: Body, gemm: Op) -> None:
     g.result(g.cast(y, "output_dtype"), "Y")
 
 
-def _gemm_quantize_body(g: Body) -> None:
-    """The inputs of MXFP8Gemm -> elements, scales, Y."""
-    g.result(_product(g, GEMM), "Y")
-    quantized_rows(g, "Y", FLOAT)
-
-
 def _product(g: Body, gemm: Op) -> str:
     """Returns the epilogue of what `gemm` gives, in float32."""
     inputs = {p.name: (p.name, g.known(p.name)) for p in gemm.inputs if p.name != "bias"}
@@ -269,8 +241,8 @@ def _activated(g: Body, x: str, name: str) -> str:
 # --- The contract
 
 
-# Fused nodes: each is a composition of the nodes above and standard ops, which is its body. Gemms with a factor and
-# norms of a sum are nodes of their own: a body cannot find out that an input of any shape is absent.
+# Fused nodes: each is a composition of the nodes above and standard ops, which is its body. Gemms with a factor
+# are nodes of their own: a body cannot find out that an input of any shape is absent.
 _FACTOR: Final = Port("factor", VALUES, "shape of Y")
 _BIAS: Final = Port("bias", (FLOAT,), "[N]", optional=True)
 _GEMM_OUTPUTS: Final = (Port("Y", VALUES, "[..., M, N] or [..., N]"),)
@@ -315,20 +287,6 @@ GATED_WEIGHT_GEMM: Final = Op(
     is_gemm=True,
     fuses=(FUSED_WEIGHT_GEMM.name, "gate"),
 )
-GEMM_QUANTIZE: Final = Op(
-    "MXFP8GemmQuantize",
-    GEMM.inputs,
-    (
-        Port("elements", ELEMENTS, "[..., M, N] or [..., N]"),
-        Port("scales", SCALES, "[..., M, ceil(N / 32)] or [..., ceil(N / 32)]"),
-        Port("Y", (FLOAT,), "shape of elements", optional=True),
-    ),
-    MappingProxyType({"epilogue": "none", "output_dtype": FLOAT8E4M3FN, "scale_rounding": "ceil"}),
-    "Y = epilogue(A @ transpose(B) + bias) on quantized operands, in float32; and its rows in MXFP8.",
-    _gemm_quantize_body,
-    is_gemm=True,
-    fuses=(FUSED_GEMM.name, "quantization"),
-)
 
 
-OPS: Final = (FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM, GEMM_QUANTIZE)
+OPS: Final = (FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM)

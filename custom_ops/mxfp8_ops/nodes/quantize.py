@@ -326,10 +326,4 @@ DEQUANTIZE: Final = Op(
 )
 
 
-def quantized_rows(g: Body, y: str, dtype: int) -> None:
-    """Quantizes rows of y, values of `dtype`, to elements and scales: by a node of its own, which may have a kernel."""
-    settings = {name: g.attribute(name) for name in ("output_dtype", "scale_rounding")}
-    g.call(QUANTIZE, {"X": (y, Input(dtype, whole=g.case.whole))}, out=["elements", "scales"], **settings)
-
-
 OPS: Final = (QUANTIZE, DEQUANTIZE)

@@ -67,7 +67,7 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kGemmQuantize, kAttention};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kAttention};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -117,8 +117,6 @@ inline constexpr Node kNodes[] = {
      {{"Y", {1, 10, 16}, false}}, 1, 0, 1, 2, 3, 5, -1, 4},
     {"MXFP8GatedWeightGemm", {{"X", {1, 10, 16}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"factor", {1, 10, 16}, false}, {"bias", {1}, true}},
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 4, -1, 3},
-    {"MXFP8GemmQuantize", {{"A", {17, 19, 3}, false}, {"A_scales", {2}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}},
-     {{"elements", {17, 19, 3}, false}, {"scales", {2}, false}, {"Y", {1}, true}}, 17, 0, 1, 2, 3, 4, -1, -1},
     {"MXFP8Attention", {{"Q", {1, 10, 16}, false}, {"K", {1, 10, 16}, false, 0}, {"V", {1, 10, 16}, false, 0}, {"attn_mask", {1, 10, 16, 9}, false}, {"past_key", {1, 10, 16}, false, 0}, {"past_value", {1, 10, 16}, false, 0}},
      {{"Y", {1, 10, 16}, false, 0}, {"present_key", {1, 10, 16}, true, 0}, {"present_value", {1, 10, 16}, true, 0}}, 0, -1, -1, -1, -1, -1, -1, -1},
 };

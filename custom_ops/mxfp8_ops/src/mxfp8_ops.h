@@ -95,13 +95,6 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
                                       int factor_dtype, const void* factor, int64_t m, int64_t n, int64_t k,
                                       int y_dtype, void* y, int64_t y_stride, int threads);
 
-// The first of these, without a factor: y [M, N] in float32, or NULL if it is not wanted; and elements and scales are
-// what mxfp8_quantize makes of its rows.
-MXFP8_API int mxfp8_gemm_quantize(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format,
-                                  const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue, int64_t m,
-                                  int64_t n, int64_t k, int element_format, int scale_rounding, uint8_t* elements,
-                                  uint8_t* scales, float* y, int threads);
-
 // Products with matrices of a stack: row i of y [M, N] is row i of a [M, K] times the transpose of b[experts[i]], b
 // being [count, N, K]. experts [M] are -count..count: below 0 they count from the end, and `count` is none, a row of
 // zeros.

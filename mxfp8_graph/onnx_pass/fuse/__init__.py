@@ -2,7 +2,7 @@
 
 run.py           asks every fusion about every node, and puts the fused nodes in place
 replacement.py   what a fusion returns, and what it can ask about types
-gemm.py          activation, gate and quantization behind a gemm; elementwise.py tells which activation nodes compute
+gemm.py          activation and gate behind a gemm; elementwise.py tells which activation nodes compute
 attention.py     attention: attention_scores.py reads it, attention_heads.py its operands
 """
 

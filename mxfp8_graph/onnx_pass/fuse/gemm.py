@@ -1,11 +1,10 @@
-"""What stands behind a gemm becomes part of its node: an activation, the gate of a gated linear unit, a quantization.
+"""What stands behind a gemm becomes part of its node: an activation, the gate of a gated linear unit.
 
     Gelu(MXFP8Gemm(...))                                  -> MXFP8FusedGemm(..., epilogue "gelu" or "gelu_tanh")
     Relu(MXFP8Gemm(...))                                  -> "relu"
     y * Sigmoid(y), y = MXFP8Gemm(...)                    -> "silu"
     y / sqrt(2) -> Erf -> + 1 -> * y -> * 0.5, and so on  -> "gelu": however it is written, see `elementwise.py`
     MXFP8FusedGemm(..., epilogue) * up                    -> MXFP8GatedGemm(..., up, ...)
-    MXFP8Quantize(MXFP8FusedGemm(..., epilogue))          -> elements, scales = MXFP8GemmQuantize(..., epilogue)
 
 The node applies activation and gate to float32 sums before they are stored. Likewise MXFP8WeightGemm becomes
 MXFP8FusedWeightGemm and MXFP8GatedWeightGemm.
@@ -19,8 +18,6 @@ from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
 from mxfp8_graph.onnx_pass.fuse.replacement import (
     Replacement,
     fused_with,
-    is_last,
-    is_ours,
     node_derived_from,
     row_of,
     type_of,
@@ -74,28 +71,7 @@ def _sources(value: ir.Value | None) -> tuple[ir.Value | None, int] | None:
     """Returns the activation that a gemm of one weight multiplies, and the size of its result's last axis."""
     gemm = None if value is None else value.producer()
     op = row_of(gemm)
-    if gemm is None or op is None or not op.is_gemm or op.quantizes or op.indices_at is not None:
+    if gemm is None or op is None or not op.is_gemm or op.indices_at is not None:
         return None
     shape = type_of(gemm.inputs[op.packed_at or 0]).shape
     return (gemm.inputs[0], shape[0]) if shape is not None and len(shape) == 2 and isinstance(shape[0], int) else None
-
-
-def fuse_quantize(node: ir.Node) -> Replacement | None:
-    """Returns the gemm that quantizes, for a quantization of what a fused gemm computes and nothing else uses.
-
-    So what a feed-forward network has between its two gemms is quantized before it leaves the cache.
-    """
-    value = node.inputs[0] if is_ours(node, contract.QUANTIZE) else None
-    gemm = None if value is None else value.producer()
-    op = fused_with(gemm, "quantization")
-    if value is None or gemm is None or op is None or gemm.graph is not node.graph:
-        return None
-    if attribute(gemm, "output_dtype", contract.FLOAT) != contract.FLOAT or not only_used_by(value, (node,)):
-        return None
-    if not is_last(value, attribute(node, "axis", -1)):
-        return None
-    defaults = {name: contract.QUANTIZE.attributes[name] for name in ("output_dtype", "scale_rounding")}
-    settings = {name: attribute(node, name, default) for name, default in defaults.items()}
-    fused = node_derived_from(gemm, op, gemm.inputs, [*node.outputs, None], **settings)
-    kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + quantize"
-    return Replacement(kind=kind, node=fused, gone=(gemm, node))

@@ -131,9 +131,3 @@ def fused_with(node: ir.Node | None, what: str) -> contract.Op | None:
 def is_ours(node: ir.Node | None, *ops: contract.Op) -> bool:
     """Whether there is a node, and its op is one of `ops` of the contract."""
     return node is not None and node.domain == contract.DOMAIN and node.op_type in {op.name for op in ops}
-
-
-def is_last(value: ir.Value | None, axis: int) -> bool:
-    """Whether an axis of a value is surely its last."""
-    shape = type_of(value).shape
-    return axis == -1 or (shape is not None and axis == len(shape) - 1)

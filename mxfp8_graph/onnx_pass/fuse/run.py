@@ -8,7 +8,7 @@ from functools import partial
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
-from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate, fuse_quantize
+from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate
 from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Fusion, Replacement
 from mxfp8_graph.onnx_pass.graph import fresh_names, label, remove, remove_unused
 from mxfp8_graph.onnx_pass.ops import READERS
@@ -21,11 +21,9 @@ def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
     """Returns what was fused in the model, whose matmuls have been replaced by `recipe`; edits it in place."""
     # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
     dtype = contract.FLOAT if recipe.activations == "unchanged" else contract.BFLOAT16
-    fresh = fresh_names(model)
-    attention = partial(fuse_attention, fresh=fresh, activation_dtype=dtype)
-    # The activation comes first: gate and quantization extend the node that it makes. The others may come in any order.
-    fusions = (fuse_activation, fuse_gate, fuse_quantize, attention)
-    return apply(model, fusions, lambda node: node.op_type in READERS)
+    attention = partial(fuse_attention, fresh=fresh_names(model), activation_dtype=dtype)
+    # The activation comes first: the gate extends the node that it makes.
+    return apply(model, (fuse_activation, fuse_gate, attention), lambda node: node.op_type in READERS)
 
 
 def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.Node], bool]) -> tuple[FusionReport, ...]:

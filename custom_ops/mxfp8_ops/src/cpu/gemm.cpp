@@ -17,7 +17,7 @@ constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a ge
 constexpr int64_t kPackedBytes = 8 << 20;   // bytes of A packed at a time
 constexpr int64_t kStripBytes = 1 << 20;    // bytes of a strip that has more rows than any kernel takes
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
-constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result; kBlock if quantized
+constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result
 
 // Rows of A, packed for the kernel that multiplies them.
 struct Strip {
@@ -114,13 +114,7 @@ GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
   const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : value_bytes(args.a_format);
   part.m = end - begin;
   part.a = static_cast<const char*>(args.a) + begin * args.a_stride * a_bytes;
-  if (args.y != nullptr) {
-    part.y = static_cast<char*>(args.y) + begin * args.y_stride * value_bytes(args.y_dtype);
-  }
-  if (args.y_format != 0) {
-    part.y_elements = args.y_elements + begin * args.n;
-    part.y_scales = args.y_scales + begin * ceil_div(args.n, kBlock);
-  }
+  part.y = static_cast<char*>(args.y) + begin * args.y_stride * value_bytes(args.y_dtype);
   if (args.a_scales != nullptr) part.a_scales = args.a_scales + begin * ceil_div(args.k, kBlock);
   if (args.factor != nullptr) {
     part.factor = static_cast<const char*>(args.factor) + begin * args.n * value_bytes(args.factor_dtype);
@@ -157,8 +151,7 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
           ceil_div(std::min<int64_t>(work, parallel.threads * kTasksPerThread), parallel.threads) * parallel.threads;
     }
     const int64_t across = std::min(ceil_div(wanted, int64_t(strips.size())), args.n);
-    const int64_t granularity = args.y_format != 0 ? kBlock : kColumnGranularity;
-    const int64_t columns = ceil_div(ceil_div(args.n, across), granularity) * granularity;
+    const int64_t columns = ceil_div(ceil_div(args.n, across), kColumnGranularity) * kColumnGranularity;
     const int64_t ranges = ceil_div(args.n, columns);
     parallel_for(parallel, ranges * int64_t(strips.size()), [&](int64_t task) {
       const Strip& strip = strips[size_t(task / ranges)];

@@ -33,11 +33,6 @@ struct GemmArgs {
   int epilogue = MXFP8_NONE;
   int factor_dtype = MXFP8_FLOAT32;
   const void* factor = nullptr;
-  // Where its rows are quantized: y is float32, or null, and these take the codes, rows beside each other.
-  int y_format = 0;          // 0: they are not
-  uint32_t y_increment = 0;  // formats.scale_increment
-  uint8_t* y_elements = nullptr;
-  uint8_t* y_scales = nullptr;
 };
 
 // The gemm kernels work alike. Rows of A are packed, in tiles of `tile_rows`, into scratch memory

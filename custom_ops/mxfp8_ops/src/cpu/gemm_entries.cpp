@@ -20,8 +20,7 @@ bool check_product(const GemmArgs& g) {
   check_array(array("b_scales", g.b_scales, 1), {g.n, scale_count(g.k)});
   if (g.bias != nullptr) check_array(array("bias", g.bias, sizeof(float)), {g.n});
   if (g.factor != nullptr) check_array(array("factor", g.factor, value_bytes(g.factor_dtype)), {g.m, g.n});
-  if (g.y_format != 0) check_blocks(g.y_elements, g.y_scales, g.m, g.n, 1);
-  if (g.y_format == 0 || g.y != nullptr) check_rows(array("y", g.y, value_bytes(g.y_dtype)), g.m, g.n, g.y_stride);
+  check_rows(array("y", g.y, value_bytes(g.y_dtype)), g.m, g.n, g.y_stride);
   return true;
 }
 
@@ -83,21 +82,6 @@ int mxfp8_fused_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, in
   return quantized_product({a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false,
                             epilogue, factor_dtype, factor},
                            threads);
-}
-
-int mxfp8_gemm_quantize(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
-                        const uint8_t* b_scales, const float* bias, int epilogue, int64_t m, int64_t n, int64_t k,
-                        int element_format, int scale_rounding, uint8_t* elements, uint8_t* scales, float* y,
-                        int threads) {
-  GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, MXFP8_FLOAT32, y, n, false, epilogue};
-  const int refused = answer([&] {
-    check_element_format("element_format", element_format);
-    check_rounding("scale_rounding", scale_rounding);
-  });
-  if (refused != MXFP8_OK) return refused;
-  g.y_format = element_format, g.y_increment = scale_increment(element_format, scale_rounding);
-  g.y_elements = elements, g.y_scales = scales;
-  return quantized_product(g, threads);
 }
 
 int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,

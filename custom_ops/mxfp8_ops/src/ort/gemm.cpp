@@ -1,4 +1,4 @@
-// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales; and the same with an epilogue, with a factor, and quantized.
+// MXFP8Gemm and MXFP8WeightGemm, whose X has no scales; and the same with an epilogue, and with a factor.
 #include "../cpu/gemm.h"
 
 #include <algorithm>
@@ -22,10 +22,7 @@ struct Gemm final : Job {
     operands->in(&args.b_scales, args.n * blocks);
     operands->in(&args.bias, int64_t(sizeof(float)) * args.n);
     operands->in(&args.factor, args.m * args.n * value_bytes(args.factor_dtype));
-    if (args.y_format == 0) return operands->out(&args.y, args.m * args.n * value_bytes(args.y_dtype));
-    operands->out(&args.y_elements, args.m * args.n);
-    operands->out(&args.y_scales, args.m * scale_count(args.n));
-    if (args.y != nullptr) operands->out(&args.y, args.m * args.n * int64_t(sizeof(float)));
+    operands->out(&args.y, args.m * args.n * value_bytes(args.y_dtype));
   }
   void run(const Kernels& kernels, const Parallel& parallel) const override { gemm(kernels, parallel, args); }
   cuda::Plan plan(const mxfp8_cuda_place& place, const WideWeight& wide) const override {
@@ -36,10 +33,6 @@ struct Gemm final : Job {
                                address(wide.inexact), g.rounds_a ? MXFP8_BFLOAT16 : MXFP8_FLOAT32});
   }
 };
-
-// Outputs of a gemm that quantizes, behind the elements.
-constexpr size_t kScales = 1, kValues = 2;
-bool quantizes(const Node& node) { return node.outputs[kScales].name != nullptr; }
 
 Dim broadcast(const Dim& a, const Dim& b) {
   if (a.size == 1) return b;
@@ -70,16 +63,8 @@ namespace {
 
 void infer(OrtShapeInferContext* context, const Node& node, const Attributes& attributes) {
   const SymbolicDims a = input_dims(context, size_t(node.a)), b = input_dims(context, size_t(node.b));
-  if (a.empty() || b.size() < 2) {
-    if (quantizes(node)) set_elements_of_any_rank(context, node, attributes);
-    return;
-  }
-  SymbolicDims dims = gemm_dims(a, b);
-  set_output(context, 0, int(attributes.output_dtype), dims);
-  if (!quantizes(node)) return;
-  set_output(context, kValues, MXFP8_FLOAT32, dims);
-  dims.back() = scale_dim(dims.back());
-  set_output(context, kScales, node.outputs[kScales].dtypes[0], dims);
+  if (a.empty() || b.size() < 2) return;
+  set_output(context, 0, int(attributes.output_dtype), gemm_dims(a, b));
 }
 
 }  // namespace
@@ -115,35 +100,16 @@ int64_t batch_index(const Dims& dims, const Dims& leading, int64_t batch) {
 
 namespace {
 
-// Where results go: y, which a gemm that quantizes may leave out; and its codes, if it does.
-struct Results {
-  char* y;
-  uint8_t *elements, *scales;
-};
-
-Results results(OrtKernelContext* context, const Node& node, const Dims& dims) {
-  if (!quantizes(node)) return {static_cast<char*>(output(context, 0, dims)), nullptr, nullptr};
-  auto* elements = static_cast<uint8_t*>(output(context, 0, dims));
-  auto* scales = static_cast<uint8_t*>(output(context, kScales, scale_dims(dims, int64_t(dims.size()) - 1)));
-  return {static_cast<char*>(output(context, kValues, dims)), elements, scales};
-}
-
 // Sets the epilogue and the results of m rows, the first of which is `row`.
-void set_end(const NodeKernel& kernel, const Tensor& factor, const Results& destination, int64_t row, GemmArgs* args) {
-  const Attributes& attributes = kernel.attributes;
+void set_end(const Attributes& attributes, const Tensor& factor, void* y, int64_t row, GemmArgs* args) {
   const int64_t first = row * args->n;
   args->epilogue = epilogue_code(attributes.epilogue);
-  args->y_dtype = quantizes(row_of(kernel.op)) ? MXFP8_FLOAT32 : int(attributes.output_dtype);
-  args->y = destination.y == nullptr ? nullptr : destination.y + first * value_bytes(args->y_dtype);
+  args->y_dtype = int(attributes.output_dtype);
+  args->y = static_cast<char*>(y) + first * value_bytes(args->y_dtype);
   if (!factor.is_absent()) {
     args->factor_dtype = factor.dtype;
     args->factor = static_cast<const char*>(factor.data) + first * value_bytes(factor.dtype);
   }
-  if (!quantizes(row_of(kernel.op))) return;
-  args->y_format = int(attributes.output_dtype);
-  args->y_increment = scale_increment(args->y_format, rounding_code(attributes.scale_rounding));
-  args->y_elements = destination.elements + first;
-  args->y_scales = destination.scales + row * scale_count(args->n);
 }
 
 void compute(const NodeKernel& kernel, OrtKernelContext* context) {
@@ -177,7 +143,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
     throw NodeError(kernel.where + ": factor has shape " + to_string(factor.dims) + "; expected " + to_string(y_dims) +
                     ", that of the result; broadcast it first");
   }
-  const Results destination = results(context, node, y_dims);
+  void* y = output(context, 0, y_dims);
 
   int64_t batches = product(leading.begin(), leading.end());
   if (b.dims.size() == 2) {  // one weight: the leading dimensions of A are more rows
@@ -196,7 +162,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
               static_cast<const uint8_t*>(b.data) + b_row * k,
               static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
               k, 0, nullptr, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
-    set_end(kernel, factor, destination, batch * m, &job.args);
+    set_end(kernel.attributes, factor, y, batch * m, &job.args);
     kernel.backend->run(context, &job);
   }
 }
@@ -209,8 +175,7 @@ const Implemented kGemmNode({Op::kGemm, Op::kWeightGemm}, {infer, compute, [](co
                                                                  cublas);
                                                            }});
 
-const Implemented kFusedGemmNode({Op::kFusedGemm, Op::kFusedWeightGemm, Op::kGatedGemm, Op::kGatedWeightGemm,
-                                  Op::kGemmQuantize},
+const Implemented kFusedGemmNode({Op::kFusedGemm, Op::kFusedWeightGemm, Op::kGatedGemm, Op::kGatedWeightGemm},
                                  {infer, compute, nullptr, true});
 
 }  // namespace mxfp8::ort

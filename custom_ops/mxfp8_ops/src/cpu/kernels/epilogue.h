@@ -1,17 +1,12 @@
-// How a gemm ends: float32 sums -> bias, epilogue, factor -> the dtype of the result, or its elements and scales. Every
-// gemm kernel stores its rows through `finish`; where they are quantized, columns that begin with a block.
+// How a gemm ends: float32 sums -> bias, epilogue, factor -> the dtype of the result. Every gemm kernel stores its rows
+// through `finish`.
 //
 // The epilogues are scalar code without branches, which the compiler vectorizes. How far each is from the exact
 // function of x, in units of 2^-24 |x|, is fused.EPILOGUES; test_epilogues.py measures it. NaN stays NaN, and so does
 // the product of an infinite sum and 0: gelu(-inf) is NaN, as it is where 0.5 x (1 + erf) is computed.
 #pragma once
 #include "../gemm.h"
-#include "../quantize.h"
 #include "codec.h"
-
-namespace mxfp8::MXFP8_BASE {
-void quantize_rows(const QuantizeArgs&, int64_t row_begin, int64_t row_end, Stats*);
-}
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -156,52 +151,9 @@ MXFP8_NOINLINE void store_fused(const GemmArgs& args, const Finished& part) {
   }
 }
 
-// Codes [rows, width] of some columns, which begin with a block, to where they belong. Sizes the compiler knows: a call
-// for each row would take as long as quantizing it.
-MXFP8_INLINE void store_codes(const GemmArgs& args, const Finished& part, const uint8_t* elements,
-                              const uint8_t* scales) {
-  const int64_t whole = part.width / kBlock, rest = part.width % kBlock, row_blocks = (args.n + kBlock - 1) / kBlock;
-  for (int64_t i = 0; i < part.rows; ++i, elements += part.width) {
-    uint8_t* to = args.y_elements + (part.row + i) * args.n + part.column;
-    uint8_t* to_scales = args.y_scales + (part.row + i) * row_blocks + part.column / kBlock;
-    for (int64_t b = 0; b < whole; ++b) std::memcpy(to + b * kBlock, elements + b * kBlock, kBlock);
-    for (int64_t b = 0; b < whole; ++b) to_scales[b] = *scales++;
-    if (rest == 0) continue;
-    std::memcpy(to + whole * kBlock, elements + whole * kBlock, size_t(rest));
-    to_scales[whole] = *scales++;
-  }
-}
-
-// Quantizes what store_fused would store, while it is in L1.
-template <class E>
-MXFP8_NOINLINE void store_quantized(const GemmArgs& args, const Finished& part) {
-  constexpr int64_t most = 32;  // rows at a time
-  alignas(64) float values[most * kGemmColumns];
-  alignas(64) uint8_t elements[most * kGemmColumns], scales[most * kGemmColumns / kBlock];
-  const Bias bias(args, part);
-  const int64_t width = part.width;
-  for (int64_t first = 0; first < part.rows; first += most) {
-    const int64_t rows = part.rows - first < most ? part.rows - first : most, row = part.row + first;
-    for (int64_t i = 0; i < rows; ++i) {
-      const float* sums = part.sums + (first + i) * part.stride;
-      float* to = values + i * width;
-      for (int64_t j = 0; j < width; ++j) to[j] = E::of(sums[j] + bias.of[j]);
-      if (args.y == nullptr) continue;
-      float* y = static_cast<float*>(args.y) + (row + i) * args.y_stride + part.column;
-      std::memcpy(y, to, size_t(width) * sizeof(float));
-    }
-    const QuantizeArgs codes = {MXFP8_FLOAT32, values,           rows,     width, 1, width,
-                                args.y_format, args.y_increment, elements, scales};
-    MXFP8_BASE::quantize_rows(codes, 0, rows, nullptr);
-    store_codes(args, {row, rows, part.column, width, nullptr, 0}, elements, scales);
-  }
-}
-
 // Finishes up to kGemmColumns columns of some rows of the result.
 MXFP8_INLINE void finish(const GemmArgs& args, const Finished& part) {
-  if (args.y_format != 0) {
-    with_epilogue(args.epilogue, [&](auto epilogue) { store_quantized<decltype(epilogue)>(args, part); });
-  } else if (args.epilogue == MXFP8_NONE && args.factor == nullptr) {
+  if (args.epilogue == MXFP8_NONE && args.factor == nullptr) {
     with_dtype(args.y_dtype, [&](auto dtype) { store_plain<decltype(dtype)>(args, part); });
   } else {
     with_epilogue(args.epilogue, [&](auto epilogue) { store_fused<decltype(epilogue)>(args, part); });
