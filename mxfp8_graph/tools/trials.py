@@ -1,4 +1,4 @@
-"""The loop of compare and tune: recipes on one model and the same samples, each rewritten for real."""
+"""The loop of compare, analyze and tune: models on the same samples, and recipes that are rewritten for real."""
 
 from __future__ import annotations
 
@@ -40,24 +40,50 @@ class Trial:
 
 
 @dataclass(kw_only=True)
-class Bench:
-    """A model, samples and metrics, on which one recipe is tried after another."""
+class Measure:
+    """Samples and metrics: the scores of models whose outputs are compared with those of the original."""
+
+    feeds: Sequence[Inputs]
+    metrics: Sequence[Metric]
+    progress: Progress | None
+    expected: list[Inputs] = field(default_factory=list)
+    """The outputs of the original, by sample."""
+    runs: int = 0
+    total: int = 0
+    """Runs that are expected in all, for the progress."""
+
+    def scores(self, run: Callable[[Inputs], Inputs], what: str) -> dict[str, Score]:
+        """Returns the scores of a model, by the name of the metric."""
+        results = self.outputs(run, what)
+        return {metric.name: score(metric, self.expected, results) for metric in self.metrics}
+
+    def outputs(self, run: Callable[[Inputs], Inputs], what: str) -> list[Inputs]:
+        """Returns the outputs of a model, by sample."""
+        results = []
+        for feeds in self.feeds:
+            results.append(run(feeds))
+            self.tick(what)
+        return results
+
+    def tick(self, what: str) -> None:
+        """Tells the progress that one more run is done."""
+        self.runs += 1
+        if self.progress is not None:
+            self.progress(what, self.runs, max(self.total, self.runs))
+
+
+@dataclass(kw_only=True)
+class Bench(Measure):
+    """A model on which one recipe is tried after another."""
 
     model: Any
     """As `rewrite` takes it; a program out of its file."""
     name: str
     original: Runnable
     samples: Samples
-    metrics: Sequence[Metric]
     folder: Path
     """A temporary folder for rewritten models."""
-    progress: Progress | None
     allow_nonfinite: bool
-    expected: list[Inputs] = field(default_factory=list)
-    """The outputs of the original, by sample."""
-    runs: int = 0
-    total: int = 0
-    """Runs that are expected in all, for the progress."""
 
     def trial(self, recipe: Recipe, what: str) -> Trial:
         """Returns what a recipe does, and the rewritten model; errors as `rewrite` and `Runnable.run`."""
@@ -71,19 +97,6 @@ class Bench:
         shutil.rmtree(folder, ignore_errors=True)
         return Trial(recipe=recipe, report=report, scores=self.scores(runnable.run, what), runnable=runnable)
 
-    def scores(self, run: Callable[[Inputs], Inputs], what: str) -> dict[str, Score]:
-        """Returns the scores of a model on all samples, by the name of the metric."""
-        results = self.outputs(run, what)
-        return {metric.name: score(metric, self.expected, results) for metric in self.metrics}
-
-    def outputs(self, run: Callable[[Inputs], Inputs], what: str) -> list[Inputs]:
-        """Returns the outputs of a model, by sample."""
-        results = []
-        for feeds in self.samples.feeds:
-            results.append(run(feeds))
-            self.tick(what)
-        return results
-
     def seconds(self, runnables: Mapping[str, Runnable], repeat: int) -> dict[str, float]:
         """Returns the median seconds of a run on the largest sample, of models that take turns."""
         found: dict[str, list[float]] = {name: [] for name in runnables}
@@ -93,12 +106,6 @@ class Bench:
                 found[name] += runnable.time(self.samples.largest, 1).seconds
                 self.tick(f"time of {name}")
         return {name: statistics.median(values) for name, values in found.items()}
-
-    def tick(self, what: str) -> None:
-        """Tells the progress that one more run is done."""
-        self.runs += 1
-        if self.progress is not None:
-            self.progress(what, self.runs, max(self.total, self.runs))
 
 
 @contextmanager
@@ -132,6 +139,7 @@ def open_bench(
             name=name,
             original=original,
             samples=samples,
+            feeds=samples.feeds,
             metrics=metrics,
             folder=Path(folder),
             progress=progress,

@@ -22,10 +22,10 @@ from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.running.runner import Model
 from mxfp8_graph.running.samples import SampleOptions
 from mxfp8_graph.running.sessions import Runnable
-from mxfp8_graph.tools.analyze.run import Damages
+from mxfp8_graph.tools.analyze.run import damages_alone
 from mxfp8_graph.tools.metrics import RELATIVE_L2, check_measurable
 from mxfp8_graph.tools.switches import open_switchable
-from mxfp8_graph.tools.trials import Bench, open_bench
+from mxfp8_graph.tools.trials import Bench, Measure, open_bench
 from mxfp8_graph.tools.tune.budget import Budget, parse
 from mxfp8_graph.tools.tune.plans import KEPT, TREATMENTS, Plan
 from mxfp8_graph.tools.tune.result import BudgetNotMetError, Step, Tuning
@@ -236,13 +236,14 @@ class _Search:
             recipe = Plan(treatment=treatment).recipe(self.base, self._sites, treatment)
             every = max(1, -(-len(self.bench.samples) // _RANKED))
             feeds, allow = self.bench.samples.feeds[::every], self.bench.allow_nonfinite
+            measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress)
+            squares: dict[str, float] = {}
+            names: dict[str, tuple[str, ...]] = {}
             with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
-                damages = Damages(switchable, feeds, RELATIVE_L2, self.bench.progress)
-                damages.reference(self.bench.samples)
-                sites = [site.decision.site for site in switchable.switched]
-                squares: dict[str, float] = {}
-                names: dict[str, tuple[str, ...]] = {}
-                for site, scores in zip(sites, damages.alone(), strict=True):
+                off = [False] * len(switchable.switched)
+                measure.expected = measure.outputs(lambda feeds: switchable.run(feeds, off), "original")
+                for report, scores in zip(switchable.switched, damages_alone(switchable, measure), strict=True):
+                    site = report.decision.site
                     key = site.weight or site.name
                     square = RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
                     squares[key] = squares.get(key, 0.0) + square
