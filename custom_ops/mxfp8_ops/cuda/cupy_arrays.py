@@ -212,22 +212,18 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     # wide_weight keeps one matrix: a stack cannot use it.
     wide = kept[:2] if kept is not None and b[0].ndim == 2 else (0, 0)
 
-    def one(a: tuple[Any, ...], b: tuple[Any, ...], y: Any, m: int) -> None:
-        operands = a[0].data.ptr, a[1].data.ptr if len(a) == 2 else 0, b[0].data.ptr, b[1].data.ptr
-        product = Gemm(*codes, *operands, bias_at, y.data.ptr, m, n, k, *wide, activation_dtype)
+    # One weight for all rows: the leading dimensions of a are rows of one product.
+    flat = b[0].ndim == 2
+    leading, m = ((), math.prod(y.shape[:-1])) if flat else (y.shape[:-2], y.shape[-2])
+    if not flat:
+        a, b = (tuple(cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand) for operand in (a, b))
+    for i in np.ndindex(leading if y.size else (0,)):
+        operands = a[0][i].data.ptr, a[1][i].data.ptr if len(a) == 2 else 0, b[0][i].data.ptr, b[1][i].data.ptr
+        product = Gemm(*codes, *operands, bias_at, y[i].data.ptr, m, n, k, *wide, activation_dtype)
         execution.run(
             planner.gemm(place, product, queue.packed), queue,
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),
         )  # fmt: skip
-
-    # One weight for all rows: the leading dimensions of a are rows of one product.
-    if b[0].ndim == 2:
-        one(a, b, y, math.prod(y.shape[:-1]))
-        return result
-    leading, m = y.shape[:-2], y.shape[-2]
-    every_a, every_b = ([cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand] for operand in (a, b))
-    for i in np.ndindex(leading if y.size else (0,)):
-        one(tuple(t[i] for t in every_a), tuple(t[i] for t in every_b), y[i], m)
     return result
 
 
