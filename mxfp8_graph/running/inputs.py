@@ -74,7 +74,7 @@ class Signature:
 
 
 def _spec(value: ir.Value, where: str) -> InputSpec:
-    if not isinstance(value.type, ir.TensorType) or value.dtype in {None, ir.DataType.STRING} or value.shape is None:
+    if not isinstance(value.type, ir.TensorType) or value.dtype in {None, 0, ir.DataType.STRING} or value.shape is None:
         what = f"input {value.name!r} is no tensor of numbers with a shape"
         advice = "export the model with shapes, or run it from Python, with mxfp8_ops.ort.session"
         raise ShapeError(where, what, expected="one", advice=advice)

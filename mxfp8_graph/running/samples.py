@@ -81,9 +81,8 @@ def make_samples(
     `run` fails on the first synthesised sample, free batch dimensions are 1.
 
     Raises:
-        BackendError: `run` fails on what is synthesised, with batches of one too; or the package tokenizers is missing.
-        ShapeError: samples do not fit the model, there are none, a file is unreadable, or both arrays and shapes are
-            set.
+        BackendError: `run` fails on what is synthesised, with batches of one too; or tokenizers is not installed.
+        ShapeError: samples do not fit the model, there are none, or a file is unreadable.
     """
     inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
     if inputs is not None:
@@ -137,10 +136,8 @@ def _arrays(path: Path) -> Inputs:
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .npz file") from None
     except Exception as error:  # zipfile and NumPy raise anything for other files: zlib.error, struct.error, TypeError
-        expected = "plain arrays, one per input"
-        raise ShapeError(
-            path, f"no .npz file: {first_line(error)}", expected=expected, advice="save it with numpy.savez"
-        ) from None
+        what, expected = f"no .npz file: {first_line(error)}", "plain arrays, one per input"
+        raise ShapeError(path, what, expected=expected, advice="save it with numpy.savez") from None
 
 
 def _texts(path: Path, signature: Signature, shapes: Mapping[str, int]) -> Iterator[tuple[str, Inputs]]:
@@ -174,13 +171,17 @@ def _encoded(encoding: Any, signature: Signature, shapes: Mapping[str, int]) -> 
     for spec in signature.specs:
         for axis, dim in enumerate(spec.dims):
             place = f"{spec.name}.{axis}" if dim is None else dim
-            if isinstance(place, str) and spec.name in _TOKENS:
+            if isinstance(place, str) and spec.name in _TOKENS and len(spec.dims) <= 2:
                 shapes[place] = count if axis == len(spec.dims) - 1 else 1
             elif isinstance(place, str) and "past" in spec.name.lower() and axis == 2:
                 shapes[place] = 0
     feeds = make_inputs(signature, shapes, batch=1)
     for name, row in zip(_TOKENS, (encoding.ids, encoding.attention_mask, encoding.type_ids), strict=False):
-        if name in feeds:
+        if name in feeds and feeds[name].ndim <= 2:
+            # The last columns: those before are of the cache. Of a mask with more axes all is one.
+            if count > feeds[name].shape[-1]:
+                what, advice = f"{name} has no room for {count} tokens", "write arrays to .npz files, a sample in each"
+                raise ShapeError(signature.name, what, expected="a column for each", advice=advice)
             feeds[name][..., feeds[name].shape[-1] - count :] = row
     return feeds
 
@@ -192,15 +193,11 @@ def _tokenizer(signature: Signature) -> Any:
     except ImportError as error:
         advice = "pip install tokenizers"
         raise BackendError("samples of text", str(error), expected="tokenizers", advice=advice) from None
-    dims = next((spec.dims for spec in signature.specs if spec.name == _TOKENS[0]), ())
-    folder = Path(signature.name).absolute().parent
-    path = next(
-        (each / "tokenizer.json" for each in (folder, folder.parent) if (each / "tokenizer.json").exists()), None
-    )
+    dims = next((spec.dims for spec in signature.specs if spec.name == "input_ids"), ())
+    places = [folder / "tokenizer.json" for folder in list(Path(signature.name).absolute().parents)[:2]]
+    path = next((path for path in places if path.exists()), None)
     if path is None or not dims:
-        what = (
-            "no tokenizer.json beside it or one folder above" if dims else f"no input called {_TOKENS[0]!r} for texts"
-        )
+        what = "no tokenizer.json beside it or one folder above" if dims else "no input called 'input_ids' for texts"
         advice = "copy that of its tokenizer there, or pass arrays in .npz files"
         raise ShapeError(signature.name, what, expected="a model of tokens with its tokenizer.json", advice=advice)
     try:
@@ -210,5 +207,8 @@ def _tokenizer(signature: Signature) -> Any:
         raise ShapeError(path, first_line(error), expected=expected, advice=advice) from None
     fixed = dims[-1] if isinstance(dims[-1], int) else None
     tokenizer.enable_truncation(fixed or (tokenizer.truncation or {"max_length": 512})["max_length"])
-    tokenizer.no_padding() if fixed is None else tokenizer.enable_padding(length=fixed)
+    if fixed is None:
+        tokenizer.no_padding()
+    else:
+        tokenizer.enable_padding(**{**(tokenizer.padding or {}), "length": fixed})
     return tokenizer

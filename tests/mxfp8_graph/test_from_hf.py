@@ -213,28 +213,6 @@ def test_activations_are_quantized_as_the_checkpoint_says_and_nodes_fused(llama:
     assert kinds == {"gemm + silu": 5, "gemm + silu + gate": 5, "attention": 5}
 
 
-def test_outputs_are_those_of_rewriting_an_export(llama: Folder, tmp_path: Path) -> None:
-    recipe = mxfp8_graph.Recipe(fuse=False)  # fused attention computes in bfloat16
-    path, _ = mxfp8_graph.from_hf(llama.path, tmp_path / "a.onnx", recipe=recipe)
-
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = reference(llama)
-
-        def forward(self, input_ids: Any) -> Any:
-            return self.model(input_ids=input_ids, use_cache=False).logits
-
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, 50, (2, 7)))
-    exported = torch.onnx.export(Plain(), (ids,), dynamo=True, verbose=False, opset_version=21).model_proto
-    packed, _ = mxfp8_graph.rewrite(exported, recipe, weights=llama.path)  # names have one prefix more there
-    onnx.save(packed, tmp_path / "b.onnx")
-    (expected,) = ort.session(tmp_path / "b.onnx").run(None, {"input_ids": ids.numpy()})
-    found = step(ort.session(path), ids.numpy(), np.ones((2, 7), np.int64))[0]
-    # Rounding activations turns differences of the last bit into those of an element.
-    assert np.linalg.norm(found - expected) < 1e-3 * np.linalg.norm(expected)
-
-
 # --- Encoders --------------------------------------------------------------------------------------------------------
 
 
@@ -273,7 +251,6 @@ def changed(made: Folder, path: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"architectures": ["Nonsense"]}, r"architectures: \['Nonsense'\]; expected a model class of transformers"),
         ({"architectures": ["load_tool"]}, "expected a model class of transformers"),
         ({"model_type": "nonsense"}, "transformers .* cannot read it: .* never run; export it yourself"),
         ({"architectures": ["BertForNextSentencePrediction"], "num_attention_heads": 7}, "cannot be made of it"),
@@ -304,17 +281,14 @@ def test_tensors_that_are_missing_or_of_another_shape_are_listed(bert: Folder, t
     stored = load_file(path / "model.safetensors")
     del stored["embeddings.LayerNorm.bias"]
     stored["embeddings.LayerNorm.weight"] = torch.ones(65)
+    stored["pooler.dense.bias"] = torch.ones(64, dtype=torch.int64)
     save_file(stored, path / "model.safetensors")
     with pytest.raises(ContractError) as caught:
         mxfp8_graph.from_hf(path)
     assert "no 'embeddings.LayerNorm.bias' [64]" in str(caught.value)
     assert "'embeddings.LayerNorm.weight' is [65], not [64]" in str(caught.value)
+    assert "'pooler.dense.bias' is I64, not one of F32, F16, BF16, F64" in str(caught.value)
     assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors"]
-
-
-def test_a_config_of_more_layers_or_experts_than_the_checkpoint_has(bert: Folder, tmp_path: Path) -> None:
-    with pytest.raises(ContractError, match=r"no 'encoder.layer.2.attention.self.query.weight' \[64, 64\]"):
-        mxfp8_graph.from_hf(changed(bert, tmp_path / "a", num_hidden_layers=3))
 
 
 def test_repositories_that_a_config_names_are_not_asked_for(
@@ -335,13 +309,10 @@ def test_repositories_that_a_config_names_are_not_asked_for(
     ("place", "activations", "message"),
     [
         (0, None, "the activations of some layers alone are quantized"),
-        (2, None, "the activations of some layers alone are quantized"),
-        (1, {**arguments(True), "dynamic": False}, "activations that are not in MXFP8: .*'dynamic': False"),
         (2, {**arguments(True), "group_size": 16}, "activations that are not in MXFP8: .*'group_size': 16"),
-        (0, {**arguments(True), "type": "int"}, "activations that are not in MXFP8: .*'type': 'int'"),
         (1, "yes", "activations that are not in MXFP8: yes"),
     ],
-    ids=["none first", "none last", "static", "block size", "type", "text"],
+    ids=["none", "block size", "text"],
 )
 def test_every_group_says_how_activations_are_quantized(
     place: int, activations: Any, message: str, bert: Folder, tmp_path: Path
@@ -397,15 +368,6 @@ def test_layers_of_comfyui_say_whether_activations_are_quantized(
     written, report = mxfp8_graph.from_hf(path)
     assert report.recipe["activations"] == activations
     ck.check_bytes(mxfp8_graph.unpack(written), bert.weights)
-
-
-def test_parameters_of_integers_are_refused(bert: Folder, tmp_path: Path) -> None:
-    path = changed(bert, tmp_path / "a")
-    stored = load_file(path / "model.safetensors")
-    stored["embeddings.LayerNorm.weight"] = torch.ones(64, dtype=torch.int64)
-    save_file(stored, path / "model.safetensors")
-    with pytest.raises(ContractError, match=r"'embeddings\.LayerNorm\.weight' is I64, not one of F32, F16, BF16, F64"):
-        mxfp8_graph.from_hf(path)
 
 
 def test_what_is_excluded_has_no_other_values(bert: Folder, tmp_path: Path) -> None:

@@ -153,14 +153,13 @@ def test_position_ids_stay_inside_their_table() -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        indexing([b.node("Identity", "ids", "i")]),
         indexing([b.node("Cast", "ids", "i", to=onnx.TensorProto.INT32)]),
         indexing([b.node("Reshape", "ids flat", "i")], flat=np.array([-1])),
         indexing([b.node("Concat", "flat ids", "i", axis=0)], flat=np.array([[1, 1, 1]])),
         indexing([b.node("Where", "c ids zero", "i")], c=np.array(True), zero=np.array(0)),
         indexing([b.node("Slice", "ids at end", "i")], at=np.array([0]), end=np.array([1])),
     ],
-    ids=["Identity", "Cast", "Reshape", "Concat", "Where", "Slice"],
+    ids=["Cast", "Reshape", "Concat", "Where", "Slice"],
 )
 def test_indices_are_followed_through(model: onnx.ModelProto) -> None:
     assert index_ranges(model) == {"ids": range(50)}

@@ -113,6 +113,13 @@ def test_a_long_text_is_cut(limit: int | None, length: int) -> None:
     assert feeds["input_ids"].shape == (1, length)
 
 
+def test_a_mask_without_room_for_the_tokens() -> None:
+    signature = of_tokens()
+    signature.specs[2] = InputSpec("attention_mask", np.dtype(np.int64), ("n", 2))
+    with pytest.raises(ShapeError, match="attention_mask has no room for 3 tokens"):
+        samples_of_texts(signature, "a b b")
+
+
 @pytest.mark.parametrize("line", [{"input_ids": [[1]]}, [1], {"text": 3}], ids=str)
 def test_what_is_no_text(line: Any) -> None:
     with pytest.raises(ShapeError, match=r'data.jsonl line 2: no text in .*; expected {"text": "..."} or a string'):

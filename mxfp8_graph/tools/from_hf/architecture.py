@@ -185,12 +185,11 @@ def export(call: Call, opset: int, where: str) -> ir.Model:
     with _explained(where, what, expected), exporter.quiet(), torch.no_grad():
         program = torch.export.export(call.module, call.inputs, dynamic_shapes=call.dims, strict=False)
     # With duplicates: a tied tensor may be exported under either of its names.
-    parameters = {name for name, _ in call.module.named_parameters(remove_duplicate=False)}
-    parameters |= set(call.module.state_dict())
+    parameters = set(call.module.state_dict())
 
     def lift(exported: torch.onnx.ONNXProgram) -> None:
         model = exported.model
-        for name in parameters & model.graph.initializers.keys():
+        for name in [name for name in model.graph.initializers if name in parameters]:  # in the same order each time
             value = model.graph.initializers.pop(name)
             # Without a value the initializer becomes an input, which no pass folds.
             value.const_value = None
