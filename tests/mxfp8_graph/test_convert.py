@@ -24,7 +24,6 @@ from releases import release
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass import save
-from mxfp8_graph.onnx_pass.dialects import WRITTEN
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.tools import dialects
 from mxfp8_ops import numerics, numpy_nodes
@@ -549,12 +548,6 @@ def test_nbits_has_the_accuracy_level_that_is_asked_for(recipe: str, level: int 
     assert any("rounds activations to int8" in note for note in report.notes) == (level != 0)
     how = "are not quantized any more" if level == 0 else "are quantized as ONNX Runtime does (accuracy_level 4)"
     assert all(loss.startswith(f"activations {how}") for loss in report.losses), report.losses
-
-
-@looped("to", [to for to in WRITTEN if to != "nbits"])
-def test_an_accuracy_level_is_for_nbits(to: str) -> None:
-    with pytest.raises(ContractError, match=f"{to} has no accuracy level; expected nbits, .*accuracy_level=0"):
-        mxfp8_graph.convert(rewritten("chain"), to, accuracy_level=0)
 
 
 def nbits(**changes: Any) -> onnx.ModelProto:
