@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args
 
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress, Unpack, check_options
@@ -123,10 +123,8 @@ def choices() -> str:
 
 def _candidates(recipes: Sequence[str | Path | Recipe], settings: Sequence[str]) -> dict[str, Recipe | Peer]:
     """Returns the recipes to try by name."""
-    # One preset is another by a second name.
-    usual = (name for name in presets.PRESETS if name != "MXFP8BlockScaling")
     chosen: dict[str, Recipe | Peer] = {}
-    for recipe in recipes or (*usual, *VARIANTS, *PEERS):
+    for recipe in recipes or (*presets.PRESETS, *VARIANTS, *PEERS):
         candidate = _candidate(recipe)
         name = candidate.name  # of a recipe before the settings are part of it
         if name in chosen:
@@ -141,7 +139,7 @@ def _candidate(recipe: str | Path | Recipe) -> Recipe | Peer:
         return PEERS[recipe]
     if isinstance(recipe, str) and recipe in VARIANTS:
         return Recipe(name=recipe, **VARIANTS[recipe])
-    if isinstance(recipe, str) and recipe not in presets.PRESETS and not Path(recipe).suffix:
+    if isinstance(recipe, str) and recipe not in get_args(presets.Preset) and not Path(recipe).suffix:
         raise RecipeError("recipe", repr(recipe), expected=f"one of {choices()}", advice="correct the name")
     return load_recipe(recipe)
 
