@@ -121,6 +121,7 @@ def report_text(report: dict[str, Any], folder: Path) -> str:
     # What is rewritten already has our bodies in it, whose size may change.
     left_out = {
         "seconds",
+        "advice",
         "source",
         "output",
         "bytes_after",

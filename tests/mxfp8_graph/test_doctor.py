@@ -50,6 +50,7 @@ def test_the_checks_and_their_order() -> None:
         "torch",
         "native library",
         "kernels",
+        "recipe",
         "session",
         "cuda",
     ]

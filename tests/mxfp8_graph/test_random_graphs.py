@@ -21,7 +21,7 @@ from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.samples import make_samples
 from mxfp8_graph.running.sessions import Execution, Session
-from mxfp8_graph.tools.switched import open_switchable
+from mxfp8_graph.tools.switches import open_switchable
 
 SIZES = (32, 48, 64, 70, 96)
 """Values of K and N: whole blocks, and partial last ones."""
@@ -224,12 +224,12 @@ def test_with_a_switch_per_site_both_models_are_in_one(seed: int, ops: int, reci
     """Not in all bits: ONNX Runtime fuses across the places where the branches are, which float16 shows."""
     graph, chosen = reordered(grown(seed, ops), Random(seed)), load_recipe(recipe).without_fusion()
     rewritten, report = mxfp8_graph.rewrite(graph, chosen)
-    with open_switchable(graph, chosen, allow_nonfinite=False, progress=None) as switched:
+    with open_switchable(graph, chosen) as switched:
         feeds = make_samples(switched.signature, {}).feeds[0]
-        observed = sorted({number for number in switched.observed_by if number is not None})
+        inputs = switched.observe(feeds, [i for i, seen in enumerate(switched.observed) if seen is not None])
         for on, model in ((False, graph), (True, rewritten)):
             expected = Session(model, kernels=True, execution=Execution(optimize=False)).run(feeds)
-            found, inputs = switched.run(feeds, [on] * len(report.rewritten), observed)
+            found = switched.run(feeds, [on] * len(report.rewritten))
             assert found.keys() == expected.keys()
             for name, values in expected.items():
                 limit = 0.05 if values.dtype == np.float16 else 1e-4

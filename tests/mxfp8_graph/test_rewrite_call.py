@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,10 +45,8 @@ def test_a_module_is_exported_with_its_example_inputs(inputs: Any) -> None:
     program, report = mxfp8_graph.rewrite(module, "mxint8", example_inputs=inputs)
     assert isinstance(program, torch.export.ExportedProgram)
     assert len(report.rewritten) == 1
-    arguments = (
-        {"args": tuple(inputs), "kwargs": {}} if not isinstance(inputs, dict) else {"args": (), "kwargs": inputs}
-    )
-    result = program.module()(*arguments["args"], **arguments["kwargs"])
+    call = program.module()
+    result = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
     with torch.no_grad():
         np.testing.assert_allclose(result.numpy(), module(X, ONE).numpy(), atol=0.05)
 
@@ -93,10 +92,21 @@ def test_a_rewrite_advises_a_better_preset_and_auto_takes_it() -> None:
         pytest.skip("no preset measured better on this processor")
     with cpu.forced_isa(isa):
         model, wanted = save(b.chain_model()), presets.BETTER[isa].preset
-        assert f"--recipe {wanted} is" in " ".join(run("rewrite", model).stdout.split())
+        assert f"--recipe {wanted} is " in " ".join(run("rewrite", model).stdout.split())
         done = run("rewrite", model, "--recipe", "auto", "-o", "auto.onnx")
         assert f"with recipe {wanted}" in done.stdout
         assert "advice" not in done.stdout
+
+
+def test_advice_has_the_numbers_that_were_measured() -> None:
+    results = Path(__file__).parents[2] / "benchmarks/results/presets.json"
+    data = json.loads(results.read_text())
+    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"] if row[1] != "mxfp8"]
+    for isa, better in presets.BETTER.items():
+        measured = [row for row in rows if row["instruction set"] == isa]
+        best = max(measured, key=lambda row: float(row["x mxfp8"]) if float(row["of the error of mxfp8"]) < 1 else 0)
+        found = best["preset"], float(best["x mxfp8"]), float(best["of the error of mxfp8"])
+        assert found == tuple(better), isa
 
 
 def test_type_checkers_know_the_presets() -> None:
