@@ -70,13 +70,13 @@ def test_a_recorded_recipe_reads_back_as_itself(name: str) -> None:
 def test_a_preset_is_one_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "toy", {"min_dim": 64})
     assert load_recipe("toy") == Recipe(name="toy", min_dim=64)
-    with pytest.raises(RecipeError, match=r"expected one of mxfp8, .*, all, toy, or a \.yaml or \.toml file"):
+    with pytest.raises(RecipeError, match=r"expected one of mxfp8, .*, all, toy, auto, or a \.yaml or \.toml file"):
         load_recipe("mxfp4")
     code = "import sys; from mxfp8_graph.policy.presets import PRESETS; PRESETS['toy'] = {'min_dim': 64}; "
     code += "from mxfp8_graph import cli; sys.argv[1:] = ['rewrite', '--help']; cli.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     help_text = " ".join(done.stdout.split())
-    assert "all, toy, or a .yaml or .toml file" in help_text
+    assert "all, toy, auto, or a .yaml or .toml file" in help_text
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -94,7 +94,7 @@ def test_an_unknown_name_lists_the_presets() -> None:
         load_recipe("mxfp4")
     assert str(caught.value) == (
         "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-weight-only, all, or a .yaml or .toml file; correct the name"
+        "mxint8-weight-only, all, auto, or a .yaml or .toml file; correct the name"
     )
 
 

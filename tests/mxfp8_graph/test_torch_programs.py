@@ -223,5 +223,5 @@ def test_a_module_is_refused_with_the_way_to_a_program() -> None:
         mxfp8_graph.rewrite(nn.Linear(64, 64))
     assert str(caught.value) == (
         "rewrite: model is a Linear; expected a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a "
-        "torch.export.ExportedProgram; pass torch.export.export(model, inputs)"
+        "torch.export.ExportedProgram; pass example_inputs=(x,) too"
     )
