@@ -126,7 +126,7 @@ def _cuda_checks() -> list[Check]:
 
 def _recipe() -> str:
     isa = cpu.isa()
-    return f"--recipe {presets.best(isa)}; {presets.advice(isa) or 'no preset measured better on this CPU'}"
+    return presets.advice(isa) or f"--recipe {presets.DEFAULT}: no other preset measured better on this CPU ({isa})"
 
 
 def _session(device: str) -> str:

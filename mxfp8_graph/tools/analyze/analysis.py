@@ -141,12 +141,13 @@ class Analysis(Report):
 
     def answer(self) -> str:
         """Returns which sites to keep, and what that gives."""
-        everything = self.everything[self.metric.name]
+        title, count = self.metric.shown_title, len(self.sites)
+        before = self.metric.shown(self.everything[self.metric.name].mean)
         if self.exclusion is None:
-            return f"Nothing to exclude: {everything} with all {len(self.sites)} matmuls rewritten."
-        after, count = self.exclusion.scores[self.metric.name], f"{len(self.exclusion.sites)} of {len(self.sites)}"
-        worst = f"the worst {count} matmuls, {self.exclusion.share:.1%} of the weights"
-        return f"Exclude {worst}, first {self.sites[0].label}: {after} instead of {everything}."
+            return f"Nothing to exclude: {title} {before:.3g} with all {count} matmuls rewritten."
+        after, chosen = self.metric.shown(self.exclusion.scores[self.metric.name].mean), len(self.exclusion.sites)
+        worst = f"the worst {chosen} of {count} matmuls, {self.exclusion.share:.1%} of the weights"
+        return f"Exclude {worst}, first {self.sites[0].label}: {title} {after:.3g} instead of {before:.3g}."
 
     def sections(self) -> Iterator[Section]:
         """Yields the lines to paste, the facts, the ranking and the layers."""

@@ -183,4 +183,4 @@ class Comparison(Report):
 def _score(score: Score, *, several: bool) -> Iterator[Cell]:
     """Yields the mean over the samples and, of several, the worst one."""
     for value in (score.mean, score.worst)[: 1 + several]:
-        yield "NaN or Inf" if math.isnan(value) else number(score.metric.shown(value), ".4g")
+        yield "NaN or Inf" if math.isnan(value) else number(score.metric.shown(value), ".3g")
