@@ -133,7 +133,6 @@ class _Search:
     steps: list[Step] = field(default_factory=list)
     bytes_before: int = 0
     _sites: list[MatMulSite] = field(default_factory=list)
-    _rankings: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
 
     def run(self) -> None:
         """Tries what is worth it; `best` chooses among the steps."""
@@ -232,24 +231,22 @@ class _Search:
 
     def _ranking(self, treatment: str) -> list[tuple[str, ...]]:
         """Returns the names of the sites, the worst first; sites of one weight together, so that it is stored once."""
-        if treatment not in self._rankings:
-            recipe = Plan(treatment=treatment).recipe(self.base, self._sites, treatment)
-            every = max(1, -(-len(self.bench.samples) // _RANKED))
-            feeds, allow = self.bench.samples.feeds[::every], self.bench.allow_nonfinite
-            measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress)
-            squares: dict[str, float] = {}
-            names: dict[str, tuple[str, ...]] = {}
-            with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
-                off = [False] * len(switchable.switched)
-                measure.expected = measure.outputs(lambda feeds: switchable.run(feeds, off), "original")
-                for report, scores in zip(switchable.switched, damages_alone(switchable, measure), strict=True):
-                    site = report.decision.site
-                    key = site.weight or site.name
-                    square = RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
-                    squares[key] = squares.get(key, 0.0) + square
-                    names[key] = (*names.get(key, ()), site.name)
-            self._rankings[treatment] = [names[key] for key in sorted(squares, key=lambda key: -squares[key])]
-        return self._rankings[treatment]
+        recipe = Plan(treatment=treatment).recipe(self.base, self._sites, treatment)
+        every = max(1, -(-len(self.bench.samples) // _RANKED))
+        feeds, allow = self.bench.samples.feeds[::every], self.bench.allow_nonfinite
+        measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress)
+        squares: dict[str, float] = {}
+        names: dict[str, tuple[str, ...]] = {}
+        with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
+            off = [False] * len(switchable.switched)
+            measure.expected = measure.outputs(lambda feeds: switchable.run(feeds, off), "original")
+            for report, scores in zip(switchable.switched, damages_alone(switchable, measure), strict=True):
+                site = report.decision.site
+                key = site.weight or site.name
+                square = RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
+                squares[key] = squares.get(key, 0.0) + square
+                names[key] = (*names.get(key, ()), site.name)
+        return [names[key] for key in sorted(squares, key=lambda key: -squares[key])]
 
 
 def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path | None:
