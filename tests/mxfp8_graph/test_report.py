@@ -97,7 +97,8 @@ def test_the_error_counts_a_shared_weight_once_and_a_nan_is_the_worst() -> None:
 def test_the_dict() -> None:
     assert list(REPORT.to_dict()) == [
         "schema", "source", "output", "recipe", "dry_run", "already_rewritten", "seconds", "bytes_before",
-        "bytes_after", "notes", "rewritten", "kept", "kept_by_reason", "weight_error", "account", "sites", "fusions",
+        "bytes_after", "advice", "notes", "rewritten", "kept", "kept_by_reason", "weight_error", "account", "sites",
+        "fusions",
     ]  # fmt: skip
     assert REPORT.to_dict()["sites"][1] == {
         "name": "down[0]", "op": "Gemm", "module": "", "subgraph": "", "role": "linear", "m": 4, "n": 128, "k": 64,
