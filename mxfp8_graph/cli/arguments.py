@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -47,19 +46,10 @@ Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tens
 NewFolder = Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")]
 
 
-def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Returns a completion function for the shell: the names that begin with the typed text."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names if name.startswith(incomplete)]
-
-    return complete
-
-
 def recipe_option(help: str = "") -> Any:
     """Returns the option --recipe, with completion of the presets."""
     help = f"{presets.choices()}. {help}".strip()
-    return Option("--recipe", autocompletion=completed(presets.PRESETS), help=help)
+    return Option("--recipe", autocompletion=lambda: list(presets.PRESETS), help=help)
 
 
 SelectingRecipe = Annotated[str, recipe_option()]

@@ -53,7 +53,7 @@ def convert(
     model: Annotated[Path, Argument(metavar="MODEL", help="An ONNX model in MXFP8.")],
     *,
     to: Annotated[
-        str, Option(metavar="DIALECT", autocompletion=arg.completed(WRITTEN), help=f"One of: {', '.join(_DIALECTS)}.")
+        str, Option(metavar="DIALECT", autocompletion=lambda: list(WRITTEN), help=f"One of: {', '.join(_DIALECTS)}.")
     ],
     output: Annotated[Path | None, Option("-o", "--output", help="Default: MODEL.DIALECT.onnx.")] = None,
     allow: Annotated[

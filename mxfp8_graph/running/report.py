@@ -159,5 +159,4 @@ def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
     named = f"{len(nodes)} {op} ({kernels})" if kernels else f"{len(nodes)} {op}"
     if nodes[0].has_bound:
         return f"{named}: kernel and function body differ by at most {worst:.2g} of the fp32 accumulation bound"
-    differing = f"{worst:.0f} values differ" if worst else "the same bytes"
-    return f"{named}: kernel against function body, {differing}"
+    return f"{named}: kernel and function body {f'differ in {worst:.0f} values' if worst else 'give the same bytes'}"
