@@ -43,7 +43,6 @@ ExternalData = Annotated[
 AllowNonfinite = Annotated[bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf, else an error.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing outputs and reports.")]
 Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
-NewFolder = Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")]
 
 
 def recipe_option(help: str = "") -> Any:

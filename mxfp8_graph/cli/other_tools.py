@@ -91,7 +91,7 @@ def convert(
 def export_checkpoint(
     model: arg.ModelPath,
     *,
-    output: arg.NewFolder,
+    output: Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
     config: Annotated[Path, Option(metavar="FOLDER", help="Hugging Face folder of the original.")],
     convention: Annotated[
         Literal["compressed-tensors", "scale-inv"],

@@ -84,7 +84,7 @@ class TorchProgram(Runnable):
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
-        leaves = pytree.tree_leaves(self._feeds(inputs))
+        leaves = self.placeholders(inputs).values()
         profiler = _Profiler(self._module)
         try:
             with torch.inference_mode(), self._restored(), cpu.profiled() as profiler.written:
@@ -96,10 +96,8 @@ class TorchProgram(Runnable):
             raise unrunnable(self.name, error) from None
         return [replace(node, seconds=node.seconds / repeat) for node in profiler.nodes.values()]
 
-    def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
-        leaves = self.placeholders(inputs).values()
-        args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
-        return args, kwargs
+    def _feeds(self, inputs: Mapping[str, Array]) -> Any:
+        return pytree.tree_unflatten(self.placeholders(inputs).values(), self._program.call_spec.in_spec)
 
     def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         """Returns the arguments of the user's inputs, by name of the placeholder, in order."""
