@@ -25,7 +25,7 @@ Dims = Annotated[
     list[str] | None,
     Option("--dim", metavar="NAME=SIZE", help="Size of synthesised inputs: batch=4, input_ids.1=128."),
 ]
-Seed = Annotated[int, Option(help="Random seed for synthesised inputs.")]
+Seed = Annotated[int, Option(min=0, help="Random seed for synthesised inputs.")]
 Repeat = Annotated[int, Option(metavar="N", help="Number of timed runs.", min=1)]
 Reports = Annotated[
     list[Path] | None,

@@ -24,7 +24,7 @@ from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
 
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import external_files, path_of
@@ -108,9 +108,8 @@ def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[N
         folder = path.parent  # the model is a link, and its data is none
     instrumented = to_proto(model)  # large weights stay in their files, the model's own among them
     pairs = _instrument(instrumented, chosen, {*inputs, *stored})
-    # Unoptimized, so that every node runs as the file has it.
-    settings: dict[str, Any] = {"where": name_of(model), "folder": folder}
-    session = Session(instrumented, kernels=True, execution=Execution(optimize=False), **settings)
+    as_it_is = Execution(optimize=False)  # every node runs as the file has it
+    session = Session(instrumented, kernels=True, where=name_of(model), folder=folder, execution=as_it_is)
     with cpu.profiled() as written:
         values = {**session.run(inputs), **inputs}
         calls = by_node(written.calls())
@@ -174,15 +173,14 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
 
 def _twin_of(function: FunctionProto) -> FunctionProto:
     """Returns a function body, and the MXFP8 nodes in it, in the domain of the twins."""
-    twin, body = FunctionProto(), GraphProto(node=function.node)
+    twin = FunctionProto()
     twin.CopyFrom(function)
-    del twin.node[:]
     twin.domain = BODY_DOMAIN
+    body: Any = twin  # it has its nodes as a graph has
     named: list[Any] = [*twin.opset_import, *(node for graph in iter_graphs(body) for node in graph.node)]
     for item in named:
         if item.domain == contract.DOMAIN:
             item.domain = BODY_DOMAIN
-    twin.node.extend(body.node)
     return twin
 
 
