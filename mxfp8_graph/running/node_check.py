@@ -94,12 +94,6 @@ def check_nodes(model: ir.Model, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     ]
 
 
-def nodes_in_subgraphs(graph: ir.Graph) -> int:
-    """Returns how many MXFP8 nodes are inside If, Loop and Scan bodies."""
-    inner = graph.subgraphs()
-    return sum(node.domain == contract.DOMAIN for below in inner for node in below)
-
-
 def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
     stored, path = model.graph.initializers, path_of(model)

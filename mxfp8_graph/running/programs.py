@@ -150,18 +150,14 @@ def _spec(placeholder: torch.fx.Node) -> InputSpec:
 def _table_rows(placeholder: torch.fx.Node, program: ExportedProgram) -> range | None:
     """Returns which ids stay inside every embedding that `placeholder` indexes, or None if it indexes none."""
     rows: list[int] = []
-    stack, seen = [placeholder], {placeholder}
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            name = getattr(user.target, "_opname", "") if user.op == "call_function" else ""
-            # The smallest table of all limits the ids.
-            if name == "embedding" and user.args[1] is node:
-                table: Any = user.args[0]
-                rows.append(int(table.meta["val"].shape[0]))
-            elif name in _MOVES and user.args and user.args[0] is node and user not in seen:
-                seen.add(user)
-                stack.append(user)
+    same = {placeholder}  # nodes that hold its values
+    for node in program.graph.nodes:
+        name = getattr(node.target, "_opname", "") if node.op == "call_function" else ""
+        if name == "embedding" and node.args[1] in same:
+            rows.append(int(node.args[0].meta["val"].shape[0]))
+        elif name in _MOVES and node.args and node.args[0] in same:
+            same.add(node)
+    # The smallest table of all limits the ids.
     return range(min(rows)) if rows else None
 
 
