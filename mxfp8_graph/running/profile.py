@@ -101,7 +101,8 @@ def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:
 def kernels_of(calls: Sequence[cpu.Call]) -> tuple[str, str]:
     """Returns the gemm kernels that ran, and the instruction sets that they and other kernels ran on."""
     gemms = dict.fromkeys(gemm for call in calls for gemm in call.gemms)
-    return ", ".join(gemms), ", ".join(dict.fromkeys(call.isa or "cuda" for call in calls))
+    # Without rows a node calls no kernel.
+    return ", ".join(gemms), ", ".join(dict.fromkeys(call.isa for call in calls if call.isa))
 
 
 def _operands(args: Mapping[str, Any], rounded: str | None) -> str:
