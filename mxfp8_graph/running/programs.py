@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from mxfp8_graph.naming import first_line
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec, Signature
 from mxfp8_graph.running.profile import NodeProfile, kernels_of
 from mxfp8_graph.running.sessions import Runnable
@@ -126,8 +127,7 @@ class TorchProgram(Runnable):
 
 def unrunnable(name: str, error: Exception) -> BackendError:
     """Returns the error for an exception that torch raised for the inputs of a program."""
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    what = f"torch cannot run it: {reason}"
+    what = f"torch cannot run it: {first_line(error)}"
     return BackendError(name, what, expected="inputs the program accepts", advice=PASS_OTHERS)
 
 
