@@ -56,7 +56,7 @@ def diagnose() -> list[Check]:
         Check("mxfp8-graph", "ok", f"{__version__}, nodes of {contract.DOMAIN!r} version {contract.VERSION}"),
         *(_package(*row) for row in _PACKAGES),
         _attempt("native library", lambda: str(cpu.library_path())),
-        _attempt("kernels", lambda: f"{cpu.isa()}, set by MXFP8_ISA: {', '.join(cpu.available_isas())}"),
+        _attempt("kernels", lambda: f"{cpu.isa()}; MXFP8_ISA sets one of {', '.join(cpu.available_isas())}"),
         _attempt("recipe", _recipe),
         _attempt("session", partial(_session, "cpu")),
         *_cuda_checks(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -26,7 +25,7 @@ Dims = Annotated[
     list[str] | None,
     Option("--dim", metavar="NAME=SIZE", help="Size of synthesised inputs: batch=4, input_ids.1=128."),
 ]
-Seed = Annotated[int, Option(help="Random seed for synthesised inputs.")]
+Seed = Annotated[int, Option(min=0, help="Random seed for synthesised inputs.")]
 Repeat = Annotated[int, Option(metavar="N", help="Number of timed runs.", min=1)]
 Reports = Annotated[
     list[Path] | None,
@@ -44,22 +43,12 @@ ExternalData = Annotated[
 AllowNonfinite = Annotated[bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf, else an error.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing outputs and reports.")]
 Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
-NewFolder = Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")]
-
-
-def completed(names: Iterable[str]) -> Callable[[str], list[str]]:
-    """Returns a completion function for the shell: the names that begin with the typed text."""
-
-    def complete(incomplete: str) -> list[str]:
-        return [name for name in names if name.startswith(incomplete)]
-
-    return complete
 
 
 def recipe_option(help: str = "") -> Any:
     """Returns the option --recipe, with completion of the presets."""
     help = f"{presets.choices()}. {help}".strip()
-    return Option("--recipe", autocompletion=completed(presets.PRESETS), help=help)
+    return Option("--recipe", autocompletion=lambda: list(presets.PRESETS), help=help)
 
 
 SelectingRecipe = Annotated[str, recipe_option()]

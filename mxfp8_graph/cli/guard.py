@@ -117,9 +117,8 @@ def check_reports(reports: Sequence[Path] | None, models: Iterable[Path | None],
     """Raises Mxfp8Error if a report cannot be written. Commands call it before the work, which may take minutes."""
     from mxfp8_graph.report.base import check_report_path
 
-    files = [model for model in models if model]
     for report in reports or ():
-        check_report_path(report, files, overwrite=overwrite)
+        check_report_path(report, filter(None, models), overwrite=overwrite)
 
 
 def print_result(

@@ -10,15 +10,7 @@ from typing import Annotated, Literal
 from typer import Argument, Exit, Option, echo
 
 from mxfp8_graph.cli import arguments as arg
-from mxfp8_graph.cli.guard import (
-    BAD_INPUT,
-    FAILED,
-    check_reports,
-    print_result,
-    progress_bar,
-    say,
-    show,
-)
+from mxfp8_graph.cli.guard import BAD_INPUT, FAILED, check_reports, print_result, progress_bar, say, show
 from mxfp8_graph.policy import presets
 
 

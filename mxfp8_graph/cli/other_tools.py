@@ -53,7 +53,7 @@ def convert(
     model: Annotated[Path, Argument(metavar="MODEL", help="An ONNX model in MXFP8.")],
     *,
     to: Annotated[
-        str, Option(metavar="DIALECT", autocompletion=arg.completed(WRITTEN), help=f"One of: {', '.join(_DIALECTS)}.")
+        str, Option(metavar="DIALECT", autocompletion=lambda: list(WRITTEN), help=f"One of: {', '.join(_DIALECTS)}.")
     ],
     output: Annotated[Path | None, Option("-o", "--output", help="Default: MODEL.DIALECT.onnx.")] = None,
     allow: Annotated[
@@ -91,7 +91,7 @@ def convert(
 def export_checkpoint(
     model: arg.ModelPath,
     *,
-    output: arg.NewFolder,
+    output: Annotated[Path, Option("-o", "--output", metavar="FOLDER", help="A new folder.")],
     config: Annotated[Path, Option(metavar="FOLDER", help="Hugging Face folder of the original.")],
     convention: Annotated[
         Literal["compressed-tensors", "scale-inv"],

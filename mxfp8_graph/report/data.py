@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.policy.plan import Decision, MatMulSite
+from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number, shape_text
 from mxfp8_ops.formats import element_format
@@ -222,12 +222,11 @@ class RewriteReport(Report):
 
     def _counts(self) -> str:
         """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
-        parts = []
-        for kind in ("matmuls", "embeddings"):
-            sites = [each for each in self.sites if (each.decision.site.role == "embedding") == (kind == "embeddings")]
-            if sites or kind == "matmuls":
-                parts.append(f"{sum(each.decision.quantize for each in sites)} of {len(sites)} {kind}")
-        return " and ".join(parts)
+        kinds: dict[str, list[bool]] = {"matmuls": []}
+        for each in self.sites:
+            kind = "embeddings" if each.decision.site.role == "embedding" else "matmuls"
+            kinds.setdefault(kind, []).append(each.decision.quantize)
+        return " and ".join(f"{sum(verdicts)} of {len(verdicts)} {kind}" for kind, verdicts in kinds.items())
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs: weight error, fused nodes, time and notes."""
@@ -255,11 +254,6 @@ class RewriteReport(Report):
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
 
 
-def sizes(site: MatMulSite) -> str:
-    """Returns M x N x K, "?" for a size that only a run of the model shows."""
-    return " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
-
-
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:
     groups: dict[str, list[SiteReport]] = {}
     for site in sites:
@@ -275,7 +269,9 @@ def site_table(sites: Iterable[SiteReport]) -> Columns:
         after = byte_size(None if each.relative_l2 is None else each.bytes_after)
         weight = (byte_size(each.bytes_before or None), after, number(each.relative_l2, ".4f"))
         verdict = "rewritten" if decision.quantize else "kept"
-        rows.append((each.path, site.module, site.op, sizes(site), verdict, *weight, decision.rule, decision.reason))
+        # Only a run of the model shows some sizes.
+        sizes = " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
+        rows.append((each.path, site.module, site.op, sizes, verdict, *weight, decision.rule, decision.reason))
     weights = ("before", "after", "relative L2")
     return filled(("site", "module", "op", "M x N x K", "decision", *weights, "rule", "reason"), rows)
 

@@ -101,13 +101,13 @@ def replace_each(
     done = 0
     reports = []
     for site, decision in zip(sites, decisions, strict=True):
-        if not decision.quantize:
+        if decision.quantize:
+            reports.append(replace(site, decision))
+            done += decision.site.weight_bytes
+            if progress is not None:
+                progress(decision.site.name, done, total)
+        else:
             if keep is not None:
                 keep(site)
             reports.append(SiteReport(decision=decision))
-            continue
-        reports.append(replace(site, decision))
-        done += decision.site.weight_bytes
-        if progress is not None:
-            progress(decision.site.name, done, total)
     return reports

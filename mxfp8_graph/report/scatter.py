@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 from typing import Final
 
@@ -20,25 +19,22 @@ Point = tuple[str, float, float]
 """Name, and the numbers across and up."""
 
 
-@dataclass(frozen=True)
 class _Axis:
     """The places of numbers between two ends, in pixels: from 0 on, so that twice as far is twice as much."""
 
-    values: Sequence[float]
-    start: float
-    end: float
+    def __init__(self, values: Sequence[float], start: float, end: float) -> None:
+        self._low, self._high = min(0.0, *values), max(0.0, *values)
+        self._start, self._end = start, end
 
     def place(self, value: float) -> float:
-        low, high = min(0.0, *self.values), max(0.0, *self.values) * 1.1 or 1.0
-        return self.start + (value - low) / (high - low) * (self.end - self.start)
+        high = self._high * 1.1 or 1.0
+        return self._start + (value - self._low) / (high - self._low) * (self._end - self._start)
 
     def ticks(self) -> list[float]:
-        least = (max(0.0, *self.values) - min(0.0, *self.values)) / 6 or 1.0
+        least = (self._high - self._low) / 6 or 1.0
         power = 10.0 ** math.floor(math.log10(least))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= least)
-        return [
-            i * step for i in range(math.ceil(min(0.0, *self.values) / step), 1 + int(max(self.values) / step + 1e-9))
-        ]
+        return [i * step for i in range(math.ceil(self._low / step), 1 + int(self._high / step + 1e-9))]
 
 
 def svg(points: Sequence[Point], titles: tuple[str, str], best: str | None) -> str:

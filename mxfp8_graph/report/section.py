@@ -146,26 +146,19 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
     """
     columns = [_column(*each) for each in zip(header, zip(*rows, strict=True), strict=True)]
     needs = [(column.width or column.min_width or 0) + 2 for column in columns]
-    groups, used = [[0]], needs[0]
+    groups = [[0]]
     for index in range(1, len(columns)):
-        if used + needs[index] > WIDTH + 2:
+        if sum(needs[each] for each in (*groups[-1], index)) > WIDTH + 2:
             groups.append([0])
-            used = needs[0]
         groups[-1].append(index)
-        used += needs[index]
     tables = []
     for group in groups:
-        one = Table(
-            *(columns[index].copy() for index in group),
-            box=None,
-            padding=(0, 2, 0, 0),
-            pad_edge=False,
-            header_style="bold",
-        )
+        shown = (columns[index].copy() for index in group)
+        tables.append(Table(*shown, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold"))
         for number, row in enumerate(rows):
             texts = [printable(cell_text(row[index])) for index in group]
-            one.add_row(*(Text(each, STYLES.get(each, "")) for each in texts), style="bold" * (best and number == 0))
-        tables.append(one)
+            cells = (Text(each, STYLES.get(each, "")) for each in texts)
+            tables[-1].add_row(*cells, style="bold" * (best and number == 0))
     return Group(*tables)
 
 

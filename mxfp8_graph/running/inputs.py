@@ -188,9 +188,11 @@ class Sizes:
     def __init__(self, signature: Signature, overrides: Mapping[str, int], batch: int) -> None:
         """Raises ShapeError if an override names a dimension that no input has, or is negative."""
         self._inputs = {spec.name: spec.dims for spec in signature.specs}
-        self._overrides, self._batch, self._memo = overrides, batch, dict[str, int]()
-        all_dims = {f"{name}.{axis}": dim for name, dims in self._inputs.items() for axis, dim in enumerate(dims)}
-        free = {place: dim for place, dim in all_dims.items() if not isinstance(dim, int)}
+        self._batch = batch
+        self._known = dict(overrides)
+        """Sizes by input and axis, and by dim_param."""
+        dims = {f"{name}.{axis}": dim for name, dims in self._inputs.items() for axis, dim in enumerate(dims)}
+        free = {place: dim for place, dim in dims.items() if not isinstance(dim, int)}
         names = {symbol for dim in free.values() if dim for symbol in (dim, *_symbols(dim))}
         for key, size in overrides.items():
             if key not in names | free.keys() or size < 0:
@@ -207,22 +209,20 @@ class Sizes:
 
     def of(self, name: str, axis: int) -> int:
         """Returns the size of a dimension of an input."""
-        return self._size(name, axis, self._inputs[name][axis])
-
-    def _size(self, name: str, axis: int, dim: Dim) -> int:
+        dim, place = self._inputs[name][axis], f"{name}.{axis}"
         if isinstance(dim, int):
             return dim
-        for key in (f"{name}.{axis}", dim):
-            if key is not None and key in self._overrides:
-                return self._overrides[key]
-        if dim is None:
-            return self._default(name, axis, "")
-        if dim not in self._memo:
-            self._memo[dim] = _SEQUENCE  # ends the recursion of a size that is defined through itself
+        if place in self._known:
+            return self._known[place]
+        return self._default(name, axis, "") if dim is None else self._size(name, axis, dim)
+
+    def _size(self, name: str, axis: int, dim: str) -> int:
+        if dim not in self._known:
+            self._known[dim] = _SEQUENCE  # ends the recursion of a size that is defined through itself
             sizes = {symbol: self._size(name, axis, symbol) for symbol in _symbols(dim) - {dim}}
             size = ir.SymbolicDim(dim).evaluate(sizes) if sizes else None
-            self._memo[dim] = max(0, size) if isinstance(size, int) else self._default(name, axis, dim)
-        return self._memo[dim]
+            self._known[dim] = max(0, size) if isinstance(size, int) else self._default(name, axis, dim)
+        return self._known[dim]
 
     def _default(self, name: str, axis: int, dim: str) -> int:
         # Decoders take a mask over cache and tokens; exporters give its length a name of its own, which says nothing.

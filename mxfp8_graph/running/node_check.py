@@ -24,14 +24,14 @@ from typing import Any, Final
 
 import numpy as np
 import onnx_ir as ir
-from onnx import FunctionProto, GraphProto, ModelProto, NodeProto, ValueInfoProto, helper
+from onnx import FunctionProto, ModelProto, NodeProto, ValueInfoProto, helper
 
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import external_files, path_of
 from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.running.inputs import Array
-from mxfp8_graph.running.profile import by_node, gemms_of, isas_of
+from mxfp8_graph.running.profile import by_node, kernels_of
 from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
 from mxfp8_ops.contract import ATTENTION
@@ -94,12 +94,6 @@ def check_nodes(model: ir.Model, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     ]
 
 
-def nodes_in_subgraphs(graph: ir.Graph) -> int:
-    """Returns how many MXFP8 nodes are inside If, Loop and Scan bodies."""
-    inner = graph.subgraphs()
-    return sum(node.domain == contract.DOMAIN for below in inner for node in below)
-
-
 def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
     stored, path = model.graph.initializers, path_of(model)
@@ -108,13 +102,12 @@ def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[N
         folder = path.parent  # the model is a link, and its data is none
     instrumented = to_proto(model)  # large weights stay in their files, the model's own among them
     pairs = _instrument(instrumented, chosen, {*inputs, *stored})
-    # Unoptimized, so that every node runs as the file has it.
-    settings: dict[str, Any] = {"where": name_of(model), "folder": folder}
-    session = Session(instrumented, kernels=True, execution=Execution(optimize=False), **settings)
+    as_it_is = Execution(optimize=False)  # every node runs as the file has it
+    session = Session(instrumented, kernels=True, where=name_of(model), folder=folder, execution=as_it_is)
     with cpu.profiled() as written:
         values = {**session.run(inputs), **inputs}
         calls = by_node(written.calls())
-    kernels = {name: f"{isas_of(own)} {gemms_of(own)}".strip() for name, own in calls.items()}
+    kernels = {name: " ".join(reversed(kernels_of(own))).strip() for name, own in calls.items()}
 
     def read(name: str) -> Array:
         # A weight is read for its own node only: those of a whole batch of nodes may be large.
@@ -174,15 +167,14 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
 
 def _twin_of(function: FunctionProto) -> FunctionProto:
     """Returns a function body, and the MXFP8 nodes in it, in the domain of the twins."""
-    twin, body = FunctionProto(), GraphProto(node=function.node)
+    twin = FunctionProto()
     twin.CopyFrom(function)
-    del twin.node[:]
     twin.domain = BODY_DOMAIN
+    body: Any = twin  # it has its nodes as a graph has
     named: list[Any] = [*twin.opset_import, *(node for graph in iter_graphs(body) for node in graph.node)]
     for item in named:
         if item.domain == contract.DOMAIN:
             item.domain = BODY_DOMAIN
-    twin.node.extend(body.node)
     return twin
 
 
@@ -191,8 +183,8 @@ class _Comparison:
 
     def __init__(self, node: NodeProto, twin: NodeProto, read: Callable[[str], Array]) -> None:
         self._op = contract.OPS[node.op_type]
-        self._names = {port.name: name for port, name in zip(self._op.inputs, node.input, strict=False) if name}
-        self._read = read
+        ports = zip(self._op.inputs, node.input, strict=False)
+        self._inputs = {port.name: read(name) for port, name in ports if name}
         attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         texts = {name: value.decode() for name, value in attributes.items() if isinstance(value, bytes)}
         self._attributes: dict[str, Any] = {**self._op.attributes, **attributes, **texts}
@@ -214,26 +206,20 @@ class _Comparison:
                 return float(sum(map(_differing, *zip(*exact, strict=True))))
             return math.inf if any(_differing(*pair) for pair in exact) else _largest_ratio(*values, 2 * bound)
 
-    def _input(self, port: str) -> Array | None:
-        return self._read(self._names[port]) if port in self._names else None
-
-    def _value(self, port: str) -> Array:
-        return self._read(self._names[port])
-
     def _gemm_bound(self, dtype: str) -> Array:
         """Returns the bound of each value of a gemm whose result has that dtype."""
-        b, scales = self._value("B"), self._value("B_scales")
+        b, scales = self._inputs["B"], self._inputs["B_scales"]
         if self._op.weight_only:
             rounds = self._attributes["activation_dtype"] == contract.BFLOAT16
-            x = self._value("X").astype(numerics.VALUE_DTYPES["bfloat16" if rounds else "float32"])
+            x = self._inputs["X"].astype(numerics.VALUE_DTYPES["bfloat16" if rounds else "float32"])
         else:
-            x = _dequantized(self._value("A"), self._value("A_scales"))
-        if (experts := self._input("experts")) is not None:
+            x = _dequantized(self._inputs["A"], self._inputs["A_scales"])
+        if (experts := self._inputs.get("experts")) is not None:
             return _grouped_bound(x, b, scales, experts, dtype)
         bound: Callable[..., Array] = numpy_nodes.gemm_error_bound
         if "epilogue" in self._attributes:
             bound = partial(numpy_nodes.fused_gemm_error_bound, epilogue=self._attributes["epilogue"])
-        bias, factor = self._input("bias"), self._input("factor")
+        bias, factor = self._inputs.get("bias"), self._inputs.get("factor")
         rows, parts = max(_WEIGHT_VALUES // max(b.shape[-1], 1), 1), []
         for start in range(0, max(b.shape[-2], 1), rows):
             part = slice(start, start + rows)
@@ -244,27 +230,30 @@ class _Comparison:
 
     def _attention_bound(self) -> Array:
         """Returns the bound of each value of Y, a key-value head at a time: it needs all scores in float64."""
-        q, k, v, mask, *pasts = (self._value(port.name) for port in ATTENTION.inputs)
+        q, k, v, mask, *pasts = (self._inputs[port.name] for port in ATTENTION.inputs)
         heads = self._attributes["q_num_heads"], self._attributes["kv_num_heads"]
         shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
         sizes = attention.attention_sizes(ATTENTION.name, *shapes, heads)
         each, mask = sizes.q_heads // sizes.kv_heads, np.broadcast_to(mask, sizes.scores)
-        bound = np.empty(sizes.y)
+        # The columns of a key-value head are side by side, and those of the query heads that read it.
+        q, k, v = (x.reshape(*x.shape[:2], sizes.kv_heads, x.shape[2] // sizes.kv_heads) for x in (q, k, v))
+        bound = np.empty((*q.shape[:3], each * sizes.dv))
         for batch, head in np.ndindex(sizes.batch, sizes.kv_heads):
             one, own = slice(batch, batch + 1), slice(head * each, (head + 1) * each)
-            bound[one, :, own.start * sizes.dv : own.stop * sizes.dv] = attention.attention_error_bound(
-                q[one, :, own.start * sizes.d : own.stop * sizes.d],
-                k[one, :, head * sizes.d : (head + 1) * sizes.d],
-                v[one, :, head * sizes.dv : (head + 1) * sizes.dv],
+            past = (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None
+            bound[one, :, head] = attention.attention_error_bound(
+                q[one, :, head],
+                k[one, :, head],
+                v[one, :, head],
                 mask[one, own],
-                (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None,
+                past,
                 q_num_heads=each,
                 kv_num_heads=1,
                 is_causal=bool(self._attributes["is_causal"]),
                 scale=self._attributes["scale"],
                 activation_dtype="bfloat16" if self._attributes["activation_dtype"] == contract.BFLOAT16 else None,
             )
-        return bound
+        return bound.reshape(sizes.y)
 
 
 def _grouped_bound(x: Array, b: Array, scales: Array, experts: Array, dtype: str) -> Array:

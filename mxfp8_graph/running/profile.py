@@ -65,7 +65,8 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
     # The first run of a session is slower: it allocates memory and prepares kernels.
     since = starts[-runs]
     native = by_node(calls)
-    rounded = _rounded(model)
+    rounding = (node for node in model.graph.all_nodes() if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
+    rounded = {node.name: formats.BFLOAT16.name for node in rounding}
     seconds: dict[str, float] = defaultdict(float)
     first: dict[str, Event] = {}
     for event in sorted(events, key=lambda event: int(event["ts"])):
@@ -80,11 +81,12 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
             name=name,
             op=event["args"]["op_name"],
             operands=_operands(event["args"], rounded.get(name)),
-            kernel=gemms_of(native[name]),
-            isa=isas_of(native[name]),
+            kernel=kernel,
+            isa=isa,
             seconds=seconds[name],
         )
         for name, event in first.items()
+        for kernel, isa in [kernels_of(native[name])]
     ]
 
 
@@ -96,20 +98,11 @@ def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:
     return by_name
 
 
-def gemms_of(calls: Iterable[cpu.Call]) -> str:
-    """Returns the gemm kernels that ran."""
-    return ", ".join(dict.fromkeys(gemm for call in calls for gemm in call.gemms))
-
-
-def isas_of(calls: Iterable[cpu.Call]) -> str:
-    """Returns the instruction sets that calls ran on."""
-    return ", ".join(dict.fromkeys(call.isa or "cuda" for call in calls))
-
-
-def _rounded(model: ir.Model) -> dict[str, str]:
-    """Returns the dtype that MXFP8 nodes round their activations to, by node name."""
-    rounding = (node for node in model.graph.all_nodes() if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
-    return {str(node.name): formats.BFLOAT16.name for node in rounding}
+def kernels_of(calls: Sequence[cpu.Call]) -> tuple[str, str]:
+    """Returns the gemm kernels that ran, and the instruction sets that they and other kernels ran on."""
+    gemms = dict.fromkeys(gemm for call in calls for gemm in call.gemms)
+    # Without rows a node calls no kernel.
+    return ", ".join(gemms), ", ".join(dict.fromkeys(call.isa for call in calls if call.isa))
 
 
 def _operands(args: Mapping[str, Any], rounded: str | None) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
-from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec
-from mxfp8_graph.running.profile import NodeProfile, gemms_of, isas_of
+from mxfp8_graph.naming import first_line
+from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec, Signature
+from mxfp8_graph.running.profile import NodeProfile, kernels_of
 from mxfp8_graph.running.sessions import Runnable
 from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
 from mxfp8_ops import contract, cpu, formats
@@ -59,13 +60,13 @@ class TorchProgram(Runnable):
         program = evaluated(program)  # two runs of it are to be equal
         self._module = program.module()
         self._program = program
-        self.is_rewritten = record.find(program) is not None
         self._written = _written(program)
         self._inputs = [s for s in program.graph_signature.input_specs if s.kind == InputKind.USER_INPUT]
         placeholders = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
         tensors = [s.arg.name for s in self._inputs if isinstance(s.arg, TensorArgument)]
-        self.specs = [_spec(placeholders[name]) for name in tensors]
-        self.ranges = {name: span for name in tensors if (span := _table_rows(placeholders[name], program)) is not None}
+        specs = [_spec(placeholders[name]) for name in tensors]
+        ranges = {name: span for name in tensors if (span := _table_rows(placeholders[name], program)) is not None}
+        self.signature = Signature(self.name, specs, ranges, record.find(program) is not None)
         self._returned = [s.kind == OutputKind.USER_OUTPUT for s in program.graph_signature.output_specs]
         returned = [s.arg for s in program.graph_signature.output_specs if s.kind == OutputKind.USER_OUTPUT]
         self._outputs = [arg.name if isinstance(arg, TensorArgument) else None for arg in returned]
@@ -84,31 +85,20 @@ class TorchProgram(Runnable):
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
-        leaves = pytree.tree_leaves(self._feeds(inputs))
+        leaves = self.placeholders(inputs).values()
         profiler = _Profiler(self._module)
         try:
             with torch.inference_mode(), self._restored(), cpu.profiled() as profiler.written:
-                # The first run is not counted: first calls of kernels are slower.
-                for _ in range(repeat + 1):
+                profiler.run(*leaves, enable_io_processing=False)
+                profiler.nodes.clear()  # first calls of kernels are slower
+                for _ in range(repeat):
                     profiler.run(*leaves, enable_io_processing=False)
         except Exception as error:  # whatever the ops of the program raise
             raise unrunnable(self.name, error) from None
-        return [
-            NodeProfile(
-                name=node.name,
-                op=internals.op_name(node),
-                operands=profiler.operands[node],
-                kernel=gemms_of(profiler.calls[node]),
-                isa=isas_of(profiler.calls[node]),
-                seconds=sum(seconds[1:]) / repeat,
-            )
-            for node, seconds in profiler.seconds.items()
-        ]
+        return [replace(node, seconds=node.seconds / repeat) for node in profiler.nodes.values()]
 
-    def _feeds(self, inputs: Mapping[str, Array]) -> tuple[Any, Any]:
-        leaves = self.placeholders(inputs).values()
-        args, kwargs = pytree.tree_unflatten(leaves, self._program.call_spec.in_spec)
-        return args, kwargs
+    def _feeds(self, inputs: Mapping[str, Array]) -> Any:
+        return pytree.tree_unflatten(self.placeholders(inputs).values(), self._program.call_spec.in_spec)
 
     def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
         """Returns the arguments of the user's inputs, by name of the placeholder, in order."""
@@ -137,8 +127,7 @@ class TorchProgram(Runnable):
 
 def unrunnable(name: str, error: Exception) -> BackendError:
     """Returns the error for an exception that torch raised for the inputs of a program."""
-    reason = next(iter(str(error).splitlines()), type(error).__name__)
-    what = f"torch cannot run it: {reason}"
+    what = f"torch cannot run it: {first_line(error)}"
     return BackendError(name, what, expected="inputs the program accepts", advice=PASS_OTHERS)
 
 
@@ -161,18 +150,14 @@ def _spec(placeholder: torch.fx.Node) -> InputSpec:
 def _table_rows(placeholder: torch.fx.Node, program: ExportedProgram) -> range | None:
     """Returns which ids stay inside every embedding that `placeholder` indexes, or None if it indexes none."""
     rows: list[int] = []
-    stack, seen = [placeholder], {placeholder}
-    while stack:
-        node = stack.pop()
-        for user in node.users:
-            name = getattr(user.target, "_opname", "") if user.op == "call_function" else ""
-            # The smallest table of all limits the ids.
-            if name == "embedding" and user.args[1] is node:
-                table: Any = user.args[0]
-                rows.append(int(table.meta["val"].shape[0]))
-            elif name in _MOVES and user.args and user.args[0] is node and user not in seen:
-                seen.add(user)
-                stack.append(user)
+    same = {placeholder}  # nodes that hold its values
+    for node in program.graph.nodes:
+        name = getattr(node.target, "_opname", "") if node.op == "call_function" else ""
+        if name == "embedding" and node.args[1] in same:
+            rows.append(int(node.args[0].meta["val"].shape[0]))
+        elif name in _MOVES and node.args and node.args[0] in same:
+            same.add(node)
+    # The smallest table of all limits the ids.
     return range(min(rows)) if rows else None
 
 
@@ -184,26 +169,27 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 class _Profiler(Interpreter):
-    """Runs a program node by node, and records the time and the kernels of each."""
+    """Runs a program node by node, and records the kernels of each and the time of all its runs."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
         self.written: cpu.Profile
-        self.seconds: dict[Node, list[float]] = defaultdict(list)
-        self.calls: dict[Node, list[cpu.Call]] = {}
-        self.operands: dict[Node, str] = {}
+        self.nodes: dict[Node, NodeProfile] = {}
 
     def run_node(self, n: Node) -> Any:
         """Runs one node."""
         if n.op != "call_function":
             return super().run_node(n)
         tensors = [value for node in n.all_input_nodes if isinstance(value := self.env[node], torch.Tensor)]
-        self.operands[n] = _operands(n, [dtype_name(tensor.dtype) for tensor in tensors])
+        operands = _operands(n, [dtype_name(tensor.dtype) for tensor in tensors])
         self.written.clear()
         start = time.perf_counter()
         result = super().run_node(n)
-        self.seconds[n].append(time.perf_counter() - start)
-        self.calls[n] = self.written.calls()
+        seconds = time.perf_counter() - start + (self.nodes[n].seconds if n in self.nodes else 0)
+        kernel, isa = kernels_of(self.written.calls())
+        self.nodes[n] = NodeProfile(
+            name=n.name, op=internals.op_name(n), operands=operands, kernel=kernel, isa=isa, seconds=seconds
+        )
         return result
 
 

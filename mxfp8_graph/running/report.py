@@ -123,10 +123,6 @@ class VerifyReport(Report):
         # max() would pass over a NaN that is not the first.
         return math.nan if not errors or any(map(math.isnan, errors)) else max(errors)
 
-    def facts(self) -> list[tuple[str, str]]:
-        """Returns (label, value) pairs: inputs, kernels and notes."""
-        return [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
-
     def table(self) -> Columns:
         """Returns (header, a row per output), without columns that are empty."""
         rows = []
@@ -145,7 +141,8 @@ class VerifyReport(Report):
         ops = dict.fromkeys(node.op for node in self.nodes)
         facts = [("failed", failure) for failure in self.failures]
         facts += [("nodes", _node_line(op, [node for node in self.nodes if node.op == op])) for op in ops]
-        yield Section(facts=[*facts, *self.facts()])
+        facts += [("inputs", self.inputs), ("kernels", self.isa), *(("note", note) for note in self.notes)]
+        yield Section(facts=facts)
         yield Section(title="Outputs against the original's", columns=self.table())
         nodes = [(n.name, n.op, n.kernel, number(n.excess), "" if n.passed else "failed") for n in self.nodes]
         header = ("node", "op", "kernel", "bounds, or values that differ", "")
@@ -159,5 +156,4 @@ def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
     named = f"{len(nodes)} {op} ({kernels})" if kernels else f"{len(nodes)} {op}"
     if nodes[0].has_bound:
         return f"{named}: kernel and function body differ by at most {worst:.2g} of the fp32 accumulation bound"
-    differing = f"{worst:.0f} values differ" if worst else "the same bytes"
-    return f"{named}: kernel against function body, {differing}"
+    return f"{named}: kernel and function body {f'differ in {worst:.0f} values' if worst else 'give the same bytes'}"

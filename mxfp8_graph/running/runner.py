@@ -108,9 +108,8 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
         from mxfp8_graph.running.programs import TorchProgram
 
         program = TorchProgram(model)
-        signature = Signature(program.name, program.specs, program.ranges, program.is_rewritten)
-        program.name = where.format(signature.name)
-        return signature, program
+        program.name = where.format(program.name)
+        return program.signature, program
     signature = Signature.of(load(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     name = where.format(signature.name)

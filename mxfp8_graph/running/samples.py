@@ -102,12 +102,11 @@ def make_samples(
     try:
         run(make_inputs(signature, shapes, seed))
     except BackendError as error:
-        batch = 1
+        source, batch = "synthesised; batches of 1, since the model does not run with 2", 1
         try:
             run(make_inputs(signature, shapes, seed, batch=batch))
         except BackendError:
             raise error from None
-        source = "synthesised; batches of 1, since the model does not run with 2"
     feeds = tuple(make_inputs(signature, shapes, seed + number, batch=batch) for number in range(count))
     return Samples(feeds, source, tuple(f"sample {number + 1}" for number in range(count)), synthesised=True)
 

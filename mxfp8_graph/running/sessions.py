@@ -15,7 +15,7 @@ import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -194,9 +194,8 @@ class Session(Runnable):
             raise BackendError(where, "more than 2 GB in memory", expected="at most that", advice=advice) from None
         self._session = self._load(content, options, float32)
         kinds = {output.name: output.type for output in self._session.get_outputs()}
-        numbers = [name for name, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
-        self.output_names = numbers
-        if not numbers:  # ONNX Runtime would return all outputs, where none is asked for
+        self.output_names = [n for n, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
+        if not self.output_names:  # ONNX Runtime would return all outputs, where none is asked for
             what = f"has no output that is a tensor of numbers: {', '.join(map(' '.join, kinds.items()))}"
             raise BackendError(where, what, expected="one that can be fetched", advice="add one to the graph's outputs")
 
@@ -221,15 +220,12 @@ class Session(Runnable):
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
         model = load(self._model)
         with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
-            session = self._again(
-                execution=Execution(optimize=self._execution.optimize, profile=Path(folder) / "profile")
-            )
+            session = self._again(execution=replace(self._execution, profile=Path(folder) / "profile"))
             # One run before the calls are recorded: the first one prepares the kernels.
             session.run(inputs)
             written.clear()
             session.time(inputs, repeat - 1)
-            events = session._events()
-            return of_session(model, events, written.calls(), repeat)
+            return of_session(model, session._events(), written.calls(), repeat)
 
     def _events(self) -> Any:
         """Returns the events of a profiled session, and ends its profiling."""

@@ -17,12 +17,12 @@ from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.running.compare import difference, sameness
 from mxfp8_graph.running.inputs import Array, Signature
-from mxfp8_graph.running.node_check import NodeCheck, check_nodes, nodes_in_subgraphs
+from mxfp8_graph.running.node_check import NodeCheck, check_nodes
 from mxfp8_graph.running.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
 from mxfp8_graph.running.runner import Model, is_program, open_runnable
 from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.running.sessions import Runnable, Session
-from mxfp8_ops import cpu
+from mxfp8_ops import contract, cpu
 from mxfp8_ops.errors import ContractError, ShapeError
 
 _ORIGINAL: Final = "the original {} (the rewrite is not to blame)"
@@ -62,13 +62,13 @@ def verify(
     new_input, new_output = _matched((old, before), (new, after), None if in_onnx else notes)
     bodies = Session(rewritten, kernels=False, where=new.name) if in_onnx else None
     chosen = make_samples(old, samples, run=before.run)
-    checks = _OutputChecks(chosen, max_rel_l2)
-    for sample, feeds in enumerate(chosen.feeds):
+    checks = _OutputChecks(max_rel_l2)
+    for which, feeds in zip(chosen.names if len(chosen) > 1 else [""], chosen.feeds, strict=True):
         wanted = before.run(feeds)
         results = after.run({new_input[name]: array for name, array in feeds.items()})
         by_bodies = bodies.run(feeds) if bodies else {}
         for name, array in wanted.items():
-            checks.add(sample, name, array, results[new_output[name]], by_bodies.get(name))
+            checks.add(which, name, array, results[new_output[name]], by_bodies.get(name))
     outputs, nodes = checks.outputs(), list[NodeCheck]()
     if in_onnx:
         # After the runs, so that what fails on these inputs is first said of the original.
@@ -90,16 +90,14 @@ def verify(
 class _OutputChecks:
     """Collects the comparison of each output, sample by sample."""
 
-    def __init__(self, samples: Samples, max_rel_l2: float | None) -> None:
+    def __init__(self, max_rel_l2: float | None) -> None:
         self.notes: list[str] = []
-        self._samples = samples
         self._max_rel_l2 = max_rel_l2
         self._checks: dict[str, list[OutputCheck]] = {}
         self._mismatches: list[str] = []
 
-    def add(self, sample: int, name: str, expected: Array, result: Array, body: Array | None = None) -> None:
-        """Compares one output of one sample."""
-        which = self._samples.names[sample] if len(self._samples) > 1 else ""
+    def add(self, which: str, name: str, expected: Array, result: Array, body: Array | None) -> None:
+        """Compares one output of one sample; `which` is the sample's name if there are several."""
         results = {"": result} if body is None else {" with kernels": result, " with function bodies": body}
         place, wanted = f"output {name!r}{f' of {which}' if which else ''}", _kind(expected)
         kinds = ((_kind(array), how) for how, array in results.items())
@@ -147,16 +145,17 @@ def _matched(
         ("inputs", {i.name: str(i) for i in old.specs}, {i.name: str(i) for i in new.specs}),
         ("outputs", {name: name for name in before.output_names}, {name: name for name in after.output_names}),
     ):
-        same = ours.keys() == theirs.keys()
-        if not same and (by_position is None or len(ours) != len(theirs)):
+        if ours.keys() == theirs.keys():
+            pairs.append({name: name for name in ours})
+            continue
+        if by_position is None or len(ours) != len(theirs):
             expected = f"those of {old.name}, {', '.join(ours.values()) or 'none'}"
             advice = "verify a model against the one it was made from"
             listed = f"{what} {', '.join(theirs.values()) or 'none'}"
             raise ShapeError(new.name, listed, expected=expected, advice=advice)
-        if not same and by_position is not None:
-            names = f"{', '.join(ours)} with {', '.join(theirs)}"
-            by_position.append(f"{what} have other names and are matched by position: {names}")
-        pairs.append({name: name for name in ours} if same else dict(zip(ours, theirs, strict=True)))
+        names = f"{', '.join(ours)} with {', '.join(theirs)}"
+        by_position.append(f"{what} have other names and are matched by position: {names}")
+        pairs.append(dict(zip(ours, theirs, strict=True)))
     return pairs
 
 
@@ -187,7 +186,7 @@ def _node_notes(graph: ir.Graph, name: str, nodes: list[NodeCheck], samples: Sam
     if nodes and len(samples) > 1:
         notes.append("kernels are compared with function bodies, node by node, on the first sample")
     # Their inputs exist inside of the subgraph only, where no twin is built.
-    hidden = nodes_in_subgraphs(graph)
+    hidden = sum(node.domain == contract.DOMAIN for node in graph.all_nodes()) - len(nodes)
     if hidden:
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
     if not nodes and not hidden:

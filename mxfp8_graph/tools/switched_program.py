@@ -72,7 +72,7 @@ class SwitchedProgram(Switchable):
         self._x = [None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site in chosen]
         self.observed = tuple(self._x)
         self._source = TorchProgram(source)
-        self.signature = Signature(name, self._source.specs, self._source.ranges)
+        self.signature = Signature(name, self._source.signature.specs, self._source.signature.ranges)
         graph, stored = self._program.module.graph, self._program.stored_name
         # A run writes to copies of these, so that the next one begins with the same values.
         self._written = self._program.mutated | internals.written_names(graph, stored)

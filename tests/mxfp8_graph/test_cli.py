@@ -37,7 +37,7 @@ def test_verify(pair: tuple[str, str]) -> None:
     assert any(line.split()[:5] == ["y", "float32", "2", "x", "64"] for line in lines)
     assert "inputs   x float32 [2, 64], synthesised" in lines
     assert f"kernels  {cpu.isa()}" in lines
-    assert f"nodes    2 MXFP8Quantize ({native.isa()}): kernel against function body, the same bytes" in lines
+    assert f"nodes    2 MXFP8Quantize ({native.isa()}): kernel and function body give the same bytes" in lines
     assert lines[-1] == "Passed: 4 kernels agree with their nodes, and the relative L2 of y is 0.0641, limit 0.5."
 
 

@@ -39,6 +39,7 @@ CHILD, PARENT = "kill(os.getpid()", "kill(os.getppid()"
         (["verify", "a", "b", "--max-rel-l2", "-1"], "Invalid value for '--max-rel-l2'"),
         (["verify", "a", "b", "--dim", "batch"], "'batch'; expected NAME=SIZE, as in batch=4"),
         (["run", "m.onnx", "--repeat", "0"], "Invalid value for '--repeat'"),
+        (["run", "m.onnx", "--seed", "-1"], "Invalid value for '--seed'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -22,7 +22,7 @@ from mxfp8_graph._version import __version__
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Report
-from mxfp8_graph.report.data import Account, RewriteReport, SiteReport, sqnr_db
+from mxfp8_graph.report.data import Account, RewriteReport, SiteReport
 from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import WIDTH, Section, folded, number, plain_text
 from mxfp8_ops.errors import Mxfp8Error
@@ -64,11 +64,6 @@ ANSWER = (
     "Rewrote 3 of 5 matmuls to MXFP8 with recipe mxfp8: 40.0 kB to 10.0 kB; check it with "
     "`mxfp8-graph verify m.onnx m.mxfp8.onnx`."
 )
-
-
-def test_sqnr() -> None:
-    for relative_l2, decibels in ((1.0, 0.0), (0.1, 20.0), (0.01, 40.0), (0.0, math.inf)):
-        assert sqnr_db(relative_l2) == pytest.approx(decibels, abs=1e-12)
 
 
 def test_rewritten_and_kept_and_groups_by_reason() -> None:

@@ -158,6 +158,7 @@ def test_an_empty_batch() -> None:
     assert (report.passed, report.kernels_agree, report.outputs_close) == (False, True, None)
     assert report.answer().startswith("Not judged: 0 of 1 outputs")
     assert "output 'y' is not judged: it has no values" in report.notes
+    assert {node.kernel for node in report.nodes if node.has_bound} == {""}, "none ran"
 
 
 def twice(factor: float) -> tuple[onnx.ModelProto, onnx.ModelProto]:

@@ -50,7 +50,7 @@ def test_a_rewritten_program_is_close_to_its_original() -> None:
 
 
 def test_token_ids_stay_inside_the_embedding() -> None:
-    assert TorchProgram(program()).ranges == {"ids": range(50)}
+    assert TorchProgram(program()).signature.ranges == {"ids": range(50)}
 
 
 def test_the_onnx_file_of_a_program_agrees_with_it(tmp_path: Path) -> None:
