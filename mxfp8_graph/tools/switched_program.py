@@ -69,8 +69,9 @@ class SwitchedProgram(Switchable):
         self.sites = tuple(replace_each(sites, decisions, change, progress=progress))
         # When no site is looked at any more, since sites know each other's nodes.
         choices = {out: _choice(i, out, original) for i, (out, original) in enumerate(originals.items())}
-        self._x = [None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site in chosen]
-        self.observed = tuple(self._x)
+        self.observed = tuple(
+            None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site in chosen
+        )
         self._source = TorchProgram(source)
         self.signature = Signature(name, self._source.specs, self._source.ranges)
         graph, stored = self._program.module.graph, self._program.stored_name
@@ -83,11 +84,10 @@ class SwitchedProgram(Switchable):
         results = self._run(feeds, on, {output})[output]
         return self._source.outputs_of(results if isinstance(results, (tuple, list)) else [results])
 
-    def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
+    def observe(self, feeds: Mapping[str, Array], activations: Sequence[Any]) -> list[Array]:
         """See `Switchable.observe`."""
-        operands = [operand for switch in switches if (operand := self._x[switch]) is not None]
-        values = self._run(feeds, [False] * len(self._x), {node for node, _ in operands})
-        arrays = ((internals.to_numpy(values[node].contiguous()), perm) for node, perm in operands)
+        values = self._run(feeds, [False] * len(self.observed), {node for node, _ in activations})
+        arrays = ((internals.to_numpy(values[node].contiguous()), perm) for node, perm in activations)
         return [array if perm is None else array.transpose(perm) for array, perm in arrays]
 
     def _run(self, feeds: Mapping[str, Array], on: Sequence[bool], wanted: set[Node]) -> dict[Node, Any]:
