@@ -30,7 +30,6 @@ from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.run import WANTED, planned
-from mxfp8_graph.torch_pass.training_mode import evaluated
 
 
 def choose(switch: int, rewritten: Any, original: Any) -> Any:
@@ -42,35 +41,27 @@ class SwitchedProgram(Switchable):
     """A program with a switch per site; it has the rewritten form of each site, and a copy of the original nodes."""
 
     def __init__(
-        self,
-        model: str | Path | ExportedProgram,
-        recipe: Recipe,
-        *,
-        allow_nonfinite: bool = False,
-        progress: Progress | None = None,
+        self, model: str | Path | ExportedProgram, recipe: Recipe, *, allow_nonfinite: bool, progress: Progress | None
     ) -> None:
         """Adds the switches; errors as `open_switchable`."""
         name, source = ("program", model) if isinstance(model, ExportedProgram) else (str(model), load(model))
         refuse_rewritten(record.find(source) is not None, name)
-        source = evaluated(source)
         options = Options(name=name, allow_nonfinite=allow_nonfinite)
         self._program, sites, decisions = planned(source, recipe, options)
         require_eligible(decisions, name, wanted=WANTED)
         editor = Editor(self._program, recipe, options)
-        originals: dict[Node, Node] = {}
-        chosen: list[TorchSite] = []
+        chosen: list[tuple[TorchSite, Node]] = []
 
         def change(site: Site, decision: Decision) -> SiteReport:
             assert isinstance(site, TorchSite), "attention is split into matmuls before"
-            originals[site.added.output] = _copy(site)
-            chosen.append(site)
+            chosen.append((site, _copy(site)))
             return editor.apply(site, decision)
 
         self.sites = tuple(replace_each(sites, decisions, change, progress=progress))
         # When no site is looked at any more, since sites know each other's nodes.
-        choices = {out: _choice(i, out, original) for i, (out, original) in enumerate(originals.items())}
+        choices = {site.added.output: _choice(i, site.added.output, copy) for i, (site, copy) in enumerate(chosen)}
         self.observed = tuple(
-            None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site in chosen
+            None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site, _ in chosen
         )
         self._source = TorchProgram(source)
         self.signature = Signature(name, self._source.specs, self._source.ranges)

@@ -125,11 +125,9 @@ def analyze(
 
 def damages_alone(switchable: Switchable, measure: Measure) -> list[Scores]:
     """Returns the errors of each site that is rewritten alone, in the order of the switches."""
-    found: list[Scores] = []
-    for i, site in enumerate(switchable.switched):
-        on = [i == j for j in range(len(switchable.switched))]
-        found.append(measure.scores(partial(switchable.run, on=on), site.decision.site.name))
-    return found
+    sites = switchable.switched
+    runs = (partial(switchable.run, on=[other is site for other in sites]) for site in sites)
+    return [measure.scores(run, site.decision.site.name) for run, site in zip(runs, sites, strict=True)]
 
 
 def _notes(samples: Samples, switchable: Switchable, measure: Measure) -> list[str]:

@@ -224,7 +224,8 @@ class _Search:
         recipe = Plan(treatment=treatment).recipe(self.base, self._sites, treatment)
         every = max(1, -(-len(self.bench.samples) // _RANKED))
         feeds, allow = self.bench.samples.feeds[::every], self.bench.allow_nonfinite
-        measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress)
+        measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress, runs=self.bench.runs)
+        measure.total = self.bench.total
         squares: dict[str, float] = defaultdict(float)
         names: dict[str, tuple[str, ...]] = defaultdict(tuple)
         with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
@@ -235,6 +236,7 @@ class _Search:
                 key = site.weight or site.name
                 squares[key] += RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
                 names[key] += (site.name,)
+        self.bench.runs = measure.runs
         return [names[key] for key in sorted(squares, key=lambda key: -squares[key])]
 
 
