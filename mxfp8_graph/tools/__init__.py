@@ -9,7 +9,7 @@ checkpoint a Hugging Face folder with packed weights, for servers
 
 compare, analyze and tune share:
 metrics.py           the distance of outputs from the original's, one number per sample
-switchable.py        a model whose rewritten sites can be switched on and off; switched.py opens one
-switched_model.py    an ONNX model with switches; switched_program.py: an exported program, run node by node
-exclusion.py         patterns that match some sites and no other
+trials.py            the loop that runs models on the same samples; recipes that are rewritten for real
+switchable.py        a model whose rewritten sites can be switched on and off
+switches.py          opens one, and has that of an ONNX model; switched_program.py: a program, run node by node
 """

@@ -156,14 +156,15 @@ def _of_the_worst(
     return metric
 
 
-def check_measurable(sample: str, original: Outputs) -> None:
-    """Raises ShapeError if the original's outputs of a sample have no finite value, so that nothing can be compared."""
-    sized = {name: array for name, array in original.items() if array.size}
-    bad = [name for name, array in sized.items() if not np.isfinite(array.astype(np.float64)).any()]
-    if bad or not sized:
-        what = f"output {bad[0]!r} has no finite value" if bad else "no output has a value"
-        expected = "outputs of the original model that have finite values"
-        raise ShapeError(sample, what, expected=expected, advice="leave it out, or correct it")
+def check_measurable(samples: Sequence[str], originals: Sequence[Outputs]) -> None:
+    """Raises ShapeError if an output of the original has no finite value for a sample: nothing could be compared."""
+    for sample, outputs in zip(samples, originals, strict=True):
+        sized = {name: array for name, array in outputs.items() if array.size}
+        bad = [name for name, array in sized.items() if not np.isfinite(array.astype(np.float64)).any()]
+        if bad or not sized:
+            what = f"output {bad[0]!r} has no finite value" if bad else "no output has a value"
+            expected = "outputs of the original model that have finite values"
+            raise ShapeError(sample, what, expected=expected, advice="leave it out, or correct it")
 
 
 def _top1_agreement(_: Difference, reference: Array, result: Array) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
@@ -18,8 +19,8 @@ class Switchable(ABC):
     """A change that was made before the sites were found."""
     sites: tuple[SiteReport, ...]
     """Every site in graph order, the kept ones too."""
-    observed: tuple[object | None, ...]
-    """Per switch, what identifies the activation of its site; None where it cannot be observed."""
+    observed: tuple[Any, ...]
+    """Per switch, the activation of its site as `observe` takes it; None where it cannot be observed."""
 
     @property
     def switched(self) -> tuple[SiteReport, ...]:
@@ -31,8 +32,8 @@ class Switchable(ABC):
         """Returns the outputs; errors as `Runnable.run`."""
 
     @abstractmethod
-    def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
-        """Returns the activations [..., K] of sites that `observed` has, with all switches off; errors as `run`."""
+    def observe(self, feeds: Mapping[str, Array], activations: Sequence[Any]) -> list[Array]:
+        """Returns activations [..., K] that `observed` has, with all switches off; errors as `run`."""
 
 
 def refuse_rewritten(is_rewritten: bool, name: str) -> None:

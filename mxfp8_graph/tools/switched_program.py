@@ -30,7 +30,6 @@ from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.run import WANTED, planned
-from mxfp8_graph.torch_pass.training_mode import evaluated
 
 
 def choose(switch: int, rewritten: Any, original: Any) -> Any:
@@ -42,35 +41,28 @@ class SwitchedProgram(Switchable):
     """A program with a switch per site; it has the rewritten form of each site, and a copy of the original nodes."""
 
     def __init__(
-        self,
-        model: str | Path | ExportedProgram,
-        recipe: Recipe,
-        *,
-        allow_nonfinite: bool = False,
-        progress: Progress | None = None,
+        self, model: str | Path | ExportedProgram, recipe: Recipe, *, allow_nonfinite: bool, progress: Progress | None
     ) -> None:
         """Adds the switches; errors as `open_switchable`."""
         name, source = ("program", model) if isinstance(model, ExportedProgram) else (str(model), load(model))
         refuse_rewritten(record.find(source) is not None, name)
-        source = evaluated(source)
         options = Options(name=name, allow_nonfinite=allow_nonfinite)
         self._program, sites, decisions = planned(source, recipe, options)
         require_eligible(decisions, name, wanted=WANTED)
         editor = Editor(self._program, recipe, options)
-        originals: dict[Node, Node] = {}
-        chosen: list[TorchSite] = []
+        chosen: list[tuple[TorchSite, Node]] = []
 
         def change(site: Site, decision: Decision) -> SiteReport:
             assert isinstance(site, TorchSite), "attention is split into matmuls before"
-            originals[site.added.output] = _copy(site)
-            chosen.append(site)
+            chosen.append((site, _copy(site)))
             return editor.apply(site, decision)
 
         self.sites = tuple(replace_each(sites, decisions, change, progress=progress))
         # When no site is looked at any more, since sites know each other's nodes.
-        choices = {out: _choice(i, out, original) for i, (out, original) in enumerate(originals.items())}
-        self._x = [None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site in chosen]
-        self.observed = tuple(self._x)
+        choices = {site.added.output: _choice(i, site.added.output, copy) for i, (site, copy) in enumerate(chosen)}
+        self.observed = tuple(
+            None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site, _ in chosen
+        )
         self._source = TorchProgram(source)
         self.signature = Signature(name, self._source.signature.specs, self._source.signature.ranges)
         graph, stored = self._program.module.graph, self._program.stored_name
@@ -83,11 +75,10 @@ class SwitchedProgram(Switchable):
         results = self._run(feeds, on, {output})[output]
         return self._source.outputs_of(results if isinstance(results, (tuple, list)) else [results])
 
-    def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
+    def observe(self, feeds: Mapping[str, Array], activations: Sequence[Any]) -> list[Array]:
         """See `Switchable.observe`."""
-        operands = [operand for switch in switches if (operand := self._x[switch]) is not None]
-        values = self._run(feeds, [False] * len(self._x), {node for node, _ in operands})
-        arrays = ((internals.to_numpy(values[node].contiguous()), perm) for node, perm in operands)
+        values = self._run(feeds, [False] * len(self.observed), {node for node, _ in activations})
+        arrays = ((internals.to_numpy(values[node].contiguous()), perm) for node, perm in activations)
         return [array if perm is None else array.transpose(perm) for array, perm in arrays]
 
     def _run(self, feeds: Mapping[str, Array], on: Sequence[bool], wanted: set[Node]) -> dict[Node, Any]:

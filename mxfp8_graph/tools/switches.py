@@ -89,9 +89,9 @@ class _SwitchedModel(Switchable):
         done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in pairs]
         # Ids are no activation, and what is inside of a subgraph cannot become an output.
         chosen = [site for site, decision in pairs if decision.quantize]
-        self._x = [None if site.form.picks_rows or site.matmul.subgraph else site.x for site in chosen]
-        self.observed = tuple(x and (x.value, x.perm, x.merged) for x in self._x)
-        self._observed = editor.observe([x.value for x in self._x if x is not None])
+        seen = [None if site.form.picks_rows or site.matmul.subgraph else site.x for site in chosen]
+        self.observed = tuple(x and (x.value, x.perm, x.merged) for x in seen)
+        self._observed = editor.observe([x.value for x in seen if x is not None])
         self._inputs = editor.add_inputs()
         record.complete(model, recipe.to_record())  # without `finish`: both branches stay, nothing is unused
         save(model, path, external=True, overwrite=False)
@@ -102,17 +102,16 @@ class _SwitchedModel(Switchable):
     def run(self, feeds: Mapping[str, Array], on: Sequence[bool]) -> Inputs:
         return self._fetch(feeds, self._outputs, on)
 
-    def observe(self, feeds: Mapping[str, Array], switches: Sequence[int]) -> list[Array]:
-        operands = [operand for switch in switches if (operand := self._x[switch]) is not None]
-        names = [self._observed[operand.value] for operand in operands]
-        found = self._fetch(feeds, list(dict.fromkeys(names)), [False] * len(self._x))
-        activations = []
-        for operand, name in zip(operands, names, strict=True):
-            x = found[name] if operand.perm is None else found[name].transpose(operand.perm)
+    def observe(self, feeds: Mapping[str, Array], activations: Sequence[Any]) -> list[Array]:
+        names = dict.fromkeys(self._observed[value] for value, _, _ in activations)
+        found, arrays = self._fetch(feeds, list(names), [False] * len(self.observed)), []
+        for value, perm, merged in activations:
+            x = found[self._observed[value]]
+            x = x if perm is None else x.transpose(perm)
             # As ONNX's Reshape: a 0 is the size that is there.
-            sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(operand.merged or ())]
-            activations.append(x if operand.merged is None else x.reshape(sizes))
-        return activations
+            sizes = [size or x.shape[axis] for axis, size in enumerate(merged or ())]
+            arrays.append(x if merged is None else x.reshape(sizes))
+        return arrays
 
     def _fetch(self, feeds: Mapping[str, Array], outputs: list[str], on: Sequence[bool]) -> Inputs:
         self._session.output_names = outputs
@@ -149,8 +148,8 @@ class _SwitchEditor(Editor):
             output = ir.Value(name=self.fresh(f"{value.name}_observed"), type=ir.TensorType(dtype))
             self._model.graph.extend(choice := self._choice(self._seen, output))
             copied, nothing = ir.node("Identity", [value]), ir.node("Constant", [], {"value": empty})
-            for name, node in (("then_branch", copied), ("else_branch", nothing)):
-                self._branch(choice[-1], name, [node], node.outputs[0], dtype)
+            self._branch(choice[-1], "then_branch", [copied], copied.outputs[0], dtype)
+            self._branch(choice[-1], "else_branch", [nothing], nothing.outputs[0], dtype)
             self._model.graph.outputs.append(output)
             names[old] = str(output.name)
         return names
@@ -170,13 +169,10 @@ class _SwitchEditor(Editor):
         """Returns the nodes that choose by the next switch: an If, still without branches, is the last."""
         index = ir.tensor(self._counts[switches], ir.DataType.INT64)
         self._counts[switches] += 1
-        constant = self._node("Constant", [], {"value": index}, self.fresh(f"{result.name}_index"))
-        gather = self._node("Gather", [switches, *constant.outputs], {}, self.fresh(f"{result.name}_switch"))
-        choice = ir.node("If", gather.outputs, outputs=[result], name=self.fresh(f"{result.name}_if"))
-        return [constant, gather, choice]
-
-    def _node(self, op: str, inputs: Sequence[ir.Value], attributes: dict[str, Any], name: str) -> ir.Node:
-        return ir.node(op, inputs, attributes, outputs=[ir.Value(name=name)], name=name)
+        at, switch, name = (self.fresh(f"{result.name}_{wanted}") for wanted in ("index", "switch", "if"))
+        constant = ir.node("Constant", [], {"value": index}, outputs=[ir.Value(name=at)], name=at)
+        gather = ir.node("Gather", [switches, *constant.outputs], outputs=[ir.Value(name=switch)], name=switch)
+        return [constant, gather, ir.node("If", gather.outputs, outputs=[result], name=name)]
 
     def _branch(
         self, choice: ir.Node, name: str, nodes: Sequence[ir.Node], result: ir.Value, dtype: ir.DataType

@@ -85,6 +85,11 @@ class Bench(Measure):
     """A temporary folder for rewritten models."""
     allow_nonfinite: bool
 
+    @property
+    def suffix(self) -> str:
+        """The suffix of its file, rewritten or not."""
+        return ".pt2" if is_program(self.model) else ".onnx"
+
     def trial(self, recipe: Recipe, what: str) -> Trial:
         """Returns what a recipe does, and the rewritten model; errors as `rewrite` and `Runnable.run`."""
         # The original may run as a float32 copy; the rewritten model has to, then.

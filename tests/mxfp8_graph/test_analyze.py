@@ -26,10 +26,10 @@ from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.running import sessions
 from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.runner import open_runnable
-from mxfp8_graph.tools import exclusion, switches
+from mxfp8_graph.tools import switches
 from mxfp8_graph.tools.analyze.analysis import Analysis, layer_of
 from mxfp8_graph.tools.analyze.input_statistics import OUTLIER, InputObserver
-from mxfp8_graph.tools.analyze.run import analyze
+from mxfp8_graph.tools.analyze.run import analyze, patterns_of
 from mxfp8_ops import cpu, numpy_nodes
 from mxfp8_ops.errors import ContractError, ShapeError
 
@@ -87,12 +87,14 @@ def test_damage_is_that_of_models_rewritten_one_site_at_a_time(make: Any) -> Non
         outputs = [[runnable.run(x)["y"] for runnable in runnables] for x in samples]
         return float(np.mean([difference(*pair).relative_l2 for pair in outputs]))
 
-    for site in found.by_depth:
+    for site in sorted(found.sites, key=lambda s: s.depth):
         pattern = (f"^{site.site.decision.site.name}$",)
         assert site.alone["relative_l2"].mean == pytest.approx(error(include=pattern), rel=1e-4)
         assert site.without["relative_l2"].mean == pytest.approx(error(exclude=pattern), rel=1e-4)
     assert found.everything["relative_l2"].mean == pytest.approx(error(), rel=1e-4)
-    assert [s.site.decision.site.name for s in found.by_depth] == [site.name for site in sites]
+    assert [s.site.decision.site.name for s in sorted(found.sites, key=lambda s: s.depth)] == [
+        site.name for site in sites
+    ]
     assert [s.alone["relative_l2"].mean for s in found.sites] == sorted(
         (s.alone["relative_l2"].mean for s in found.sites), reverse=True
     )
@@ -174,6 +176,13 @@ def test_a_planted_bad_layer_is_found_first_and_excluded(layer: int) -> None:
 # --- What is proposed ------------------------------------------------------------------------------------------------
 
 
+def test_nothing_is_excluded_where_no_site_does_damage() -> None:
+    model = chain()
+    for weight in model.graph.initializer:
+        weight.CopyFrom(numpy_helper.from_array(np.zeros(list(weight.dims), np.float32), weight.name))
+    assert analyze(model).answer().startswith("Nothing to exclude: ")
+
+
 def test_the_exclusion_gives_the_error_that_was_measured(tmp_path: Path) -> None:
     model, feeds = chain(), {"x": rng().standard_normal((4, 64), np.float32)}
     found = analyze(model, inputs=feeds)
@@ -217,7 +226,7 @@ def sites(*names: tuple[str, str]) -> list[MatMulSite]:
 
 def test_patterns_match_exactly_and_prefer_module_paths() -> None:
     found = sites(("a", "h.0.fc"), ("b", "h.0.fc2"), ("c", "h.10.fc"), ("d", "same"), ("e", "same"), ("f.(x)[1]+", ""))
-    patterns = exclusion.patterns(["d", "a", "f.(x)[1]+"], found)
+    patterns = patterns_of(["d", "a", "f.(x)[1]+"], found)
     assert patterns == ("^d$", r"^h\.0\.fc$", r"^f\.\(x\)\[1\]\+$")
 
 
@@ -302,6 +311,8 @@ def test_weights_that_are_not_finite_are_refused_or_ranked_first() -> None:
     with cpu.forced_isa("portable"):  # AVX512-BF16 multiplies before it scales, and stays finite
         found = analyze(planted_nan(chain()), allow_nonfinite=True)
     assert found.sites[0].label == "layers.2.linear"
+    assert found.exclusion is not None
+    assert found.exclusion.sites[0] == found.sites[0].site.decision.site.name
     json.loads(found.to_json())
     assert "nan" in found.to_html()
 

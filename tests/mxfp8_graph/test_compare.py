@@ -32,8 +32,7 @@ SAMPLES = [{"x": np.random.default_rng(seed).standard_normal((4, 64), np.float32
 
 
 def compare(model: Any = None, recipes: Any = ("mxfp8", "mxfp4"), **settings: Any) -> Comparison:
-    settings.setdefault("inputs", SAMPLES)
-    return mxfp8_graph.compare(model or b.chain_model(), recipes, repeat=1, **settings)
+    return mxfp8_graph.compare(model or b.chain_model(), recipes, **{"inputs": SAMPLES, "repeat": 1, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +244,7 @@ def test_the_largest_sample_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"recipes": ["mxfp5"]}, RecipeError, r"recipe: 'mxfp5'; expected one of mxfp8, .*nvfp4.*a \.yaml or \.toml"),
         ({"recipes": ["mxfp8", "mxfp8"]}, RecipeError, "'mxfp8' is named twice"),
         ({"inputs": {"z": np.ones(3)}}, ShapeError, "given inputs: no array for input 'x'"),
+        ({"repeat": 0}, ContractError, "compare: repeat is 0; expected 1 or more; correct it"),
         ({"model": b.chain_model((64, 8))}, NothingEligibleError, "none of its 1 matmul"),
     ],
 )

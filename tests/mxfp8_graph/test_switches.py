@@ -83,7 +83,7 @@ def test_one_on_is_the_model_with_only_that_one_rewritten() -> None:
 def test_what_goes_into_a_site_comes_with_k_last() -> None:
     with switchable(b.matmul_model(left=True)) as switched:
         feeds = make_samples(switched.signature, {}).feeds[0]
-        (x,) = switched.observe(feeds, [0])
+        (x,) = switched.observe(feeds, switched.observed)
         np.testing.assert_array_equal(x, feeds["x"].swapaxes(-1, -2))
 
 
@@ -92,7 +92,7 @@ def test_sites_that_share_an_activation_share_what_is_observed() -> None:
         q, k, v, o = switched.observed
         assert q == k == v != o
         feeds = make_samples(switched.signature, {}).feeds[0]
-        first, _, again = switched.observe(feeds, [0, 3, 2])
+        first, _, again = switched.observe(feeds, [q, o, v])
         np.testing.assert_array_equal(first, again)
         np.testing.assert_array_equal(first, feeds["x"])
 

@@ -18,9 +18,6 @@ from mxfp8_graph.report.section import Columns, Section, filled, number
 from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, Metric, Score
 
-SCHEMA: Final = 2
-"""Version of the layout of `Analysis.to_dict`; it grows when a key changes its meaning or goes away."""
-
 SHOWN: Final = 20
 """Sites and layers that a terminal shows unless all are asked for."""
 
@@ -108,7 +105,8 @@ class Analysis(Report):
         "schema source recipe inputs synthesised samples isa metric=metric.name everything exclusion "
         "runs seconds notes layers sites kept"
     )
-    schema: ClassVar[int] = SCHEMA
+    schema: ClassVar[int] = 2
+    """Version of the layout of the JSON; it grows when a key changes its meaning or goes away."""
 
     source: str
     recipe: dict[str, Any]
@@ -133,11 +131,6 @@ class Analysis(Report):
     """Runs of the model, for all samples together."""
     seconds: float
     notes: tuple[str, ...] = ()
-
-    @property
-    def by_depth(self) -> tuple[SiteDamage, ...]:
-        """The rewritten sites in the order of the graph."""
-        return tuple(sorted(self.sites, key=lambda site: site.depth))
 
     def answer(self) -> str:
         """Returns which sites to keep, and what that gives."""
@@ -164,7 +157,12 @@ class Analysis(Report):
             most=SHOWN,
         )
         if len(self.layers) > 1:
-            yield Section(title="Layers", columns=self.layer_table(), bar="share", most=SHOWN)
+            rows = [
+                (a.name, number(len(a.sites), "d"), number(a.relative_l2, ".4g"), number(a.share, ".1%"))
+                for a in self.layers
+            ]
+            columns = ("layer", "sites", "relative L2, estimated", "share"), rows
+            yield Section(title="Layers", columns=columns, bar="share", most=SHOWN)
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs beside the sites."""
@@ -179,14 +177,13 @@ class Analysis(Report):
 
     def site_table(self) -> Columns:
         """Returns (header, a row per site)."""
-        title, relative = self.metric.shown_title, self.metric is RELATIVE_L2
-        errors = [f"alone, {title}", *([] if relative else [f"alone, {RELATIVE_L2.title}"]), f"all but it, {title}"]
+        metrics = dict.fromkeys((self.metric, RELATIVE_L2))
+        errors = [*(f"alone, {metric.shown_title}" for metric in metrics), f"all but it, {self.metric.shown_title}"]
         inputs = ("input SQNR dB", "amax", "outlier blocks", "lost")
         rows = []
         for damage in self.sites:
-            seen, alone = damage.input, damage.alone
-            scores = [alone[self.metric.name], *([] if relative else [alone[RELATIVE_L2.name]])]
-            scores.append(damage.without[self.metric.name])
+            scores = [*(damage.alone[metric.name] for metric in metrics), damage.without[self.metric.name]]
+            seen = damage.input
             numbers = (seen.sqnr_db, seen.amax, seen.outlier_blocks, seen.lost) if seen else (None,) * 4
             cells = [
                 *(number(score.metric.shown(score.mean), ".4g") for score in scores),
@@ -194,14 +191,6 @@ class Analysis(Report):
             ]
             rows.append((damage.site.path, damage.site.decision.site.module, *cells))
         return filled(("site", "module", *errors, *inputs), rows)
-
-    def layer_table(self) -> Columns:
-        """Returns (header, a row per layer)."""
-        rows = [
-            (a.name, number(len(a.sites), "d"), number(a.relative_l2, ".4g"), number(a.share, ".1%"))
-            for a in self.layers
-        ]
-        return ("layer", "sites", "relative L2, estimated", "share"), rows
 
 
 _NUMBERED: Final = (re.compile(r"^(.*?(?:^|[./])\d+)(?=[./])"), re.compile(r"^(.*?\d+)(?=[./])"))

@@ -11,8 +11,10 @@ At most 2 * sites + 10 runs for each sample.
 
 from __future__ import annotations
 
-import math
+import re
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final
@@ -21,13 +23,12 @@ import yaml
 
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
-from mxfp8_graph.policy.plan import plan
+from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.running.compare import sameness
 from mxfp8_graph.running.runner import Model
 from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
-from mxfp8_graph.tools import exclusion
 from mxfp8_graph.tools.analyze.analysis import Analysis, Exclusion, Scores, SiteDamage, layers_of
 from mxfp8_graph.tools.analyze.input_statistics import InputObserver, InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, check_measurable, metric_called
@@ -86,8 +87,7 @@ def analyze(
         measure = Measure(feeds=samples.feeds, metrics=metrics, progress=progress)
         measure.total = len(samples) * (2 * count + _PARTS + 2)
         measure.expected = measure.outputs(original, "original")
-        for sample, outputs in zip(samples.names, measure.expected, strict=True):
-            check_measurable(sample, outputs)
+        check_measurable(samples.names, measure.expected)
         seen = _inputs_seen(switchable, measure)
         everything = measure.scores(partial(switchable.run, on=[True] * count), "everything")
         alone = damages_alone(switchable, measure)
@@ -125,11 +125,9 @@ def analyze(
 
 def damages_alone(switchable: Switchable, measure: Measure) -> list[Scores]:
     """Returns the errors of each site that is rewritten alone, in the order of the switches."""
-    found: list[Scores] = []
-    for i, site in enumerate(switchable.switched):
-        on = [i == j for j in range(len(switchable.switched))]
-        found.append(measure.scores(partial(switchable.run, on=on), site.decision.site.name))
-    return found
+    sites = switchable.switched
+    runs = (partial(switchable.run, on=[other is site for other in sites]) for site in sites)
+    return [measure.scores(run, site.decision.site.name) for run, site in zip(runs, sites, strict=True)]
 
 
 def _notes(samples: Samples, switchable: Switchable, measure: Measure) -> list[str]:
@@ -142,19 +140,18 @@ def _notes(samples: Samples, switchable: Switchable, measure: Measure) -> list[s
 
 def _inputs_seen(model: Switchable, measure: Measure) -> list[InputStatistics | None]:
     """Returns the activations of all sites in numbers; a site that cannot be observed has none."""
-    # Sites that multiply one activation share what is fetched.
-    readers: dict[object, list[int]] = {}
-    for index, seen in enumerate(model.observed):
-        if seen is not None:
-            readers.setdefault(seen, []).append(index)
     observers = [InputObserver(site.decision) for site in model.switched]
-    groups = list(readers.values())
-    size = max(1, -(-len(groups) // _PARTS))
-    for part in (groups[at : at + size] for at in range(0, len(groups), size)):
+    # Sites that multiply one activation share what is fetched.
+    readers: dict[object, list[InputObserver]] = defaultdict(list)
+    for observer, seen in zip(observers, model.observed, strict=True):
+        readers[seen].append(observer)
+    activations = [seen for seen in readers if seen is not None]
+    size = max(1, -(-len(activations) // _PARTS))
+    for part in (activations[at : at + size] for at in range(0, len(activations), size)):
         for feeds in measure.feeds:
-            for group, x in zip(part, model.observe(feeds, [group[0] for group in part]), strict=True):
-                for index in group:
-                    observers[index].add(x)
+            for seen, x in zip(part, model.observe(feeds, part), strict=True):
+                for observer in readers[seen]:
+                    observer.add(x)
             measure.tick("activations")
     return [o.result() if seen is not None else None for o, seen in zip(observers, model.observed, strict=True)]
 
@@ -162,18 +159,35 @@ def _inputs_seen(model: Switchable, measure: Measure) -> list[InputStatistics | 
 def _worst(sites: Sequence[SiteDamage], keep: int | None) -> Sequence[SiteDamage]:
     """Returns the sites to exclude, worst first; never all of them."""
     if keep is None:
-        total, left, keep = sum(site.square for site in sites), math.inf, 0
-        while keep < len(sites) and left > total / 2:
-            keep += 1
-            left = math.fsum(site.square for site in sites[keep:])
+        squares = [site.square for site in sites]
+        half = min(sum(squares) / 2, sys.float_info.max)  # of a NaN, whose square is infinite, nothing is left
+        keep = next(count for count in range(len(sites) + 1) if sum(squares[count:]) <= half)
     return sites[: min(keep, len(sites) - 1)]
+
+
+def patterns_of(names: Sequence[str], sites: Sequence[MatMulSite]) -> tuple[str, ...]:
+    """Returns one pattern for a recipe per site that is named, in that order; it matches no other site.
+
+    It is of the module path, which an ONNX model and a program of the same module have in common, or of the name if
+    another site has that path; if neither is its own, the pattern matches other sites too.
+    """
+    by_name = {site.name: site for site in sites}
+    found = []
+    for site in (by_name[name] for name in names):
+        choices = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
+        others = [other for other in sites if other is not site]
+        own = (
+            p for p in choices if not any(re.search(p, other.name) or re.search(p, other.module) for other in others)
+        )
+        found.append(next(own, choices[-1]))
+    return tuple(found)
 
 
 def _exclusion(model: Switchable, measure: Measure, worst: Sequence[SiteDamage], recipe: Recipe) -> Exclusion | None:
     """Returns what keeping the worst sites gives; None if no pattern tells them from others."""
     names = [damage.site.decision.site.name for damage in worst]
     matmuls = [site.decision.site for site in model.sites]
-    patterns = exclusion.patterns(names, matmuls)
+    patterns = patterns_of(names, matmuls)
     on = [site.decision.site.name not in names for site in model.switched]
     left = [decision.site.name for decision in plan(matmuls, recipe.excluding(patterns)) if decision.quantize]
     if left != [site.decision.site.name for site, rewritten in zip(model.switched, on, strict=True) if rewritten]:

@@ -104,7 +104,8 @@ class Comparison(Report):
         return filled(("recipe", "kind", *header, *ends), [self._cells(row, several=several) for row in self.rows])
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
-        scores = [cell for score in row.scores for cell in _score(score, several=several)]
+        values = [(score.metric, value) for score in row.scores for value in (score.mean, score.worst)[: 1 + several]]
+        scores = ["NaN or Inf" if math.isnan(value) else number(m.shown(value), ".4g") for m, value in values]
         return (
             row.name,
             "emulated" if row.emulated else "real",
@@ -118,12 +119,13 @@ class Comparison(Report):
     def sections(self) -> Iterator[Section]:
         """Yields a row per recipe, and what they are."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
-        best = next((i for i, row in enumerate(self.rows) if row is self.taken()), None)
+        taken = self.taken()
+        best = self.rows.index(taken) if taken else None
         yield Section(title="Recipes", columns=self.table(), best=best, bar=errors, scatter=("latency, ms", errors))
         yield Section(facts=self.facts())
         explained = [(row.name, row.what) for row in self.rows if row.what]
         yield Section(title="What the words mean", facts=[*explained, *LEGEND], detail=True)
-        if taken := self.taken():
+        if taken:
             yield Section(title=f"The recipe {taken.name}, as a file has it", text=taken.recipe, detail=True)
 
     def taken(self) -> Row | None:
@@ -178,9 +180,3 @@ class Comparison(Report):
             instead = f" instead of {other.numbers[i]:.3g}" * math.isfinite(other.numbers[i])
             text.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
         return ", ".join(text)
-
-
-def _score(score: Score, *, several: bool) -> Iterator[Cell]:
-    """Yields the mean over the samples and, of several, the worst one."""
-    for value in (score.mean, score.worst)[: 1 + several]:
-        yield "NaN or Inf" if math.isnan(value) else number(score.metric.shown(value), ".3g")

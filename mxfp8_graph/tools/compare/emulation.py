@@ -29,7 +29,7 @@ from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
 from mxfp8_graph.onnx_pass.replace import Editor
 from mxfp8_graph.onnx_pass.run import find_and_plan
-from mxfp8_graph.onnx_pass.weights import rows_of
+from mxfp8_graph.onnx_pass.views import apply
 from mxfp8_graph.policy.plan import NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.running.compare import difference
@@ -57,9 +57,9 @@ class Emulator:
         graph = prepare(load(model), recipe.for_cpu(), [])
         self.name, self.opset, self.path = name_of(graph), opset_of(graph), path_of(graph)
         self.weights: dict[str, OnnxSite] = {}
-        """The site that each stored operand B stands for; several sites may share one."""
+        """A site for each stored operand B, by its name; other sites may multiply by it too."""
         self.sites = 0
-        """How many matmuls that is."""
+        """Number of matmuls that are emulated."""
         replaced: dict[ir.Value, int] = {}
         sites, decisions = find_and_plan(graph, recipe)
         editor = Editor(graph, allow_nonfinite=True)
@@ -94,34 +94,28 @@ class Emulator:
         """Returns a weight as the site multiplies by it, [..., N, K]."""
         site = self.weights[name]
         assert site.w.static is not None  # only these are laid out
-        rows, flipped = rows_of(site.w.static)
-        *lead, height, _ = rows.shape
-        assert rows.read is not None
-        values = np.empty(rows.shape, np.float32)
-        for at in np.ndindex(*lead):
-            values[at] = rows.read(at, 0, height)
-        if site.w.transposed != flipped:
-            values = np.ascontiguousarray(values.swapaxes(-1, -2))
-        return values if site.form.alpha == 1.0 else values * np.float32(site.form.alpha)
+        values = apply(site.w.static.steps, site.w.static.tensor.numpy()).astype(np.float32)
+        return np.ascontiguousarray(values.swapaxes(-1, -2) if site.w.transposed else values) * site.form.alpha
 
-    def proto(self, peer: Peer) -> tuple[onnx.ModelProto, int]:
-        """Returns (the model in a format, the number of activations that have a history of amax)."""
+    def proto(self, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
+        """Returns (the model in a format, the names of activations that have a history of amax)."""
         proto = onnx.ModelProto()
         proto.CopyFrom(self._proto)
         proto.functions.append(function(peer.activations, self.opset))
         if peer.activations.scale != "delayed":
-            return proto, 0
+            return proto, []
         main, *inner = iter_graphs(proto.graph)
         if any(node.domain == DOMAIN for part in inner for node in part.node):
             what, advice = "a matmul in a subgraph, which has no history of amax", f"leave {peer.name} out"
             raise ContractError(self.name, what, expected="matmuls in the main graph", advice=advice)
         rounds = [node for node in main.node if node.domain == DOMAIN]
-        for number, node in enumerate(rounds):
-            node.input.append(_before(number))
-            node.output.append(_after(number))
-            main.input.append(helper.make_tensor_value_info(_before(number), TensorProto.FLOAT, []))
-            main.output.append(helper.make_tensor_value_info(_after(number), TensorProto.FLOAT, []))
-        return proto, len(rounds)
+        for node in rounds:
+            before, after = (f"{node.output[0]}/{name}" for name in ("amax_before", "amax"))
+            node.input.append(before)
+            node.output.append(after)
+            main.input.append(helper.make_tensor_value_info(before, TensorProto.FLOAT, []))
+            main.output.append(helper.make_tensor_value_info(after, TensorProto.FLOAT, []))
+        return proto, [node.output[0] for node in rounds]
 
     def _edit(self, graph: onnx.GraphProto) -> None:
         """Puts standard ops in the place of the gemms of one graph."""
@@ -179,20 +173,12 @@ class Emulated:
             execution=Execution(takes_turns=True),
         )
         self._outputs = [name for name in self._session.output_names if name in emulator.outputs]
-        self._history = [deque[float](maxlen=HISTORY) for _ in range(delayed)]
+        self._history = {x: deque[float](maxlen=HISTORY) for x in delayed}
 
     def run(self, inputs: Mapping[str, Any]) -> Inputs:
         """Returns the outputs of the next sample; errors as `Session.run`."""
-        before = {_before(i): np.array(max(h, default=0.0), np.float32) for i, h in enumerate(self._history)}
-        results = self._session.run({**inputs, **self._weights, **before})
-        for number, history in enumerate(self._history):
-            history.append(float(results[_after(number)]))
+        past = {f"{x}/amax_before": np.array(max(h, default=0.0), np.float32) for x, h in self._history.items()}
+        results = self._session.run({**inputs, **self._weights, **past})
+        for x, history in self._history.items():
+            history.append(float(results[f"{x}/amax"]))
         return {name: results[name] for name in self._outputs}
-
-
-def _before(number: int) -> str:
-    return f"amax_before/{number}"
-
-
-def _after(number: int) -> str:
-    return f"amax/{number}"

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 from mxfp8_ops import formats
 from mxfp8_ops.formats import E4M3, Minifloat
@@ -51,13 +51,10 @@ class Quantizer:
     def stored_bytes(self, shape: tuple[int, ...]) -> int:
         """Returns the bytes that a weight [..., N, K] takes: its elements, densely packed, and its scales."""
         *lead, n, k = shape
-        stack, size = math.prod(lead), SCALE_BYTES.get(self.scale, 4)
-        rows, columns = self.tile
+        stack, (rows, columns) = math.prod(lead), self.tile
         elements = stack * -(-n * k * self.element.bits // 8)
-        if rows is None:
-            return elements + size
-        scales = stack * -(-n // rows) * (-(-k // columns) if columns else 1)
-        return elements + scales * size + (4 if self.scale == "two_level" else 0)
+        scales = stack * -(-n // rows) * (-(-k // columns) if columns else 1) if rows else 1
+        return elements + scales * SCALE_BYTES.get(self.scale, 4) + 4 * (self.scale == "two_level")
 
 
 @dataclass(frozen=True)
@@ -71,63 +68,42 @@ class Peer:
     activations: Quantizer
 
 
-def _both(name: str, what: str, element: Minifloat, scale: ScaleRule, tile: Tile) -> Peer:
-    return Peer(name, what, Quantizer(element, scale, tile), Quantizer(element, scale, tile))
-
-
-def _rows_by_name(*rows: Peer) -> Mapping[str, Peer]:
-    return {row.name: row for row in rows}
+def _peer(name: str, what: str, element: Minifloat, scale: ScaleRule, tile: Tile, /, **activations: Any) -> Peer:
+    """Returns a format of weights that activations have too, but for these fields of the quantizer."""
+    weights = Quantizer(element, scale, tile)
+    return Peer(name, what, weights, replace(weights, **activations))
 
 
 _TENSOR: Final[Tile] = (None, None)
 _ROW: Final[Tile] = (1, None)
-_E4M3_WEIGHTS: Final = Quantizer(E4M3, "divide", _TENSOR)
-_INT8_WEIGHTS: Final = Quantizer(INT8, "integer", _ROW)
 _OCP: Final = "OCP floor scales, blocks of 32"
 _TE_BLOCKS: Final = "Float8BlockScaling: E4M3, 1x128 and 128x128"
-
-PEERS: Final = _rows_by_name(
-    _both("mxfp8-block16", "E4M3, ceil scales, blocks of 16", E4M3, "ceil", (1, 16)),
-    _both("mxfp8-block32", "E4M3, ceil scales, blocks of 32: what mxfp8 is, emulated", E4M3, "ceil", (1, 32)),
-    _both("mxfp8-block64", "E4M3, ceil scales, blocks of 64", E4M3, "ceil", (1, 64)),
-    _both("mxint8-block32", f"INT8, {_OCP}: what mxint8 is, emulated", formats.INT8, "floor", (1, 32)),
-    _both("mxfp6-e2m3", f"E2M3, {_OCP}", E2M3, "floor", (1, 32)),
-    _both("mxfp6-e3m2", f"E3M2, {_OCP}", E3M2, "floor", (1, 32)),
-    _both("mxfp4", f"E2M1, {_OCP}", E2M1, "floor", (1, 32)),
-    _both(
-        "nvfp4", "E2M1, E4M3 scales on blocks of 16, a float32 scale per tensor: its amax", E2M1, "two_level", (1, 16)
-    ),
-    Peer(
-        "float8-block",
-        f"{_TE_BLOCKS}, power-of-two scales",
-        Quantizer(E4M3, "divide_pow2", (128, 128)),
-        Quantizer(E4M3, "divide_pow2", (1, 128)),
-    ),
-    Peer(
-        "float8-block-float32",
-        f"{_TE_BLOCKS}, float32 scales",
-        Quantizer(E4M3, "divide", (128, 128)),
-        Quantizer(E4M3, "divide", (1, 128)),
-    ),
-    Peer(
-        "float8-current",
-        "Float8CurrentScaling: E4M3, one float32 scale per tensor, from its amax",
-        _E4M3_WEIGHTS,
-        Quantizer(E4M3, "divide", _TENSOR),
-    ),
-    Peer(
-        "float8-delayed",
-        "DelayedScaling: E4M3, one float32 scale per tensor; of activations the largest amax of up to 1024 samples "
-        "before, 1 for the first",
-        _E4M3_WEIGHTS,
-        Quantizer(E4M3, "delayed", _TENSOR),
-    ),
-    Peer(
-        "int8",
-        "INT8 weights per output channel, UINT8 activations per tensor with a zero point: ONNX Runtime's "
-        "quantize_dynamic",
-        _INT8_WEIGHTS,
-        Quantizer(INT8, "asymmetric", _TENSOR),
-    ),
-    _both("int8-token", "INT8 weights per output channel, INT8 activations per token", INT8, "integer", _ROW),
+_TWO_LEVEL: Final = "E2M1, E4M3 scales on blocks of 16, a float32 scale per tensor: its amax"
+_CURRENT: Final = "Float8CurrentScaling: E4M3, one float32 scale per tensor, from its amax"
+_DELAYED: Final = (
+    "DelayedScaling: E4M3, one float32 scale per tensor; of activations the largest amax of up to 1024 samples before, "
+    "1 for the first"
 )
+_DYNAMIC: Final = (
+    "INT8 weights per output channel, UINT8 activations per tensor with a zero point: ONNX Runtime's quantize_dynamic"
+)
+
+PEERS: Final[Mapping[str, Peer]] = {
+    peer.name: peer
+    for peer in (
+        _peer("mxfp8-block16", "E4M3, ceil scales, blocks of 16", E4M3, "ceil", (1, 16)),
+        _peer("mxfp8-block32", "E4M3, ceil scales, blocks of 32: what mxfp8 is, emulated", E4M3, "ceil", (1, 32)),
+        _peer("mxfp8-block64", "E4M3, ceil scales, blocks of 64", E4M3, "ceil", (1, 64)),
+        _peer("mxint8-block32", f"INT8, {_OCP}: what mxint8 is, emulated", formats.INT8, "floor", (1, 32)),
+        _peer("mxfp6-e2m3", f"E2M3, {_OCP}", E2M3, "floor", (1, 32)),
+        _peer("mxfp6-e3m2", f"E3M2, {_OCP}", E3M2, "floor", (1, 32)),
+        _peer("mxfp4", f"E2M1, {_OCP}", E2M1, "floor", (1, 32)),
+        _peer("nvfp4", _TWO_LEVEL, E2M1, "two_level", (1, 16)),
+        _peer("float8-block", f"{_TE_BLOCKS}, power-of-two scales", E4M3, "divide_pow2", (128, 128), tile=(1, 128)),
+        _peer("float8-block-float32", f"{_TE_BLOCKS}, float32 scales", E4M3, "divide", (128, 128), tile=(1, 128)),
+        _peer("float8-current", _CURRENT, E4M3, "divide", _TENSOR),
+        _peer("float8-delayed", _DELAYED, E4M3, "divide", _TENSOR, scale="delayed"),
+        _peer("int8", _DYNAMIC, INT8, "integer", _ROW, scale="asymmetric", tile=_TENSOR),
+        _peer("int8-token", "INT8 weights per output channel, INT8 activations per token", INT8, "integer", _ROW),
+    )
+}

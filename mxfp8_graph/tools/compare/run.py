@@ -28,7 +28,7 @@ from mxfp8_graph.tools.compare.number_formats import PEERS, Peer
 from mxfp8_graph.tools.metrics import metric_called
 from mxfp8_graph.tools.trials import Bench, open_bench
 from mxfp8_ops import cpu
-from mxfp8_ops.errors import Mxfp8Error, RecipeError
+from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mxfp8-even": {"scale_rounding": "even"},
@@ -77,13 +77,15 @@ def compare(
         **inputs: see `running.samples.SampleOptions`.
 
     Raises:
-        ContractError: the model cannot be read, exported or is rewritten already; an unknown metric.
+        ContractError: the model cannot be read, exported or is rewritten already; an unknown metric, or no run.
         RecipeError: a recipe is unknown or malformed.
         ShapeError: the samples do not fit.
         BackendError: ONNX Runtime cannot run the model, or the native library is missing.
         NothingEligibleError: no recipe rewrites anything.
     """
     check_options("compare", inputs, SampleOptions)
+    if repeat < 1:
+        raise ContractError("compare", f"repeat is {repeat}", expected="1 or more", advice="correct it")
     chosen = [metric_called(name) for name in metrics]
     candidates = _candidates(recipes, settings)
     notes = [f"recipes of ours with {', '.join(settings)}"] if settings else []

@@ -47,7 +47,7 @@ MARK: Final = "mxfp8_graph.body_of."
 
 AGAIN: Final = "export the model again"
 OTHER: Final = "start from the model that is not quantized"
-
+NOT_MX: Final = f"convert reads MXFP8 only; {OTHER}"
 
 _QUANTIZED: Final = {
     "": {

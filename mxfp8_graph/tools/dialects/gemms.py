@@ -279,8 +279,7 @@ def _swaps_last_two(view: ir.Node, rank: int) -> bool:
 def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
     """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
     tensor = tensor_of(value)
-    if tensor is None:  # the caller has seen that it is stored
-        raise TypeError(value)
+    assert tensor is not None  # the caller has seen that it is stored
     return edit.beside(value, wanted, int(tensor.dtype), lambda: np.swapaxes(edit.codes(tensor), -1, -2))
 
 

@@ -22,7 +22,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects.bodies import standard
-from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, operand, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import NOT_MX, OTHER, Codes, Edit, Nodes, dims, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.gemms import Gemm, gemm_of, take_apart
 from mxfp8_graph.tools.dialects.qdq import ROUNDED, UNROUNDED, codes_of, float_scales, lose_activations
 from mxfp8_ops import contract
@@ -39,9 +39,6 @@ _STORED: Final[Mapping[str, tuple[int, int, Container[int], int, str]]] = {
 }
 """Dtypes of elements in MXFP8, of B and of scales, the place of the bias; and what is expected of B and scales."""
 
-_DEFAULT_BLOCK: Final = 128
-"""The block_size of MatMulBlockQuantizedFp8Weight."""
-
 _HALVES: Final = {contract.FLOAT16: "float16", contract.BFLOAT16: "bfloat16"}
 """What it takes and returns, by onnx.TensorProto.DataType."""
 
@@ -50,8 +47,6 @@ _ZERO: Final = np.uint8(128)
 
 _INT8_ACTIVATIONS: Final = 4
 """The accuracy_level at which it quantizes activations to int8, in blocks."""
-
-_LOSS: Final = "activations are quantized as ONNX Runtime does (accuracy_level 4), not in MXINT8"
 
 _SUFFIX: Final = "_nbits"
 
@@ -89,8 +84,8 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
 def _check_cuda(edit: Edit, node: ir.Node) -> None:
     what, expected = "activations in FP8 with one scale (a_scale)", "MXFP8 activations, which have no a_scale"
     edit.require(operand(node, 3) is None, node, what, expected, "export it without them")
-    block, advice = attribute(node, "block_size", _DEFAULT_BLOCK), f"convert reads MXFP8 only; {OTHER}"
-    edit.require(block == BLOCK_SIZE, node, f"block_size {block}", f"{BLOCK_SIZE}, which MXFP8 has", advice)
+    block, expected = attribute(node, "block_size", 128), f"{BLOCK_SIZE}, which MXFP8 has"
+    edit.require(block == BLOCK_SIZE, node, f"block_size {block}", expected, NOT_MX)
 
 
 def _check_nbits(edit: Edit, node: ir.Node) -> None:
@@ -125,7 +120,8 @@ def _write_nbits(edit: Edit, node: ir.Node) -> Nodes | None:
     kind, level = gemm.elements.dtype, edit.accuracy_level
     what, expected = f"its weight has {kind.name.lower()} elements", "int8 elements, which MatMulNBits can hold"
     edit.require(kind == INT8.onnx_dtype, node, what, expected, "rewrite with --recipe mxint8")
-    x = _float_activation(edit, node, *([_LOSS] if level == _INT8_ACTIVATIONS else []))
+    loss = "activations are quantized as ONNX Runtime does (accuracy_level 4), not in MXINT8"
+    x = _float_activation(edit, node, *([loss] if level == _INT8_ACTIVATIONS else []))
     if attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16 != dtype_of(x):
         x = edit.cast(node, x, contract.BFLOAT16, "bfloat16")
     # In float32, whose exponents reach every scale; float16 has 2^-24 to 2^15.

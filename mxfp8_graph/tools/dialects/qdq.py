@@ -27,7 +27,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, settings_of
 from mxfp8_graph.tools.dialects.edit import (
-    OTHER,
+    NOT_MX,
     Codes,
     Edit,
     Nodes,
@@ -53,10 +53,6 @@ ROUNDED: Final = "MatMulNBits rounds activations to int8 (accuracy_level 4), a r
 
 UNROUNDED: Final = "keeps float32 (3e-07) and is slower"
 
-_EXACT: Final = f"the session option session.qdq_matmulnbits_accuracy_level = 0 {UNROUNDED}"
-
-_OTHER: Final = f"convert reads MXFP8 only; {OTHER}"
-
 _QUARK: Final = {"fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 """Element formats by Quark's names."""
 
@@ -74,9 +70,9 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     block, elements = attribute(node, "block_size", 0), tensor_of(value)
     static = is_op(value.producer(), "QuantizeLinear") and dtype_of(value) in contract.ELEMENTS
     kind = int(elements.dtype) if elements is not None else dtype_of(value) if static else 0
-    edit.require(kind in _SHIFTS, node, "quantized, but not in MXFP8", "stored float8 or int8 elements", _OTHER)
+    edit.require(kind in _SHIFTS, node, "quantized, but not in MXFP8", "stored float8 or int8 elements", NOT_MX)
     what = f"{'int8' if _SHIFTS[kind] else 'float8'} {f'with block_size {block}' if block else 'without blocks'}"
-    edit.require(block == BLOCK_SIZE, node, what, f"block_size {BLOCK_SIZE}, which MXFP8 has", _OTHER)
+    edit.require(block == BLOCK_SIZE, node, what, f"block_size {BLOCK_SIZE}, which MXFP8 has", NOT_MX)
     scale, codes, dtype = _scales(edit, node, scale, kind)
     axis = attribute(node, "axis", 1)
     if elements is not None:
@@ -94,7 +90,7 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     """Returns the stored scales of a DequantizeLinear on elements of dtype `kind`, their E8M0 codes as MX has them, and
     the dtype of its result.
     """
-    check_zero_point(edit, node, _OTHER)
+    check_zero_point(edit, node, NOT_MX)
     value, views = source(scale, CASTS)
     casts, tensor = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"], tensor_of(value)
     codes, shift = codes_of(edit, tensor, kind), _SHIFTS[kind]
@@ -103,11 +99,11 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
     if codes is None or not {*casts} <= {*contract.VALUES} or (contract.FLOAT16 in casts and not in_float16):
         what = f"scales {value.name!r} are not stored powers of two"
         expected = f"E8M0 scales, or floats 2^{-SCALE_BIAS - shift} to 2^{SCALE_BIAS - shift}"
-        raise edit.refuse(node, what, expected, _OTHER)
+        raise edit.refuse(node, what, expected, NOT_MX)
     stored = int(tensor.dtype) if tensor is not None and tensor.dtype != E8M0 else contract.FLOAT
     dtype = attribute(node, "output_dtype", 0) or [*casts, stored][0]
     is_float = dtype in contract.VALUES
-    edit.require(is_float, node, f"a result of dtype {dtype}", "float32, float16 or bfloat16", _OTHER)
+    edit.require(is_float, node, f"a result of dtype {dtype}", "float32, float16 or bfloat16", NOT_MX)
     return value, codes, dtype
 
 
@@ -137,7 +133,7 @@ def _read_quark(edit: Edit, node: ir.Node) -> Nodes:
     """Returns our nodes for one of Quark's; a stored weight is packed."""
     dtype, block = attribute(node, "element_dtype", "int8"), attribute(node, "block_size", BLOCK_SIZE)
     is_known, expected = dtype in _QUARK and block == BLOCK_SIZE, f"fp8_e4m3 or fp8_e5m2 in blocks of {BLOCK_SIZE}"
-    edit.require(is_known, node, f"{dtype} in blocks of {block}", expected, _OTHER)
+    edit.require(is_known, node, f"{dtype} in blocks of {block}", expected, NOT_MX)
     ties, scales = attribute(node, "rounding_mode", 0), attribute(node, "scale_dtype", "e8m0")
     what, expected = f"rounding_mode {ties}, scales of {scales}", f"{_TIES_TO_EVEN} (ties to even) and e8m0"
     is_known = (ties, scales) == (_TIES_TO_EVEN, "e8m0")
@@ -168,7 +164,8 @@ def _write_product(edit: Edit, node: ir.Node) -> Nodes | None:
     gemm = gemm_of(node)
     if gemm is None or gemm.elements.dtype != INT8.onnx_dtype:
         return None
-    edit.note(f"ONNX Runtime 1.31 and later: {ROUNDED}; {_EXACT}")
+    exact = f"the session option session.qdq_matmulnbits_accuracy_level = 0 {UNROUNDED}"
+    edit.note(f"ONNX Runtime 1.31 and later: {ROUNDED}; {exact}")
 
     def make() -> ir.Value:
         elements = swapped(edit, gemm.b, f"{gemm.b.name}{KN}")

@@ -22,7 +22,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, attributes_of, dims, heirs, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import Edit, Nodes, attributes_of, dims, heirs, operand, operands, tensor_of
 from mxfp8_graph.tools.dialects.gemms import source, take_apart
 from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales
 from mxfp8_ops import contract
@@ -167,11 +167,10 @@ def _write_static(edit: Edit, node: ir.Node) -> Nodes | None:
         return None
     if (codes := codes_of(edit, floats, _E4M3)) is None:
         return None
-    read = [user.inputs[1] for user in node.outputs[0].consumers() if user.graph is not None and len(user.inputs) > 1]
-    uint8 = {
-        value: tensor for value in read if (tensor := tensor_of(value)) is not None and tensor.dtype == contract.UINT8
-    }
-    known = (value for value, tensor in uint8.items() if np.array_equal(edit.codes(tensor), codes))
+    read = [operand(user, 1) for user in node.outputs[0].consumers() if user.graph is not None]
+    stored = ((value, tensor) for value in read if (tensor := tensor_of(value)) is not None)
+    uint8 = ((value, tensor) for value, tensor in stored if tensor.dtype == contract.UINT8)
+    known = (value for value, tensor in uint8 if np.array_equal(edit.codes(tensor), codes))
     scales = next(known, None) or edit.beside(scales, f"{scales.name}_codes", contract.UINT8, lambda: codes)
     x, casts = source(value, ("Cast",))
     if len(casts) != 1 or dtype_of(x) not in contract.VALUES:

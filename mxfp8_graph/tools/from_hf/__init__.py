@@ -1,7 +1,7 @@
 """Converts a local Hugging Face folder with MXFP8 weights to ONNX, without a float weight in memory.
 
-architecture.py  config.json -> a module whose weights have shapes and no values, and how to call it
-graph.py         that module -> an ONNX graph whose parameters are inputs, so that no pass can fold them
+architecture.py  config.json -> a module whose weights have shapes and no values; that -> an ONNX graph whose parameters
+                 are inputs, so that no pass can fold them
 stored.py        parameters -> tensors that lie where the checkpoint has them
 run.py           calls these, then the ONNX pass with the bytes of the checkpoint
 """

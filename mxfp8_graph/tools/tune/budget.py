@@ -10,7 +10,7 @@ from typing import Final
 from mxfp8_graph.tools.metrics import Metric, Score, metric_called
 from mxfp8_ops.errors import ContractError
 
-_WORDS: Final = re.compile(r"\s*(worst_)?([^\s<>=]+)\s*(>=|<=)\s*([^\s<>=]+)\s*")
+_WORDS: Final = re.compile(r"\s*(worst_)?([^\s<>=]+)\s*(>=|<=)\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:e[-+]?\d+)?)\s*", re.I)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,7 @@ def parse(text: str) -> Budget:
         ContractError: it is no budget, there is no such metric, or its direction or number cannot be met.
     """
     found = _WORDS.fullmatch(text)
-    try:
-        bound = float(found[4]) if found else math.nan
-    except ValueError:
-        bound = math.nan
-    if found is None or not math.isfinite(bound):
+    if found is None or math.isinf(bound := float(found[4])):
         expected = "METRIC>=NUMBER or METRIC<=NUMBER, as in cosine>=0.999 or worst_relative_l2<=0.02"
         raise ContractError("budget", repr(text), expected=expected, advice="correct it")
     metric = metric_called(found[2])

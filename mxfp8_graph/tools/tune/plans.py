@@ -9,7 +9,7 @@ from typing import Any, Final
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.plan import plan as decide
 from mxfp8_graph.policy.recipe import Recipe, Rule
-from mxfp8_graph.tools import exclusion
+from mxfp8_graph.tools.analyze.run import patterns_of
 from mxfp8_ops.errors import RecipeError
 
 TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -38,7 +38,7 @@ class Plan:
     def words(self, sites: int) -> str:
         """Returns it in words: 31 int8, 5 kept."""
         rest = f"{sites - len(self.worst)} {self.treatment}"
-        return f"{rest}, {len(self.worst)} {self.better}" if self.worst else f"{rest}"
+        return f"{rest}, {len(self.worst)} {self.better}" if self.worst else rest
 
     def recipe(self, base: Recipe, sites: Sequence[MatMulSite], name: str) -> Recipe:
         """Returns the recipe of the plan; `base` selects the sites of the model.
@@ -46,7 +46,7 @@ class Plan:
         Raises:
             RecipeError: no pattern matches one of two sites and not the other.
         """
-        found = exclusion.patterns(self.worst, sites)
+        found = patterns_of(self.worst, sites)
         fields: dict[str, Any] = {**base.model_dump(exclude_unset=True), "name": name, **TREATMENTS[self.treatment]}
         settings = set(TREATMENTS[self.treatment])
         rules = [Rule(**rule.model_dump(exclude_unset=True, exclude=settings)) for rule in base.rules]
@@ -64,11 +64,7 @@ class Plan:
             if not before.quantize or (before.site.weight is None and not after.quantize):
                 continue  # a product of two activations has no weight that could be quantized alone
             name = before.site.name
-            wanted = self.better if name in self.worst else self.treatment
-            if not after.quantize:
-                same = wanted == KEPT
-            else:
-                same = wanted != KEPT and after.activations == TREATMENTS[wanted]["activations"]
-            if not same:
+            wanted = TREATMENTS.get(self.better if name in self.worst else self.treatment, {}).get("activations")
+            if wanted != (after.activations if after.quantize else None):
                 what = f"no pattern tells {name!r} from other matmuls by name or module path"
                 raise RecipeError(recipe.name, what, expected="names that differ", advice="name the nodes of the model")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
@@ -16,9 +16,6 @@ from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.tune.budget import Budget
 from mxfp8_graph.tools.tune.plans import Plan
 from mxfp8_ops.errors import Mxfp8Error
-
-SCHEMA: Final = 2
-"""Version of the layout of `Tuning.to_dict`; it grows when a key changes its meaning or goes away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +59,8 @@ class Tuning(Report):
         "schema source objective budgets budgets_met=chosen.met base_recipe=base recipe=recipe_fields inputs samples "
         "synthesised isa bytes_before notes chosen steps"
     )
-    schema: ClassVar[int] = SCHEMA
+    schema: ClassVar[int] = 2
+    """Version of the layout of the JSON; it grows when a key changes its meaning or goes away."""
 
     source: str
     objective: str

@@ -8,13 +8,13 @@ plan is rewritten for real and run on all samples.
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from mxfp8_graph import files, rewriting
-from mxfp8_graph.models import kind_of
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite
@@ -33,7 +33,6 @@ from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError, Option
 
 OBJECTIVES: Final = ("size", "latency")
-_ORIGINAL: Final = "original"
 _ROUNDS: Final = 7
 """Runs of which a latency is the median."""
 _RANKED: Final = 4
@@ -97,8 +96,7 @@ def tune(
     metrics = list({metric.name: metric for metric in (*(b.metric for b in budgets), RELATIVE_L2)}.values())
     progress, allow_nonfinite = options.get("progress"), options.get("allow_nonfinite", False)
     with open_bench(model, options, metrics, progress=progress, allow_nonfinite=allow_nonfinite) as bench:
-        for name, outputs in zip(bench.samples.names, bench.expected, strict=True):
-            check_measurable(name, outputs)  # no plan could meet a budget
+        check_measurable(bench.samples.names, bench.expected)  # else no plan could meet a budget
         search = _Search(bench=bench, base=base, budgets=budgets, latency=objective == "latency")
         search.run()
         best = search.best()
@@ -118,7 +116,7 @@ def tune(
         )
         if best is None:
             raise BudgetNotMetError(result)
-        return result if folder is None else _written(result, bench, folder, is_path=isinstance(model, (str, Path)))
+        return result if folder is None else _written(result, bench, folder)
 
 
 @dataclass(kw_only=True)
@@ -138,11 +136,16 @@ class _Search:
         """Tries what is worth it; `best` chooses among the steps."""
         # A plan takes as many runs as there are samples; some 8 plans follow those with one treatment.
         self.bench.total = len(self.bench.samples) * (len(TREATMENTS) + 9) + _ROUNDS * (len(TREATMENTS) + 1)
-        self._plan_sites()
-        self._uniform()
+        # A plan, which rewrites nothing, has the sites of the model.
+        path = self.bench.folder / f"planned{self.bench.suffix}"
+        _, report = rewriting.rewrite(self.bench.model, self.base, output=path, dry_run=True)
+        self._sites = [site.decision.site for site in report.sites]
+        self.bytes_before = report.account.bytes_before
+        runnables = {treatment: self._try(Plan(treatment=treatment)) for treatment in TREATMENTS}
+        self._time(runnables, range(len(self.steps)))
         uniform = list(self.steps)
         if met := [step for step in uniform if step.met]:
-            # All are of one size; a faster treatment is worth mending, most of all the one that misses least.
+            # All are of one size. A faster treatment that misses may do with its worst sites treated better.
             fastest = max(met, key=lambda step: step.speed)
             faster = [step for step in uniform if not step.met and step.speed > _SAME_TIME * fastest.speed]
             if faster:
@@ -178,22 +181,9 @@ class _Search:
         values = [b.metric.badness(b.value(step.scores[b.metric.name])) for b in missed or self.budgets[:1]]
         return (len(missed), *values)
 
-    def _plan_sites(self) -> None:
-        """Takes the sites of the model from a plan, which rewrites nothing."""
-        path = self.bench.folder / f"planned.{'pt2' if kind_of(self.bench.model).is_program else 'onnx'}"
-        _, report = rewriting.rewrite(self.bench.model, self.base, output=path, dry_run=True)
-        self._sites = [site.decision.site for site in report.sites]
-        self.bytes_before = report.account.bytes_before
-
-    def _uniform(self) -> None:
-        """Tries each treatment on all sites, and measures the latencies in turns."""
-        runnables = {_ORIGINAL: self.bench.original}
-        runnables |= {treatment: self._try(Plan(treatment=treatment)) for treatment in TREATMENTS}
-        self._time(runnables, range(len(self.steps)))
-
     def _time(self, runnables: dict[str, Runnable], steps: Sequence[int]) -> None:
-        """Notes the latencies of some steps; the original is the first of the models that take turns."""
-        original, *seconds = self.bench.seconds(runnables, _ROUNDS).values()
+        """Notes the latencies of some steps, whose models take turns with the original."""
+        original, *seconds = self.bench.seconds({"original": self.bench.original, **runnables}, _ROUNDS).values()
         for index, value in zip(steps, seconds, strict=True):
             self.steps[index] = replace(self.steps[index], seconds=(value, original))
 
@@ -211,7 +201,7 @@ class _Search:
             else:
                 low = middle
         if found is not None:
-            self._time({_ORIGINAL: self.bench.original, treatment: found}, [at])
+            self._time({treatment: found}, [at])
 
     def _try(self, plan: Plan) -> Runnable:
         """Adds the step of a plan, and returns its model."""
@@ -234,25 +224,25 @@ class _Search:
         recipe = Plan(treatment=treatment).recipe(self.base, self._sites, treatment)
         every = max(1, -(-len(self.bench.samples) // _RANKED))
         feeds, allow = self.bench.samples.feeds[::every], self.bench.allow_nonfinite
-        measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress)
-        squares: dict[str, float] = {}
-        names: dict[str, tuple[str, ...]] = {}
+        measure = Measure(feeds=feeds, metrics=[RELATIVE_L2], progress=self.bench.progress, runs=self.bench.runs)
+        measure.total = self.bench.total
+        squares: dict[str, float] = defaultdict(float)
+        names: dict[str, tuple[str, ...]] = defaultdict(tuple)
         with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
             off = [False] * len(switchable.switched)
             measure.expected = measure.outputs(lambda feeds: switchable.run(feeds, off), "original")
             for report, scores in zip(switchable.switched, damages_alone(switchable, measure), strict=True):
                 site = report.decision.site
                 key = site.weight or site.name
-                square = RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
-                squares[key] = squares.get(key, 0.0) + square
-                names[key] = (*names.get(key, ()), site.name)
+                squares[key] += RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
+                names[key] += (site.name,)
+        self.bench.runs = measure.runs
         return [names[key] for key in sorted(squares, key=lambda key: -squares[key])]
 
 
 def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path | None:
     """Returns the folder of the result, checked before the work; None for a model in memory without an output."""
-    in_memory = not isinstance(model, (str, Path))
-    if in_memory and output is None:
+    if output is None and not isinstance(model, (str, Path)):
         return None
     folder = Path(output) if output else Path(model).with_name(f"{Path(model).stem}.tuned")
     another: tuple[str | Option, ...] = ("pass another ", Option("output"))
@@ -267,13 +257,10 @@ def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path |
     return folder
 
 
-def _written(found: Tuning, bench: Bench, folder: Path, *, is_path: bool) -> Tuning:
+def _written(found: Tuning, bench: Bench, folder: Path) -> Tuning:
     """Writes the model, the recipe and the reports; returns the result with its folder."""
-    kind = kind_of(bench.model)
-    stem = Path(bench.name).stem if is_path else "program" if kind.is_program else "model"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{stem}.mxfp8.{'pt2' if kind.is_program else 'onnx'}"
-    allow = bench.allow_nonfinite
+    path, allow = folder / f"{Path(bench.name).stem}.mxfp8{bench.suffix}", bench.allow_nonfinite
     rewriting.rewrite(bench.model, found.recipe, output=path, overwrite=True, allow_nonfinite=allow)
     with files.output(folder / "recipe.yaml", overwrite=True) as new:
         (new / "recipe.yaml").write_bytes(found.recipe.to_yaml().encode())
