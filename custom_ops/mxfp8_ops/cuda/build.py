@@ -72,7 +72,7 @@ def cubin(source: str, kernel: str, arch: str) -> bytes:
 
     Args:
         source: name of the file in src/cuda, without .cu.
-        kernel: the instance, as C++ writes it: "quantize_rows<F32, E4M3, false, false>".
+        kernel: the instance, as C++ writes it: "quantize_rows<F32, E4M3, false>".
         arch: the target, such as "sm_90a".
 
     Raises:
