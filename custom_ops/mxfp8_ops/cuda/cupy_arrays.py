@@ -91,12 +91,7 @@ def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dt
 
 
 def gemm(
-    a: Any,
-    a_scales: Any,
-    b: Any,
-    b_scales: Any,
-    bias: Any | None = None,
-    **options: Unpack[op_options.Gemm],
+    a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any | None = None, **options: Unpack[op_options.Gemm]
 ) -> Any:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`."""
     kinds = op_options.gemm(**options)
@@ -105,11 +100,7 @@ def gemm(
 
 
 def weight_gemm(
-    x: Any,
-    b: Any,
-    b_scales: Any,
-    bias: Any | None = None,
-    **options: Unpack[op_options.WeightGemm],
+    x: Any, b: Any, b_scales: Any, bias: Any | None = None, **options: Unpack[op_options.WeightGemm]
 ) -> Any:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`."""
     b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
@@ -119,11 +110,7 @@ def weight_gemm(
 
 
 def _gemm(
-    a: tuple[Any, ...],
-    b: tuple[Any, Any],
-    bias: Any | None,
-    kinds: tuple[str, str, str],
-    activation_dtype: int = 0,
+    a: tuple[Any, ...], b: tuple[Any, Any], bias: Any | None, kinds: tuple[str, str, str], activation_dtype: int = 0
 ) -> Any:
     a_kind, b_format, dtype = kinds
     formats.element_format(b_format)
