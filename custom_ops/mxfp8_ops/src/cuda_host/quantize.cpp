@@ -67,8 +67,4 @@ std::vector<int> kernels<mxfp8_cuda_quantize>(int64_t x_dtype, int64_t format) {
 
 }  // namespace mxfp8::cuda
 
-extern "C" MXFP8_API int mxfp8_cuda_plan_quantize(const mxfp8_cuda_quantize* request, const mxfp8_cuda_queue* queue,
-                                                  mxfp8_cuda_plan* to) {
-  using namespace mxfp8::cuda;
-  return answer_with(queue, to, [&] { return plan(checked(request)); });
-}
+MXFP8_CUDA_PLAN(quantize)
