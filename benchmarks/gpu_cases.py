@@ -17,12 +17,9 @@ import torch
 from gpu_timing import Call, Row, copy_calls, sets, take_turns
 
 from mxfp8_ops import (
-    formats,
     torch_ops,  # noqa: F401 - registers
 )
-from mxfp8_ops.checks import scale_count
-from mxfp8_ops.cuda import dispatch, execution, planner
-from mxfp8_ops.cuda.planner import CODES
+from mxfp8_ops.cuda import dispatch
 from mxfp8_ops.torch_ops import cuda as torch_cuda
 
 ops = torch.ops.mxfp8
@@ -31,25 +28,11 @@ EAGER_CALLS = 200
 """Calls that `eager` queues one after the other."""
 
 
-def queue() -> execution.Queue:
-    """Returns torch's current stream and allocator."""
-    return torch_cuda._queue(torch.empty(0, device="cuda"))
-
-
 def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
     """Returns quantize and dequantize of bfloat16 [m, k] against a copy of as many bytes."""
     n = m * k
     xs = [torch.randn(m, k, device="cuda", dtype=torch.bfloat16) for _ in range(sets(3 * n))]
     packed = [ops.quantize(x) for x in xs]
-
-    def both(x: torch.Tensor) -> Any:
-        rows = torch.empty_like(x, dtype=torch.uint8), x.new_empty((m, scale_count(k)), dtype=torch.uint8)
-        columns = torch.empty_like(x, dtype=torch.uint8), x.new_empty((scale_count(m), k), dtype=torch.uint8)
-        to = (t.data_ptr() for t in (*columns, *rows))
-        kinds = CODES["bfloat16"], CODES["e4m3"], formats.scale_increment(formats.E4M3, "ceil")
-        request = planner.Quantize(*kinds, planner.PLAIN, x.data_ptr(), 1, m, k, *to)
-        execution.run(planner.plan(request), queue())
-        return rows, columns
 
     traffic = {"copy 1": n * 3 + n // 32, "copy 2": n * 4 + n // 16, "copy 3": n * 2 + n // 32}
     cases: dict[str, Sequence[Call]] = {
@@ -57,7 +40,6 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
         "quantize, rows": [lambda x=x: ops.quantize(x) for x in xs],
         "quantize, columns": [lambda x=x: ops.quantize(x, 0) for x in xs],
         "quantize, columns transposed": [lambda x=x: ops.quantize(x.t()) for x in xs],
-        "quantize, both in one pass": [lambda x=x: both(x) for x in xs],
         "quantize, both, columns transposed": [lambda x=x: ops.quantize_both(x) for x in xs],
         "dequantize": [lambda p=p: ops.dequantize(*p, -1, "e4m3", torch.bfloat16) for p in packed],
     }
@@ -65,7 +47,6 @@ def memory_bound(rounds: int, m: int, k: int) -> list[Row]:
     targets = {
         "quantize, rows": ("copy 1", 0.90, 0.95), "quantize, columns": ("copy 1", 0.85, 0.92),
         "quantize, columns transposed": ("copy 1", None, None),
-        "quantize, both in one pass": ("copy 2", 0.80, 0.88),
         "quantize, both, columns transposed": ("copy 2", None, None),
         "dequantize": ("copy 1", 0.90, 0.95),
     }  # fmt: skip

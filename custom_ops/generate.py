@@ -23,6 +23,7 @@ HERE = Path(__file__).parent
 HEADER = HERE / "mxfp8_ops/src/contract.h"
 BEGIN_ROWS, END_ROWS = "// clang-format off\n", "}  // namespace mxfp8\n"
 C_ABI = HERE / "mxfp8_ops/c_abi.py"
+BEGIN_SIGNATURES = "    {\n"
 PAGE = HERE.parent / "docs/node_contract.md"
 BEGIN_NODES, END_NODES = "<!-- Written by custom_ops/generate.py -->\n", "<!-- To here -->\n"
 
@@ -121,33 +122,17 @@ _HEADERS = ("mxfp8_ops.h", "cuda_host/mxfp8_cuda.h", "cuda_host/mxfp8_cuda_plan.
 
 
 def c_abi() -> str:
-    """Returns the text of c_abi.py."""
+    """Returns the text of c_abi.py: the part written by hand, then the functions."""
     text = "".join((HERE / "mxfp8_ops/src" / name).read_text(encoding="utf-8") for name in _HEADERS)
-    lines = [
-        '"""The functions of the headers of src: name -> (type of the result, types of the arguments), for ctypes.',
-        "",
-        "Written by custom_ops/generate.py.",
-        '"""',
-        "",
-        "from __future__ import annotations",
-        "",
-        "from collections.abc import Mapping",
-        "from ctypes import c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p",
-        "from types import MappingProxyType",
-        "from typing import Any, Final",
-        "",
-        "i, n, z, f, t, p = c_int, c_int64, c_size_t, c_float, c_char_p, c_void_p",
-        "",
-        "SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(",
-        "    {",
-    ]
+    lines = []
     for found in _DECLARATION.finditer(text):
         # An address of a function has arguments in parentheses of its own.
         arguments = re.sub(r"\(\*\w+\)\(.*\)", "*", " ".join(found["arguments"].split()))
         types = [_type(argument) for argument in arguments.split(", ") if argument != "void"]
         listed = ", ".join(types) + ("," if len(types) == 1 else "")
         lines.append(f'        "{found["name"]}": ({_type(found["result"])}, ({listed})),')
-    return "\n".join([*lines, "    }", ")", ""])
+    head = C_ABI.read_text(encoding="utf-8").partition(BEGIN_SIGNATURES)[0]
+    return head + BEGIN_SIGNATURES + "\n".join([*lines, "    }", ")", ""])
 
 
 def _type(declared: str) -> str:

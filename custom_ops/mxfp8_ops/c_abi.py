@@ -1,6 +1,6 @@
 """The functions of the headers of src: name -> (type of the result, types of the arguments), for ctypes.
 
-Written by custom_ops/generate.py.
+custom_ops/generate.py writes them.
 """
 
 from __future__ import annotations

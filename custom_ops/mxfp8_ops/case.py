@@ -35,7 +35,8 @@ class Input:
     def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: bool) -> Input:
         """Returns the facts of a tensor of this dtype and shape."""
         sizes = None if shape is None else tuple(shape)
-        return cls(dtype, sizes, is_whole(sizes[-1] if sizes else None), **facts)
+        last = (sizes[-1] if sizes else None) or 0  # an unknown size is not whole
+        return cls(dtype, sizes, last > 0 and last % BLOCK_SIZE == 0, **facts)
 
     @property
     def rank(self) -> int | None:
@@ -63,11 +64,6 @@ class Input:
             self.neutral and other.neutral,
             self.present if self.present == other.present else None,
         )
-
-
-def is_whole(size: int | None) -> bool:
-    """Whether so many values are one whole block or more."""
-    return size is not None and size > 0 and size % BLOCK_SIZE == 0
 
 
 ABSENT: Final = Input(present=False)

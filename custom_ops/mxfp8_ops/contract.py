@@ -36,13 +36,7 @@ from mxfp8_ops.node import (
 from mxfp8_ops.nodes import attention, embedding, fused_gemm, gemm, grouped, quantize
 from mxfp8_ops.nodes.attention import ATTENTION
 from mxfp8_ops.nodes.embedding import EMBEDDING
-from mxfp8_ops.nodes.fused_gemm import (
-    EPILOGUES,
-    FUSED_GEMM,
-    FUSED_WEIGHT_GEMM,
-    GATED_GEMM,
-    GATED_WEIGHT_GEMM,
-)
+from mxfp8_ops.nodes.fused_gemm import EPILOGUES, GATED_WEIGHT_GEMM
 from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
 from mxfp8_ops.nodes.grouped import GROUPED_GEMM, GROUPED_WEIGHT_GEMM
 from mxfp8_ops.nodes.quantize import DEQUANTIZE, QUANTIZE
@@ -61,9 +55,6 @@ __all__ = [
     "FLOAT8E4M3FN",
     "FLOAT8E5M2",
     "FLOAT16",
-    "FUSED_GEMM",
-    "FUSED_WEIGHT_GEMM",
-    "GATED_GEMM",
     "GATED_WEIGHT_GEMM",
     "GEMM",
     "GROUPED_GEMM",

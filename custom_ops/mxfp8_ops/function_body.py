@@ -71,13 +71,9 @@ class Body:
         return out
 
     def call(self, op: Op, inputs: Mapping[str, tuple[str, Input]], out: Sequence[str], **attributes: Any) -> list[str]:
-        """Appends a node of the contract and returns its outputs.
+        """Appends a node of the contract and returns its outputs, whose names are `out`.
 
-        Args:
-            op: the node.
-            inputs: the value of each port, and what is known of it.
-            out: names of the outputs.
-            **attributes: those that are not the defaults.
+        `inputs` has the value of each port, and what is known of it; attributes that are absent have their defaults.
         """
         outputs = [self.unique(name) for name in out]
         settings = {**op.attributes, **attributes}
@@ -143,10 +139,7 @@ class Body:
     def choose(self, name: str, write: Callable[[Body, Any], str], dtype: int = FLOAT) -> str:
         """Returns what `write` makes for the value of attribute `name`: an If for each value but the last.
 
-        Args:
-            name: the attribute.
-            write: appends nodes to the body that it is passed, for one value; returns a result of `dtype`.
-            dtype: an onnx.DataType.
+        `write` appends nodes to the body that it is passed, for one value, and returns a result of `dtype`.
         """
         return self._choice(name, self.case.attributes[name], write, dtype)
 
@@ -227,13 +220,9 @@ class Body:
         return self("Reshape", x, self.constant([-1, BLOCK_SIZE])), back
 
     def values(self, elements: str, scales: str, known: Input, *, whole: bool = False) -> str:
-        """Returns the float32 values of (elements [..., K], scales [..., ceil(K / 32)]).
+        """Returns the float32 values of (elements [..., K], scales [..., ceil(K / 32)]) of any element format.
 
-        Args:
-            elements: of any element format.
-            scales: uint8.
-            known: what is known of the elements.
-            whole: whether it is known from others that their blocks are whole.
+        `known` is what is known of the elements, `whole` whether others say that their blocks are whole.
         """
         factors, whole = self.factors(scales, elements, known), known.whole or whole
         if known.constant and not self.style.folds_weights and (known.rank or 0) > 1 and (whole or known.last):

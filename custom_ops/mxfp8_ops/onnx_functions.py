@@ -32,7 +32,7 @@ from mxfp8_ops import contract
 from mxfp8_ops.case import ABSENT, Case, Input, merged
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.function_body import STYLE, Body, Style
-from mxfp8_ops.node import BOOL, DOMAIN, Op
+from mxfp8_ops.node import BOOL, DOMAIN
 
 
 def functions(
@@ -103,12 +103,9 @@ def _function(body: Body) -> FunctionProto:
 
 
 def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False) -> Case:
-    """Returns the case of one node.
+    """Returns the case of one node, from the facts of values by name.
 
-    Args:
-        node: one of the contract.
-        known: the facts of values, by name.
-        whole: whether those who read the elements that it makes say that they have whole blocks.
+    `whole` says whether those who read the elements that it makes need whole blocks.
 
     Raises:
         ContractError: the contract has no such node.
@@ -123,22 +120,14 @@ def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False)
     for port in op.inputs:
         value = known.get(names[port.name], Input()) if names.get(port.name) else ABSENT
         inputs[port.name] = replace(value, present=False) if port.has_stand_in and value.neutral else value
-    return Case(op, settings, inputs, whole or _quantizes_whole(op, settings, inputs))
-
-
-def _quantizes_whole(op: Op, settings: Mapping[str, Any], inputs: Mapping[str, Input]) -> bool:
-    """Whether the last axis of what a node quantizes is known to have whole blocks."""
-    return op.quantizes and settings["axis"] == (-1,) and inputs["X"].whole
+    return Case(op, settings, inputs, whole or (op.quantizes and settings["axis"] == (-1,) and inputs["X"].whole))
 
 
 def settings_of(node: NodeProto) -> dict[str, Any]:
     """Returns every attribute of one of `contract.OPS`: text as str, defaults for those that it leaves out."""
-    written = {a.name: _plain(helper.get_attribute_value(a)) for a in node.attribute}
-    return {**contract.OPS[node.op_type].attributes, **written}
-
-
-def _plain(value: object) -> object:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    written = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    text = {name: value.decode(errors="replace") for name, value in written.items() if isinstance(value, bytes)}
+    return {**contract.OPS[node.op_type].attributes, **written, **text}
 
 
 def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[NodeProto, Case]]:

@@ -23,10 +23,7 @@ def in_place_of(node: NodeProto, case: Case, fresh: Callable[[str], str]) -> lis
 
     They are for any opset from `contract.MIN_OPSET` on, and hold no string and no Constant but of tensors.
 
-    Args:
-        node: with its inputs and outputs.
-        case: what is known of them, as `onnx_functions.case_of` says.
-        fresh: makes a name that nothing in the model has from the one wanted.
+    `case` is from `onnx_functions.case_of`; `fresh` makes a name that nothing in the model has from the one wanted.
 
     Raises:
         ContractError: an attribute has a value that the contract does not know.

@@ -33,12 +33,8 @@ def main() -> None:
     cupy.cuda.set_allocator(None)
     for shape in ((65, 544), (37, 50)):
         x = values(*shape)
-        for dtype, swizzled in itertools.product((np.float32, np.float16), (False, True)):
-            pairs = [cuda.quantize(x.astype(dtype), axis=axis, swizzled=swizzled) for axis in (0, 1)]
-            cuda.quantize_both(x.astype(dtype), swizzled=swizzled)
-            if not swizzled:
-                for axis, pair in enumerate(pairs):
-                    cuda.dequantize(*pair, axis=axis)
+        for dtype, axis in itertools.product((np.float32, np.float16), (0, 1)):
+            cuda.dequantize(*cuda.quantize(x.astype(dtype), axis=axis), axis=axis)
         for index_dtype in (np.int32, np.int64):
             cuda.embedding(cupy.asarray(np.array([0, -1, shape[0]], index_dtype)), *cuda.quantize(x), dtype="float16")
         rows, row_scales, columns, column_scales = (cupy.empty(x.size, np.uint8) for _ in range(4))

@@ -54,9 +54,9 @@ def resources(log: str) -> dict[str, int]:
 
 
 SAMPLE = (
-    "quantize_rows<BF16, E4M3, false, false>",
-    "quantize_columns<BF16, E4M3, true, SWIZZLED, false>",
-    "quantize_columns<BF16, E4M3, true, TRANSPOSED, false>",
+    "quantize_rows<BF16, E4M3, false>",
+    "quantize_columns<BF16, E4M3, PLAIN, false>",
+    "quantize_columns<BF16, E4M3, BOTH, false>",
     "dequantize<BF16, E4M3, true, false>",
     "gemm_skinny<BF16, E4M3, 1>",
     "gemm_skinny<F32, E4M3, 8>",
@@ -114,7 +114,7 @@ def check(kernel: str, arch: str) -> None:
 
 @looped("arch", build.TARGETS)
 def test_the_quantizer_converts_in_hardware_where_there_is_an_instruction(arch):
-    kernel = "quantize_rows<BF16, E4M3, false, false>"
+    kernel = "quantize_rows<BF16, E4M3, false>"
     ptx = compiled.cubin("quantize_rows", kernel, arch.replace("sm", "compute")).code.decode()
     assert ("cvt.rn.satfinite.e4m3x2.f32" in ptx) == (arch != "sm_80")
     assert ".ftz" not in ptx

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from compare import FORMATS as FLOAT8
 from compare import ROUNDINGS
-from cuda_emulation import FORMATS, products, source_of, swizzle
+from cuda_emulation import FORMATS, products, source_of
 
-from mxfp8_ops import cuda, numpy_nodes
+from mxfp8_ops import numpy_nodes
 from mxfp8_ops.cuda import build, dispatch, planner
 from mxfp8_ops.cuda import device as cuda_device
 
@@ -180,20 +180,6 @@ def test_dequantize_every_element_under_every_scale(dtype, fmt):
     got = ops.dequantize(elements, scales, -1, fmt, dtype)
     expected = numpy_nodes.dequantize(array(elements), array(scales), element_format=fmt, dtype=name(dtype))
     assert_same(got, expected, "values")
-
-
-def test_cupy_arrays_swizzled_scales_and_both_axes():
-    import cupy
-
-    for dtype, fmt in itertools.product((np.float32, np.float16), FORMATS):
-        x = array(heavy(130, 160)).astype(dtype)
-        rows, columns = numpy_nodes.quantize(x, element_format=fmt), numpy_nodes.quantize(x, axis=0, element_format=fmt)
-        pairs = cuda.quantize_both(cupy.asarray(x), element_format=fmt)
-        for got, expected in zip((*pairs[0], *pairs[1]), (*rows, *columns), strict=True):
-            np.testing.assert_array_equal(cupy.asnumpy(got), expected)
-        pairs = cuda.quantize_both(cupy.asarray(x), element_format=fmt, swizzled=True)
-        for got, scales in zip(pairs, (rows[1], columns[1].T), strict=True):
-            np.testing.assert_array_equal(cupy.asnumpy(got[1]), swizzle(scales))
 
 
 # --- gemm ------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_a_kernel_is_loaded_when_it_is_first_used(gpu):
     for rows in (1, 300):
         plan = planner.plan(request(rows), planner.queue(0, STREAM))
         assert (plan.done, plan.count) == (1, 1)
-    assert gpu.loaded == ["quantize_rows<F32, E4M3, false, false>"]
+    assert gpu.loaded == ["quantize_rows<F32, E4M3, false>"]
     assert [(work.kernel, work.grid) for work in gpu.launches] == [(gpu.loaded[0], 1), (gpu.loaded[0], 3)]
 
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
-from cuda_emulation import FORMATS, EmulatedDevice, allocate, device, matrix, multiply, queue, swizzle
+from cuda_emulation import FORMATS, EmulatedDevice, allocate, device, matrix, multiply, queue
 from grids import looped
 
 from mxfp8_ops import cuda, numerics, numpy_nodes
@@ -93,33 +93,18 @@ def test_cupy_quantize_and_dequantize(cupy):
             )
 
 
-def test_cupy_swizzled_scales_and_both_axes(cupy):
-    x = heavy_tailed((130, 160))
-    rows, columns = numpy_nodes.quantize(x), numpy_nodes.quantize(x, axis=0)
-    assert_same(np.asarray(cuda.quantize(array(x), swizzled=True)[1]), swizzle(rows[1]), "rows")
-    assert_same(np.asarray(cuda.quantize(array(x), axis=0, swizzled=True)[1]), swizzle(columns[1].T), "columns")
-    for got, expected in zip(cuda.quantize_both(array(x)), (rows, columns), strict=True):
-        assert_same(np.asarray(got[0]), expected[0], "elements")
-        assert_same(np.asarray(got[1]), expected[1], "scales")
-    for got, expected in zip(cuda.quantize_both(array(x), swizzled=True), (rows[1], columns[1].T), strict=True):
-        assert_same(np.asarray(got[1]), swizzle(expected), "scales")
-    with pytest.raises(ShapeError, match="expected a matrix"):
-        cuda.quantize(array(heavy_tailed((2, 3, 32))), swizzled=True)
-
-
-@looped("swizzled", [False, True])
-def test_cupy_quantizes_into_the_callers_arrays(cupy, swizzled):
+def test_cupy_quantizes_into_the_callers_arrays(cupy):
     x = array(heavy_tailed((130, 160)))
-    expected = cuda.quantize(x, swizzled=swizzled)
+    expected = cuda.quantize(x)
     out = tuple(array(np.full_like(codes, 0xAA)) for codes in expected)
-    got = cuda.quantize(x, swizzled=swizzled, out=out)
+    got = cuda.quantize(x, out=out)
     assert (got[0] is out[0], got[1] is out[1]) == (True, True)
     for name, codes, right in zip(("elements", "scales"), out, expected, strict=True):
         assert_same(np.asarray(codes), np.asarray(right), name)
     with pytest.raises(ShapeError, match="out: scales are uint8 of shape"):
-        cuda.quantize(x, swizzled=not swizzled, out=out)
+        cuda.quantize(x, axis=0, out=out)
     with pytest.raises(ShapeError, match="share memory"):
-        cuda.quantize(x, swizzled=swizzled, out=(x.view(np.uint8).ravel()[: x.size].reshape(x.shape), out[1]))
+        cuda.quantize(x, out=(x.view(np.uint8).ravel()[: x.size].reshape(x.shape), out[1]))
 
 
 SHAPES = (((3, 96), (5, 96)), ((96,), (5, 96)), ((2, 3, 96), (5, 96)), ((2, 1, 3, 96), (4, 5, 96)), ((96,), (4, 5, 96)))
@@ -318,7 +303,7 @@ def test_torch_quantizes_a_transposed_matrix_without_a_transposition(emulated, m
     monkeypatch.setattr(torch.Tensor, "contiguous", None)
     emulated.launched.clear()
     elements, scales = torch_cuda.quantize(x.t(), -1)
-    assert emulated.launched == ["quantize_columns<BF16, E4M3, false, TRANSPOSED, false>"]
+    assert emulated.launched == ["quantize_columns<BF16, E4M3, TRANSPOSED, false>"]
     assert elements.shape == (96, 64)
     assert scales.shape == (96, 2)
 
@@ -345,9 +330,9 @@ def test_a_training_step_reads_each_gradient_once(emulated, monkeypatch):
         got = step(on_cuda)
         launched = [name for name in emulated.launched if name.startswith("quantize")]
         wanted = step(on_the_cpu)
-    rows = "quantize_rows<F32, E4M3, false, false>"
-    columns = "quantize_columns<F32, E4M3, false, TRANSPOSED, false>"
-    assert launched == [rows, rows, columns, "quantize_columns<F32, E5M2, true, TRANSPOSED, false>", columns]
+    rows = "quantize_rows<F32, E4M3, false>"
+    columns = "quantize_columns<F32, E4M3, TRANSPOSED, false>"
+    assert launched == [rows, rows, columns, "quantize_columns<F32, E5M2, BOTH, false>", columns]
     for name, a, b in zip(("y", "dx", "dw"), got, wanted, strict=True):
         np.testing.assert_allclose(back(a), back(b), rtol=1e-4, atol=1e-3, err_msg=name)
 

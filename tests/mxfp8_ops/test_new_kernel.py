@@ -183,7 +183,7 @@ def multiple(elements, scales, *, times=2.0, threads=0):
 CHANGES = {
     "contract.py": [
         ("import attention, ", "import attention, multiple, "),
-        ("norm, attention) for op in", "norm, attention, multiple) for op in"),
+        ("fused_gemm, attention) for op in", "fused_gemm, attention, multiple) for op in"),
     ],
     "src/mxfp8_ops.h": [
         (
@@ -247,11 +247,7 @@ std::vector<int> kernels<mxfp8_cuda_multiple>(int64_t format, int64_t) {
 
 }  // namespace mxfp8::cuda
 
-extern "C" MXFP8_API int mxfp8_cuda_plan_multiple(const mxfp8_cuda_multiple* request, const mxfp8_cuda_queue* queue,
-                                                  mxfp8_cuda_plan* to) {
-  using namespace mxfp8::cuda;
-  return answer_with(queue, to, [&] { return plan(checked(request)); });
-}
+MXFP8_CUDA_PLAN(multiple)
 """,
     "cuda/multiple.py": '''
 """MXFP8Multiple on CuPy arrays."""

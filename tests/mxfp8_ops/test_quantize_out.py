@@ -71,7 +71,7 @@ def test_rows_of_larger_arrays_and_a_memory_map(quantize: Callable[..., Any], tm
 # --- One signature ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads"}), (cuda, {"swizzled", "kept"})])
+@pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads"}), (cuda, set())])
 def test_a_backend_has_the_arguments_of_the_reference_in_its_order_and_some_of_its_own(backend: Any, more: set) -> None:
     shared = [name for name in backend.__all__ if inspect.isfunction(getattr(numpy_nodes, name, None))]
     assert "quantize" in shared

@@ -1,11 +1,12 @@
 """The nodes on the processor: the functions of `numpy_nodes.py`, natively."""
 
 from mxfp8_ops.cpu.attention import attention
-from mxfp8_ops.cpu.fused import fused_gemm, fused_weight_gemm
 from mxfp8_ops.cpu.numpy_arrays import (
     Packed,
     dequantize,
     embedding,
+    fused_gemm,
+    fused_weight_gemm,
     gemm,
     grouped_gemm,
     grouped_weight_gemm,

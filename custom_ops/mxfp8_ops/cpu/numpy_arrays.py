@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from ctypes import byref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,6 @@ from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-
-NO_END: Final = ("none", None)
-"""Neither epilogue nor factor."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ def gemm(
     **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`."""
-    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**options), NO_END, threads)
+    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**options), threads)
 
 
 def weight_gemm(
@@ -121,7 +117,36 @@ def weight_gemm(
     **options: Unpack[op_options.WeightGemm],
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`."""
-    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**options), NO_END, threads)
+    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**options), threads)
+
+
+def fused_gemm(
+    a: Codes,
+    a_scales: Codes,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    threads: int = 0,
+    **options: Unpack[op_options.FusedGemm],
+) -> Array:
+    """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `numpy_nodes.fused_gemm`."""
+    epilogue, factor, rest = op_options.epilogue(**options)
+    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**rest), threads, (epilogue, factor))
+
+
+def fused_weight_gemm(
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    *,
+    threads: int = 0,
+    **options: Unpack[op_options.FusedWeightGemm],
+) -> Array:
+    """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `numpy_nodes.fused_weight_gemm`."""
+    epilogue, factor, rest = op_options.epilogue(**options)
+    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**rest), threads, (epilogue, factor))
 
 
 def embedding(
@@ -192,12 +217,11 @@ def pack(
         transposed: whether `w` is [K, N].
         element_format: "e4m3" or "e5m2".
         scale_rounding: "ceil", "floor" or "even".
-        threads: how many to use; 0 for one per processor.
+        threads: as in the functions above.
 
     Raises:
         ShapeError: wrong dtype, or not a matrix.
         ContractError: unknown format or rounding.
-        BackendError: the native library is missing.
     """
     fmt = formats.element_format(element_format)
     formats.scale_increment(fmt, scale_rounding)  # checks the name

@@ -12,9 +12,6 @@ from mxfp8_ops import contract, formats, native
 from mxfp8_ops.errors import BackendError, ShapeError
 from mxfp8_ops.numerics import Array
 
-_MOST_THREADS: Final = 2**31 - 1
-"""The largest C int. The library itself lowers a number that is too large."""
-
 _CODES: Final = {
     **{name: row.onnx_dtype for name, row in formats.DTYPES.items()},
     **{name: code for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES) for code, name in enumerate(names)},
@@ -86,7 +83,7 @@ def thread_count(where: str, threads: int) -> int:
         count = -1
     if count < 0:
         raise ShapeError(where, f"threads is {threads!r}", expected="0 (all processors) or more", advice="correct it")
-    return min(count, _MOST_THREADS)
+    return min(count, 2**31 - 1)  # the largest C int; the library itself lowers a number that is too large
 
 
 def _allocated(where: str, make: Callable[[], Array], shape: tuple[int, ...]) -> Array:

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from mxfp8_ops import checks, contract, formats, numerics
+from mxfp8_ops import checks, formats, numerics
 from mxfp8_ops.cpu.operands import array, call, contiguous, empty, floats
-from mxfp8_ops.errors import ContractError
-from mxfp8_ops.nodes.fused_gemm import check_factor
+from mxfp8_ops.nodes import fused_gemm
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.numerics import Array
 
@@ -21,8 +20,8 @@ def multiply(  # noqa: PLR0917 - one for the gemms of every kind
     b: tuple[Array, Array],
     bias: Array | None,
     kinds: tuple[Any, ...],
-    end: tuple[str, Array | None],
     threads: int,
+    end: tuple[str, Array | None] = ("none", None),
 ) -> Array:
     """Returns epilogue(a @ dequantize(b).T + bias) * factor.
 
@@ -30,13 +29,13 @@ def multiply(  # noqa: PLR0917 - one for the gemms of every kind
     `op_options.weight_gemm`; `end` is epilogue and factor.
     """
     epilogue, factor = end
-    check_epilogue(epilogue)
+    fused_gemm.epilogue_function(epilogue)  # checks the name
     if factor is not None:
         checks.check_value_dtype("gemm", array("gemm", "factor", factor).dtype)
     kind, rounding, b_format, dtype = checked_kinds("gemm", a, kinds)
     y, bias = result(a, b, bias, dtype)
     if factor is not None:
-        check_factor("gemm", factor, y.shape)
+        fused_gemm.check_factor("gemm", factor, y.shape)
         factor = contiguous("gemm", factor)
     n, k = b[0].shape[-2:]
     function, more = ("mxfp8_fused_weight_gemm", (k, *rounding)) if rounding else ("mxfp8_fused_gemm", ())
@@ -61,12 +60,6 @@ def checked_kinds(where: str, a: tuple[Array, ...], kinds: tuple[Any, ...]) -> t
         formats.element_format(kind)
     formats.element_format(b_format)
     return kind, rounding, b_format, dtype
-
-
-def check_epilogue(epilogue: str) -> None:
-    """Raises ContractError for an unknown one."""
-    if epilogue not in contract.EPILOGUES:
-        raise ContractError.unknown("epilogue", epilogue, contract.EPILOGUES)
 
 
 def result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> tuple[Array, Array | None]:

@@ -8,19 +8,13 @@ from mxfp8_ops.cuda.cupy_arrays import (
     embedding,
     gemm,
     quantize,
-    quantize_both,
     weight_gemm,
-    wide_weight,
 )
-from mxfp8_ops.cuda.execution import WideWeight
 
 __all__ = [
-    "WideWeight",
     "dequantize",
     "embedding",
     "gemm",
     "quantize",
-    "quantize_both",
     "weight_gemm",
-    "wide_weight",
 ]

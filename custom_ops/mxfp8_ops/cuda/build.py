@@ -68,16 +68,7 @@ def cache_folder() -> Path:
 
 
 def cubin(source: str, kernel: str, arch: str) -> bytes:
-    """Returns the machine code of one kernel, from the cache on disk or compiled now.
-
-    Args:
-        source: name of the file in src/cuda, without .cu.
-        kernel: the instance, as C++ writes it: "quantize_rows<F32, E4M3, false, false>".
-        arch: the target, such as "sm_90a".
-
-    Raises:
-        BackendError: NVRTC is missing, or refuses the source.
-    """
+    """Returns the machine code of one kernel, from the cache on disk or as `compile_kernel` compiles it now."""
     # The name has a digest of everything that the code depends on, so a file in the cache is never out of date.
     path = cache_folder() / f"{source}-{arch}-{_key(source, kernel, arch)}.cubin"
     try:
@@ -94,7 +85,7 @@ def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] =
 
     Args:
         source: name of the file in src/cuda, without .cu.
-        kernel: the instance, as C++ writes it.
+        kernel: the instance, as C++ writes it: "quantize_rows<F32, E4M3, false>".
         arch: the target, such as "sm_90a"; "compute_90a" gives PTX instead of machine code.
         extra: further options for NVRTC.
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from mxfp8_ops import checks, contract, formats, numerics, op_options
 from mxfp8_ops.cuda import cublaslt, device, dispatch, execution, loader, planner
-from mxfp8_ops.cuda.execution import Queue, WideWeight
+from mxfp8_ops.cuda.execution import Queue
 from mxfp8_ops.cuda.planner import CODES, Gemm
-from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.nodes.embedding import embedding_shape
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.nodes.quantize import check_out
@@ -36,53 +35,24 @@ def quantize(
     element_format: str = "e4m3",
     scale_rounding: str = "ceil",
     out: tuple[Any, Any] | None = None,
-    swizzled: bool = False,
 ) -> tuple[Any, Any]:
-    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numpy_nodes.quantize` does.
-
-    `swizzled` gives the scales of a matrix as a vector in cuBLASLt's 128x4 layout, padded with zeros.
-
-    Raises:
-        ShapeError: also for swizzled scales of a tensor that is not a matrix.
-    """
-    kinds = _quantizer("quantize", x, element_format, scale_rounding, swizzled)
+    """Returns (elements, scales) of `x` [..., K, ...], blocked along `axis`, as `numpy_nodes.quantize` does."""
+    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
+    checks.check_value_dtype("quantize", x.dtype)
     axis = checks.normalize_axis("quantize", x.ndim, axis)
-    cupy = device.cupy_module()
-    outer, k, inner = checks.split_at(x.shape, axis)
-    if swizzled and x.ndim != 2:
-        raise ShapeError("quantize", f"swizzled scales of shape {x.shape}", expected="a matrix", advice="reshape it")
-    shape: Any = checks.scale_shape(x.shape, axis)
-    if swizzled:
-        shape = (planner.swizzled_bytes(inner if axis == 0 else outer, k),)
+    cupy, shape = device.cupy_module(), checks.scale_shape(x.shape, axis)
     if out is None:
         elements, scales = cupy.empty(x.shape, np.uint8), cupy.empty(shape, np.uint8)
     else:
         elements, scales = check_out("quantize", out, x, shape, cupy)
     x = cupy.ascontiguousarray(x)
     # From here on addresses alone: `x`, `elements` and `scales` must live until the work is queued.
-    request = planner.Quantize(*kinds, x.data.ptr, outer, k, inner, elements.data.ptr, scales.data.ptr)
+    request = planner.Quantize(
+        CODES[x.dtype.name], CODES[element_format], increment, planner.PLAIN, x.data.ptr,
+        *checks.split_at(x.shape, axis), elements.data.ptr, scales.data.ptr,
+    )  # fmt: skip
     _run(request)
     return elements, scales
-
-
-def quantize_both(
-    x: Any, *, element_format: str = "e4m3", scale_rounding: str = "ceil", swizzled: bool = False
-) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    """Returns quantize(x, axis=1) and quantize(x, axis=0) of a matrix, which is read once."""
-    kinds = _quantizer("quantize_both", x, element_format, scale_rounding, swizzled)
-    if x.ndim != 2:
-        raise ShapeError("quantize_both", f"x has shape {x.shape}", expected="a matrix", advice="reshape it")
-    cupy = device.cupy_module()
-    x = cupy.ascontiguousarray(x)
-    m, k = x.shape
-    pairs = []
-    for axis, rows, columns in ((1, m, k), (0, k, m)):
-        size = planner.swizzled_bytes(rows, columns) if swizzled else checks.scale_shape(x.shape, axis)
-        pairs.append((cupy.empty(x.shape, np.uint8), cupy.empty(size, np.uint8)))
-    # The planner takes the blocks along the first axis (outer = 1) as the main result and the rows beside it.
-    (rows_at, columns_at) = ((elements.data.ptr, scales.data.ptr) for elements, scales in pairs)
-    _run(planner.Quantize(*kinds, x.data.ptr, 1, m, k, *columns_at, *rows_at))
-    return pairs[0], pairs[1]
 
 
 def dequantize(
@@ -121,74 +91,26 @@ def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dt
 
 
 def gemm(
-    a: Any,
-    a_scales: Any,
-    b: Any,
-    b_scales: Any,
-    bias: Any | None = None,
-    *,
-    kept: WideWeight | None = None,
-    **options: Unpack[op_options.Gemm],
+    a: Any, a_scales: Any, b: Any, b_scales: Any, bias: Any | None = None, **options: Unpack[op_options.Gemm]
 ) -> Any:
-    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`.
-
-    Args:
-        a: elements of the first operand.
-        a_scales: its scales.
-        b: elements of the second operand.
-        b_scales: its scales.
-        bias: float32 [N], or None.
-        kept: the weight as `wide_weight` keeps it, for the row `large`.
-        **options: see `op_options.Gemm`.
-    """
+    """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`."""
     kinds = op_options.gemm(**options)
     formats.element_format(kinds[0])
-    return _gemm((a, a_scales), (b, b_scales), bias, kinds, kept)
+    return _gemm((a, a_scales), (b, b_scales), bias, kinds)
 
 
 def weight_gemm(
-    x: Any,
-    b: Any,
-    b_scales: Any,
-    bias: Any | None = None,
-    *,
-    kept: WideWeight | None = None,
-    **options: Unpack[op_options.WeightGemm],
+    x: Any, b: Any, b_scales: Any, bias: Any | None = None, **options: Unpack[op_options.WeightGemm]
 ) -> Any:
-    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`.
-
-    `kept` is the weight as `wide_weight` keeps it, for the row `large`.
-    """
+    """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`."""
     b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     checks.check_value_dtype("gemm", x.dtype)
     rounding = formats.activation_dtype(activation_dtype).onnx_dtype
-    return _gemm((x,), (b, b_scales), bias, (x.dtype.name, b_format, dtype), kept, rounding)
+    return _gemm((x,), (b, b_scales), bias, (x.dtype.name, b_format, dtype), rounding)
 
 
-def wide_weight(b: Any, b_scales: Any, *, b_format: str = "e4m3") -> WideWeight:
-    """Returns the weight [N, K] in bfloat16, for gemms with many rows that read it again and again (`kept`).
-
-    Twice the memory of the elements. C-contiguous arrays only; keep them alive and unchanged as long as the result.
-
-    Raises:
-        ShapeError: not a contiguous matrix, or the scales do not fit.
-    """
-    # A copy of strided arrays would not be the memory that later products pass, so there is none here.
-    if b.ndim != 2 or not (b.flags.c_contiguous and b_scales.flags.c_contiguous):
-        raise ShapeError(
-            "wide_weight", f"weight {b.shape}", expected="a C-contiguous matrix", advice="pass ascontiguousarray of it"
-        )
-    checks.check_codes("wide_weight", b, b_scales, 1)
-    return execution.wide_weight(_queue(), b_format, (b.data.ptr, b_scales.data.ptr), b.shape)
-
-
-def _gemm(  # noqa: PLR0917 - one for both gemms
-    a: tuple[Any, ...],
-    b: tuple[Any, Any],
-    bias: Any | None,
-    kinds: tuple[str, str, str],
-    kept: WideWeight | None,
-    activation_dtype: int = 0,
+def _gemm(
+    a: tuple[Any, ...], b: tuple[Any, Any], bias: Any | None, kinds: tuple[str, str, str], activation_dtype: int = 0
 ) -> Any:
     a_kind, b_format, dtype = kinds
     formats.element_format(b_format)
@@ -209,8 +131,6 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
     place = dispatch.place(queue.device, libraries)
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
     bias_at = 0 if bias is None else bias.data.ptr
-    # wide_weight keeps one matrix: a stack cannot use it.
-    wide = kept[:2] if kept is not None and b[0].ndim == 2 else (0, 0)
 
     # One weight for all rows: the leading dimensions of a are rows of one product.
     flat = b[0].ndim == 2
@@ -219,21 +139,12 @@ def _gemm(  # noqa: PLR0917 - one for both gemms
         a, b = (tuple(cupy.broadcast_to(t, leading + t.shape[-2:]) for t in operand) for operand in (a, b))
     for i in np.ndindex(leading if y.size else (0,)):
         operands = a[0][i].data.ptr, a[1][i].data.ptr if len(a) == 2 else 0, b[0][i].data.ptr, b[1][i].data.ptr
-        product = Gemm(*codes, *operands, bias_at, y[i].data.ptr, m, n, k, *wide, activation_dtype)
+        product = Gemm(*codes, *operands, bias_at, y[i].data.ptr, m, n, k, activation_dtype=activation_dtype)
         execution.run(
             planner.gemm(place, product, queue.packed), queue,
             lambda p, _: cublaslt.product(queue, cupy.cuda.runtime.getDevice(), p),
         )  # fmt: skip
     return result
-
-
-def _quantizer(
-    where: str, x: Any, element_format: str, scale_rounding: str, swizzled: bool
-) -> tuple[int, int, int, int]:
-    """Returns the first fields of `planner.Quantize`: dtype, format, increment and layout."""
-    increment = formats.scale_increment(formats.element_format(element_format), scale_rounding)
-    checks.check_value_dtype(where, x.dtype)
-    return CODES[x.dtype.name], CODES[element_format], increment, planner.SWIZZLED if swizzled else planner.PLAIN
 
 
 def _run(request: tuple[int, ...]) -> None:

@@ -1,7 +1,4 @@
-"""Which rows of the dispatch table (`planner.routes`, src/cuda_host/routes.cpp) products must take.
-
-And how they must be cut up, for measurements.
-"""
+"""Which rows of the dispatch table (`planner.routes`) products must take and, for measurements, how they are cut up."""
 
 from __future__ import annotations
 
@@ -55,11 +52,5 @@ def forced_route(kernel: str) -> contextlib.AbstractContextManager[None]:
 
 
 def fixed_cut(*, splits: int = 0, warps: int = 0, parts_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Cuts products up in a fixed way, in the whole process, inside a `with`: for measurements. 0: as planned.
-
-    Args:
-        splits: parts of K.
-        warps: warps of gemm_skinny that share x.
-        parts_bytes: most bytes of the sums of bfloat16 parts.
-    """
+    """Cuts products up in a fixed way, as `mxfp8_cuda_place` says, in the whole process, inside a `with`."""
     return _choose(splits=splits, warps=warps, parts_bytes=parts_bytes)

@@ -65,11 +65,8 @@ class WideWeight(NamedTuple):
 def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] | None = None) -> None:
     """Queues the steps of a plan that are not queued yet.
 
-    Args:
-        plan: from the planner, the latest of this thread.
-        queue: where the work goes.
-        fp8_product: queues an FP8 product of a library, from the product and the scratch memory that `Queue.allocate`
-            returned, and returns the address of the result.
+    `fp8_product` queues an FP8 product of a library, from the product and the scratch memory that `Queue.allocate`
+    returned, and returns the address of the result.
 
     Raises:
         BackendError: a launch fails.

@@ -27,7 +27,7 @@ CUBLAS, CUBLASLT, SCALED_MM = 1, 2, 4
 LAUNCH, CLEAR, MATMUL, BLOCK_SCALED = range(4)
 """`Step.what`: MXFP8_LAUNCH ..."""
 
-PLAIN, SWIZZLED, TRANSPOSED = range(3)
+PLAIN, TRANSPOSED = range(2)
 """`Quantize.layout`: MXFP8_PLAIN ..."""
 
 _NO_ROUTE: Final = -4
@@ -153,7 +153,7 @@ def swizzled_bytes(rows: int, k: int) -> int:
 
 @functools.cache
 def kernels() -> tuple[str, ...]:
-    """Returns every kernel of src/cuda by number, as C++ writes it: "quantize_rows<F32, E4M3, false, false>".
+    """Returns every kernel of src/cuda by number, as C++ writes it: "quantize_rows<F32, E4M3, false>".
 
     The file has the name before the "<".
     """

@@ -285,12 +285,7 @@ def attention_sizes(
 ) -> AttentionSizes:
     """Returns the sizes of an attention of tensors of these shapes.
 
-    Args:
-        where: the op, for errors.
-        operands: q [B, S, Hq * D], k [B, T, Hkv * D] and v [B, T, Hkv * Dv].
-        mask: broadcasts to [B, Hq, S, P + T].
-        pasts: those of past_key [B, Hkv, P, D] and past_value [B, Hkv, P, Dv], or both [0], for none.
-        heads: Hq and Hkv.
+    They are those of `attention`, in its order; `pasts` are both [0] for none, `heads` Hq and Hkv.
 
     Raises:
         ShapeError: they do not fit together.

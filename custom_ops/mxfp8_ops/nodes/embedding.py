@@ -51,11 +51,6 @@ INDEX_DTYPES: Final = ("int32", "int64")
 def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
     """Returns the shape of the rows of b [V, D] that `indices` [...] name: [..., D].
 
-    Args:
-        where: the op, for errors.
-        indices: an array of NumPy, CuPy or torch.
-        b: shape of the table.
-
     Raises:
         ShapeError: the indices are neither int32 nor int64, or the table is not a matrix.
     """
@@ -74,13 +69,7 @@ def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
 
 
 def check_indices(where: str, indices: Any, rows: int) -> None:
-    """Raises ShapeError, which names the first that is wrong, unless all indices are within -rows..rows-1.
-
-    Args:
-        where: the op, for errors.
-        indices: a NumPy array.
-        rows: how many there are to name.
-    """
+    """Raises ShapeError, which names the first that is wrong, unless all indices are within -rows..rows-1."""
     # Both signs are legal: ONNX Gather counts negative indices from the end.
     wrong = np.argwhere((indices < -rows) | (indices >= rows))
     if len(wrong):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -40,19 +40,10 @@ def fused_gemm(
     bias: Array | None = None,
     **options: Unpack[op_options.FusedGemm],
 ) -> Array:
-    """Returns epilogue(A @ B.T + bias) * factor, as `gemm.gemm` multiplies.
-
-    Args:
-        a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
-        a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        **options: see `op_options.FusedGemm`.
+    """Returns epilogue(A @ B.T + bias) * factor, as `gemm.gemm` multiplies, whose operands and errors it has.
 
     Raises:
-        ShapeError: shapes do not fit.
-        ContractError: unknown format or epilogue.
+        ContractError: also for an unknown epilogue.
     """
     epilogue, factor, rest = op_options.epilogue(**options)
     a_format, b_format, dtype = op_options.gemm(**rest)
@@ -72,7 +63,7 @@ def fused_weight_gemm(
     """
     epilogue, factor, rest = op_options.epilogue(**options)
     b_format, dtype, activation_dtype = op_options.weight_gemm(**rest)
-    row = _epilogue(epilogue)
+    row = epilogue_function(epilogue)
     sums = gemm.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
     if factor is not None:
         check_factor("gemm", factor, sums.shape)
@@ -145,27 +136,12 @@ FUNCTIONS: Final[Mapping[str, Epilogue]] = MappingProxyType(
 """The function of each of `EPILOGUES`."""
 
 
-def _epilogue(name: str) -> Epilogue:
+def epilogue_function(name: str) -> Epilogue:
+    """Returns the row of `FUNCTIONS` called `name`; ContractError if there is none."""
     try:
         return FUNCTIONS[name]
     except KeyError:
         raise ContractError.unknown("epilogue", name, EPILOGUES) from None
-
-
-def fused_error_bound(dtype: str, epilogue: str) -> numerics.ErrorBound:
-    """Returns the bound for results of `dtype` of a fused gemm, where there is a factor of 1.
-
-    Its magnitude is that of the gemm, which no epilogue exceeds. A factor multiplies it and the bound but for `tiny`.
-    """
-    # An error of the sum grows with the derivative at most; then come the epilogue's own error and two roundings more,
-    # of its result and of the product with a factor.
-    bound, row = numerics.error_bound(dtype), _epilogue(epilogue)
-    return numerics.ErrorBound(
-        per_term=bound.per_term * row.steepest,
-        store=bound.store + (row.error + 2) * UNIT * (1 + bound.store),
-        underflow=bound.underflow * row.steepest,
-        tiny=bound.tiny,
-    )
 
 
 def fused_gemm_error_bound(
@@ -179,15 +155,17 @@ def fused_gemm_error_bound(
 ) -> Float64s:
     """Returns how far every output of a fused gemm may be from its reference with dtype="float32".
 
-    Args:
-        x: [..., M, K] dequantized values.
-        weight: [..., N, K] dequantized values.
-        dtype: dtype of the result being judged.
-        bias: [N], or None.
-        epilogue: one of `EPILOGUES`.
-        factor: the shape of the result, or None.
+    All as in `gemm.gemm_error_bound`, with the epilogue and the factor of the call.
     """
-    bound = fused_error_bound(dtype, epilogue)
+    bound, row = numerics.error_bound(dtype), epilogue_function(epilogue)
+    # An error of the sum grows with the derivative at most; then come the epilogue's own error and two roundings more,
+    # of its result and of the product with a factor. No epilogue exceeds the magnitude of the gemm.
+    bound = replace(
+        bound,
+        per_term=bound.per_term * row.steepest,
+        store=bound.store + (row.error + 2) * UNIT * (1 + bound.store),
+        underflow=bound.underflow * row.steepest,
+    )
     magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
     if bias is not None:
         magnitude = magnitude + np.abs(bias.astype(np.float64))
@@ -241,52 +219,32 @@ def _activated(g: Body, x: str, name: str) -> str:
 # --- The contract
 
 
-# Fused nodes: each is a composition of the nodes above and standard ops, which is its body. Gemms with a factor
-# are nodes of their own: a body cannot find out that an input of any shape is absent.
-_FACTOR: Final = Port("factor", VALUES, "shape of Y")
-_BIAS: Final = Port("bias", (FLOAT,), "[N]", optional=True)
-_GEMM_OUTPUTS: Final = (Port("Y", VALUES, "[..., M, N] or [..., N]"),)
-_EPILOGUE: Final[Mapping[str, int | float | str]] = {"epilogue": "none", "output_dtype": FLOAT}
-FUSED_GEMM: Final = Op(
-    "MXFP8FusedGemm",
-    GEMM.inputs,
-    _GEMM_OUTPUTS,
-    MappingProxyType(_EPILOGUE),
-    "epilogue(A @ transpose(B) + bias) on quantized operands, in float32.",
-    partial(_fused_gemm_body, gemm=GEMM),
-    is_gemm=True,
-    fuses=(GEMM.name, "activation"),
-)
-FUSED_WEIGHT_GEMM: Final = Op(
-    "MXFP8FusedWeightGemm",
-    WEIGHT_GEMM.inputs,
-    _GEMM_OUTPUTS,
-    MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
-    "epilogue(X @ transpose(B) + bias) with only the weight quantized, X perhaps rounded first, in float32.",
-    partial(_fused_gemm_body, gemm=WEIGHT_GEMM),
-    is_gemm=True,
-    fuses=(WEIGHT_GEMM.name, "activation"),
-)
-GATED_GEMM: Final = Op(
-    "MXFP8GatedGemm",
-    (*GEMM.inputs[:-1], _FACTOR, _BIAS),
-    _GEMM_OUTPUTS,
-    MappingProxyType(_EPILOGUE),
-    "epilogue(A @ transpose(B) + bias) * factor on quantized operands, in float32.",
-    partial(_fused_gemm_body, gemm=GEMM),
-    is_gemm=True,
-    fuses=(FUSED_GEMM.name, "gate"),
-)
-GATED_WEIGHT_GEMM: Final = Op(
-    "MXFP8GatedWeightGemm",
-    (*WEIGHT_GEMM.inputs[:-1], _FACTOR, _BIAS),
-    _GEMM_OUTPUTS,
-    MappingProxyType({"activation_dtype": FLOAT, **_EPILOGUE}),
-    "epilogue(X @ transpose(B) + bias) * factor with only the weight quantized, X perhaps rounded first, in float32.",
-    partial(_fused_gemm_body, gemm=WEIGHT_GEMM),
-    is_gemm=True,
-    fuses=(FUSED_WEIGHT_GEMM.name, "gate"),
-)
+def _fused(gemm: Op, title: str, does: str, *, gated: bool) -> Op:
+    """Returns the row of a gemm with an epilogue and, if it is gated, a factor.
+
+    Those with a factor are nodes of their own: a body cannot find out that an input of any shape is absent.
+    """
+    *operands, bias = gemm.inputs
+    factor = (Port("factor", VALUES, "shape of Y"),) if gated else ()
+    kind = gemm.name.removeprefix("MXFP8")
+    settings = {**gemm.attributes, "epilogue": "none"}
+    settings["output_dtype"] = settings.pop("output_dtype")  # the last one of every gemm
+    return Op(
+        f"MXFP8{'Gated' if gated else 'Fused'}{kind}",
+        (*operands, *factor, bias),
+        gemm.outputs,
+        MappingProxyType(settings),
+        f"epilogue({title} @ transpose(B) + bias){' * factor' if gated else ''} {does}, in float32.",
+        partial(_fused_gemm_body, gemm=gemm),
+        is_gemm=True,
+        fuses=(f"MXFP8Fused{kind}", "gate") if gated else (gemm.name, "activation"),
+    )
+
+
+_GEMM: Final = (GEMM, "A", "on quantized operands")
+_WEIGHT_GEMM: Final = (WEIGHT_GEMM, "X", "with only the weight quantized, X perhaps rounded first")
+FUSED_GEMM, FUSED_WEIGHT_GEMM = (_fused(*row, gated=False) for row in (_GEMM, _WEIGHT_GEMM))
+GATED_GEMM, GATED_WEIGHT_GEMM = (_fused(*row, gated=True) for row in (_GEMM, _WEIGHT_GEMM))
 
 
 OPS: Final = (FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM)

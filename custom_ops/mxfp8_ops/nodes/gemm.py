@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -79,13 +80,8 @@ def gemm_error_bound(
 ) -> npt.NDArray[np.float64]:
     """Returns the `ErrorBound` of every output of x @ weight.T + bias.
 
+    x [..., M, K] and weight [..., N, K] are dequantized values, bias [N], dtype that of the result being judged.
     Compare with `gemm(..., dtype="float32")`: a reference rounded to 16 bits adds a rounding of its own.
-
-    Args:
-        x: [..., M, K] dequantized values.
-        weight: [..., N, K] dequantized values.
-        dtype: dtype of the result being judged.
-        bias: [N], or None.
     """
     magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
     if bias is not None:
@@ -117,12 +113,7 @@ def product_shape(
 ) -> Shape:
     """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed: [..., M, N] (or [..., N]).
 
-    Args:
-        where: the op, for errors.
-        x: shape of the first operand.
-        b: shape of the second; leading dimensions broadcast as in `numpy.matmul`.
-        bias: shape of the bias, or None.
-        broadcast: how leading dimensions combine; torch.broadcast_shapes knows symbolic ones.
+    Leading dimensions combine as `broadcast` says; torch.broadcast_shapes knows symbolic ones.
 
     Raises:
         ShapeError: they do not fit together.
@@ -141,16 +132,6 @@ def product_shape(
 
 
 # --- The portable body
-
-
-def _gemm_body(g: Body) -> None:
-    """A, A_scales, B, B_scales, bias -> Y."""
-    _matmul(g, a_values(g))
-
-
-def _weight_gemm_body(g: Body) -> None:
-    """X, B, B_scales, bias -> Y."""
-    _matmul(g, rounded_values(g))
 
 
 def a_values(g: Body) -> str:
@@ -181,9 +162,9 @@ def rounded_values(g: Body) -> str:
     return g.floats("X") if x == "X" else g("Cast", x, to=FLOAT)
 
 
-def _matmul(g: Body, a: str) -> None:
-    """Y = a @ transpose(B) + bias."""
-    y = g("MatMul", a, b_values(g))
+def _matmul(g: Body, values: Callable[[Body], str]) -> None:
+    """Y = values of A or X @ transpose(B) + bias."""
+    y = g("MatMul", values(g), b_values(g))
     if g.known("bias").present is not False:
         y = g("Add", y, g.or_zeros("bias", "B_scales"))
     g.result(g.cast(y, "output_dtype"), "Y")
@@ -216,7 +197,7 @@ GEMM: Final = Op(
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
     MappingProxyType({"output_dtype": FLOAT}),
     "A @ transpose(B) + bias on quantized operands, accumulated in float32.",
-    _gemm_body,
+    partial(_matmul, values=a_values),
     is_gemm=True,
 )
 WEIGHT_GEMM: Final = Op(
@@ -225,7 +206,7 @@ WEIGHT_GEMM: Final = Op(
     GEMM.outputs,
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
     "X @ transpose(B) + bias with only the weight quantized, X perhaps rounded to bfloat16, accumulated in float32.",
-    _weight_gemm_body,
+    partial(_matmul, values=rounded_values),
     is_gemm=True,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -84,12 +85,7 @@ def grouped_shape(
 ) -> Shape:
     """Returns the shape of x [..., M, K] times the transposes of b [E, N, K] that experts [...] pick: [..., M, N].
 
-    Args:
-        where: the op, for errors.
-        x: shape of the first operand.
-        b: shape of the matrices that are picked from.
-        experts: shape of the indices; it broadcasts with the leading dimensions of `x`.
-        broadcast: as in `product_shape`.
+    The shape of the indices broadcasts with the leading dimensions of `x`, as in `product_shape`.
 
     Raises:
         ShapeError: they do not fit together.
@@ -108,13 +104,10 @@ def grouped_shape(
 def check_experts(where: str, experts: Any, count: int) -> Any:
     """Returns indices of experts as 0..count, where `count` stands for no expert.
 
-    Args:
-        where: the op, for errors.
-        experts: int64 array; -1 is the last expert, as in ONNX Gather, and `count` is none.
-        count: how many experts there are.
+    -1 is the last expert, as in ONNX Gather.
 
     Raises:
-        ShapeError: another dtype, or an index beyond -count..count.
+        ShapeError: another dtype than int64, or an index beyond -count..count.
     """
     if experts.dtype != np.int64:
         raise ShapeError(where, f"experts have dtype {experts.dtype}", expected="int64", advice="cast them")
@@ -133,19 +126,9 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
 # --- The portable body
 
 
-def _grouped_gemm_body(g: Body) -> None:
-    """A, A_scales, B, B_scales, experts -> Y."""
-    _grouped_matmul(g, a_values(g))
-
-
-def _grouped_weight_gemm_body(g: Body) -> None:
-    """X, B, B_scales, experts -> Y."""
-    _grouped_matmul(g, rounded_values(g))
-
-
-def _grouped_matmul(g: Body, a: str) -> None:
-    """Y = a @ transpose(B[experts]), one MatMul per expert that is picked: no matrix of B is repeated per row."""
-    b = b_values(g)
+def _grouped_matmul(g: Body, values: Callable[[Body], str]) -> None:
+    """Y = values of A or X @ transpose(B[experts]), one MatMul per expert that is picked: none is repeated."""
+    a, b = values(g), b_values(g)
     count = g("Squeeze", g("Shape", b, end=1), out="count")
     experts = g("Unsqueeze", _experts(g, count), g.constant([-1]))
     experts = g("Expand", experts, g("Shape", a, end=-1), out="of_rows")
@@ -198,7 +181,7 @@ GROUPED_GEMM: Final = Op(
     (Port("Y", VALUES, "[..., M, N]"),),
     MappingProxyType({"output_dtype": FLOAT}),
     "A @ transpose(B[experts]) on quantized operands, accumulated in float32; the matrices of B are not copied.",
-    _grouped_gemm_body,
+    partial(_grouped_matmul, values=a_values),
     is_gemm=True,
 )
 GROUPED_WEIGHT_GEMM: Final = Op(
@@ -207,7 +190,7 @@ GROUPED_WEIGHT_GEMM: Final = Op(
     GROUPED_GEMM.outputs,
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
     "X @ transpose(B[experts]) with only the weights quantized, X perhaps rounded first, accumulated in float32.",
-    _grouped_weight_gemm_body,
+    partial(_grouped_matmul, values=rounded_values),
     is_gemm=True,
 )
 

@@ -132,12 +132,7 @@ def dequantize(
 def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tuple[Any, Any]:
     """Returns `out`, the arrays that the elements and scales of `x` are to be written to.
 
-    Args:
-        where: the op, for errors.
-        out: the argument of the caller.
-        x: an array of NumPy or CuPy.
-        scales: shape of the scales.
-        library: the module that `x` is an array of.
+    `scales` is the shape of the scales, `library` the module that `x` is an array of: NumPy or CuPy.
 
     Raises:
         ShapeError: they are not two C-contiguous, writeable uint8 arrays of these shapes, or share memory.
@@ -235,13 +230,9 @@ def _table(g: Body, values: npt.NDArray[Any]) -> str:
 
 
 def _elements(g: Body, blocks: str, index: str, dtype: Any) -> str:
-    """Returns the elements of blocks [n, 32].
+    """Returns the elements of blocks [n, 32] without NaN, by their `_scale_index`.
 
-    Args:
-        g: the body.
-        blocks: no NaN.
-        index: from `_scale_index`.
-        dtype: an onnx.DataType, or the reference to one of several floating-point formats.
+    `dtype` is an onnx.DataType, or the reference to one of several floating-point formats.
     """
     fmt = _row(dtype if isinstance(dtype, int) else g.case.attributes["output_dtype"][0])
     # A product, and QuantizeLinear of a whole tensor: a quotient by the subnormal 2^-127 is no number where a session

@@ -84,11 +84,10 @@ def gemm_cpu(
     return y
 
 
-def _gemm_save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves nothing: only the bias has a gradient, all other operands are integers."""
-
-
-_gemm_record: Final = gradients.recorder("gemm", (4,), _gemm_save, lambda ctx, grad: (gradients.of_bias(ctx, 4, grad),))
+# It saves nothing: only the bias has a gradient, all other operands are integers.
+_gemm_record: Final = gradients.recorder(
+    "gemm", (4,), lambda *_: None, lambda ctx, dy: (gradients.of_bias(ctx, 4, dy),)
+)
 _gemm_autograd: Final = gradients.kernel("gemm", (4,), _gemm_record, "add the bias to the result", gemm_cpu)
 
 _AS_IT_IS: Final = formats.activation_dtype(None).onnx_dtype

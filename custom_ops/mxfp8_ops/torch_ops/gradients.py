@@ -79,12 +79,8 @@ def below_autograd(op: Any, *arguments: Any) -> Any:
 def kernel(name: str, places: tuple[int, ...], record: Kernel, instead: str, cpu: Kernel | None = None) -> Kernel:
     """Returns the autograd kernel of an op: it records a call of which a gradient is wanted.
 
-    Args:
-        name: of the op.
-        places: of the operands that have gradients, among the op's arguments.
-        record: computes the op and records it, as that of `recorder` does.
-        instead: what the error for a tangent advises.
-        cpu: the op's CPU kernel. None for an op that is made of others.
+    `places` are those of the operands that have gradients, among the op's arguments. `record` is from `recorder`,
+    `instead` what the error for a tangent advises, `cpu` the op's CPU kernel, if it is not made of others.
     """
 
     def autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -150,11 +146,8 @@ def _recorded_outside(t: Any) -> bool:
 def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], backward: Callable[..., Any]) -> Kernel:
     """Returns the function that computes an op and records it.
 
-    Args:
-        name: of the op.
-        places: as for `kernel`.
-        save: (ctx, inputs, output), the `setup_context` of torch; the inputs are all arguments of the op.
-        backward: (ctx, gradient), which returns one gradient for each of the places.
+    `save` (ctx, inputs, output) is the `setup_context` of torch, for all arguments of the op; `backward`
+    (ctx, gradient) returns one gradient for each of the places, which are as in `kernel`.
     """
 
     def forward(*arguments: Any) -> Any:

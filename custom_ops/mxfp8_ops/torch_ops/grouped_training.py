@@ -27,7 +27,7 @@ from mxfp8_ops.torch_ops.cached_weights import quantized_weight
 from mxfp8_ops.torch_ops.gradients import GRADIENT_FORMATS, Gradient
 from mxfp8_ops.torch_ops.grouped import check_offs, groups, options
 from mxfp8_ops.torch_ops.operands import Op, Pair, check_devices, check_dtype, check_memory
-from mxfp8_ops.torch_ops.training import autocast, check_master
+from mxfp8_ops.torch_ops.training import autocast, check_master, refuse_vmap
 
 _INSTEAD: Final = "loop over the experts with mxfp8::linear_train"
 
@@ -113,15 +113,6 @@ _autograd: Final = gradients.kernel(
 )
 
 
-def _vmap(*_: Any) -> Any:
-    raise ShapeError(
-        "grouped_linear_train",
-        "called under torch.vmap",
-        expected="a plain call, because its gradients are blocked along all rows of a group",
-        advice="loop over the mapped dimension",
-    )
-
-
 # --- The product over the rows of groups ------------------------------------------------------------------------------
 
 
@@ -200,7 +191,7 @@ OPS: Final = (
             "AutocastCPU": autocast("grouped_linear_train"),
             "AutocastCUDA": autocast("grouped_linear_train"),
         },
-        vmap=_vmap,
+        vmap=refuse_vmap("grouped_linear_train", "a group", "loop over the mapped dimension"),
     ),
     Op(
         """quantize_groups(Tensor x, Tensor offs, str element_format="e4m3", str scale_rounding="ceil")

@@ -125,12 +125,7 @@ def plain(itemsize: int, *tensors: Tensor) -> bool:
 
 
 def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors, contiguous.
-
-    Args:
-        where: the op.
-        operands: their names, for the error: "x b b_scales".
-        tensors: as many.
+    """Returns the tensors, contiguous; `operands` are their names, for the error: "x b b_scales".
 
     Raises:
         ShapeError: a storage does not have all its tensor's values. Torch does not see to that, and where a storage was

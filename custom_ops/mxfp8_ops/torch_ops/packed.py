@@ -41,19 +41,9 @@ def linear_packed(  # noqa: PLR0917 - the op's schema
 ) -> Tensor:
     """Returns quantize(x) @ dequantize(b).mT + bias; see the module for the gradients.
 
-    Args:
-        x: [..., M, K] (or [K]) float32, float16 or bfloat16.
-        b: elements of the weight, uint8 [..., N, K].
-        b_scales: uint8 [..., N, ceil(K / 32)].
-        bias: float32 [N], or None.
-        a_format: element format of `x`, "e4m3" or "e5m2".
-        b_format: that of the weight.
-        fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
-        scale_rounding: for `x` and in the backward pass: "ceil", "floor" or "even".
-        dtype: of the result; None for that of `x`.
-
-    Returns:
-        [..., M, N] (or [N]).
+    x [..., M, K] (or [K]) is float32, float16 or bfloat16, the packed weight uint8 [..., N, K] with scales
+    [..., N, ceil(K / 32)], bias float32 [N]; the result [..., M, N] (or [N]), of the dtype of `x` if none is given.
+    `fp8_format` "HYBRID" is for gradients in E5M2, `scale_rounding` for `x` and the backward pass.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.

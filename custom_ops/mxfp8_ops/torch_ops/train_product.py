@@ -33,19 +33,10 @@ def product(  # noqa: PLR0917 - the op's schema
     scale_rounding: str = "ceil",
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Returns a @ b.mT, both quantized along K; see the module for the gradients.
+    """Returns a @ b.mT [..., M, N], both quantized along K; see the module for the gradients.
 
-    Args:
-        a: [..., M, K] float32, float16 or bfloat16.
-        b: [..., N, K] likewise; leading dimensions broadcast.
-        a_format: element format of `a`, "e4m3" or "e5m2".
-        b_format: that of `b`.
-        grad_format: that of gradients of the result.
-        scale_rounding: "ceil", "floor" or "even".
-        dtype: of the result; None for that of `a`.
-
-    Returns:
-        [..., M, N].
+    a [..., M, K] and b [..., N, K] are float32, float16 or bfloat16, and leading dimensions broadcast. A dtype of None
+    is that of `a`; `grad_format` is the element format of gradients of the result.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.

@@ -219,13 +219,14 @@ def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Te
     return pair
 
 
-def _vmap(*_: Any) -> Any:
-    raise ShapeError(
-        "linear_train",
-        "called under torch.vmap",
-        expected="a plain call, because its gradients are blocked along all rows of one call",
-        advice="loop over the mapped dimension, or pass it as a leading dimension of x",
-    )
+def refuse_vmap(name: str, of: str, advice: str) -> Callable[..., Any]:
+    """Returns the rule of torch.vmap of an op with gradients that are blocked along the rows `of` something."""
+
+    def refuse(*_: Any) -> Any:
+        expected = f"a plain call, because its gradients are blocked along all rows of {of}"
+        raise ShapeError(name, "called under torch.vmap", expected=expected, advice=advice)
+
+    return refuse
 
 
 OPS: Final = (
@@ -238,6 +239,8 @@ OPS: Final = (
             "AutocastCPU": autocast("linear_train"),
             "AutocastCUDA": autocast("linear_train"),
         },
-        vmap=_vmap,
+        vmap=refuse_vmap(
+            "linear_train", "one call", "loop over the mapped dimension, or pass it as a leading dimension of x"
+        ),
     ),
 )

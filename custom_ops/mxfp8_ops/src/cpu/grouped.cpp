@@ -197,11 +197,28 @@ bool check_grouped(const GroupedArgs& args) {
   return true;
 }
 
-void multiply(const GroupedArgs& args, const Parallel& parallel) {
-  for (int64_t i = 0; i < args.gemm.m; ++i) {
-    check_range({"an entry of experts", args.expert[i]}, -args.experts, args.experts);
-  }
-  grouped_gemm(kernels_in_use(), parallel, args);
+// The gemms with A quantized, and with values for A.
+int grouped_product(GroupedArgs args, bool quantized, int threads) {
+  return computed([&] {
+    GemmArgs& g = args.gemm;
+    const uint8_t no_scales = 0;  // as in mxfp8_gemm
+    if (quantized) {
+      check_element_format("a_format", g.a_format);
+    } else {
+      check_value_dtype("x_dtype", g.a_format);
+      check_activation_dtype("activation_dtype", args.activation_dtype);
+    }
+    const bool writes = check_grouped(args);
+    const Parallel parallel = checked_threads(threads);
+    if (!writes) return;
+    check_array(quantized ? array("a", g.a, 1) : array("x", g.a, value_bytes(g.a_format)), {g.m, g.k});
+    if (quantized) check_array(array("a_scales", g.a_scales, 1), {g.m, scale_count(g.k)});
+    if (quantized && g.k == 0) g.a_scales = &no_scales;
+    for (int64_t i = 0; i < g.m; ++i) {
+      check_range({"an entry of experts", args.expert[i]}, -args.experts, args.experts);
+    }
+    grouped_gemm(kernels_in_use(), parallel, args);
+  });
 }
 
 }  // namespace
@@ -211,41 +228,15 @@ extern "C" {
 int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                        const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n, int64_t k,
                        int y_dtype, void* y, int threads) {
-  return computed([&] {
-    check_element_format("a_format", a_format);
-    const uint8_t no_scales = 0;  // as in mxfp8_gemm
-    GroupedArgs args = {{a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
-                        count,
-                        experts,
-                        nullptr,
-                        MXFP8_FLOAT32};
-    const bool writes = check_grouped(args);
-    const Parallel parallel = checked_threads(threads);
-    if (!writes) return;
-    check_array(array("a", a, 1), {m, k});
-    check_array(array("a_scales", a_scales, 1), {m, scale_count(k)});
-    if (k == 0) args.gemm.a_scales = &no_scales;
-    multiply(args, parallel);
-  });
+  const GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n};
+  return grouped_product({g, count, experts, nullptr, MXFP8_FLOAT32}, true, threads);
 }
 
 int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format, const uint8_t* b,
                               const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n,
                               int64_t k, int y_dtype, void* y, int threads) {
-  return computed([&] {
-    check_value_dtype("x_dtype", x_dtype);
-    check_activation_dtype("activation_dtype", activation_dtype);
-    const GroupedArgs args = {{x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n},
-                              count,
-                              experts,
-                              nullptr,
-                              activation_dtype};
-    const bool writes = check_grouped(args);
-    const Parallel parallel = checked_threads(threads);
-    if (!writes) return;
-    check_array(array("x", x, value_bytes(x_dtype)), {m, k});
-    multiply(args, parallel);
-  });
+  const GemmArgs g = {x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n};
+  return grouped_product({g, count, experts, nullptr, activation_dtype}, false, threads);
 }
 
 }  // extern "C"

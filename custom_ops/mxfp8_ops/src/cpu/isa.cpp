@@ -16,28 +16,18 @@
 
 namespace mxfp8 {
 
-namespace portable {
-extern const Kernels kernels;
-}
+#define MXFP8_DECLARE_ISA(NAME) \
+  namespace NAME {              \
+  extern const Kernels kernels; \
+  }
+MXFP8_DECLARE_ISA(portable)
 #if defined(MXFP8_X86)
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx2_vnni {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-namespace avx512_vnni {
-extern const Kernels kernels;
-}
-namespace avx512_bf16 {
-extern const Kernels kernels;
-}
-namespace amx_bf16 {
-extern const Kernels kernels;
-}
+MXFP8_DECLARE_ISA(avx2)
+MXFP8_DECLARE_ISA(avx2_vnni)
+MXFP8_DECLARE_ISA(avx512)
+MXFP8_DECLARE_ISA(avx512_vnni)
+MXFP8_DECLARE_ISA(avx512_bf16)
+MXFP8_DECLARE_ISA(amx_bf16)
 #endif
 
 namespace {

@@ -241,9 +241,3 @@ DEVICE float decode(u32 q) {
   if (low > F::max_code) return float_of(F::has_infinity && low == F::max_code + 1 ? INFINITY_BITS | sign : NAN_BITS);
   return float_of(sign | (low << (23 - F::mantissa_bits))) * float_of(static_cast<u32>(254 - F::bias) << 23);
 }
-
-// Where the code of row m, block kb goes in cuBLASLt's 128x4 layout; `blocks` is ceil(K / 32).
-// Source: cuBLAS documentation, "1D Block Scaling Factors Layout".
-DEVICE i64 swizzled(i64 m, i64 kb, i64 blocks) {
-  return ((m >> 7) * ((blocks + 3) >> 2) + (kb >> 2)) * 512 + (m & 31) * 16 + ((m >> 5) & 3) * 4 + (kb & 3);
-}

@@ -2,34 +2,32 @@
 //
 //   x         [outer, k, inner] V, blocked along k       blocks = ceil(k / 32)
 //   LAYOUT    PLAIN: elements [outer, k, inner], scales [outer, blocks, inner]
-//             SWIZZLED (outer = 1): elements as they are, scales in the 128x4 layout of [inner, blocks]
 //             TRANSPOSED (outer = 1): elements [inner, k], scales [inner, blocks]: what a product over k reads
-//   ROWS      (outer = 1) also blocked along inner: row_elements [k, inner], row_scales [k, ceil(inner / 32)] or, if
-//             SWIZZLED, the 128x4 layout of that
-//   grid      one thread block of 256 per 32 x 512 tile: outer * blocks * ceil(inner / 512); TRANSPOSED: neighbouring
+//             BOTH: the same, and blocked along inner: row_elements [k, inner], row_scales [k, ceil(inner / 32)]
+//   grid      one thread block of 256 per 32 x 512 tile: outer * blocks * ceil(inner / 512); unless PLAIN, neighbouring
 //             blocks take the same columns, because they write parts of the same cache lines
-//   bytes     V::bytes + 1 + 1/32 a value, each once; ROWS adds 1 + 1/32
+//   bytes     V::bytes + 1 + 1/32 a value, each once; BOTH adds 1 + 1/32
 //
 // Each of 8 warps keeps 4 rows of the tile in registers, 16 columns a lane. Only the largest magnitude of each column
-// crosses warps, through shared memory, and TRANSPOSED the elements, a word of 4 rows at a time. RAGGED is for
-// inner % 16 != 0 (ROWS: inner % 32), TRANSPOSED also for k % 32 != 0, and for unaligned addresses.
+// crosses warps, through shared memory, and unless PLAIN the elements, a word of 4 rows at a time. RAGGED is for
+// inner % 16 != 0 (BOTH: inner % 32), unless PLAIN also for k % 32 != 0, and for unaligned addresses.
 #include "codec.cuh"
 
-constexpr int PLAIN = 0, SWIZZLED = 1, TRANSPOSED = 2;
+constexpr int PLAIN = 0, TRANSPOSED = 1, BOTH = 2;
 
-template <class V, class F, bool ROWS, int LAYOUT, bool RAGGED>
-__global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !(ROWS && LAYOUT == TRANSPOSED) ? 3 : 2)
+template <class V, class F, int LAYOUT, bool RAGGED>
+__global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && LAYOUT != BOTH ? 3 : 2)
     quantize_columns(const u8* __restrict__ x, u8* __restrict__ elements, u8* __restrict__ scales,
                      u8* __restrict__ row_elements, u8* __restrict__ row_scales, i64 k, i64 inner, i64 increment) {
   // Column c of the tile is lane c / 16, value c % 16, and lies at [c % 16][c / 16]: no two lanes meet in a bank.
-  __shared__ u32 shared[8][16][32];  // the largest magnitudes of 4 rows each, then TRANSPOSED elements of 4 rows
+  __shared__ u32 shared[8][16][32];  // the largest magnitudes of 4 rows each, then, unless PLAIN, elements of 4 rows
   __shared__ float inverse[16][32];
   __shared__ __align__(16) u8 codes[512];
 
   const u32 tiles = static_cast<u32>((inner + 511) >> 9), blocks = static_cast<u32>((k + 31) >> 5);
   const u32 bands = gridDim.x / tiles;
-  const u32 band = LAYOUT == TRANSPOSED ? blockIdx.x % bands : blockIdx.x / tiles;  // outer * blocks + block
-  const u32 tile = LAYOUT == TRANSPOSED ? blockIdx.x / bands : blockIdx.x % tiles;
+  const u32 band = LAYOUT == PLAIN ? blockIdx.x / tiles : blockIdx.x % bands;  // outer * blocks + block
+  const u32 tile = LAYOUT == PLAIN ? blockIdx.x % tiles : blockIdx.x / bands;
   const i64 outer = band / blocks, kb = band % blocks;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const i64 tile_column = static_cast<i64>(tile) * 512;
@@ -74,10 +72,7 @@ __global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !(ROWS && LAYOUT 
     if (LAYOUT == PLAIN && !RAGGED) {
       codes[l * 16 + i] = static_cast<u8>(s);
     } else if (const i64 c = tile_column + l * 16 + i; c < inner) {
-      const i64 to = LAYOUT == SWIZZLED     ? swizzled(c, kb, blocks)
-                     : LAYOUT == TRANSPOSED ? c * blocks + kb
-                                            : band * inner + c;
-      scales[to] = static_cast<u8>(s);
+      scales[LAYOUT == PLAIN ? band * inner + c : c * blocks + kb] = static_cast<u8>(s);
     }
   }
   __syncthreads();
@@ -90,7 +85,7 @@ __global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !(ROWS && LAYOUT 
     float v[16];
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] = value_of<V>(raw[r], i);
-    if (ROWS) {
+    if (LAYOUT == BOTH) {
       u32 amax = 0;
 #pragma unroll
       for (int i = 0; i < 16; ++i) amax = max(amax, magnitude(v[i]));
@@ -99,17 +94,16 @@ __global__ void __launch_bounds__(256, V::dtype == BFLOAT16 && !(ROWS && LAYOUT 
       if (live) {
         write_elements<RAGGED>(row_elements + at[r], encode16<F>(v, inverse_scale(s)), count);
         const i64 row = first_row + r, row_blocks = (inner + 31) >> 5, block = column >> 5;
-        if ((lane & 1) == 0)
-          row_scales[LAYOUT == SWIZZLED ? swizzled(row, block, row_blocks) : row * row_blocks + block] = s;
+        if ((lane & 1) == 0) row_scales[row * row_blocks + block] = s;
       }
     }
-    if (LAYOUT == TRANSPOSED || !live) continue;
+    if (LAYOUT != PLAIN || !live) continue;
 #pragma unroll
     for (int i = 0; i < 16; ++i) v[i] *= inverse[i][lane];
     write_elements<RAGGED>(elements + at[r], encode16<F>(v, 1.0f), count);
   }
 
-  if (LAYOUT == TRANSPOSED) {
+  if (LAYOUT != PLAIN) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       const float f = inverse[i][lane];

@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(256)
   const i64 across = (blocks + 3) >> 2;
   // Neighbouring threads take neighbouring blocks of a row, so that reads are what is contiguous.
   const i64 tile = unit / (32 * across), within = unit - tile * 32 * across;
-  const i64 row = tile * 128 + within / across, kb = (within % across) * 4;
+  const i64 in_tile = within / across, row = tile * 128 + in_tile, kb = (within % across) * 4;
   if (tile * 128 >= rows) return;
   u32 w[4] = {};
 #pragma unroll
@@ -20,5 +20,7 @@ __global__ void __launch_bounds__(256)
     for (int i = 0; i < 4; ++i)
       if (row + 32 * r < rows && kb + i < blocks)
         w[r] |= static_cast<u32>(scales[(row + 32 * r) * blocks + kb + i]) << (8 * i);
-  store16(y + swizzled(row, kb, blocks), make_uint4(w[0], w[1], w[2], w[3]));
+  // cuBLAS documentation, "1D Block Scaling Factors Layout": 512 codes for 128 rows and 4 blocks, row 32 i + j at
+  // 16 j + 4 i.
+  store16(y + (tile * across + kb / 4) * 512 + in_tile * 16, make_uint4(w[0], w[1], w[2], w[3]));
 }

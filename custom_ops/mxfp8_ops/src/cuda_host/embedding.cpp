@@ -51,8 +51,4 @@ std::vector<int> kernels<mxfp8_cuda_embedding>(int64_t b_format, int64_t y_dtype
 
 }  // namespace mxfp8::cuda
 
-extern "C" MXFP8_API int mxfp8_cuda_plan_embedding(const mxfp8_cuda_embedding* request, const mxfp8_cuda_queue* queue,
-                                                   mxfp8_cuda_plan* to) {
-  using namespace mxfp8::cuda;
-  return answer_with(queue, to, [&] { return plan(checked(request)); });
-}
+MXFP8_CUDA_PLAN(embedding)

@@ -97,8 +97,4 @@ std::vector<int> kernels<mxfp8_cuda_grouped>(int64_t x_kind, int64_t b_kind) {
 
 }  // namespace mxfp8::cuda
 
-extern "C" MXFP8_API int mxfp8_cuda_plan_grouped(const mxfp8_cuda_grouped* request, const mxfp8_cuda_queue* queue,
-                                                 mxfp8_cuda_plan* to) {
-  using namespace mxfp8::cuda;
-  return answer_with(queue, to, [&] { return plan(checked(request)); });
-}
+MXFP8_CUDA_PLAN(grouped)

@@ -41,7 +41,7 @@ typedef struct {
 // Both return 0; or another number, and a message of at most `size` bytes, its final zero included.
 typedef struct {
   int (*gpu)(int index, mxfp8_cuda_gpu* gpu, char* message, size_t size);
-  // `kernels` are `count` instances as C++ writes them, "quantize_rows<F32, E4M3, false, false>"; the file has the name
+  // `kernels` are `count` instances as C++ writes them, "quantize_rows<F32, E4M3, false>"; the file has the name
   // before the "<". `functions` are CUfunctions of the GPU's primary context, and stay loaded. All at once, because
   // they may have to be compiled, which one processor does for one kernel.
   int (*kernels)(int index, int count, const char* const* kernels, void** functions, char* message, size_t size);

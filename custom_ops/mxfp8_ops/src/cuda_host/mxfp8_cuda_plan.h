@@ -48,15 +48,14 @@ typedef struct {
   int64_t activation_dtype;    // MXFP8_BFLOAT16: values of x are rounded to it first; 0, MXFP8_FLOAT32: as they are
 } mxfp8_cuda_gemm;
 
-enum { MXFP8_PLAIN = 0, MXFP8_SWIZZLED = 1, MXFP8_TRANSPOSED = 2 };
+enum { MXFP8_PLAIN = 0, MXFP8_TRANSPOSED = 1 };
 
 // x [outer, k, inner] quantized along k; with row_elements (outer = 1) also along inner, reading x once.
 typedef struct {
   int64_t x_dtype, format;
   int64_t increment;  // formats.scale_increment
-  // MXFP8_PLAIN: all as numerics.quantize has it. MXFP8_SWIZZLED: scales in cuBLASLt's 128x4 layout, for inner = 1
-  // those of the matrix [outer, k], for outer = 1 those of its transpose [inner, k]. MXFP8_TRANSPOSED (outer = 1):
-  // elements [inner, k] and scales [inner, ceil(k / 32)]; row_elements and row_scales are plain.
+  // MXFP8_PLAIN: as numpy_nodes.quantize has it. MXFP8_TRANSPOSED (outer = 1): elements [inner, k] and scales
+  // [inner, ceil(k / 32)]; only then may there be row_elements and row_scales, which are plain.
   int64_t layout;
   int64_t x, outer, k, inner;
   int64_t elements, scales, row_elements, row_scales;
@@ -139,7 +138,7 @@ MXFP8_API int mxfp8_cuda_continue(const mxfp8_cuda_queue*, mxfp8_cuda_plan*);
 // Bytes of scales [rows, ceil(k / 32)] in the 128x4 layout; or a status, which is below 0.
 MXFP8_API int64_t mxfp8_cuda_swizzled_bytes(int64_t rows, int64_t k);
 
-// The kernel of a number, as C++ writes it: "quantize_rows<F32, E4M3, false, false>"; its file has the name before the
+// The kernel of a number, as C++ writes it: "quantize_rows<F32, E4M3, false>"; its file has the name before the
 // "<". NULL past the last.
 MXFP8_API const char* mxfp8_cuda_kernel(int number);
 

@@ -24,3 +24,11 @@ const T& not_null(const char* name, const T* request) {
 }
 
 }  // namespace mxfp8::cuda
+
+// Defines the function of the C ABI that plans a mxfp8_cuda_NAME, by `checked` and `plan`.
+#define MXFP8_CUDA_PLAN(NAME)                                                                                      \
+  extern "C" MXFP8_API int mxfp8_cuda_plan_##NAME(const mxfp8_cuda_##NAME* request, const mxfp8_cuda_queue* queue, \
+                                                  mxfp8_cuda_plan* to) {                                           \
+    using namespace mxfp8::cuda;                                                                                   \
+    return answer_with(queue, to, [&] { return plan(checked(request)); });                                         \
+  }

@@ -49,32 +49,14 @@ struct Resident {
   uint64_t data;
 };
 
-// Counts the bytes that a job takes on the GPU.
-class Size final : public Operands {
- public:
-  int64_t bytes() const { return bytes_; }
-
- private:
-  const void* input(const void* data, int64_t bytes) override {
-    bytes_ += rounded(bytes);
-    return data;
-  }
-  void* output(void* data, int64_t bytes) override {
-    bytes_ += rounded(bytes);
-    return data;
-  }
-
-  int64_t bytes_ = 0;
-};
-
 // One node's turn: takes its operands to the GPU and brings its results back.
 class Turn final : public Operands {
  public:
   Turn(const Gpu& gpu, const std::vector<Resident>& residents, Job* job)
       : gpu_(gpu), residents_(residents), lock_(shared().mutex), current_(gpu) {
-    Size size;
-    job->visit(&size);
-    next_ = shared().operands.room(gpu, size.bytes());
+    job->visit(this);  // counts their bytes
+    next_ = shared().operands.room(gpu, int64_t(next_));
+    counts_ = false;
   }
   ~Turn() { gpu_.driver().wait(kThreadStream); }  // also after an error: the memory must be free for the next node
   Turn(const Turn&) = delete;
@@ -100,6 +82,10 @@ class Turn final : public Operands {
   };
 
   const void* input(const void* host, int64_t bytes) override {
+    if (counts_) {
+      take(bytes);
+      return host;
+    }
     if (host == nullptr || bytes == 0) return nullptr;
     const auto* begin = static_cast<const char*>(host);
     for (const Resident& resident : residents_) {
@@ -114,6 +100,7 @@ class Turn final : public Operands {
 
   void* output(void* host, int64_t bytes) override {
     const uint64_t at = take(bytes);
+    if (counts_) return host;
     if (host != nullptr) results_.push_back({host, bytes, at});
     return reinterpret_cast<void*>(at);
   }
@@ -128,7 +115,8 @@ class Turn final : public Operands {
   const std::vector<Resident>& residents_;
   std::lock_guard<std::mutex> lock_;
   Current current_;
-  uint64_t next_;
+  bool counts_ = true;
+  uint64_t next_ = 0;
   std::vector<Result> results_;
 };
 

@@ -65,33 +65,17 @@ struct GroupedGemm final : Job {
                       " runs of dimensions; expected " + std::to_string(kMostRuns) +
                       " at most on a GPU; expand one of them first");
     }
-    const uint8_t* a_scales = g.k == 0 ? nullptr : g.a_scales;
+    mxfp8_cuda_grouped to = {};
+    to.x_kind = g.a_format, to.b_kind = g.b_format, to.y_dtype = g.y_dtype, to.activation_dtype = args.activation_dtype;
+    to.x = address(g.a), to.x_scales = g.k == 0 ? 0 : address(g.a_scales), to.b = address(g.b);
+    to.b_scales = address(g.b_scales), to.experts = address(experts), to.y = address(g.y);
+    to.x_rows = a_rows, to.indices = indices, to.count = args.experts, to.n = g.n, to.k = g.k;
     std::vector<Run> r = runs;
     r.resize(kMostRuns, {1, 0, 0});
-    return cuda::plan(mxfp8_cuda_grouped{g.a_format,
-                                         g.b_format,
-                                         g.y_dtype,
-                                         args.activation_dtype,
-                                         address(g.a),
-                                         address(a_scales),
-                                         address(g.b),
-                                         address(g.b_scales),
-                                         address(experts),
-                                         address(g.y),
-                                         a_rows,
-                                         indices,
-                                         args.experts,
-                                         g.n,
-                                         g.k,
-                                         r[2].size,
-                                         r[1].size,
-                                         r[0].size,
-                                         r[2].a,
-                                         r[1].a,
-                                         r[0].a,
-                                         r[2].experts,
-                                         r[1].experts,
-                                         r[0].experts});
+    to.outer = r[2].size, to.middle = r[1].size, to.inner = r[0].size;
+    to.x_outer = r[2].a, to.x_middle = r[1].a, to.x_inner = r[0].a;
+    to.e_outer = r[2].experts, to.e_middle = r[1].experts, to.e_inner = r[0].experts;
+    return cuda::plan(to);
   }
 };
 
