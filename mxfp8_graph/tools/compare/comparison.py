@@ -105,7 +105,7 @@ class Comparison(Report):
 
     def _cells(self, row: Row, *, several: bool) -> tuple[Cell, ...]:
         values = [(score.metric, value) for score in row.scores for value in (score.mean, score.worst)[: 1 + several]]
-        scores = ["NaN or Inf" if math.isnan(value) else number(m.shown(value), ".4g") for m, value in values]
+        scores = ["NaN or Inf" if math.isnan(value) else number(m.shown(value), ".3g") for m, value in values]
         return (
             row.name,
             "emulated" if row.emulated else "real",
