@@ -44,8 +44,8 @@ class Section:
     """A table, facts or a text; what is empty is left out.
 
     A comparison: `Section(columns=(("recipe", "relative L2", "ms"), rows), bar="relative L2",
-    scatter=("ms", "relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`. Rows that differ
-    in their names alone are one row in `folded(columns)`. Cells "met" and "missed" are green and red, see `STYLES`.
+    scatter=("ms", "relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`. Cells "met" and
+    "missed" are green and red, see `STYLES`.
     """
 
     title: str = ""
@@ -98,16 +98,6 @@ def filled(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Columns:
     """Returns a table without its columns that have only empty cells."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
-
-
-def folded(columns: Columns) -> Columns:
-    """Returns a table with one row for all that differ in their first cells alone, with how many they are."""
-    groups: dict[tuple[Cell, ...], list[Cell]] = {}
-    for name, *others in columns[1]:
-        groups.setdefault(tuple(others), []).append(name)
-    counts = (f" ({len(names)} equal rows)" * (len(names) > 1) for names in groups.values())
-    rows = [(cell_text(names[0]) + count, *rest) for count, (rest, names) in zip(counts, groups.items(), strict=True)]
-    return columns[0], rows
 
 
 def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:

@@ -24,7 +24,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.data import Account, RewriteReport, SiteReport
 from mxfp8_graph.report.scatter import svg
-from mxfp8_graph.report.section import WIDTH, Section, folded, number, plain_text
+from mxfp8_graph.report.section import WIDTH, Section, number, plain_text
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -271,11 +271,6 @@ def test_a_page_has_bars_a_chart_and_the_best_row_first() -> None:
     assert "<circle" not in shown(replace(TABLE, scatter=("ms", "gone")))[1]
     assert page.count('<circle class="best"') == 1
     assert "nothing" not in page
-
-
-def test_equal_rows_are_one_row() -> None:
-    rows = [("a", "x"), ("b", "y"), ("c", "x")]
-    assert folded((("name", "way"), rows))[1] == [("a (2 equal rows)", "x"), ("b", "y")]
 
 
 @looped("numbers, places", [((1.0, 2.0), 2), ((0.0, 0.0, 0.0), 3), ((5.0,) * 19, 19)])
