@@ -226,7 +226,7 @@ def test_with_a_switch_per_site_both_models_are_in_one(seed: int, ops: int, reci
     rewritten, report = mxfp8_graph.rewrite(graph, chosen)
     with open_switchable(graph, chosen) as switched:
         feeds = make_samples(switched.signature, {}).feeds[0]
-        inputs = switched.observe(feeds, [i for i, seen in enumerate(switched.observed) if seen is not None])
+        inputs = switched.observe(feeds, [seen for seen in switched.observed if seen is not None])
         for on, model in ((False, graph), (True, rewritten)):
             expected = Session(model, kernels=True, execution=Execution(optimize=False)).run(feeds)
             found = switched.run(feeds, [on] * len(report.rewritten))
