@@ -211,8 +211,8 @@ class Recipe(_Model):
     rules: tuple[Rule, ...] = ()
     """First match wins."""
     fuse: Flag = True
-    """Also what stands beside a rewritten matmul of an ONNX model: its activation, a normalization in front of it, the
-    attention between two. Exported programs have that from torch.compile."""
+    """Also what stands beside a rewritten matmul of an ONNX model: its activation, a gate, the attention between two.
+    Exported programs have that from torch.compile."""
     runs_on: Literal["cpu"] | None = None
     """Where an ONNX model has to load, whatever its dtypes: "cpu" computes in float32 what ONNX Runtime's CPU provider
     lacks in bfloat16 or float16. Exported programs run in their dtypes."""
