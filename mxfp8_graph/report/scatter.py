@@ -1,4 +1,4 @@
-"""A chart of named points as SVG, for a page. Its colors are those of the page, see the style in `html.py`."""
+"""A chart of named points as SVG, for a page. The style in `html.py` has its colors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Axis:
 
 
 def svg(points: Sequence[Point], titles: tuple[str, str], best: str | None) -> str:
-    """Returns the chart; `titles` are those of the axes, `best` a name to stand out. Numbers must be finite."""
+    """Returns the chart; `titles` name the axes, `best` is a name to stand out. Numbers must be finite."""
     across = _Axis([point[1] for point in points], _LEFT, _RIGHT)
     up = _Axis([point[2] for point in points], _BOTTOM, _TOP)
     parts = [f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img"><path d="M{_LEFT} {_TOP}V{_BOTTOM}H{_RIGHT}"/>']
