@@ -96,9 +96,7 @@ def analyze(
             others = partial(switchable.run, on=[i != j for j in range(count)])
             without = measure.scores(others, names[i])
             sites.append(SiteDamage(site=site, depth=i, alone=alone[i], without=without, input=seen[i]))
-        sites.sort(
-            key=lambda site: [m.badness(site.alone[m.name].mean) for m in (ranked_by, RELATIVE_L2)], reverse=True
-        )
+        sites.sort(key=lambda site: [m.badness(site.alone[m.name].mean) for m in metrics], reverse=True)
         notes = _notes(samples, switchable, measure)
         worst = _worst(sites, keep)
         excluded = _exclusion(switchable, measure, worst, chosen) if worst else None
