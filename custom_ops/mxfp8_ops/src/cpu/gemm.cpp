@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "constant_weight.h"
 #include "dtypes.h"
 #include "profile.h"
 #include "tasks.h"
@@ -17,7 +18,7 @@ constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a ge
 constexpr int64_t kPackedBytes = 8 << 20;   // bytes of A packed at a time
 constexpr int64_t kStripBytes = 1 << 20;    // bytes of a strip that has more rows than any kernel takes
 constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
-constexpr int64_t kColumnGranularity = 16;  // columns of y: whole cache lines of a float32 result
+constexpr int64_t kColumnGranularity = kPanelColumns;  // columns of y: whole panels, and cache lines of the result
 
 // Rows of A, packed for the kernel that multiplies them.
 struct Strip {
@@ -27,21 +28,28 @@ struct Strip {
   int exponent;  // exponent of the lowest bit in `packed`
 };
 
-// The first row of the table after `last` for these rows; null stands for before the first.
-const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
+// Whether a row of the table is for these operands, however many rows they have.
+bool takes(const Kernels& kernels, const GemmArgs& args, const GemmRow& row) {
   const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const auto all = [&](int format) {
     return args.a_scales != nullptr && args.a_format == format && args.b_format == format;
   };
   const bool all_e4m3 = all(MXFP8_E4M3), all_int8 = all(MXFP8_INT8);
   const Values values = fits_bf16 && kernels.has_bf16 ? Values::kBf16 : Values::kOther;
-  const auto takes = [&](const GemmRow& row) {
-    if (rows < row.least_rows || rows > row.most_rows) return false;
-    return row.values == values || row.values == Values::kAny || (row.values == Values::kE4M3 && all_e4m3) ||
-           (row.values == Values::kInt8 && all_int8);
-  };
+  return row.values == values || row.values == Values::kAny || (row.values == Values::kE4M3 && all_e4m3) ||
+         (row.values == Values::kInt8 && all_int8);
+}
+
+// The first row of the table after `last` for these rows; null stands for before the first. Where there are panels, the
+// first is that of their kernel.
+const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
   const GemmRow* next = last == nullptr ? kernels.gemms : last + 1;
-  while (!takes(*next)) ++next;  // ends at the last, which takes anything
+  if (last == nullptr && args.panels != nullptr) {
+    while (next->kernel != args.panels->kernel) ++next;
+    return next;
+  }
+  const auto fits = [&](const GemmRow& row) { return rows >= row.least_rows && rows <= row.most_rows; };
+  while (!fits(*next) || !takes(kernels, args, *next)) ++next;  // ends at the last, which takes anything
   return next;
 }
 
@@ -156,7 +164,9 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
     parallel_for(parallel, ranges * int64_t(strips.size()), [&](int64_t task) {
       const Strip& strip = strips[size_t(task / ranges)];
       const int64_t column = task % ranges * columns;
-      strip.gemm->kernel->multiply(args, strip.row, strip.rows, 0, ceil_div(strip.rows, strip.gemm->kernel->tile_rows),
+      GemmArgs g = args;
+      if (g.panels != nullptr && g.panels->kernel != strip.gemm->kernel) g.panels = nullptr;  // a later kernel
+      strip.gemm->kernel->multiply(g, strip.row, strip.rows, 0, ceil_div(strip.rows, strip.gemm->kernel->tile_rows),
                                    column, std::min(args.n, column + columns), strip.packed, strip.exponent);
     });
   }
@@ -164,8 +174,18 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
 
 }  // namespace
 
-void gemm(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
-  if (args.m != 0 && args.n != 0) multiply(kernels, parallel, args, gemms_used());
+const GemmKernel* kernel_of_panels(const Kernels& kernels, const GemmArgs& args) {
+  const GemmRow* row = kernels.gemms;
+  for (; row->values != Values::kAny; ++row) {
+    if (row->kernel->make_panels != nullptr && takes(kernels, args, *row)) return row->kernel;
+  }
+  return nullptr;
+}
+
+void gemm(const Kernels& kernels, const Parallel& parallel, GemmArgs args) {
+  if (args.m == 0 || args.n == 0) return;
+  if (args.weight != nullptr) args.panels = args.weight->panels(kernels, parallel, args);
+  multiply(kernels, parallel, args, gemms_used());
 }
 
 }  // namespace mxfp8

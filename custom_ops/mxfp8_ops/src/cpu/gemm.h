@@ -12,6 +12,18 @@ constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
 constexpr int64_t kFewRowsInt8 = 6, kFewRowsInt8Avx512 = 7;  // and gemm_skinny_int8
 constexpr int64_t kInt8Group = 8;                            // rows of A that it multiplies at a time
 constexpr int64_t kGemmColumns = 64;                         // columns of one accumulator strip
+constexpr int64_t kPanelColumns = 32;                        // columns of the widest panel
+
+struct GemmKernel;
+class ConstantWeight;
+
+// A constant weight in the layout of a kernel.
+struct Panels {
+  const GemmKernel* kernel;
+  bool decoded;  // to what is multiplied
+  int lowest;    // of decoded ones: the lowest scale code
+  const void* data;
+};
 
 // a is either quantized (a_format is an element format, a_scales set) or values (a_format is a value dtype); `rounds_a`
 // says that each of these is rounded to bfloat16, to nearest even, before it is multiplied.
@@ -33,6 +45,8 @@ struct GemmArgs {
   int epilogue = MXFP8_NONE;
   int factor_dtype = MXFP8_FLOAT32;
   const void* factor = nullptr;
+  ConstantWeight* weight = nullptr;  // of b, if it never changes: see constant_weight.h
+  const Panels* panels = nullptr;    // of that, for the kernel whose they are
 };
 
 // The gemm kernels work alike. Rows of A are packed, in tiles of `tile_rows`, into scratch memory
@@ -55,12 +69,21 @@ struct GemmKernel {
   int (*pack)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end, void* packed);
   void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    int64_t column_begin, int64_t column_end, const void* packed, int exponent);
+  // Of kernels that read panels of a constant weight, else null: the bytes of all of them, and what makes those of some
+  // columns, which begin at a multiple of kPanelColumns. It returns the lowest scale code, or kNotExact where there can
+  // be no such panels.
+  int64_t (*panel_bytes)(const GemmArgs&, bool decoded);
+  int (*make_panels)(const GemmArgs&, bool decoded, int64_t column_begin, int64_t column_end, void* data);
 };
 
-// Defines the kernel NAME, of NAME_pack and NAME_multiply.
+// Defines the kernel NAME, of NAME_pack and NAME_multiply; or that of NAME_panel_bytes and NAME_make_panels too.
 #define MXFP8_GEMM_KERNEL(NAME, TILE_ROWS, VALUE_BYTES) \
   extern const GemmKernel NAME;                         \
-  constexpr GemmKernel NAME = {#NAME, TILE_ROWS, VALUE_BYTES, NAME##_pack, NAME##_multiply}
+  constexpr GemmKernel NAME = {#NAME, TILE_ROWS, VALUE_BYTES, NAME##_pack, NAME##_multiply, nullptr, nullptr}
+#define MXFP8_PANEL_KERNEL(NAME, TILE_ROWS, VALUE_BYTES)                                    \
+  extern const GemmKernel NAME;                                                             \
+  constexpr GemmKernel NAME = {#NAME,           TILE_ROWS,          VALUE_BYTES,      NAME##_pack, \
+                               NAME##_multiply, NAME##_panel_bytes, NAME##_make_panels}
 
 // What a set uses a kernel for: these values, in strips of `least_rows` to `most_rows` rows.
 struct GemmRow {
@@ -69,6 +92,9 @@ struct GemmRow {
   const GemmKernel* kernel;
 };
 
-void gemm(const Kernels&, const Parallel&, const GemmArgs&);
+// The kernel that multiplies such operands with panels of a constant weight; null if there is none.
+const GemmKernel* kernel_of_panels(const Kernels&, const GemmArgs&);
+
+void gemm(const Kernels&, const Parallel&, GemmArgs);
 
 }  // namespace mxfp8

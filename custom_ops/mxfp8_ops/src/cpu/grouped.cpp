@@ -118,6 +118,7 @@ class Grouped {
     GemmArgs g = g_;
     g.m = int64_t(rows.size()), g.bias = nullptr, g.a_stride = g.k, g.y_stride = g.n;
     if (g.k > 0) g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);  // else e may be anything
+    if (args_.weights != nullptr) g.weight = args_.weights[e].get();
     Gathered scratch;
     gather(rows, &g, &scratch);
     const bool together = lie_together(rows);

@@ -88,7 +88,7 @@ class CudaBackend : public Backend {
         gpu_(where, memory_.gpu()),
         executor_(executor(node, gpu_)),
         multiplies_(row_of(node.op).b >= 0) {
-    if (node.keep_wide && multiplies_) keep_wide(info, node);
+    if (node.place.keep_wide && multiplies_) keep_wide(info, node);
   }
   ~CudaBackend() override {
     if (kept_ != 0) release(gpu_, {kept_});
@@ -147,7 +147,7 @@ class CudaBackend : public Backend {
 }  // namespace
 
 Executor executor(const Overload& node, const Gpu& gpu) {
-  const bool cublas = node.device == Device::kCuda && gpu.knows_cublas();
+  const bool cublas = node.place.device == Device::kCuda && gpu.knows_cublas();
   std::vector<int> kernels;
   try {
     kernels = implementation(node.op)->cuda_kernels(node, cublas);
@@ -155,14 +155,6 @@ Executor executor(const Overload& node, const Gpu& gpu) {
     throw CudaError(gpu.where() + ": " + error.what());
   }
   return Executor(gpu, kernels);
-}
-
-std::optional<Tensor> constant(const OrtKernelInfo* info, size_t index) {
-  int is_constant = 0;
-  const OrtValue* value = nullptr;
-  check(KernelInfoGetConstantInput_tensor(info, index, &is_constant, &value));
-  if (is_constant == 0 || value == nullptr) return {};
-  return describe(value);
 }
 
 void release(const Gpu& gpu, const std::vector<uint64_t>& memory) {

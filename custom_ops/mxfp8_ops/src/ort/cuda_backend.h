@@ -1,7 +1,5 @@
 // Shared by both backends on a GPU. cuda_host plans their launches.
 #pragma once
-#include <optional>
-
 #include "../cuda_host/executor.h"
 #include "backend.h"
 
@@ -9,9 +7,6 @@ namespace mxfp8::ort {
 
 // The kernels of a node, loaded.
 cuda::Executor executor(const Overload&, const cuda::Gpu&);
-
-// An input that never changes, or nothing.
-std::optional<Tensor> constant(const OrtKernelInfo*, size_t index);
 
 void release(const cuda::Gpu&, const std::vector<uint64_t>& memory);
 

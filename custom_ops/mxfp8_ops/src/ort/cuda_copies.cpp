@@ -2,6 +2,7 @@
 #include <mutex>
 
 #include "cuda_backend.h"
+#include "node_kernel.h"
 
 namespace mxfp8::ort {
 namespace {

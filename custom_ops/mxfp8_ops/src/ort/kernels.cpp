@@ -1,5 +1,6 @@
 // Kernel creation reads and checks attributes once; compute checks shapes, then calls a backend. The state of a kernel
-// is its attributes and its backend, both constant, so any number of threads may run one at once.
+// is its attributes and its backend, both constant, and weights that any number of threads may use, so any number of
+// threads may run one at once.
 #include <iterator>
 #include <stdexcept>
 #include <string>
@@ -60,6 +61,14 @@ Tensor input(const OrtKernelContext* context, int index) {
   return value == nullptr ? Tensor{} : describe(value);
 }
 
+std::optional<Tensor> constant(const OrtKernelInfo* info, size_t index) {
+  int is_constant = 0;
+  const OrtValue* value = nullptr;
+  check(KernelInfoGetConstantInput_tensor(info, index, &is_constant, &value));
+  if (is_constant == 0 || value == nullptr) return {};
+  return describe(value);
+}
+
 void* output(OrtKernelContext* context, size_t index, const Dims& dims) {
   OrtValue* value = nullptr;
   check(KernelContext_GetOutput(context, index, dims.data(), dims.size(), &value));
@@ -89,6 +98,19 @@ void check_scales(const std::string& where, const char* name, const Tensor& elem
   }
 }
 
+// The weights that b of a gemm on the processor is, if it never changes.
+void keep_weights(const OrtKernelInfo* info, const Overload& overload, NodeKernel* kernel) {
+  const int index = row_of(overload.op).b;
+  const std::optional<Tensor> b = index < 0 ? std::nullopt : constant(info, size_t(index));
+  if (!b || b->dims.size() < 2) return;
+  kernel->b = b->data;
+  const int64_t size = product(b->dims.end() - 2, b->dims.end()), count = product(b->dims.begin(), b->dims.end() - 2);
+  for (int64_t i = 0; i < count; ++i) {
+    const auto* elements = static_cast<const uint8_t*>(b->data) + i * size;
+    kernel->weights.push_back(shared_weight(elements, overload.place.prepack));
+  }
+}
+
 OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
   return guarded([&] {
     const auto& overload = *static_cast<const Overload*>(op);
@@ -103,10 +125,13 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
           " on an input of unknown rank; expected an input of known rank; declare the shapes of the graph's "
           "inputs and run onnx.shape_inference");
     }
-    auto backend = overload.device == Device::kCpu    ? cpu_backend(where)
-                   : overload.device == Device::kCuda ? cuda_backend(where, overload, info)
-                                                      : cuda_copies_backend(where, overload, info);
-    *kernel = new NodeKernel{overload.op, where, attributes, std::move(backend)};
+    const Device device = overload.place.device;
+    auto backend = device == Device::kCpu    ? cpu_backend(where)
+                   : device == Device::kCuda ? cuda_backend(where, overload, info)
+                                             : cuda_copies_backend(where, overload, info);
+    auto made = std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend)});
+    if (device == Device::kCpu) keep_weights(info, overload, made.get());
+    *kernel = made.release();
   });
 }
 

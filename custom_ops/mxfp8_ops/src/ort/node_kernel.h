@@ -1,6 +1,7 @@
 // A node in this library: how it infers shapes, and how it computes. Each is written in the file named for it.
 #pragma once
 #include <initializer_list>
+#include <optional>
 
 #include "backend.h"
 #include "nodes.h"
@@ -13,6 +14,14 @@ struct NodeKernel {
   std::string where;  // "MXFP8Gemm 'node name'"
   Attributes attributes;
   std::unique_ptr<const Backend> backend;
+  // On the processor, if b never changes: for each of its matrices, the first of which is at `b`.
+  const void* b = nullptr;
+  std::vector<std::shared_ptr<ConstantWeight>> weights;
+
+  // That of matrix `index` of b, or null.
+  ConstantWeight* weight(const Tensor& of_b, int64_t index) const {
+    return of_b.data == b && size_t(index) < weights.size() ? weights[size_t(index)].get() : nullptr;
+  }
 };
 
 struct Implementation {
@@ -61,6 +70,8 @@ SymbolicDims gemm_dims(const SymbolicDims& a, const SymbolicDims& b);
 
 // Absent where the node has no such input: -1 is the index of one that its row lacks.
 Tensor input(const OrtKernelContext*, int index);
+// An input that never changes, or nothing.
+std::optional<Tensor> constant(const OrtKernelInfo*, size_t index);
 // Null for an output that the graph does not use.
 void* output(OrtKernelContext*, size_t index, const Dims&);
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../contract.h"
+#include "../cpu/constant_weight.h"
 #include "../cpu/dtypes.h"
 #include "abi.h"
 
@@ -31,12 +32,18 @@ void for_each_attribute(Attributes* attributes, const Visit& visit) {
 // Where nodes run: the values of the session option mxfp8.device; see mxfp8_cuda.h.
 enum class Device { kCpu, kCuda, kCudaCopies };
 
+// Where nodes run and what they keep, by the session options: see mxfp8_cuda.h and mxfp8_ops.h.
+struct Place {
+  Device device = Device::kCpu;
+  bool keep_wide = false;  // on Device::kCuda: constant weights in bfloat16 too
+  Prepack prepack = Prepack::kAuto;
+};
+
 // Overloads share a name; ONNX Runtime picks the one whose dtypes fit. OrtCustomOp is the base, so that the pointer
 // ONNX Runtime hands back is the overload.
 struct Overload : OrtCustomOp {
   Op op;
-  Device device;
-  bool keep_wide;  // on Device::kCuda: constant weights in bfloat16 too
+  Place place;
   std::vector<int> inputs;
   std::vector<int> outputs;
 };

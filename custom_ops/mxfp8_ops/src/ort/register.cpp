@@ -1,7 +1,10 @@
 // Entry point: SessionOptions.register_custom_ops_library calls RegisterCustomOps, which adds the domain "mxfp8" with
 // every overload of the nodes of contract.h.
 #include <iterator>
+#include <map>
 #include <memory>
+#include <mutex>
+#include <tuple>
 
 #include "node_kernel.h"
 
@@ -13,25 +16,18 @@ namespace {
 
 const Overload& overload(const OrtCustomOp* op) { return *static_cast<const Overload*>(op); }
 
-// The session options that matter here; see mxfp8_cuda.h.
-struct Place {
-  Device device;
-  bool keep_wide;
-};
-
 // `dtypes` are those of the inputs, then of the outputs.
 std::unique_ptr<Overload> make_overload(Op op, Place place, const std::vector<int>& dtypes, size_t inputs) {
   auto entry = std::make_unique<Overload>();
   static_cast<OrtCustomOp&>(*entry) = OrtCustomOp{};
   entry->op = op;
-  entry->device = place.device;
-  entry->keep_wide = place.keep_wide;
+  entry->place = place;
   entry->inputs.assign(dtypes.begin(), dtypes.begin() + ptrdiff_t(inputs));
   entry->outputs.assign(dtypes.begin() + ptrdiff_t(inputs), dtypes.end());
   entry->version = kApiVersion;
   entry->GetName = [](const OrtCustomOp* self) { return row_of(overload(self).op).name; };
   entry->GetExecutionProviderType = [](const OrtCustomOp* self) -> const char* {
-    return overload(self).device == Device::kCuda ? "CUDAExecutionProvider" : nullptr;  // null: the CPU's
+    return overload(self).place.device == Device::kCuda ? "CUDAExecutionProvider" : nullptr;  // null: the CPU's
   };
   entry->GetInputType = [](const OrtCustomOp* self, size_t i) { return overload(self).inputs[i]; };
   entry->GetInputTypeCount = [](const OrtCustomOp* self) { return overload(self).inputs.size(); };
@@ -84,7 +80,7 @@ std::vector<std::unique_ptr<Overload>> make_overloads(Place place, bool with_fus
     if (node == nullptr || (node->fused && !with_fused)) continue;
     const bool on_gpu = node->cuda_kernels != nullptr;
     if (place.device == Device::kCuda && !on_gpu) continue;
-    const Place there = on_gpu ? place : Place{Device::kCpu, false};
+    const Place there = on_gpu ? place : Place{Device::kCpu, false, place.prepack};
     std::vector<std::vector<int>> dtypes = {{}};
     size_t inputs = 0;
     for (const Port* port = kNodes[op].inputs; port->name != nullptr; ++port, ++inputs) {
@@ -103,7 +99,7 @@ OrtCustomOpDomain* make_domain(Place place) {
   OrtCustomOpDomain* domain = nullptr;
   check(CreateCustomOpDomain(kDomain, &domain));
   std::vector<Place> places = {place};
-  if (place.device == Device::kCuda) places.insert(places.begin(), {Device::kCpu, false});
+  if (place.device == Device::kCuda) places.insert(places.begin(), {Device::kCpu, false, place.prepack});
   for (const Place& each : places) {
     for (auto& overload : make_overloads(each, place.device == Device::kCpu))
       check(CustomOpDomain_Add(domain, overload.release()));
@@ -112,14 +108,12 @@ OrtCustomOpDomain* make_domain(Place place) {
 }
 
 OrtCustomOpDomain* domain(Place place) {
-  static OrtCustomOpDomain *const cpu = make_domain({Device::kCpu, false}),
-                                  *const cuda = make_domain({Device::kCuda, false}),
-                                  *const wide = make_domain({Device::kCuda, true}),
-                                  *const copies = make_domain({Device::kCudaCopies, false});
-  return place.device == Device::kCpu          ? cpu
-         : place.device == Device::kCudaCopies ? copies
-         : place.keep_wide                     ? wide
-                                               : cuda;
+  static std::mutex mutex;
+  static std::map<std::tuple<Device, bool, Prepack>, OrtCustomOpDomain*> domains;
+  const std::lock_guard<std::mutex> lock(mutex);
+  OrtCustomOpDomain*& made = domains[{place.device, place.keep_wide, place.prepack}];
+  if (made == nullptr) made = make_domain(place);
+  return made;
 }
 
 // The session option, or "".
@@ -143,7 +137,15 @@ Place place_of(const OrtSessionOptions* options) {
     throw NodeError("session option mxfp8.keep_wide: '" + keep + "' with mxfp8.device '" + device +
                     "'; expected 1 with cuda; correct it or leave it out");
   }
-  return {device == "" ? Device::kCpu : device == "cuda" ? Device::kCuda : Device::kCudaCopies, keep == "1"};
+  const std::string prepack = option(options, "mxfp8.prepack");
+  if (prepack != "" && prepack != "auto" && prepack != "never" && prepack != "decoded") {
+    throw NodeError("session option mxfp8.prepack: '" + prepack +
+                    "'; expected auto, never or decoded; correct it or leave it out");
+  }
+  return {device == "" ? Device::kCpu : device == "cuda" ? Device::kCuda : Device::kCudaCopies, keep == "1",
+          prepack == "never"     ? Prepack::kNever
+          : prepack == "decoded" ? Prepack::kDecoded
+                                 : Prepack::kAuto};
 }
 
 }  // namespace

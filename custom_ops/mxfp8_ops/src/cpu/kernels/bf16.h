@@ -22,36 +22,25 @@ constexpr int kMaxScale = 254 - kHighestExponent<F>;
 template <class F>
 constexpr int kMinScale = 1 - kElementExponent<F>;
 
-// Two registers of values, 32 each, the lower half of both from the first block and the upper from the second. The dot
-// product of AMX takes pairs of values along K out of 32-bit lanes, four bytes of which are turned into columns at
-// once: there `even` holds the even codes. Elsewhere `even` holds codes 0-7, 16-23, 32-39 and 48-55, which is what
-// interleaving bytes gives, within 128-bit lanes. `odd` holds the others.
+// Two registers of values, 32 each: those of even codes, and those of odd ones. So where four codes along K are a 32-bit
+// lane, each of the two has a pair along K in that lane.
 struct Values {
   __m512i even, odd;
 };
 
 // 64 values from their lower and upper bytes.
 MXFP8_INLINE Values joined(__m512i low, __m512i high) {
-#if defined(__AMX_BF16__)
   const __m512i upper = _mm512_set1_epi16(short(0xff00));
   return {_mm512_ternarylogic_epi32(_mm512_slli_epi16(high, 8), low, upper, 0xf4),   // | (low & ~upper)
           _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, upper, 0xf8)};  // | (high & upper)
-#else
-  return {_mm512_unpacklo_epi8(low, high), _mm512_unpackhi_epi8(low, high)};
-#endif
 }
 
 // 64 values from two halves in order.
 MXFP8_INLINE Values dealt(const __m512i* half) {
-#if defined(__AMX_BF16__)
   const auto narrow = [](__m512i first, __m512i second) {  // the lower halves of 32-bit lanes
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi32_epi16(first)), _mm512_cvtepi32_epi16(second), 1);
   };
   return {narrow(half[0], half[1]), narrow(_mm512_srli_epi32(half[0], 16), _mm512_srli_epi32(half[1], 16))};
-#else
-  // 128-bit lanes 0, 2, .. of the 64 values, then 1, 3, ..
-  return {_mm512_shuffle_i64x2(half[0], half[1], 0x88), _mm512_shuffle_i64x2(half[0], half[1], 0xdd)};
-#endif
 }
 
 // The bytes of the 128 magnitudes, made once.
@@ -158,17 +147,21 @@ MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale)
   return scale != kScaleNan && _mm256_test_epi8_mask(codes, _mm256_set1_epi8(0x7f)) == 0;
 }
 
-// Whether the blocks of `which` are all zeros.
-[[maybe_unused]] MXFP8_NOINLINE bool are_zero(const uint8_t* elements, int64_t count, const uint8_t* scales,
-                                              uint32_t which) {
-  bool all = true;
-  for (; which != 0 && all; which &= which - 1) {
-    const int64_t block = __builtin_ctz(which);
-    all = is_zero(elements + block * kBlock, count - block * kBlock, scales[block]);
-  }
-  return all;
+// 2^(s - 127) of 16 scale codes.
+MXFP8_INLINE __m512 scale_values(__m128i scales) {
+  const __m512i codes = _mm512_cvtepu8_epi32(scales);
+  __m512i bits = _mm512_slli_epi32(codes, 23);
+  bits = _mm512_mask_mov_epi32(bits, _mm512_testn_epi32_mask(codes, codes), _mm512_set1_epi32(0x00400000));
+  bits = _mm512_mask_mov_epi32(bits, _mm512_cmpeq_epi32_mask(codes, _mm512_set1_epi32(kScaleNan)),
+                               _mm512_set1_epi32(kQuietNan));
+  return _mm512_castsi512_ps(bits);
 }
 
+// _mm512_dpbf16_ps, without the copies of sums that GCC 12 adds to it.
+MXFP8_INLINE __m512 dot_product(__m512 sum, __m512i a, __m512i b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(b), "v"(a));
+  return sum;
+}
 // The lanes of steps 0, 1, .. of 16 blocks: each takes two, one per half.
 MXFP8_INLINE __m512i lanes_of_step(int64_t step) {
   const __m512i first = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
@@ -349,13 +342,15 @@ MXFP8_INLINE void with_a_format(const GemmArgs& args, const Call& call) {
   with_dtype(args.a_format, [&](auto dtype) MXFP8_INLINE_LAMBDA { call(AsBf16<decltype(dtype)>{}); });
 }
 
-// Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.
-template <class F, int Columns>
-MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
-                                   const float* before, float* strip) {
-  for (int64_t i = 0; i < rows; ++i) {
-    strip[i * kGemmColumns] = before[i * Columns] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
-  }
+// Whether elements of B, without their scales, may be multiplied with what A has packed: no product, and no sum of four,
+// may leave the range of normal floats.
+MXFP8_INLINE bool multiplies_codes(const GemmArgs& args, const Extent& extent) {
+  bool fits = false;
+  with_format(args.b_format, [&](auto format) {
+    using F = decltype(format);
+    fits = extent.lowest + kElementExponent<F> >= kLowestNormal && extent.highest + kHighestExponent<F> + 4 <= 127;
+  });
+  return fits;
 }
 
 // The smallest scale code of B that makes neither a weight subnormal nor a product with what has its lowest bit at

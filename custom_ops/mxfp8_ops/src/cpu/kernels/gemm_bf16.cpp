@@ -1,92 +1,208 @@
 // The gemms on the bf16 dot product (VDPBF16PS), which multiplies MXFP8 exactly: an element times its scale has four
 // significant bits, so it is a bfloat16, and the products of two of those are exact in the float32 accumulator.
 //
-// The one thing in the way: VDPBF16PS reads subnormal inputs as zero and flushes subnormal results, whatever the
-// processor's mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a chunk of a row of B.
-// Every product, and every sum of products before rounding, is a multiple of 2^(ea + eb). With ea, eb >= -126 no input
-// is subnormal, and with ea + eb >= -126 no result is. A chunk of B that fails the test, or has NaN or Inf codes, goes
-// to exact_dot; if A itself does not fit, pack says so and gemm_f32.cpp takes over. All-zero blocks say nothing about
-// exponents, whatever their scale.
+// y [M, N] = A [M, K] . B [N, K]^T. Work is split over M and N. Bytes moved: 1.03 N K once per 256 rows of A + 2 M K + the
+// result.
 //
-// Layouts and work split as in gemm_f32.cpp, in panels of four rows of B and deeper chunks.
+// The one thing in the way: VDPBF16PS reads subnormal inputs as zero and flushes subnormal results, whatever the
+// processor's mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a chunk of a panel of B.
+// Every product, and every sum of products before rounding, is a multiple of 2^(ea + eb). With ea, eb >= -126 no input
+// is subnormal, and with ea + eb >= -126 no result is. So there are two ways to apply the scales of B:
+//   to the weights' exponents, if the panel passes that test and has no NaN: once for all rows;
+//   to the sum of each block, as float32: any scale will do, and NaN and Inf codes too. eb is then that of the elements,
+//   so only A has to fit; one that does not is for gemm_f32.cpp. For up to kFewRows rows this takes less time anyway,
+//   as weights go from their codes to the dot product in registers.
+//
+// Layout: panel.h. A lane of a register has two values along K of a column; of four elements, a word, the even two make
+// one register and the odd two another. A is packed in that order.
 #include "bf16.h"
+#include "panel.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int kStep = kStepBf16;
-constexpr int64_t kMostDepth = 2048;  // depth of a chunk: a tile of A and a panel of B, decoded, fill L1
+constexpr int64_t kDepth = 256;     // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
+constexpr int kRows = 12;           // rows of a tile: 12 x 2 sums, 2 + 1 operands
+constexpr int64_t kFewRows = 6;     // rows of a tile whose sums and totals fit the registers
+constexpr int kTwoVectorRows = 3;   // up to here with two vectors of columns
+constexpr int kWordsOfBlock = int(kBlock) / kWord;
+constexpr int64_t kWordValues = 2 * kPanelVectors * kBlock;  // bfloat16 values of a word of a panel
 
-// Deep chunks leave fewer sums to add up, but the chunk of A must stay in half of L2, which is 1 MiB.
-MXFP8_INLINE int64_t depth_for(int64_t rows) { return rows <= kGemmRows / 2 ? kMostDepth : kMostDepth / 2; }
+using Bf16Tiles = Tiles<kRows>;
 
-// Decodes a chunk of a row of B, scaled, into steps kTileColumns rows apart, and fetches what lies `ahead` bytes
-// further. False if that is not exact.
+// The even values of a word of A; the odd ones are kBlock behind.
+MXFP8_INLINE __m512i pair_of(const uint16_t* a) {
+  int pair;
+  std::memcpy(&pair, a, sizeof pair);
+  return _mm512_set1_epi32(pair);
+}
+
+// The exponents that the scales of a block add to the bfloat16 values of each vector of columns.
+MXFP8_INLINE __m512i panel_exponents(const uint8_t* codes) {
+  return exponents_of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+}
+
+// Whether no scale code of a panel is outside of lowest..highest.
+MXFP8_INLINE bool are_within(const uint8_t* codes, int64_t count, int lowest, int highest) {
+  __mmask16 wrong = 0;
+  for (int64_t i = 0; i < count; i += 16) {
+    wrong |= outside(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)), lowest, highest);
+  }
+  return wrong == 0;
+}
+
+// Decodes `depth` values of a panel, scaled: [word, even and odd, vector, column, 2]. False if there is a NaN or Inf.
 template <class F>
-MXFP8_INLINE bool decode_row(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales, int64_t count,
-                             int64_t ahead, int lowest, uint16_t* out) {
+MXFP8_NOINLINE bool decode_panel(PanelView panel, int64_t depth, uint16_t* out) {
+  const Decoder<F> decoder;
   __m512i highest = _mm512_setzero_si512();
-  bool fits = true;
-  for (int64_t k = 0; k < count; k += kScaleValues) {
-    const int64_t left = min_of(kScaleValues, count - k);
-    const uint8_t* codes = elements + k;
-    const uint8_t* block_scales = scales + k / kBlock;
-    const __m128i some = load_scales(block_scales, blocks_of(left));
-    const uint32_t wrong = outside(some, lowest, kMaxScale<F>) & ((1u << blocks_of(left)) - 1);
-    if (__builtin_expect(wrong != 0, 0)) fits = fits && are_zero(codes, left, block_scales, wrong);
-    const __m512i exponents = exponents_of(some);
-    uint16_t* to = out + k * kTileColumns;
-    for (int64_t i = 0; i * kStep < left; ++i, to += kStep * kTileColumns) {
-      __builtin_prefetch(codes + i * kStep + ahead, 0, 2);
-      const Values values = decoder.values(load_codes(codes + i * kStep, left - i * kStep), &highest);
-      const __m512i exponent = _mm512_permutexvar_epi32(lanes_of_step(i), exponents);
-      _mm512_store_si512(to, add_exponents(values.even, exponent));
-      _mm512_store_si512(to + kBlock, add_exponents(values.odd, exponent));
-    }
-  }
-  return fits && !Decoder<F>::has_special(highest);
-}
-
-// Decodes a panel: kTileColumns rows of B from `column` on, one chunk deep. Rows past `column_end` are zero. Returns a
-// bit for every row that does not fit; values decoded there must not be used.
-template <class F>
-MXFP8_INLINE uint32_t decode_panel(const Decoder<F>& decoder, const GemmArgs& args, int64_t column, int64_t column_end,
-                                   Chunk chunk, int lowest, uint16_t* out) {
-  uint32_t misfits = 0;
-  for (int64_t row = 0; row < kTileColumns; ++row) {
-    uint16_t* to = out + row * kStep;
-    if (column + row >= column_end) {
-      for (int64_t k = 0; k < chunk.padded; k += kStep) std::memset(to + k * kTileColumns, 0, kStep * sizeof(uint16_t));
-      continue;
-    }
-    const uint8_t* elements = args.b + (column + row) * args.k + chunk.k;
-    const uint8_t* scales = args.b_scales + (column + row) * blocks_of(args.k) + chunk.k / kBlock;
-    if (!decode_row(decoder, elements, scales, chunk.count, kTileColumns * args.k, lowest, to)) misfits |= 1u << row;
-  }
-  return misfits;
-}
-
-MXFP8_INLINE __m512bh load_bf16(const uint16_t* p) { return reinterpret_cast<__m512bh>(_mm512_load_si512(p)); }
-
-template <int R>
-MXFP8_INLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t depth, float* strip, bool accumulate) {
-  __m512 sums[R][kTileColumns];
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < kTileColumns; ++j) sums[i][j] = zero();
-  }
-  for (int64_t k = 0; k < depth; k += kStep) {
-    for (int half = 0; half < kStep; half += kBlock) {
-      __m512bh column[kTileColumns];
-      for (int j = 0; j < kTileColumns; ++j) column[j] = load_bf16(b + j * kStep + half);
-      for (int i = 0; i < R; ++i) {
-        const __m512bh row = load_bf16(a + i * kStep + half);
-        for (int j = 0; j < kTileColumns; ++j) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], row, column[j]);
+  for (int64_t k = 0; k < depth; k += kBlock, panel.codes += kPanel) {
+    __m512i exponents[kPanelVectors];
+    for (int j = 0; j < kPanelVectors; ++j) exponents[j] = panel_exponents(panel.codes + j * kLanes);
+    for (int word = 0; word < kWordsOfBlock; ++word, out += kWordValues) {
+      for (int j = 0; j < kPanelVectors; ++j, panel.elements += kDecoded) {
+        const Values values = decoder.values(_mm512_loadu_si512(panel.elements), &highest);
+        _mm512_store_si512(out + j * kBlock, add_exponents(values.even, exponents[j]));
+        _mm512_store_si512(out + (kPanelVectors + j) * kBlock, add_exponents(values.odd, exponents[j]));
       }
     }
-    a += R * kStep;
-    b += kTileColumns * kStep;
   }
-  for (int i = 0; i < R; ++i) store_sums(sums[i], strip + i * kGemmColumns, accumulate);
+  return !Decoder<F>::has_special(highest);
+}
+
+// Multiplies R rows of A with V vectors of columns of a decoded panel.
+template <int R, int V>
+MXFP8_NOINLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t depth, float* strip, bool accumulate) {
+  __m512 sums[R][V];
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < V; ++j) sums[i][j] = zero();
+  }
+  for (int64_t k = 0; k < depth; k += kStepBf16, a += R * kStepBf16) {
+    for (int word = 0; word < kStepBf16 / kWord; ++word, b += kWordValues) {
+#pragma GCC unroll 2
+      for (int odd = 0; odd < 2; ++odd) {
+        __m512i columns[V];
+        for (int j = 0; j < V; ++j) columns[j] = _mm512_load_si512(b + (odd * kPanelVectors + j) * kBlock);
+#pragma GCC unroll 16
+        for (int i = 0; i < R; ++i) {
+          const __m512i row = pair_of(a + i * kStepBf16 + odd * kBlock + 2 * word);
+          for (int j = 0; j < V; ++j) sums[i][j] = dot_product(sums[i][j], row, columns[j]);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < V; ++j) {
+      float* to = strip + i * kGemmColumns + j * kLanes;
+      store(to, accumulate ? load(to) + sums[i][j] : sums[i][j]);
+    }
+  }
+}
+
+// The same with a panel's codes, and scales applied to sums. Rows of A are those of a tile of `tile_rows`.
+template <class F, int R, int V>
+MXFP8_NOINLINE void multiply_codes(const uint16_t* a, int64_t tile_rows, PanelView panel, int64_t depth, float* strip,
+                                   bool accumulate) {
+  const Decoder<F> decoder;
+  __m512i unused = _mm512_setzero_si512();
+  __m512 totals[R][V];
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < V; ++j) totals[i][j] = accumulate ? load(strip + i * kGemmColumns + j * kLanes) : zero();
+  }
+  for (int64_t k = 0; k < depth; k += kBlock, panel.codes += kPanel) {
+    const uint16_t* block = a + k / kStepBf16 * tile_rows * kStepBf16 + k % kStepBf16 / 2;
+    __m512 sums[R][V];
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < V; ++j) sums[i][j] = zero();
+    }
+#pragma GCC unroll 2
+    for (int word = 0; word < kWordsOfBlock; ++word, panel.elements += kPanelVectors * kDecoded) {
+      Values columns[V];
+      for (int j = 0; j < V; ++j) {
+        columns[j] = decoder.values(_mm512_loadu_si512(panel.elements + j * kDecoded), &unused);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i) {
+        const __m512i even = pair_of(block + i * kStepBf16 + 2 * word), odd = pair_of(block + i * kStepBf16 + kBlock + 2 * word);
+        for (int j = 0; j < V; ++j) {
+          sums[i][j] = dot_product(dot_product(sums[i][j], even, columns[j].even), odd, columns[j].odd);
+        }
+      }
+    }
+    for (int j = 0; j < V; ++j) {
+      const __m512 scales = scale_values(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.codes + j * kLanes)));
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i) totals[i][j] = _mm512_fmadd_ps(sums[i][j], scales, totals[i][j]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < V; ++j) store(strip + i * kGemmColumns + j * kLanes, totals[i][j]);
+  }
+}
+
+// All vectors of columns of a panel for the rows of a tile, as many at a time as registers allow.
+template <class F>
+MXFP8_INLINE void multiply_codes_of_tile(const uint16_t* a, int64_t tile_rows, PanelView panel, int64_t columns,
+                                         int64_t depth, float* strip, bool accumulate) {
+  for (int64_t i = 0; i < tile_rows; i += kFewRows) {
+    const int64_t rows = min_of(kFewRows, tile_rows - i);
+    const uint16_t* from = a + i * kStepBf16;
+    float* to = strip + i * kGemmColumns;
+    if (rows <= kTwoVectorRows && columns > kLanes) {
+      with_rows<kTwoVectorRows>(rows, [&](auto r) {
+        multiply_codes<F, decltype(r)::value, kPanelVectors>(from, tile_rows, panel, depth, to, accumulate);
+      });
+      continue;
+    }
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      with_rows<int(kFewRows)>(rows, [&](auto r) {
+        const PanelView vector = {panel.elements + c / kLanes * kDecoded, panel.codes + c};
+        multiply_codes<F, decltype(r)::value, 1>(from, tile_rows, vector, depth, to + c, accumulate);
+      });
+    }
+  }
+}
+
+// A chunk of a panel, turned at this call, and decoded.
+struct Room {
+  alignas(64) uint8_t elements[kPanel * kDepth];
+  alignas(64) uint8_t codes[kPanel * kDepth / kBlock];
+  alignas(64) uint16_t values[kPanel * kDepth];
+};
+
+// Where decoded panels are: those of the whole K one behind the other.
+MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, int64_t column, int64_t k) {
+  return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kPanel;
+}
+
+// A chunk of a panel of B: decoded, or, where `values` is null, its codes.
+struct ChunkOfB {
+  const uint16_t* values;
+  PanelView codes;
+};
+template <class F>
+MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t rows,
+                                 int lowest, Room* room) {
+  const Panels* panels = args.panels;
+  if (panels != nullptr && panels->decoded && panels->lowest >= lowest) {
+    return {decoded_at(args, panels->data, column, chunk.k), {}};
+  }
+  PanelView codes = {room->elements, room->codes};
+  if (panels != nullptr && !panels->decoded) {
+    codes = panel_at(args, panels->data, column, chunk.k);
+  } else {
+    turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room->elements);
+    turn_codes<F>(args, column, columns, chunk, lowest, kMaxScale<F>, room->codes, [](int64_t, int64_t) {});
+  }
+  const bool decodes = rows > kFewRows &&
+                       are_within(codes.codes, chunk.padded / kBlock * kPanel, lowest, kMaxScale<F>) &&
+                       decode_panel<F>(codes, chunk.padded, room->values);
+  return {decodes ? room->values : nullptr, codes};
 }
 
 }  // namespace
@@ -96,58 +212,84 @@ int gemm_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile
   auto* out = static_cast<uint16_t*>(packed);
   Extent extent;
   bool fits = true;
-  const int64_t depth = depth_for(rows);
-  const Tiles<> tiles{rows};
+  const Bf16Tiles tiles{rows};
   with_a_format(args, [&](auto format) {
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const int64_t first = tiles.first_row(tile), tile_rows = tiles.rows_of(tile);
       for (int64_t i = 0; i < tile_rows; ++i) {
-        for (int64_t c = 0; c < chunks_of(args.k, depth) && fits; ++c) {
-          const Chunk chunk = chunk_at(args.k, depth, c, kStep);
-          fits = pack_row(format, args, row + first + i, chunk.k, chunk.count, tile_rows * kStep,
-                          out + tiles.offset(chunk, tile) + i * kStep, &extent);
+        for (int64_t c = 0; c < chunks_of(args.k, kDepth) && fits; ++c) {
+          const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
+          fits = pack_row(format, args, row + first + i, chunk.k, chunk.count, tile_rows * kStepBf16,
+                          out + tiles.offset(chunk, tile) + i * kStepBf16, &extent);
         }
       }
     }
   });
-  return fits && extent.lowest >= kLowestNormal ? extent.lowest : kNotExact;
+  return fits && multiplies_codes(args, extent) ? extent.lowest : kNotExact;
 }
 
 void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                         int64_t column_begin, int64_t column_end, const void* packed, int exponent) {
   const auto* a = static_cast<const uint16_t*>(packed);
-  const Tiles<> tiles{rows};
+  const Bf16Tiles tiles{rows};
+  const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
+  Room room;
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
-    const Decoder<F> decoder;
-    const int lowest = lowest_scale<F>(exponent);
-    const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
-    alignas(64) uint16_t b[kTileColumns * kMostDepth];
-    for_each_strip<uint16_t, kStep, kTileColumns>(
-        args, row + first, count, column_begin, column_end, depth_for(rows),
+    for_each_strip<uint16_t, kStepBf16, kPanel>(
+        args, row + first, count, column_begin, column_end, kDepth,
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
-          const uint32_t misfits = decode_panel(decoder, args, column, column_end, chunk, lowest, b);
-          float before[kGemmRows * kTileColumns];
-          if (__builtin_expect(misfits != 0, 0)) {
-            for (int64_t i = 0; i < count * kTileColumns; ++i) {
-              before[i] = accumulate ? strip[i / kTileColumns * kGemmColumns + i % kTileColumns] : 0;
-            }
-          }
+          const int64_t columns = min_of(kPanel, column_end - column);
+          const ChunkOfB b = chunk_of_b<F>(args, column, columns, chunk, count, lowest_scale<F>(exponent), &room);
           for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
             const uint16_t* from = a + tiles.offset(chunk, tile);
             float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
-            with_rows(tiles.rows_of(tile),
-                      [&](auto r) { multiply_tile<decltype(r)::value>(from, b, chunk.padded, to, accumulate); });
-          }
-          for (int64_t j = 0; j < kTileColumns; ++j) {
-            if (misfits >> j & 1) {
-              correct_column<F, kTileColumns>(args, row + first, count, column + j, chunk, before + j, strip + j);
+            if (b.values == nullptr) {
+              multiply_codes_of_tile<F>(from, tiles.rows_of(tile), b.codes, columns, chunk.padded, to, accumulate);
+            } else {
+              with_rows<kRows>(tiles.rows_of(tile), [&](auto r) {
+                constexpr int R = decltype(r)::value;
+                if (columns > kLanes) return multiply_tile<R, 2>(from, b.values, chunk.padded, to, accumulate);
+                multiply_tile<R, 1>(from, b.values, chunk.padded, to, accumulate);
+              });
             }
           }
         });
   });
 }
 
-MXFP8_GEMM_KERNEL(gemm_bf16, kTileRows, sizeof(uint16_t));
+int64_t gemm_bf16_panel_bytes(const GemmArgs& args, bool decoded) {
+  return decoded ? (args.n + kPanel - 1) / kPanel * kPanel * panel_depth(args.k) * int64_t(sizeof(uint16_t))
+                 : bytes_of_panels(args);
+}
+
+int gemm_bf16_make_panels(const GemmArgs& args, bool decoded, int64_t column_begin, int64_t column_end, void* data) {
+  int lowest = kAllZero;
+  with_format(args.b_format, [&](auto format) {
+    using F = decltype(format);
+    Room room;
+    for (int64_t column = column_begin; column < column_end; column += kPanel) {
+      if (!decoded) {
+        make_panel<F>(args, column, 0, kMinScale<F>, kMaxScale<F>, data, [](int64_t, int64_t) {});
+        continue;
+      }
+      const int64_t columns = min_of(kPanel, args.n - column);
+      for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
+        const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
+        bool fits = true;
+        turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room.elements);
+        turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room.codes,
+                      [&](int64_t, int64_t) { fits = false; });
+        for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i) lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
+        auto* to = const_cast<uint16_t*>(decoded_at(args, data, column, chunk.k));
+        fits = fits && decode_panel<F>({room.elements, room.codes}, chunk.padded, to);
+        if (!fits) lowest = kNotExact;
+      }
+    }
+  });
+  return lowest;
+}
+
+MXFP8_PANEL_KERNEL(gemm_bf16, kRows, sizeof(uint16_t));
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -32,7 +32,6 @@ using Vec = __m512;
 constexpr int kLanes = 16;
 constexpr int kTileRows = 6;     // 6 x 4 accumulators, 4 + 1 operands: 29 of 32 registers
 constexpr int kFloatRows = 12;   // rows of a tile in gemm_f32.cpp: 12 x 2 accumulators, 2 + 1 operands
-constexpr int kBf16Rows = 12;    // rows of a tile in gemm_many_bf16.cpp: 12 x 2 accumulators, 2 + 1 operands
 constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at a time
 MXFP8_INLINE Vec zero() { return _mm512_setzero_ps(); }
 MXFP8_INLINE Vec all_of(float x) { return _mm512_set1_ps(x); }  // straight from memory: adding takes a port of FMA

@@ -1,0 +1,11 @@
+// What the operating system is told about memory.
+#pragma once
+#include <cstdint>
+
+namespace mxfp8 {
+
+// Says that these bytes are not needed soon, if they are of a mapped file: their pages leave memory, and are read again
+// where they are used. Does nothing for other memory, or on other systems than Linux.
+void release_mapped_file(const void* data, int64_t bytes);
+
+}  // namespace mxfp8
