@@ -342,6 +342,15 @@ MXFP8_INLINE void with_a_format(const GemmArgs& args, const Call& call) {
   with_dtype(args.a_format, [&](auto dtype) MXFP8_INLINE_LAMBDA { call(AsBf16<decltype(dtype)>{}); });
 }
 
+// Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.
+template <class F, int Columns>
+MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
+                                   const float* before, float* strip) {
+  for (int64_t i = 0; i < rows; ++i) {
+    strip[i * kGemmColumns] = before[i * Columns] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
+  }
+}
+
 // Whether elements of B, without their scales, may be multiplied with what A has packed: no product, and no sum of four,
 // may leave the range of normal floats.
 MXFP8_INLINE bool multiplies_codes(const GemmArgs& args, const Extent& extent) {

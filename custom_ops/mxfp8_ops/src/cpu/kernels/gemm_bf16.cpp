@@ -8,10 +8,11 @@
 // processor's mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a chunk of a panel of B.
 // Every product, and every sum of products before rounding, is a multiple of 2^(ea + eb). With ea, eb >= -126 no input
 // is subnormal, and with ea + eb >= -126 no result is. So there are two ways to apply the scales of B:
-//   to the weights' exponents, if the panel passes that test and has no NaN: once for all rows;
-//   to the sum of each block, as float32: any scale will do, and NaN and Inf codes too. eb is then that of the elements,
-//   so only A has to fit; one that does not is for gemm_f32.cpp. For up to kFewRows rows this takes less time anyway,
-//   as weights go from their codes to the dot product in registers.
+//   to the weights' exponents, once for all rows, if a column of the panel passes that test and has no NaN;
+//   for few rows to the sum of each block, as float32: weights go from their codes to the dot product in registers, and
+//   any scale will do with which they are finite. eb is then that of the elements.
+// Other columns go to exact_dot, and an A that does not fit to gemm_f32.cpp. All-zero blocks say nothing about exponents,
+// whatever their scale.
 //
 // Layout: panel.h. A lane of a register has two values along K of a column; of four elements, a word, the even two make
 // one register and the odd two another. A is packed in that order.
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int64_t kDepth = 256;     // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
 constexpr int kRows = 12;           // rows of a tile: 12 x 2 sums, 2 + 1 operands
-constexpr int64_t kFewRows = 6;     // rows of a tile whose sums and totals fit the registers
+constexpr int kFewRows = 6;         // rows of a tile whose sums and totals fit the registers
 constexpr int kTwoVectorRows = 3;   // up to here with two vectors of columns
 constexpr int kWordsOfBlock = int(kBlock) / kWord;
 constexpr int64_t kWordValues = 2 * kPanelVectors * kBlock;  // bfloat16 values of a word of a panel
@@ -42,32 +43,39 @@ MXFP8_INLINE __m512i panel_exponents(const uint8_t* codes) {
   return exponents_of(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
 }
 
-// Whether no scale code of a panel is outside of lowest..highest.
-MXFP8_INLINE bool are_within(const uint8_t* codes, int64_t count, int lowest, int highest) {
-  __mmask16 wrong = 0;
-  for (int64_t i = 0; i < count; i += 16) {
-    wrong |= outside(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i)), lowest, highest);
+// A bit for each column of a panel that has a scale code outside of lowest..highest.
+MXFP8_INLINE uint32_t columns_outside(const uint8_t* codes, int64_t depth, int lowest, int highest) {
+  uint32_t columns = 0;
+  for (int64_t i = 0; i < depth / kBlock * kPanel; i += kLanes) {
+    const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + i));
+    columns |= uint32_t(outside(some, lowest, highest)) << (i % kPanel);
   }
-  return wrong == 0;
+  return columns;
 }
 
-// Decodes `depth` values of a panel, scaled: [word, even and odd, vector, column, 2]. False if there is a NaN or Inf.
+// Decodes `depth` values of a panel, scaled: [word, even and odd, vector, column, 2]. Returns a bit for each column that
+// has a NaN or Inf.
 template <class F>
-MXFP8_NOINLINE bool decode_panel(PanelView panel, int64_t depth, uint16_t* out) {
+MXFP8_NOINLINE uint32_t decode_panel(PanelView panel, int64_t depth, uint16_t* out) {
   const Decoder<F> decoder;
-  __m512i highest = _mm512_setzero_si512();
+  __m512i highest[kPanelVectors] = {};
   for (int64_t k = 0; k < depth; k += kBlock, panel.codes += kPanel) {
     __m512i exponents[kPanelVectors];
     for (int j = 0; j < kPanelVectors; ++j) exponents[j] = panel_exponents(panel.codes + j * kLanes);
     for (int word = 0; word < kWordsOfBlock; ++word, out += kWordValues) {
       for (int j = 0; j < kPanelVectors; ++j, panel.elements += kDecoded) {
-        const Values values = decoder.values(_mm512_loadu_si512(panel.elements), &highest);
+        const Values values = decoder.values(_mm512_loadu_si512(panel.elements), highest + j);
         _mm512_store_si512(out + j * kBlock, add_exponents(values.even, exponents[j]));
         _mm512_store_si512(out + (kPanelVectors + j) * kBlock, add_exponents(values.odd, exponents[j]));
       }
     }
   }
-  return !Decoder<F>::has_special(highest);
+  uint32_t columns = 0;
+  for (int j = 0; j < kPanelVectors && !F::is_integer; ++j) {
+    const __m512i special = _mm512_movm_epi8(_mm512_cmpeq_epi8_mask(highest[j], _mm512_set1_epi8(0x7f)));
+    columns |= uint32_t(_mm512_test_epi32_mask(special, special)) << (j * kLanes);
+  }
+  return columns;
 }
 
 // Multiplies R rows of A with V vectors of columns of a decoded panel.
@@ -101,10 +109,9 @@ MXFP8_NOINLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t 
   }
 }
 
-// The same with a panel's codes, and scales applied to sums. Rows of A are those of a tile of `tile_rows`.
+// The same with a panel's codes, and scales applied to sums.
 template <class F, int R, int V>
-MXFP8_NOINLINE void multiply_codes(const uint16_t* a, int64_t tile_rows, PanelView panel, int64_t depth, float* strip,
-                                   bool accumulate) {
+MXFP8_NOINLINE void multiply_codes(const uint16_t* a, PanelView panel, int64_t depth, float* strip, bool accumulate) {
   const Decoder<F> decoder;
   __m512i unused = _mm512_setzero_si512();
   __m512 totals[R][V];
@@ -113,7 +120,7 @@ MXFP8_NOINLINE void multiply_codes(const uint16_t* a, int64_t tile_rows, PanelVi
     for (int j = 0; j < V; ++j) totals[i][j] = accumulate ? load(strip + i * kGemmColumns + j * kLanes) : zero();
   }
   for (int64_t k = 0; k < depth; k += kBlock, panel.codes += kPanel) {
-    const uint16_t* block = a + k / kStepBf16 * tile_rows * kStepBf16 + k % kStepBf16 / 2;
+    const uint16_t* block = a + k / kStepBf16 * R * kStepBf16 + k % kStepBf16 / 2;
     __m512 sums[R][V];
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
@@ -145,26 +152,20 @@ MXFP8_NOINLINE void multiply_codes(const uint16_t* a, int64_t tile_rows, PanelVi
   }
 }
 
-// All vectors of columns of a panel for the rows of a tile, as many at a time as registers allow.
+// All vectors of columns of a panel, as many at a time as registers allow.
 template <class F>
-MXFP8_INLINE void multiply_codes_of_tile(const uint16_t* a, int64_t tile_rows, PanelView panel, int64_t columns,
-                                         int64_t depth, float* strip, bool accumulate) {
-  for (int64_t i = 0; i < tile_rows; i += kFewRows) {
-    const int64_t rows = min_of(kFewRows, tile_rows - i);
-    const uint16_t* from = a + i * kStepBf16;
-    float* to = strip + i * kGemmColumns;
-    if (rows <= kTwoVectorRows && columns > kLanes) {
-      with_rows<kTwoVectorRows>(rows, [&](auto r) {
-        multiply_codes<F, decltype(r)::value, kPanelVectors>(from, tile_rows, panel, depth, to, accumulate);
-      });
-      continue;
-    }
-    for (int64_t c = 0; c < columns; c += kLanes) {
-      with_rows<int(kFewRows)>(rows, [&](auto r) {
-        const PanelView vector = {panel.elements + c / kLanes * kDecoded, panel.codes + c};
-        multiply_codes<F, decltype(r)::value, 1>(from, tile_rows, vector, depth, to + c, accumulate);
-      });
-    }
+MXFP8_INLINE void multiply_few_rows(const uint16_t* a, int64_t rows, PanelView panel, int64_t columns, int64_t depth,
+                                    float* strip, bool accumulate) {
+  if (rows <= kTwoVectorRows && columns > kLanes) {
+    return with_rows<kTwoVectorRows>(rows, [&](auto r) {
+      multiply_codes<F, decltype(r)::value, kPanelVectors>(a, panel, depth, strip, accumulate);
+    });
+  }
+  for (int64_t c = 0; c < columns; c += kLanes) {
+    const PanelView vector = {panel.elements + c / kLanes * kDecoded, panel.codes + c};
+    with_rows<kFewRows>(rows, [&](auto r) {
+      multiply_codes<F, decltype(r)::value, 1>(a, vector, depth, strip + c, accumulate);
+    });
   }
 }
 
@@ -180,17 +181,19 @@ MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, 
   return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kPanel;
 }
 
-// A chunk of a panel of B: decoded, or, where `values` is null, its codes.
+// A chunk of a panel of B: decoded, or, where `values` is null, its codes; and a bit for each column that these are not
+// exact for.
 struct ChunkOfB {
   const uint16_t* values;
   PanelView codes;
+  uint32_t misfits;
 };
 template <class F>
 MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t rows,
                                  int lowest, Room* room) {
   const Panels* panels = args.panels;
   if (panels != nullptr && panels->decoded && panels->lowest >= lowest) {
-    return {decoded_at(args, panels->data, column, chunk.k), {}};
+    return {decoded_at(args, panels->data, column, chunk.k), {}, 0};
   }
   PanelView codes = {room->elements, room->codes};
   if (panels != nullptr && !panels->decoded) {
@@ -199,10 +202,9 @@ MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t c
     turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room->elements);
     turn_codes<F>(args, column, columns, chunk, lowest, kMaxScale<F>, room->codes, [](int64_t, int64_t) {});
   }
-  const bool decodes = rows > kFewRows &&
-                       are_within(codes.codes, chunk.padded / kBlock * kPanel, lowest, kMaxScale<F>) &&
-                       decode_panel<F>(codes, chunk.padded, room->values);
-  return {decodes ? room->values : nullptr, codes};
+  if (rows <= kFewRows) return {nullptr, codes, columns_outside(codes.codes, chunk.padded, 0, kMaxScale<F>)};
+  const uint32_t outside = columns_outside(codes.codes, chunk.padded, lowest, kMaxScale<F>);
+  return {room->values, codes, outside | decode_panel<F>(codes, chunk.padded, room->values)};
 }
 
 }  // namespace
@@ -241,18 +243,26 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const int64_t columns = min_of(kPanel, column_end - column);
           const ChunkOfB b = chunk_of_b<F>(args, column, columns, chunk, count, lowest_scale<F>(exponent), &room);
+          float before[kGemmRows * kPanel];
+          for (int64_t i = 0; __builtin_expect(b.misfits != 0, 0) && i < count * kPanel; ++i) {
+            before[i] = accumulate ? strip[i / kPanel * kGemmColumns + i % kPanel] : 0;
+          }
           for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
             const uint16_t* from = a + tiles.offset(chunk, tile);
             float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
             if (b.values == nullptr) {
-              multiply_codes_of_tile<F>(from, tiles.rows_of(tile), b.codes, columns, chunk.padded, to, accumulate);
-            } else {
-              with_rows<kRows>(tiles.rows_of(tile), [&](auto r) {
-                constexpr int R = decltype(r)::value;
-                if (columns > kLanes) return multiply_tile<R, 2>(from, b.values, chunk.padded, to, accumulate);
-                multiply_tile<R, 1>(from, b.values, chunk.padded, to, accumulate);
-              });
+              multiply_few_rows<F>(from, tiles.rows_of(tile), b.codes, columns, chunk.padded, to, accumulate);
+              continue;
             }
+            with_rows<kRows>(tiles.rows_of(tile), [&](auto r) {
+              constexpr int R = decltype(r)::value;
+              if (columns > kLanes) return multiply_tile<R, 2>(from, b.values, chunk.padded, to, accumulate);
+              multiply_tile<R, 1>(from, b.values, chunk.padded, to, accumulate);
+            });
+          }
+          for (uint32_t misfits = b.misfits; misfits != 0; misfits &= misfits - 1) {
+            const int c = __builtin_ctz(misfits);
+            if (c < columns) correct_column<F, kPanel>(args, row + first, count, column + c, chunk, before + c, strip + c);
           }
         });
   });
@@ -282,8 +292,7 @@ int gemm_bf16_make_panels(const GemmArgs& args, bool decoded, int64_t column_beg
                       [&](int64_t, int64_t) { fits = false; });
         for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i) lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
         auto* to = const_cast<uint16_t*>(decoded_at(args, data, column, chunk.k));
-        fits = fits && decode_panel<F>({room.elements, room.codes}, chunk.padded, to);
-        if (!fits) lowest = kNotExact;
+        if (decode_panel<F>({room.elements, room.codes}, chunk.padded, to) != 0 || !fits) lowest = kNotExact;
       }
     }
   });
