@@ -9,6 +9,7 @@ import ctypes
 import functools
 import os
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import Structure, c_double, c_float, c_int, c_int64, c_void_p
@@ -18,6 +19,10 @@ from typing import Final
 import mxfp8_ops
 from mxfp8_ops import c_abi, contract
 from mxfp8_ops.errors import BackendError, ShapeError
+
+PREPACK: Final = ("auto", "never", "decoded")
+"""What is kept of a constant weight besides itself: its codes in the layout of the kernel, 1.03 bytes a value; nothing;
+or bfloat16 numbers where the kernel multiplies those, two bytes a value. The order is that of mxfp8_ops.h."""
 
 _REINSTALL: Final = "reinstall the project"
 _ERROR_FIELDS: Final = (1, 2, 3)
@@ -43,6 +48,27 @@ class PackStats(Structure):
     """`mxfp8_pack_stats` of the C header."""
 
     _fields_ = (("signal", c_double), ("noise", c_double), ("first_nonfinite", c_int64))
+
+
+class ConstantWeight:
+    """A weight [N, K] that never changes, in the layout of the kernel that multiplies it: see mxfp8_ops.h.
+
+    It is that of the first gemm of three rows or more that uses it, whose elements have to stay as they are as long as
+    this object does.
+
+    Args:
+        prepack: one of `PREPACK`.
+    """
+
+    def __init__(self, prepack: str = "auto") -> None:
+        handle = c_void_p()
+        check("prepack", load().mxfp8_weight_new(PREPACK.index(prepack), ctypes.byref(handle)))
+        self._handle = handle
+        weakref.finalize(self, load().mxfp8_weight_free, handle)
+
+    def use(self) -> None:
+        """Makes the next gemm that this thread calls multiply with the weight."""
+        load().mxfp8_weight_use(self._handle)
 
 
 def library_path() -> Path:

@@ -276,6 +276,11 @@ void multiply(Random& random, Counts* counts, bool weight_only, bool fused) {
   if (times && furnish(random, &factor, false, hostile) && factor.at != nullptr && read) refused = true;
   const void* factor_at = times ? factor.at : nullptr;
   const auto* bias_at = reinterpret_cast<const float*>(biased ? bias.at : nullptr);
+  const int prepack = chance(random, 4) ? int(random() % 5) - 1 : int(MXFP8_PREPACK_NEVER);
+  mxfp8_weight* weight = nullptr;
+  const bool known = prepack >= MXFP8_PREPACK_AUTO && prepack <= MXFP8_PREPACK_DECODED;
+  if ((mxfp8_weight_new(prepack, &weight) == MXFP8_OK) != known) fail("weight_new" + list({prepack}));
+  mxfp8_weight_use(weight);
   const std::string call =
       (fused ? "fused_" : "") + std::string(weight_only ? "weight_gemm" : "gemm") +
       list({x_kind, activation, b_format, y_dtype, m, n, k, x_stride, y_stride, biased, epilogue, factor_dtype, times});
@@ -293,6 +298,7 @@ void multiply(Random& random, Counts* counts, bool weight_only, bool fused) {
     status = mxfp8_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, m, n, k, y_dtype, y.at,
                         y_stride, threads);
   }
+  mxfp8_weight_free(weight);
   judge(call, status, refused, counts);
   if (refused || !read) return check_untouched(call, {&y});
   const Wide value = bytes_of(y_dtype);

@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <sstream>
 #include <string>
@@ -95,8 +96,9 @@ struct Call {
   int64_t m = 0, n = 0, k = 0, count = 0;
   Bytes x, x_scales, b, b_scales;
   std::vector<float> bias;
-  std::vector<int64_t> indices;  // indices of rows, or of matrices among `count`
-  std::vector<int32_t> narrow;   // the same, for the half of the calls that take these
+  std::vector<int64_t> indices;          // indices of rows, or of matrices among `count`
+  std::vector<int32_t> narrow;           // the same, for the half of the calls that take these
+  std::shared_ptr<mxfp8_weight> weight;  // b, if it is constant
 };
 
 Bytes run_quantize(const Call& c, int threads) {
@@ -155,6 +157,7 @@ Bytes run_pack(const Call& c, int threads) {
 Bytes run_gemm(const Call& c, int threads) {
   Bytes y(size_t(c.m * c.n) * value_bytes(c.y_dtype));
   const float* bias = c.bias.empty() ? nullptr : c.bias.data();
+  mxfp8_weight_use(c.weight.get());
   if (c.x_scales.empty() && c.dtype != 0) {
     check(mxfp8_weight_gemm(c.dtype, c.x.data(), c.k, c.activation, c.b_format, c.b.data(), c.b_scales.data(), bias,
                             c.m, c.n, c.k, c.y_dtype, y.data(), c.n, threads),
@@ -236,6 +239,11 @@ Call random_call(Random& random) {
     if (grouped) choose(c, random, c.count);
     if (!grouped && random() % 2 == 0) c.bias.assign(size_t(c.n), 0.5f);
     c.run = grouped ? run_grouped : run_gemm;
+    if (!grouped && random() % 2 == 0) {
+      mxfp8_weight* weight = nullptr;
+      check(mxfp8_weight_new(int(random() % 3), &weight), "weight_new");
+      c.weight.reset(weight, mxfp8_weight_free);
+    }
   }
   name << "kind " << kind << ", dtype " << c.dtype << ", activation " << c.activation << ", formats " << c.format << " "
        << c.b_format << ", y " << c.y_dtype << ", rounding " << c.rounding << ", transposed " << c.transposed

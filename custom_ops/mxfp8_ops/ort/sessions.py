@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from mxfp8_ops import cpu
+from mxfp8_ops import cpu, native
 from mxfp8_ops.errors import BackendError, ContractError
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ _DEVICE: Final = "mxfp8.device"
 _KEEP_WIDE: Final = "mxfp8.keep_wide"
 """Configuration entry for weights in bfloat16 besides MXFP8."""
 
+_PREPACK: Final = "mxfp8.prepack"
+"""Configuration entry for what is kept of constant weights on the processor."""
+
 FASTER_WITHOUT: Final[Mapping[str, tuple[int, int]]] = {"SkipLayerNormFusion": (1, 30)}
 """Optimizations of ONNX Runtime that make models slower on the processor, each with the first version in which it does.
 
@@ -51,7 +54,7 @@ _REGISTERED: Final = "mxfp8.registered"
 """Configuration entry that marks session options which have the library."""
 
 
-def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False) -> None:
+def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False, prepack: str = "auto") -> None:
     """Registers the nodes with an `onnxruntime.SessionOptions`, once per object.
 
     On the processor, the session also leaves out the optimizations of `FASTER_WITHOUT`, unless the options have the
@@ -61,10 +64,11 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         session_options: options to make one session with.
         device: one of `DEVICES`.
         keep_wide: see `session`.
+        prepack: see `session`.
 
     Raises:
         BackendError: the library is missing, ONNX Runtime is too old, the options already have it, the device cannot
-            be used, or weights are to be kept on another device than "cuda".
+            be used, weights are to be kept on another device than "cuda", or `prepack` is none of its values.
     """
     ort = _onnxruntime()
     _check_device(ort, device)
@@ -73,6 +77,10 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
             f"keep_wide on device {device!r}",
             expected="device 'cuda', whose products of many rows read such weights",
             advice="omit keep_wide",
+        )
+    if prepack not in native.PREPACK:
+        raise BackendError(
+            f"prepack {prepack!r}", expected=f"one of {', '.join(native.PREPACK)}", advice="correct the name"
         )
     cpu.isa()  # raises for a wrong MXFP8_ISA here, and not at the first node
     if _has_entry(session_options, _REGISTERED):
@@ -86,6 +94,8 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
         session_options.add_session_config_entry(_DEVICE, device)
     if keep_wide:
         session_options.add_session_config_entry(_KEEP_WIDE, "1")
+    if prepack != "auto":
+        session_options.add_session_config_entry(_PREPACK, prepack)
     slow = ";".join(name for name, since in FASTER_WITHOUT.items() if _installed(ort) >= since)
     if device == "cpu" and slow and not _has_entry(session_options, DISABLE):
         session_options.add_session_config_entry(DISABLE, slow)
@@ -108,6 +118,7 @@ def session(
     session_options: Any = None,
     device: str | None = None,
     keep_wide: bool = False,
+    prepack: str = "auto",
     **kwargs: Any,
 ) -> onnxruntime.InferenceSession:
     """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
@@ -124,11 +135,16 @@ def session(
         device: one of `DEVICES`: the nodes run there, or an error says why not.
         keep_wide: on "cuda", keep constant weights in bfloat16 too: two more bytes a value, and products of many rows
             need not dequantize them at each run.
+        prepack: what the processor keeps of a constant weight after the first run with three rows or more, besides the
+            weight itself. "auto": its codes in the layout of the kernel, 1.03 bytes a value; where the weight is
+            mapped from an external data file, its own pages are given back. "decoded": bfloat16 numbers where the
+            kernel multiplies those, two bytes a value. "never": nothing, and every run turns the weight.
         **kwargs: passed on to InferenceSession.
 
     Raises:
         ContractError: there is no such file.
-        BackendError: the library is missing, ONNX Runtime is too old, or `device` or `keep_wide` cannot be used.
+        BackendError: the library is missing, ONNX Runtime is too old, or `device`, `keep_wide` or `prepack` cannot be
+            used.
     """
     ort = _onnxruntime()
     if not isinstance(model, bytes):
@@ -139,7 +155,8 @@ def session(
         providers = [*([_CUDA_PROVIDER] if device == "cuda" else []), "CPUExecutionProvider"]
     names = [provider if isinstance(provider, str) else provider[0] for provider in providers]
     options = ort.SessionOptions() if session_options is None else session_options
-    register(options, device=_device(ort, names) if device is None else device, keep_wide=keep_wide)
+    used = _device(ort, names) if device is None else device
+    register(options, device=used, keep_wide=keep_wide, prepack=prepack)
     inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
     if device == "cuda" and _CUDA_PROVIDER not in inference_session.get_providers():
         raise BackendError(

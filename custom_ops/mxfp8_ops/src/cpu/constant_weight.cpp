@@ -1,8 +1,10 @@
 // Panels of constant weights: when they are made, and what becomes of the memory that they were made from.
 #include "constant_weight.h"
 
+#include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
 
 #include "system_memory.h"
 
@@ -15,43 +17,36 @@ constexpr int64_t kLeastRows = 3;  // one or two rows are multiplied as fast wit
 
 const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
   if (prepack_ == Prepack::kNever || args.k == 0) return nullptr;
+  const GemmKernel* kernel = kernel_of_panels(kernels, args);
+  if (kernel == nullptr) return nullptr;
   if (!ready_.load(std::memory_order_acquire)) {
     if (args.m < kLeastRows) return nullptr;
     // Whoever does not get the lock reads b: waiting for a thread that waits for tasks of this one would never end.
     const std::unique_lock<std::mutex> lock(making_, std::try_to_lock);
     if (!lock.owns_lock()) return nullptr;
-    if (!ready_.load(std::memory_order_relaxed)) make(kernels, parallel, args);
+    if (!ready_.load(std::memory_order_relaxed)) {
+      b_ = args.b, format_ = args.b_format, n_ = args.n, k_ = args.k;
+      make(*kernel, prepack_ == Prepack::kDecoded, parallel, args);
+      if (data_ == nullptr && prepack_ == Prepack::kDecoded) make(*kernel, false, parallel, args);
+      ready_.store(true, std::memory_order_release);
+    }
   }
-  return panels_.kernel != nullptr && panels_.kernel == kernel_of_panels(kernels, args) ? &panels_ : nullptr;
+  const bool fits = args.b == b_ && args.b_format == format_ && args.n == n_ && args.k == k_;
+  return fits && data_ != nullptr && kernel == panels_.kernel ? &panels_ : nullptr;
 }
 
-void ConstantWeight::make(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
-  const GemmKernel* kernel = kernel_of_panels(kernels, args);
-  if (kernel == nullptr) return;  // other operands may have one
-  bool decoded = prepack_ == Prepack::kDecoded;
-  for (;; decoded = false) {
-    data_.reset();
-    data_ = scratch_of(kernel->panel_bytes(args, decoded));
-    const int64_t tasks = ceil_div(args.n, kPanelColumns);
-    std::atomic<int> lowest{kAllZero};
-    parallel_for(parallel, tasks, [&](int64_t task) {
-      const int64_t begin = task * kPanelColumns;
-      const int code =
-          kernel->make_panels(args, decoded, begin, std::min(args.n, begin + kPanelColumns), data_.get());
-      int before = lowest.load();
-      while (code < before && !lowest.compare_exchange_weak(before, code)) {
-      }
-    });
-    panels_ = {kernel, decoded, lowest.load(), data_.get()};
-    if (panels_.lowest != kNotExact || !decoded) break;
-  }
-  if (panels_.lowest == kNotExact) {
-    panels_.kernel = nullptr;
-    data_.reset();
-  } else {
-    release_mapped_file(args.b, args.n * args.k);
-  }
-  ready_.store(true, std::memory_order_release);
+// Leaves data_ empty where there can be no panels, or no memory is left for them: then gemms read b.
+void ConstantWeight::make(const GemmKernel& kernel, bool decoded, const Parallel& parallel, const GemmArgs& args) {
+  data_.reset(::operator new(size_t(kernel.panel_bytes(args, decoded)), std::align_val_t{64}, std::nothrow));
+  if (data_ == nullptr) return;
+  std::vector<int> lowest(size_t(ceil_div(args.n, kPanelColumns)));
+  parallel_for(parallel, int64_t(lowest.size()), [&](int64_t task) {
+    const int64_t begin = task * kPanelColumns, end = std::min(args.n, begin + kPanelColumns);
+    lowest[size_t(task)] = kernel.make_panels(args, decoded, begin, end, data_.get());
+  });
+  panels_ = {&kernel, decoded, *std::min_element(lowest.begin(), lowest.end()), data_.get()};
+  if (panels_.lowest == kNotExact) return data_.reset();
+  release_mapped_file(args.b, args.n * args.k);
 }
 
 std::shared_ptr<ConstantWeight> shared_weight(const void* elements, Prepack prepack) {

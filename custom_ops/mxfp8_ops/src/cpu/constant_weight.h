@@ -11,28 +11,31 @@ namespace mxfp8 {
 
 // The values of the setting mxfp8.prepack.
 enum class Prepack {
-  kAuto,     // the bytes of the weight, turned
-  kNever,    // nothing
-  kDecoded,  // what is multiplied: bfloat16 numbers, where the kernel multiplies those
+  kAuto = MXFP8_PREPACK_AUTO,        // the codes of the weight, turned
+  kNever = MXFP8_PREPACK_NEVER,      // nothing
+  kDecoded = MXFP8_PREPACK_DECODED,  // what is multiplied: bfloat16 numbers, where the kernel multiplies those
 };
 
-// Elements b [N, K] and their scales. Its panels are made by the first call of kLeastRows rows or more, and every later
-// call reads them. Any number of threads may call with one weight at once.
+// Elements b [N, K] and their scales: those of the first call of kLeastRows rows or more, which makes the panels that
+// every later call reads. Any number of threads may call with one weight at once.
 class ConstantWeight {
  public:
   explicit ConstantWeight(Prepack prepack) : prepack_(prepack) {}
 
-  // The panels for such a call, or null if it is to read b as it lies.
+  // The panels for such a call, or null where it has to read b as it lies.
   const Panels* panels(const Kernels&, const Parallel&, const GemmArgs&);
 
  private:
-  void make(const Kernels&, const Parallel&, const GemmArgs&);
+  void make(const GemmKernel&, bool decoded, const Parallel&, const GemmArgs&);
 
   const Prepack prepack_;
   std::atomic<bool> ready_{false};
   std::mutex making_;
-  Panels panels_ = {};  // with a null kernel where there can be none
-  Scratch data_;
+  const uint8_t* b_ = nullptr;  // of the first call
+  int format_ = 0;
+  int64_t n_ = 0, k_ = 0;
+  Panels panels_ = {};
+  Scratch data_;  // of panels_, or null where there are none
 };
 
 // The one of elements at this address, which all who multiply with them share. The caller keeps the elements.

@@ -80,9 +80,9 @@ struct GemmKernel {
 #define MXFP8_GEMM_KERNEL(NAME, TILE_ROWS, VALUE_BYTES) \
   extern const GemmKernel NAME;                         \
   constexpr GemmKernel NAME = {#NAME, TILE_ROWS, VALUE_BYTES, NAME##_pack, NAME##_multiply, nullptr, nullptr}
-#define MXFP8_PANEL_KERNEL(NAME, TILE_ROWS, VALUE_BYTES)                                    \
-  extern const GemmKernel NAME;                                                             \
-  constexpr GemmKernel NAME = {#NAME,           TILE_ROWS,          VALUE_BYTES,      NAME##_pack, \
+#define MXFP8_PANEL_KERNEL(NAME, TILE_ROWS, VALUE_BYTES)                                            \
+  extern const GemmKernel NAME;                                                                     \
+  constexpr GemmKernel NAME = {#NAME,           TILE_ROWS,          VALUE_BYTES,       NAME##_pack, \
                                NAME##_multiply, NAME##_panel_bytes, NAME##_make_panels}
 
 // What a set uses a kernel for: these values, in strips of `least_rows` to `most_rows` rows.

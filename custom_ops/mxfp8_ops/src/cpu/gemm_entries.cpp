@@ -1,10 +1,18 @@
 // The entry points of the gemms.
+#include <utility>
+
 #include "arguments.h"
-#include "gemm.h"
+#include "constant_weight.h"
 
 using namespace mxfp8;
 
+struct mxfp8_weight final : ConstantWeight {
+  using ConstantWeight::ConstantWeight;
+};
+
 namespace {
+
+thread_local mxfp8_weight* next_weight = nullptr;  // see mxfp8_weight_use
 
 // Checks b, bias, factor and y of a gemm. Returns whether there is something to compute: where y is empty, no operand
 // is read.
@@ -31,6 +39,7 @@ void multiply(GemmArgs g, const Parallel& parallel) {
 
 // The gemms with A quantized, and with values for A.
 int quantized_product(GemmArgs g, int threads) {
+  g.weight = std::exchange(next_weight, nullptr);
   return computed([&] {
     check_element_format("a_format", g.a_format);
     const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
@@ -45,6 +54,7 @@ int quantized_product(GemmArgs g, int threads) {
 }
 
 int weight_product(GemmArgs g, int activation_dtype, int threads) {
+  g.weight = std::exchange(next_weight, nullptr);
   return computed([&] {
     check_value_dtype("x_dtype", g.a_format);
     check_activation_dtype("activation_dtype", activation_dtype);
@@ -61,6 +71,18 @@ int weight_product(GemmArgs g, int activation_dtype, int threads) {
 }  // namespace
 
 extern "C" {
+
+int mxfp8_weight_new(int prepack, mxfp8_weight** weight) {
+  return answer([&] {
+    check_range({"prepack", prepack}, MXFP8_PREPACK_AUTO, MXFP8_PREPACK_DECODED);
+    check_array(array("weight", weight, alignof(mxfp8_weight*)), {1});
+    *weight = new mxfp8_weight(Prepack(prepack));
+  });
+}
+
+void mxfp8_weight_free(mxfp8_weight* weight) { delete weight; }
+
+void mxfp8_weight_use(mxfp8_weight* weight) { next_weight = weight; }
 
 int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,

@@ -129,7 +129,8 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     auto backend = device == Device::kCpu    ? cpu_backend(where)
                    : device == Device::kCuda ? cuda_backend(where, overload, info)
                                              : cuda_copies_backend(where, overload, info);
-    auto made = std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend)});
+    auto made =
+        std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend), nullptr, {}});
     if (device == Device::kCpu) keep_weights(info, overload, made.get());
     *kernel = made.release();
   });

@@ -142,7 +142,10 @@ Place place_of(const OrtSessionOptions* options) {
     throw NodeError("session option mxfp8.prepack: '" + prepack +
                     "'; expected auto, never or decoded; correct it or leave it out");
   }
-  return {device == "" ? Device::kCpu : device == "cuda" ? Device::kCuda : Device::kCudaCopies, keep == "1",
+  return {device == ""       ? Device::kCpu
+          : device == "cuda" ? Device::kCuda
+                             : Device::kCudaCopies,
+          keep == "1",
           prepack == "never"     ? Prepack::kNever
           : prepack == "decoded" ? Prepack::kDecoded
                                  : Prepack::kAuto};

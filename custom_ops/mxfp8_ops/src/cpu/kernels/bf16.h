@@ -22,8 +22,8 @@ constexpr int kMaxScale = 254 - kHighestExponent<F>;
 template <class F>
 constexpr int kMinScale = 1 - kElementExponent<F>;
 
-// Two registers of values, 32 each: those of even codes, and those of odd ones. So where four codes along K are a 32-bit
-// lane, each of the two has a pair along K in that lane.
+// Two registers of values, 32 each: those of even codes, and those of odd ones. So where four codes along K are a
+// 32-bit lane, each of the two has a pair along K in that lane.
 struct Values {
   __m512i even, odd;
 };
@@ -351,8 +351,8 @@ MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t ro
   }
 }
 
-// Whether elements of B, without their scales, may be multiplied with what A has packed: no product, and no sum of four,
-// may leave the range of normal floats.
+// Whether elements of B, without their scales, may be multiplied with what A has packed: no product, and no sum of
+// four, may leave the range of normal floats.
 MXFP8_INLINE bool multiplies_codes(const GemmArgs& args, const Extent& extent) {
   bool fits = false;
   with_format(args.b_format, [&](auto format) {

@@ -1,8 +1,8 @@
 // The gemms on the bf16 dot product (VDPBF16PS), which multiplies MXFP8 exactly: an element times its scale has four
 // significant bits, so it is a bfloat16, and the products of two of those are exact in the float32 accumulator.
 //
-// y [M, N] = A [M, K] . B [N, K]^T. Work is split over M and N. Bytes moved: 1.03 N K once per 256 rows of A + 2 M K + the
-// result.
+// y [M, N] = A [M, K] . B [N, K]^T. Work is split over M and N. Bytes moved: 1.03 N K once per 256 rows of A + 2 M K +
+// the result.
 //
 // The one thing in the way: VDPBF16PS reads subnormal inputs as zero and flushes subnormal results, whatever the
 // processor's mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a chunk of a panel of B.
@@ -11,8 +11,8 @@
 //   to the weights' exponents, once for all rows, if a column of the panel passes that test and has no NaN;
 //   for few rows to the sum of each block, as float32: weights go from their codes to the dot product in registers, and
 //   any scale will do with which they are finite. eb is then that of the elements.
-// Other columns go to exact_dot, and an A that does not fit to gemm_f32.cpp. All-zero blocks say nothing about exponents,
-// whatever their scale.
+// Other columns go to exact_dot, and an A that does not fit to gemm_f32.cpp. All-zero blocks say nothing about
+// exponents, whatever their scale.
 //
 // Layout: panel.h. A lane of a register has two values along K of a column; of four elements, a word, the even two make
 // one register and the odd two another. A is packed in that order.
@@ -22,10 +22,10 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kDepth = 256;     // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
-constexpr int kRows = 12;           // rows of a tile: 12 x 2 sums, 2 + 1 operands
-constexpr int kFewRows = 6;         // rows of a tile whose sums and totals fit the registers
-constexpr int kTwoVectorRows = 3;   // up to here with two vectors of columns
+constexpr int64_t kDepth = 256;    // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
+constexpr int kRows = 12;          // rows of a tile: 12 x 2 sums, 2 + 1 operands
+constexpr int kFewRows = 6;        // rows of a tile whose sums and totals fit the registers
+constexpr int kTwoVectorRows = 3;  // up to here with two vectors of columns
 constexpr int kWordsOfBlock = int(kBlock) / kWord;
 constexpr int64_t kWordValues = 2 * kPanelVectors * kBlock;  // bfloat16 values of a word of a panel
 
@@ -53,8 +53,8 @@ MXFP8_INLINE uint32_t columns_outside(const uint8_t* codes, int64_t depth, int l
   return columns;
 }
 
-// Decodes `depth` values of a panel, scaled: [word, even and odd, vector, column, 2]. Returns a bit for each column that
-// has a NaN or Inf.
+// Decodes `depth` values of a panel, scaled: [word, even and odd, vector, column, 2]. Returns a bit for each column
+// that has a NaN or Inf.
 template <class F>
 MXFP8_NOINLINE uint32_t decode_panel(PanelView panel, int64_t depth, uint16_t* out) {
   const Decoder<F> decoder;
@@ -64,6 +64,7 @@ MXFP8_NOINLINE uint32_t decode_panel(PanelView panel, int64_t depth, uint16_t* o
     for (int j = 0; j < kPanelVectors; ++j) exponents[j] = panel_exponents(panel.codes + j * kLanes);
     for (int word = 0; word < kWordsOfBlock; ++word, out += kWordValues) {
       for (int j = 0; j < kPanelVectors; ++j, panel.elements += kDecoded) {
+        __builtin_prefetch(panel.elements + kPanelAhead, 0, 2);
         const Values values = decoder.values(_mm512_loadu_si512(panel.elements), highest + j);
         _mm512_store_si512(out + j * kBlock, add_exponents(values.even, exponents[j]));
         _mm512_store_si512(out + (kPanelVectors + j) * kBlock, add_exponents(values.odd, exponents[j]));
@@ -121,29 +122,33 @@ MXFP8_NOINLINE void multiply_codes(const uint16_t* a, PanelView panel, int64_t d
   }
   for (int64_t k = 0; k < depth; k += kBlock, panel.codes += kPanel) {
     const uint16_t* block = a + k / kStepBf16 * R * kStepBf16 + k % kStepBf16 / 2;
-    __m512 sums[R][V];
+    __m512 even[R][V], odd[R][V];  // apart, because a chain of dot products takes the time of its latencies
 #pragma GCC unroll 16
     for (int i = 0; i < R; ++i) {
-      for (int j = 0; j < V; ++j) sums[i][j] = zero();
+      for (int j = 0; j < V; ++j) even[i][j] = odd[i][j] = zero();
     }
 #pragma GCC unroll 2
     for (int word = 0; word < kWordsOfBlock; ++word, panel.elements += kPanelVectors * kDecoded) {
       Values columns[V];
       for (int j = 0; j < V; ++j) {
-        columns[j] = decoder.values(_mm512_loadu_si512(panel.elements + j * kDecoded), &unused);
+        const uint8_t* codes = panel.elements + j * kDecoded;
+        __builtin_prefetch(codes + kPanelAhead);
+        columns[j] = decoder.values(_mm512_loadu_si512(codes), &unused);
       }
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
-        const __m512i even = pair_of(block + i * kStepBf16 + 2 * word), odd = pair_of(block + i * kStepBf16 + kBlock + 2 * word);
+        const uint16_t* pair = block + i * kStepBf16 + 2 * word;
+        const __m512i first = pair_of(pair), second = pair_of(pair + kBlock);
         for (int j = 0; j < V; ++j) {
-          sums[i][j] = dot_product(dot_product(sums[i][j], even, columns[j].even), odd, columns[j].odd);
+          even[i][j] = dot_product(even[i][j], first, columns[j].even);
+          odd[i][j] = dot_product(odd[i][j], second, columns[j].odd);
         }
       }
     }
     for (int j = 0; j < V; ++j) {
       const __m512 scales = scale_values(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.codes + j * kLanes)));
 #pragma GCC unroll 16
-      for (int i = 0; i < R; ++i) totals[i][j] = _mm512_fmadd_ps(sums[i][j], scales, totals[i][j]);
+      for (int i = 0; i < R; ++i) totals[i][j] = _mm512_fmadd_ps(even[i][j] + odd[i][j], scales, totals[i][j]);
     }
   }
 #pragma GCC unroll 16
@@ -163,9 +168,8 @@ MXFP8_INLINE void multiply_few_rows(const uint16_t* a, int64_t rows, PanelView p
   }
   for (int64_t c = 0; c < columns; c += kLanes) {
     const PanelView vector = {panel.elements + c / kLanes * kDecoded, panel.codes + c};
-    with_rows<kFewRows>(rows, [&](auto r) {
-      multiply_codes<F, decltype(r)::value, 1>(a, vector, depth, strip + c, accumulate);
-    });
+    with_rows<kFewRows>(
+        rows, [&](auto r) { multiply_codes<F, decltype(r)::value, 1>(a, vector, depth, strip + c, accumulate); });
   }
 }
 
@@ -262,7 +266,8 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
           }
           for (uint32_t misfits = b.misfits; misfits != 0; misfits &= misfits - 1) {
             const int c = __builtin_ctz(misfits);
-            if (c < columns) correct_column<F, kPanel>(args, row + first, count, column + c, chunk, before + c, strip + c);
+            if (c < columns)
+              correct_column<F, kPanel>(args, row + first, count, column + c, chunk, before + c, strip + c);
           }
         });
   });
@@ -290,7 +295,8 @@ int gemm_bf16_make_panels(const GemmArgs& args, bool decoded, int64_t column_beg
         turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room.elements);
         turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room.codes,
                       [&](int64_t, int64_t) { fits = false; });
-        for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i) lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
+        for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i)
+          lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
         auto* to = const_cast<uint16_t*>(decoded_at(args, data, column, chunk.k));
         if (decode_panel<F>({room.elements, room.codes}, chunk.padded, to) != 0 || !fits) lowest = kNotExact;
       }

@@ -1,7 +1,7 @@
 // The gemm of INT8 elements on dot products of integers: of 8 bits (VPDPBUSD), or of 16 in the set avx2 (int8.h).
 //
-// y [M, N] = A [M, K] . B [N, K]^T. The 32 products of a block add up in 32 bits: not rounded at all. The sum times both
-// scales of the block, an exact float32, is added to the result.
+// y [M, N] = A [M, K] . B [N, K]^T. The 32 products of a block add up in 32 bits: not rounded at all. The sum times
+// both scales of the block, an exact float32, is added to the result.
 //
 //   floor      a block of kLanes columns and a row: 8 dot products, and a fold of 3 or 4 operations. With 16 bits, 16
 //              products and 16 additions
@@ -15,9 +15,9 @@
 // what it began with is the sum times the scales. Elsewhere: a conversion, and a multiply-add with both scales, whose
 // exponents are added as integers. Both give the same bits.
 //
-// Layout: panel.h; 16-bit factors are unpacked from it, of each block the even elements, then the odd ones. A block of B
-// with a scale that a float32 product cannot hold counts as zero here, and exact_dot adds it; a strip of A with such a
-// block, or a NaN scale, is for another kernel.
+// Layout: panel.h; 16-bit factors are unpacked from it, of each block the even elements, then the odd ones. A block of
+// B with a scale that a float32 product cannot hold counts as zero here, and exact_dot adds it; a strip of A with such
+// a block, or a NaN scale, is for another kernel.
 #include "int8.h"
 #include "panel.h"
 
@@ -114,9 +114,13 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       }
     }
 #pragma GCC unroll 16
-    for (int word = 0; word < kWords; ++word, b += kPanelVectors * kLanes * 4 / int(sizeof(Factor))) {
+    for (int word = 0; word < kWords; ++word, b += kPanelVectors * kDecoded / int(sizeof(Factor))) {
       Ints columns[V];
-      for (int j = 0; j < V; ++j) std::memcpy(columns + j, b + j * kLanes * 4 / int(sizeof(Factor)), sizeof *columns);
+      for (int j = 0; j < V; ++j) {
+        const Factor* from = b + j * kDecoded / int(sizeof(Factor));
+        if (sizeof(Factor) == 1) __builtin_prefetch(from + kPanelAhead);
+        std::memcpy(columns + j, from, sizeof columns[j]);
+      }
 #pragma GCC unroll 16
       for (int i = 0; i < R; ++i) {
         int factors;
@@ -179,6 +183,7 @@ MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
 MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t depth, Factor* to) {
   constexpr int64_t each = kPanel * kBlock;  // elements of a block
   for (int64_t i = 0; i < depth * kPanel; i += kDecoded) {
+    __builtin_prefetch(elements + i + kPanelAhead);
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements + i));
     store_halves(words, each / 2, to + i / each * each + i % each / 2);
   }
@@ -247,10 +252,10 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
   const auto multiply_panel = [&](auto vectors, PanelView view, Chunk chunk, float* strip) {
     const Factor* b = factors_of(view.elements, chunk.padded, room);
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
+      float* to = strip + (a.tiles.first_row(tile) - first) * kGemmColumns;
       with_rows<kRows>(a.tiles.rows_of(tile), [&](auto r) {
-        multiply_tile<decltype(r)::value, decltype(vectors)::value>(
-            a.factors(chunk, tile), a.blocks(chunk, tile), b, view.codes, chunk.padded,
-            strip + (a.tiles.first_row(tile) - first) * kGemmColumns);
+        multiply_tile<decltype(r)::value, decltype(vectors)::value>(a.factors(chunk, tile), a.blocks(chunk, tile), b,
+                                                                    view.codes, chunk.padded, to);
       });
     }
   };
@@ -283,7 +288,8 @@ int64_t gemm_int8_panel_bytes(const GemmArgs& args, bool) { return bytes_of_pane
 int gemm_int8_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64_t column_end, void* data) {
   bool fits = true;
   for (int64_t column = column_begin; column < column_end; column += kPanel) {
-    make_panel<INT8>(args, column, kFlipped, kLowestScale, kHighestScale, data, [&](int64_t, int64_t) { fits = false; });
+    make_panel<INT8>(args, column, kFlipped, kLowestScale, kHighestScale, data,
+                     [&](int64_t, int64_t) { fits = false; });
   }
   return fits ? 0 : kNotExact;
 }

@@ -1,5 +1,5 @@
-// Panels of B: kPanel of its rows, turned, so that lanes of a register are columns of the result and nothing is added up
-// across lanes. Elements [word, column, 4]: a word is four elements along K. Scale codes [block, column].
+// Panels of B: kPanel of its rows, turned, so that lanes of a register are columns of the result and nothing is added
+// up across lanes. Elements [word, column, 4]: a word is four elements along K. Scale codes [block, column].
 //
 // A panel is turned at every call, one chunk of K at a time, or, of a constant weight, once (constant_weight.h): then
 // panels of the whole K lie one behind the other, first their elements, then their codes.
@@ -12,6 +12,7 @@ constexpr int kPanelVectors = 2;                             // registers of col
 constexpr int64_t kPanel = int64_t(kPanelVectors) * kLanes;  // rows of B
 constexpr int64_t kPanelPadding = 64;                        // K is padded to a multiple of it
 constexpr uint8_t kNeutralScale = 127;                       // 2^0
+constexpr int64_t kPanelAhead = 8192;                        // bytes of a panel that are fetched ahead
 
 MXFP8_INLINE int64_t panel_depth(int64_t k) { return (k + kPanelPadding - 1) / kPanelPadding * kPanelPadding; }
 
@@ -42,8 +43,8 @@ MXFP8_INLINE bool has_values(const uint8_t* elements, int64_t count, uint8_t cod
   return code == kScaleNan || (any & value) != 0;
 }
 
-// Turns the scale codes of a chunk of a panel. A block of zeros whose code is outside of lowest..highest gets 2^0; calls
-// misfit(block, column) for another such block.
+// Turns the scale codes of a chunk of a panel. A block of zeros whose code is outside of lowest..highest gets 2^0;
+// calls misfit(block, column) for another such block.
 template <class F, class Misfit>
 MXFP8_INLINE void turn_codes(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int lowest,
                              int highest, uint8_t* codes, const Misfit& misfit) {
