@@ -13,6 +13,7 @@ products.py  the matrix products of a gemm with leading dimensions
 schemas.py   the schema of a node's op, from its row of the contract
 gradients.py  shared by the ops with gradients
 cached_weights.py  quantized weights that live for several calls
+constant_weights.py  weights in the layout of the kernels, on the CPU
 sharding.py  how the ops run on DTensors; only those who use these import it, as it takes half a second
 
 Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
@@ -47,9 +48,10 @@ import torch
 from mxfp8_ops import contract
 from mxfp8_ops.torch_ops import embedding, gemm, grouped, grouped_training, packed, quantize, train_product, training
 from mxfp8_ops.torch_ops.cached_weights import weight_cache
+from mxfp8_ops.torch_ops.constant_weights import set_prepack
 from mxfp8_ops.torch_ops.operands import Op
 
-__all__ = ["LIBRARY", "OPS", "register", "weight_cache"]
+__all__ = ["LIBRARY", "OPS", "register", "set_prepack", "weight_cache"]
 
 OPS: Final[tuple[Op, ...]] = (
     *(*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS),

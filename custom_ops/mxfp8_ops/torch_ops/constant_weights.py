@@ -1,0 +1,66 @@
+"""Constant weights of products on the CPU, kept in the layout of the kernel: the setting `prepack` of the torch ops.
+
+An op cannot know which of its operands are constant. A weight that a second product of three rows or more reads
+unchanged counts as one; what is kept of it goes when the weight is changed in place or freed. Changes that torch does
+not count - of `weight.data`, or of a NumPy array that shares the memory - need `set_prepack("never")`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from mxfp8_ops import native
+from mxfp8_ops.errors import BackendError
+
+_LEAST_ROWS: Final = 3
+"""One or two rows take as long with the weight as it lies, and make no panels: constant_weight.cpp."""
+
+_Known = tuple[tuple[int, int, int], native.ConstantWeight | None]
+_known: WeakKeyDictionary[torch.UntypedStorage, dict[Any, _Known]] = WeakKeyDictionary()
+"""By the memory of a weight and its place there: its versions, and what is kept of it from its second product on."""
+
+_setting = "auto"
+
+
+def set_prepack(prepack: str) -> None:
+    """Sets what is kept of constant weights from now on, in the whole process; what is kept so far goes.
+
+    Args:
+        prepack: "auto": the codes in the layout of the kernel, 1.03 bytes a value. "decoded": bfloat16 numbers where
+            the kernel multiplies those, two bytes a value. "never": nothing.
+
+    Raises:
+        BackendError: another value.
+    """
+    global _setting  # noqa: PLW0603 - the ops have no other way to reach it
+    if prepack not in native.PREPACK:
+        raise BackendError(
+            f"prepack {prepack!r}", expected=f"one of {', '.join(native.PREPACK)}", advice="correct the name"
+        )
+    _setting = prepack
+    _known.clear()
+
+
+def use_constant(b: Tensor, b_scales: Tensor, rows: int) -> native.ConstantWeight | None:
+    """Makes the next product of this thread read what is kept of the weight `b` [N, K], if it is constant.
+
+    The caller holds the result until that product is done: another thread may forget the weight meanwhile.
+    """
+    if rows < _LEAST_ROWS or _setting == "never" or b.dim() != 2 or b.is_inference() or b_scales.is_inference():
+        return None  # torch does not count the changes of tensors that were made in inference mode
+    weights = _known.setdefault(b.untyped_storage(), {})
+    place, versions = (b.storage_offset(), b.shape), (b._version, b_scales._version, b_scales.data_ptr())
+    known = weights.get(place)
+    if known is None or known[0] != versions:
+        weights[place] = versions, None
+        return None
+    weight = known[1]
+    if weight is None:
+        weight = native.ConstantWeight(_setting)
+        weights[place] = versions, weight
+    weight.use()
+    return weight
