@@ -79,14 +79,17 @@ def best(isa: str) -> Preset:
 
 
 def advice(isa: str, name: str = DEFAULT) -> str:
-    """Returns a sentence about a preset that is better than this one, or as good, on a processor; or nothing."""
+    """Returns a sentence about a preset that is better than this one on a processor, or that bfloat16 gains no time.
+
+    It is empty where nothing was measured, and where nothing is better.
+    """
     here = f"on this CPU ({isa})"
     if better := BETTER.get(name, {}).get(isa):
         fast = f"{better.speed:.1f} times as fast as" if better.speed > AS_FAST else "as fast as"
         return f"{here} --recipe {better.preset} is {fast} {name}, with {better.error:.0%} of its error (MiniLM)"
     other = WEIGHT_ONLY.get(name)
     if other and isa in BETTER[DEFAULT] and isa not in BETTER[other]:
-        return f"{here} activations in bfloat16 are multiplied as float32: {name} is as fast as {other}"
+        return f"{here} activations in bfloat16 are multiplied as float32: {name} is no faster than {other}"
     return ""
 
 

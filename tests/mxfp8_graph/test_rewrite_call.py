@@ -92,8 +92,8 @@ def test_activations_in_bfloat16_are_advised_where_they_are_faster(isa: str) -> 
         for name, other in presets.WEIGHT_ONLY.items():
             faster = isa in presets.BETTER[other]
             assert (f"--recipe {name} is " in better_preset(load_recipe(other))) == faster
-            as_fast = better_preset(load_recipe(name)).endswith(f": {name} is as fast as {other}")
-            assert as_fast == (measured and not faster)
+            no_faster = better_preset(load_recipe(name)).endswith(f": {name} is no faster than {other}")
+            assert no_faster == (measured and not faster)
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -119,7 +119,6 @@ def test_advice_has_the_numbers_that_were_measured() -> None:
         other, column = ("mxfp8", "mxfp8") if name == "mxint8" else (presets.WEIGHT_ONLY.get(name), "weight-only")
         if other:
             better = presets.Better(name, float(row[f"x {column}"]), float(row[f"of the error of {column}"]))
-            assert better.speed > 1 / presets.AS_FAST, (isa, name)
             if better.speed > presets.AS_FAST or better.error < 1:
                 measured[other][isa] = better
     assert measured == presets.BETTER
