@@ -80,9 +80,9 @@ class Reporter:
 
 def better_preset(recipe: Recipe) -> str:
     """Returns a sentence about a preset that is better on this processor than the first with this recipe's formats."""
-    presets_ = {name: Recipe(**fields) for name, fields in presets.PRESETS.items()}
+    known = {name: Recipe(**fields) for name, fields in presets.PRESETS.items()}
     formats = recipe.weight_format, recipe.activations
-    like = (name for name, each in presets_.items() if (each.weight_format, each.activations) == formats)
+    like = (name for name, each in known.items() if (each.weight_format, each.activations) == formats)
     try:
         return presets.advice(cpu.isa(), next(like, ""))
     except BackendError:  # without the native library: a plan needs none
