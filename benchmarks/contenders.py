@@ -40,6 +40,8 @@ OPENVINO = {
 """The precision of its sums, and the format of the weights by NNCF."""
 COMPARED = (STOCK, BEST, BITS8, INT8, OV_BF16, OV_INT8, OV_MXFP8, LLAMA)
 """Each has a column that says how many times as fast ours is."""
+PREPACK = {"mxfp8, decoded": ("mxfp8", "decoded"), "mxint8, never": ("mxint8", "never")}
+"""Ours that run the file of another contender in a session with this `prepack`."""
 
 
 Found = TypeVar("Found")
@@ -125,7 +127,7 @@ class Field:
 
     Args:
         path: the float32 model; the other forms of it are written beside it, those of the peers once.
-        recipes: ours, by name.
+        recipes: ours, by name; those of `PREPACK` after the one whose file they run.
         openvino: an interpreter that has openvino and nncf, or None.
         llama: opens llama.cpp's form of the model, or None.
         together: how many run in one heat besides `STOCK`, which runs in all: as many as fit in memory.
@@ -198,6 +200,7 @@ class Field:
 
     def file(self, contender: str) -> Path:
         """Returns where the model that a contender runs is kept."""
+        contender, _ = PREPACK.get(contender, (contender, ""))
         return self.path.with_suffix(f".{contender.replace(', ', '.').replace(' ', '-')}.onnx")
 
     def _best_settings(self) -> Session:
@@ -207,9 +210,11 @@ class Field:
 
     def _ours(self, name: str) -> Session:
         target = self.file(name)
-        _, report = mxfp8_graph.rewrite(self.path, self.recipes[name], output=target, overwrite=True)
-        print(f"{self.path.name}, {name}: {len(report.rewritten)} of {len(report.sites)} matmuls")
-        return Session(ort.session(target, session_options=options()))
+        _, prepack = PREPACK.get(name, ("", "auto"))
+        if name not in PREPACK:
+            _, report = mxfp8_graph.rewrite(self.path, self.recipes[name], output=target, overwrite=True)
+            print(f"{self.path.name}, {name}: {len(report.rewritten)} of {len(report.sites)} matmuls")
+        return Session(ort.session(target, session_options=options(), prepack=prepack))
 
     def _bits8(self) -> Session:
         target = self.file("bits8")

@@ -43,6 +43,7 @@ def sessions_of(model: onnx.ModelProto, folder: Path) -> dict[str, onnxruntime.I
     recipes = {"mxfp8": Recipe(output_projections=True)}
     recipes["mxfp8 weight-only"] = Recipe(output_projections=True, activations="unchanged")
     recipes["mxint8"] = Recipe(output_projections=True, **presets.PRESETS["mxint8"])
+    recipes["mxint8-bf16"] = Recipe(output_projections=True, **presets.PRESETS["mxint8-bf16"])
     recipes["mxint8 weight-only"] = Recipe(output_projections=True, **presets.PRESETS["mxint8-weight-only"])
     for name, recipe in recipes.items():
         packed = mxfp8_graph.rewrite(model, recipe)[0].SerializeToString()

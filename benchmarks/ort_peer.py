@@ -1,6 +1,7 @@
 """ONNX Runtime, with our library or without, in a process of its own; see peers.py.
 
-Settings: "model", an ONNX file; "ours", whether `mxfp8_ops.ort.session` makes the session.
+Settings: "model", an ONNX file; "ours", whether `mxfp8_ops.ort.session` makes the session, with "prepack" ("auto" by
+default).
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class OnnxRuntime:
 
     def __init__(self, settings: dict[str, Any]) -> None:
         if settings["ours"]:
-            self._session = ort.session(settings["model"], session_options=options())
+            self._session = ort.session(
+                settings["model"], session_options=options(), prepack=settings.get("prepack", "auto")
+            )
         else:
             self._session = onnxruntime.InferenceSession(settings["model"], options())
         self._feeds: Feeds = {}

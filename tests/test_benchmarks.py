@@ -90,17 +90,19 @@ def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs
 
     from mxfp8_graph import Recipe
 
-    field = contenders.Field(small_linears, {"ours": Recipe(output_projections=True)}, together=2)
+    names = ("mxfp8", "mxfp8, decoded")
+    field = contenders.Field(small_linears, dict.fromkeys(names, Recipe(output_projections=True)), together=2)
     workload = contenders.Workload("few rows", [rows(3), rows(5)], rounds=2)
     outcomes = field.race([workload])[workload.label]
-    expected = [contenders.STOCK, "ours", contenders.BITS8, contenders.INT8, contenders.BEST]
+    expected = [contenders.STOCK, *names, contenders.BITS8, contenders.INT8, contenders.BEST]
     assert list(outcomes) == expected
     assert {name: len(outcome.timings) for name, outcome in outcomes.items()} == dict.fromkeys(expected, 1) | {
-        contenders.STOCK: 2
+        contenders.STOCK: 3
     }
     assert all(outcome.cosines.shape == (8,) for outcome in outcomes.values())
     assert outcomes[contenders.STOCK].cosines.min() > 1 - 1e-6
-    assert 0.99 < outcomes["ours"].cosines.min() < 1 - 1e-6
+    assert 0.99 < outcomes["mxfp8"].cosines.min() < 1 - 1e-6
+    np.testing.assert_allclose(outcomes["mxfp8, decoded"].cosines, outcomes["mxfp8"].cosines, atol=1e-6)
 
 
 @NEEDS_8_BITS

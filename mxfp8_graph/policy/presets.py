@@ -15,6 +15,7 @@ Preset = Literal[
     "mxfp8-weight-only",
     "ocp",
     "mxint8",
+    "mxint8-bf16",
     "mxint8-weight-only",
     "all",
     "auto",
@@ -27,6 +28,7 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
     "mxfp8-weight-only": {"activations": "unchanged"},
     "ocp": {"scale_rounding": "floor"},
     "mxint8": {"weight_format": "int8", "activations": "int8", "scale_rounding": "floor"},
+    "mxint8-bf16": {"weight_format": "int8", "activations": "bfloat16", "scale_rounding": "floor"},
     "mxint8-weight-only": {"weight_format": "int8", "activations": "unchanged", "scale_rounding": "floor"},
     "all": {"output_projections": True, "routers": True, "embeddings": True, "fp8_dpa": True},
 }
@@ -37,8 +39,12 @@ AUTO: Final = "auto"
 """Stands for the preset of `best`."""
 
 
+WEIGHT_ONLY: Final[Mapping[str, Preset]] = {"mxfp8-bf16": "mxfp8-weight-only", "mxint8-bf16": "mxint8-weight-only"}
+"""The presets with activations in bfloat16, and those that leave activations in float32."""
+
+
 class Better(NamedTuple):
-    """A preset that is faster and more accurate than the default."""
+    """A preset that is better than another: faster, or as fast and more accurate."""
 
     preset: Preset
     speed: float
@@ -47,32 +53,47 @@ class Better(NamedTuple):
     """Share of the error."""
 
 
-BETTER: Final[Mapping[str, Better]] = {
-    "avx512_bf16": Better("mxint8", 1.16, 0.41),
-    "avx512_vnni": Better("mxint8", 1.62, 0.40),
-    "avx512": Better("mxint8", 1.01, 0.41),
-    "avx2_vnni": Better("mxint8", 1.74, 0.41),
-    "avx2": Better("mxint8", 1.38, 0.41),
-    "portable": Better("mxint8", 1.02, 0.41),
+BETTER: Final[Mapping[str, Mapping[str, Better]]] = {
+    "mxfp8": {
+        "avx512_bf16": Better("mxint8", 1.41, 0.41),
+        "avx512_vnni": Better("mxint8", 1.44, 0.40),
+        "avx512": Better("mxint8", 1.01, 0.41),
+        "avx2_vnni": Better("mxint8", 1.65, 0.41),
+        "avx2": Better("mxint8", 1.35, 0.41),
+        "portable": Better("mxint8", 1.01, 0.41),
+    },
+    # Only bfloat16 dot products are faster than float32's.
+    "mxfp8-weight-only": {
+        "amx_bf16": Better("mxfp8-bf16", 1.75, 1.00),
+        "avx512_bf16": Better("mxfp8-bf16", 1.43, 1.00),
+    },
+    "mxint8-weight-only": {"avx512_bf16": Better("mxint8-bf16", 1.28, 1.02)},
 }
-"""By instruction set, measured on MiniLM with 8 x 128 tokens: benchmarks/results/presets.md. AMX was not measured."""
+"""By preset, then by instruction set, measured on MiniLM with 8 x 128 tokens: benchmarks/results/presets.md; with AMX,
+where INT8 weights were not measured, benchmarks/results/minilm.intel.md."""
 
-_AS_FAST: Final = 1.05
+AS_FAST: Final = 1.05
 """Times within 5 % are the same."""
 
 
 def best(isa: str) -> Preset:
     """Returns the preset to take on a processor, by the instruction set of its kernels."""
-    return BETTER[isa].preset if isa in BETTER else DEFAULT
+    return BETTER[DEFAULT][isa].preset if isa in BETTER[DEFAULT] else DEFAULT
 
 
-def advice(isa: str) -> str:
-    """Returns a sentence about a preset that is better than the default on a processor, or nothing."""
-    if isa not in BETTER:
-        return ""
-    preset, speed, error = BETTER[isa]
-    fast = f"{speed:.1f} times as fast as" if speed > _AS_FAST else "as fast as"
-    return f"on this CPU ({isa}) --recipe {preset} is {fast} {DEFAULT}, with {error:.0%} of its error (MiniLM)"
+def advice(isa: str, name: str = DEFAULT) -> str:
+    """Returns a sentence about a preset that is better than this one on a processor, or that bfloat16 gains no time.
+
+    It is empty where nothing was measured, and where nothing is better.
+    """
+    here = f"on this CPU ({isa})"
+    if better := BETTER.get(name, {}).get(isa):
+        fast = f"{better.speed:.1f} times as fast as" if better.speed > AS_FAST else "as fast as"
+        return f"{here} --recipe {better.preset} is {fast} {name}, with {better.error:.0%} of its error (MiniLM)"
+    other = WEIGHT_ONLY.get(name)
+    if other and isa in BETTER[DEFAULT] and isa not in BETTER[other]:
+        return f"{here} activations in bfloat16 are multiplied as float32: {name} is no faster than {other}"
+    return ""
 
 
 def choices() -> str:

@@ -79,11 +79,12 @@ class Reporter:
 
 
 def better_preset(recipe: Recipe) -> str:
-    """Returns a sentence about a preset that is better on this processor, for recipes that treat values as it does."""
-    default = Recipe()
-    same = (recipe.weight_format, recipe.activations) == (default.weight_format, default.activations)
+    """Returns a sentence about a preset that is better on this processor than the first with this recipe's formats."""
+    known = {name: Recipe(**fields) for name, fields in presets.PRESETS.items()}
+    formats = recipe.weight_format, recipe.activations
+    like = (name for name, each in known.items() if (each.weight_format, each.activations) == formats)
     try:
-        return presets.advice(cpu.isa()) if same else ""
+        return presets.advice(cpu.isa(), next(like, ""))
     except BackendError:  # without the native library: a plan needs none
         return ""
 

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 import mxfp8_graph
 from mxfp8_ops import ort
 
-RECIPES = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "mxint8", "mxint8-weight-only")
+RECIPES = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only", "mxint8", "mxint8-bf16", "mxint8-weight-only")
 SENTENCES = 320
 BATCH = 16
 MAX_TOKENS = 128

@@ -161,8 +161,8 @@ def test_a_recipe_of_transformer_engine_that_is_not_mxfp8() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "Float8BlockScaling") == (
         "error: recipe: Float8BlockScaling is FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight, "
         "not MXFP8; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-weight-only, all, auto, or a .yaml or .toml file; `mxfp8-graph compare` emulates it and shows the "
-        "error it makes on your model"
+        "mxint8-bf16, mxint8-weight-only, all, auto, or a .yaml or .toml file; `mxfp8-graph compare` emulates it "
+        "and shows the error it makes on your model"
     )
 
 
@@ -211,7 +211,7 @@ def test_a_model_too_large_for_one_file(monkeypatch: pytest.MonkeyPatch) -> None
 def test_an_unknown_recipe() -> None:
     assert refused("rewrite", save(b.chain_model()), "--recipe", "mxfp4") == (
         "error: recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-weight-only, all, auto, or a .yaml or .toml file; correct the name"
+        "mxint8-bf16, mxint8-weight-only, all, auto, or a .yaml or .toml file; correct the name"
     )
 
 

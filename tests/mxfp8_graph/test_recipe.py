@@ -49,6 +49,7 @@ def test_the_default_preset_is_the_default_recipe() -> None:
     [
         ("mxfp8-bf16", {"activations": "bfloat16"}),
         ("mxfp8-weight-only", {"activations": "unchanged"}),
+        ("mxint8-bf16", {"weight_format": "int8", "activations": "bfloat16", "scale_rounding": "floor"}),
         ("ocp", {"scale_rounding": "floor"}),
         (
             "all",
@@ -94,7 +95,7 @@ def test_an_unknown_name_lists_the_presets() -> None:
         load_recipe("mxfp4")
     assert str(caught.value) == (
         "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-weight-only, all, auto, or a .yaml or .toml file; correct the name"
+        "mxint8-bf16, mxint8-weight-only, all, auto, or a .yaml or .toml file; correct the name"
     )
 
 

@@ -118,8 +118,8 @@ def test_fields_of_a_file(tmp_path: Path) -> None:
 def test_another_recipe_is_answered_with_what_it_is(name: str) -> None:
     assert complaint(lambda: load_recipe(name)) == (
         f"recipe: {name} is {OTHERS[name]}, not MXFP8; expected one of mxfp8, mxfp8-bf16, "
-        "mxfp8-weight-only, ocp, mxint8, mxint8-weight-only, all, auto, or a .yaml or .toml file; `mxfp8-graph "
-        "compare` emulates it and shows the error it makes on your model"
+        "mxfp8-weight-only, ocp, mxint8, mxint8-bf16, mxint8-weight-only, all, auto, or a .yaml or .toml file; "
+        "`mxfp8-graph compare` emulates it and shows the error it makes on your model"
     )
 
 

@@ -79,19 +79,31 @@ def test_what_cannot_be_exported_is_an_error(model: Any, settings: Any, message:
 @looped("isa", cpu.available_isas())
 def test_the_recipe_auto_is_the_preset_that_measured_best_here(isa: str) -> None:
     with cpu.forced_isa(isa):
-        better = presets.BETTER.get(isa)
+        better = presets.BETTER[presets.DEFAULT].get(isa)
         assert load_recipe("auto").name == (better.preset if better else "mxfp8")
         assert bool(better_preset(Recipe())) == bool(better)
         assert not better_preset(load_recipe("mxint8"))
 
 
+@looped("isa", cpu.available_isas())
+def test_activations_in_bfloat16_are_advised_where_they_are_faster(isa: str) -> None:
+    measured = isa in presets.BETTER[presets.DEFAULT]
+    with cpu.forced_isa(isa):
+        for name, other in presets.WEIGHT_ONLY.items():
+            faster = isa in presets.BETTER[other]
+            assert (f"--recipe {name} is " in better_preset(load_recipe(other))) == faster
+            no_faster = better_preset(load_recipe(name)).endswith(f": {name} is no faster than {other}")
+            assert no_faster == (measured and not faster)
+
+
 @pytest.mark.usefixtures("own_folder")
 def test_a_rewrite_advises_a_better_preset_and_auto_takes_it() -> None:
-    isa = next((isa for isa in cpu.available_isas() if isa in presets.BETTER), None)
+    better = presets.BETTER[presets.DEFAULT]
+    isa = next((isa for isa in cpu.available_isas() if isa in better), None)
     if isa is None:
         pytest.skip("no preset measured better on this processor")
     with cpu.forced_isa(isa):
-        model, wanted = save(b.chain_model()), presets.BETTER[isa].preset
+        model, wanted = save(b.chain_model()), better[isa].preset
         assert f"--recipe {wanted} is " in " ".join(run("rewrite", model).stdout.split())
         done = run("rewrite", model, "--recipe", "auto", "-o", "auto.onnx")
         assert f"with recipe {wanted}" in done.stdout
@@ -99,14 +111,21 @@ def test_a_rewrite_advises_a_better_preset_and_auto_takes_it() -> None:
 
 
 def test_advice_has_the_numbers_that_were_measured() -> None:
-    results = Path(__file__).parents[2] / "benchmarks/results/presets.json"
-    data = json.loads(results.read_text())
-    rows = [dict(zip(data["columns"], row, strict=True)) for row in data["rows"] if row[1] != "mxfp8"]
-    for isa, better in presets.BETTER.items():
-        measured = [row for row in rows if row["instruction set"] == isa]
-        best = max(measured, key=lambda row: float(row["x mxfp8"]) if float(row["of the error of mxfp8"]) < 1 else 0)
-        found = best["preset"], float(best["x mxfp8"]), float(best["of the error of mxfp8"])
-        assert found == tuple(better), isa
+    results = Path(__file__).parents[2] / "benchmarks/results"
+    data = json.loads((results / "presets.json").read_text())
+    measured: dict[str, dict[str, presets.Better]] = {name: {} for name in presets.BETTER}
+    for isa, name, *cells in data["rows"]:
+        row = dict(zip(data["columns"][2:], cells, strict=True))
+        other, column = ("mxfp8", "mxfp8") if name == "mxint8" else (presets.WEIGHT_ONLY.get(name), "weight-only")
+        if other:
+            better = presets.Better(name, float(row[f"x {column}"]), float(row[f"of the error of {column}"]))
+            if better.speed > presets.AS_FAST or better.error < 1:
+                measured[other][isa] = better
+    rows = json.loads((results / "minilm.intel.json").read_text())["rows"]
+    ms = {name: float(cell) for workload, name, cell, *_ in rows if workload == "8 x 128, default opset"}
+    speed = round(ms["mxfp8-weight-only"] / ms["mxfp8-bf16"], 2)
+    measured["mxfp8-weight-only"]["amx_bf16"] = presets.Better("mxfp8-bf16", speed, 1.0)  # of one mean cosine
+    assert measured == presets.BETTER
 
 
 def test_type_checkers_know_the_presets() -> None:

@@ -41,6 +41,7 @@ WORDS: Final[Mapping[str, str]] = {
     "mxfp8-bf16": "E4M3 weights, ceil scales; activations in bfloat16",
     "mxfp8-weight-only": "E4M3 weights, ceil scales; activations as they are",
     "mxint8": "INT8, floor scales (MXINT8 of the OCP specification)",
+    "mxint8-bf16": "INT8 weights, floor scales; activations in bfloat16",
     "mxint8-weight-only": "INT8 weights, floor scales; activations as they are",
     "ocp": "E4M3, floor scales (the OCP specification's)",
     "all": "E4M3, ceil scales; also output projections, routers, embeddings and attention products",

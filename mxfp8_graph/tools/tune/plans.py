@@ -8,16 +8,17 @@ from typing import Any, Final
 
 from mxfp8_graph.policy.plan import MatMulSite
 from mxfp8_graph.policy.plan import plan as decide
+from mxfp8_graph.policy.presets import PRESETS
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_graph.tools.analyze.run import patterns_of
 from mxfp8_ops.errors import RecipeError
 
 TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "e4m3": {"weight_format": "e4m3", "activations": "e4m3", "scale_rounding": "ceil"},
-    "int8": {"weight_format": "int8", "activations": "int8", "scale_rounding": "floor"},
+    "int8": PRESETS["mxint8"],
     # INT8 weights: a third of the error of E4M3 ones, of the same size.
-    "bfloat16": {"weight_format": "int8", "activations": "bfloat16", "scale_rounding": "floor"},
-    "weight-only": {"weight_format": "int8", "activations": "unchanged", "scale_rounding": "floor"},
+    "bfloat16": PRESETS["mxint8-bf16"],
+    "weight-only": PRESETS["mxint8-weight-only"],
 }
 """The settings of a recipe that tuning decides, by what a plan calls them."""
 
