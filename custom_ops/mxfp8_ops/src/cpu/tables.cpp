@@ -68,7 +68,7 @@ extern const GemmKernel gemm_skinny_bf16, gemm_bf16, gemm_int8;
 constexpr GemmRow gemms[] = {
     {Values::kInt8, 1, kFewRowsInt8Avx512, &avx512_vnni::gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &gemm_int8},
-    {Values::kBf16, 1, 2, &gemm_skinny_bf16},
+    {Values::kBf16, 1, kSkinnyRows, &gemm_skinny_bf16},
     {Values::kBf16, 1, kGemmRows, &gemm_bf16},
     {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
