@@ -1,4 +1,4 @@
-// The gemm for few rows on the bf16 dot product: B is decoded in registers, as it lies. gemm_bf16.cpp says when
+// The gemm for one or two rows on the bf16 dot product: B is decoded in registers, as it lies. gemm_bf16.cpp says when
 // that is exact.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. Work is split over N. Bytes moved: 1.03 N K + A + the result. The scales of B are
@@ -10,7 +10,6 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kStepBf16;
-constexpr int kRows = 8;  // rows multiplied at a time
 
 MXFP8_INLINE __m512bh as_bf16(__m512i values) { return reinterpret_cast<__m512bh>(values); }
 
@@ -56,14 +55,9 @@ int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
   Extent extent;
   bool fits = true;
   with_a_format(args, [&](auto format) {
-    const Groups groups(rows, kRows);
-    const int64_t padded = (args.k + kStep - 1) / kStep * kStep;
-    for (int64_t group = 0; group < groups.count; ++group) {
-      uint16_t* out = static_cast<uint16_t*>(packed) + groups.first(group) * padded;
-      for (int64_t i = 0; i < groups.rows(group) && fits; ++i) {
-        fits = pack_row(format, args, row + groups.first(group) + i, 0, args.k, groups.rows(group) * kStep,
-                        out + i * kStep, &extent);
-      }
+    for (int64_t i = 0; i < rows && fits; ++i) {
+      uint16_t* out = static_cast<uint16_t*>(packed) + i * kStep;
+      fits = pack_row(format, args, row + i, 0, args.k, rows * kStep, out, &extent);
     }
   });
   return fits && multiplies_codes(args, extent) ? extent.lowest : kNotExact;
@@ -72,12 +66,12 @@ int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
 void gemm_skinny_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, int64_t column_begin,
                                int64_t column_end, const void* packed, int) {
   with_format(args.b_format, [&](auto format) {
-    for_each_group<uint16_t, kStep, 1, kRows>(
+    for_each_group<uint16_t, kStep, 1, kRowsAsTheyLie>(
         args, row, rows, column_begin, column_end, static_cast<const uint16_t*>(packed),
         [&](auto r, const Work<uint16_t>& work) { multiply_group<decltype(format), decltype(r)::value>(work); });
   });
 }
 
-MXFP8_GEMM_KERNEL(gemm_skinny_bf16, int(kSkinnyRows), sizeof(uint16_t));
+MXFP8_GEMM_KERNEL(gemm_skinny_bf16, int(kRowsAsTheyLie), sizeof(uint16_t));
 
 }  // namespace mxfp8::MXFP8_ISA
