@@ -6,7 +6,7 @@
 // comes, they are scaled down. Nothing of the size S x T is ever in memory.
 //
 // An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
-// float32, attention_amx.h that of bfloat16 tiles.
+// float32, attention_bf16.h that of bfloat16.
 #pragma once
 #include "../attention.h"
 #include "codec.h"
