@@ -5,6 +5,7 @@
 // scratch memory.
 #include "attention.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -59,12 +60,63 @@ void put_together(const AttentionArgs& a, int64_t batch, int64_t head, const voi
   for (size_t i = 0; i < keys; ++i) std::memcpy(to + i * width, from + i * size_t(a.kv_heads) * width, width);
 }
 
-bool changes_nothing(const AttentionArgs& a) {
-  const auto is_zero = [](int64_t stride) { return stride == 0; };
-  if (!std::all_of(a.mask_strides, a.mask_strides + 4, is_zero) || a.past + a.keys == 0) return false;
-  if (a.mask_dtype == MXFP8_BOOL) return *static_cast<const uint8_t*>(a.mask) != 0;
-  if (a.mask_dtype == MXFP8_FLOAT32) return *static_cast<const float*>(a.mask) == 0;
-  return (*static_cast<const uint16_t*>(a.mask) & 0x7fff) == 0;
+// A mask as rows of bytes, once for the batches and heads that share it.
+class MaskRows {
+ public:
+  explicit MaskRows(const AttentionArgs& a)
+      : a_(a),
+        width_(a.mask_dtype == MXFP8_BOOL ? 1 : value_bytes(a.mask_dtype)),
+        heads_(a.mask_strides[1] == 0 ? 1 : a.q_heads),
+        masks_(heads_ * (a.mask_strides[0] == 0 ? 1 : a.batch)),
+        bytes_(width_ * (a.mask_strides[3] == 0 ? 1 : a.past + a.keys)) {}
+
+  // Whether each mask has the same in every row, as one of keys that an exporter expands.
+  bool are_equal(const Parallel& parallel) const {
+    std::atomic<bool> equal{true};
+    for_ranges(parallel, masks_ * a_.rows, kMaskBytes / bytes_, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end && equal; ++i) {
+        const int64_t mask = i / a_.rows;
+        if (std::memcmp(row(mask, i % a_.rows), row(mask, 0), size_t(bytes_)) != 0) equal = false;
+      }
+    });
+    return equal;
+  }
+  // Whether the first row of every mask adds nothing.
+  bool hide_nothing() const {
+    for (int64_t mask = 0; mask < masks_; ++mask) {
+      const void* first = row(mask, 0);
+      const auto is_zero = [](auto value) { return value == 0; };
+      if (a_.mask_dtype == MXFP8_BOOL) {
+        if (std::memchr(first, 0, size_t(bytes_)) != nullptr) return false;
+      } else if (a_.mask_dtype == MXFP8_FLOAT32) {
+        const auto* values = static_cast<const float*>(first);
+        if (!std::all_of(values, values + bytes_ / width_, is_zero)) return false;
+      } else {
+        const auto* values = static_cast<const uint16_t*>(first);
+        const auto is_half_zero = [](uint16_t value) { return (value & 0x7fff) == 0; };
+        if (!std::all_of(values, values + bytes_ / width_, is_half_zero)) return false;
+      }
+    }
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kMaskBytes = 1 << 18;  // worth a task: 10 us
+  const char* row(int64_t mask, int64_t row) const {
+    const int64_t* s = a_.mask_strides;
+    return static_cast<const char*>(a_.mask) + (mask / heads_ * s[0] + mask % heads_ * s[1] + row * s[2]) * width_;
+  }
+
+  const AttentionArgs& a_;
+  int64_t width_, heads_, masks_, bytes_;
+};
+
+// Loading a mask for every row and head takes as long as the products: drops what is there twice, or adds nothing.
+void simplify_mask(const Parallel& parallel, AttentionArgs* args) {
+  if (args->mask == nullptr || args->past + args->keys == 0) return;
+  const MaskRows rows(*args);
+  if (args->mask_strides[2] != 0 && rows.are_equal(parallel)) args->mask_strides[2] = 0;
+  if (args->mask_strides[2] == 0 && rows.hide_nothing()) args->mask = nullptr;
 }
 
 void write_presents(const Parallel& parallel, const AttentionArgs& a) {
@@ -99,9 +151,9 @@ void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs* args) {
 
 void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs args) {
   if (args.scale == 0) args.scale = 1 / std::sqrt(float(std::max<int64_t>(1, args.d)));
-  if (args.mask != nullptr && changes_nothing(args)) args.mask = nullptr;
   write_presents(parallel, args);
   if (args.batch == 0 || args.rows == 0 || args.dv == 0) return;
+  simplify_mask(parallel, &args);
   const Split split(args, parallel.threads);
   const AttentionTask first = split.at(args, 0);  // no task has more rows, or needs more memory
   const int64_t count = split.count(args), state = attention_state_kernels[kernels.column](args, first);

@@ -32,7 +32,9 @@ MXFP8_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b
       for (int j = 0; j < N; ++j) sums[i][j] = Words::add(value, row[j], sums[i][j]);
     }
   }
+#pragma GCC unroll 12  // or the sums go through memory
   for (int i = 0; i < R; ++i) {
+#pragma GCC unroll 4
     for (int j = 0; j < N; ++j) {
       float* to = c + i * c_stride + j * kLanes;
       store(to, accumulate ? load(to) + sums[i][j] : sums[i][j]);
