@@ -14,6 +14,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
+constexpr int64_t kFewRows = 8, kFewKeys = 64;  // of engines that read keys and values where they are
 constexpr float kLog2e = 1.44269504f;
 
 MXFP8_INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -95,6 +96,16 @@ MXFP8_INLINE RowPlace after(const AttentionArgs& a, RowPlace place) {
 MXFP8_INLINE int64_t query_offset(const AttentionArgs& a, const AttentionTask& t, int64_t row, int64_t d) {
   const RowPlace place = place_of(a, t, row);
   return ((t.batch * a.rows + place.row) * a.q_heads + place.head) * d;
+}
+
+// Calls call(rows of queries, index of the first, how many) for all rows of a task, once for those of a head.
+template <class Call>
+MXFP8_INLINE void for_queries(const AttentionArgs& a, const AttentionTask& t, const Call& call) {
+  const int64_t rows = t.row_end - t.row_begin;
+  for (int64_t i = 0, count = 0; i < rows; i += count) {
+    count = least_of(rows - i, a.rows - place_of(a, t, i).row);
+    call(Source{a.q, query_offset(a, t, i, a.d), a.q_heads * a.d}, i, count);
+  }
 }
 
 // `rows` rows of `count` values as float32, `to_stride` apart, zeros behind them; `rounds` them to bfloat16 first.
