@@ -77,11 +77,10 @@ struct SourcePairs {
 
 class PairRows {
  public:
-  static constexpr int64_t kKeys = 128;
 #if defined(__AMX_BF16__)
-  static constexpr int64_t kRows = 2 * kAmxRows;
+  static constexpr int64_t kKeys = 128, kRows = 2 * kAmxRows;
 #else
-  static constexpr int64_t kRows = 4 * kTileRows;
+  static constexpr int64_t kKeys = 256, kRows = 2 * kTileRows;
 #endif
 
   PairRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
