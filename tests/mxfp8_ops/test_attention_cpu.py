@@ -58,7 +58,7 @@ def test_keys_are_split_where_heads_are_few(threads: int, rows: int, isa: str) -
 
 @looped("activation_dtype", ROUNDINGS)
 def test_rows_are_split_into_blocks_of_several_heads(activation_dtype: str | None, isa: str) -> None:
-    case = Case("blocks", batch=1, rows=150, keys=150, q_heads=6, kv_heads=2, d=32, dv=48, mask=(150, 150), causal=True)
+    case = Case("blocks", batch=1, rows=180, keys=180, q_heads=6, kv_heads=2, d=32, dv=48, mask=(180, 180), causal=True)
     assert_right(case, activation_dtype)
 
 

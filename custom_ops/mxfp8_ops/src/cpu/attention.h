@@ -24,7 +24,7 @@ struct AttentionArgs {
 struct AttentionTask {
   int64_t batch, head, row_begin, row_end, key_begin, key_end;
 };
-constexpr int64_t kAttentionRows = 256;   // the most rows of a task: they share what is packed of keys and values
+constexpr int64_t kAttentionRows = 512;   // the most rows of a task: they share what is packed of keys and values
 constexpr int64_t kAttentionRowPad = 32;  // rows are padded to a multiple of it in a task's memory
 constexpr int64_t kAttentionPad = 16;     // and values of a row
 
