@@ -142,12 +142,14 @@ void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs* args) {
 
 void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs args) {
   if (args.scale == 0) args.scale = 1 / std::sqrt(float(std::max<int64_t>(1, args.d)));
+  if (args.batch == 0) return;
   if (args.rows == 0 || args.dv == 0) {
-    return parallel_for(parallel, args.batch * args.kv_heads, [&](int64_t i) {
+    const bool keys = args.present_key != nullptr && args.d > 0, values = args.present_value != nullptr && args.dv > 0;
+    const int64_t heads = (keys || values) && args.past + args.keys > 0 ? args.batch * args.kv_heads : 0;
+    return parallel_for(parallel, heads, [&](int64_t i) {
       write_presents(args, {i / args.kv_heads, i % args.kv_heads, 0, 0, 0, args.past + args.keys});
     });
   }
-  if (args.batch == 0) return;
   simplify_mask(parallel, &args);
   const Split split(args, parallel.threads);
   const AttentionTask first = split.at(args, 0);  // no task has more rows, or needs more memory
