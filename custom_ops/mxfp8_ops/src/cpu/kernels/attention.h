@@ -113,14 +113,15 @@ template <class D>
 MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to, int64_t to_stride, bool rounds) {
   for (int64_t i = 0; i < rows; ++i, to += to_stride) {
     const auto* row = static_cast<const typename D::Storage*>(from.data) + from.offset + i * from.stride;
-    int64_t j = 0;
+    int64_t j = rounds && sizeof *row == sizeof *to ? count : 0;  // float32 is rounded from where it is
+    const auto* values = j == 0 ? to : reinterpret_cast<const float*>(row);
     for (; j + kBlock <= count; j += kBlock) {
       const float* block = D::load_block(row + j, to + j);
       if (block != to + j) std::memcpy(to + j, block, kBlock * sizeof *to);
     }
     for (; j < count; ++j) to[j] = D::load(row[j]);
     if (rounds) {
-      for (j = 0; j < count; ++j) to[j] = BFloat16::load(BFloat16::store(to[j]));
+      for (j = 0; j < count; ++j) to[j] = BFloat16::load(BFloat16::store(values[j]));
     }
     for (j = count; j < to_stride; ++j) to[j] = 0;
   }
