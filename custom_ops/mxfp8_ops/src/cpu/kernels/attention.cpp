@@ -1,4 +1,4 @@
-// MXFP8Attention: attention.attention, in float32.
+// MXFP8Attention: attention.attention, in float32; attention_bf16.h has what rounds to bfloat16 and multiplies that.
 //
 // q [B, S, Hq * D], k [B, T, Hkv * D], v [B, T, Hkv * Dv], pasts [B, Hkv, P, ...]: read where they lie; y
 // [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of kAttentionRows of the G * S rows that share keys, and, where

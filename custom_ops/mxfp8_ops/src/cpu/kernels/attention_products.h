@@ -17,10 +17,7 @@ struct Floats {
 MXFP8_INLINE Vec add_pairs(Vec a, Vec b, Vec sum) {
   return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
-struct Pairs {
-  const float* b;
-  int64_t stride;
-  MXFP8_INLINE_MEMBER Vec load(int64_t k, int64_t column) const { return MXFP8_ISA::load(b + k * stride + column); }
+struct Pairs : Floats {
   static MXFP8_INLINE_MEMBER Vec add(Vec a, Vec b, Vec sum) { return add_pairs(a, b, sum); }
 };
 #endif
