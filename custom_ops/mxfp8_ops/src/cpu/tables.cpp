@@ -23,7 +23,7 @@ MXFP8_ISA_TABLE("portable", 0, gemms, false, kGemmRows)
 namespace avx2 {
 extern const GemmKernel gemm_skinny_f32, gemm_f32, gemm_int8;
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kGemmRows, &gemm_int8},
+    {Values::kInt8, kRowsAsTheyLie + 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &gemm_f32},
 };

@@ -1,4 +1,5 @@
-// The gemm of INT8 elements for one or two rows, on dot products of 8-bit integers (VPDPBUSD): B is read once, as it lies.
+// The gemm of INT8 elements for one or two rows, on dot products of 8-bit integers (VPDPBUSD): B is read once, as it
+// lies.
 //
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 2. Work is split over N. Bytes moved: 1.03 N K + A + the result. A register
 // of B takes 3 operations, and 4 more for each row of A: dot product, conversion, two multiplications.
