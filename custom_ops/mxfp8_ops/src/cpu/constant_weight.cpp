@@ -31,6 +31,7 @@ const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& par
 void ConstantWeight::make(const GemmKernel& kernel, bool decoded, const Parallel& parallel, const GemmArgs& args) {
   data_.reset(::operator new(size_t(kernel.panel_bytes(args, decoded)), std::align_val_t{64}, std::nothrow));
   if (data_ == nullptr) return;
+  use_large_pages(data_.get(), kernel.panel_bytes(args, decoded));
   std::vector<int> lowest(size_t(ceil_div(args.n, kPanelColumns)));
   parallel_for(parallel, int64_t(lowest.size()), [&](int64_t task) {
     const int64_t begin = task * kPanelColumns, end = std::min(args.n, begin + kPanelColumns);

@@ -42,8 +42,15 @@ void release_mapped_file(const void* data, int64_t bytes) {
     madvise(reinterpret_cast<void*>(first * page), (last - first) * page, MADV_DONTNEED);
   }
 }
+
+void use_large_pages(void* data, int64_t bytes) {
+  const auto page = uintptr_t(sysconf(_SC_PAGESIZE)), first = (reinterpret_cast<uintptr_t>(data) + page - 1) / page;
+  const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + uintptr_t(bytes)) / page;
+  if (first < last) madvise(reinterpret_cast<void*>(first * page), (last - first) * page, MADV_HUGEPAGE);
+}
 #else
 void release_mapped_file(const void*, int64_t) {}
+void use_large_pages(void*, int64_t) {}
 #endif
 
 }  // namespace mxfp8

@@ -8,4 +8,7 @@ namespace mxfp8 {
 // where they are used. Does nothing for other memory, or on other systems than Linux.
 void release_mapped_file(const void* data, int64_t bytes);
 
+// Asks for large pages of memory that is read front to back: prefetchers stop at the end of a page.
+void use_large_pages(void* data, int64_t bytes);
+
 }  // namespace mxfp8
