@@ -20,19 +20,18 @@ import sys
 import mxfp8_ops
 import pytest
 mxfp8_ops.__path__.insert(0, sys.argv[1])
-sys.exit(pytest.main(["-q", "-k", "amx_bf16", *sys.argv[2:]]))
+sys.exit(pytest.main(["-k", "amx_bf16", *sys.argv[2:]]))
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif("avx512_bf16" not in cpu.available_isas(), reason="the rest of these kernels is AVX512-BF16")
 def test_kernels_on_emulated_tiles(tmp_path: Path) -> None:
-    def run(*command: object) -> str:
+    def run(*command: object) -> None:
         environment = {**os.environ, "MXFP8_TEST_ISAS": "all"}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        return done.stdout
 
     run("cmake", "-S", ROOT / "custom_ops", "-B", tmp_path, "-DMXFP8_EMULATE_AMX=ON")
     run("cmake", "--build", tmp_path, "--parallel", "2")
-    assert "passed" in run(sys.executable, "-c", RUN, tmp_path, *TESTS)
+    run(sys.executable, "-c", RUN, tmp_path, *TESTS)

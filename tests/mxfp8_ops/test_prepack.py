@@ -109,6 +109,22 @@ def test_only_the_next_call_uses_a_weight(isa):
     assert not y.any()
 
 
+def test_rows_that_are_multiplied_with_panels(isa):
+    """Any number, but on AMX from four on: with fewer, b is read as it lies. Two sets have no panels for INT8."""
+    b, weight = weight_of((40, 96), "int8"), native.ConstantWeight()
+
+    def gemms(m: int) -> tuple[str, ...]:
+        a = numpy_nodes.quantize(heavy_tailed((m, 96), m), element_format="int8")
+        weight.use()
+        with cpu.profiled() as profile:
+            cpu.gemm(*a, *b, a_format="int8", b_format="int8")
+            return profile.calls()[-1].gemms
+
+    kernel = gemms(20)
+    rows = {"amx_bf16": [4], "avx512": [], "portable": []}.get(isa, [1, 2, 3, 4])
+    assert [m for m in (1, 2, 3, 4) if gemms(m) == kernel] == rows
+
+
 def test_unknown_prepack():
     with pytest.raises(ShapeError, match=r"prepack is 3; expected 0 to 2"):
         native.check("prepack", native.load().mxfp8_weight_new(3, None))
