@@ -53,8 +53,7 @@ class PackStats(Structure):
 class ConstantWeight:
     """A weight [N, K] that never changes, in the layout of the kernel that multiplies it: see mxfp8_ops.h.
 
-    It is that of the first gemm of three rows or more that uses it, whose elements have to stay as they are as long as
-    this object does.
+    It is that of the first gemm that uses it, whose elements have to stay as they are as long as this object does.
 
     Args:
         prepack: one of `PREPACK`.

@@ -109,6 +109,7 @@ CASES = [
     Case("no keys", rows=3, keys=0),
     Case("no rows", rows=0, keys=3),
     Case("no batch", batch=0, rows=3, keys=3),
+    Case("no size of values", rows=3, keys=3, past=2, dv=0),
 ]
 
 

@@ -58,7 +58,7 @@ def test_keys_are_split_where_heads_are_few(threads: int, rows: int, isa: str) -
 
 @looped("activation_dtype", ROUNDINGS)
 def test_rows_are_split_into_blocks_of_several_heads(activation_dtype: str | None, isa: str) -> None:
-    case = Case("blocks", batch=1, rows=150, keys=150, q_heads=6, kv_heads=2, d=32, dv=48, mask=(150, 150), causal=True)
+    case = Case("blocks", batch=1, rows=180, keys=180, q_heads=6, kv_heads=2, d=32, dv=48, mask=(180, 180), causal=True)
     assert_right(case, activation_dtype)
 
 
@@ -91,6 +91,22 @@ def test_a_row_hidden_with_the_lowest_number_is_a_mean(isa: str) -> None:
     mask[:] = np.finfo(np.float32).min
     y = cpu.attention(q, k, v, mask, **case.settings)[0]
     np.testing.assert_allclose(y, np.broadcast_to(v.mean(1, keepdims=True), y.shape), rtol=1e-5, atol=1e-6)
+
+
+@looped("differs", ["nothing", "the last row", "rows of the last batch", "the last batch"])
+def test_masks_of_rows_that_are_equal(differs: str, isa: str) -> None:
+    case = Case("equal rows", rows=9, keys=40, mask=(2, 1, 9, 40), boolean=True)
+    q, k, v, mask, _ = case.operands()
+    if differs == "the last batch":
+        mask[0] = True
+    if differs != "rows of the last batch":
+        mask[1] = mask[1, :, :1]  # as an exporter expands a mask of keys
+    mask[0] = mask[0, :, :1]
+    if differs == "the last row":
+        mask[1, :, -1, 1:] ^= True
+    y = cpu.attention(q, k, v, mask, **case.settings)[0]
+    bound = reference.attention_error_bound(q, k, v, mask, **case.settings)
+    assert_within(y, reference.attention(q, k, v, mask, **case.settings)[0], bound)
 
 
 def test_operands_may_lie_anywhere(isa: str) -> None:

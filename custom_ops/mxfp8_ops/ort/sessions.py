@@ -135,10 +135,10 @@ def session(
         device: one of `DEVICES`: the nodes run there, or an error says why not.
         keep_wide: on "cuda", keep constant weights in bfloat16 too: two more bytes a value, and products of many rows
             need not dequantize them at each run.
-        prepack: what the processor keeps of a constant weight after the first run with three rows or more, besides the
-            weight itself. "auto": its codes in the layout of the kernel, 1.03 bytes a value; where the weight is
-            mapped from an external data file, its own pages are given back. "decoded": bfloat16 numbers where the
-            kernel multiplies those, two bytes a value. "never": nothing, and every run turns the weight.
+        prepack: what the processor keeps of a constant weight from the first run on, besides the weight itself.
+            "auto": its codes in the layout of the kernel, 1.03 bytes a value; where the weight is mapped from an
+            external data file, its own pages are given back. "decoded": bfloat16 numbers where the kernel multiplies
+            those, two bytes a value. "never": nothing, and every run turns the weight.
         **kwargs: passed on to InferenceSession.
 
     Raises:

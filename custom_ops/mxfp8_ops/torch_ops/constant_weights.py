@@ -17,7 +17,7 @@ from mxfp8_ops import native
 from mxfp8_ops.errors import BackendError
 
 _LEAST_ROWS: Final = 3
-"""One or two rows take as long with the weight as it lies, and make no panels: constant_weight.cpp."""
+"""One or two rows take as long with the weight as it lies, and would add in another order the second time."""
 
 _Known = tuple[tuple[int, int, int], native.ConstantWeight | None]
 _known: WeakKeyDictionary[torch.UntypedStorage, dict[Any, _Known]] = WeakKeyDictionary()

@@ -5,6 +5,7 @@
 // scratch memory.
 #include "attention.h"
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 
@@ -15,6 +16,7 @@ namespace mxfp8 {
 namespace {
 
 constexpr int64_t kTaskProducts = 1 << 20;  // multiply-adds worth a task: 10 us
+constexpr int64_t kReadValues = 1 << 17;    // of keys and values, read for few rows: the same
 constexpr int64_t kLeastKeys = 256;         // keys worth a task of their own
 constexpr int64_t kLeastRows = 64;          // rows worth packing keys and values for
 constexpr int64_t kTasksPerThread = 4;
@@ -47,44 +49,85 @@ struct Split {
   }
 };
 
-// Puts the past and, behind it, the new rows of one head of one batch into `present`; rows of `width` bytes.
-void put_together(const AttentionArgs& a, int64_t batch, int64_t head, const void* past, const void* fresh,
-                  void* present, size_t width) {
-  const auto index = size_t(batch * a.kv_heads + head), before = size_t(a.past), keys = size_t(a.keys);
-  char* to = static_cast<char*>(present) + index * (before + keys) * width;
-  if (before != 0) std::memcpy(to, static_cast<const char*>(past) + index * before * width, before * width);
-  to += before * width;
-  const char* from =
-      static_cast<const char*>(fresh) + (size_t(batch) * keys * size_t(a.kv_heads) + size_t(head)) * width;
-  for (size_t i = 0; i < keys; ++i) std::memcpy(to + i * width, from + i * size_t(a.kv_heads) * width, width);
+// Puts a task's keys, or values, of `width` bytes into `present`: of the past and, behind it, the new ones.
+void put_together(const AttentionArgs& a, const AttentionTask& t, const void* past, const void* fresh, void* present,
+                  size_t width) {
+  if (present == nullptr || width == 0) return;
+  const int64_t index = t.batch * a.kv_heads + t.head, old_end = std::min(a.past, t.key_end);
+  char* to = static_cast<char*>(present) + size_t(index * (a.past + a.keys) + t.key_begin) * width;
+  if (t.key_begin < old_end) {
+    const char* from = static_cast<const char*>(past) + size_t(index * a.past + t.key_begin) * width;
+    std::memcpy(to, from, size_t(old_end - t.key_begin) * width);
+    to += size_t(old_end - t.key_begin) * width;
+  }
+  for (int64_t key = std::max(a.past, t.key_begin); key < t.key_end; ++key, to += width) {
+    const int64_t row = (t.batch * a.keys + key - a.past) * a.kv_heads + t.head;
+    std::memcpy(to, static_cast<const char*>(fresh) + size_t(row) * width, width);
+  }
 }
-
-bool changes_nothing(const AttentionArgs& a) {
-  const auto is_zero = [](int64_t stride) { return stride == 0; };
-  if (!std::all_of(a.mask_strides, a.mask_strides + 4, is_zero) || a.past + a.keys == 0) return false;
-  if (a.mask_dtype == MXFP8_BOOL) return *static_cast<const uint8_t*>(a.mask) != 0;
-  if (a.mask_dtype == MXFP8_FLOAT32) return *static_cast<const float*>(a.mask) == 0;
-  return (*static_cast<const uint16_t*>(a.mask) & 0x7fff) == 0;
-}
-
-void write_presents(const Parallel& parallel, const AttentionArgs& a) {
-  const bool key = a.present_key != nullptr && a.past + a.keys > 0 && a.d > 0;
-  const bool value = a.present_value != nullptr && a.past + a.keys > 0 && a.dv > 0;
-  if (!key && !value) return;
+void write_presents(const AttentionArgs& a, const AttentionTask& t) {
   const auto bytes = size_t(value_bytes(a.dtype));
-  const int64_t heads = a.batch * a.kv_heads;
-  const int64_t tasks = std::min(heads, parallel.threads * kTasksPerThread);
-  parallel_for(parallel, tasks, [&](int64_t task) {
-    for (int64_t i = heads * task / tasks; i < heads * (task + 1) / tasks; ++i) {
-      const int64_t batch = i / a.kv_heads, head = i % a.kv_heads;
-      if (key) {
-        put_together(a, batch, head, a.past_key, a.k, a.present_key, size_t(a.d) * bytes);
+  put_together(a, t, a.past_key, a.k, a.present_key, size_t(a.d) * bytes);
+  put_together(a, t, a.past_value, a.v, a.present_value, size_t(a.dv) * bytes);
+}
+
+// A mask as rows of bytes, once for the batches and heads that share it.
+class MaskRows {
+ public:
+  explicit MaskRows(const AttentionArgs& a)
+      : a_(a),
+        width_(a.mask_dtype == MXFP8_BOOL ? 1 : value_bytes(a.mask_dtype)),
+        heads_(a.mask_strides[1] == 0 ? 1 : a.q_heads),
+        masks_(heads_ * (a.mask_strides[0] == 0 ? 1 : a.batch)),
+        bytes_(width_ * (a.mask_strides[3] == 0 ? 1 : a.past + a.keys)) {}
+
+  // Whether each mask has the same in every row, as one of keys that an exporter expands.
+  bool are_equal(const Parallel& parallel) const {
+    std::atomic<bool> equal{true};
+    for_ranges(parallel, masks_ * a_.rows, kMaskBytes / bytes_, [&](int64_t, int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end && equal; ++i) {
+        const int64_t mask = i / a_.rows;
+        if (std::memcmp(row(mask, i % a_.rows), row(mask, 0), size_t(bytes_)) != 0) equal = false;
       }
-      if (value) {
-        put_together(a, batch, head, a.past_value, a.v, a.present_value, size_t(a.dv) * bytes);
+    });
+    return equal;
+  }
+  // Whether the first row of every mask adds nothing.
+  bool hide_nothing() const {
+    for (int64_t mask = 0; mask < masks_; ++mask) {
+      const void* first = row(mask, 0);
+      const auto is_zero = [](auto value) { return value == 0; };
+      if (a_.mask_dtype == MXFP8_BOOL) {
+        if (std::memchr(first, 0, size_t(bytes_)) != nullptr) return false;
+      } else if (a_.mask_dtype == MXFP8_FLOAT32) {
+        const auto* values = static_cast<const float*>(first);
+        if (!std::all_of(values, values + bytes_ / width_, is_zero)) return false;
+      } else {
+        const auto* values = static_cast<const uint16_t*>(first);
+        const auto is_half_zero = [](uint16_t value) { return (value & 0x7fff) == 0; };
+        if (!std::all_of(values, values + bytes_ / width_, is_half_zero)) return false;
       }
     }
-  });
+    return true;
+  }
+
+ private:
+  static constexpr int64_t kMaskBytes = 1 << 18;  // worth a task: 10 us
+  const char* row(int64_t mask, int64_t row) const {
+    const int64_t* s = a_.mask_strides;
+    return static_cast<const char*>(a_.mask) + (mask / heads_ * s[0] + mask % heads_ * s[1] + row * s[2]) * width_;
+  }
+
+  const AttentionArgs& a_;
+  int64_t width_, heads_, masks_, bytes_;
+};
+
+// Loading a mask for every row and head takes as long as the products: drops what is there twice, or adds nothing.
+void simplify_mask(const Parallel& parallel, AttentionArgs* args) {
+  if (args->mask == nullptr || args->past + args->keys == 0) return;
+  const MaskRows rows(*args);
+  if (args->mask_strides[2] != 0 && rows.are_equal(parallel)) args->mask_strides[2] = 0;
+  if (args->mask_strides[2] == 0 && rows.hide_nothing()) args->mask = nullptr;
 }
 
 }  // namespace
@@ -99,15 +142,22 @@ void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs* args) {
 
 void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs args) {
   if (args.scale == 0) args.scale = 1 / std::sqrt(float(std::max<int64_t>(1, args.d)));
-  if (args.mask != nullptr && changes_nothing(args)) args.mask = nullptr;
-  write_presents(parallel, args);
-  if (args.batch == 0 || args.rows == 0 || args.dv == 0) return;
+  if (args.batch == 0) return;
+  if (args.rows == 0 || args.dv == 0) {
+    const bool keys = args.present_key != nullptr && args.d > 0, values = args.present_value != nullptr && args.dv > 0;
+    const int64_t heads = (keys || values) && args.past + args.keys > 0 ? args.batch * args.kv_heads : 0;
+    return parallel_for(parallel, heads, [&](int64_t i) {
+      write_presents(args, {i / args.kv_heads, i % args.kv_heads, 0, 0, 0, args.past + args.keys});
+    });
+  }
+  simplify_mask(parallel, &args);
   const Split split(args, parallel.threads);
   const AttentionTask first = split.at(args, 0);  // no task has more rows, or needs more memory
   const int64_t count = split.count(args), state = attention_state_kernels[kernels.column](args, first);
   const int64_t each = attention_scratch_kernels[kernels.column](args, first);
-  const double products = double(count) * double(split.each) * double(split.keys) * double(args.d + args.dv);
-  const auto most = int64_t(std::min(products / kTaskProducts, double(parallel.threads * kTasksPerThread)));
+  const double values = double(count) * double(split.keys) * double(args.d + args.dv);
+  const double worth = values * std::max(1.0 / kReadValues, double(split.each) / kTaskProducts);
+  const auto most = int64_t(std::min(worth, double(parallel.threads * kTasksPerThread)));
   const int64_t runs = std::max<int64_t>(1, std::min(count, most));
   const Scratch scratch = scratch_of(runs * each);
   const Scratch states = scratch_of(split.parts == 1 ? 0 : count * state * int64_t(sizeof(float)));
@@ -115,8 +165,9 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
   parallel_for(parallel, runs, [&](int64_t run) {
     const int64_t end = count * (run + 1) / runs;
     for (int64_t i = count * run / runs; i < end; ++i) {
-      const AttentionTask next = split.at(args, i + 1);
-      attention_kernels[kernels.column](args, split.at(args, i), i + 1 < end ? &next : nullptr,
+      const AttentionTask task = split.at(args, i), next = split.at(args, i + 1);
+      if (task.row_begin == 0) write_presents(args, task);  // the kernel finds them in the cache
+      attention_kernels[kernels.column](args, task, i + 1 < end ? &next : nullptr,
                                         static_cast<char*>(scratch.get()) + run * each,
                                         state_of == nullptr ? nullptr : state_of + i * state);
     }

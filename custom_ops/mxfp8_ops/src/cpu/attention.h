@@ -24,19 +24,19 @@ struct AttentionArgs {
 struct AttentionTask {
   int64_t batch, head, row_begin, row_end, key_begin, key_end;
 };
-constexpr int64_t kAttentionRows = 256;   // the most rows of a task: they share what is packed of keys and values
+constexpr int64_t kAttentionRows = 512;   // the most rows of a task: they share what is packed of keys and values
 constexpr int64_t kAttentionRowPad = 32;  // rows are padded to a multiple of it in a task's memory
 constexpr int64_t kAttentionPad = 16;     // and values of a row
 
 // The floats that say what a task made of its keys, and the bytes of scratch memory it needs.
-MXFP8_KERNEL_WITH_AMX(int64_t, attention_state, const AttentionArgs&, const AttentionTask&)
-MXFP8_KERNEL_WITH_AMX(int64_t, attention_scratch, const AttentionArgs&, const AttentionTask&)
+MXFP8_KERNEL_WITH_BF16(int64_t, attention_state, const AttentionArgs&, const AttentionTask&)
+MXFP8_KERNEL_WITH_BF16(int64_t, attention_scratch, const AttentionArgs&, const AttentionTask&)
 // Writes the task's rows of y or, if there is a state, that. Scratch memory begins with a cache line. `next` is what
 // the caller does then, or null.
-MXFP8_KERNEL_WITH_AMX(void, attention, const AttentionArgs&, const AttentionTask&, const AttentionTask* next,
-                      void* scratch, float* state)
+MXFP8_KERNEL_WITH_BF16(void, attention, const AttentionArgs&, const AttentionTask&, const AttentionTask* next,
+                       void* scratch, float* state)
 // Writes the rows of y of tasks that differ in their keys alone, from their states, one behind the other.
-MXFP8_KERNEL_WITH_AMX(void, attention_merge, const AttentionArgs&, const AttentionTask&, float* states, int64_t count)
+MXFP8_KERNEL_WITH_BF16(void, attention_merge, const AttentionArgs&, const AttentionTask&, float* states, int64_t count)
 
 // A scale of 0 stands for 1 / sqrt(d), and a mask of one value that hides nothing for none. attention.cpp.
 void attention(const Kernels&, const Parallel&, AttentionArgs);

@@ -9,21 +9,13 @@
 #include "system_memory.h"
 
 namespace mxfp8 {
-namespace {
-
-constexpr int64_t kLeastRows = 3;  // one or two rows are multiplied as fast with rows of b as they lie
-
-}  // namespace
-
 const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
   if (prepack_ == Prepack::kNever || args.k == 0) return nullptr;
   const GemmKernel* kernel = kernel_of_panels(kernels, args);
   if (kernel == nullptr) return nullptr;
   if (!ready_.load(std::memory_order_acquire)) {
-    if (args.m < kLeastRows) return nullptr;
-    // Whoever does not get the lock reads b: waiting for a thread that waits for tasks of this one would never end.
-    const std::unique_lock<std::mutex> lock(making_, std::try_to_lock);
-    if (!lock.owns_lock()) return nullptr;
+    // Others wait, so that every call of one or two rows adds in the same order: gemms are not called from tasks.
+    const std::lock_guard<std::mutex> lock(making_);
     if (!ready_.load(std::memory_order_relaxed)) {
       b_ = args.b, format_ = args.b_format, n_ = args.n, k_ = args.k;
       make(*kernel, prepack_ == Prepack::kDecoded, parallel, args);

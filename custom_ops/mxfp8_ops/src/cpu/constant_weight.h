@@ -16,8 +16,8 @@ enum class Prepack {
   kDecoded = MXFP8_PREPACK_DECODED,  // what is multiplied: bfloat16 numbers, where the kernel multiplies those
 };
 
-// Elements b [N, K] and their scales: those of the first call of kLeastRows rows or more, which makes the panels that
-// every later call reads. Any number of threads may call with one weight at once.
+// Elements b [N, K] and their scales: those of the first call, which makes the panels that it and every later call
+// reads. Any number of threads may call with one weight at once.
 class ConstantWeight {
  public:
   explicit ConstantWeight(Prepack prepack) : prepack_(prepack) {}

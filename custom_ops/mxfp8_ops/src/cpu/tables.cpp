@@ -23,7 +23,7 @@ MXFP8_ISA_TABLE("portable", 0, gemms, false, kGemmRows)
 namespace avx2 {
 extern const GemmKernel gemm_skinny_f32, gemm_f32, gemm_int8;
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, kFewRowsInt8 + 1, kGemmRows, &gemm_int8},
+    {Values::kInt8, kRowsAsTheyLie + 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &gemm_f32},
 };
@@ -33,7 +33,7 @@ MXFP8_ISA_TABLE("avx2", 1, gemms, false, kGemmRows)
 namespace avx2_vnni {
 extern const GemmKernel gemm_int16, gemm_int8, gemm_skinny_int8;
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kFewRowsInt8, &gemm_skinny_int8},
+    {Values::kInt8, 1, kRowsAsTheyLie, &gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx2, &avx2::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx2 + 1, kGemmRows, &gemm_int16},
@@ -54,7 +54,7 @@ MXFP8_ISA_TABLE("avx512", 2, gemms, false, kGemmRows)
 namespace avx512_vnni {
 extern const GemmKernel gemm_int16, gemm_int8, gemm_skinny_int8;
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kFewRowsInt8Avx512, &gemm_skinny_int8},
+    {Values::kInt8, 1, kRowsAsTheyLie, &gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &gemm_int8},
     {Values::kOther, 1, kFewRowsAvx512, &avx512::gemm_skinny_f32},
     {Values::kE4M3, kFewRowsAvx512 + 1, kGemmRows, &gemm_int16},
@@ -66,14 +66,14 @@ MXFP8_ISA_TABLE("avx512_vnni", 2, gemms, false, kGemmRows)
 namespace avx512_bf16 {
 extern const GemmKernel gemm_skinny_bf16, gemm_bf16, gemm_int8;
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kFewRowsInt8Avx512, &avx512_vnni::gemm_skinny_int8},
+    {Values::kInt8, 1, kRowsAsTheyLie, &avx512_vnni::gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &gemm_int8},
-    {Values::kBf16, 1, 2, &gemm_skinny_bf16},
+    {Values::kBf16, 1, kRowsAsTheyLie, &gemm_skinny_bf16},
     {Values::kBf16, 1, kGemmRows, &gemm_bf16},
     {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
-MXFP8_ISA_TABLE("avx512_bf16", 2, gemms, true, kGemmRows)
+MXFP8_ISA_TABLE("avx512_bf16", 3, gemms, true, kGemmRows)
 }  // namespace avx512_bf16
 
 namespace amx_bf16 {
@@ -87,7 +87,7 @@ constexpr GemmRow gemms[] = {
     {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
-MXFP8_ISA_TABLE("amx_bf16", 3, gemms, true, kAmxStripRows, kFewRows + 1)
+MXFP8_ISA_TABLE("amx_bf16", 4, gemms, true, kAmxStripRows, kFewRows + 1)
 }  // namespace amx_bf16
 #endif
 

@@ -1,4 +1,4 @@
-// MXFP8Attention: attention.attention, in float32.
+// MXFP8Attention: attention.attention, in float32; attention_bf16.h has what rounds to bfloat16 and multiplies that.
 //
 // q [B, S, Hq * D], k [B, T, Hkv * D], v [B, T, Hkv * Dv], pasts [B, Hkv, P, ...]: read where they lie; y
 // [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of kAttentionRows of the G * S rows that share keys, and, where
@@ -9,59 +9,12 @@
 // one function. Few rows, as in generation: keys and values are read from where they are, once, lanes along D.
 #include "attention.h"
 
-#include "attention_amx.h"
-#include "gemm.h"
+#include "attention_bf16.h"
+#include "attention_products.h"
 #include "transpose.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
-
-// --- c [rows, n] = or += a [rows, k] . b [k, n], n whole vectors ---
-
-template <int R, int N>
-MXFP8_INLINE void multiply_tile(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k, float* c,
-                                int64_t c_stride, bool accumulate) {
-  Vec sums[R][N];
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < N; ++j) sums[i][j] = zero();
-  }
-  for (int64_t at = 0; at < k; ++at, b += b_stride) {
-    Vec row[N];
-    for (int j = 0; j < N; ++j) row[j] = load(b + j * kLanes);
-    for (int i = 0; i < R; ++i) {
-      const Vec value = all_of(a[i * a_stride + at]);
-      for (int j = 0; j < N; ++j) sums[i][j] = multiply_add(value, row[j], sums[i][j]);
-    }
-  }
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < N; ++j) {
-      float* to = c + i * c_stride + j * kLanes;
-      store(to, accumulate ? load(to) + sums[i][j] : sums[i][j]);
-    }
-  }
-}
-
-template <int N>
-MXFP8_NOINLINE void multiply_columns(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k,
-                                     float* c, int64_t c_stride, int64_t rows, bool accumulate) {
-  constexpr int kMost = N == 4 ? kTileRows : 2 * kTileRows;  // as many sums as there are registers for
-  for (int64_t i = 0; i < rows; i += kMost) {
-    with_rows<kMost>(rows - i, [&](auto r) {
-      multiply_tile<decltype(r)::value, N>(a + i * a_stride, a_stride, b, b_stride, k, c + i * c_stride, c_stride,
-                                           accumulate);
-    });
-  }
-}
-
-MXFP8_INLINE void multiply(const float* a, int64_t a_stride, const float* b, int64_t b_stride, int64_t k, float* c,
-                           int64_t c_stride, int64_t rows, int64_t n, bool accumulate) {
-  for (int64_t j = 0; j < n;) {
-    const int64_t vectors = (n - j) / kLanes;
-    const auto columns = vectors >= 4 ? multiply_columns<4> : vectors >= 2 ? multiply_columns<2> : multiply_columns<1>;
-    columns(a, a_stride, b + j, b_stride, k, c + j, c_stride, rows, accumulate);
-    j += (vectors >= 4 ? 4 : vectors >= 2 ? 2 : 1) * kLanes;
-  }
-}
 
 // --- many rows ---
 
@@ -78,9 +31,9 @@ class ManyRows {
     products_ = room->take<float>(kRows * kKeys);
   }
   void begin(const Running&) {
-    for (int64_t i = 0; i < rows_; ++i) {
-      load_rows(a_, {a_.q, query_offset(a_, t_, i, a_.d), 0}, 1, a_.d, queries_ + i * a_.d, a_.d, a_.rounds);
-    }
+    for_queries(a_, t_, [&](Source from, int64_t i, int64_t rows) {
+      load_rows(a_, from, rows, a_.d, queries_ + i * a_.d, a_.d, a_.rounds);
+    });
   }
   MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
     Source keys = keys_at(a_, t_, key);
@@ -93,13 +46,14 @@ class ManyRows {
     load_rows(a_, values_at(a_, t_, key), count, a_.dv, values_, dv_, a_.rounds);
   }
   MXFP8_INLINE_MEMBER void score(int64_t row, int64_t rows, int64_t used) {
-    multiply(queries_ + row * a_.d, a_.d, keys_, kKeys, a_.d, products_, kKeys, rows, padded(used, kLanes), false);
+    multiply(queries_ + row * a_.d, a_.d, Floats{keys_, kKeys}, a_.d, products_, kKeys, rows, padded(used, kLanes),
+             false);
   }
   MXFP8_INLINE_MEMBER float* products(int64_t row) { return products_ + row * kKeys; }
   MXFP8_INLINE_MEMBER int64_t width(int64_t used) const { return padded(used, kLanes); }
   MXFP8_INLINE_MEMBER void write(int64_t row, int64_t j, Vec weights) { store(products_ + row * kKeys + j, weights); }
   MXFP8_INLINE_MEMBER void add(int64_t, int64_t rows, int64_t used, float* out) {
-    multiply(products_, kKeys, values_, dv_, used, out, dv_, rows, dv_, true);
+    multiply(products_, kKeys, Floats{values_, dv_}, used, out, dv_, rows, dv_, true);
   }
 
  private:
@@ -113,7 +67,7 @@ class ManyRows {
 
 class FewRows {
  public:
-  static constexpr int64_t kKeys = 64, kRows = 8;
+  static constexpr int64_t kKeys = kFewKeys, kRows = kFewRows;
 
   FewRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), d_(padded(args.d, kAttentionPad)), dv_(padded(args.dv, kAttentionPad)) {
@@ -123,9 +77,9 @@ class FewRows {
     value_room_ = room->take<float>(kKeys * dv_);
   }
   void begin(const Running&) {
-    for (int64_t i = 0; i < t_.row_end - t_.row_begin; ++i) {
-      load_rows(a_, {a_.q, query_offset(a_, t_, i, a_.d), 0}, 1, a_.d, queries_ + i * d_, d_, a_.rounds);
-    }
+    for_queries(a_, t_, [&](Source from, int64_t i, int64_t rows) {
+      load_rows(a_, from, rows, a_.d, queries_ + i * d_, d_, a_.rounds);
+    });
   }
   MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
     keys_ = in_place(keys_at(a_, t_, key), count, a_.d, d_, key_room_, &key_stride_);
@@ -150,7 +104,7 @@ class FewRows {
   MXFP8_INLINE_MEMBER int64_t width(int64_t used) const { return padded(used, kLanes); }
   MXFP8_INLINE_MEMBER void write(int64_t row, int64_t j, Vec weights) { store(products_ + row * kKeys + j, weights); }
   MXFP8_INLINE_MEMBER void add(int64_t, int64_t rows, int64_t used, float* out) {
-    multiply(products_, kKeys, values_, value_stride_, used, out, dv_, rows, dv_, true);
+    multiply(products_, kKeys, Floats{values_, value_stride_}, used, out, dv_, rows, dv_, true);
   }
 
  private:
@@ -211,7 +165,7 @@ int64_t bytes(const AttentionArgs& a, const AttentionTask& t, Room room) {
   return int64_t(room.next);
 }
 
-bool are_few(const AttentionTask& t) { return t.row_end - t.row_begin <= FewRows::kRows; }
+bool are_few(const AttentionTask& t) { return t.row_end - t.row_begin <= kFewRows; }
 
 }  // namespace
 
@@ -223,10 +177,10 @@ int64_t attention_state(const AttentionArgs& args, const AttentionTask& task) {
 int64_t attention_scratch(const AttentionArgs& args, const AttentionTask& task) {
   Room room{0};
   room.take<float>(attention_state(args, task));
-  if (are_few(task)) return bytes<FewRows>(args, task, room);
-#if defined(__AMX_BF16__)
-  if (args.rounds) return bytes<TileRows>(args, task, room);
+#if defined(__AVX512BF16__)
+  if (args.rounds) return are_few(task) ? bytes<FewPairRows>(args, task, room) : bytes<PairRows>(args, task, room);
 #endif
+  if (are_few(task)) return bytes<FewRows>(args, task, room);
   return bytes<ManyRows>(args, task, room);
 }
 
@@ -235,14 +189,14 @@ void attention(const AttentionArgs& args, const AttentionTask& task, const Atten
   Room room{reinterpret_cast<uintptr_t>(scratch)};
   float* own = room.take<float>(attention_state(args, task));
   const Running running = running_in(task.row_end - task.row_begin, state == nullptr ? own : state);
-  if (are_few(task)) {
-    run<FewRows>(args, task, next, room, running);
-#if defined(__AMX_BF16__)
-  } else if (args.rounds) {
-    run<TileRows>(args, task, next, room, running);
+  const bool few = are_few(task);
+#if defined(__AVX512BF16__)
+  if (args.rounds) {
+    few ? run<FewPairRows>(args, task, next, room, running) : run<PairRows>(args, task, next, room, running);
+  } else
 #endif
-  } else {
-    run<ManyRows>(args, task, next, room, running);
+  {
+    few ? run<FewRows>(args, task, next, room, running) : run<ManyRows>(args, task, next, room, running);
   }
   if (state == nullptr) store_rows(args, task, running);
 }

@@ -6,7 +6,7 @@
 // comes, they are scaled down. Nothing of the size S x T is ever in memory.
 //
 // An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
-// float32, attention_amx.h that of bfloat16 tiles.
+// float32, attention_bf16.h that of bfloat16.
 #pragma once
 #include "../attention.h"
 #include "codec.h"
@@ -14,6 +14,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
+constexpr int64_t kFewRows = 8, kFewKeys = 64;  // of engines that read keys and values where they are
 constexpr float kLog2e = 1.44269504f;
 
 MXFP8_INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -89,9 +90,22 @@ MXFP8_INLINE RowPlace place_of(const AttentionArgs& a, const AttentionTask& t, i
   const int64_t at = t.row_begin + row;
   return {t.head * (a.q_heads / a.kv_heads) + at / a.rows, at % a.rows};
 }
+MXFP8_INLINE RowPlace after(const AttentionArgs& a, RowPlace place) {
+  return place.row + 1 < a.rows ? RowPlace{place.head, place.row + 1} : RowPlace{place.head + 1, 0};
+}
 MXFP8_INLINE int64_t query_offset(const AttentionArgs& a, const AttentionTask& t, int64_t row, int64_t d) {
   const RowPlace place = place_of(a, t, row);
   return ((t.batch * a.rows + place.row) * a.q_heads + place.head) * d;
+}
+
+// Calls call(rows of queries, index of the first, how many) for all rows of a task, once for those of a head.
+template <class Call>
+MXFP8_INLINE void for_queries(const AttentionArgs& a, const AttentionTask& t, const Call& call) {
+  const int64_t rows = t.row_end - t.row_begin;
+  for (int64_t i = 0, count = 0; i < rows; i += count) {
+    count = least_of(rows - i, a.rows - place_of(a, t, i).row);
+    call(Source{a.q, query_offset(a, t, i, a.d), a.q_heads * a.d}, i, count);
+  }
 }
 
 // `rows` rows of `count` values as float32, `to_stride` apart, zeros behind them; `rounds` them to bfloat16 first.
@@ -99,14 +113,15 @@ template <class D>
 MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to, int64_t to_stride, bool rounds) {
   for (int64_t i = 0; i < rows; ++i, to += to_stride) {
     const auto* row = static_cast<const typename D::Storage*>(from.data) + from.offset + i * from.stride;
-    int64_t j = 0;
+    int64_t j = rounds && sizeof *row == sizeof *to ? count : 0;  // float32 is rounded from where it is
+    const auto* values = j == 0 ? to : reinterpret_cast<const float*>(row);
     for (; j + kBlock <= count; j += kBlock) {
       const float* block = D::load_block(row + j, to + j);
       if (block != to + j) std::memcpy(to + j, block, kBlock * sizeof *to);
     }
     for (; j < count; ++j) to[j] = D::load(row[j]);
     if (rounds) {
-      for (j = 0; j < count; ++j) to[j] = BFloat16::load(BFloat16::store(to[j]));
+      for (j = 0; j < count; ++j) to[j] = BFloat16::load(BFloat16::store(values[j]));
     }
     for (j = count; j < to_stride; ++j) to[j] = 0;
   }
@@ -127,15 +142,26 @@ struct Room {
   }
 };
 
+// The running sums of a row.
+struct RunningRow {
+  float *highest, *sum, *out;
+};
+
 // The state of a task: its rows, after the keys so far.
 struct Running {
   float* highest;  // [rows], of scores as the engine gives them
   float* sum;      // [rows], of weights
   float* out;      // [rows padded, dv padded], weighted values
+  MXFP8_INLINE_MEMBER RunningRow row(int64_t i, int64_t dv) const { return {highest + i, sum + i, out + i * dv}; }
 };
 MXFP8_INLINE Running running_in(int64_t rows, float* memory) {
   const int64_t lead = padded(rows, kAttentionRowPad);
   return {memory, memory + lead, memory + 2 * lead};
+}
+
+MXFP8_INLINE int64_t mask_offset(const AttentionArgs& a, const AttentionTask& t, RowPlace place, int64_t key) {
+  const int64_t* s = a.mask_strides;
+  return t.batch * s[0] + place.head * s[1] + place.row * s[2] + key * s[3];
 }
 
 // The scores of a mask's row for keys key..key + count - 1, with zeros up to the next whole vector.
@@ -150,8 +176,7 @@ MXFP8_INLINE void load_mask_as(const AttentionArgs& a, int64_t offset, int64_t c
 }
 MXFP8_NOINLINE void load_mask(const AttentionArgs& a, const AttentionTask& t, RowPlace place, int64_t key,
                               int64_t count, float* to) {
-  const int64_t* s = a.mask_strides;
-  const int64_t offset = t.batch * s[0] + place.head * s[1] + place.row * s[2] + key * s[3];
+  const int64_t offset = mask_offset(a, t, place, key);
   if (a.mask_dtype == MXFP8_BOOL) {
     load_mask_as<uint8_t>(a, offset, count, to, [](uint8_t seen) { return seen ? 0.0f : -__builtin_inff(); });
   } else {
@@ -172,11 +197,9 @@ struct Scaling {
   }
 };
 
-// Products [count] of one row to weights, where they are; `write(j, weights)` puts them elsewhere as well. Keys from
-// `seen` on have none. The row's running sums are scaled to the new highest score.
-template <class Write>
-MXFP8_INLINE void weigh(const Scaling& scaling, float* products, const float* mask, int64_t seen, int64_t count,
-                        float* highest, float* sum, float* out, int64_t dv, const Write& write) {
+// Products of one row to scores, where they are, -Inf in place of keys from `seen` on up to a whole vector. Returns the
+// highest, or -Inf if all are NaN.
+MXFP8_INLINE float score_row(const Scaling& scaling, float* products, const float* mask, int64_t seen) {
   if (mask != nullptr) {
     for (int64_t j = 0; j < seen; j += kLanes) {
       store(products + j, multiply_add(load(products + j), all_of(scaling.factor), load(mask + j)));
@@ -187,30 +210,38 @@ MXFP8_INLINE void weigh(const Scaling& scaling, float* products, const float* ma
   for (int64_t j = seen; j < padded(seen, kLanes); ++j) products[j] = -__builtin_inff();
   Vec top = all_of(-__builtin_inff());
   for (int64_t j = 0; j < seen; j += kLanes) top = larger(load(products + j), top);
-  const float before = *highest, block = highest_lane(top), now = block > before ? block : before;
+  return highest_lane(top);
+}
+
+// Scores [count] of one row, of which `highest` is the highest, to weights; `write(j, weights)` takes them. Keys from
+// `seen` on have none. The row's running sums are scaled to the new highest score.
+template <class Write>
+MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t seen, int64_t count, float block,
+                        RunningRow row, int64_t dv, const Write& write) {
+  const float before = *row.highest, now = block > before ? block : before;
   int64_t j = 0;
   if (now == -__builtin_inff()) {  // nothing seen, or NaN alone, which must show
     Vec nan = zero();
     for (; j < seen; j += kLanes) {
-      const Vec score = load(products + j), weight = score == score ? zero() : score;
+      const Vec score = load(scores + j), weight = score == score ? zero() : score;
       nan += weight;
       write(j, weight);
     }
-    *sum += sum_of_lanes(nan);
+    *row.sum += sum_of_lanes(nan);
   } else {
     Vec total = zero();
     for (; j < seen; j += kLanes) {
-      const Vec weight = exp2_of((load(products + j) - now) * scaling.multiplier);
+      const Vec weight = exp2_of((load(scores + j) - now) * scaling.multiplier);
       total += weight;
       write(j, weight);
     }
     if (now != before) {
       const float shrink = before == -__builtin_inff() ? 0.0f : exp2_of((before - now) * scaling.multiplier);
-      *highest = now;
-      *sum *= shrink;
-      for (int64_t i = 0; i < dv; i += kLanes) store(out + i, load(out + i) * shrink);
+      *row.highest = now;
+      *row.sum *= shrink;
+      for (int64_t i = 0; i < dv; i += kLanes) store(row.out + i, load(row.out + i) * shrink);
     }
-    *sum += sum_of_lanes(total);
+    *row.sum += sum_of_lanes(total);
   }
   for (; j < count; j += kLanes) write(j, zero());
 }
@@ -228,22 +259,28 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, in
 }
 
 // Prefetches the next keys and values. Rows of a head lie too far apart for the prefetcher of the processor. A block of
-// keys and values and, at the end of a task, the rows of the next. Every row that is weighed asks for its share.
+// keys and values and, at the end of a task, the rows of the next. Rows that are weighed ask for their share.
 class Ahead {
  public:
   Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
   MXFP8_INLINE_MEMBER void want(const AttentionTask& task, int64_t key, int64_t count, int64_t rows) {
     task_ = task, key_ = key, count_ = count, queries_ = rows;
   }
-  MXFP8_INLINE_MEMBER void ask(int64_t row) const {
+  MXFP8_INLINE_MEMBER void ask(int64_t row, int64_t rows) const {
     const auto bytes = int64_t(a_.dtype == MXFP8_FLOAT32 ? 4 : 2);
-    for (int64_t j = count_ * row / rows_; j < count_ * (row + 1) / rows_; ++j) {
+    for (int64_t j = count_ * row / rows_; j < count_ * (row + rows) / rows_; ++j) {
       prefetch(keys_at(a_, task_, key_ + j), a_.d, bytes);
       prefetch(values_at(a_, task_, key_ + j), a_.dv, bytes);
     }
-    for (int64_t i = queries_ * row / rows_; i < queries_ * (row + 1) / rows_; ++i) {
+    for (int64_t i = queries_ * row / rows_; i < queries_ * (row + rows) / rows_; ++i) {
       prefetch({a_.q, query_offset(a_, task_, i, a_.d), 0}, a_.d, bytes);
       prefetch({a_.y, query_offset(a_, task_, i, a_.dv), 0}, a_.dv, bytes);
+    }
+    if (a_.mask == nullptr || a_.mask_strides[2] == 0) return;
+    const int64_t width = a_.mask_dtype == MXFP8_BOOL ? 1 : a_.mask_dtype == MXFP8_FLOAT32 ? 4 : 2;
+    for (int64_t i = row; i < least_of(row + rows, task_.row_end - task_.row_begin); ++i) {
+      const int64_t offset = mask_offset(a_, task_, place_of(a_, task_, i), key_);
+      prefetch({a_.mask, offset, 0}, a_.mask_strides[3] == 0 ? 1 : count_, width);
     }
   }
 
@@ -274,6 +311,8 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const A
   const int64_t rows = t.row_end - t.row_begin, dv = padded(a.dv, kAttentionPad);
   const bool one_mask = a.mask != nullptr && a.mask_strides[1] == 0 && a.mask_strides[2] == 0;
   alignas(64) float mask[Engine::kKeys];
+  float highest[Engine::kRows];
+  int64_t seen[Engine::kRows];
   for (int64_t i = 0; i < rows; ++i) running.highest[i] = -__builtin_inff(), running.sum[i] = 0;
   std::memset(running.out, 0, size_t(rows * dv) * sizeof(float));
   const int64_t key_end = seen_end(a, t, 0, rows, t.key_end);
@@ -295,14 +334,16 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const A
       const int64_t used = least_of(count, seen_end(a, t, row, these, key_end) - key);
       if (used <= 0) continue;
       engine.score(row, these, used);
-      for (int64_t i = row; i < row + these; ++i) {
-        const RowPlace place = place_of(a, t, i);
-        ahead.ask(i);
-        const int64_t seen = most_of(0, least_of(used, seen_end(a, place.row, key_end) - key));
+      ahead.ask(row, these);
+      RowPlace place = place_of(a, t, row);
+      for (int64_t i = 0; i < these; ++i, place = after(a, place)) {
+        seen[i] = most_of(0, least_of(used, seen_end(a, place.row, key_end) - key));
         if (a.mask != nullptr && !one_mask) load_mask(a, t, place, key, used, mask);
-        weigh(scaling, engine.products(i - row), a.mask == nullptr ? nullptr : mask, seen, engine.width(used),
-              running.highest + i, running.sum + i, running.out + i * dv, dv,
-              [&](int64_t j, Vec weight) MXFP8_INLINE_LAMBDA { engine.write(i - row, j, weight); });
+        highest[i] = score_row(scaling, engine.products(i), a.mask == nullptr ? nullptr : mask, seen[i]);
+      }
+      for (int64_t i = 0; i < these; ++i) {
+        weigh(scaling, engine.products(i), seen[i], engine.width(used), highest[i], running.row(row + i, dv), dv,
+              [&](int64_t j, Vec weight) MXFP8_INLINE_LAMBDA { engine.write(i, j, weight); });
       }
       engine.add(row, these, used, running.out + row * dv);
     }

@@ -22,10 +22,11 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int64_t kDepth = 256;    // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
-constexpr int kRows = 12;          // rows of a tile: 12 x 2 sums, 2 + 1 operands
-constexpr int kFewRows = 6;        // rows of a tile whose sums and totals fit the registers
-constexpr int kTwoVectorRows = 3;  // up to here with two vectors of columns
+constexpr int64_t kDepth = 256;     // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
+constexpr int kRows = 10;           // rows of a tile: 10 x 2 sums, 2 + 1 operands
+constexpr int kFewRows = 20;        // up to here decoding a weight for each tile takes less time than storing it
+constexpr int kRegisterTotals = 6;  // vectors of totals beside two of sums for each
+constexpr int kTwoVectorRows = 3;   // up to here with two vectors of columns
 constexpr int kWordsOfBlock = int(kBlock) / kWord;
 constexpr int64_t kWordValues = 2 * kPanelVectors * kBlock;  // bfloat16 values of a word of a panel
 
@@ -115,10 +116,18 @@ template <class F, int R, int V>
 MXFP8_NOINLINE void multiply_codes(const uint16_t* a, PanelView panel, int64_t depth, float* strip, bool accumulate) {
   const Decoder<F> decoder;
   __m512i unused = _mm512_setzero_si512();
+  constexpr bool in_registers = R * V <= kRegisterTotals;  // otherwise totals are added up in L1
   __m512 totals[R][V];
 #pragma GCC unroll 16
   for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < V; ++j) totals[i][j] = accumulate ? load(strip + i * kGemmColumns + j * kLanes) : zero();
+    for (int j = 0; j < V; ++j) {
+      float* to = strip + i * kGemmColumns + j * kLanes;
+      if (in_registers) {
+        totals[i][j] = accumulate ? load(to) : zero();
+      } else if (!accumulate) {
+        store(to, zero());
+      }
+    }
   }
   for (int64_t k = 0; k < depth; k += kBlock, panel.codes += kPanel) {
     const uint16_t* block = a + k / kStepBf16 * R * kStepBf16 + k % kStepBf16 / 2;
@@ -148,11 +157,19 @@ MXFP8_NOINLINE void multiply_codes(const uint16_t* a, PanelView panel, int64_t d
     for (int j = 0; j < V; ++j) {
       const __m512 scales = scale_values(_mm_loadu_si128(reinterpret_cast<const __m128i*>(panel.codes + j * kLanes)));
 #pragma GCC unroll 16
-      for (int i = 0; i < R; ++i) totals[i][j] = _mm512_fmadd_ps(even[i][j] + odd[i][j], scales, totals[i][j]);
+      for (int i = 0; i < R; ++i) {
+        float* to = strip + i * kGemmColumns + j * kLanes;
+        const __m512 sum = even[i][j] + odd[i][j];
+        if (in_registers) {
+          totals[i][j] = _mm512_fmadd_ps(sum, scales, totals[i][j]);
+        } else {
+          store(to, _mm512_fmadd_ps(sum, scales, load(to)));
+        }
+      }
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < R; ++i) {
+  for (int i = 0; in_registers && i < R; ++i) {
     for (int j = 0; j < V; ++j) store(strip + i * kGemmColumns + j * kLanes, totals[i][j]);
   }
 }
@@ -168,7 +185,7 @@ MXFP8_INLINE void multiply_few_rows(const uint16_t* a, int64_t rows, PanelView p
   }
   for (int64_t c = 0; c < columns; c += kLanes) {
     const PanelView vector = {panel.elements + c / kLanes * kDecoded, panel.codes + c};
-    with_rows<kFewRows>(
+    with_rows<kRows>(
         rows, [&](auto r) { multiply_codes<F, decltype(r)::value, 1>(a, vector, depth, strip + c, accumulate); });
   }
 }

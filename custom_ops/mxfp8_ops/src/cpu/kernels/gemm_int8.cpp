@@ -36,8 +36,10 @@ constexpr bool kTotalsInRegisters = kLanes > 8;
 constexpr int kRows = 6;
 #if defined(MXFP8_DOTS_OF_BYTES)
 constexpr uint8_t kFlipped = 0x80;  // plus 128
+constexpr int kUnrolled = 8;
 #else
 constexpr uint8_t kFlipped = 0;
+constexpr int kUnrolled = 2;  // GCC 12 keeps operands of more in memory
 #endif
 
 using ByteTiles = Tiles<kRows>;
@@ -113,7 +115,7 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
         sums[i][j] = kFoldsByAdding ? exponents[j] + blocks_of_a[i].start : Ints{} + blocks_of_a[i].start;
       }
     }
-#pragma GCC unroll 16
+#pragma GCC unroll kUnrolled
     for (int word = 0; word < kWords; ++word, b += kPanelVectors * kDecoded / int(sizeof(Factor))) {
       Ints columns[V];
       for (int j = 0; j < V; ++j) {

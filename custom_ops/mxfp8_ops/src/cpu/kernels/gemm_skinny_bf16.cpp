@@ -10,7 +10,6 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kStepBf16;
-constexpr int kRows = 2;
 
 MXFP8_INLINE __m512bh as_bf16(__m512i values) { return reinterpret_cast<__m512bh>(values); }
 
@@ -67,12 +66,12 @@ int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
 void gemm_skinny_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, int64_t column_begin,
                                int64_t column_end, const void* packed, int) {
   with_format(args.b_format, [&](auto format) {
-    for_each_group<uint16_t, kStep, 1, kRows>(
+    for_each_group<uint16_t, kStep, 1, kRowsAsTheyLie>(
         args, row, rows, column_begin, column_end, static_cast<const uint16_t*>(packed),
         [&](auto r, const Work<uint16_t>& work) { multiply_group<decltype(format), decltype(r)::value>(work); });
   });
 }
 
-MXFP8_GEMM_KERNEL(gemm_skinny_bf16, kRows, sizeof(uint16_t));
+MXFP8_GEMM_KERNEL(gemm_skinny_bf16, int(kRowsAsTheyLie), sizeof(uint16_t));
 
 }  // namespace mxfp8::MXFP8_ISA

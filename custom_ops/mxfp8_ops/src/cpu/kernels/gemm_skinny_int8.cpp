@@ -1,6 +1,7 @@
-// The gemm of INT8 elements for few rows, on dot products of 8-bit integers (VPDPBUSD): B is read once, as it lies.
+// The gemm of INT8 elements for one or two rows, on dot products of 8-bit integers (VPDPBUSD): B is read once, as it
+// lies.
 //
-// y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + A + the result. A register
+// y [M, N] = A [M, K] . B [N, K]^T, M <= 2. Work is split over N. Bytes moved: 1.03 N K + A + the result. A register
 // of B takes 3 operations, and 4 more for each row of A: dot product, conversion, two multiplications.
 //
 // Packed A has A's elements plus 128, which the instruction takes as unsigned. A sum is too large by 128 times the sum
@@ -15,9 +16,7 @@ namespace {
 constexpr int kStep = kDecoded;
 constexpr int64_t kFarBytes = 16384;  // B is fetched into L2 this far ahead
 constexpr int64_t kNearBytes = 1024;  // and from there into L1
-
-// Up to here two rows of B are read together: more lines are on the way, and A is read once for both.
-constexpr int kTwoColumnRows = kLanes > 8 ? 8 : 4;
+constexpr int kTogether = 2;          // rows of B that are read together: more lines are on the way
 
 // The scales of `count` blocks of a row of B, times 2^-6. False if one does not fit.
 MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t count, float* scales) {
@@ -100,7 +99,7 @@ int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
   const int64_t padded = padded_depth(args.k), blocks = padded / kBlock;
   auto* out = static_cast<uint8_t*>(packed);
   float* scales = scales_of(packed, rows, padded);
-  const Groups groups(rows, kInt8Group);
+  const Groups groups(rows, kRowsAsTheyLie);
   for (int64_t group = 0; group < groups.count; ++group) {
     const int64_t group_rows = groups.rows(group), first = groups.first(group);
     for (int64_t r = 0; r < group_rows; ++r) {
@@ -129,18 +128,17 @@ void gemm_skinny_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
                                int64_t column_end, const void* packed, int) {
   const int64_t padded = padded_depth(args.k), blocks = padded / kBlock;
   const float* scales = scales_of(const_cast<void*>(packed), rows, padded);
-  for_each_group<uint8_t, kStep, 1, kInt8Group, kGroupBytes, kFarBytes>(
+  for_each_group<uint8_t, kStep, 1, kRowsAsTheyLie, kGroupBytes, kFarBytes>(
       args, row, rows, column_begin, column_end, static_cast<const uint8_t*>(packed),
       [&](auto r, const Work<uint8_t>& work) {
         constexpr int R = decltype(r)::value;
         const float* of_group = scales + (work.row - row) * blocks + work.k / kBlock;
-        constexpr int C = R <= kTwoColumnRows ? 2 : 1;
-        for_each_column<INT8, R, C>(work, [&](auto c, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
+        for_each_column<INT8, R, kTogether>(work, [&](auto c, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
           return dot<R, decltype(c)::value>(work.a, of_group, blocks, pass, sums);
         });
       });
 }
 
-MXFP8_GEMM_KERNEL(gemm_skinny_int8, int(kSkinnyRows), kPackedBytes);
+MXFP8_GEMM_KERNEL(gemm_skinny_int8, int(kRowsAsTheyLie), kPackedBytes);
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -22,19 +22,19 @@
   }                                                                                                         \
   MXFP8_ON_X86(namespace avx2 { RESULT NAME(__VA_ARGS__); } namespace avx512 { RESULT NAME(__VA_ARGS__); }) \
   constexpr decltype(&portable::NAME) NAME##_kernels[] = {                                                  \
-      &portable::NAME MXFP8_ON_X86(, &avx2::NAME, &avx512::NAME, &avx512::NAME)};
+      &portable::NAME MXFP8_ON_X86(, &avx2::NAME, &avx512::NAME, &avx512::NAME, &avx512::NAME)};
 
-// The same for one that amx_bf16 has too.
-#define MXFP8_KERNEL_WITH_AMX(RESULT, NAME, ...)                                                                       \
-  namespace portable {                                                                                                 \
-  RESULT NAME(__VA_ARGS__);                                                                                            \
-  }                                                                                                                    \
-  MXFP8_ON_X86(                                                                                                        \
-      namespace avx2 { RESULT NAME(__VA_ARGS__); } namespace avx512 { RESULT NAME(__VA_ARGS__); } namespace amx_bf16 { \
-        RESULT NAME(__VA_ARGS__);                                                                                      \
-      })                                                                                                               \
-  constexpr decltype(&portable::NAME) NAME##_kernels[] = {                                                             \
-      &portable::NAME MXFP8_ON_X86(, &avx2::NAME, &avx512::NAME, &amx_bf16::NAME)};
+// The same for one that avx512_bf16 and amx_bf16 have too.
+#define MXFP8_KERNEL_WITH_BF16(RESULT, NAME, ...)                                                             \
+  namespace portable {                                                                                        \
+  RESULT NAME(__VA_ARGS__);                                                                                   \
+  }                                                                                                           \
+  MXFP8_ON_X86(                                                                                               \
+      namespace avx2 { RESULT NAME(__VA_ARGS__); } namespace avx512 {                                         \
+        RESULT NAME(__VA_ARGS__);                                                                             \
+      } namespace avx512_bf16 { RESULT NAME(__VA_ARGS__); } namespace amx_bf16 { RESULT NAME(__VA_ARGS__); }) \
+  constexpr decltype(&portable::NAME) NAME##_kernels[] = {                                                    \
+      &portable::NAME MXFP8_ON_X86(, &avx2::NAME, &avx512::NAME, &avx512_bf16::NAME, &amx_bf16::NAME)};
 
 namespace mxfp8 {
 
@@ -44,7 +44,7 @@ struct GemmRow;
 // An instruction set.
 struct Kernels {
   const char* isa;
-  int column;            // in the arrays of kernels: 0 portable, 1 avx2, 2 avx512, 3 amx_bf16
+  int column;            // in the arrays of kernels: 0 portable, 1 avx2, 2 avx512, 3 avx512_bf16, 4 amx_bf16
   const GemmRow* gemms;  // fastest first; the last takes anything
   bool has_bf16;         // whether there are gemms for Values::kBf16
   int64_t strip_rows;    // rows of A packed at a time
