@@ -33,9 +33,11 @@ def weight_of(shape: tuple[int, int], fmt: str, seed: int = 2) -> tuple[np.ndarr
     return numpy_nodes.quantize(heavy_tailed(shape, seed), element_format=fmt)
 
 
-def check(weight: native.ConstantWeight, m: int, b: tuple[np.ndarray, np.ndarray], kind: str, fmt: str) -> None:
-    """Fails if the product of M rows of some kind with a weight is out of the bound."""
-    x = heavy_tailed((m, b[0].shape[1]), m)
+def check(
+    weight: native.ConstantWeight, m: int, b: tuple[np.ndarray, np.ndarray], kind: str, fmt: str, *, power: int = 0
+) -> None:
+    """Fails if the product of M rows of some kind, times 2^power, with a weight is out of the bound."""
+    x = np.ldexp(heavy_tailed((m, b[0].shape[1]), m), power)
     wide = numpy_nodes.dequantize(*b, element_format=fmt)
     weight.use()
     if kind in ("bfloat16", "float32"):
@@ -91,6 +93,27 @@ def test_blocks_of_zeros_take_any_scale(isa):
         check(weight, m, b, "e4m3", "e4m3")
 
 
+@looped("kind, m", pairwise(kind=["e4m3", "float32"], m=[20, 200]))
+def test_products_that_are_subnormal(isa, kind, m):
+    """Dot products of bfloat16 flush them: a weight may be decoded for one call and not exact for the next."""
+    b, weight = numpy_nodes.quantize(np.ldexp(heavy_tailed((40, 640), 1), -62)), native.ConstantWeight("decoded")
+    for power in (0, -66):
+        check(weight, m, b, kind, "e4m3", power=power)
+
+
+@pytest.mark.parametrize("prepack", ["auto", "decoded"])
+def test_panels_are_what_is_multiplied(isa, prepack):
+    """Where there are any for E4M3: from the second call on, b is not read; a block of zeros does not change that."""
+    w = heavy_tailed((70, 640), 2)
+    w[5, :32] = 0
+    b, weight, y = numpy_nodes.quantize(w), native.ConstantWeight(prepack), []
+    for m in (20, 20, 200):
+        weight.use()
+        y.append(cpu.gemm(*numpy_nodes.quantize(heavy_tailed((m, 640), 1)), *b))
+        b[0][:] = 0
+    assert [each.any() for each in y] == [True, *[isa in ("amx_bf16", "avx512_bf16")] * 2]
+
+
 def test_a_weight_is_that_of_its_first_call(isa):
     """Another b, other sizes and another format are read as they are given."""
     b, other, weight = weight_of((40, 96), "int8", 1), weight_of((40, 96), "int8", 2), native.ConstantWeight()
@@ -107,6 +130,22 @@ def test_only_the_next_call_uses_a_weight(isa):
     y = cpu.weight_gemm(x, *b, b_format="int8", activation_dtype="bfloat16")
     assert first.any()
     assert not y.any()
+
+
+def test_rows_that_are_multiplied_with_panels(isa):
+    """Any number, but on AMX from four on: with fewer, b is read as it lies. Two sets have no panels for INT8."""
+    b, weight = weight_of((40, 96), "int8"), native.ConstantWeight()
+
+    def gemms(m: int) -> tuple[str, ...]:
+        a = numpy_nodes.quantize(heavy_tailed((m, 96), m), element_format="int8")
+        weight.use()
+        with cpu.profiled() as profile:
+            cpu.gemm(*a, *b, a_format="int8", b_format="int8")
+            return profile.calls()[-1].gemms
+
+    kernel = gemms(20)
+    rows = {"amx_bf16": [4], "avx512": [], "portable": []}.get(isa, [1, 2, 3, 4])
+    assert [m for m in (1, 2, 3, 4) if gemms(m) == kernel] == rows
 
 
 def test_unknown_prepack():

@@ -40,11 +40,11 @@ bool takes(const Kernels& kernels, const GemmArgs& args, const GemmRow& row) {
          (row.values == Values::kInt8 && all_int8);
 }
 
-// The first row of the table after `last` for these rows; null stands for before the first. Where there are panels, the
-// first is that of their kernel.
+// The first row of the table after `last` for these rows; null stands for before the first. Where there are panels, and
+// rows enough for them, the first is that of their kernel.
 const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
   const GemmRow* next = last == nullptr ? kernels.gemms : last + 1;
-  if (last == nullptr && args.panels != nullptr) {
+  if (last == nullptr && args.panels != nullptr && rows >= kernels.least_panel_rows) {
     while (next->kernel != args.panels->kernel) ++next;
     return next;
   }

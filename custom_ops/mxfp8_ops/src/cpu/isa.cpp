@@ -83,7 +83,9 @@ const Processor& processor() {
 
 // Linux saves the tiles only for processes that have asked for it, because they take 8 KB of a signal's stack.
 bool has_amx_bf16() {
-#if defined(__linux__)
+#if defined(MXFP8_EMULATE_AMX)
+  return processor().avx512_bf16();
+#elif defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   if (!processor().amx_bf16()) return false;
   static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;

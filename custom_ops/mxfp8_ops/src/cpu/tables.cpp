@@ -87,7 +87,7 @@ constexpr GemmRow gemms[] = {
     {Values::kOther, 1, kSkinnyRows, &avx512::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &avx512::gemm_f32},
 };
-MXFP8_ISA_TABLE("amx_bf16", 4, gemms, true, kAmxStripRows)
+MXFP8_ISA_TABLE("amx_bf16", 4, gemms, true, kAmxStripRows, kFewRows + 1)
 }  // namespace amx_bf16
 #endif
 

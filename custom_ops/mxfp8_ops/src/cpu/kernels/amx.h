@@ -34,8 +34,9 @@ class AmxTiles {
       configuration.row_bytes[tile] = kAmxRowBytes;
       configuration.rows[tile] = uint8_t(full ? kAmxRows : of_first ? first : second);
     }
-    // Not _tile_loadconfig: GCC 12 tells its optimizer that this reads 8 bytes, and the stores of the others go.
-    asm volatile("ldtilecfg %0" ::"m"(configuration));
+    // GCC 12 tells its optimizer that _tile_loadconfig reads 8 bytes, and would leave out the stores of the others.
+    asm volatile("" ::"m"(configuration));
+    _tile_loadconfig(&configuration);
   }
 
  private:

@@ -5,7 +5,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kPairColumns = 2 * kPanel;  // columns of two tiles side by side
+constexpr int64_t kPairColumns = 2 * kAmxColumns;  // columns of two tiles side by side
 
 // A block of sums: rows `stride` values apart.
 struct Sums {
@@ -24,9 +24,9 @@ struct WholeBlock {
     float* below = sums.at + rows * sums.stride;
     if (sums.add) {
       _tile_loadd(0, sums.at, stride);
-      if (TwoPanels) _tile_loadd(1, sums.at + kPanel, stride);
+      if (TwoPanels) _tile_loadd(1, sums.at + kAmxColumns, stride);
       if (TwoTiles) _tile_loadd(2, below, stride);
-      if (TwoTiles && TwoPanels) _tile_loadd(3, below + kPanel, stride);
+      if (TwoTiles && TwoPanels) _tile_loadd(3, below + kAmxColumns, stride);
     } else {
       _tile_zero(0);
       _tile_zero(1);
@@ -42,11 +42,11 @@ struct WholeBlock {
     for (int odd = 0; odd < 2; ++odd) {
       _tile_loadd(6, left + odd * kAmxTile, kAmxRowBytes);
       if (TwoPanels) _tile_loadd(7, right + odd * kAmxTile, kAmxRowBytes);
-      _tile_loadd(4, first + odd * kSlab, kStep * sizeof(uint16_t));
+      _tile_loadd(4, first + odd * kSlab, kStepBf16 * sizeof(uint16_t));
       _tile_dpbf16ps(0, 4, 6);
       if (TwoPanels) _tile_dpbf16ps(1, 4, 7);
       if (TwoTiles) {
-        _tile_loadd(5, second + odd * kSlab, kStep * sizeof(uint16_t));
+        _tile_loadd(5, second + odd * kSlab, kStepBf16 * sizeof(uint16_t));
         _tile_dpbf16ps(2, 5, 6);
         if (TwoPanels) _tile_dpbf16ps(3, 5, 7);
       }
@@ -57,9 +57,9 @@ struct WholeBlock {
     const size_t stride = size_t(sums.stride) * sizeof(float);
     float* below = sums.at + rows * sums.stride;
     _tile_stored(0, sums.at, stride);
-    if (TwoPanels) _tile_stored(1, sums.at + kPanel, stride);
+    if (TwoPanels) _tile_stored(1, sums.at + kAmxColumns, stride);
     if (TwoTiles) _tile_stored(2, below, stride);
-    if (TwoTiles && TwoPanels) _tile_stored(3, below + kPanel, stride);
+    if (TwoTiles && TwoPanels) _tile_stored(3, below + kAmxColumns, stride);
   }
 };
 
@@ -75,12 +75,12 @@ struct PartsBlock {
     _tile_zero(2);
     _tile_zero(3);
     if (sums.add) _tile_loadd(0, sums.at, size_t(sums.stride) * sizeof(float));
-    if (sums.add && TwoPanels) _tile_loadd(1, sums.at + kPanel, size_t(sums.stride) * sizeof(float));
+    if (sums.add && TwoPanels) _tile_loadd(1, sums.at + kAmxColumns, size_t(sums.stride) * sizeof(float));
   }
 
   static MXFP8_INLINE_MEMBER void step(const uint16_t* first, const uint16_t*, const uint16_t* left,
                                        const uint16_t* right) {
-    constexpr size_t stride = Parts * kStep * sizeof(uint16_t);
+    constexpr size_t stride = Parts * kStepBf16 * sizeof(uint16_t);
 #pragma GCC unroll 2
     for (int odd = 0; odd < 2; ++odd) {
       _tile_loadd(6, left + odd * kAmxTile, kAmxRowBytes);
@@ -90,7 +90,7 @@ struct PartsBlock {
       if (TwoPanels) _tile_dpbf16ps(1, 4, 7);
 #pragma GCC unroll 2
       for (int part = 1; part < Parts; ++part) {
-        _tile_loadd(5, first + part * kStep + odd * kSlab, stride);
+        _tile_loadd(5, first + part * kStepBf16 + odd * kSlab, stride);
         _tile_dpbf16ps(2, 5, 6);
         if (TwoPanels) _tile_dpbf16ps(3, 5, 7);
       }
@@ -102,10 +102,10 @@ struct PartsBlock {
     alignas(64) float rest[kAmxRows * kPairColumns];
     _tile_stored(0, sums.at, stride);
     _tile_stored(2, rest, kPairColumns * sizeof(float));
-    if (TwoPanels) _tile_stored(1, sums.at + kPanel, stride);
-    if (TwoPanels) _tile_stored(3, rest + kPanel, kPairColumns * sizeof(float));
+    if (TwoPanels) _tile_stored(1, sums.at + kAmxColumns, stride);
+    if (TwoPanels) _tile_stored(3, rest + kAmxColumns, kPairColumns * sizeof(float));
     for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < (TwoPanels ? kPairColumns : kPanel); j += kLanes) {
+      for (int64_t j = 0; j < (TwoPanels ? kPairColumns : kAmxColumns); j += kLanes) {
         float* to = sums.at + i * sums.stride + j;
         _mm512_storeu_ps(to, _mm512_add_ps(load(to), load(rest + i * kPairColumns + j)));
       }
@@ -124,10 +124,10 @@ struct Whole {
     const int64_t first = min_of(rows, kAmxRows), second = rows - first;
     tiles->shape(int(first), int(second > 0 ? second : first));
     if (second > 0) {
-      if (columns > kPanel) return call(WholeBlock<true, true>{}, first, second);
+      if (columns > kAmxColumns) return call(WholeBlock<true, true>{}, first, second);
       return call(WholeBlock<true, false>{}, first, second);
     }
-    if (columns > kPanel) return call(WholeBlock<false, true>{}, first, second);
+    if (columns > kAmxColumns) return call(WholeBlock<false, true>{}, first, second);
     return call(WholeBlock<false, false>{}, first, second);
   }
 };
@@ -140,7 +140,7 @@ struct InParts {
   template <class Call>
   static MXFP8_INLINE_MEMBER void with_block(AmxTiles* tiles, int64_t rows, int64_t columns, const Call& call) {
     tiles->shape(int(rows), int(rows));
-    if (columns > kPanel) return call(PartsBlock<parts, true>{}, rows, int64_t(0));
+    if (columns > kAmxColumns) return call(PartsBlock<parts, true>{}, rows, int64_t(0));
     return call(PartsBlock<parts, false>{}, rows, int64_t(0));
   }
 };

@@ -18,25 +18,39 @@ namespace {
 constexpr int64_t kDepth = 384;         // depth of a chunk: two tiles of A, and as much of two panels, fill L1
 constexpr int64_t kGroupColumns = 128;  // columns of a group: its panels wait in L2
 
-// A group of panels, decoded, one chunk deep.
+// A group of panels, decoded, one chunk deep: in `room`, or those of a constant weight.
 struct Group {
   int64_t column, columns;
   Chunk chunk;
-  uint32_t misfits[kGroupColumns / kPanel];
-  alignas(64) uint16_t b[kGroupColumns * kDepth];
+  uint32_t misfits[kGroupColumns / kAmxColumns];
+  const uint16_t* b;
+  int64_t depth;  // values along K from a panel to the next
+  alignas(64) uint16_t room[kGroupColumns * kDepth];
 };
+
+// Whether the decoded tiles of a constant weight may be multiplied, see lowest_scale.
+MXFP8_INLINE bool has_tiles(const GemmArgs& args, int lowest) {
+  return args.panels != nullptr && args.panels->decoded && args.panels->lowest >= lowest;
+}
 
 template <class F>
 MXFP8_INLINE void decode_group(const GemmArgs& args, Ahead* ahead, int lowest, Group* group) {
-  for (int64_t j = 0; j < group->columns; j += kPanel) {
+  if (has_tiles(args, lowest)) {
+    std::memset(group->misfits, 0, sizeof group->misfits);
+    group->b = decoded_at(args, args.panels->data, group->column, group->chunk.k);
+    group->depth = panel_depth(args.k);
+    return;
+  }
+  group->b = group->room, group->depth = group->chunk.padded;
+  for (int64_t j = 0; j < group->columns; j += kAmxColumns) {
     Panel<F> panel(args, group->column + j, group->column + group->columns, lowest);
     panel.begin(group->chunk);
-    uint16_t* out = group->b + j * group->chunk.padded;
-    for (int64_t k = 0; k < group->chunk.count; k += kStep, out += kPanelStep) {
+    uint16_t* out = group->room + j * group->depth;
+    for (int64_t k = 0; k < group->chunk.count; k += kStepBf16, out += kPanelStep) {
       ahead->fetch_step();
       panel.step(k, out);
     }
-    group->misfits[j / kPanel] = panel.misfits();
+    group->misfits[j / kAmxColumns] = panel.misfits();
   }
 }
 
@@ -53,12 +67,25 @@ MXFP8_NOINLINE void correct(const GemmArgs& args, int64_t row, int64_t rows, int
   }
 }
 
+// Adds the products of a chunk of A, from `a` on, to a block: of `first` rows and then `second` ones with panels of B
+// that are `next` values apart.
+template <class A, class Block>
+MXFP8_INLINE void multiply_chunk(Block block, const uint16_t* a, int64_t first, int64_t second, const uint16_t* b,
+                                 int64_t next, int64_t depth) {
+  const uint16_t* below = a + first * depth * A::parts;
+  for (int64_t k = 0; k < depth; k += kStepBf16, b += kPanelStep) {
+    block.step(a, below, b, b + next);
+    a += first * kStepBf16 * A::parts;
+    below += second * kStepBf16 * A::parts;
+  }
+}
+
 // Multiplies `rows` rows of A, from `row` on, with two panels of the group, `j` columns in it.
 template <class F, class A>
 MXFP8_INLINE void multiply_pair(const GemmArgs& args, AmxTiles* tiles, const uint16_t* a, int64_t row, int64_t rows,
                                 const Group& group, int64_t j, Sums sums) {
-  const int64_t columns = min_of(kPairColumns, group.columns - j), panel = j / kPanel, depth = group.chunk.padded;
-  const uint32_t misfits = group.misfits[panel] | (columns > kPanel ? group.misfits[panel + 1] << kPanel : 0);
+  const int64_t columns = min_of(kPairColumns, group.columns - j), panel = j / kAmxColumns;
+  const uint32_t misfits = group.misfits[panel] | (columns > kAmxColumns ? group.misfits[panel + 1] << kAmxColumns : 0);
   float before[A::rows_at_once * kPairColumns];
   if (__builtin_expect(misfits != 0, 0)) {
     for (int64_t i = 0; i < rows * kPairColumns; ++i) {
@@ -66,15 +93,9 @@ MXFP8_INLINE void multiply_pair(const GemmArgs& args, AmxTiles* tiles, const uin
     }
   }
   A::with_block(tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
-    const uint16_t* above = a;
-    const uint16_t* below = a + first * depth * A::parts;
-    const uint16_t* b = group.b + j * depth;
     block.start(sums, first);
-    for (int64_t k = 0; k < depth; k += kStep, b += kPanelStep) {
-      block.step(above, below, b, b + kPanel * depth);
-      above += first * kStep * A::parts;
-      below += second * kStep * A::parts;
-    }
+    multiply_chunk<A>(block, a, first, second, group.b + j * group.depth, kAmxColumns * group.depth,
+                      group.chunk.padded);
     block.finish(sums, first);
   });
   if (__builtin_expect(misfits != 0, 0))
@@ -94,7 +115,7 @@ MXFP8_INLINE void multiply_many(const GemmArgs& args, int64_t row, int64_t rows,
     group.columns = min_of(kGroupColumns, column_end - group.column);
     Ahead ahead(args, group.column + group.columns);
     for (int64_t c = 0; c < chunks; ++c) {
-      group.chunk = chunk_at(args.k, kDepth, c, kStep);
+      group.chunk = chunk_at(args.k, kDepth, c, kStepBf16);
       decode_group<F>(args, &ahead, lowest, &group);
       for (int64_t i = first; i < end; i += A::rows_at_once) {
         const int64_t count = min_of(A::rows_at_once, end - i);
@@ -123,20 +144,20 @@ MXFP8_INLINE void multiply_few(const GemmArgs& args, int64_t row, int64_t rows, 
   const Sums sums{block, kPairColumns, false};
   for (int64_t column = column_begin; column < column_end; column += kPairColumns) {
     const int64_t columns = min_of(kPairColumns, column_end - column);
-    Panel<F> left(args, column, column_end, lowest), right(args, column + kPanel, column_end, lowest);
+    Panel<F> left(args, column, column_end, lowest), right(args, column + kAmxColumns, column_end, lowest);
     Ahead ahead(args, column + columns);
     A::with_block(&tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
       const uint16_t *above = nullptr, *below = nullptr;
       int buffer = 0;
       block.start(sums, first);
       for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
-        const Chunk chunk = chunk_at(args.k, kDepth, c, kStep);
+        const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
         left.begin(chunk);
-        if (columns > kPanel) right.begin(chunk);
-        for (int64_t k = 0; k < chunk.count; k += kStep, buffer ^= 1) {
+        if (columns > kAmxColumns) right.begin(chunk);
+        for (int64_t k = 0; k < chunk.count; k += kStepBf16, buffer ^= 1) {
           ahead.fetch_step();
           left.step(k, b[buffer]);
-          if (columns > kPanel) {
+          if (columns > kAmxColumns) {
             ahead.fetch_step();
             right.step(k, b[buffer] + kPanelStep);
           }
@@ -149,12 +170,35 @@ MXFP8_INLINE void multiply_few(const GemmArgs& args, int64_t row, int64_t rows, 
       block.step(above, below, b[buffer ^ 1], b[buffer ^ 1] + kPanelStep);
       block.finish(sums, first);
     });
-    const uint32_t misfits = left.misfits() | (columns > kPanel ? right.misfits() << kPanel : 0);
+    const uint32_t misfits = left.misfits() | (columns > kAmxColumns ? right.misfits() << kAmxColumns : 0);
     if (__builtin_expect(misfits != 0, 0)) {
       const float before[A::rows_at_once * kPairColumns] = {};
       correct<F>(args, row, rows, column, Chunk{0, args.k, 0}, misfits, before, sums);
     }
     store_strip(args, row, rows, column, columns, block, kPairColumns);
+  }
+}
+
+// The same with the decoded tiles of a constant weight.
+template <class A>
+MXFP8_INLINE void multiply_few_tiles(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
+                                     int64_t column_end, const uint16_t* a) {
+  AmxTiles tiles;
+  alignas(64) float sums_of_block[A::rows_at_once * kPairColumns];
+  const Sums sums{sums_of_block, kPairColumns, false};
+  for (int64_t column = column_begin; column < column_end; column += kPairColumns) {
+    const int64_t columns = min_of(kPairColumns, column_end - column);
+    A::with_block(&tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
+      block.start(sums, first);
+      for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
+        const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
+        multiply_chunk<A>(block, a + chunk.k * rows * A::parts, first, second,
+                          decoded_at(args, args.panels->data, column, chunk.k), kAmxColumns * panel_depth(args.k),
+                          chunk.padded);
+      }
+      block.finish(sums, first);
+    });
+    store_strip(args, row, rows, column, columns, sums_of_block, kPairColumns);
   }
 }
 
@@ -175,12 +219,32 @@ MXFP8_INLINE void multiply_strip(const GemmArgs& args, int64_t row, int64_t rows
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
     const int lowest = lowest_scale<F>(exponent);
-    if (rows <= A::rows_at_once) {
+    if (rows <= A::rows_at_once && has_tiles(args, lowest)) {
+      multiply_few_tiles<A>(args, row, rows, column_begin, column_end, a);
+    } else if (rows <= A::rows_at_once) {
       multiply_few<F, A>(args, row, rows, column_begin, column_end, a, lowest);
     } else {
       multiply_many<F, A>(args, row, rows, first, end, column_begin, column_end, a, lowest);
     }
   });
+}
+
+// Decodes 16 columns of a constant weight. Returns the lowest scale code, or kNotExact if a column does not fit.
+template <class F>
+MXFP8_NOINLINE int make_tiles(const GemmArgs& args, int64_t column, int64_t column_end, uint16_t* out) {
+  Panel<F> panel(args, column, column_end, kMinScale<F>);
+  for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
+    const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
+    panel.begin(chunk);
+    for (int64_t k = 0; k < chunk.count; k += kStepBf16, out += kPanelStep) panel.step(k, out);
+  }
+  if (panel.misfits() != 0) return kNotExact;
+  int lowest = kAllZero;
+  const uint8_t* codes = args.b_scales + column * blocks_of(args.k);
+  for (int64_t i = 0; i < min_of(kAmxColumns, column_end - column) * blocks_of(args.k); ++i) {
+    if (codes[i] >= kMinScale<F> && codes[i] < lowest) lowest = codes[i];  // others are of blocks of zeros
+  }
+  return lowest;
 }
 
 // Values of dtype D, to be packed as the parts they are made of, cut off after 8 bits each.
@@ -201,7 +265,7 @@ MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row,
   const auto* values = static_cast<const typename D::Storage*>(args.a) + row * args.a_stride + k;
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), infinity = _mm512_set1_epi32(0x7f800000);
   Exponents exponents;
-  for (int64_t i = 0; i < count; i += kStep, out += stride) {
+  for (int64_t i = 0; i < count; i += kStepBf16, out += stride) {
     __m256i words[Parts][4];
     for (int j = 0; j < 4; ++j) {
       const int64_t left = count - i - j * 16;
@@ -222,8 +286,8 @@ MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row,
                                _mm512_inserti64x4(_mm512_castsi256_si512(words[part][2]), words[part][3], 1)};
       for (const __m512i& some : half) exponents.add(some);
       const Values both = dealt(half);
-      _mm512_store_si512(out + part * kStep, both.even);
-      _mm512_store_si512(out + part * kStep + kSlab, both.odd);
+      _mm512_store_si512(out + part * kStepBf16, both.even);
+      _mm512_store_si512(out + part * kStepBf16 + kSlab, both.odd);
     }
   }
   exponents.add_to(extent);
@@ -242,10 +306,10 @@ MXFP8_INLINE int pack_tiles(const GemmArgs& args, int64_t row, int64_t rows, int
       const int64_t count = min_of(kAmxRows, rows - first);
       for (int64_t i = 0; i < count; ++i) {
         for (int64_t c = 0; c < chunks_of(args.k, kDepth) && fits; ++c) {
-          const Chunk chunk = chunk_at(args.k, kDepth, c, kStep);
+          const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
           uint16_t* tile = out + (chunk.k * rows + chunk.padded * first) * Parts;
-          fits = pack_row(type, args, row + first + i, chunk.k, chunk.count, count * Parts * kStep,
-                          tile + i * Parts * kStep, &extent);
+          fits = pack_row(type, args, row + first + i, chunk.k, chunk.count, count * Parts * kStepBf16,
+                          tile + i * Parts * kStepBf16, &extent);
         }
       }
     }
@@ -278,7 +342,30 @@ void gemm_amx_parts_multiply(const GemmArgs& args, int64_t row, int64_t rows, in
   multiply_strip<InParts>(args, row, rows, tile_begin, tile_end, column_begin, column_end, packed, exponent);
 }
 
-MXFP8_GEMM_KERNEL(gemm_amx, int(kAmxRows), sizeof(uint16_t));
-MXFP8_GEMM_KERNEL(gemm_amx_parts, int(kAmxRows), 3 * sizeof(uint16_t));
+int64_t gemm_amx_panel_bytes(const GemmArgs& args, bool decoded) {
+  if (!decoded) return bytes_of_panels(args);
+  return (args.n + kAmxColumns - 1) / kAmxColumns * kAmxColumns * panel_depth(args.k) * int64_t(sizeof(uint16_t));
+}
+
+int gemm_amx_make_panels(const GemmArgs& args, bool decoded, int64_t column_begin, int64_t column_end, void* data) {
+  int lowest = kAllZero;
+  with_format(args.b_format, [&](auto format) {
+    using F = decltype(format);
+    for (int64_t column = column_begin; column < column_end && !decoded; column += kPanel) {
+      make_panel<F>(args, column, 0, kMinScale<F>, kMaxScale<F>, data, [](int64_t, int64_t) {});
+    }
+    for (int64_t column = column_begin; column < column_end && decoded; column += kAmxColumns) {
+      auto* tiles = const_cast<uint16_t*>(decoded_at(args, data, column, 0));
+      lowest = int(min_of(lowest, make_tiles<F>(args, column, column_end, tiles)));
+    }
+  });
+  return lowest;
+}
+
+constexpr auto gemm_amx_parts_panel_bytes = gemm_amx_panel_bytes;
+constexpr auto gemm_amx_parts_make_panels = gemm_amx_make_panels;
+
+MXFP8_PANEL_KERNEL(gemm_amx, int(kAmxRows), sizeof(uint16_t));
+MXFP8_PANEL_KERNEL(gemm_amx_parts, int(kAmxRows), 3 * sizeof(uint16_t));
 
 }  // namespace mxfp8::MXFP8_ISA
