@@ -96,7 +96,8 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
                                       int y_dtype, void* y, int64_t y_stride, int threads);
 
 // A weight b [N, K] that never changes. The first gemm that uses it copies b into the layout of its kernel, and it and
-// every later one read the copy: b has to stay, unchanged, as long as the weight does. prepack: MXFP8_PREPACK_AUTO
+// every later one read the copy (with AMX those of four rows or more, others b): b has to stay, unchanged, as long as
+// the weight does. prepack: MXFP8_PREPACK_AUTO
 // copies the codes; MXFP8_PREPACK_DECODED makes them bfloat16 where the kernel multiplies those, two bytes a value; with
 // MXFP8_PREPACK_NEVER gemms read b. Any number of threads may use one weight. Of three rows or more a gemm gives the
 // same bits with MXFP8_PREPACK_AUTO and without a weight.
