@@ -97,16 +97,15 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
 
 // A weight b [N, K] that never changes. The first gemm that uses it copies b into the layout of its kernel, and it and
 // every later one read the copy (with AMX those of four rows or more, others b): b has to stay, unchanged, as long as
-// the weight does. prepack: MXFP8_PREPACK_AUTO
-// copies the codes; MXFP8_PREPACK_DECODED makes them bfloat16 where the kernel multiplies those, two bytes a value; with
-// MXFP8_PREPACK_NEVER gemms read b. Any number of threads may use one weight. Of three rows or more a gemm gives the
-// same bits with MXFP8_PREPACK_AUTO and without a weight.
+// the weight does. prepack: MXFP8_PREPACK_AUTO copies the codes; MXFP8_PREPACK_DECODED makes them bfloat16 where the
+// kernel multiplies those, two bytes a value; with MXFP8_PREPACK_NEVER gemms read b. Any number of threads may use one
+// weight. Of three rows or more a gemm gives the same bits with MXFP8_PREPACK_AUTO and without a weight.
 enum { MXFP8_PREPACK_AUTO = 0, MXFP8_PREPACK_NEVER = 1, MXFP8_PREPACK_DECODED = 2 };
 typedef struct mxfp8_weight mxfp8_weight;
 MXFP8_API int mxfp8_weight_new(int prepack, mxfp8_weight** weight);
 MXFP8_API void mxfp8_weight_free(mxfp8_weight* weight);
-// The next of the four gemms above that this thread calls has this weight for its b; NULL: none. It is for the b, format
-// and sizes of the first call; a call with others reads its own b.
+// The next of the four gemms above that this thread calls has this weight for its b; NULL: none. It is for the b,
+// format and sizes of the first call; a call with others reads its own b.
 MXFP8_API void mxfp8_weight_use(mxfp8_weight* weight);
 
 // Products with matrices of a stack: row i of y [M, N] is row i of a [M, K] times the transpose of b[experts[i]], b
