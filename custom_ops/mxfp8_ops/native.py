@@ -50,10 +50,16 @@ class PackStats(Structure):
     _fields_ = (("signal", c_double), ("noise", c_double), ("first_nonfinite", c_int64))
 
 
+def check_prepack(prepack: str) -> None:
+    """Raises BackendError unless `prepack` is one of `PREPACK`."""
+    if prepack not in PREPACK:
+        raise BackendError(f"prepack {prepack!r}", expected=f"one of {', '.join(PREPACK)}", advice="correct the name")
+
+
 class ConstantWeight:
     """A weight [N, K] that never changes, in the layout of the kernel that multiplies it: see mxfp8_ops.h.
 
-    It is that of the first gemm that uses it, whose elements have to stay as they are as long as this object does.
+    The first gemm that uses this object sets the weight. The weight's elements may not change while the object lives.
 
     Args:
         prepack: one of `PREPACK`.

@@ -202,6 +202,7 @@ def test_experts_are_unpacked_and_verified_and_record_their_recipe(tmp_path: Pat
     assert report.failures == ()
     assert [check.op for check in report.nodes] == ["MXFP8Quantize", "MXFP8GroupedGemm"]
     assert report.nodes[1].excess < 0.1
+    assert " gemm_" in report.nodes[1].kernel
     assert mxfp8_graph.rewrite(rewritten)[1].already_rewritten
 
 

@@ -111,7 +111,7 @@ def test_nodes_in_bodies_of_branches():
     nodes = profile(rewrite(model)[0])
     assert "choose" not in nodes
     (kernel,) = (node.kernel for node in nodes.values() if node.operands == "e4m3 x e4m3")
-    assert kernel.startswith("gemm_"), kernel  # which one depends on the processor
+    assert kernel in {"gemm_skinny_f32", "gemm_bf16", "gemm_amx"}  # as the processor has it
 
 
 def test_names_come_through_as_they_are():

@@ -78,10 +78,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
             expected="device 'cuda', whose products of many rows read such weights",
             advice="omit keep_wide",
         )
-    if prepack not in native.PREPACK:
-        raise BackendError(
-            f"prepack {prepack!r}", expected=f"one of {', '.join(native.PREPACK)}", advice="correct the name"
-        )
+    native.check_prepack(prepack)
     cpu.isa()  # raises for a wrong MXFP8_ISA here, and not at the first node
     if _has_entry(session_options, _REGISTERED):
         raise BackendError(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mxfp8_ops import native
-from mxfp8_ops.errors import BackendError
 
 _LEAST_ROWS: Final = 3
 """One or two rows take as long with the weight as it lies, and would add in another order the second time."""
@@ -37,10 +36,7 @@ def set_prepack(prepack: str) -> None:
         BackendError: another value.
     """
     global _setting  # noqa: PLW0603 - the ops have no other way to reach it
-    if prepack not in native.PREPACK:
-        raise BackendError(
-            f"prepack {prepack!r}", expected=f"one of {', '.join(native.PREPACK)}", advice="correct the name"
-        )
+    native.check_prepack(prepack)
     _setting = prepack
     _known.clear()
 

@@ -1,4 +1,4 @@
-// Panels of constant weights: when they are made, and what becomes of the memory that they were made from.
+// Makes the panels of constant weights at their first call, and gives back the pages of their files.
 #include "constant_weight.h"
 
 #include <algorithm>
