@@ -8,7 +8,7 @@ constexpr int64_t kGemmRows = 256;      // rows of A packed at a time: they stay
 constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so fast that decoding B counts more
 constexpr int64_t kSkinnyRows = 16;     // the most rows of A that B is decoded in registers for
 // Up to here gemm_skinny_f32 adds sums across lanes in less time than other kernels turn B, as measured.
-constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
+constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8, kFewRowsNeon = 4;
 constexpr int64_t kRowsAsTheyLie = 2;  // up to here rows of a B that is not constant are read as they lie
 constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
 constexpr int64_t kPanelColumns = 32;  // columns of the widest panel

@@ -13,6 +13,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(MXFP8_ARM)
+#include "arm_features.h"
+#endif
 
 namespace mxfp8 {
 
@@ -28,6 +31,9 @@ MXFP8_DECLARE_ISA(avx512)
 MXFP8_DECLARE_ISA(avx512_vnni)
 MXFP8_DECLARE_ISA(avx512_bf16)
 MXFP8_DECLARE_ISA(amx_bf16)
+#elif defined(MXFP8_ARM)
+MXFP8_DECLARE_ISA(neon_dot)
+MXFP8_DECLARE_ISA(neon_mm)
 #endif
 
 namespace {
@@ -98,6 +104,10 @@ bool has_amx_bf16() {
 
 // Best first.
 const Isa kIsas[] = {
+#if defined(MXFP8_ARM)
+    {&neon_mm::kernels, [] { return arm_has(ArmFeature::kDot) && arm_has(ArmFeature::kMatrices); }},
+    {&neon_dot::kernels, [] { return arm_has(ArmFeature::kDot); }},
+#endif
 #if defined(MXFP8_X86)
     {&amx_bf16::kernels, has_amx_bf16},
     {&avx512_bf16::kernels, [] { return processor().avx512_bf16(); }},

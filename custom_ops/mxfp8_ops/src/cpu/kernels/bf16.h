@@ -1,26 +1,11 @@
 // Elements to bfloat16, and A packed as bfloat16. 64 elements at a time: both bytes of a value come from tables indexed
 // by the element code (VPERMI2B). A scale is put in by adding it to the exponent of everything but zeros.
 #pragma once
-#include "gemm.h"
+#include "bf16_exact.h"
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int kLowestNormal = -126;
-constexpr int kStepBf16 = 64;      // elements decoded at once
 constexpr int kScaleValues = 512;  // elements whose 16 scales are loaded at once
-
-// Exponent of the lowest bit an element can have, relative to its scale.
-template <class F>
-constexpr int kElementExponent = 1 - F::bias - F::mantissa_bits;
-// That of the highest one; the code -128 is a binade above what encode gives.
-template <class F>
-constexpr int kHighestExponent = F::emax + (F::is_integer ? 1 : 0);
-
-// The scales for which every finite element, scaled, is finite and every nonzero one is normal.
-template <class F>
-constexpr int kMaxScale = 254 - kHighestExponent<F>;
-template <class F>
-constexpr int kMinScale = 1 - kElementExponent<F>;
 
 // Two registers of values, 32 each: those of even codes, and those of odd ones. So where four codes along K are a
 // 32-bit lane, each of the two has a pair along K in that lane.
@@ -168,15 +153,6 @@ MXFP8_INLINE __m512i lanes_of_step(int64_t step) {
   return _mm512_add_epi32(first, _mm512_set1_epi32(int(2 * step)));
 }
 
-// Exponents of the lowest and highest bit in any packed value; NaN and Inf do not count.
-struct Extent {
-  int lowest = kAllZero, highest = -kAllZero;
-  MXFP8_INLINE_MEMBER void add(int low, int high) {
-    lowest = low < lowest ? low : lowest;
-    highest = high > highest ? high : highest;
-  }
-};
-
 // As add_exponents, for any elements; a scale that is NaN shows in its half.
 MXFP8_INLINE __m512i scale_any(__m512i values, __m512i exponents, const uint8_t* scales) {
   const __m512i infinity = _mm512_set1_epi16(0x7f80);
@@ -317,10 +293,6 @@ MXFP8_INLINE void pack_values(const typename D::Storage* values, int64_t count, 
   exponents.add_to(extent);
 }
 
-// Values of dtype D, to be packed as bfloat16.
-template <class D>
-struct AsBf16 {};
-
 // Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False as above.
 template <class F>
 MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
@@ -333,41 +305,6 @@ MXFP8_INLINE bool pack_row(AsBf16<D>, const GemmArgs& args, int64_t row, int64_t
                            uint16_t* out, Extent* extent) {
   pack_values<D>(static_cast<const typename D::Storage*>(args.a) + row * args.a_stride + k, count, stride, out, extent);
   return true;
-}
-
-// Calls f(T{}) with what A is made of: elements of a format, or values that are, or become, bfloat16.
-template <class Call>
-MXFP8_INLINE void with_a_format(const GemmArgs& args, const Call& call) {
-  if (args.a_scales != nullptr) return with_format(args.a_format, call);
-  with_dtype(args.a_format, [&](auto dtype) MXFP8_INLINE_LAMBDA { call(AsBf16<decltype(dtype)>{}); });
-}
-
-// Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.
-template <class F, int Columns>
-MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
-                                   const float* before, float* strip) {
-  for (int64_t i = 0; i < rows; ++i) {
-    strip[i * kGemmColumns] = before[i * Columns] + exact_dot<F>(args, row + i, column, chunk.k, chunk.count);
-  }
-}
-
-// Whether elements of B, without their scales, may be multiplied with what A has packed: no product, and no sum of
-// four, may leave the range of normal floats.
-MXFP8_INLINE bool multiplies_codes(const GemmArgs& args, const Extent& extent) {
-  bool fits = false;
-  with_format(args.b_format, [&](auto format) {
-    using F = decltype(format);
-    fits = extent.lowest + kElementExponent<F> >= kLowestNormal && extent.highest + kHighestExponent<F> + 4 <= 127;
-  });
-  return fits;
-}
-
-// The smallest scale code of B that makes neither a weight subnormal nor a product with what has its lowest bit at
-// `exponent`.
-template <class F>
-MXFP8_INLINE int lowest_scale(int exponent) {
-  const int needed = 127 + kLowestNormal - exponent - kElementExponent<F>;
-  return needed < kMinScale<F> ? kMinScale<F> : needed > 255 ? 255 : needed;
 }
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -41,7 +41,7 @@ MXFP8_INLINE void turn_rows(const uint8_t* rows, int64_t stride, Bytes* words) {
 }
 
 // Turns words from value k on. Zeros where there is nothing.
-MXFP8_NOINLINE void turn_fringe(const Stretch& from, int64_t k, Bytes* words) {
+[[maybe_unused]] MXFP8_NOINLINE void turn_fringe(const Stretch& from, int64_t k, Bytes* words) {
   alignas(64) uint8_t padded[kSquare] = {};
   const int64_t count = min_of(from.left - k, kDecoded);
   for (int64_t c = 0; count > 0 && c < min_of(from.columns, kLanes); ++c) {

@@ -7,13 +7,24 @@
 // Packed A has A's elements plus 128, which the instruction takes as unsigned. A sum is too large by 128 times the sum
 // of B's elements, which one dot product gives for all rows. The scales of a block are multiplied first, then its sum;
 // a row of B with a scale that float32 products cannot hold goes to exact_dot, such a row of A to another kernel.
+//
+// SDOT, on Arm, takes signed bytes, and a step is a block: two products, then, as int8_tile_neon.h says, a subtraction
+// of what the sum begins with, and a multiply-add.
 #include "gemm_skinny.h"
 #include "int8.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
+#if defined(__aarch64__)
+constexpr int kStep = int(kBlock);
+constexpr uint8_t kFlipped = 0;
+constexpr int64_t kScaleLanes = kLanes;  // that a scale of A, as what sums begin with, takes
+#else
 constexpr int kStep = kDecoded;
+constexpr uint8_t kFlipped = 0x80;  // plus 128
+constexpr int64_t kScaleLanes = 1;
+#endif
 constexpr int64_t kFarBytes = 16384;  // B is fetched into L2 this far ahead
 constexpr int64_t kNearBytes = 1024;  // and from there into L1
 constexpr int kTogether = 2;          // rows of B that are read together: more lines are on the way
@@ -40,6 +51,25 @@ MXFP8_INLINE bool dot(const uint8_t* a, const float* a_scales, int64_t a_stride,
     for (int64_t i = 0; i < blocks; i += 64) __builtin_prefetch(codes + pass.ahead_scales + i);
   }
   Vec sums[C][R] = {};
+#if defined(__aarch64__)
+  const auto step = [&](const uint8_t* elements, int64_t next, int64_t k) MXFP8_INLINE_LAMBDA {
+    int8x16_t b[C][2];
+    for (int c = 0; c < C; ++c) {
+      for (int half = 0; half < 2; ++half) b[c][half] = vreinterpretq_s8_u8(vld1q_u8(elements + c * next + 16 * half));
+    }
+#pragma GCC unroll 2
+    for (int r = 0; r < R; ++r) {
+      const auto* row = reinterpret_cast<const int8_t*>(a) + k * R + r * kStep;
+      const int8x16_t first = vld1q_s8(row), second = vld1q_s8(row + 16);
+      const float32x4_t start = vld1q_f32(a_scales + (r * a_stride + k / kBlock) * kScaleLanes);
+      for (int c = 0; c < C; ++c) {
+        const int32x4_t sum = vdotq_s32(vdotq_s32(vreinterpretq_s32_f32(start), first, b[c][0]), second, b[c][1]);
+        const float32x4_t scaled = vsubq_f32(vreinterpretq_f32_s32(sum), start);
+        sums[c][r] = vfmaq_n_f32(sums[c][r], scaled, scales[c][k / kBlock]);
+      }
+    }
+  };
+#else
   const Ints offset = Ints{} + int(0x80808080);
   const auto step = [&](const uint8_t* elements, int64_t next, int64_t k) MXFP8_INLINE_LAMBDA {
     Ints b[C], corrections[C];
@@ -62,6 +92,7 @@ MXFP8_INLINE bool dot(const uint8_t* a, const float* a_scales, int64_t a_stride,
       }
     }
   };
+#endif
   int64_t k = 0;
   for (; k + 4 * kStep <= pass.count; k += 4 * kStep) {
     for (int c = 0; c < C; ++c) {
@@ -87,9 +118,15 @@ MXFP8_INLINE bool dot(const uint8_t* a, const float* a_scales, int64_t a_stride,
   return true;
 }
 
-// Where packed A lies: elements plus 128 [group, step, row, kStep], then scales [row, block].
+// Where packed A lies: elements [group, step, row, kStep], then scales [row, block, kScaleLanes].
 MXFP8_INLINE float* scales_of(void* packed, int64_t rows, int64_t padded) {
   return reinterpret_cast<float*>(static_cast<char*>(packed) + rows * padded);
+}
+MXFP8_INLINE void store_scale(float scale, float* to) {
+#if defined(__aarch64__)
+  scale = scale == scale ? float_of((bits_of(scale) + (kSumBits << 23)) | kHalf) : scale;
+#endif
+  for (int64_t i = 0; i < kScaleLanes; ++i) to[i] = scale;
 }
 constexpr int64_t padded_depth(int64_t k) { return (k + kStep - 1) / kStep * kStep; }
 
@@ -110,14 +147,13 @@ int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
         alignas(64) uint8_t padded_step[kStep] = {};
         const bool whole = args.k - k >= kStep;
         if (!whole) std::memcpy(padded_step, elements + k, size_t(args.k - k));
-        const Bytes moved = load_bytes(whole ? elements + k : padded_step) ^ uint8_t(0x80);
-        std::memcpy(to, &moved, sizeof moved);
+        for (int i = 0; i < kStep; ++i) to[i] = (whole ? elements + k : padded_step)[i] ^ kFlipped;
       }
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t k = block * kBlock;
         const Int8Scale scale = k < args.k ? int8_scale(codes[block], elements + k, args.k - k) : Int8Scale{0, true};
         if (!scale.fits) return kNotExact;
-        scales[(first + r) * blocks + block] = scale.value;
+        store_scale(scale.value, scales + ((first + r) * blocks + block) * kScaleLanes);
       }
     }
   }
@@ -132,7 +168,7 @@ void gemm_skinny_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
       args, row, rows, column_begin, column_end, static_cast<const uint8_t*>(packed),
       [&](auto r, const Work<uint8_t>& work) {
         constexpr int R = decltype(r)::value;
-        const float* of_group = scales + (work.row - row) * blocks + work.k / kBlock;
+        const float* of_group = scales + ((work.row - row) * blocks + work.k / kBlock) * kScaleLanes;
         for_each_column<INT8, R, kTogether>(work, [&](auto c, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
           return dot<R, decltype(c)::value>(work.a, of_group, blocks, pass, sums);
         });

@@ -1,5 +1,6 @@
 // INT8 elements, their scales, and their dot products: of bytes (VPDPBUSD), at four times the rate of float32; in the
-// set avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice its rate.
+// set avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice its rate. On Arm of
+// signed bytes: SDOT, or SMMLA at twice its rate.
 #pragma once
 #include "shift_decode.h"
 
@@ -11,11 +12,18 @@
 
 namespace mxfp8::MXFP8_ISA {
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int64_t kIntWord = 8;  // elements along K that a panel has together
+#else
+constexpr int64_t kIntWord = 4;
+#endif
 // Scales whose products are normal float32 numbers, and finite with any sum of a block.
 constexpr uint32_t kLowestScale = 127 - 57, kHighestScale = 127 + 46;
 constexpr int kElementBits = INT8::mantissa_bits;  // an element is its code times 2^-6
 
-#if defined(MXFP8_DOTS_OF_BYTES)
+#if defined(__aarch64__)
+using Factor = int8_t;
+#elif defined(MXFP8_DOTS_OF_BYTES)
 using Factor = int8_t;  // what dot products multiply
 
 // Adds products of four bytes to sums. The instruction itself: with its intrinsic GCC 12 keeps sums in memory.
@@ -30,6 +38,10 @@ MXFP8_INLINE void add_dots(Ints a, Ints b, Ints* sums) {
   *sums += reinterpret_cast<Ints>(_mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
 }
 #endif
+
+// Sums may begin with a number whose bits they stay in the mantissa of: kSumBits exponents above that of an integer.
+constexpr int kSumBits = 23;
+constexpr uint32_t kHalf = 0x400000;  // and the middle of its binade
 
 // Bytes of packed A for each value: those of a factor, and a few for each block.
 constexpr int64_t kPackedBytes = int64_t(sizeof(Factor)) + 1;

@@ -1,5 +1,6 @@
 // Panels of B: kPanel of its rows, turned, so that lanes of a register are columns of the result and nothing is added
-// up across lanes. Elements [word, column, 4]: a word is four elements along K. Scale codes [block, column].
+// up across lanes. Elements [word, column, 4]: a word is four elements along K, or eight for SMMLA. Scale codes [block,
+// column].
 //
 // A panel is turned at every call, one chunk of K at a time, or, of a constant weight, once (constant_weight.h): then
 // panels of the whole K lie one behind the other, first their elements, then their codes.
@@ -72,8 +73,11 @@ MXFP8_INLINE void turn_codes(const GemmArgs& args, int64_t column, int64_t colum
 }
 
 // Turns the elements of a chunk of a panel, `flipped` by exclusive or; fetches what lies `ahead` bytes further.
+#if defined(__AVX2__)
+template <int64_t Word = kWord>
 MXFP8_INLINE void turn_elements(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, uint8_t flipped,
                                 int64_t ahead, uint8_t* elements) {
+  static_assert(Word == kWord, "what turn_rows turns");
   for (int64_t vector = 0; vector < kPanelVectors; ++vector) {
     const int64_t c = vector * kLanes;
     const Stretch from{args.b + (column + c) * args.k + chunk.k, nullptr, args.k, 0, columns - c, chunk.count};
@@ -94,17 +98,38 @@ MXFP8_INLINE void turn_elements(const GemmArgs& args, int64_t column, int64_t co
   }
 }
 
+#else
+template <int64_t Word = kWord>
+MXFP8_INLINE void turn_elements(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, uint8_t,
+                                int64_t ahead, uint8_t* elements) {
+  const uint8_t* from = args.b + column * args.k + chunk.k;
+  if (columns < kPanel || chunk.count < chunk.padded) std::memset(elements, 0, size_t(chunk.padded * kPanel));
+  for (int64_t k = 0; k < chunk.count; k += Word, elements += Word * kPanel) {
+    for (int64_t c = 0; c < columns; ++c) {
+      const uint8_t* word = from + c * args.k + k;
+      if (k % 64 == 0) __builtin_prefetch(word + ahead, 0, 2);
+      if (__builtin_expect(chunk.count - k >= Word, 1)) {
+        std::memcpy(elements + c * Word, word, Word);
+      } else {
+        std::memcpy(elements + c * Word, word, size_t(chunk.count - k));
+      }
+    }
+  }
+}
+#endif
+
 // Makes the panel of a constant weight that begins with `column`.
-template <class F, class Misfit>
+template <class F, int64_t Word = kWord, class Misfit>
 MXFP8_INLINE void make_panel(const GemmArgs& args, int64_t column, uint8_t flipped, int lowest, int highest, void* data,
                              const Misfit& misfit) {
   const int64_t columns = min_of(kPanel, args.n - column);
   const Chunk all = {0, args.k, panel_depth(args.k)};
   const PanelView panel = panel_at(args, data, column, 0);
-  turn_elements(args, column, columns, all, flipped, kPanel * args.k, const_cast<uint8_t*>(panel.elements));
+  turn_elements<Word>(args, column, columns, all, flipped, kPanel * args.k, const_cast<uint8_t*>(panel.elements));
   turn_codes<F>(args, column, columns, all, lowest, highest, const_cast<uint8_t*>(panel.codes), misfit);
 }
 
+#if defined(__AVX2__)
 // The scale codes of a register of columns.
 MXFP8_INLINE Ints widen_codes(const uint8_t* codes) {
 #if defined(__AVX512F__)
@@ -115,5 +140,6 @@ MXFP8_INLINE Ints widen_codes(const uint8_t* codes) {
   return reinterpret_cast<Ints>(_mm256_cvtepu8_epi32(bytes));
 #endif
 }
+#endif
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -8,6 +8,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "codec.h"
@@ -131,7 +133,6 @@ MXFP8_INLINE bool any_nan_code(const uint8_t* elements) {
 typedef float Vec __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
 constexpr int kTileRows = 2;
-constexpr int kFloatRows = 6;
 constexpr int kSkinnyGroup = 4;
 MXFP8_INLINE Vec zero() { return Vec{}; }
 MXFP8_INLINE Vec all_of(float x) { return Vec{x, x, x, x}; }
@@ -140,7 +141,13 @@ MXFP8_INLINE Vec load(const float* p) {
   std::memcpy(&v, p, sizeof v);
   return v;
 }
+#if defined(__aarch64__)
+constexpr int kFloatRows = 8;  // 8 x 2 accumulators, 2 + 8 operands: 26 of 32 registers
+MXFP8_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+#else
+constexpr int kFloatRows = 6;
 MXFP8_INLINE Vec multiply_add(Vec a, Vec b, Vec c) { return a * b + c; }
+#endif
 MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
   for (int i = 0; i < 4; ++i) {
     const float sum = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);

@@ -1,0 +1,193 @@
+// The tiles of gemm_int8.cpp on x86: dot products of bytes (VPDPBUSD), or of 16-bit integers in the set avx2.
+//
+//   floor      a block of kLanes columns and a row: 8 dot products, and a fold of 3 or 4 operations. With 16 bits, 16
+//              products and 16 additions
+//
+// VPDPBUSD multiplies unsigned bytes by signed ones. A panel has B's elements plus 128, so a sum is too large by 128
+// times the sum of A's block: sums begin with what corrects that, which costs no operation.
+//
+// The fold, where additions of integers run beside dot products and multiplications do not (AMD): a sum begins with the
+// bits of 1.5 * 2^23 times both scales. It is below 2^22, so it stays in the mantissa of that number; the number less
+// what it began with is the sum times the scales. Elsewhere: a conversion, and a multiply-add with both scales, whose
+// exponents are added as integers. Both give the same bits.
+//
+// 16-bit factors are unpacked from a panel, of each block the even elements, then the odd ones.
+#pragma once
+#include "int8.h"
+#include "panel.h"
+
+namespace mxfp8::MXFP8_ISA {
+
+#if defined(__AVX512BF16__)
+constexpr bool kFoldsByAdding = true;  // of the processors that have this set only AMD's use it: see isa.cpp
+#else
+constexpr bool kFoldsByAdding = false;
+#endif
+constexpr int64_t kDepth = 512;  // depth of a chunk
+constexpr int kWords = int(kBlock) * int(sizeof(Factor)) / 4;  // lanes that the factors of a block take
+// With 32 registers the totals of a tile stay there, with 16 they are added up in L1.
+constexpr bool kTotalsInRegisters = kLanes > 8;
+constexpr int kRows = 6;
+#if defined(MXFP8_DOTS_OF_BYTES)
+constexpr uint8_t kFlipped = 0x80;  // plus 128
+constexpr int kUnrolled = 8;
+#else
+constexpr uint8_t kFlipped = 0;
+constexpr int kUnrolled = 2;  // GCC 12 keeps operands of more in memory
+#endif
+
+using ByteTiles = Tiles<kRows>;
+
+// What the sums of a block and a row begin with, and the exponent of its scale, in place, less the biases.
+struct BlockOfA {
+  int32_t start, exponent;
+};
+// Of the product of the scales of two blocks: times 2^-12, both elements being multiples of 2^-6.
+constexpr int kProductBias = 2 * 127 - 127 + 2 * kElementBits;
+
+// Where packed A lies: factors [chunk, tile, block, row, 32]; and for each tile, block and row a BlockOfA.
+struct PackedA {
+  int64_t rows, k;
+  char* base;
+  int64_t padded = panel_depth(k);
+  ByteTiles tiles{rows};
+
+  MXFP8_INLINE_MEMBER PackedA(const void* packed, int64_t rows, int64_t k)
+      : rows(rows), k(k), base(static_cast<char*>(const_cast<void*>(packed))) {}
+  MXFP8_INLINE_MEMBER Factor* factors(Chunk chunk, int64_t tile) const {
+    return reinterpret_cast<Factor*>(base) + tiles.offset(chunk, tile);
+  }
+  MXFP8_INLINE_MEMBER BlockOfA* blocks(Chunk chunk, int64_t tile) const {
+    return reinterpret_cast<BlockOfA*>(base + rows * padded * int64_t(sizeof(Factor))) +
+           tiles.offset(chunk, tile) / kBlock;
+  }
+};
+
+// What a tile reads of a panel.
+struct OperandB {
+  const Factor* factors;
+  const uint8_t* codes;
+};
+
+// Adds to the totals of R rows of A and V registers of columns what `depth` values give.
+template <int R, int V>
+MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, const Factor* b, const uint8_t* codes,
+                                  int64_t depth, float* strip) {
+  Vec totals[R][V];
+  if (kTotalsInRegisters) {
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < V; ++j) totals[i][j] = load(strip + i * kGemmColumns + j * kLanes);
+    }
+  }
+  for (int64_t k = 0; k < depth; k += kBlock, codes += kPanel, blocks_of_a += R, a += R * kBlock) {
+    Ints exponents[V], sums[R][V];
+    for (int j = 0; j < V; ++j) exponents[j] = widen_codes(codes + j * kLanes) << 23;
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < V; ++j) {
+        sums[i][j] = kFoldsByAdding ? exponents[j] + blocks_of_a[i].start : Ints{} + blocks_of_a[i].start;
+      }
+    }
+#pragma GCC unroll kUnrolled
+    for (int word = 0; word < kWords; ++word, b += kPanelVectors * kDecoded / int(sizeof(Factor))) {
+      Ints columns[V];
+      for (int j = 0; j < V; ++j) {
+        const Factor* from = b + j * kDecoded / int(sizeof(Factor));
+        if (sizeof(Factor) == 1) __builtin_prefetch(from + kPanelAhead);
+        std::memcpy(columns + j, from, sizeof columns[j]);
+      }
+#pragma GCC unroll 16
+      for (int i = 0; i < R; ++i) {
+        int factors;
+        std::memcpy(&factors, reinterpret_cast<const int*>(a + i * kBlock) + word, sizeof factors);
+        const Ints row = Ints{} + factors;
+        for (int j = 0; j < V; ++j) add_dots(columns[j], row, &sums[i][j]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < V; ++j) {
+        const Vec scale = reinterpret_cast<Vec>(exponents[j] + blocks_of_a[i].exponent);
+        float* to = strip + i * kGemmColumns + j * kLanes;
+        const Vec total = kTotalsInRegisters ? totals[i][j] : load(to);
+        const Vec sum = kFoldsByAdding ? total + (reinterpret_cast<Vec>(sums[i][j]) - scale)
+                                       : multiply_add(__builtin_convertvector(sums[i][j], Vec), scale, total);
+        if (kTotalsInRegisters) {
+          totals[i][j] = sum;
+        } else {
+          store(to, sum);
+        }
+      }
+    }
+    if (!kTotalsInRegisters) __asm__ volatile("" ::: "memory");  // or GCC keeps the strip, and its addresses
+  }
+  if (kTotalsInRegisters) {
+#pragma GCC unroll 16
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < V; ++j) store(strip + i * kGemmColumns + j * kLanes, totals[i][j]);
+    }
+  }
+}
+
+#if defined(MXFP8_DOTS_OF_BYTES)
+// Stores the elements of a block of A as factors; returns what corrects sums with them.
+MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), elements);
+  // As unsigned bytes, each 128 too large, they add up in 64-bit lanes.
+  const __m256i moved = _mm256_xor_si256(elements, _mm256_set1_epi8(char(0x80)));
+  const __m256i quarters = _mm256_sad_epu8(moved, _mm256_setzero_si256());
+  const __m128i halves = _mm_add_epi64(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1));
+  return -128 * (_mm_cvtsi128_si32(_mm_add_epi64(halves, _mm_unpackhi_epi64(halves, halves))) - 128 * int(kBlock));
+}
+
+MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t, Factor*) {
+  return reinterpret_cast<const Factor*>(elements);
+}
+#else
+// Even elements, then odd ones.
+MXFP8_INLINE void store_halves(__m256i elements, int64_t half, Factor* to) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_srai_epi16(_mm256_slli_epi16(elements, 8), 8));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + half), _mm256_srai_epi16(elements, 8));
+}
+MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
+  store_halves(elements, kBlock / 2, to);
+  return 0;
+}
+
+// The factors of `depth` values of a panel.
+MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t depth, Factor* to) {
+  constexpr int64_t each = kPanel * kBlock;  // elements of a block
+  for (int64_t i = 0; i < depth * kPanel; i += kDecoded) {
+    __builtin_prefetch(elements + i + kPanelAhead);
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements + i));
+    store_halves(words, each / 2, to + i / each * each + i % each / 2);
+  }
+  return to;
+}
+#endif
+
+struct RoomOfB {
+  alignas(64) Factor factors[sizeof(Factor) == 1 ? 1 : kPanel * kDepth];
+};
+MXFP8_INLINE OperandB operand_of(PanelView panel, int64_t depth, RoomOfB* room) {
+  return {factors_of(panel.elements, depth, room->factors), panel.codes};
+}
+
+template <int R, int V>
+MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, float* strip) {
+  multiply_tile<R, V>(a.factors(chunk, tile), a.blocks(chunk, tile), b.factors, b.codes, chunk.padded, strip);
+}
+
+// Packs a block of a row of a tile, whose scale has this code.
+MXFP8_INLINE void pack_block(const PackedA& to, Chunk chunk, int64_t tile, int64_t row, int64_t block,
+                             const uint8_t* elements, uint32_t code) {
+  constexpr int bias = kFoldsByAdding ? kProductBias - kSumBits : kProductBias;
+  const int64_t at = block * to.tiles.rows_of(tile) + row;
+  const int32_t exponent = (int32_t(code) - bias) * (1 << 23) + int32_t(kFoldsByAdding ? kHalf : 0);
+  const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements));
+  const int32_t correction = store_block(values, to.factors(chunk, tile) + at * kBlock);
+  to.blocks(chunk, tile)[at] = {correction + (kFoldsByAdding ? exponent : 0), exponent};
+}
+
+}  // namespace mxfp8::MXFP8_ISA
