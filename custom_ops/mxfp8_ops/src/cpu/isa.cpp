@@ -6,15 +6,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "system.h"
+
 #if defined(MXFP8_X86)
 #include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-#if defined(MXFP8_ARM)
-#include "arm_features.h"
 #endif
 
 namespace mxfp8 {
@@ -87,17 +82,11 @@ const Processor& processor() {
   return features;
 }
 
-// Linux saves the tiles only for processes that have asked for it, because they take 8 KB of a signal's stack.
 bool has_amx_bf16() {
 #if defined(MXFP8_EMULATE_AMX)
   return processor().avx512_bf16();
-#elif defined(__linux__)
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  if (!processor().amx_bf16()) return false;
-  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return permitted;
 #else
-  return false;
+  return processor().amx_bf16() && may_use_tiles();
 #endif
 }
 #endif
@@ -105,8 +94,8 @@ bool has_amx_bf16() {
 // Best first.
 const Isa kIsas[] = {
 #if defined(MXFP8_ARM)
-    {&neon_mm::kernels, [] { return arm_has(ArmFeature::kDot) && arm_has(ArmFeature::kMatrices); }},
-    {&neon_dot::kernels, [] { return arm_has(ArmFeature::kDot); }},
+    {&neon_mm::kernels, [] { return arm_features().dots && arm_features().matrices; }},
+    {&neon_dot::kernels, [] { return arm_features().dots; }},
 #endif
 #if defined(MXFP8_X86)
     {&amx_bf16::kernels, has_amx_bf16},

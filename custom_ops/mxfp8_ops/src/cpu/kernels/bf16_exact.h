@@ -6,7 +6,7 @@
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int kLowestNormal = -126;
-constexpr int kStepBf16 = 64;      // elements decoded at once
+constexpr int kStepBf16 = 64;  // elements decoded at once
 
 // Exponent of the lowest bit an element can have, relative to its scale.
 template <class F>

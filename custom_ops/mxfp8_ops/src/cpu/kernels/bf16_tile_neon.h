@@ -2,8 +2,8 @@
 //
 //   floor      a block of two rows and two columns: 8 products; the scales are in the values
 //
-// An operand has four values along K of two columns, which are two words of a panel that lie together; or of two rows of
-// A, packed [step of 4, pair of rows, 2, 4], in tiles of kRows rows whether they are there or not.
+// An operand has four values along K of two columns, which are two words of a panel that lie together; or of two rows
+// of A, packed [step of 4, pair of rows, 2, 4], in tiles of kRows rows whether they are there or not.
 #pragma once
 #include "bf16_exact.h"
 #include "panel.h"
@@ -77,8 +77,8 @@ MXFP8_INLINE uint16x8_t decode_operand(int8x8_t codes, float32x4_t scales) {
   return vuzp2q_u16(vreinterpretq_u16_f32(values[0]), vreinterpretq_u16_f32(values[1]));
 }
 
-// Decodes `depth` values of a panel, scaled: [word, pair of columns, 2, 4]. Returns a bit for each column that has a NaN
-// or Inf. The values times 2^-bias_gap take scales times 2^bias_gap, in two factors if `Split`.
+// Decodes `depth` values of a panel, scaled: [word, pair of columns, 2, 4]. Returns a bit for each column that has a
+// NaN or Inf. The values times 2^-bias_gap take scales times 2^bias_gap, in two factors if `Split`.
 template <class F, bool Split>
 MXFP8_NOINLINE uint32_t decode_panel(PanelView panel, int64_t depth, uint16_t* out) {
   uint8x16_t highest[kPanelVectors] = {};
@@ -154,9 +154,7 @@ MXFP8_NOINLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t 
 template <class F>
 MXFP8_INLINE void multiply_rows(const uint16_t* a, int64_t rows, const uint16_t* values, PanelView, int64_t,
                                 int64_t depth, float* strip, bool accumulate) {
-  with_rows<kRows>(rows, [&](auto r) {
-    multiply_tile<decltype(r)::value>(a, values, depth, strip, accumulate);
-  });
+  with_rows<kRows>(rows, [&](auto r) { multiply_tile<decltype(r)::value>(a, values, depth, strip, accumulate); });
 }
 
 }  // namespace mxfp8::MXFP8_ISA

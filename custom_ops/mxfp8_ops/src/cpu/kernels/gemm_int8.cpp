@@ -132,7 +132,7 @@ int gemm_int8_make_panels(const GemmArgs& args, bool, int64_t column_begin, int6
   bool fits = true;
   for (int64_t column = column_begin; column < column_end; column += kPanel) {
     make_panel<INT8, kIntWord>(args, column, kFlipped, kLowestScale, kHighestScale, data,
-                     [&](int64_t, int64_t) { fits = false; });
+                               [&](int64_t, int64_t) { fits = false; });
   }
   return fits ? 0 : kNotExact;
 }

@@ -1,4 +1,5 @@
-// The tiles of gemm_int8.cpp on Arm: SMMLA, which multiplies two rows of A with two of B, or else SDOT, a row with four.
+// The tiles of gemm_int8.cpp on Arm: SMMLA, which multiplies two rows of A with two of B, or else SDOT, a row with
+// four.
 //
 //   floor      SMMLA: a block of two rows and two columns takes 4 products and a fold of 2 operations. SDOT: a block of
 //              a row and four columns takes 8, and 2
@@ -7,8 +8,9 @@
 // It is below 2^22, so it stays in the mantissa of that number; the number less what it began with is the sum times the
 // scale, exactly. A multiply-add with B's scale adds it to the total. The same bits as on x86.
 //
-// Packed A, tiles of kRows rows whether they are there or not: factors [block, step of 8, pair of rows, 2, 8] for SMMLA,
-// [block, row, 32] for SDOT; and behind them all, what sums begin with, for each result that a register has of a row.
+// Packed A, tiles of kRows rows whether they are there or not: factors [block, step of 8, pair of rows, 2, 8] for
+// SMMLA, [block, row, 32] for SDOT; and behind them all, what sums begin with, for each result that a register has of a
+// row.
 #pragma once
 #include "int8.h"
 #include "panel.h"

@@ -23,7 +23,7 @@ constexpr bool kFoldsByAdding = true;  // of the processors that have this set o
 #else
 constexpr bool kFoldsByAdding = false;
 #endif
-constexpr int64_t kDepth = 512;  // depth of a chunk
+constexpr int64_t kDepth = 512;                                // depth of a chunk
 constexpr int kWords = int(kBlock) * int(sizeof(Factor)) / 4;  // lanes that the factors of a block take
 // With 32 registers the totals of a tile stay there, with 16 they are added up in L1.
 constexpr bool kTotalsInRegisters = kLanes > 8;
