@@ -94,7 +94,7 @@ bool has_amx_bf16() {
 // Best first.
 const Isa kIsas[] = {
 #if defined(MXFP8_ARM)
-    {&neon_mm::kernels, [] { return arm_features().dots && arm_features().matrices; }},
+    {&neon_mm::kernels, [] { return arm_features().half_dots && arm_features().matrices; }},
     {&neon_dot::kernels, [] { return arm_features().dots; }},
 #endif
 #if defined(MXFP8_X86)

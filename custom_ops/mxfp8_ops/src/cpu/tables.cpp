@@ -103,16 +103,20 @@ MXFP8_ISA_TABLE("neon_dot", 0, gemms, false, kGemmRows)
 }  // namespace neon_dot
 
 namespace neon_mm {
-extern const GemmKernel gemm_bf16;
+extern const GemmKernel gemm_bf16, gemm_skinny_half;
 #if defined(__APPLE__)
 using neon_dot::gemm_int8;  // on an M3 SMMLA is 10 to 25% slower than SDOT, as two projects report
 #else
 extern const GemmKernel gemm_int8;
 #endif
 constexpr GemmRow gemms[] = {
-    {Values::kInt8, 1, kRowsAsTheyLie, &neon_dot::gemm_skinny_int8}, {Values::kInt8, 1, kGemmRows, &gemm_int8},
-    {Values::kBf16, 1, kFewRowsNeon, &portable::gemm_skinny_f32},    {Values::kBf16, 1, kGemmRows, &gemm_bf16},
-    {Values::kOther, 1, kSkinnyRows, &portable::gemm_skinny_f32},    {Values::kAny, 1, kGemmRows, &portable::gemm_f32},
+    {Values::kInt8, 1, kRowsAsTheyLie, &neon_dot::gemm_skinny_int8},
+    {Values::kInt8, 1, kGemmRows, &gemm_int8},
+    {Values::kE4M3, 1, kFewRowsNeon, &gemm_skinny_half},
+    {Values::kBf16, 1, kFewRowsNeon, &portable::gemm_skinny_f32},
+    {Values::kBf16, 1, kGemmRows, &gemm_bf16},
+    {Values::kOther, 1, kSkinnyRows, &portable::gemm_skinny_f32},
+    {Values::kAny, 1, kGemmRows, &portable::gemm_f32},
 };
 MXFP8_ISA_TABLE("neon_mm", 0, gemms, true, kGemmRows)
 }  // namespace neon_mm
