@@ -2,7 +2,7 @@
 
 Everything runs in qemu's emulation of processors with and without the newer instructions: tests/native/gemms.cpp, an
 aarch64 Python from Debian's packages and aarch64 wheels from the package index. It shows what the code computes, not
-how fast. With --tests, the tests of mxfp8_ops run there too. Needs Debian 12 with these once, as root:
+how fast. With --tests, the tests of mxfp8_ops run there instead. Needs Debian 12 with these once, as root:
 
     dpkg --add-architecture arm64 && apt-get update && apt-get install qemu-user-static
 """
@@ -60,12 +60,16 @@ def unpack_wheels(folder: Path, *wanted: object) -> Path:
 
 
 def run(*command: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
-    """Returns what a command printed; ends the program if it fails."""
-    done = subprocess.run(list(map(str, command)), cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=False)
-    print(done.stdout, end="", flush=True)
-    if done.returncode:
-        sys.exit(f"failed ({done.returncode}): {' '.join(map(str, command))}")
-    return done.stdout
+    """Runs a command and returns what it printed, which is shown too; ends the program if it fails."""
+    words = list(map(str, command))
+    with subprocess.Popen(words, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True) as process:
+        lines = []
+        for line in process.stdout or ():
+            print(line, end="", flush=True)
+            lines.append(line)
+    if process.returncode:
+        sys.exit(f"failed ({process.returncode}): {' '.join(words)}")
+    return "".join(lines)
 
 
 def compile_gemms(library: Path, program: Path) -> None:
@@ -75,21 +79,42 @@ def compile_gemms(library: Path, program: Path) -> None:
     run(*zig, f"-I{headers}", source, library, "-o", program)
 
 
-def write_launcher(python: Path, emulator: list[object], path: Path) -> Path:
-    """Returns a script that is a Python for tests that start one: the system of this machine runs it, not aarch64's."""
-    path.write_text(f'#!/bin/sh\nexec {" ".join(map(str, emulator))} {python} "$@"\n')
-    path.chmod(0o755)
-    return path
+def run_tests(python: Path, root: Path, folder: Path, environment: dict[str, str]) -> None:
+    """Runs the tests of mxfp8_ops that need neither torch nor a GPU, with every instruction set."""
+    # Tests that start a Python start this script: this machine runs it, but no program for aarch64.
+    launcher = folder / "python"
+    launcher.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu max -L {root} {python} "$@"\n')
+    launcher.chmod(0o755)
+    start = f"import sys, pytest; sys.executable = {str(launcher)!r}; sys.exit(pytest.main(sys.argv[1:]))"
+    choice = [
+        "-m",
+        "not (slow or gpu or tools or samples or processes)",
+        *(f"--ignore-glob={each}" for each in NOT_HERE),
+    ]
+    environment = environment | {"MXFP8_TEST_ISAS": "all"}
+    run(launcher, "-P", "-c", start, "-p", "no:cacheprovider", *choice, "tests/mxfp8_ops", env=environment, cwd=ROOT)
+
+
+def try_on(processor: str, python: Path, root: Path, folder: Path, environment: dict[str, str]) -> None:
+    """Runs the gemms and `wheel_trial.py` on a processor of the emulator; ends the program if it lacks kernels."""
+    emulator = [EMULATOR, "-cpu", processor, "-L", root]
+    print(f"== {processor}", flush=True)
+    gemms = run(*emulator, folder / "gemms", env={"LD_LIBRARY_PATH": f"{folder}/site/mxfp8_ops"})
+    sets = ",".join(re.findall(r"^(\w+): \d+ gemms", gemms, re.MULTILINE))
+    if sets != SETS[processor]:
+        sys.exit(f"{processor}: instruction sets {sets}; expected {SETS[processor]}; correct isa.cpp, or SETS here")
+    trial = folder / "trial"
+    shutil.rmtree(trial, ignore_errors=True)
+    trial.mkdir()
+    run(*emulator, python, Path(__file__).with_name("wheel_trial.py"), trial, env=environment, cwd=trial)
 
 
 def main() -> None:
-    """Unpacks what is needed into a folder, and runs the gemms and `wheel_trial.py` on each processor."""
+    """Unpacks what is needed into a folder, and runs it there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "aarch64", help="kept for the next time")
-    parser.add_argument(
-        "--tests", action="store_true", help="run the tests of mxfp8_ops on the processor `max` instead"
-    )
+    parser.add_argument("--tests", action="store_true", help="run the tests of mxfp8_ops instead")
     arguments = parser.parse_args()
     for program in (EMULATOR, "apt-get", "dpkg"):
         if shutil.which(program) is None:
@@ -100,27 +125,11 @@ def main() -> None:
     environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(site)}
     python = root / f"usr/bin/python{PYTHON}"
     if arguments.tests:
-        launcher = write_launcher(python, [EMULATOR, "-L", root], folder / "python")
-        start = f"import sys, pytest; sys.executable = {str(launcher)!r}; sys.exit(pytest.main(sys.argv[1:]))"
-        choice = [
-            "-m",
-            "not (slow or gpu or tools or samples or processes)",
-            *(f"--ignore-glob={name}" for name in NOT_HERE),
-        ]
-        environment |= {"MXFP8_TEST_ISAS": "all"}
-        run(launcher, "-P", "-c", start, *choice, "tests/mxfp8_ops", env=environment, cwd=ROOT)
+        run_tests(python, root, folder, environment)
         return
     compile_gemms(site / "mxfp8_ops/libmxfp8_ops.so", folder / "gemms")
-    for processor, sets in SETS.items():
-        emulator = [EMULATOR, "-cpu", processor, "-L", root]
-        print(f"== {processor}", flush=True)
-        trial = folder / "trial"
-        shutil.rmtree(trial, ignore_errors=True)
-        trial.mkdir()
-        gemms = run(*emulator, folder / "gemms", env={"LD_LIBRARY_PATH": str(site / "mxfp8_ops")})
-        if (there := ",".join(re.findall(r"^(\w+): \d+ gemms", gemms, re.MULTILINE))) != sets:
-            sys.exit(f"{processor}: instruction sets {there}; expected {sets}; look at isa.cpp")
-        run(*emulator, python, Path(__file__).with_name("wheel_trial.py"), trial, env=environment, cwd=trial)
+    for processor in SETS:
+        try_on(processor, python, root, folder, environment)
 
 
 if __name__ == "__main__":
