@@ -18,12 +18,13 @@
 #                 every Python that is found; no compiler but what the package index has
 # make versions   the tests against the lowest and the newest dependencies on every Python that is found, a table: gigabytes
 #                 and hours; VERSIONS='--row 3.10-lowest -- tests/test_x.py' chooses, VERSIONS=--help says what
-# make aarch64    the wheel for aarch64 in an emulator (Debian's packages: see .ci/aarch64.py)
+# make aarch64    the wheel for aarch64 and a grid of gemms in an emulator of three processors (Debian's packages: see
+#                 .ci/aarch64.py)      make aarch64-tests   the tests of mxfp8_ops there (SUITE_TIME)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -120,8 +121,8 @@ build/versions/.installed: pyproject.toml
 versions: build/versions/.installed
 	build/versions/bin/python .ci/versions.py $(VERSIONS)
 
-aarch64: build/wheels/.installed
-	build/wheels/bin/python .ci/aarch64.py dist/*_aarch64.whl
+aarch64 aarch64-tests: build/wheels/.installed
+	build/wheels/bin/python .ci/aarch64.py dist/*_aarch64.whl $(if $(filter aarch64-tests,$@),--tests)
 
 # On a machine with a GPU, PyTorch, CuPy and cmake: no virtual environment, no network. With onnxruntime, that too.
 gpu-library:
