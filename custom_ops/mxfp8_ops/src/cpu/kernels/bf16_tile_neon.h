@@ -116,11 +116,6 @@ MXFP8_INLINE uint32_t decode_panel(PanelView panel, int64_t depth, uint16_t* out
   return decode_panel<F, false>(panel, depth, out);
 }
 
-// vbfmmlaq_f32, without the copies of sums that GCC 12 adds to it.
-MXFP8_INLINE void add_products(float32x4_t* sums, uint16x8_t rows, uint16x8_t columns) {
-  __asm__("bfmmla %0.4s, %1.8h, %2.8h" : "+w"(*sums) : "w"(rows), "w"(columns));
-}
-
 // Multiplies R rows of A with a decoded panel.
 template <int R>
 MXFP8_NOINLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t depth, float* strip, bool accumulate) {
@@ -133,15 +128,15 @@ MXFP8_NOINLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t 
   }
 #pragma GCC unroll 2
   for (int64_t k = 0; k < depth; k += kWord, a += pairs * kOperand, b += kPairs * kOperand) {
-    uint16x8_t rows[pairs], columns[kPairs];
+    bfloat16x8_t rows[pairs], columns[kPairs];
 #pragma GCC unroll 5
-    for (int i = 0; i < pairs; ++i) rows[i] = vld1q_u16(a + i * kOperand);
+    for (int i = 0; i < pairs; ++i) rows[i] = vreinterpretq_bf16_u16(vld1q_u16(a + i * kOperand));
 #pragma GCC unroll 5
-    for (int j = 0; j < kPairs; ++j) columns[j] = vld1q_u16(b + j * kOperand);
+    for (int j = 0; j < kPairs; ++j) columns[j] = vreinterpretq_bf16_u16(vld1q_u16(b + j * kOperand));
 #pragma GCC unroll 5
     for (int i = 0; i < pairs; ++i) {
 #pragma GCC unroll 5
-      for (int j = 0; j < kPairs; ++j) add_products(&sums[i][j], rows[i], columns[j]);
+      for (int j = 0; j < kPairs; ++j) sums[i][j] = vbfmmlaq_f32(sums[i][j], rows[i], columns[j]);
     }
   }
 #pragma GCC unroll 5
