@@ -65,10 +65,17 @@ MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
 // Element code of a finite value that is already divided by its scale. -0 stays -0, where there is one.
 template <class F>
 MXFP8_INLINE uint32_t encode(float value) {
+  if constexpr (F::is_integer) {
+    // Added to 1.5 times a power of two whose unit in the last place is that of the code, it is rounded to that, and
+    // the low bits count the units. It is below 4, and the sum stays in its binade.
+    constexpr float power = 1.5f * (1 << (23 - F::mantissa_bits));
+    constexpr int32_t most = F::max_code;
+    const int32_t units = int32_t(bits_of(value + power) - bits_of(power));
+    return uint8_t(units > most ? most : units < -most ? -most : units);
+  }
   const uint32_t bits = bits_of(value);
   const uint32_t rounded = round_magnitude<F::mantissa_bits, F::bias>(bits & kMagnitude);
   const uint32_t code = rounded < F::max_code ? rounded : F::max_code;
-  if (F::is_integer) return uint8_t(int32_t(bits) < 0 ? 0 - code : code);
   return code | ((bits >> 24) & 0x80);
 }
 
