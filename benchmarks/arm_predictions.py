@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,7 +42,7 @@ KERNELS: Final = (Kernel(r"portable::.*multiply_tile<", "float32 tile, multiply 
 
 
 class Loop(NamedTuple):
-    """Instructions from the target of a backward branch to it."""
+    """The instructions of a loop."""
 
     lines: list[str]
 
@@ -118,6 +119,8 @@ def row(kernel: Kernel, code: dict[str, list[tuple[int, str]]], mca: str) -> str
 
 def run(*command: object, env: dict[str, str] | None = None) -> str:
     """Returns what a command printed; ends the program if it fails."""
+    if shutil.which(str(command[0])) is None:
+        sys.exit(f"{command[0]}: not found; see the first lines of {Path(__file__).name}")
     done = subprocess.run([str(word) for word in command], env=env, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{command[0]}: {done.stdout}{done.stderr}")

@@ -281,3 +281,18 @@ def test_a_peer_that_is_not_there_has_a_row_that_says_so(benchmarks, monkeypatch
     monkeypatch.setattr(table, "Peer", absent)
     ((name, told, *cells),) = table.rows_of_peers([], {})
     assert (name, told, set(cells)) == ("gfloat", "not installed", {""})
+
+
+def test_predictions_are_of_inner_loops(benchmarks):
+    import arm_predictions as arm
+
+    lines = [
+        "fmla v0.4s, v1.4s, v2.4s",
+        "smmla v3.4s, v4.16b, v5.16b",
+        "b.ne 0x4 <f+0x4>",
+        "b.eq 0x14 <f+0x14>",
+        "b 0x0 <f>",
+    ]
+    [loop] = arm.inner_loops([(4 * i, line) for i, line in enumerate(lines)])
+    assert loop.lines == lines[1:3]
+    assert (loop.multiply_adds("smmla"), loop.multiply_adds("fmla")) == (32, 0)
