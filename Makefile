@@ -91,6 +91,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir build/mypy-win32
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
