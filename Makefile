@@ -154,7 +154,7 @@ faults: $(VENV)/.installed
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \
 	  folder=build/sanitize-$${sanitizers%;*}; \
-	  cmake -S custom_ops -B $$folder "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
+	  cmake -S custom_ops -B $$folder -DMXFP8_TEST_PROGRAMS=ON "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
 	  cmake --build $$folder --parallel 2 --target mxfp8_stress --target mxfp8_hostile >/dev/null && \
 	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
 	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
