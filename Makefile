@@ -14,8 +14,8 @@
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
-# make wheels     dist/: the source distribution and a wheel per processor, for any Linux, tried in fresh environments of
-#                 every Python that is found; no compiler but what the package index has
+# make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
+#                 fresh environments of every Python that is found; no compiler but what the package index has
 # make versions   the tests against the lowest and the newest dependencies on every Python that is found, a table: gigabytes
 #                 and hours; VERSIONS='--row 3.10-lowest -- tests/test_x.py' chooses, VERSIONS=--help says what
 # make aarch64    the wheel for aarch64 in an emulator (Debian's packages: see .ci/aarch64.py)

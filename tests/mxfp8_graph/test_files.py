@@ -77,24 +77,6 @@ def test_an_os_error_is_one_of_the_output(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_windows_keeps_is_named(tmp_path, monkeypatch):
-    put(tmp_path, OLD)
-    unlink = Path.unlink
-
-    def refuse(path: Path, *, missing_ok: bool = False) -> None:
-        if path.name == "o.data":
-            error = PermissionError(13, "The process cannot access the file", str(path))
-            error.winerror = 1224
-            raise error
-        unlink(path, missing_ok=missing_ok)
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    assert refused(lambda: write(tmp_path, NEW, overwrite=True)) == (
-        f"{tmp_path / 'o'}: cannot be written: The process cannot access the file ({tmp_path / 'o.data'}); expected "
-        "files that no program has open or mapped; close them first"
-    )
-
-
 def steps(kill: Callable[[int], None]) -> None:
     """Lets `kill` be called with 0, 1, ... before each file is opened, renamed or removed, in this process."""
     count = iter(range(sys.maxsize))
