@@ -13,6 +13,8 @@
 # make faults     kills a rewrite at random moments: counts which output is left
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
+# make windows    the library for Windows and its test programs on Wine: a grid of gemms, stress, hostile arguments
+#                 (needs cmake and the package wine; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
 # make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
 #                 fresh environments of every Python that is found; no compiler but what the package index has
@@ -23,7 +25,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize windows fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -159,6 +161,16 @@ sanitize:
 	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
 	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
+
+# Wine keeps its settings in build/windows too.
+windows: build/wheels/.installed
+	@command -v wine >/dev/null || { echo 'windows: wine is not found; expected it on the PATH; install the package wine'; exit 1; }
+	CXX='$(CURDIR)/build/wheels/bin/python -m ziglang c++ -target x86_64-windows-gnu' \
+	  cmake -S custom_ops -B build/windows -DCMAKE_SYSTEM_NAME=Windows -DCMAKE_SYSTEM_PROCESSOR=x86_64 \
+	  -DMXFP8_TEST_PROGRAMS=ON >/dev/null
+	cmake --build build/windows --parallel 2 >/dev/null
+	@export HOME=$(CURDIR)/build/windows WINEPREFIX=$(CURDIR)/build/windows/wine WINEDEBUG=-all && cd build/windows && \
+	  wine mxfp8_gemms.exe && wine mxfp8_stress.exe 20 && wine mxfp8_hostile.exe --calls 1000000
 
 FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "system_memory.h"
+#include "system.h"
 
 namespace mxfp8 {
 const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {

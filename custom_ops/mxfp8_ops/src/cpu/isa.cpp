@@ -6,12 +6,10 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "system.h"
+
 #if defined(MXFP8_X86)
 #include <cpuid.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace mxfp8 {
@@ -81,17 +79,11 @@ const Processor& processor() {
   return features;
 }
 
-// Linux saves the tiles only for processes that have asked for it, because they take 8 KB of a signal's stack.
 bool has_amx_bf16() {
 #if defined(MXFP8_EMULATE_AMX)
   return processor().avx512_bf16();
-#elif defined(__linux__)
-  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  if (!processor().amx_bf16()) return false;
-  static const bool permitted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-  return permitted;
 #else
-  return false;
+  return processor().amx_bf16() && may_use_tiles();
 #endif
 }
 #endif

@@ -11,12 +11,8 @@
 #include <system_error>
 #include <thread>
 
-#if defined(__unix__) || defined(__APPLE__)
-#include <pthread.h>
-#endif
-#if defined(__linux__)
-#include <sched.h>
-#endif
+#include "system.h"
+
 #if defined(__x86_64__)
 #include <xmmintrin.h>
 #endif
@@ -25,27 +21,6 @@ namespace mxfp8 {
 namespace {
 
 constexpr int kMostThreads = 256;  // threads never end: one call must not start any number of them
-
-// Moves the calling thread off processor `taken`, if it runs there and may run elsewhere. A kernel tends to wake a
-// sleeping thread on the processor of the thread that wakes it, and to leave it there for longer than a job lasts: the
-// two would take turns while the next processor idles.
-int current_processor() {
-#if defined(__linux__)
-  return sched_getcpu();
-#else
-  return -1;
-#endif
-}
-void step_aside([[maybe_unused]] int taken) {
-#if defined(__linux__)
-  cpu_set_t allowed;
-  if (taken < 0 || sched_getcpu() != taken || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
-  cpu_set_t others = allowed;
-  CPU_CLR(taken, &others);
-  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
-  sched_setaffinity(0, sizeof allowed, &allowed);
-#endif
-}
 
 struct Job {
   void (*task)(void*, size_t);
@@ -132,18 +107,16 @@ void after_fork() {
 }
 
 // Before there is a pool or a runtime that a fork could copy.
-void watch_forks() {
-#if defined(__unix__) || defined(__APPLE__)
+void prepare() {
   static std::once_flag once;
-  std::call_once(once, [] { pthread_atfork(nullptr, nullptr, after_fork); });
-#endif
+  std::call_once(once, keep_loaded, after_fork);
 }
 
 // Never destroyed: its threads outlive every static destructor.
 Pool* pool() {
   Pool* current = the_pool.load(std::memory_order_acquire);
   if (current != nullptr) return current;
-  watch_forks();
+  prepare();
   auto* fresh = new Pool;
   if (the_pool.compare_exchange_strong(current, fresh, std::memory_order_acq_rel)) return fresh;
   delete fresh;
@@ -189,15 +162,6 @@ class DefaultFloatEnvironment {
 
 }  // namespace
 
-int processor_count() {
-#if defined(__linux__)
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-#endif
-  const unsigned count = std::thread::hardware_concurrency();
-  return count == 0 ? 1 : int(count);
-}
-
 Parallel own_threads(int threads) {
   static const int processors = processor_count(), most = std::max(kMostThreads, processors);
   const int wanted = threads > 0 ? std::min(threads, most) : processors;
@@ -208,7 +172,7 @@ Parallel own_threads(int threads) {
 }
 
 void use_openmp(GompParallel parallel) {
-  watch_forks();
+  prepare();
   the_openmp.store(parallel, std::memory_order_release);
 }
 

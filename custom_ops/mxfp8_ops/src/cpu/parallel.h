@@ -23,9 +23,6 @@ Parallel own_threads(int threads);
 using GompParallel = void (*)(void (*team)(void*), void* argument, unsigned threads, unsigned flags);
 void use_openmp(GompParallel parallel);
 
-// One per processor this process may use.
-int processor_count();
-
 namespace detail {
 // Runs one task with the floating-point environment the kernels are written for - round to nearest, subnormals kept -
 // whatever the caller's thread or the pool has set (torch.set_flush_denormal, session.set_denormal_as_zero).

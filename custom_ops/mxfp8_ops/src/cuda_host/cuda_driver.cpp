@@ -1,15 +1,12 @@
 #include "cuda_driver.h"
 
-#include "../cpu/last_error.h"
-
-#if __has_include(<dlfcn.h>)
-#include <dlfcn.h>
-#endif
-
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <mutex>
+
+#include "../cpu/last_error.h"
+#include "../cpu/system.h"
 
 namespace mxfp8::cuda {
 namespace {
@@ -24,34 +21,19 @@ const Connection* connection = nullptr;
 
 constexpr size_t kMessage = 1024;
 
-#if __has_include(<dlfcn.h>)
 // Returns what is wrong, or "".
 std::string open_driver(const char* file, Driver* driver) {
-  void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);
-  if (library == nullptr) return dlerror();
-  const std::pair<const char*, void*> functions[] = {{"cuCtxPushCurrent_v2", &driver->push_context},
-                                                     {"cuCtxPopCurrent_v2", &driver->pop_context},
-                                                     {"cuLaunchKernel", &driver->launch},
-                                                     {"cuMemAlloc_v2", &driver->allocate},
-                                                     {"cuMemFree_v2", &driver->free},
-                                                     {"cuMemcpyHtoDAsync_v2", &driver->copy_in},
-                                                     {"cuMemcpyDtoHAsync_v2", &driver->copy_out},
-                                                     {"cuMemsetD32Async", &driver->fill},
-                                                     {"cuStreamSynchronize", &driver->wait},
-                                                     {"cuGetErrorName", &driver->error_name}};
-  for (const auto& [name, slot] : functions) {
-    void* symbol = dlsym(library, name);
-    if (symbol == nullptr) {
-      dlclose(library);
-      return std::string(file) + " has no " + name;
-    }
-    std::memcpy(slot, &symbol, sizeof symbol);
-  }
-  return "";
+  return load_functions(file, {{"cuCtxPushCurrent_v2", &driver->push_context},
+                               {"cuCtxPopCurrent_v2", &driver->pop_context},
+                               {"cuLaunchKernel", &driver->launch},
+                               {"cuMemAlloc_v2", &driver->allocate},
+                               {"cuMemFree_v2", &driver->free},
+                               {"cuMemcpyHtoDAsync_v2", &driver->copy_in},
+                               {"cuMemcpyDtoHAsync_v2", &driver->copy_out},
+                               {"cuMemsetD32Async", &driver->fill},
+                               {"cuStreamSynchronize", &driver->wait},
+                               {"cuGetErrorName", &driver->error_name}});
 }
-#else
-std::string open_driver(const char* file, Driver*) { return std::string(file) + ": no dlopen on this system"; }
-#endif
 
 const Connection* current_connection() {
   const std::lock_guard<std::mutex> lock(mutex);

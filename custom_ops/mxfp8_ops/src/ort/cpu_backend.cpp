@@ -1,6 +1,7 @@
 // The nodes on this processor: ops.h on ONNX Runtime's own intra-op threads.
 #include "../cpu/isa.h"
 #include "../cpu/profile.h"
+#include "../cpu/system.h"
 #include "backend.h"
 
 namespace mxfp8::ort {
