@@ -161,7 +161,7 @@ sanitize:
 	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
 
-# Nothing is taken from, or left in, the home directory.
+# Wine keeps its settings in build/windows too.
 windows: build/wheels/.installed
 	@command -v wine >/dev/null || { echo 'windows: wine is not found; expected it on the PATH; install the package wine'; exit 1; }
 	CXX='$(CURDIR)/build/wheels/bin/python -m ziglang c++ -target x86_64-windows-gnu' \
