@@ -13,9 +13,11 @@
 # make faults     kills a rewrite at random moments: counts which output is left
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
+# make windows    the library for Windows and its test programs on Wine: a grid of gemms, stress, hostile arguments
+#                 (needs cmake and the package wine; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
-# make wheels     dist/: the source distribution and a wheel per processor, for any Linux, tried in fresh environments of
-#                 every Python that is found; no compiler but what the package index has
+# make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
+#                 fresh environments of every Python that is found; no compiler but what the package index has
 # make versions   the tests against the lowest and the newest dependencies on every Python that is found, a table: gigabytes
 #                 and hours; VERSIONS='--row 3.10-lowest -- tests/test_x.py' chooses, VERSIONS=--help says what
 # make aarch64    the wheel for aarch64 and a grid of gemms in an emulator of three processors (Debian's packages: see
@@ -24,7 +26,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize fuzz faults clean
+.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize windows fuzz faults clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -92,6 +94,7 @@ check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --platform win32 --cache-dir build/mypy-win32
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
@@ -159,6 +162,16 @@ sanitize:
 	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
 	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
+
+# Wine keeps its settings in build/windows too.
+windows: build/wheels/.installed
+	@command -v wine >/dev/null || { echo 'windows: wine is not found; expected it on the PATH; install the package wine'; exit 1; }
+	CXX='$(CURDIR)/build/wheels/bin/python -m ziglang c++ -target x86_64-windows-gnu' \
+	  cmake -S custom_ops -B build/windows -DCMAKE_SYSTEM_NAME=Windows -DCMAKE_SYSTEM_PROCESSOR=x86_64 \
+	  -DMXFP8_TEST_PROGRAMS=ON >/dev/null
+	cmake --build build/windows --parallel 2 >/dev/null
+	@export HOME=$(CURDIR)/build/windows WINEPREFIX=$(CURDIR)/build/windows/wine WINEDEBUG=-all && cd build/windows && \
+	  wine mxfp8_gemms.exe && wine mxfp8_stress.exe 20 && wine mxfp8_hostile.exe --calls 1000000
 
 FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0

@@ -18,7 +18,8 @@ def locate(named_in: Path, name: str, where: str) -> Path:
     folders = [folder, Path(os.path.realpath(named_in)).parent] if named_in.is_symlink() else [folder]
     plain = PurePath(name)
     # Decided by the name first: realpath of such a name would ask the system about files that are none of the model's.
-    outside = not name or not name.isprintable() or plain.is_absolute() or ".." in plain.parts
+    # Windows has anchors that are not absolute: C:name and \\name lead out of the folder too.
+    outside = bool(not name or not name.isprintable() or plain.anchor or ".." in plain.parts)
     path = Path(folder, plain) if outside else Path(os.path.realpath(Path(folder, plain), strict=True))
     if outside or not any(map(path.is_relative_to, folders)):
         advice = "move the data next to the model"

@@ -6,11 +6,9 @@ command, versions, machine and input files, but no contents of files.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
-import re
 import shlex
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
@@ -20,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from mxfp8_graph._version import __version__, installed
-from mxfp8_ops import node
+from mxfp8_ops import node, system
 
 RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
@@ -82,15 +80,7 @@ def facts(files: Iterable[Path | str]) -> list[tuple[str, str]]:
     return [
         ("command", "none, Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
         ("versions", ", ".join(versions)),
-        ("processor", f"{processor()}, {os.cpu_count()} logical processors"),
+        ("processor", f"{system.processor()}, {os.cpu_count()} logical processors"),
         ("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
         *(("file", f"{path}, {Path(path).stat().st_size} bytes") for path in files if Path(path).is_file()),
     ]
-
-
-def processor() -> str:
-    """Returns the name of the processor, or of its architecture if the system does not name it."""
-    with contextlib.suppress(OSError):
-        if match := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M):
-            return match[1]
-    return platform.processor() or platform.machine()

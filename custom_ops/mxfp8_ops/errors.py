@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mxfp8_ops import system
+
 if TYPE_CHECKING:
     from typing import Self
 
@@ -87,6 +89,9 @@ class Mxfp8Error(ValueError):
             what = f"folder {folder} does not exist"
             return cls(path, what, expected="a file in an existing folder", advice="create the folder")
         what = f"cannot be written: {error.strerror or error}"
+        if system.in_use(error):
+            what += f" ({error.filename})"
+            return cls(path, what, expected="files that no program has open or mapped", advice="close them first")
         return cls(path, what, expected="a writable folder with enough space", advice=advice)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import mxfp8_ops
-from mxfp8_ops import c_abi, contract
+from mxfp8_ops import c_abi, contract, system
 from mxfp8_ops.errors import BackendError, ShapeError
 
 PREPACK: Final = ("auto", "never", "decoded")
@@ -82,16 +82,15 @@ def library_path() -> Path:
     Raises:
         BackendError: it was not built.
     """
-    name = {"darwin": "libmxfp8_ops.dylib", "win32": "mxfp8_ops.dll"}.get(sys.platform, "libmxfp8_ops.so")
     # An editable install keeps the sources in the checkout and the built library in site-packages: look in both.
     folders = [Path(folder) for folder in mxfp8_ops.__path__]
     folders += [Path(entry) / "mxfp8_ops" for entry in sys.path]
     for folder in folders:
-        if (folder / name).is_file():
-            return (folder / name).resolve()
+        if (folder / system.LIBRARY).is_file():
+            return (folder / system.LIBRARY).resolve()
     raise BackendError(
         "mxfp8_ops",
-        f"no {name} in {', '.join(map(str, mxfp8_ops.__path__))}",
+        f"no {system.LIBRARY} in {', '.join(map(str, mxfp8_ops.__path__))}",
         expected="the native library there",
         advice="install the project with pip (pip install -e . in a checkout)",
     )

@@ -11,7 +11,6 @@ import functools
 import json
 import re
 import statistics
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -32,7 +31,7 @@ from mxfp8_graph.onnx_pass.protos import iter_graphs
 from mxfp8_graph.onnx_pass.save import save, wants_external
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs
 from mxfp8_graph.running.profile import NodeProfile, of_session
-from mxfp8_ops import cpu, formats, ort
+from mxfp8_ops import cpu, formats, ort, system
 from mxfp8_ops.errors import BackendError
 
 _RUNTIME_ERRORS: Final[tuple[type[Exception], ...]] = (
@@ -208,8 +207,8 @@ class Session(Runnable):
         if missing and float32:
             infer(model := load(self._model), [])
             self.note = "".join(f"{self.name} runs as a copy that {change}" for change in to_float32(model))
-            with tempfile.TemporaryDirectory() as folder:  # what is loaded needs the file no more
-                path = Path(folder) / "model.onnx"
+            with system.temporary_folder() as folder:  # what is loaded needs the file no more
+                path = folder / "model.onnx"
                 save(model, path, external=wants_external(model, path, "auto", as_source=False), overwrite=False)
                 return self._load(str(path), options, False)
         what = f"ONNX Runtime {onnxruntime.__version__} refuses the model"
@@ -219,8 +218,8 @@ class Session(Runnable):
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
         """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
         model = load(self._model)
-        with tempfile.TemporaryDirectory() as folder, cpu.profiled() as written:
-            session = self._again(execution=replace(self._execution, profile=Path(folder) / "profile"))
+        with system.temporary_folder() as folder, cpu.profiled() as written:
+            session = self._again(execution=replace(self._execution, profile=folder / "profile"))
             # One run before the calls are recorded: the first one prepares the kernels.
             session.run(inputs)
             written.clear()
@@ -229,7 +228,7 @@ class Session(Runnable):
 
     def _events(self) -> Any:
         """Returns the events of a profiled session, and ends its profiling."""
-        text = Path(self._session.end_profiling()).read_text()
+        text = Path(self._session.end_profiling()).read_text(encoding="utf-8")
         try:
             return json.loads(text)
         except ValueError:

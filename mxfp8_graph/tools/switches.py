@@ -9,7 +9,6 @@ packed weights of a rewrite without fusion. `switched_program.py` is the same fo
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.runner import Model, is_program
 from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.switchable import Switchable, refuse_rewritten
+from mxfp8_ops import system
 from mxfp8_ops.errors import ContractError
 
 _ROOM: Final = 1.3
@@ -61,12 +61,12 @@ def open_switchable(
         yield SwitchedProgram(model, recipe, allow_nonfinite=allow_nonfinite, progress=progress)
         return
     loaded = load(model)
-    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:
+    with system.temporary_folder() as folder:
         if (free := shutil.disk_usage(folder).free) < (needed := round(bytes_of(loaded) * _ROOM)):
-            what = f"{Path(folder).parent} has {free / 1e9:.1f} GB free"
+            what = f"{folder.parent} has {free / 1e9:.1f} GB free"
             expected = f"{needed / 1e9:.1f} GB for the model with its switches"
             raise ContractError(name_of(loaded), what, expected=expected, advice="set TMPDIR to a folder with more")
-        path = Path(folder) / "model.onnx"
+        path = folder / "model.onnx"
         yield _SwitchedModel(loaded, recipe, path, allow_nonfinite=allow_nonfinite, progress=progress)
 
 

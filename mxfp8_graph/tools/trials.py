@@ -21,6 +21,7 @@ from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.running.sessions import Execution, Runnable
 from mxfp8_graph.tools.metrics import Metric, Score, score
 from mxfp8_graph.tools.switchable import refuse_rewritten
+from mxfp8_ops import system
 
 _SYNTHESISED: Final = 8
 """Samples that are made where none are given."""
@@ -138,7 +139,7 @@ def open_bench(
     name = str(model) if isinstance(model, (str, Path)) else signature.name
     refuse_rewritten(signature.rewritten, name)
     samples = make_samples(signature, options, count=_SYNTHESISED, run=original.run)
-    with tempfile.TemporaryDirectory(prefix="mxfp8-graph-") as folder:
+    with system.temporary_folder() as folder:
         bench = Bench(
             model=source,
             name=name,
@@ -146,7 +147,7 @@ def open_bench(
             samples=samples,
             feeds=samples.feeds,
             metrics=metrics,
-            folder=Path(folder),
+            folder=folder,
             progress=progress,
             allow_nonfinite=allow_nonfinite,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import builders
@@ -14,7 +14,8 @@ import pytest
 from releases import release
 
 import mxfp8_graph
-from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_graph import file_reading
+from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 LOOKS_AT_LINKS = release("onnx") >= (1, 21)
 """onnx refuses links to external data."""
@@ -52,6 +53,12 @@ class TestExternalData:
             f"{path}: tensor 'w': external file 'm.onnx.data\\x00.txt'; expected a file inside {path.parent}; "
             "move the data next to the model"
         )
+
+    @pytest.mark.parametrize("name", ["C:secret", r"\secret", r"\\host\secret"])
+    def test_windows_names_that_lead_out_of_the_folder(self, name, path, monkeypatch):
+        monkeypatch.setattr(file_reading, "PurePath", PureWindowsPath)
+        with pytest.raises(ContractError, match="expected a file inside"):
+            file_reading.locate(path, name, "m")
 
     def test_a_second_hard_link_is_refused_as_onnx_does(self, path, tmp_path_factory):
         secret = tmp_path_factory.mktemp("elsewhere") / "secret"

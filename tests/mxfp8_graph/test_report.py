@@ -17,7 +17,6 @@ from full_disk import files, files_of_at_most
 from grids import looped
 from rich.console import Console
 
-from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe
@@ -25,6 +24,7 @@ from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.data import Account, RewriteReport, SiteReport
 from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import WIDTH, Section, number, plain_text
+from mxfp8_ops import system
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -211,7 +211,7 @@ def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
     assert f"{source}, 3 bytes" in cells
     assert f"mxfp8-graph {__version__}" in cells
     assert "none, Python API" in cells
-    assert provenance.processor() in cells
+    assert system.processor() in cells
     assert datetime.now(timezone.utc).strftime("%Y-") in cells
 
 

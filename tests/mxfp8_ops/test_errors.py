@@ -65,3 +65,9 @@ def test_common_errors() -> None:
     assert str(ContractError.unwritable("none/f", missing)) == (
         "none/f: folder none does not exist; expected a file in an existing folder; create the folder"
     )
+    mapped = PermissionError(13, "The process cannot access the file", "f.data")
+    mapped.winerror = 1224
+    assert str(ContractError.unwritable("f", mapped)) == (
+        "f: cannot be written: The process cannot access the file (f.data); expected files that no program has open or "
+        "mapped; close them first"
+    )

@@ -4,8 +4,10 @@
 // with 1 on a wrong result; a sanitizer exits with a code of its own.
 //
 //   mxfp8_stress [seconds per phase]
+#if !defined(_WIN32)
 #include <sys/wait.h>
 #include <unistd.h>
+#endif
 
 #include <atomic>
 #include <chrono>
@@ -324,8 +326,8 @@ void many_threads(double seconds) {
   std::printf("8 threads at once: %ld calls\n", count.load());
 }
 
-// ThreadSanitizer does not follow a fork of a process that has threads.
-#if defined(__SANITIZE_THREAD__)
+// ThreadSanitizer does not follow a fork of a process that has threads; Windows has none.
+#if defined(__SANITIZE_THREAD__) || defined(_WIN32)
 void forked_children(double) {}
 #else
 void forked_children(double seconds) {

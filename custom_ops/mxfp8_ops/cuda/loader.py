@@ -117,10 +117,10 @@ def _cublas() -> dict[str, int]:
     """
     # A process of PyTorch or CuPy alone has no use for it, and may not have it.
     onnxruntime = sys.modules.get("onnxruntime")
-    if onnxruntime is None or onnxruntime.__file__ is None:
+    if onnxruntime is None or onnxruntime.__file__ is None or sys.platform == "win32":
         return {}
     path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no RTLD_NOLOAD on this system, or no cuBLAS
+    with contextlib.suppress(OSError, AttributeError):  # AttributeError: no cuBLAS
         # RTLD_NOLOAD: a cuBLAS of our own would be another one, and handles of one crash another.
         provider = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return {name: ctypes.cast(getattr(provider, name), c_void_p).value or 0 for name in _CUBLAS}

@@ -7,7 +7,6 @@ same matmuls. An exported program is compared as the ONNX model that torch makes
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from mxfp8_graph.tools.compare.emulation import Emulated, Emulator
 from mxfp8_graph.tools.compare.number_formats import PEERS, Peer
 from mxfp8_graph.tools.metrics import metric_called
 from mxfp8_graph.tools.trials import Bench, open_bench
-from mxfp8_ops import cpu
+from mxfp8_ops import cpu, system
 from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 
 VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -95,8 +94,8 @@ def compare(
         if is_program(model):
             from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx  # imports torch
 
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mxfp8-graph-"))
-            source = plain_to_onnx(model, Path(folder) / "model.onnx")
+            folder = stack.enter_context(system.temporary_folder())
+            source = plain_to_onnx(model, folder / "model.onnx")
             notes.append("the program is compared as the ONNX model that torch.onnx makes of it")
         bench = stack.enter_context(open_bench(source, inputs, chosen, progress=progress))
         if source is not model:
