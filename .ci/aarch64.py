@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR = "qemu-aarch64-static"
-SETS = {"max": "portable", "neoverse-n1": "portable", "cortex-a72": "portable"}
+SETS = {"max": "neon_mm,neon_dot,portable", "neoverse-n1": "neon_dot,portable", "cortex-a72": "portable"}
 """The instruction sets that the library has to find on each of the emulator's processors, best first."""
 PYTHON = "3.11"
 PACKAGES = (
