@@ -73,7 +73,14 @@ void step_aside(int taken) {
   if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
   sched_setaffinity(0, sizeof allowed, &allowed);
 }
+#else
+void release_mapped_file(const void*, int64_t) {}
+void use_large_pages(void*, int64_t) {}
+int current_processor() { return -1; }
+void step_aside(int) {}
+#endif
 
+#if defined(__linux__) && defined(__x86_64__)
 bool may_use_tiles() {
 #if defined(SYS_arch_prctl)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -84,10 +91,6 @@ bool may_use_tiles() {
 #endif
 }
 #else
-void release_mapped_file(const void*, int64_t) {}
-void use_large_pages(void*, int64_t) {}
-int current_processor() { return -1; }
-void step_aside(int) {}
 bool may_use_tiles() { return false; }
 #endif
 
