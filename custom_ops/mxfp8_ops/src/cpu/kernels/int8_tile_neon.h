@@ -25,9 +25,8 @@ constexpr int kRowsTogether = 2;
 #else
 constexpr int kRowsTogether = 1;
 #endif
-constexpr int kColumnsTogether = kLanes / kRowsTogether;  // a register has the sums of some rows and columns
+constexpr int kColumnsTogether = kLanes / kRowsTogether;  // a register has sums of these rows and columns
 constexpr int kVectors = int(kPanel) / kColumnsTogether;
-constexpr int64_t kRepeated = kLanes / kRowsTogether;  // what a row's sums begin with, and scales of columns, repeat
 
 using ByteTiles = Tiles<kRows>;
 
@@ -46,7 +45,7 @@ struct PackedA {
   }
   MXFP8_INLINE_MEMBER uint32_t* starts(Chunk chunk, int64_t tile) const {
     return reinterpret_cast<uint32_t*>(base + tiles.count * kRows * panel_depth(k)) +
-           offset(chunk, tile) / kBlock * kRepeated;
+           offset(chunk, tile) / kBlock * kColumnsTogether;
   }
 };
 
@@ -59,8 +58,8 @@ MXFP8_INLINE void pack_block(const PackedA& to, Chunk chunk, int64_t tile, int64
   for (int64_t i = 0; i < kBlock; i += run) {
     std::memcpy(factors + ((i / run * together + unit) * kRowsTogether + part) * run, elements + i, run);
   }
-  uint32_t* starts = to.starts(chunk, tile) + (block * together + unit) * kLanes + part * kRepeated;
-  for (int64_t i = 0; i < kRepeated; ++i) starts[i] = ((code + kSumBits) << 23) | kHalf;
+  uint32_t* starts = to.starts(chunk, tile) + (block * together + unit) * kLanes + part * kColumnsTogether;
+  for (int i = 0; i < kColumnsTogether; ++i) starts[i] = ((code + kSumBits) << 23) | kHalf;
 }
 
 // What a tile reads of a panel.
