@@ -28,10 +28,18 @@ PACKAGES = (
     "libsqlite3-0", "libuuid1", f"libpython{PYTHON}-minimal", f"libpython{PYTHON}-stdlib", f"python{PYTHON}-minimal",
 )  # fmt: skip
 ONNXRUNTIME = "onnxruntime==1.26.0"
-"""Importing 1.29 and later ends qemu 7.2 with a segmentation fault, without our library too."""
+"""Importing 1.28 and later ends qemu 7.2 with a segmentation fault, without our library too."""
 TESTS = ("pytest>=8.4", "hypothesis>=6.100")
-NOT_HERE = ("*cuda*", "*gpu*", "*device*", "*torch*", "*sass*")
-"""Tests of what the emulated system lacks."""
+NOT_HERE = ("*cuda*", "*gpu*", "*device*", "*torch*", "*sass*", "*session_memory*", "*stress*")
+"""Tests of what the emulated system lacks: torch, a GPU, a process whose memory is its program's, and processors for
+many threads: those of ONNX Runtime wait busily, and a test with eight sessions does not end in minutes."""
+DIFFERENT = (
+    "nodes_that_differ_each_give",  # ONNX Runtime 1.26 and 1.27 cannot load some of these models, on x86-64 either
+    "nodes_inside_if_and_loop",
+    "where_subnormals_are_flushed",  # ONNX Runtime flushes them on x86-64 only
+    "the_file_is_what_the_reference_gives",  # NumPy's NaN of a product has another sign
+)
+"""Tests that fail there for another reason than our code."""
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_17_aarch64", "manylinux2014_aarch64")
 
 
@@ -81,9 +89,10 @@ def compile_gemms(library: Path, program: Path) -> None:
 
 def run_tests(python: Path, root: Path, folder: Path, environment: dict[str, str]) -> None:
     """Runs the tests of mxfp8_ops that need neither torch nor a GPU, with every instruction set."""
-    # Tests that start a Python start this script: this machine runs it, but no program for aarch64.
+    # Tests that start a Python start this script: this machine runs it, but no program for aarch64. Without SME, where
+    # ONNX Runtime's own MatMul (KleidiAI's) makes infinities the largest float32: function bodies differ there.
     launcher = folder / "python"
-    launcher.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu max -L {root} {python} "$@"\n')
+    launcher.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu max,sme=off -L {root} {python} "$@"\n')
     launcher.chmod(0o755)
     start = f"import sys, pytest; sys.executable = {str(launcher)!r}; sys.exit(pytest.main(sys.argv[1:]))"
     choice = [
@@ -122,7 +131,10 @@ def main() -> None:
     folder = arguments.folder.resolve()
     root = unpack_system(folder)
     site = unpack_wheels(folder, arguments.wheel.resolve(), *(TESTS if arguments.tests else ()))
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONPATH": str(site)}
+    packages = root / "usr/lib/python3/dist-packages"
+    packages.mkdir(parents=True, exist_ok=True)
+    (packages / "wheels.pth").write_text(f"{site}\n")  # tests set PYTHONPATH
+    environment = {"PATH": os.environ["PATH"], "HOME": str(folder)}
     python = root / f"usr/bin/python{PYTHON}"
     if arguments.tests:
         run_tests(python, root, folder, environment)
