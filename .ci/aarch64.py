@@ -34,9 +34,9 @@ NOT_HERE = ("*cuda*", "*gpu*", "*device*", "*torch*", "*sass*", "*session_memory
 """Tests of what the emulated system lacks: torch, a GPU, a process whose memory is its program's, and processors for
 many threads: those of ONNX Runtime wait busily, and a test with eight sessions does not end in minutes."""
 DIFFERENT = (
-    "nodes_that_differ_each_give",  # ONNX Runtime 1.26 and 1.27 cannot load some of these models, on x86-64 either
+    "nodes_that_differ_each_give",  # ONNX Runtime 1.26 cannot load some of these models, on x86-64 either
     "nodes_inside_if_and_loop",
-    "where_subnormals_are_flushed",  # ONNX Runtime flushes them on x86-64 only
+    "where_subnormals_are_flushed",  # ONNX Runtime did not flush them here
     "the_file_is_what_the_reference_gives",  # NumPy's NaN of a product has another sign
 )
 """Tests that fail there for another reason than our code."""
@@ -89,9 +89,8 @@ def compile_gemms(library: Path, program: Path) -> None:
 
 def run_tests(python: Path, root: Path, folder: Path, environment: dict[str, str]) -> None:
     """Runs the tests of mxfp8_ops that need neither torch nor a GPU, with every instruction set."""
-    # Tests that start a Python start this script: this machine runs it, but no program for aarch64. Without SME, where
-    # ONNX Runtime's own MatMul (KleidiAI's) makes infinities the largest float32: function bodies differ there.
-    launcher = folder / "python"
+    # Tests that start a Python start this script: this machine runs it, but no program for aarch64. Without SME: with
+    # it, ONNX Runtime's own MatMul gave the largest float32 where function bodies have infinity.
     launcher.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu max,sme=off -L {root} {python} "$@"\n')
     launcher.chmod(0o755)
     start = f"import sys, pytest; sys.executable = {str(launcher)!r}; sys.exit(pytest.main(sys.argv[1:]))"

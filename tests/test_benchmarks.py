@@ -21,6 +21,7 @@ NEEDS_8_BITS = pytest.mark.skipif(
 )
 SHARED = {"contenders", "exports", "floors", "harness", "peers"}
 SHARED |= {"conformance_peers", "llama_peer", "openvino_peer", "ort_peer"}
+SHARED |= {"arm_predictions"}  # measures nothing, and needs LLVM's tools
 
 
 def test_make_runs_every_benchmark():
