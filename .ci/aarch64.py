@@ -91,6 +91,7 @@ def run_tests(python: Path, root: Path, folder: Path, environment: dict[str, str
     """Runs the tests of mxfp8_ops that need neither torch nor a GPU, with every instruction set."""
     # Tests that start a Python start this script: this machine runs it, but no program for aarch64. Without SME: with
     # it, ONNX Runtime's own MatMul gave the largest float32 where function bodies have infinity.
+    launcher = folder / "python"
     launcher.write_text(f'#!/bin/sh\nexec {EMULATOR} -cpu max,sme=off -L {root} {python} "$@"\n')
     launcher.chmod(0o755)
     start = f"import sys, pytest; sys.executable = {str(launcher)!r}; sys.exit(pytest.main(sys.argv[1:]))"
