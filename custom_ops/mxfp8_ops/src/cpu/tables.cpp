@@ -105,7 +105,7 @@ MXFP8_ISA_TABLE("neon_dot", 0, gemms, false, kGemmRows)
 namespace neon_mm {
 extern const GemmKernel gemm_bf16, gemm_skinny_half;
 #if defined(__APPLE__)
-using neon_dot::gemm_int8;  // on an M3 SMMLA is 10 to 25% slower than SDOT, as two projects report
+using neon_dot::gemm_int8;  // of Apple's processors an M3 takes 10 to 25% longer with SMMLA, as two projects report
 #else
 extern const GemmKernel gemm_int8;
 #endif
