@@ -114,6 +114,19 @@ def test_panels_are_what_is_multiplied(isa, prepack):
     assert [each.any() for each in y] == [True, *[isa in ("amx_bf16", "avx512_bf16", "neon_mm")] * 2]
 
 
+@pytest.mark.parametrize("m", [3, 4, 5, 20])
+def test_from_three_rows_on_panels_change_no_bit(isa, m):
+    """Not with a block of zeros either whose scale, were it of other elements, would be too small for this A."""
+    rng = np.random.default_rng(m)
+    a, b = (rng.integers(0, 0x7E, (rows, 64), dtype=np.uint8) for rows in (m, 8))
+    a_scales, b_scales = np.full((m, 2), 30, np.uint8), np.full((8, 2), 127, np.uint8)
+    b[2, :32], b_scales[2, 0] = 0, 100
+    expected, weight = cpu.gemm(a, a_scales, b, b_scales), native.ConstantWeight()
+    for _ in range(2):
+        weight.use()
+        assert_same(cpu.gemm(a, a_scales, b, b_scales), expected)
+
+
 def test_a_weight_is_that_of_its_first_call(isa):
     """Another b, other sizes and another format are read as they are given."""
     b, other, weight = weight_of((40, 96), "int8", 1), weight_of((40, 96), "int8", 2), native.ConstantWeight()

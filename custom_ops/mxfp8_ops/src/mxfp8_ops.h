@@ -48,7 +48,7 @@ MXFP8_API const char* mxfp8_last_error(int field);
 MXFP8_API int mxfp8_contract_version(void);
 
 // The instruction sets compiled in and usable on this machine, best first, comma-separated:
-// "amx_bf16,avx512_bf16,avx512_vnni,avx512,avx2_vnni,avx2,portable".
+// "amx_bf16,avx512_bf16,avx512_vnni,avx512,avx2_vnni,avx2,portable", on Arm "neon_mm,neon_dot,portable".
 MXFP8_API const char* mxfp8_isa_available(void);
 // The one in use. The environment variable MXFP8_ISA chooses one at first use; mxfp8_isa_force changes it (tests do).
 // NULL, and MXFP8_NO_SUCH_ISA from every kernel, if MXFP8_ISA names one that is not available.
@@ -96,10 +96,11 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
                                       int y_dtype, void* y, int64_t y_stride, int threads);
 
 // A weight b [N, K] that never changes. The first gemm that uses it copies b into the layout of its kernel, and it and
-// every later one read the copy (with AMX those of four rows or more, others b): b has to stay, unchanged, as long as
-// the weight does. prepack: MXFP8_PREPACK_AUTO copies the codes; MXFP8_PREPACK_DECODED makes them bfloat16 where the
-// kernel multiplies those, two bytes a value; with MXFP8_PREPACK_NEVER gemms read b. Any number of threads may use one
-// weight. Of three rows or more a gemm gives the same bits with MXFP8_PREPACK_AUTO and without a weight.
+// every later one read the copy (with AMX those of four rows or more, on neon_mm, but for INT8, of five; others b): b
+// has to stay, unchanged, as long as the weight does. prepack: MXFP8_PREPACK_AUTO copies the codes;
+// MXFP8_PREPACK_DECODED makes them bfloat16 where the kernel multiplies those, two bytes a value; with
+// MXFP8_PREPACK_NEVER gemms read b. Any number of threads may use one weight. Of three rows or more a gemm gives the
+// same bits with MXFP8_PREPACK_AUTO and without a weight.
 enum { MXFP8_PREPACK_AUTO = 0, MXFP8_PREPACK_NEVER = 1, MXFP8_PREPACK_DECODED = 2 };
 typedef struct mxfp8_weight mxfp8_weight;
 MXFP8_API int mxfp8_weight_new(int prepack, mxfp8_weight** weight);

@@ -10,7 +10,7 @@
 
 namespace mxfp8 {
 const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
-  if (prepack_ == Prepack::kNever || args.k == 0 || args.m < kernels.least_panel_rows) return nullptr;
+  if (prepack_ == Prepack::kNever || args.k == 0) return nullptr;
   const GemmKernel* kernel = kernel_of_panels(kernels, args);
   if (kernel == nullptr) return nullptr;
   if (!ready_.load(std::memory_order_acquire)) {

@@ -40,13 +40,19 @@ bool takes(const Kernels& kernels, const GemmArgs& args, const GemmRow& row) {
          (row.values == Values::kInt8 && all_int8);
 }
 
+// Whether panels are used for so many rows.
+bool enough_for_panels(const Kernels& kernels, const GemmRow& row, int64_t rows) {
+  return rows >= kernels.least_panel_rows || row.values == Values::kInt8;
+}
+
 // The first row of the table after `last` for these rows; null stands for before the first. Where there are panels, and
 // rows enough for them, the first is that of their kernel.
 const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
   const GemmRow* next = last == nullptr ? kernels.gemms : last + 1;
-  if (last == nullptr && args.panels != nullptr && rows >= kernels.least_panel_rows) {
+  if (last == nullptr && args.panels != nullptr) {
     while (next->kernel != args.panels->kernel) ++next;
-    return next;
+    if (enough_for_panels(kernels, *next, rows)) return next;
+    next = kernels.gemms;
   }
   const auto fits = [&](const GemmRow& row) { return rows >= row.least_rows && rows <= row.most_rows; };
   while (!fits(*next) || !takes(kernels, args, *next)) ++next;  // ends at the last, which takes anything
@@ -177,7 +183,8 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
 const GemmKernel* kernel_of_panels(const Kernels& kernels, const GemmArgs& args) {
   const GemmRow* row = kernels.gemms;
   for (; row->values != Values::kAny; ++row) {
-    if (row->kernel->make_panels != nullptr && takes(kernels, args, *row)) return row->kernel;
+    const bool makes = row->kernel->make_panels != nullptr && enough_for_panels(kernels, *row, args.m);
+    if (makes && takes(kernels, args, *row)) return row->kernel;
   }
   return nullptr;
 }

@@ -8,7 +8,8 @@ constexpr int64_t kGemmRows = 256;      // rows of A packed at a time: they stay
 constexpr int64_t kAmxStripRows = 512;  // the same for AMX, which multiplies so fast that decoding B counts more
 constexpr int64_t kSkinnyRows = 16;     // the most rows of A that B is decoded in registers for
 // Up to here gemm_skinny_f32 adds sums across lanes in less time than other kernels turn B, as measured.
-constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8, kFewRowsNeon = 4;
+constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
+constexpr int64_t kFewRowsNeon = 4;    // the same for gemm_skinny_half and BFMMLA, as llvm-mca predicts
 constexpr int64_t kRowsAsTheyLie = 2;  // up to here rows of a B that is not constant are read as they lie
 constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
 constexpr int64_t kPanelColumns = 32;  // columns of the widest panel
@@ -52,8 +53,8 @@ struct GemmArgs {
 // that all tasks share; each task multiplies a range of those tiles with a range of rows of B, which it decodes a few
 // at a time. `row` is the first packed row, `rows` their number.
 //
-// `exponent` is that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to zero,
-// so it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.
+// `exponent` is at most that of the lowest bit set in any packed value: a bf16 dot product flushes subnormal numbers to
+// zero, so it is used only where exponents show that no product reaches down there. See gemm_bf16.cpp.
 constexpr int kNotExact = -(1 << 20);  // an `exponent`: this kernel cannot hold the values; use a later one
 constexpr int kAllZero = 1 << 20;
 
@@ -91,7 +92,7 @@ struct GemmRow {
   const GemmKernel* kernel;
 };
 
-// The kernel that multiplies such operands with panels of a constant weight; null if there is none.
+// The kernel that multiplies such operands with panels of a constant weight; null if there is none for so many rows.
 const GemmKernel* kernel_of_panels(const Kernels&, const GemmArgs&);
 
 void gemm(const Kernels&, const Parallel&, GemmArgs);

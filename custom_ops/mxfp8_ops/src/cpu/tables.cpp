@@ -118,7 +118,7 @@ constexpr GemmRow gemms[] = {
     {Values::kOther, 1, kSkinnyRows, &portable::gemm_skinny_f32},
     {Values::kAny, 1, kGemmRows, &portable::gemm_f32},
 };
-MXFP8_ISA_TABLE("neon_mm", 0, gemms, true, kGemmRows)
+MXFP8_ISA_TABLE("neon_mm", 0, gemms, true, kGemmRows, kFewRowsNeon + 1)
 }  // namespace neon_mm
 #endif
 

@@ -4,6 +4,8 @@
 //
 // An operand has four values along K of two columns, which are two words of a panel that lie together; or of two rows
 // of A, packed [step of 4, pair of rows, 2, 4], in tiles of kRows rows whether they are there or not.
+// BFMMLA adds products in pairs, each sum rounded to odd, with an error of up to 2^-23 of it: a chain of K products has
+// K / 2 such sums, and its error is at most K 2^-24, which numerics.gemm_error_bound allows.
 #pragma once
 #include "bf16_exact.h"
 #include "panel.h"

@@ -137,8 +137,11 @@ int gemm_bf16_make_panels(const GemmArgs& args, bool decoded, int64_t column_beg
         const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
         bool fits = true;
         turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room.elements);
-        turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room.codes,
-                      [&](int64_t, int64_t) { fits = false; });
+        turn_codes<F>(args, column, columns, chunk, kNeutralScale, kNeutralScale, room.codes,
+                      [&](int64_t block, int64_t c) {
+                        const int code = room.codes[block * kPanel + c];
+                        fits = fits && code >= kMinScale<F> && code <= kMaxScale<F>;
+                      });
         for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i)
           lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
         auto* to = const_cast<uint16_t*>(decoded_at(args, data, column, chunk.k));

@@ -6,7 +6,8 @@
 // multiply-add.
 //
 // An element times 2^-8 is a float16 number, subnormal ones too: its sign, and its magnitude 7 bits up. A row of B with
-// a NaN, or a scale whose product a float32 cannot hold, goes to exact_dot; such a row of A to another kernel.
+// a NaN, or a scale whose product a float32 cannot hold, goes to exact_dot; a strip of A with such a row to another
+// kernel.
 #include <arm_neon.h>
 
 #include "gemm_skinny.h"
@@ -35,9 +36,14 @@ MXFP8_INLINE bool dot(const float16_t* a, const float* a_scales, int64_t a_strid
   bool fits = true;
   const auto step = [&](const uint8_t* elements, int64_t k) MXFP8_INLINE_LAMBDA {
     const uint32_t code = pass.scales[k / kBlock];
-    fits &= code >= kLowestOfB && code <= kHighestOfB;
+    bool inside = code >= kLowestOfB && code <= kHighestOfB;
     const float scale = float_of((code + kBiasGap) << 23);
     float32x4_t low[R] = {}, high[R] = {};
+    if (__builtin_expect(!inside, 0)) {  // a block of zeros fits
+      const uint8x16_t most = vmaxq_u8(magnitudes(elements), magnitudes(elements + 16));
+      inside = code != uint32_t(kScaleNan) && vmaxvq_u8(most) == 0;
+    }
+    fits &= inside;
 #pragma GCC unroll 2
     for (int i = 0; i < kStep; i += 16) {
       const int8x16_t codes = vreinterpretq_s8_u8(vld1q_u8(elements + i));

@@ -147,7 +147,10 @@ int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
         alignas(64) uint8_t padded_step[kStep] = {};
         const bool whole = args.k - k >= kStep;
         if (!whole) std::memcpy(padded_step, elements + k, size_t(args.k - k));
-        for (int i = 0; i < kStep; ++i) to[i] = (whole ? elements + k : padded_step)[i] ^ kFlipped;
+        for (int i = 0; i < kStep; i += kDecoded) {
+          const Bytes moved = load_bytes((whole ? elements + k : padded_step) + i) ^ kFlipped;
+          std::memcpy(to + i, &moved, sizeof moved);
+        }
       }
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t k = block * kBlock;
@@ -168,7 +171,7 @@ void gemm_skinny_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, 
       args, row, rows, column_begin, column_end, static_cast<const uint8_t*>(packed),
       [&](auto r, const Work<uint8_t>& work) {
         constexpr int R = decltype(r)::value;
-        const float* of_group = scales + ((work.row - row) * blocks + work.k / kBlock) * kScaleLanes;
+        const float* of_group = scales + (work.row - row) * blocks * kScaleLanes + work.k / kBlock * kScaleLanes;
         for_each_column<INT8, R, kTogether>(work, [&](auto c, const Pass& pass, float* sums) MXFP8_INLINE_LAMBDA {
           return dot<R, decltype(c)::value>(work.a, of_group, blocks, pass, sums);
         });

@@ -48,7 +48,7 @@ struct Kernels {
   const GemmRow* gemms;  // fastest first; the last takes anything
   bool has_bf16;         // whether there are gemms for Values::kBf16
   int64_t strip_rows;    // rows of A packed at a time
-  // With fewer rows, panels of a constant weight are not used: B is read as it lies.
+  // With fewer rows, panels of a constant weight are not used, but those of INT8: B is read as it lies.
   int64_t least_panel_rows = 1;
 };
 
