@@ -56,7 +56,9 @@ MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t c
     codes = panel_at(args, panels->data, column, chunk.k);
   } else {
     turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room->elements);
-    turn_codes<F>(args, column, columns, chunk, lowest, kMaxScale<F>, room->codes, [](int64_t, int64_t) {});
+    // As panels of a constant weight: a block of zeros whose scale is too low for this A alone makes a misfit there
+    // too.
+    turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room->codes, [](int64_t, int64_t) {});
   }
   if (rows <= kFewRows) return {nullptr, codes, columns_outside(codes.codes, chunk.padded, 0, kMaxScale<F>)};
   const uint32_t outside = columns_outside(codes.codes, chunk.padded, lowest, kMaxScale<F>);
@@ -137,11 +139,8 @@ int gemm_bf16_make_panels(const GemmArgs& args, bool decoded, int64_t column_beg
         const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
         bool fits = true;
         turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room.elements);
-        turn_codes<F>(args, column, columns, chunk, kNeutralScale, kNeutralScale, room.codes,
-                      [&](int64_t block, int64_t c) {
-                        const int code = room.codes[block * kPanel + c];
-                        fits = fits && code >= kMinScale<F> && code <= kMaxScale<F>;
-                      });
+        turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room.codes,
+                      [&](int64_t, int64_t) { fits = false; });
         for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i)
           lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
         auto* to = const_cast<uint16_t*>(decoded_at(args, data, column, chunk.k));

@@ -39,10 +39,8 @@ MXFP8_INLINE PanelView panel_at(const GemmArgs& args, const void* data, int64_t 
 template <class F>
 MXFP8_INLINE bool has_values(const uint8_t* elements, int64_t count, uint8_t code) {
   constexpr uint8_t value = F::is_integer ? 0xff : 0x7f;
-  uint8_t padded[kBlock] = {};
-  std::memcpy(padded, elements, count < kBlock ? size_t(count) : kBlock);
   uint8_t any = 0;
-  for (int i = 0; i < kBlock; ++i) any |= padded[i];
+  for (int64_t i = 0; i < min_of(count, kBlock); ++i) any |= elements[i];
   return code == kScaleNan || (any & value) != 0;
 }
 
@@ -128,12 +126,7 @@ MXFP8_INLINE void make_panel(const GemmArgs& args, int64_t column, uint8_t flipp
   const Chunk all = {0, args.k, panel_depth(args.k)};
   const PanelView panel = panel_at(args, data, column, 0);
   turn_elements<Word>(args, column, columns, all, flipped, kPanel * args.k, const_cast<uint8_t*>(panel.elements));
-  auto* codes = const_cast<uint8_t*>(panel.codes);
-  // All blocks of zeros get 2^0: some kernels ask more of scales than lowest..highest for some A.
-  turn_codes<F>(args, column, columns, all, kNeutralScale, kNeutralScale, codes, [&](int64_t block, int64_t c) {
-    const int code = codes[block * kPanel + c];
-    if (code < lowest || code > highest) misfit(block, c);
-  });
+  turn_codes<F>(args, column, columns, all, lowest, highest, const_cast<uint8_t*>(panel.codes), misfit);
 }
 
 #if defined(__AVX2__)
