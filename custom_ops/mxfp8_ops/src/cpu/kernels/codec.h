@@ -66,8 +66,8 @@ MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
 template <class F>
 MXFP8_INLINE uint32_t encode(float value) {
   if constexpr (F::is_integer) {
-    // Added to 1.5 times a power of two whose unit in the last place is that of the code, it is rounded to that, and
-    // the low bits count the units. It is below 4, and the sum stays in its binade.
+    // The addition rounds: the unit in the last place of the sum is the unit of the code, so the low bits of the sum
+    // count units. The value is below 4, and the sum stays in the binade of `power`.
     constexpr float power = 1.5f * (1 << (23 - F::mantissa_bits));
     constexpr int32_t most = F::max_code;
     const int32_t units = int32_t(bits_of(value + power) - bits_of(power));
