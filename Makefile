@@ -21,7 +21,7 @@
 # make versions   the tests against the lowest and the newest dependencies on every Python that is found, a table: gigabytes
 #                 and hours; VERSIONS='--row 3.10-lowest -- tests/test_x.py' chooses, VERSIONS=--help says what
 # make aarch64    the wheel for aarch64 and a grid of gemms in an emulator of three processors (Debian's packages: see
-#                 .ci/aarch64.py)      make aarch64-tests   the tests of mxfp8_ops there (seven minutes)
+#                 .ci/aarch64.py)      make aarch64-tests   the tests of mxfp8_ops there (nine minutes)
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin

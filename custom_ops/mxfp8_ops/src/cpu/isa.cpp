@@ -91,14 +91,14 @@ bool has_amx_bf16() {
 }
 #endif
 
-#if defined(MXFP8_ARM)
-bool has_neon_mm(const ArmFeatures& has) { return has.dots && has.half_dots && has.matrices; }
-#endif
-
 // Best first.
 const Isa kIsas[] = {
 #if defined(MXFP8_ARM)
-    {&neon_mm::kernels, [] { return has_neon_mm(arm_features()); }},
+    {&neon_mm::kernels,
+     [] {
+       const ArmFeatures has = arm_features();
+       return has.dots && has.half_dots && has.matrices;
+     }},
     {&neon_dot::kernels, [] { return arm_features().dots; }},
 #endif
 #if defined(MXFP8_X86)

@@ -12,8 +12,8 @@
 //   to the weights' exponents, once for all rows, if a column of the panel passes that test and has no NaN;
 //   for few rows to the sum of each block, as float32: weights go from their codes to the dot product in registers, and
 //   any scale will do with which they are finite. eb is then that of the elements.
-// Other columns go to exact_dot, and an A that does not fit to gemm_f32.cpp. All-zero blocks say nothing about
-// exponents, whatever their scale.
+// Other columns go to exact_dot, and an A that does not fit to gemm_f32.cpp. An all-zero block whose scale has no such
+// exponents, whatever A is, counts as one with the scale 2^0.
 //
 // Layout: panel.h; the headers of tiles say in which order A is packed.
 #if defined(__AVX2__)
@@ -56,8 +56,7 @@ MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t c
     codes = panel_at(args, panels->data, column, chunk.k);
   } else {
     turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room->elements);
-    // As panels of a constant weight: a block of zeros whose scale is too low for this A alone makes a misfit there
-    // too.
+    // Not from `lowest` on: panels of a constant weight do not know A, and must have the same misfits.
     turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room->codes, [](int64_t, int64_t) {});
   }
   if (rows <= kFewRows) return {nullptr, codes, columns_outside(codes.codes, chunk.padded, 0, kMaxScale<F>)};

@@ -22,9 +22,9 @@ constexpr uint32_t kLowestScale = 127 - 57, kHighestScale = 127 + 46;
 constexpr int kElementBits = INT8::mantissa_bits;  // an element is its code times 2^-6
 
 #if defined(__aarch64__)
-using Factor = int8_t;
-#elif defined(MXFP8_DOTS_OF_BYTES)
 using Factor = int8_t;  // what dot products multiply
+#elif defined(MXFP8_DOTS_OF_BYTES)
+using Factor = int8_t;
 
 // Adds products of four bytes to sums. The instruction itself: with its intrinsic GCC 12 keeps sums in memory.
 MXFP8_INLINE void add_dots(Ints unsigned_bytes, Ints signed_bytes, Ints* sums) {
