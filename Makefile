@@ -163,14 +163,15 @@ sanitize:
 	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
 
-# Wine keeps its settings in build/windows too.
+# Wine's settings are outside of this folder and go afterwards: they link to /, and the source distribution follows links.
 windows: build/wheels/.installed
 	@command -v wine >/dev/null || { echo 'windows: wine is not found; expected it on the PATH; install the package wine'; exit 1; }
 	CXX='$(CURDIR)/build/wheels/bin/python -m ziglang c++ -target x86_64-windows-gnu' \
 	  cmake -S custom_ops -B build/windows -DCMAKE_SYSTEM_NAME=Windows -DCMAKE_SYSTEM_PROCESSOR=x86_64 \
 	  -DMXFP8_TEST_PROGRAMS=ON >/dev/null
 	cmake --build build/windows --parallel 2 >/dev/null
-	@export HOME=$(CURDIR)/build/windows WINEPREFIX=$(CURDIR)/build/windows/wine WINEDEBUG=-all && cd build/windows && \
+	@folder=$$(mktemp -d) && trap 'wineserver -k; rm -rf "$$folder"' EXIT && \
+	  export HOME=$$folder WINEPREFIX=$$folder/wine WINEDEBUG=-all && cd build/windows && \
 	  wine mxfp8_gemms.exe && wine mxfp8_stress.exe 20 && wine mxfp8_hostile.exe --calls 1000000
 
 FUZZ_COUNT ?= 5000
