@@ -36,11 +36,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 
+# The C++ is built inside of the environment: two environments of one clone share no build, and a second install of one compiles
+# what changed only. `pip install .` builds in a temporary folder.
+INSTALL := $(BIN)/python -m pip install --constraint constraints.txt --config-settings=build-dir=$(VENV)/build
+
 $(VENV)/.installed: $(BIN)/python $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[torch,test,cuda-test,bench,dev]'
+	$(INSTALL) --quiet --editable '.[torch,test,cuda-test,bench,dev]'
 	@touch $@
 
-demo: $(VENV)/.installed
+$(VENV)/.demo: $(BIN)/python $(SOURCES)
+	$(INSTALL) --editable '.[demo]'
+	@touch $@
+
+# An environment that has everything has what the demo needs.
+demo: $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 	$(BIN)/python samples/01_minilm_onnx/minilm.py --folder demo
 	$(BIN)/mxfp8-graph verify demo/minilm.onnx demo/minilm.mxfp8.onnx --max-rel-l2 0.15
 
@@ -149,7 +158,7 @@ gpu-bench: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) benchmarks/gpu_bench.py --out $${OUT:-benchmarks/results}
 
 bench: $(VENV)/.installed
-	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out models growth scaling torch_linear training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
+	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out models growth scaling torch_linear training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory production retrieval; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 faults: $(VENV)/.installed
 	$(BIN)/python tests/faults.py

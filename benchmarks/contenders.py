@@ -136,7 +136,7 @@ class Field:
     def __init__(
         self,
         path: Path,
-        recipes: Mapping[str, Recipe],
+        recipes: Mapping[str, Recipe | str],
         *,
         openvino: str | None = None,
         llama: Callable[[], Peer] | None = None,
@@ -146,26 +146,26 @@ class Field:
         self.notes: list[str] = []
         self.versions: dict[str, str] = {}
         # Ours and those whose ratios count most come first, so that they share a heat.
-        self._openers: dict[str, Callable[[], Runner]] = {name: functools.partial(self._ours, name) for name in recipes}
+        self.openers: dict[str, Callable[[], Runner]] = {name: functools.partial(self._ours, name) for name in recipes}
         if openvino is not None:
-            self._openers |= {name: functools.partial(self._openvino, name, openvino) for name in OPENVINO}
+            self.openers |= {name: functools.partial(self._openvino, name, openvino) for name in OPENVINO}
         if llama is not None:
-            self._openers[LLAMA] = llama
-        self._openers |= {BITS8: self._bits8, INT8: self._int8_dynamic, BEST: self._best_settings}
+            self.openers[LLAMA] = llama
+        self.openers |= {BITS8: self._bits8, INT8: self._int8_dynamic, BEST: self._best_settings}
 
     def race(self, workloads: list[Workload]) -> dict[str, dict[str, Outcome]]:
         """Returns the outcomes by workload and contender; who cannot run is in the notes."""
         outcomes: dict[str, dict[str, Outcome]] = {workload.label: {} for workload in workloads}
         for name in (BITS8, INT8):  # their files take several times the model to make: before anybody is in memory
-            runner = self._try(name, self._openers[name])
+            runner = self._try(name, self.openers[name])
             if runner is not None:
                 runner.close()
-        waiting = list(self._openers)
+        waiting = list(self.openers)
         while waiting:
             heat, waiting = waiting[: self.together], waiting[self.together :]
             runners: dict[str, Runner] = {STOCK: Session(onnxruntime.InferenceSession(self.path, options()))}
             for name in heat:
-                runner = self._try(name, self._openers[name])
+                runner = self._try(name, self.openers[name])
                 runners |= {name: runner} if runner is not None else {}
             for workload in workloads:
                 self._heat(workload, runners, outcomes[workload.label])
