@@ -4,6 +4,7 @@ documentation is code.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -119,6 +120,13 @@ def test_the_lines_for_hosts_are_those_of_samples() -> None:
     lines = "".join(blocks(ROOT / "docs/hosts.md", "(?:py|c)")).splitlines()
     assert [line for line in lines if line not in code] == []
     assert len(lines) == 10
+
+
+@pytest.mark.tools
+def test_the_pictures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
+    drawn = {name: draw() for name, draw in importlib.import_module("draw").PICTURES.items()}
+    assert drawn == {name: (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") for name in drawn}
 
 
 def test_files_that_pages_link_exist() -> None:
