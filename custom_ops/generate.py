@@ -155,12 +155,10 @@ def _node_section(op: Op) -> str:
     """Returns the section of a node; that of a fused node has only what it adds to the node that it fuses."""
     base = contract.OPS.get(op.fuses[0])
     known = () if base is None else (*base.inputs, *base.outputs, *base.attributes.items())
-    ports = [
-        (side, port) for side, row in (("in", op.inputs), ("out", op.outputs)) for port in row if port not in known
-    ]
+    ports = [(side, port) for side, row in (("  ", op.inputs), ("->", op.outputs)) for port in row if port not in known]
     cells = [(side, f"{port.name}{'?' * port.optional}", _dtypes(port), port.shape) for side, port in ports]
     widths = [max((len(row[column]) for row in cells), default=0) for column in range(3)]
-    rows = ["  ".join((*map(str.ljust, row, widths), row[3])) for row in cells]
+    rows = ["{} {}  {}  {}".format(*map(str.ljust, row, widths), row[3]) for row in cells]
     attributes = ", ".join(
         f"{name} = {_default(value)}" for name, value in op.attributes.items() if (name, value) not in known
     )
