@@ -152,15 +152,29 @@ def page() -> str:
 
 
 def _node_section(op: Op) -> str:
-    rows = [_port_row("input", port) for port in op.inputs] + [_port_row("output", port) for port in op.outputs]
-    attributes = ", ".join(f"`{name}` ({_default(value)})" for name, value in op.attributes.items())
-    lines = [f"### {op.name}", "", op.summary, "", "| | name | dtype | shape |", "|---|---|---|---|", *rows]
-    return "\n".join([*lines, "", f"Attributes, with their defaults: {attributes}.", ""])
+    """Returns the section of a node; that of a fused node has only what it adds to the node that it fuses."""
+    base = contract.OPS.get(op.fuses[0])
+    known = () if base is None else (*base.inputs, *base.outputs, *base.attributes.items())
+    ports = [(side, port) for side, row in (("  ", op.inputs), ("->", op.outputs)) for port in row if port not in known]
+    cells = [(side, f"{port.name}{'?' * port.optional}", _dtypes(port), port.shape) for side, port in ports]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(3)]
+    rows = ["{} {}  {}  {}".format(*map(str.ljust, row, widths), row[3]) for row in cells]
+    attributes = ", ".join(
+        f"{name} = {_default(value)}" for name, value in op.attributes.items() if (name, value) not in known
+    )
+    rows += [f"attributes: {attributes}"] if attributes else []
+    more = [] if base is None else [f"As [{base.name}](#{base.name.lower()}), and:", ""]
+    return "\n".join([f"### {op.name}", "", op.summary, "", *more, "```", *rows, "```", ""])
 
 
-def _port_row(side: str, port: Port) -> str:
-    dtypes = f"that of {port.like}" if port.like else ", ".join(TensorProto.DataType.Name(code) for code in port.dtypes)
-    return f"| {side}{', optional' if port.optional else ''} | `{port.name}` | {dtypes} | {port.shape} |"
+def _dtypes(port: Port) -> str:
+    if port.like:
+        return f"dtype of {port.like}"
+    text = ", ".join(TensorProto.DataType.Name(code) for code in port.dtypes)
+    # The page defines both words once, above the nodes.
+    for word, dtypes in (("values", contract.VALUES), ("elements", contract.ELEMENTS)):
+        text = text.replace(", ".join(TensorProto.DataType.Name(code) for code in dtypes), word)
+    return text
 
 
 def _default(value: float | str) -> str:

@@ -4,6 +4,7 @@ documentation is code.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -105,9 +106,10 @@ def test_the_python_blocks_of_a_page_run(page: Path, model: Path, tmp_path: Path
     run_forked(["python", "page.py"], tmp_path)
 
 
-def test_the_pages_are_a_site_without_a_dead_link(tmp_path: Path) -> None:
+def test_the_pages_are_a_site_without_a_dead_anchor(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
-    run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)], ROOT)
+    # Without --quiet: mkdocs counts only the warnings that it prints.
+    run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], ROOT)
     missing = [page.stem for page in (ROOT / "docs").glob("*.md") if not list(tmp_path.rglob(f"{page.stem}*/*.html"))]
     assert missing == ["index"], f"not in the navigation of mkdocs.yml: {missing}"
 
@@ -119,6 +121,13 @@ def test_the_lines_for_hosts_are_those_of_samples() -> None:
     lines = "".join(blocks(ROOT / "docs/hosts.md", "(?:py|c)")).splitlines()
     assert [line for line in lines if line not in code] == []
     assert len(lines) == 10
+
+
+@pytest.mark.tools
+def test_the_pictures_are_those_that_the_script_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs/pictures"))
+    drawn = {name: draw() for name, draw in importlib.import_module("draw").PICTURES.items()}
+    assert drawn == {name: (ROOT / "docs/pictures" / name).read_text(encoding="utf-8") for name in drawn}
 
 
 def test_files_that_pages_link_exist() -> None:

@@ -478,9 +478,9 @@ ATTENTION: Final = Op(
         Port("Q", VALUES, "[B, S, Hq * D]"),
         Port("K", VALUES, "[B, T, Hkv * D]", like="Q"),
         Port("V", VALUES, "[B, T, Hkv * Dv]", like="Q"),
-        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; none: [1], 0 or True", has_stand_in=True),
-        Port("past_key", VALUES, "[B, Hkv, P, D]; none: [0]", like="Q", has_stand_in=True),
-        Port("past_value", VALUES, "[B, Hkv, P, Dv]; none: [0]", like="Q", has_stand_in=True),
+        Port("attn_mask", (*VALUES, BOOL), "broadcasts to [B, Hq, S, P + T]; absent: [1]", has_stand_in=True),
+        Port("past_key", VALUES, "[B, Hkv, P, D]; absent: [0]", like="Q", has_stand_in=True),
+        Port("past_value", VALUES, "[B, Hkv, P, Dv]; absent: [0]", like="Q", has_stand_in=True),
     ),
     (
         Port("Y", VALUES, "[B, S, Hq * Dv]", like="Q"),
@@ -497,7 +497,7 @@ ATTENTION: Final = Op(
             "nan_guard": 0,
         }
     ),
-    "ONNX's Attention on 3-D inputs; a mask or a past that is not there is a constant that changes nothing.",
+    "Computes ONNX's Attention on 3-D inputs. A constant that changes nothing stands for an absent mask or past.",
     _attention_body,
 )
 """Its six inputs and three outputs are all written: ONNX Runtime before 1.27 crashes where a node of ours leaves an

@@ -110,7 +110,7 @@ EMBEDDING: Final = Op(
     ),
     (Port("Y", VALUES, "[..., D]"),),
     MappingProxyType({"output_dtype": FLOAT}),
-    "The rows of B that the indices name, dequantized; a negative index counts from the last row.",
+    "Dequantizes the rows of B that `indices` names.",
     _embedding_body,
 )
 

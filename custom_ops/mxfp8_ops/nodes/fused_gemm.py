@@ -219,7 +219,7 @@ def _activated(g: Body, x: str, name: str) -> str:
 # --- The contract
 
 
-def _fused(gemm: Op, title: str, does: str, *, gated: bool) -> Op:
+def _fused(gemm: Op, a: str, *, gated: bool) -> Op:
     """Returns the row of a gemm with an epilogue and, if it is gated, a factor.
 
     Those with a factor are nodes of their own: a body cannot find out that an input of any shape is absent.
@@ -234,17 +234,16 @@ def _fused(gemm: Op, title: str, does: str, *, gated: bool) -> Op:
         (*operands, *factor, bias),
         gemm.outputs,
         MappingProxyType(settings),
-        f"epilogue({title} @ transpose(B) + bias){' * factor' if gated else ''} {does}, in float32.",
+        f"Y = epilogue({a} @ transpose(B) + bias){' * factor' if gated else ''}.",
         partial(_fused_gemm_body, gemm=gemm),
         is_gemm=True,
         fuses=(f"MXFP8Fused{kind}", "gate") if gated else (gemm.name, "activation"),
     )
 
 
-_GEMM: Final = (GEMM, "A", "on quantized operands")
-_WEIGHT_GEMM: Final = (WEIGHT_GEMM, "X", "with only the weight quantized, X perhaps rounded first")
-FUSED_GEMM, FUSED_WEIGHT_GEMM = (_fused(*row, gated=False) for row in (_GEMM, _WEIGHT_GEMM))
-GATED_GEMM, GATED_WEIGHT_GEMM = (_fused(*row, gated=True) for row in (_GEMM, _WEIGHT_GEMM))
+_GEMMS: Final = ((GEMM, "A"), (WEIGHT_GEMM, "X"))
+FUSED_GEMM, FUSED_WEIGHT_GEMM = (_fused(*row, gated=False) for row in _GEMMS)
+GATED_GEMM, GATED_WEIGHT_GEMM = (_fused(*row, gated=True) for row in _GEMMS)
 
 
 OPS: Final = (FUSED_GEMM, FUSED_WEIGHT_GEMM, GATED_GEMM, GATED_WEIGHT_GEMM)

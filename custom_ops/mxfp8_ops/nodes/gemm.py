@@ -196,7 +196,7 @@ GEMM: Final = Op(
     ),
     (Port("Y", VALUES, "[..., M, N] or [..., N]"),),
     MappingProxyType({"output_dtype": FLOAT}),
-    "A @ transpose(B) + bias on quantized operands, accumulated in float32.",
+    "Y = A @ transpose(B) + bias.",
     partial(_matmul, values=a_values),
     is_gemm=True,
 )
@@ -205,7 +205,7 @@ WEIGHT_GEMM: Final = Op(
     (Port("X", VALUES, "[..., M, K] or [K]"), *GEMM.inputs[2:]),
     GEMM.outputs,
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
-    "X @ transpose(B) + bias with only the weight quantized, X perhaps rounded to bfloat16, accumulated in float32.",
+    "Y = X @ transpose(B) + bias. Only the weight is quantized.",
     partial(_matmul, values=rounded_values),
     is_gemm=True,
 )

@@ -180,7 +180,7 @@ GROUPED_GEMM: Final = Op(
     ),
     (Port("Y", VALUES, "[..., M, N]"),),
     MappingProxyType({"output_dtype": FLOAT}),
-    "A @ transpose(B[experts]) on quantized operands, accumulated in float32; the matrices of B are not copied.",
+    "Y = A @ transpose(B[experts]).",
     partial(_grouped_matmul, values=a_values),
     is_gemm=True,
 )
@@ -189,7 +189,7 @@ GROUPED_WEIGHT_GEMM: Final = Op(
     (Port("X", VALUES, "[..., M, K]"), *GROUPED_GEMM.inputs[2:]),
     GROUPED_GEMM.outputs,
     MappingProxyType({"activation_dtype": FLOAT, "output_dtype": FLOAT}),
-    "X @ transpose(B[experts]) with only the weights quantized, X perhaps rounded first, accumulated in float32.",
+    "Y = X @ transpose(B[experts]). Only the weights are quantized.",
     partial(_grouped_matmul, values=rounded_values),
     is_gemm=True,
 )

@@ -304,7 +304,7 @@ QUANTIZE: Final = Op(
     (Port("X", VALUES, "[..., K, ...]"),),
     (Port("elements", ELEMENTS, "shape of X"), Port("scales", SCALES, "shape of X, K -> ceil(K / 32)")),
     MappingProxyType({"axis": -1, "block_size": 32, "output_dtype": FLOAT8E4M3FN, "scale_rounding": "ceil"}),
-    "Blocks of 32 values along `axis` -> 8-bit elements and one E8M0 scale per block.",
+    "Quantizes blocks of 32 values along `axis` to 8-bit elements and one E8M0 scale each.",
     _quantize_body,
 )
 DEQUANTIZE: Final = Op(
@@ -312,7 +312,7 @@ DEQUANTIZE: Final = Op(
     (Port("elements", ELEMENTS, "[..., K, ...]"), Port("scales", SCALES, "shape of elements, K -> ceil(K / 32)")),
     (Port("Y", VALUES, "shape of elements"),),
     MappingProxyType({"axis": -1, "block_size": 32, "output_dtype": FLOAT}),
-    "The inverse of MXFP8Quantize.",
+    "Computes the values of elements and scales.",
     _dequantize_body,
 )
 
