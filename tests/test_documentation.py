@@ -110,17 +110,17 @@ def test_the_pages_are_a_site_without_a_dead_anchor(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     # Without --quiet: mkdocs counts only the warnings that it prints.
     run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)], ROOT)
-    missing = [page.stem for page in (ROOT / "docs").glob("*.md") if not list(tmp_path.rglob(f"{page.stem}*/*.html"))]
-    assert missing == ["index"], f"not in the navigation of mkdocs.yml: {missing}"
+    missing = [page.stem for page in DOCS if not list(tmp_path.rglob(f"{page.stem}*/*.html"))]
+    assert not missing, f"not in the navigation of mkdocs.yml: {missing}"
 
 
-def test_the_lines_for_hosts_are_those_of_samples() -> None:
-    """But for Triton's, which test_hosts_run.py gives to a server."""
-    files = [path for sample in SAMPLES for path in sample.iterdir() if path.suffix in {".c", ".cpp", ".py"}]
-    code = "\n".join(path.read_text(encoding="utf-8") for path in files)
-    lines = "".join(blocks(ROOT / "docs/hosts.md", "(?:py|c)")).splitlines()
+@pytest.mark.parametrize("sample", [path for path in SAMPLES if "08" <= path.name < "12"], ids=lambda path: path.name)
+def test_the_code_in_the_readme_of_a_program_that_serves_models_is_in_its_sample(sample: Path) -> None:
+    code = "\n".join(
+        path.read_text(encoding="utf-8") for path in sample.iterdir() if path.suffix in {".c", ".cpp", ".py"}
+    )
+    lines = "".join(blocks(sample / "README.md", "(?:python|c)")).splitlines()
     assert [line for line in lines if line not in code] == []
-    assert len(lines) == 10
 
 
 @pytest.mark.tools

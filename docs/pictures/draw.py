@@ -1,10 +1,12 @@
-"""Draws the pictures of docs/, each as an SVG file beside this script: `python docs/pictures/draw.py`.
+"""Draws the pictures of the README and of docs/ as SVG files beside this script: `python docs/pictures/draw.py`.
 
-The numbers of the block are those that mxfp8_ops computes. test_documentation.py says if a file is stale.
+mxfp8_ops computes the numbers of the block; the chart of speeds has those of benchmarks/results. test_documentation.py
+fails if a file is stale.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -138,7 +140,74 @@ def kernels() -> str:
     return picture(872, y + 38, "What each processor multiplies the products of each preset as", shapes)
 
 
-PICTURES = {"block.svg": block, "kernels.svg": kernels}
+OURS = ("mxint8", "mxint8-bf16", "mxfp8", "mxfp8-bf16")
+STRONG = "#0b6e4f"
+LABEL_SIDES = {"MatMulNBits, 8 bits": (-12, 5, "end")}
+"""Where the name of a point is, if not to the right of it: contenders that are close to each other."""
+
+
+def retrieval() -> str:
+    """Returns time against quality of search, as benchmarks/retrieval.py measured them."""
+    results = json.loads((Path(__file__).parents[2] / "benchmarks/results/retrieval.json").read_text(encoding="utf-8"))
+    rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
+    left, right, top, bottom = 70, 730, 66, 300
+
+    def at(speed: float, kept: float) -> tuple[float, float]:
+        return left + (right - left) * speed / 3, bottom - (bottom - top) * (kept - 70) / 30
+
+    shapes = [
+        text(20, 28, "Search with the real all-MiniLM-L6-v2: results kept, and texts per second", "title"),
+        text(20, 48, "of float32's ten nearest texts kept", "note"),
+        text(right, 346, "texts per second, float32 = 1", "note", "end"),
+        text(20, 346, f"{results['machine']['processor']}, {results['machine']['cores']} cores", "note"),
+    ]
+    for kept in (70, 80, 90, 100):
+        y = at(0, kept)[1]
+        shapes.append(f'<line x1="{left}" y1="{y:g}" x2="{right}" y2="{y:g}" stroke="{LINE}"/>')
+        shapes.append(text(left - 8, y + 5, f"{kept} %", "note", "end"))
+    shapes += [
+        text(at(speed, 70)[0], bottom + 22, f"{speed:g}", "note", "middle") for speed in (0, 0.5, 1, 1.5, 2, 2.5, 3)
+    ]
+    for row in rows:
+        name, (x, y) = row["contender"], at(float(row["x float32"]), float(row["top 10 kept, %"]))
+        shapes.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="7" fill="{STRONG if name in OURS else FAINT}"/>')
+        dx, dy, anchor = LABEL_SIDES.get(name, (12, 5, "start"))
+        shapes.append(text(round(x + dx, 1), round(y + dy, 1), name, "title" if name in OURS else "plain", anchor))
+    return picture(760, 362, "Search with packed weights: share of results kept against speed", shapes)
+
+
+def graph() -> str:
+    """Returns two linears of a graph, before and after a rewrite."""
+    before = (("MatMul", GREY), ("Add", GREY), ("Gelu", GREY), ("MatMul", GREY), ("Add", GREY))
+    after = (("MXFP8Quantize", GREEN), ("MXFP8FusedGemm", BLUE), ("MXFP8Quantize", GREEN), ("MXFP8Gemm", BLUE))
+    weights = {
+        60: {0: "W1 [N, K] float32", 1: "b1", 3: "W2 [K, N] float32", 4: "b2"},
+        420: {1: "W1: elements, scales; b1; Gelu", 3: "W2: elements, scales; b2"},
+    }
+    shapes = [text(60, 30, "model.onnx", "title"), text(420, 30, "model.mxfp8.onnx", "title")]
+    for left, nodes in ((60, before), (420, after)):
+        step = 260 / (len(nodes) - 1)
+        for i, (name, fill) in enumerate(nodes):
+            y = 60 + step * i
+            if i:
+                shapes.append(
+                    f'<line x1="{left + 66}" y1="{y - step + 32:g}" x2="{left + 66}" y2="{y:g}" stroke="{FAINT}"/>'
+                )
+            shapes += [box(left, y, 132, 32, fill), text(left + 66, y + 21, name, "cell", "middle")]
+            if i in weights[left]:
+                shapes.append(text(left + 142, y + 21, weights[left][i], "note"))
+    shapes.append(
+        text(
+            60,
+            380,
+            "Weights are packed once. Activations are quantized at each run. The bias and Gelu are part of the gemm.",
+            "note",
+        )
+    )
+    return picture(800, 400, "Two linears of a graph, before and after a rewrite", shapes)
+
+
+PICTURES = {"block.svg": block, "graph.svg": graph, "kernels.svg": kernels, "retrieval.svg": retrieval}
 """File -> the function that draws it."""
 
 if __name__ == "__main__":

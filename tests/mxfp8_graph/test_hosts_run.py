@@ -56,7 +56,7 @@ def test_a_triton_server_takes_the_configuration_of_the_page() -> None:
     if found is None or found.submodule_search_locations is None:
         pytest.skip("needs a server: pip install --no-deps nvidia-pytriton")
     server = Path(found.submodule_search_locations[0], "tritonserver")
-    page = (Path(__file__).parents[2] / "docs/hosts.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/production.md").read_text(encoding="utf-8")
     Path("repository/minilm/1").mkdir(parents=True)
     Path("repository/minilm/config.pbtxt").write_text(page.split("```pbtxt\n")[1].split("```")[0], encoding="utf-8")
     mxfp8_graph.rewrite(b.chain_model(), output="repository/minilm/1/model.onnx")
