@@ -113,7 +113,7 @@ format: $(VENV)/.installed
 	$(BIN)/clang-format -i $(FORMATTED)
 
 docs: $(VENV)/.installed
-	$(BIN)/python -m mkdocs build --strict --quiet --site-dir build/site
+	$(BIN)/python -m mkdocs build --strict --site-dir build/site
 
 build/wheels/.installed: pyproject.toml
 	$(PYTHON) -m venv build/wheels
