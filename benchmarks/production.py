@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import onnx
 import onnxruntime
 import psutil
 from harness import publish
@@ -93,6 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         source = Path(name) / "encoder.onnx"
         export_encoder(source)
+        onnx.save(onnx.load(source), source, save_as_external_data=True, location="encoder.onnx.data")
         for form, (options, prepack) in FORMS.items():
             path = source
             if options:
