@@ -15,7 +15,7 @@ from builders import chain_model, model, node, steps, value, weight
 from grids import looped
 from old_op_forms import FORMS, INPUTS, Form, form, old_model
 from onnx import helper, numpy_helper
-from oracle import check_well_formed, expect, kinds, normal, run
+from oracle import check_well_formed, expect, kinds, run
 from upgraded_models import X, differences, upgraded, with_linear
 from upgraded_models import run as run_as_written
 
