@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from builders import model, node, steps, value, weight
-from grids import looped
+from grids import looped, pairwise
 from onnx import helper
 from oracle import expect, normal, relu, rewrite, run
 
@@ -19,43 +17,35 @@ W = weight(64, 64)
 INPUTS = {"x": (np.float32, ["m", 64]), "to": (np.int64, ["rank"])}
 
 
-def subgraph(nodes: list[onnx.NodeProto], outputs: str, inputs: str = "") -> onnx.GraphProto:
-    """Returns a body whose types are left to inference, but that of a condition and of a count."""
-    known = {"i": (np.int64, []), "go": (np.bool_, []), "on": (np.bool_, [])}
-
-    def values(names: str) -> list[onnx.ValueInfoProto]:
-        each = names.split()
-        return [value(n, *known[n]) if n in known else helper.make_empty_tensor_value_info(n) for n in each]
-
-    return helper.make_graph(nodes, "body", values(inputs), values(outputs))
-
-
 PRODUCT = "MatMul h w>p; Relu p>r"
 
 
-def by_an_input() -> list[onnx.NodeProto]:
-    return steps(f"Reshape typed to>h; {PRODUCT}; Identity r>y")
+def subgraph(text: str, outputs: str, inputs: str = "") -> onnx.GraphProto:
+    """Returns a body whose types are left to inference, except a condition and a count."""
+    known = {"i": (np.int64, []), "go": (np.bool_, []), "on": (np.bool_, [])}
+    ends = [
+        [value(n, *known[n]) if n in known else helper.make_empty_tensor_value_info(n) for n in names.split()]
+        for names in (inputs, outputs)
+    ]
+    return helper.make_graph(steps(text), "body", *ends)
 
 
-def in_a_loop() -> list[onnx.NodeProto]:
-    body = subgraph(steps(f"Identity go>on; {PRODUCT}"), "on r", "i go h")
-    return [node("Reshape", "typed to", "start"), node("Loop", "once yes start", "y", body=body)]
-
-
-def in_a_branch() -> list[onnx.NodeProto]:
-    graphs = {"then_branch": subgraph(steps(PRODUCT), "r"), "else_branch": subgraph(steps("Relu h>q"), "q")}
-    return [node("Reshape", "typed to", "h"), node("If", "yes", "y", **graphs)]
+BRANCHES = {"then_branch": subgraph(PRODUCT, "r"), "else_branch": subgraph("Relu h>q", "q")}
+LOOP = subgraph(f"Identity go>on; {PRODUCT}", "on r", "i go h")
+WAYS = {
+    "by an input": steps(f"Reshape typed to>h; {PRODUCT}; Identity r>y"),
+    "in a loop": [*steps("Reshape typed to>start"), node("Loop", "once yes start", "y", body=LOOP)],
+    "in a branch": [*steps("Reshape typed to>h"), node("If", "yes", "y", **BRANCHES)],
+}
+"""Nodes from typed to y that give the activation h another rank."""
 
 
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxint8-weight-only"])
-@looped(
-    "way, dtype, fuse",
-    itertools.product([by_an_input, in_a_loop, in_a_branch], [np.float32, np.float16], [False, True]),
-)
-def test_an_activation_of_unknown_rank(recipe: str, way: Callable[..., list[onnx.NodeProto]], dtype: Any, fuse: bool):
+@looped("way, dtype, fuse", pairwise(way=WAYS, dtype=[np.float32, np.float16], fuse=[False, True]))
+def test_an_activation_of_unknown_rank_is_quantized(recipe: str, way: str, dtype: Any, fuse: bool) -> None:
     cast = node("Cast", "x", "typed", to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
     constants = {"w": W.astype(dtype), "once": np.array(1), "yes": np.array(True)}
-    nodes = [cast, *way(), node("Reshape", "y flat", "z")]
+    nodes = [cast, *WAYS[way], node("Reshape", "y flat", "z")]
     proto = model(nodes, INPUTS, {"z": (dtype, ["n"])}, {**constants, "flat": np.array([-1])})
     rewritten, report = rewrite(proto, recipe, fuse=fuse)
     assert [site.decision.quantize for site in report.sites] == [True]
