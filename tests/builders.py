@@ -29,6 +29,7 @@ def model(
     *,
     opset: int = 21,
     name: str = "test",
+    checked: bool = True,
 ) -> ModelProto:
     """Returns a checked model; inputs and outputs map names to (NumPy dtype, shape with dim_params as strings)."""
     graph = helper.make_graph(
@@ -39,7 +40,8 @@ def model(
         [numpy_helper.from_array(array, key) for key, array in (initializers or {}).items()],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
-    onnx.checker.check_model(proto)
+    if checked:
+        onnx.checker.check_model(proto)
     return proto
 
 
@@ -233,3 +235,71 @@ def write_large(path: Path, *, layers: int, k: int = 4096, n: int = 4096) -> Pat
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=IR_VERSION)
     path.write_bytes(proto.SerializeToString())
     return path
+
+
+def subgraph(
+    nodes: str | Sequence[NodeProto],
+    outputs: str = "",
+    inputs: Sequence[onnx.ValueInfoProto] = (),
+    **stored: np.ndarray,
+) -> onnx.GraphProto:
+    """Returns a graph inside a node; `nodes` may be text as `steps` reads it, `outputs` are those of the last one."""
+    nodes = steps(nodes) if isinstance(nodes, str) else list(nodes)
+    names = outputs.split() or nodes[-1].output
+    results = [helper.make_empty_tensor_value_info(name) for name in names]
+    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    return helper.make_graph(nodes, "body", list(inputs), results, tensors)
+
+
+def choose(
+    then: str | onnx.GraphProto, other: str | onnx.GraphProto, output: str = "h", name: str = "choose", yes: str = "yes"
+) -> NodeProto:
+    """Returns an If; a branch is a subgraph or its nodes as `steps` reads them."""
+    branches = [subgraph(each) if isinstance(each, str) else each for each in (then, other)]
+    return node("If", yes, output, name, then_branch=branches[0], else_branch=branches[1])
+
+
+def local_function(name: str, inputs: str, nodes: str | Sequence[NodeProto], opset: int = 21) -> onnx.FunctionProto:
+    """Returns a function of the domain "local" whose result is called r."""
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
+    return helper.make_function(
+        "local", name, inputs.split(), ["r"], steps(nodes) if isinstance(nodes, str) else nodes, imports
+    )
+
+
+def calling(proto: ModelProto, *functions: onnx.FunctionProto) -> ModelProto:
+    """Adds local functions to a model, in place; the nodes that have their names call them."""
+    names = {function.name for function in functions}
+    for each in proto.graph.node:
+        if each.op_type in names:
+            each.domain = "local"
+    proto.functions.extend(functions)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def text_model(
+    nodes: str | Sequence[NodeProto],
+    x: Shape = ("m", 64),
+    y: Shape = ("m", 96),
+    *,
+    inputs: Mapping[str, tuple[Any, Shape | None]] | None = None,
+    outputs: Mapping[str, tuple[Any, Shape | None]] | None = None,
+    dtype: Any = np.float32,
+    opset: int = 21,
+    **stored: Any,
+) -> ModelProto:
+    """Returns the model of nodes from x to y; `stored` are arrays or numbers, w is a weight of 64 x 96 by default."""
+    nodes = steps(nodes) if isinstance(nodes, str) else list(nodes)
+    arrays = {name: np.asarray(array) for name, array in stored.items()}
+    if "w" in read_by(nodes) - arrays.keys() - {name for each in nodes for name in each.output}:
+        arrays["w"] = weight(64, 96, dtype=dtype)
+    ends = {"x": (dtype, x), **(inputs or {})}, {"y": (dtype, y), **(outputs or {})}
+    return model(nodes, *ends, arrays, opset=opset)
+
+
+def read_by(nodes: Sequence[NodeProto]) -> set[str]:
+    """Returns the names that nodes read, also inside their subgraphs."""
+    inner = [each for one in nodes for attribute in one.attribute for each in attribute.g.node]
+    return {name for one in nodes for name in one.input} | (read_by(inner) if inner else set())

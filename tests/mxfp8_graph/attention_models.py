@@ -12,9 +12,15 @@ import numpy as np
 import onnx
 from builders import model, node, weight
 from onnx import NodeProto
+from oracle import rewrite, run
+
+from mxfp8_graph import Recipe
 
 BATCH, ROWS, PAST, HEADS, HIDDEN = 2, 5, 3, 4, 64
 SIZE = HIDDEN // HEADS
+
+EXACT = Recipe(activations="unchanged", min_dim=0)
+"""Fused or not, values are multiplied as they are: results differ by sums in another order."""
 
 Steps = Mapping[str, Sequence[NodeProto]]
 
@@ -157,3 +163,27 @@ def feeds(proto: onnx.ModelProto, rows: int = ROWS, keys: int = ROWS, **more: np
         else:
             given[value.name] = rng.standard_normal(shape).astype(dtype)
     return {**given, **more}
+
+
+def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
+    """Returns the rewritten model, checked, and the attributes, inputs and outputs of its attentions."""
+    result, report = rewrite(proto, recipe, fuse=True)
+    nodes = [each for each in result.graph.node if each.op_type == "MXFP8Attention"]
+    assert [fusion.kind for fusion in report.fusions].count("attention") == len(nodes)
+    attributes = [{a.name: onnx.helper.get_attribute_value(a) for a in each.attribute} for each in nodes]
+    return result, [
+        {**a, "inputs": list(n.input), "outputs": list(n.output)} for a, n in zip(attributes, nodes, strict=True)
+    ]
+
+
+def check_near(before: list[np.ndarray], after: list[np.ndarray], error: float = 1e-5) -> None:
+    """Fails if results differ by more than `error`, relative to all of an output."""
+    for one, other in zip(before, after, strict=True):
+        assert one.shape == other.shape
+        difference = np.linalg.norm((other - one).astype(np.float32)) / np.linalg.norm(one.astype(np.float32))
+        assert difference < error, f"off by {difference}"
+
+
+def check_same(proto: onnx.ModelProto, given: dict[str, np.ndarray], error: float = 1e-5) -> None:
+    """Fails if a model gives something else where attention is fused."""
+    check_near(run(rewrite(proto, EXACT)[0], given), run(fused(proto)[0], given), error)

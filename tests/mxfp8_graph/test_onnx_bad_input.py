@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, matmul_model, model, neg_model, node, save, weight
+from builders import chain_model, choose, local_function, matmul_model, model, neg_model, node, save, subgraph, weight
 from grids import looped
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 from oracle import run
@@ -223,16 +223,6 @@ class TestNonFinite:
 
 
 class TestAlreadyRewritten:
-    def test_by_the_same_recipe_the_file_is_returned_and_nothing_is_written(self, tmp_path):
-        path = save(matmul_model(), tmp_path / "m.onnx")
-        first, _ = mxfp8_graph.rewrite(path)
-        assert first == tmp_path / "m.mxfp8.onnx"
-        again, report = mxfp8_graph.rewrite(first)
-        assert again == first
-        assert report.already_rewritten
-        assert (report.output, report.sites) == (None, ())
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["m.mxfp8.onnx", "m.onnx"]
-
     def test_another_recipe_is_a_mismatch(self, tmp_path):
         first, _ = mxfp8_graph.rewrite(save(matmul_model(), tmp_path / "m.onnx"))
         assert message(first, RecipeError, recipe="ocp") == (
@@ -270,21 +260,14 @@ def linear(*more: NodeProto, **weights: np.ndarray) -> onnx.ModelProto:
     return proto
 
 
-def choosing(*stored: TensorProto) -> NodeProto:
-    """Returns an If whose first branch has these initializers."""
-    branches = [helper.make_graph([node("Neg", "x", "b")], "b", [], [helper.make_empty_tensor_value_info("b")])]
-    branches.append(helper.make_graph([node("Abs", "x", "a")], "a", [], [helper.make_empty_tensor_value_info("a")]))
-    branches[0].initializer.extend(stored)
-    return node("If", "c", "z", "if", then_branch=branches[0], else_branch=branches[1])
-
-
-def called(*bodies: Sequence[NodeProto]) -> onnx.ModelProto:
+def called(*bodies: str) -> onnx.ModelProto:
     """Returns a model that calls F, with the local functions F, G, ..., which have these bodies."""
-    proto = linear(node("F", "x", "z", domain="f"))
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
-    names = zip("FG", bodies, strict=False)
-    proto.functions.extend(helper.make_function("f", name, ["a"], ["b"], list(body), imports) for name, body in names)
-    proto.opset_import.append(helper.make_opsetid("f", 1))
+    proto = linear()
+    proto.graph.node.append(node("F", "x", "z", domain="local"))
+    proto.functions.extend(local_function(name, "a", body) for name, body in zip("FG", bodies, strict=False))
+    for each in (n for f in proto.functions for n in f.node if n.op_type in "FG"):
+        each.domain = "local"
+    proto.opset_import.append(helper.make_opsetid("local", 1))
     return proto
 
 
@@ -303,7 +286,6 @@ def packed(name: str, value: Any) -> onnx.ModelProto:
 
 
 W = numpy_helper.from_array(weight(64, 96), "w")
-CONDITION = {"c": np.array(True)}
 REFUSED = {
     "not an ONNX model (no IR version or no graph); expected an ONNX model": onnx.ModelProto(),
     "the graph has no outputs; expected at least one": changed(lambda p: p.graph.ClearField("output")),
@@ -312,15 +294,15 @@ REFUSED = {
     f"an initializer called 'w' is defined twice; {ONCE}": changed(lambda p: p.graph.initializer.append(W)),
     f"an initializer has no name; {ONCE}": changed(lambda p: p.graph.initializer.add(data_type=1, dims=[0])),
     "if/then_branch: the initializer 'w' has the name of a value of a graph around it; expected another name": linear(
-        choosing(W), **CONDITION
+        choose(subgraph("Neg x>b", w=weight(64, 96)), "Abs x>a", "z", "if", "c"), c=np.array(True)
     ),
     "node 'Neg_p' (Neg): it needs its own result; expected no cycle": linear(
         node("Neg", "q", "p"), node("Abs", "p", "q")
     ),
     "local function 'F' is defined twice; expected each once": changed(
-        lambda p: p.functions.extend([called([node("Neg", "a", "b")]).functions[0]] * 2)
+        lambda p: p.functions.extend([called("Neg a>r").functions[0]] * 2)
     ),
-    f"function 'F': node 'Neg_b' (Neg): input 'q' is not defined; {DEFINED}": called([node("Neg", "q", "b")]),
+    f"function 'F': node 'Neg_r' (Neg): input 'q' is not defined; {DEFINED}": called("Neg q>r"),
     "tensor 'w': unknown dtype 99; expected a dtype of onnx": changed(
         lambda p: setattr(p.graph.initializer[0], "data_type", 99)
     ),
@@ -340,7 +322,7 @@ def test_a_damaged_model_is_refused_in_one_line(said: str) -> None:
 
 def test_functions_that_call_each_other_are_refused_with_the_error_of_onnx_checker() -> None:
     with pytest.raises(ContractError, match=r"must not be recursive; expected a model that passes onnx\.checker"):
-        mxfp8_graph.rewrite(called([node("G", "a", "b", domain="f")], [node("F", "a", "b", domain="f")]))
+        mxfp8_graph.rewrite(called("G a>r", "F a>r"))
 
 
 def test_a_name_that_is_no_unicode_is_refused() -> None:

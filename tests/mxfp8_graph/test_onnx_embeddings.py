@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import builders as b
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-from builders import Shape, language_model, model, node, save, steps, value, weight
+from builders import Shape, language_model, model, node, steps, value, weight
 from grids import looped
-from onnx import helper, numpy_helper
 from oracle import expect, initializers, kinds, quantized, reasons, refusal, rewrite, run
 
 import mxfp8_graph
@@ -98,22 +98,15 @@ def test_one_id_and_tables_behind_views_and_casts_are_looked_up() -> None:
 
 
 def test_a_lookup_in_a_subgraph_or_a_function_is_one_too() -> None:
-    branches = {
-        f"{name}_branch": helper.make_graph(steps(text), name, [], [value("b", F32, ["n", 70])])
-        for name, text in (("then", "look:Gather table ids>b"), ("else", "Identity x>b"))
-    }
-    nodes = [node("If", "yes", "h", "if", **branches), node("Neg", "h", "y")]
+    nodes = [b.choose("look:Gather table ids>b", "Identity x>b"), node("Neg", "h", "y")]
     inputs = {"ids": (np.int64, ["n"]), "x": (F32, ["n", 70]), "yes": (np.bool_, [])}
     rewritten, report = rewrite(model(nodes, inputs, {"y": (F32, ["n", 70])}, {"table": TABLE}), TABLES)
-    assert report.sites[0].decision.site.subgraph == "if/then_branch"
+    assert report.sites[0].decision.site.subgraph == "choose/then_branch"
     (y,) = run(rewritten, {"ids": IDS[0], "x": np.zeros((2, 70), F32), "yes": np.array(True)})
     np.testing.assert_array_equal(y, -quantized(TABLE)[IDS[0]].astype(F32))
-    body, opsets = steps("look:Gather t i>r"), [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
-    function = helper.make_function("local", "Lookup", ["t", "i"], ["r"], body, opsets[:1])
-    nodes = [node("Lookup", "table ids", "h", domain="local"), node("Neg", "h", "y")]
-    tables = [numpy_helper.from_array(TABLE, "table")]
-    graph = helper.make_graph(nodes, "g", [value("ids", np.int64, ["n"])], [value("y", F32, ["n", 70])], tables)
-    proto = helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10)
+    nodes, ends = steps("Lookup table ids>h; Neg h>y"), ({"ids": (np.int64, ["n"])}, {"y": (F32, ["n", 70])})
+    function = b.local_function("Lookup", "t i", "look:Gather t i>r")
+    proto = b.calling(model(nodes, *ends, {"table": TABLE}, checked=False), function)
     check(rewrite(proto, TABLES)[0], TABLE, IDS[0])
 
 
@@ -317,7 +310,7 @@ def test_a_session_holds_the_table_once(tmp_path: Path) -> None:
         table = np.resize(weight(96, 1024), (rows, 1024)).astype(np.float16)
         nodes = [node("Gather", "table ids", "e"), *HEADS["Gemm transB"]]
         proto = model(nodes, {"ids": (np.int64, ["m"])}, {"logits": (np.float16, ["m", rows])}, {"table": table})
-        paths.append(save(mxfp8_graph.rewrite(proto, BOTH)[0], tmp_path / f"{rows}.onnx", external=True))
+        paths.append(b.save(mxfp8_graph.rewrite(proto, BOTH)[0], tmp_path / f"{rows}.onnx", external=True))
     done = subprocess.run(
         [sys.executable, "-c", HELD_BYTES, *map(str, paths)],
         capture_output=True,

@@ -7,10 +7,24 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, decoder, feeds, split, standard
+from attention_models import (
+    BATCH,
+    HEADS,
+    HIDDEN,
+    PAST,
+    ROWS,
+    SIZE,
+    attention,
+    check_same,
+    decoder,
+    feeds,
+    fused,
+    split,
+    standard,
+)
 from builders import steps
 from grids import looped
-from oracle import kinds, rewrite, run
+from oracle import kinds, run
 from releases import release
 
 import mxfp8_graph
@@ -18,34 +32,8 @@ from mxfp8_graph import Recipe
 from mxfp8_graph.policy.recipe import load_recipe
 
 F32, F16 = np.float32, np.float16
-EXACT = Recipe(activations="unchanged", min_dim=0)
-"""Fused or not, values are multiplied as they are: results differ by sums in another order."""
 
 pytestmark = pytest.mark.usefixtures("runtime")
-
-
-def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
-    """Returns the rewritten model, checked, and the attributes and names of its attentions."""
-    result, report = rewrite(proto, recipe, fuse=True)
-    found = [each for each in result.graph.node if each.op_type == "MXFP8Attention"]
-    assert [f.kind for f in report.fusions].count("attention") == len(found)
-    named = [{a.name: onnx.helper.get_attribute_value(a) for a in each.attribute} for each in found]
-    return result, [
-        {**a, "inputs": list(n.input), "outputs": list(n.output)} for a, n in zip(named, found, strict=True)
-    ]
-
-
-def check_same(proto: onnx.ModelProto, given: dict[str, np.ndarray], error: float = 1e-5) -> None:
-    """Fails if a model gives something else where attention is fused."""
-    unfused = rewrite(proto, EXACT)[0]
-    for before, after in zip(run(unfused, given), run(fused(proto)[0], given), strict=True):
-        assert before.shape == after.shape
-        difference = np.linalg.norm((after - before).astype(F32)) / np.linalg.norm(before.astype(F32))
-        assert difference < error, f"off by {difference}"
-
-
-def half(value: float = 0.5) -> dict[str, np.ndarray]:
-    return {"half": np.array(value, F32)}
 
 
 K_HEADS = [*split("k"), *steps("Transpose k2>k3|perm=[0,1,3,2]")]
@@ -54,7 +42,7 @@ IN_HEADS = {
     name: (F32, ["batch", HEADS, length, SIZE]) for name, length in (("q2", "rows"), ("kh", "keys"), ("v2", "keys"))
 }
 LOWEST = np.array(np.finfo(F32).min, F32)
-ZERO = {"zero": np.array(0, F32)}
+ZERO, HALF = {"zero": np.array(0, F32)}, {"half": np.array(0.5, F32)}
 
 
 GUARDED = steps("Softmax masked>w; IsNaN w>nan; Where nan zero w>weights")
@@ -75,12 +63,12 @@ FORMS: dict[str, onnx.ModelProto] = {
     "as BERT": attention(),
     "without a mask": attention(mask=[], softmax=steps("Softmax scaled>weights")),
     "without a scale": attention(scale=[], mask=PLAIN),
-    "scaled by a product": attention(scale=steps("Mul half scores>scaled"), constants=half()),
+    "scaled by a product": attention(scale=steps("Mul half scores>scaled"), constants=HALF),
     "scaled on both sides": attention(
-        scores=steps("Mul q2 half>q3; Div k2 root>k3; MatMul q3 k3>scores"), scale=[], mask=PLAIN, constants=half()
+        scores=steps("Mul q2 half>q3; Div k2 root>k3; MatMul q3 k3>scores"), scale=[], mask=PLAIN, constants=HALF
     ),
     "scaled before the heads": attention(
-        q=[*steps("Mul q half>qs"), *split("qs")], constants=half(), scores=steps("MatMul qs2 k2>scores")
+        q=[*steps("Mul q half>qs"), *split("qs")], constants=HALF, scores=steps("MatMul qs2 k2>scores")
     ),
     "the mask comes first": mask("Add mask scaled>masked"),
     "two masks": mask("Add scaled mask>m; Add mask2 m>masked", inputs={"mask2": (F32, [1, HEADS, 1, "keys"])}),
@@ -115,7 +103,7 @@ FORMS: dict[str, onnx.ModelProto] = {
 
 
 @looped("name", FORMS)
-def test_it_is_one_node_and_gives_the_same(name: str) -> None:
+def test_attention_becomes_one_node_and_gives_the_same(name: str) -> None:
     proto = FORMS[name]
     result, found = fused(proto)
     assert len(found) == 1
@@ -125,7 +113,7 @@ def test_it_is_one_node_and_gives_the_same(name: str) -> None:
     check_same(proto, feeds(proto) if static else feeds(proto, rows=3, keys=6))
 
 
-def test_projections_are_taken_as_they_are() -> None:
+def test_the_inputs_of_the_node_are_the_projections() -> None:
     result, (found,) = fused(attention())
     assert found["inputs"][:4] == ["q", "k", "v", "mask"]
     assert kinds(result) == {"Constant": 2, "MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
@@ -142,17 +130,7 @@ def test_values_are_rounded_where_the_recipe_rounds_activations(activations: str
     assert fused(attention(), Recipe(activations=activations))[1][0]["activation_dtype"] == dtype
 
 
-def test_rounded_to_bfloat16_it_stays_within_that() -> None:
-    proto = attention()
-    given, recipe = feeds(proto), Recipe(activations="bfloat16")
-    before = run(rewrite(proto, recipe)[0], given)[0]
-    after = run(fused(proto, recipe)[0], given)[0]
-    cosine = float((before * after).sum() / np.linalg.norm(before) / np.linalg.norm(after))
-    assert 1e-4 < np.linalg.norm(after - before) / np.linalg.norm(before) < 2**-7
-    assert cosine > 0.99999
-
-
-def test_rows_that_may_see_nothing_are_what_they_were() -> None:
+def test_rows_whose_keys_are_all_hidden_are_as_they_were() -> None:
     for name, expected in (("a condition and -Inf", np.isnan), ("a condition and lowest", np.isfinite)):
         proto = FORMS[name]
         given = feeds(proto)
@@ -162,6 +140,11 @@ def test_rows_that_may_see_nothing_are_what_they_were() -> None:
         assert not np.isnan(y[0, :2]).any()
         if expected is np.isfinite:
             assert np.linalg.norm(y[0, 2] - unfused[0, 2]) < 0.05 * np.linalg.norm(unfused[0, 2])
+    if release("onnxruntime") >= (1, 24):  # before, ONNX Runtime gives NaN for the standard op itself
+        given = feeds(STANDARD["a condition"])
+        given["bool_mask"][0, :, 2] = False
+        for model in (STANDARD["a condition"], fused(STANDARD["a condition"])[0]):
+            assert not run(model, given)[0][0, 2].any()
     proto = attention(softmax=GUARDED, constants=ZERO)
     hidden = np.zeros((BATCH, 1, ROWS, ROWS), F32)
     hidden[0, :, 2] = -np.inf
@@ -170,7 +153,7 @@ def test_rows_that_may_see_nothing_are_what_they_were() -> None:
     assert y[0, 1].all()
 
 
-def test_half_precision_with_a_softmax_in_float32() -> None:
+def test_attention_of_float16_is_fused_also_with_a_softmax_in_float32() -> None:
     softmax = steps("Cast masked>wide|to=1; Softmax wide>w32; Cast w32>weights|to=10")
     for proto in (attention(dtype=F16), attention(dtype=F16, softmax=softmax)):
         assert len(fused(proto)[1]) == 1
@@ -187,22 +170,21 @@ def test_the_node_takes_the_past_and_makes_the_present() -> None:
     check_same(proto, feeds(proto))
 
 
-def test_heads_repeated_one_after_another_are_no_groups() -> None:
-    """Head 2 meets head 0 of the keys, not head 1: they are taken as they were repeated."""
+def test_heads_that_are_repeated_in_another_order_stay_repeated() -> None:
+    """Head 2 meets head 0 of the keys, not head 1."""
     proto = decoder(axis=1)
     _, (found,) = fused(proto)
     assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 4)
     check_same(proto, feeds(proto))
 
 
-def test_a_present_that_others_read_is_theirs_too() -> None:
+def test_a_present_that_another_node_reads_is_an_output_of_the_node() -> None:
     proto = decoder(after=steps("Abs kc>z"), outputs={"z": (F32, [BATCH, 2, ROWS + PAST, SIZE])})
     assert fused(proto)[1][0]["outputs"][1] == "kc"
     check_same(proto, feeds(proto))
 
 
-def test_a_mask_made_from_the_present_leaves_the_cache_to_the_graph() -> None:
-    """The node cannot make what it needs for its mask."""
+def test_a_present_that_the_mask_depends_on_stays_outside_of_the_node() -> None:
     mask = steps(
         "ReduceMean kc inner>m; Transpose m>turned|perm=[0,1,3,2]; ReduceMean turned second>of_keys; "
         "Add scaled of_keys>masked"
@@ -245,16 +227,6 @@ def test_the_standard_op_is_one_node_and_gives_the_same(name: str) -> None:
     check_same(proto, given)
 
 
-@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="ONNX Runtime before 1.24 gives NaN there itself")
-def test_the_standard_op_gives_zero_where_nothing_may_be_seen() -> None:
-    proto = STANDARD["a condition"]
-    given = feeds(proto)
-    given["bool_mask"][0, :, 2] = False
-    unfused, y = run(proto, given)[0], run(fused(proto)[0], given)[0]
-    assert not unfused[0, 2].any()
-    assert not y[0, 2].any()
-
-
 def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
     """Behind its own past, the op's last row sees the last key; behind a Concat, row 0 sees key 0 alone."""
     own = {
@@ -274,7 +246,7 @@ def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
 
 
 @looped("turned", [False, True])
-def test_onnx_runtimes_product_is_one_too(turned: bool) -> None:
+def test_a_fused_matmul_of_onnx_runtime_is_part_of_attention(turned: bool) -> None:
     """Its optimizer puts scales and transposes into products."""
     proto = attention(k=split("k") if turned else split("k", (0, 2, 3, 1)), scale=[], mask=PLAIN)
     product = next(each for each in proto.graph.node if each.output[0] == "scores")
@@ -342,7 +314,7 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
 
 
 @looped("name", NEAR_MISSES)
-def test_what_merely_looks_like_it_is_left_alone(name: str) -> None:
+def test_nodes_that_only_look_like_attention_are_left_alone(name: str) -> None:
     proto = NEAR_MISSES[name]
     result, found = fused(proto)
     assert not found
@@ -360,14 +332,8 @@ def test_products_that_are_quantized_stay_gemms(products: dict[str, bool]) -> No
     assert kinds(result)["MXFP8Gemm"] == 1 + (2 if "fp8_dpa" in products else 1)
 
 
-def test_without_fusion_it_stays() -> None:
-    result, report = mxfp8_graph.rewrite(attention(), EXACT.without_fusion())
-    assert "MXFP8Attention" not in kinds(result)
-    assert report.fusions == ()
-
-
 @looped("recipe, how", [("mxfp8", "rounded to bfloat16"), ("mxfp8-weight-only", "not rounded")])
-def test_a_product_that_is_fused_says_so(recipe: str, how: str) -> None:
+def test_the_reason_of_a_fused_product_says_how_it_is_rounded(recipe: str, how: str) -> None:
     report = mxfp8_graph.rewrite(attention(), load_recipe(recipe).setting(["min_dim=0"]))[1]
     assert [site.decision.reason for site in report.kept] == [
         f"attention scores, fused, {how}; set attention_scores: true to quantize it",

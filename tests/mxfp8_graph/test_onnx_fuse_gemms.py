@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, language_model, model, node, steps, weight
+from builders import chain_model, choose, language_model, model, node, steps, weight
 from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
 from grids import looped, pairwise
 from oracle import kinds
@@ -231,13 +231,8 @@ def test_a_report_names_what_is_fused() -> None:
 
 def branches(text: str) -> onnx.ModelProto:
     """Returns a model with the nodes of `text`, which make r, in both branches of an If."""
-    inner = steps(text)
-    then, other = (
-        onnx.helper.make_graph(inner, name, [], [onnx.helper.make_tensor_value_info("r", 1, [None, 64])])
-        for name in ("then", "else")
-    )
-    choice = onnx.helper.make_node("If", ["c"], ["y0"], "choice", then_branch=then, else_branch=other)
-    nodes = [node("MatMul", "x v", "o", "outer"), node("Relu", "o", "p"), choice, node("Add", "y0 p", "y")]
+    choice = choose(text, text, "y0", yes="c")
+    nodes = [*steps("outer:MatMul x v>o; Relu o>p"), choice, node("Add", "y0 p", "y")]
     weights = {"w": weight(64, 64), "v": weight(64, 64, seed=1)}
     return model(nodes, {"x": (F32, ["m", 64]), "c": (np.bool_, [])}, {"y": (F32, ["m", 64])}, weights)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import IR_VERSION, model, node, steps, value, weight
+from builders import calling, choose, local_function, model, node, steps, subgraph, value, weight
 from onnx import helper, numpy_helper
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, quantized, reasons, rewrite, run
 
@@ -23,26 +23,9 @@ W, V, ZERO = weight(64, 96), weight(64, 96, seed=1), np.zeros((3, 96), F32)
 ROWS = normal(3, 64)
 
 
-def graph(
-    nodes: str | Sequence[onnx.NodeProto], output: str, inputs: Any = (), **weights: np.ndarray
-) -> onnx.GraphProto:
-    """Returns a subgraph; `output` may name several, their types are left to inference."""
-    return helper.make_graph(
-        steps(nodes) if isinstance(nodes, str) else list(nodes),
-        "body",
-        list(inputs),
-        [helper.make_empty_tensor_value_info(name) for name in output.split()],
-        [numpy_helper.from_array(array, name) for name, array in weights.items()],
-    )
-
-
-def either(then: onnx.GraphProto, other: onnx.GraphProto, output: str = "h", name: str = "choose") -> onnx.NodeProto:
-    return node("If", "yes", output, name, then_branch=then, else_branch=other)
-
-
 def if_model(then: onnx.GraphProto, other: onnx.GraphProto, before: str = "", **weights: np.ndarray) -> Any:
     """y = -(then if yes else other)."""
-    nodes = [*(steps(before) if before else ()), either(then, other), node("Neg", "h", "y")]
+    nodes = [*(steps(before) if before else ()), choose(then, other), node("Neg", "h", "y")]
     return model(nodes, {**X, **YES}, Y, weights)
 
 
@@ -62,7 +45,7 @@ def check(rewritten: onnx.ModelProto, *, yes: np.ndarray | None = None, no: np.n
 
 class TestIf:
     def test_outer_weights_stay_outside_and_are_packed_once(self):
-        branches = [graph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
+        branches = [subgraph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
         rewritten, report = rewrite(if_model(*branches, w=W))
         assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
         assert [kinds(g) for g in inner(rewritten)] == [GEMM, GEMM]
@@ -70,12 +53,12 @@ class TestIf:
         check(rewritten, yes=W, no=W)
 
     def test_inner_weights_stay_inside_and_those_of_one_name_apart(self):
-        then, other = graph("one:MatMul x w1>a", "a", w1=W), graph("two:MatMul x w2>b", "b", w2=V)
+        then, other = subgraph("one:MatMul x w1>a", "a", w1=W), subgraph("two:MatMul x w2>b", "b", w2=V)
         rewritten, _ = rewrite(if_model(then, other))
         names = [[t.name for t in g.initializer] for g in inner(rewritten)]
         assert names == [["w2_mxfp8", "w2_mxfp8_scales"], ["w1_mxfp8", "w1_mxfp8_scales"]]
         check(rewritten, yes=W, no=V)
-        then, other = (graph("mm:MatMul x w>a", "a", w=w) for w in (W, V))
+        then, other = (subgraph("mm:MatMul x w>a", "a", w=w) for w in (W, V))
         for opset in (21, 13):  # a conversion keeps them apart too
             proto = if_model(then, other)
             proto.opset_import[0].version = opset
@@ -87,13 +70,13 @@ class TestIf:
             check(rewritten, yes=W, no=V)
 
     def test_a_weight_that_only_the_other_branch_still_uses_stays_there(self):
-        then, other = graph("packed:MatMul x w>a", "a", w=W), graph("kept:MatMul x w>a", "a", w=V)
+        then, other = subgraph("packed:MatMul x w>a", "a", w=W), subgraph("kept:MatMul x w>a", "a", w=V)
         rewritten, _ = rewrite(if_model(then, other), Recipe(name="mxfp8", exclude=("kept",)))
         y = run(rewritten, {"x": ROWS, "yes": np.array(False)})[0]
         np.testing.assert_allclose(y, -ROWS.astype(float) @ V, rtol=1e-4, atol=1e-4)
 
     def test_edits_on_both_sides_of_the_border_all_arrive(self):
-        deep = either(graph("deep:MatMul b v>c", "c"), graph("deep2:MatMul b v>d", "d"), "e")
+        deep = choose(subgraph("deep:MatMul b v>c", "c"), subgraph("deep2:MatMul b v>d", "d"), "e")
         nodes = [*steps("outer:MatMul x w>a; Relu a>b"), deep, *steps("after:MatMul e w>f; Neg f>y")]
         proto = model(nodes, {**X, **YES}, Y, {"w": W, "v": weight(96, 64, seed=1)})
         rewritten, report = rewrite(proto)
@@ -102,9 +85,9 @@ class TestIf:
         assert [kinds(g) for g in inner(rewritten)] == [GEMM, GEMM]
 
     def test_nested_branches_see_the_weights_of_both_levels(self):
-        deep = [graph(f"mm_{t}:MatMul x {w}>{t}", t) for w, t in (("w0", "a"), ("w1", "b"))]
-        middle = graph([either(*deep, "c", "inner"), node("Identity", "c", "d")], "d", w1=V)
-        rewritten, report = rewrite(if_model(middle, graph("mm_e:MatMul x w0>e", "e"), w0=W))
+        deep = [subgraph(f"mm_{t}:MatMul x {w}>{t}", t) for w, t in (("w0", "a"), ("w1", "b"))]
+        middle = subgraph([choose(*deep, "c", "inner"), node("Identity", "c", "d")], "d", w1=V)
+        rewritten, report = rewrite(if_model(middle, subgraph("mm_e:MatMul x w0>e", "e"), w0=W))
         then = "choose/then_branch/inner"
         assert [s.decision.site.subgraph for s in report.sites] == [
             "choose/else_branch", f"{then}/else_branch", f"{then}/then_branch",
@@ -114,18 +97,18 @@ class TestIf:
         check(rewritten, yes=W, no=W)
 
     def test_a_bias_is_absorbed_inside_a_branch_and_not_across_its_border(self):
-        then = graph("Transpose w>wt; mm:MatMul x wt>a; Add a b>s", "s", w=weight(96, 64))
-        other, b = graph("Identity zero>z", "z"), weight(96, seed=1)
+        then = subgraph("Transpose w>wt; mm:MatMul x wt>a; Add a b>s", "s", w=weight(96, 64))
+        other, b = subgraph("Identity zero>z", "z"), weight(96, seed=1)
         y = expect(ROWS, weight(96, 64), b).then(np.negative)
         rewritten, _ = computes(if_model(then, other, b=b, zero=ZERO), y, x=ROWS, yes=np.array(True))
         assert [kinds(g) for g in inner(rewritten)] == [{"Identity": 1}, GEMM]
-        proto = if_model(graph("Add h0 b>t", "t"), other, "mm:MatMul x w>h0", w=W, b=b, zero=ZERO)
+        proto = if_model(subgraph("Add h0 b>t", "t"), other, "mm:MatMul x w>h0", w=W, b=b, zero=ZERO)
         y = expect(ROWS, W.T)
         _, report = computes(proto, Expected(-(y.y + b), y.bound), roundings=1, x=ROWS, yes=np.array(True))
         assert not report.sites[0].decision.site.has_bias
 
     def test_a_subgraph_rule_matches_the_path(self):
-        branches = [graph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
+        branches = [subgraph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
         rules = [{"subgraph": "else_branch", "quantize": False}]
         recipe = Recipe.model_validate({"name": "mxfp8", "rules": rules})
         rewritten, report = rewrite(if_model(*branches, w=W), recipe)
@@ -136,7 +119,7 @@ class TestIf:
 def loop_model(body: str, w: np.ndarray) -> onnx.ModelProto:
     """y = -(state after 3 rounds of state -> next), state [m, 64]."""
     inputs = [value("i", np.int64, []), value("go", np.bool_, []), value("state", F32, ["m", 64])]
-    loop = node("Loop", "rounds yes x", "h", "loop", body=graph(f"{body}; Identity go>on", "on next", inputs))
+    loop = node("Loop", "rounds yes x", "h", "loop", body=subgraph(f"{body}; Identity go>on", "on next", inputs))
     weights = {"w": w, "rounds": np.array(3), "yes": np.array(True)}
     return model([loop, node("Neg", "h", "y")], X, {"y": (F32, ["m", 64])}, weights)
 
@@ -178,33 +161,20 @@ class TestLoopAndScan:
 def scan_model() -> onnx.ModelProto:
     """Returns a model whose rows are multiplied by a Scan, which gives them and their sum."""
     inputs = [value("sum", F32, [64]), value("row", F32, [64])]
-    body = graph("mm:MatMul row w>p; Add sum p>next; Neg p>out", "next out", inputs, w=weight(64, 64))
+    body = subgraph("mm:MatMul row w>p; Add sum p>next; Neg p>out", "next out", inputs, w=weight(64, 64))
     scan = node("Scan", "zero x", "total rows", "scan", num_scan_inputs=1, body=body)
     outputs = {"y": (F32, [64]), "rows": (F32, [5, 64])}
     return model([scan, node("Neg", "total", "y")], {"x": (F32, [5, 64])}, outputs, {"zero": np.zeros(64, F32)})
 
 
-def function(name: str, inputs: str, nodes: Any, opset: int = 21) -> onnx.FunctionProto:
-    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
-    nodes = steps(nodes) if isinstance(nodes, str) else nodes
-    return helper.make_function("local", name, inputs.split(), ["r"], nodes, imports)
-
-
-LINEAR = function("Linear", "a b", "inner:MatMul a b>r")
-TWICE = function("Twice", "a", "Add a a>r")
+LINEAR = local_function("Linear", "a b", "inner:MatMul a b>r")
+TWICE = local_function("Twice", "a", "Add a a>r")
 
 
 def function_model(functions: Sequence[onnx.FunctionProto], nodes: Any, n: int = 96, **weights: np.ndarray) -> Any:
-    """Returns a model of x [m, 64] and y [m, n] whose ops that are functions of the model are called."""
+    """Returns a model of x [m, 64] and y [m, n] whose nodes call these functions."""
     nodes = steps(nodes) if isinstance(nodes, str) else nodes
-    for each in nodes:
-        each.domain = "local" if each.op_type in {f.name for f in functions} else ""
-    stored = [numpy_helper.from_array(array, name) for name, array in weights.items()]
-    main = helper.make_graph(nodes, "main", [value("x", F32, ["m", 64])], [value("y", F32, ["m", n])], stored)
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
-    proto = helper.make_model(main, functions=functions, opset_imports=imports, ir_version=IR_VERSION)
-    onnx.checker.check_model(proto)
-    return proto
+    return calling(model(nodes, X, {"y": (F32, ["m", n])}, weights, checked=False), *functions)
 
 
 NEGATED = expect(ROWS, W.T).then(np.negative)
@@ -223,29 +193,31 @@ class TestFunctions:
         nodes = "Linear x w>a; Relu a>b; Linear b v>h; Neg h>y"
         rewritten, report = rewrite(function_model([LINEAR], nodes, 64, w=W, v=weight(96, 64, seed=1)))
         assert [s.decision.site.weight for s in report.sites] == ["w", "v"]
-        calls = [graph([node("Linear", f"x {w}", t, domain="local")], t) for w, t in (("w", "s"), ("v", "t"))]
-        proto = function_model([LINEAR], [either(*calls), node("Neg", "h", "y")], w=V, v=W, yes=np.array(False))
+        calls = [subgraph([node("Linear", f"x {w}", t, domain="local")], t) for w, t in (("w", "s"), ("v", "t"))]
+        proto = function_model([LINEAR], [choose(*calls), node("Neg", "h", "y")], w=V, v=W, yes=np.array(False))
         rewritten, _ = computes(proto, NEGATED, x=ROWS)
         assert [kinds(g) for g in inner(rewritten)] == [GEMM, GEMM]
 
     def test_a_function_that_calls_one_that_holds_a_matmul_is_inlined(self):
-        outer = function("Block", "a b", [node("Linear", "a b", "t", domain="local"), node("Abs", "t", "r")])
+        outer = local_function("Block", "a b", [node("Linear", "a b", "t", domain="local"), node("Abs", "t", "r")])
         proto = function_model([LINEAR, outer], "Block x w>h; Neg h>y", w=W)
         _, report = computes(proto, expect(ROWS, W.T).then(np.abs).then(np.negative), x=ROWS)
         assert report.notes == ("inlined local functions: Linear, Block",)
 
     def test_a_weight_or_an_if_inside_a_function_is_inlined(self):
         constant = helper.make_node("Constant", [], ["w"], value=numpy_helper.from_array(W))
-        fixed = function("Fixed", "a", [constant, node("MatMul", "a w", "r", "inner")])
+        fixed = local_function("Fixed", "a", [constant, node("MatMul", "a w", "r", "inner")])
         computes(function_model([fixed], "Fixed x>h; Neg h>y"), NEGATED, NEG, x=ROWS)
-        branches = [graph(f"mm_{t}:MatMul a b>{t}", t) for t in "st"]
+        branches = [subgraph(f"mm_{t}:MatMul a b>{t}", t) for t in "st"]
         body = [node("If", "c", "r", then_branch=branches[0], else_branch=branches[1])]
-        proto = function_model([function("Choose", "a b c", body)], "Choose x w c>h; Neg h>y", w=W, c=np.array(True))
+        proto = function_model(
+            [local_function("Choose", "a b c", body)], "Choose x w c>h; Neg h>y", w=W, c=np.array(True)
+        )
         computes(proto, NEGATED, x=ROWS)
 
     def test_functions_without_a_matmul_stay_even_of_an_opset_whose_ops_are_the_same(self):
-        old = function("Linear", "a b", "inner:MatMul a b>r", opset=17)
-        for linear, other in ((LINEAR, TWICE), (old, function("Twice", "a", "Add a a>r", opset=18))):
+        old = local_function("Linear", "a b", "inner:MatMul a b>r", opset=17)
+        for linear, other in ((LINEAR, TWICE), (old, local_function("Twice", "a", "Add a a>r", opset=18))):
             proto = function_model([linear, other], "Linear x w>h; Twice h>y", w=W)
             rewritten, _ = computes(proto, DOUBLED, {**GEMM, "Twice": 1}, x=ROWS)
             assert rewritten.functions[0] == other
@@ -253,7 +225,7 @@ class TestFunctions:
     def test_functions_of_another_opset_whose_ops_differ_are_an_error(self):
         proto = function_model([LINEAR], "Linear x w>h; Neg h>y", w=W)
         body = "ReduceSum a>s|axes=[0]; Add a s>t; MatMul t b>r"
-        proto.functions[0].CopyFrom(function("Linear", "a b", body, opset=11))
+        proto.functions[0].CopyFrom(local_function("Linear", "a b", body, opset=11))
         with pytest.raises(ContractError) as caught:
             mxfp8_graph.rewrite(proto)
         assert str(caught.value) == (

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from builders import model, node, steps, value, weight
+from builders import choose, model, node, steps, subgraph, value, weight
 from grids import looped, pairwise
 from onnx import helper
 from oracle import expect, normal, relu, rewrite, run
@@ -20,22 +19,13 @@ INPUTS = {"x": (np.float32, ["m", 64]), "to": (np.int64, ["rank"])}
 PRODUCT = "MatMul h w>p; Relu p>r"
 
 
-def subgraph(text: str, outputs: str, inputs: str = "") -> onnx.GraphProto:
-    """Returns a body whose types are left to inference, except a condition and a count."""
-    known = {"i": (np.int64, []), "go": (np.bool_, []), "on": (np.bool_, [])}
-    ends = [
-        [value(n, *known[n]) if n in known else helper.make_empty_tensor_value_info(n) for n in names.split()]
-        for names in (inputs, outputs)
-    ]
-    return helper.make_graph(steps(text), "body", *ends)
-
-
-BRANCHES = {"then_branch": subgraph(PRODUCT, "r"), "else_branch": subgraph("Relu h>q", "q")}
-LOOP = subgraph(f"Identity go>on; {PRODUCT}", "on r", "i go h")
+COUNT, GO = value("i", np.int64, []), value("go", np.bool_, [])
+H = helper.make_empty_tensor_value_info("h")
+LOOP = subgraph(f"Identity go>on; {PRODUCT}", "on r", [COUNT, GO, H])
 WAYS = {
     "by an input": steps(f"Reshape typed to>h; {PRODUCT}; Identity r>y"),
     "in a loop": [*steps("Reshape typed to>start"), node("Loop", "once yes start", "y", body=LOOP)],
-    "in a branch": [*steps("Reshape typed to>h"), node("If", "yes", "y", **BRANCHES)],
+    "in a branch": [*steps("Reshape typed to>h"), choose(PRODUCT, "Relu h>q", "y")],
 }
 """Nodes from typed to y that give the activation h another rank."""
 

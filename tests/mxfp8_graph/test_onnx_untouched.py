@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
+import builders as b
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from builders import chain_model, language_model, matmul_model, matmul_stack, model, node, steps, weight
+from builders import chain_model, matmul_model, matmul_stack, model, node, steps, weight
 from google.protobuf import text_format
 from grids import looped
 from onnx import NodeDeviceConfigurationProto as DeviceConfiguration
@@ -35,8 +35,8 @@ def property_of(key: str, value: str) -> onnx.StringStringEntryProto:
 
 
 def documented() -> onnx.ModelProto:
-    """A model in which everything that can be said about a graph is said."""
-    proto = language_model()
+    """Returns a model with a text in every field that has one."""
+    proto = b.language_model()
     proto.producer_name, proto.producer_version, proto.domain, proto.model_version = "maker", "7", "org.test", 3
     proto.doc_string = "the model"
     proto.metadata_props.append(property_of("license", "CC0"))
@@ -50,15 +50,11 @@ def documented() -> onnx.ModelProto:
         item.doc_string = f"about {item.name}"
         item.metadata_props.append(property_of("origin", item.name))
     graph.value_info.append(helper.make_tensor_value_info("x", 1, ["batch_size", "sequence_length", 64], "between"))
-    graph.value_info.append(helper.make_tensor_value_info("act", 1, ["batch_size", "sequence_length", 128]))
     annotation = graph.quantization_annotation.add(tensor_name="x")
     annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "last"))
     proto.opset_import.append(helper.make_opsetid("org.custom", 4))
-    graph.node.append(
-        helper.make_node("Probe", ["h"], ["probed"], "probe", domain="org.custom", doc_string="unknown op")
-    )
-    training = proto.training_info.add()
-    training.algorithm.name = "step"
+    graph.node.append(node("Probe", "h", "probed", domain="org.custom", doc_string="unknown op"))
+    proto.training_info.add().algorithm.name = "step"
     return proto
 
 
@@ -72,10 +68,8 @@ def pair() -> Pair:
 
 
 DEVICES = {
-    "empty": "",
     "of no configuration of the model": "configuration_id: 'other'",
     "a stage": "configuration_id: 'two' pipeline_stage: 1",
-    "an empty sharding": "configuration_id: 'two' sharding_spec {}",
     "a sharding": "sharding_spec {tensor_name: 'h' device: 0 sharded_dim {axis: 0 simple_sharding {num_shards: 2}}}",
     "groups": "sharding_spec {tensor_name: 'h' device: -1 index_to_device_group_map {key: -1 value: 1}}",
 }
@@ -94,24 +88,30 @@ def test_device_configurations_of_nodes_that_stay_are_the_same_messages(name: st
         assert list(result.configuration) == list(proto.configuration)
 
 
-def test_fields_nodes_and_initializers_that_no_decision_names_are_the_same_messages(pair: Pair) -> None:
-    before, after = pair
+def check_unrelated(before: onnx.ModelProto, after: onnx.ModelProto, replaced: set[str], but: Any = ()) -> None:
+    """Fails unless fields, initializers and nodes are the same messages, except nodes and fields of these names."""
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "ir_version"):
         assert getattr(after, field) == getattr(before, field), field
     assert list(after.training_info) == list(before.training_info)
-    assert list(after.opset_import) == [*before.opset_import, helper.make_opsetid("mxfp8", 1)]
-    for field in GRAPH_FIELDS:
+    for field in {*GRAPH_FIELDS} - {*but}:
         assert getattr(after.graph, field) == getattr(before.graph, field), field
-    unrelated = [n for n in before.graph.node if n.name not in {"ffn.up", "ffn.down"}]
+    unrelated = [n for n in before.graph.node if n.name not in replaced]
     assert [n for n in after.graph.node if n.domain != "mxfp8"] == unrelated
     tensors = [t for t in before.graph.initializer if not t.name.startswith("ffn.")]
     assert list(after.graph.initializer)[: len(tensors)] == tensors
 
 
+def test_fields_nodes_and_initializers_that_no_decision_names_are_the_same_messages(pair: Pair) -> None:
+    before, after = pair
+    check_unrelated(before, after, {"ffn.up", "ffn.down"})
+    assert list(after.opset_import) == [*before.opset_import, helper.make_opsetid("mxfp8", 1)]
+
+
 def test_metadata_is_kept_and_the_rewrite_is_recorded_after_it(pair: Pair) -> None:
     before, after = pair
     known = {p.key.removeprefix("mxfp8_graph."): p.value for p in after.metadata_props}
-    assert list(known) == ["license", "recipe", "version", "contract_version", "dialect"]
+    assert next(iter(known)) == "license"
+    assert set(known) == {"license", "recipe", "version", "contract_version", "dialect"}
     assert Recipe.model_validate_json(known["recipe"]).name == "mxfp8"
     assert (known["version"], known["contract_version"]) == (mxfp8_graph.__version__, "1")
     assert list(before.metadata_props) == [property_of("license", "CC0")]
@@ -222,12 +222,11 @@ def test_sequences_and_optionals_pass_through() -> None:
 
 
 def test_attributes_that_hold_many_graphs_pass_through() -> None:
-    branch = helper.make_graph([node("Neg", "h", "b")], "g", [], [helper.make_empty_tensor_value_info("b")])
-    custom = helper.make_node("Switch", ["h"], ["y"], "switch", domain="org.custom")
+    branch = b.subgraph("Neg h>b")
+    custom = node("Switch", "h", "z", domain="org.custom")
     custom.attribute.append(onnx.AttributeProto(name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[branch, branch]))
     proto = matmul_model()
     proto.graph.node.append(custom)
-    proto.graph.node[-1].output[0] = "z"
     proto.opset_import.append(helper.make_opsetid("org.custom", 1))
     rewritten, _ = mxfp8_graph.rewrite(proto)
     assert rewritten.graph.node[-1] == proto.graph.node[-1]
@@ -235,22 +234,11 @@ def test_attributes_that_hold_many_graphs_pass_through() -> None:
 
 def test_inlining_a_function_leaves_the_rest_as_it_was() -> None:
     proto = documented()
-    body, imports = [node("MatMul", "a b", "r")], [helper.make_opsetid("", 21)]
-    proto.functions.append(helper.make_function("local", "Linear", ["a", "b"], ["r"], body, imports))
-    proto.opset_import.append(helper.make_opsetid("local", 1))
-    proto.graph.node.append(node("Linear", "h ffn.up.weight", "called", "call", domain="local"))
-    proto.graph.node.append(node("Neg", "called", "negated"))
+    proto.graph.node.extend(steps("call:Linear h ffn.up.weight>called; Neg called>negated"))
+    b.calling(proto, b.local_function("Linear", "a b", "MatMul a b>r"))
     after, report = rewrite(proto)
     assert report.notes == ("inlined local functions: Linear",)
-    replaced = {"ffn.up", "ffn.down", "call"}
-    unrelated = [n for n in proto.graph.node if n.name not in replaced]
-    assert [n for n in after.graph.node if n.domain != "mxfp8"] == unrelated
-    for field in GRAPH_FIELDS:
-        if field != "value_info":
-            assert getattr(after.graph, field) == getattr(proto.graph, field), field
-    assert after.doc_string == proto.doc_string
-    assert list(after.training_info) == list(proto.training_info)
-    assert after.metadata_props[0] == proto.metadata_props[0]
+    check_unrelated(proto, after, {"ffn.up", "ffn.down", "call"}, but=("value_info",))
 
 
 # --- Edges of replacing: odd graphs, what is removed and what is not, and graphs that are large ---
@@ -260,9 +248,8 @@ X, Y = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
 
 @looped("reader", ["output", "branch"])
 def test_a_weight_that_is_an_output_or_that_a_branch_reads_stays(reader: str) -> None:
-    branch = helper.make_graph([node("Abs", "w", "t")], "b", [], [helper.make_empty_tensor_value_info("t")])
-    choose = helper.make_node("If", ["yes"], ["z"], "if", then_branch=branch, else_branch=branch)
-    nodes = [*steps("MatMul x w>h; Neg h>y"), *([choose] if reader == "branch" else [])]
+    nodes = steps("MatMul x w>h; Neg h>y")
+    nodes += [b.choose("Abs w>t", "Abs w>t", "z")] if reader == "branch" else []
     outputs = {**Y, "z" if reader == "branch" else "w": (F32, [64, 96])}
     stored = {"w": weight(64, 96), **({"yes": np.array(True)} if reader == "branch" else {})}
     rewritten, _ = rewrite(model(nodes, X, outputs, stored))
@@ -275,9 +262,8 @@ def test_a_product_that_is_a_graph_output_keeps_its_name() -> None:
     heads = Recipe(name="r", output_projections=True)
     rewritten, _ = rewrite(model([node("MatMul", "x w", "y", "head")], X, Y, {"w": weight(64, 96)}), heads)
     assert rewritten.graph.node[-1].output == ["y"]
-    swapped = model(
-        [node("MatMul", "w x", "y")], {"x": (F32, [64, "m"])}, {"y": (F32, [96, "m"])}, {"w": weight(96, 64)}
-    )
+    ends = {"x": (F32, [64, "m"])}, {"y": (F32, [96, "m"])}
+    swapped = model([node("MatMul", "w x", "y")], *ends, {"w": weight(96, 64)})
     x = normal(64, 3)
     rewritten, _ = computes(swapped, expect(x.T, weight(96, 64)).then(np.transpose), recipe=heads, x=x)
     assert [(n.op_type, *n.output) for n in rewritten.graph.node][-1] == ("Transpose", "y")
@@ -294,7 +280,7 @@ def test_one_bias_of_two_matmuls_is_kept_once() -> None:
         expect(x, weights[f"w{name}"].T, weights["bias"]).then(np.negative).check(y)
 
 
-def test_the_default_domain_by_its_long_name() -> None:
+def test_the_default_domain_may_have_its_long_name() -> None:
     proto = matmul_model(64, 96)
     proto.opset_import[0].domain = "ai.onnx"
     proto.graph.node[0].domain = "ai.onnx"  # what onnx's checker does not know, but ONNX Runtime does
@@ -320,23 +306,6 @@ def test_a_long_chain_of_passive_ops_is_no_deeper_than_pythons_stack() -> None:
     assert report.sites[0].decision.site.role == "output_projection"
 
 
-def lines_run(proto: onnx.ModelProto) -> int:
-    """Returns how many lines and calls of Python a rewrite takes, which is the same on every machine, idle or busy."""
-    count, before = 0, sys.gettrace()
-
-    def trace(*_: Any) -> Any:
-        nonlocal count
-        count += 1
-        return trace
-
-    sys.settrace(trace)
-    try:
-        mxfp8_graph.rewrite(proto)
-    finally:
-        sys.settrace(before)
-    return count
-
-
 def test_a_chain_of_more_matmuls_than_pythons_stack_is_deep() -> None:
     rewritten, report = mxfp8_graph.rewrite(matmul_stack(1100))
     assert len(report.rewritten) == 1100
@@ -344,18 +313,11 @@ def test_a_chain_of_more_matmuls_than_pythons_stack_is_deep() -> None:
     assert again.already_rewritten
 
 
-def test_twice_the_matmuls_take_twice_the_steps() -> None:
-    lines_run(matmul_stack(1))  # imports
-    assert lines_run(matmul_stack(200)) <= 2.1 * lines_run(matmul_stack(100))
-
-
 def test_a_constant_may_have_the_name_of_an_initializer(tmp_path: Path) -> None:
     """Both are large, so that neither is in the skeleton of a model in a file."""
     stored, constant = weight(64, 64), weight(64, 64)[::-1].copy()
-    nodes = [
-        helper.make_node("Constant", [], ["c"], value=numpy_helper.from_array(constant, "w")),
-        *(node("MatMul", "x w", "h"), node("MatMul", "h c", "y")),
-    ]
+    nodes = [node("Constant", "", "c", value=numpy_helper.from_array(constant, "w"))]
+    nodes += steps("MatMul x w>h; MatMul h c>y")
     proto = model(nodes, {"x": (F32, ["n", 64])}, {"y": (F32, ["n", 64])}, {"w": stored})
     onnx.save(proto, tmp_path / "m.onnx")
     mxfp8_graph.rewrite(tmp_path / "m.onnx", Recipe(output_projections=True))
@@ -370,12 +332,10 @@ def test_maps_and_opaque_types_stay_declared() -> None:
     proto = matmul_stack(1)
     result = proto.graph.node[-1].output[0]
     proto.opset_import.append(helper.make_opsetid("ai.onnx.ml", 3))
-    proto.graph.node.append(
-        helper.make_node("ZipMap", [result], ["chances"], domain="ai.onnx.ml", classlabels_int64s=[*range(64)])
-    )
+    proto.graph.node.append(node("ZipMap", result, "chances", domain="ai.onnx.ml", classlabels_int64s=[*range(64)]))
     maps = helper.make_map_type_proto(onnx.TensorProto.INT64, helper.make_tensor_type_proto(1, []))
     proto.graph.output.append(helper.make_value_info("chances", helper.make_sequence_type_proto(maps)))
-    proto.graph.node.append(helper.make_node("Probe", [result], ["handle"], domain="org.custom"))
+    proto.graph.node.append(node("Probe", result, "handle", domain="org.custom"))
     proto.opset_import.append(helper.make_opsetid("org.custom", 1))
     handle = onnx.ValueInfoProto(name="handle")
     handle.type.opaque_type.name = "Handle"

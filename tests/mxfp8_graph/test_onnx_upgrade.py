@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, model, node, steps, value, weight
+from builders import calling, chain_model, choose, local_function, model, node, steps, subgraph, value, weight
 from grids import looped
 from old_op_forms import FORMS, INPUTS, Form, form, old_model
 from onnx import helper, numpy_helper
@@ -35,7 +35,7 @@ def linear(*more: onnx.NodeProto, opset: int = 21, **weights: np.ndarray) -> onn
     """x @ w -> h -> more -> y; by default y = -h."""
     nodes = [node("MatMul", "x w", "h", "linear"), *(more or [node("Neg", "h", "y")])]
     ends = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
-    return model(nodes, *ends, {"w": weight(64, 96), **weights}, opset=opset)
+    return model(nodes, *ends, {"w": weight(64, 96), **weights}, opset=opset, checked=False)
 
 
 @looped("opset", range(7, 21))
@@ -95,11 +95,8 @@ def test_every_ir_version_that_onnx_runtime_reads_is_rewritten(version: int) -> 
 
 
 def test_local_functions_are_inlined_when_the_opset_changes() -> None:
-    body, imports = [node("Add", "a a", "r")], [helper.make_opsetid("", 17)]
-    proto = linear(*steps("Neg h>n; Neg n>y"), opset=17)
-    proto.graph.node[2].CopyFrom(node("Twice", "n", "y", "call", domain="local"))
-    proto.functions.append(helper.make_function("local", "Twice", ["a"], ["r"], body, imports))
-    proto.opset_import.append(helper.make_opsetid("local", 1))
+    proto = linear(*steps("Neg h>n; call:Twice n>y"), opset=17)
+    calling(proto, local_function("Twice", "a", "Add a a>r", 17))
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert report.notes == ("inlined local functions: Twice", "converted opset 17 to 21")
     assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Neg": 1, "Add": 1}
@@ -127,18 +124,6 @@ def test_nodes_of_a_custom_domain_stay_in_a_conversion() -> None:
     assert opset_of(rewritten) == 21
 
 
-def in_branch(each: Form, opset: int) -> onnx.ModelProto:
-    """Returns a model whose If has the node in one branch."""
-    (x,) = each.inputs.split()
-    dtype, shape = INPUTS[x].dtype, INPUTS[x].shape
-    graphs = [
-        helper.make_graph([inner], "branch", [], [value("b", dtype, shape)])
-        for inner in (each.node(["b"]), node("Identity", x, "b"))
-    ]
-    nodes = [helper.make_node("If", ["yes"], ["y"], "if", then_branch=graphs[0], else_branch=graphs[1])]
-    return model(nodes, {x: (dtype, shape), "yes": (np.bool_, [])}, {"y": (dtype, shape)}, opset=opset)
-
-
 @looped(
     "each, opset",
     [
@@ -150,9 +135,12 @@ def in_branch(each: Form, opset: int) -> onnx.ModelProto:
     ],
 )
 def test_a_branch_computes_what_it_did(each: Form, opset: int) -> None:
-    proto = in_branch(each, opset)
+    x = INPUTS[each.inputs]
+    choice = choose(subgraph([each.node(["b"])]), f"Identity {each.inputs}>b", "y")
+    inputs = {each.inputs: (x.dtype, x.shape), "yes": (np.bool_, [])}
+    proto = model([choice], inputs, {"y": (x.dtype, x.shape)}, opset=opset)
     rewritten, _ = upgraded(proto)
-    feeds = {each.inputs: INPUTS[each.inputs], "yes": np.array(True), "beside.x": X}
+    feeds = {each.inputs: x, "yes": np.array(True), "beside.x": X}
     before, after = run_as_written(with_linear(proto), feeds), run_as_written(rewritten, feeds)
     assert differences(["y"], before, after) == {}
 
@@ -166,12 +154,7 @@ def test_a_resize_whose_scales_are_computed_has_a_note() -> None:
 @looped("nested", [False, True])
 def test_active_dropout_is_switched_off(nested: bool) -> None:
     drop = node("Dropout", "h ratio on", "d")
-    if nested:
-        then, other = (
-            helper.make_graph([inner], "b", [], [value(inner.output[0], F32, ["m", 96])])
-            for inner in (drop, node("Identity", "h", "e"))
-        )
-        drop = node("If", "on", "d", then_branch=then, else_branch=other)
+    drop = choose(subgraph([drop]), "Identity h>e", "d", yes="on") if nested else drop
     proto = linear(drop, node("Neg", "d", "y"), ratio=np.array(0.5, F32), on=np.array(True))
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert report.notes == ("the model was exported in training mode; in the result Dropout is off (1)",)

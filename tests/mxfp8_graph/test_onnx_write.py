@@ -12,10 +12,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import builders as b
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, language_model, matmul_model, node, save, steps, value, weight
+from builders import chain_model, language_model, matmul_model, model, node, save, steps, value, weight
 from full_disk import files, files_of_at_most
 from grids import looped
 from onnx import external_data_helper, helper, numpy_helper
@@ -108,21 +109,17 @@ def test_external_tensors_outside_the_main_graph_follow(
 ) -> None:
     """The output is in another folder, and its data file has the name of the old one."""
     tensor = numpy_helper.from_array(np.arange(96, dtype=F32), "c")
-    constant, functions = helper.make_node("Constant", [], ["c"], value=tensor), []
-    nodes = steps("linear:MatMul x w>h; Neg h>n")
-    if where == "constant":
-        nodes += [constant, node("Add", "n c", "y")]
-    elif where == "subgraph":
-        branch = helper.make_graph([node("Add", "n c", "b")], "b", [], [value("b", F32, [3, 96])], [tensor])
-        nodes += [helper.make_node("If", ["yes"], ["y"], "if", then_branch=branch, else_branch=branch)]
-    else:
-        body = [constant, node("Add", "a c", "r")]
-        functions.append(helper.make_function("local", "Shift", ["a"], ["r"], body, [helper.make_opsetid("", 21)]))
-        nodes += [node("Shift", "n", "y", domain="local")]
-    stored = [numpy_helper.from_array(weight(64, 96), "w"), numpy_helper.from_array(np.array(True), "yes")]
-    graph = helper.make_graph(nodes, "g", [value("x", F32, [3, 64])], [value("y", F32, [3, 96])], stored)
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
-    proto = helper.make_model(graph, functions=functions, ir_version=10, opset_imports=imports)
+    constant = helper.make_node("Constant", [], ["c"], value=tensor)
+    branch = helper.make_graph(steps("Add n c>b"), "b", [], [value("b", F32, [3, 96])], [tensor])
+    last = {
+        "constant": [constant, node("Add", "n c", "y")],
+        "subgraph": [b.choose(branch, branch, "y")],
+        "function": steps("Shift n>y"),
+    }
+    nodes = [*steps("linear:MatMul x w>h; Neg h>n"), *last[where]]
+    stored = {"w": weight(64, 96), "yes": np.array(True)}
+    proto = model(nodes, {"x": (F32, [3, 64])}, {"y": (F32, [3, 96])}, stored, checked=False)
+    proto = b.calling(proto, b.local_function("Shift", "a", [constant, node("Add", "a c", "r")]))
     source, target = tmp_path_factory.mktemp("in") / "m.onnx", tmp_path_factory.mktemp("out") / "m.onnx"
     store_all(proto, source)
     out, _ = mxfp8_graph.rewrite(source, output=target, external_data=choice)

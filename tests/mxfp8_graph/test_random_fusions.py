@@ -10,31 +10,24 @@ from random import Random
 import numpy as np
 import onnx
 import pytest
-from attention_models import HEADS, HIDDEN, SIZE, attention, decoder, feeds
-from builders import node, steps, weight
+from attention_models import EXACT, HEADS, HIDDEN, SIZE, attention, decoder, feeds
+from builders import choose, node, steps, weight
 from fused_models import activated, both_ways, check_same, graph_model
 from grids import looped
 from onnx import helper, numpy_helper
 from oracle import kinds, rewrite, run
 
-from mxfp8_graph import Recipe
-
 F32 = np.float32
-EXACT = Recipe(activations="unchanged", min_dim=0)
-"""Fused or not, values are multiplied as they are: results differ by sums in another order."""
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
 def reader(random: Random, read: onnx.ValueInfoProto) -> onnx.NodeProto:
     """Returns a node that gives a value once more, perhaps from its branches; it may need a constant `no`."""
-    name, branches = read.name, {}
+    name = read.name
     if random.random() < 0.5:
         return node("Identity", name, f"{name}_also")
-    for op in ("then", "else"):
-        again = onnx.ValueInfoProto(name=f"{name}_{op}", type=read.type)
-        branches[f"{op}_branch"] = helper.make_graph([node("Identity", name, again.name)], op, [], [again])
-    return node("If", "no", f"{name}_also", **branches)
+    return choose(f"Identity {name}>{name}_then", f"Identity {name}>{name}_else", f"{name}_also", f"{name}_if", "no")
 
 
 def scattered(random: Random, original: onnx.ModelProto) -> onnx.ModelProto:
@@ -101,11 +94,11 @@ ATTENTIONS = {
 
 @looped("form", ATTENTIONS)
 def test_attention_gives_the_same_fused_or_not(form: str) -> None:
-    fused_once = 0
+    fused_once, recipe = 0, EXACT.model_copy(update={"output_projections": True})
     for seed in range(10):
         proto = scattered(Random(seed), ATTENTIONS[form])
         given = feeds(proto)
-        plain, (fused, report) = rewrite(proto, EXACT)[0], rewrite(proto, EXACT, fuse=True)
+        plain, (fused, report) = rewrite(proto, recipe)[0], rewrite(proto, recipe, fuse=True)
         assert kinds(fused).get("MXFP8Attention", 0) == len(report.fusions)
         for before, after in zip(run(plain, given), run(fused, given), strict=True):
             np.testing.assert_allclose(after, before, rtol=0, atol=1e-5 * np.abs(before).max(), err_msg=str(seed))
