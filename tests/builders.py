@@ -51,12 +51,16 @@ def value(name: str, dtype: Any, shape: Shape | None) -> onnx.ValueInfoProto:
 
 
 def node(op: str, inputs: str, outputs: str, name: str = "", **attributes: Any) -> NodeProto:
-    """Returns a node; inputs and outputs are names separated by spaces."""
-    return helper.make_node(op, inputs.split(), outputs.split(), name=name or f"{op}_{outputs}", **attributes)
+    """Returns a node; inputs and outputs are names separated by spaces, - is an input that is absent."""
+    names = ["" if each == "-" else each for each in inputs.split()]
+    return helper.make_node(op, names, outputs.split(), name=name or f"{op}_{outputs}", **attributes)
 
 
 def steps(text: str) -> list[NodeProto]:
-    """Returns nodes written as "name:Op inputs>outputs|key=value ...; ..."; a name and attributes may be left out."""
+    """Returns nodes written as "name:Op inputs>outputs|key=value ...; ..."; a name and attributes may be left out.
+
+    An op of another domain is written domain.Op.
+    """
     found = []
     for step in text.split(";"):
         head, _, tail = step.partition(">")
@@ -64,6 +68,8 @@ def steps(text: str) -> list[NodeProto]:
         outputs, _, pairs = tail.partition("|")
         attributes = {key: ast.literal_eval(value) for key, _, value in (pair.partition("=") for pair in pairs.split())}
         name, _, op = op.rpartition(":")
+        domain, _, op = op.rpartition(".")
+        attributes |= {"domain": domain} if domain else {}
         found.append(node(op, " ".join(inputs), outputs.strip(), name, **attributes))
     return found
 
@@ -293,13 +299,15 @@ def text_model(
     """Returns the model of nodes from x to y; `stored` are arrays or numbers, w is a weight of 64 x 96 by default."""
     nodes = steps(nodes) if isinstance(nodes, str) else list(nodes)
     arrays = {name: np.asarray(array) for name, array in stored.items()}
-    if "w" in read_by(nodes) - arrays.keys() - {name for each in nodes for name in each.output}:
+    if "w" in read_by(nodes) - arrays.keys():
         arrays["w"] = weight(64, 96, dtype=dtype)
     ends = {"x": (dtype, x), **(inputs or {})}, {"y": (dtype, y), **(outputs or {})}
     return model(nodes, *ends, arrays, opset=opset)
 
 
 def read_by(nodes: Sequence[NodeProto]) -> set[str]:
-    """Returns the names that nodes read, also inside their subgraphs."""
-    inner = [each for one in nodes for attribute in one.attribute for each in attribute.g.node]
-    return {name for one in nodes for name in one.input} | (read_by(inner) if inner else set())
+    """Returns the names that nodes read of the graph around them, also inside their subgraphs."""
+    names = {name for each in nodes for name in each.input}
+    for graph in (attribute.g for each in nodes for attribute in each.attribute if attribute.HasField("g")):
+        names |= read_by(graph.node) - {tensor.name for tensor in graph.initializer}
+    return names - {name for each in nodes for name in each.output}

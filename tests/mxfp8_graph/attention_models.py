@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import model, node, weight
+from builders import model, node, steps, weight
 from onnx import NodeProto
 from oracle import rewrite, run
 
@@ -44,49 +44,52 @@ STEPS: Steps = {
 }
 
 
+def nodes_of(step: str | Sequence[NodeProto]) -> list[NodeProto]:
+    return (steps(step) if step else []) if isinstance(step, str) else list(step)
+
+
 def attention(
     *,
     inputs: Mapping[str, Any] | None = None,
     outputs: Mapping[str, Any] | None = None,
-    constants: Mapping[str, np.ndarray] | None = None,
+    constants: Mapping[str, Any] | None = None,
     dtype: Any = np.float32,
     opset: int = 21,
-    **steps: Sequence[NodeProto],
+    **otherwise: str | Sequence[NodeProto],
 ) -> onnx.ModelProto:
-    """Returns the model with some steps written otherwise, more inputs and outputs, and other constants."""
-    nodes = [each for step in {**STEPS, **steps}.values() for each in step]
-    nodes += [node("MatMul", "a o", "projected", "o"), node("Neg", "projected", "y")]
+    """Returns the model with some steps written otherwise, more inputs and outputs, and other constants.
+
+    Inputs and outputs map names to shapes, or to (dtype, shape); known names need no entry.
+    """
+    nodes = [each for step in {**STEPS, **otherwise}.values() for each in nodes_of(step)]
+    nodes += steps("o:MatMul a o>projected; Neg projected>y")
     used = {name for each in nodes for name in each.input}
+    seen = (np.bool_, ["batch", 1, "rows", "keys"])
     known = {
-        "q": (dtype, ["batch", "rows", HIDDEN]),
-        "k": (dtype, ["batch", "keys", HIDDEN]),
-        "v": (dtype, ["batch", "keys", HIDDEN]),
-        "mask": (dtype, ["batch", 1, "rows", "keys"]),
+        "q": ["batch", "rows", HIDDEN], "k": ["batch", "keys", HIDDEN], "v": ["batch", "keys", HIDDEN],
+        "mask": ["batch", 1, "rows", "keys"], "mask2": [1, HEADS, 1, "keys"], "seen": seen, "hidden": seen,
         **(inputs or {}),
-    }
-    stored = {
-        "split": np.array([0, 0, HEADS, SIZE]),
-        "merged": np.array([0, 0, HIDDEN]),
-        "root": np.array(SIZE**0.5, dtype),
-        "o": weight(HIDDEN, HIDDEN, dtype=dtype),
-        **(constants or {}),
-    }
-    return model(
-        nodes,
-        {name: spec for name, spec in known.items() if name in used},
-        {"y": (dtype, ["batch", "rows", HIDDEN]), **(outputs or {})},
-        {name: value for name, value in stored.items() if name in used},
-        opset=opset,
-    )
+    }  # fmt: skip
+    numbers = {
+        "split": [0, 0, HEADS, SIZE], "merged": [0, 0, HIDDEN], "root": np.array(SIZE**0.5, dtype),
+        "o": weight(HIDDEN, HIDDEN, dtype=dtype), "half": np.array(0.5, dtype), "zero": np.array(0, dtype),
+        "lowest": np.array(np.finfo(np.float32).min), **(constants or {}),
+    }  # fmt: skip
+    results = {"y": ["batch", "rows", HIDDEN], **(outputs or {})}
+    ends = [
+        {name: spec if isinstance(spec, tuple) else (dtype, spec) for name, spec in specs.items()}
+        for specs in ({name: spec for name, spec in known.items() if name in used}, results)
+    ]
+    stored = {name: np.asarray(value) for name, value in numbers.items() if name in used}
+    return model(nodes, *ends, stored, opset=opset)
 
 
 def decoder(
     *,
     axis: int = 2,
-    past: bool = True,
     constants: Mapping[str, np.ndarray] | None = None,
     outputs: Mapping[str, Any] | None = None,
-    **steps: Sequence[NodeProto],
+    **otherwise: str | Sequence[NodeProto],
 ) -> onnx.ModelProto:
     """Returns attention of 4 heads to 2 of keys and values, kc and vc, which `past` ones are in front of.
 
@@ -94,25 +97,21 @@ def decoder(
     """
     times = np.ones(5, np.int64)
     times[axis] = 2
-    own = {"split2": np.array([0, 0, 2, SIZE]), "at": np.array([axis]), "times": times}
-    own["all_heads"] = np.array([0, HEADS, -1, SIZE])
-    for name in "kv":
-        steps[name] = [
-            node("Reshape", f"{name} split2", f"{name}1"),
-            node("Transpose", f"{name}1", f"{name}n", perm=[0, 2, 1, 3]),
-            node("Concat", f"past_{name} {name}n", f"{name}c", axis=-2),
-            node("Unsqueeze", f"{name}c at", f"{name}u"),
-            node("Expand", f"{name}u times", f"{name}e"),
-            node("Reshape", f"{name}e all_heads", f"{name}2" if name == "v" else "kh"),
-        ]
-    steps["k"] = [*steps["k"], node("Transpose", "kh", "k2", perm=[0, 1, 3, 2])]
+    own = {"split2": [0, 0, 2, SIZE], "at": [axis], "times": times, "all_heads": [0, HEADS, -1, SIZE]}
+    for name, last in (("k", "kh"), ("v", "v2")):
+        otherwise[name] = steps(
+            f"Reshape {name} split2>{name}1; Transpose {name}1>{name}n|perm=[0,2,1,3]; "
+            f"Concat past_{name} {name}n>{name}c|axis=-2; Unsqueeze {name}c at>{name}u; "
+            f"Expand {name}u times>{name}e; Reshape {name}e all_heads>{last}"
+        )
+    otherwise["k"] = [*otherwise["k"], *steps("Transpose kh>k2|perm=[0,1,3,2]")]
     total = ROWS + PAST
-    cache, present = ({f"{name}": (np.float32, [BATCH, 2, length, SIZE]) for name in names}
-                      for names, length in ((("past_k", "past_v"), PAST), (("kc", "vc"), total)))  # fmt: skip
-    new = {name: (np.float32, [BATCH, ROWS, 2 * SIZE]) for name in "kv"}
-    inputs = {**cache, **new, "q": (np.float32, [BATCH, ROWS, HIDDEN]), "mask": (np.float32, [BATCH, 1, ROWS, total])}
+    inputs = {f"past_{name}": [BATCH, 2, PAST, SIZE] for name in "kv"}
+    inputs |= {name: [BATCH, ROWS, 2 * SIZE] for name in "kv"}
+    inputs |= {"q": [BATCH, ROWS, HIDDEN], "mask": [BATCH, 1, ROWS, total]}
+    present = {f"{name}c": [BATCH, 2, total, SIZE] for name in "kv"}
     return attention(
-        inputs=inputs, outputs={**present, **(outputs or {})}, constants={**own, **(constants or {})}, **steps
+        inputs=inputs, outputs={**present, **(outputs or {})}, constants={**own, **(constants or {})}, **otherwise
     )
 
 
@@ -127,15 +126,11 @@ def standard(
 ) -> onnx.ModelProto:
     """Returns the model with ONNX's Attention, on inputs of three dimensions or on `heads`."""
     own = {} if heads else {"q_num_heads": HEADS, "kv_num_heads": HEADS}
-    op = node(
-        "Attention", "q2 k2 v2" if heads else "q", "heads" if heads else outputs, "attention", **{**own, **attributes}
-    )
-    names = inputs.split(" ")
-    op.input[:] = ["" if name == "-" else f"{name}2" if heads and name in "qkv" else name for name in names]
-    steps: dict[str, Any] = dict.fromkeys(STEPS, ())
-    steps["values"] = [op]
+    names = " ".join(f"{name}2" if heads and name in "qkv" else name for name in inputs.split())
+    op = node("Attention", names, "heads" if heads else outputs, "attention", **{**own, **attributes})
+    written: dict[str, Any] = {**dict.fromkeys(STEPS, ()), "values": [op]}
     if heads:
-        steps |= {name: split(name) for name in "qkv"} | {"merge": STEPS["merge"]}
+        written |= {name: split(name) for name in "qkv"} | {"merge": STEPS["merge"]}
     known = {
         "bool_mask": (np.bool_, ["batch", 1, "rows", "keys"]),
         "past_key": (np.float32, ["batch", HEADS, "past", SIZE]),
@@ -143,7 +138,7 @@ def standard(
         **(shapes or {}),
     }
     more = {name: (np.float32, ["batch", HEADS, None, None]) for name in outputs.split()[1:]}
-    return attention(inputs=known, outputs=more, opset=opset, **steps)
+    return attention(inputs=known, outputs=more, opset=opset, **written)
 
 
 def feeds(proto: onnx.ModelProto, rows: int = ROWS, keys: int = ROWS, **more: np.ndarray) -> dict[str, np.ndarray]:

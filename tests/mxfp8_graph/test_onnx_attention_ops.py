@@ -34,7 +34,7 @@ OPS: dict[str, onnx.ModelProto] = {
     "a condition": standard("q k v bool_mask"),
     "causal": standard(is_causal=1, scale=0.3),
     "past and present": standard(
-        "q k v all_mask past_key past_value", "a pk pv", shapes={"all_mask": (np.float32, ["batch", 1, "rows", "all"])}
+        "q k v all_mask past_key past_value", "a pk pv", shapes={"all_mask": ["batch", 1, "rows", "all"]}
     ),
     "opset 24": standard("q k v mask", opset=24),
 }
@@ -122,12 +122,10 @@ def packed(inputs: str = "x w b", sizes: tuple[int, int, int] = (HIDDEN,) * 3, *
         "bias": ["batch", HEADS, "length", "length"],
         "past": [2, "batch", HEADS, "past", HIDDEN // HEADS],
     }
-    names = inputs.split(" ")
-    op = node("Attention", "x", "a", "attention", domain=MICROSOFT, num_heads=HEADS, **attributes)
-    op.input[:] = ["" if name == "-" else name for name in names]
-    stored = {k: v for k, v in weights.items() if k in names or k == "o"}
-    inputs = {name: known[name] for name in names if name in known}
-    return contrib_model([op, *steps("o:MatMul a o>r; Add x r>y")], inputs, stored)
+    op = node("Attention", inputs, "a", "attention", domain=MICROSOFT, num_heads=HEADS, **attributes)
+    stored = {name: array for name, array in weights.items() if name in op.input or name == "o"}
+    ends = {name: known[name] for name in op.input if name in known}
+    return contrib_model([op, *steps("o:MatMul a o>r; Add x r>y")], ends, stored)
 
 
 def packed_feeds(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
@@ -191,9 +189,8 @@ def test_packed_attention_is_a_linear_weight_only_and_at_the_end() -> None:
 def test_a_mask_that_embed_layer_normalization_makes_is_one_length_per_sequence() -> None:
     # Shape inference knows no shape of that output.
     proto = packed("x w b lengths")
-    embed = node("EmbedLayerNormalization", "ids t word place t2 g g2 keys", "x0 lengths", domain=MICROSOFT)
-    embed.input[:] = ["ids", "", "word", "place", "", "g", "g2", "keys"]
-    proto.graph.node.insert(0, embed)
+    embed = "com.microsoft.EmbedLayerNormalization ids - word place - g g2 keys>x0 lengths"
+    proto.graph.node.insert(0, steps(embed)[0])
     keys = packed("x w b keys").graph.input[1]
     proto.graph.input[1].CopyFrom(keys)  # instead of the lengths
     proto.graph.input.append(keys)

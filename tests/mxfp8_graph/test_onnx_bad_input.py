@@ -9,9 +9,22 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, choose, local_function, matmul_model, model, neg_model, node, save, subgraph, weight
+from builders import (
+    chain_model,
+    choose,
+    local_function,
+    matmul_model,
+    neg_model,
+    node,
+    save,
+    steps,
+    subgraph,
+    text_model,
+    value,
+    weight,
+)
 from grids import looped
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper, numpy_helper
 from oracle import run
 
 import mxfp8_graph
@@ -143,8 +156,7 @@ def test_links_of_model_and_data_into_one_folder_are_followed(path: Path, tmp_pa
 
 
 def test_a_model_in_which_nothing_is_eligible_is_refused(tmp_path: Path) -> None:
-    proto = model([node("Neg", "x", "y")], {"x": (F32, [3])}, {"y": (F32, [3])})
-    assert message(proto, NothingEligibleError) == (
+    assert message(text_model("Neg x>y", (3,), (3,)), NothingEligibleError) == (
         "model: no MatMul or Gemm in the model; expected at least one; nothing to rewrite"
     )
     with pytest.raises(NothingEligibleError) as caught:
@@ -204,46 +216,50 @@ def test_a_weight_that_is_not_finite_is_refused_by_its_name_and_stored_index(nam
     )
 
 
-class TestNonFinite:
-    def test_a_weight_that_is_kept_may_hold_anything(self):
-        proto = with_value(chain_model((64, 64, 64)), NAN, (0, 0))
-        _, report = mxfp8_graph.rewrite(proto, Recipe(name="some", exclude=(r"layers\.0",)))
-        assert len(report.rewritten) == 1
-
-    def test_allowed_it_poisons_its_block_and_no_other(self):
-        proto = with_value(matmul_model(64, 96), INF, (5, 40))
-        rewritten, report = mxfp8_graph.rewrite(proto, allow_nonfinite=True)
-        elements, scales = (numpy_helper.to_array(t).view(np.uint8) for t in rewritten.graph.initializer)
-        assert (elements[40, :32] == 0x7F).all()
-        assert np.argwhere(scales == 255).tolist() == [[40, 0]]
-        assert np.count_nonzero(elements == 0x7F) == 32
-        assert 0 < report.sites[0].relative_l2 < 0.05
-        y = run(rewritten, {"x": np.ones((1, 1, 64), F32)})[0]
-        assert np.isnan(y[0, 0]).nonzero()[0].tolist() == [40]
+def test_a_weight_that_is_kept_may_hold_anything() -> None:
+    proto = with_value(chain_model((64, 64, 64)), NAN, (0, 0))
+    _, report = mxfp8_graph.rewrite(proto, Recipe(name="some", exclude=(r"layers\.0",)))
+    assert len(report.rewritten) == 1
 
 
-class TestAlreadyRewritten:
-    def test_another_recipe_is_a_mismatch(self, tmp_path):
-        first, _ = mxfp8_graph.rewrite(save(matmul_model(), tmp_path / "m.onnx"))
-        assert message(first, RecipeError, recipe="ocp") == (
-            f"{first}: Recipe mismatch for 'x_mxfp8_quantize': packed with scale_rounding ceil, asked for floor; "
-            "expected the original model, since packed weights cannot be packed again; rewrite that one"
-        )
+def test_a_value_that_is_not_finite_and_allowed_makes_its_block_nan_and_no_other() -> None:
+    proto = with_value(matmul_model(64, 96), INF, (5, 40))
+    rewritten, report = mxfp8_graph.rewrite(proto, allow_nonfinite=True)
+    elements, scales = (numpy_helper.to_array(t).view(np.uint8) for t in rewritten.graph.initializer)
+    assert (elements[40, :32] == 0x7F).all()
+    assert np.argwhere(scales == 255).tolist() == [[40, 0]]
+    assert np.count_nonzero(elements == 0x7F) == 32
+    assert 0 < report.sites[0].relative_l2 < 0.05
+    y = run(rewritten, {"x": np.ones((1, 1, 64), F32)})[0]
+    assert np.isnan(y[0, 0]).nonzero()[0].tolist() == [40]
 
-    def test_a_recipe_of_the_same_name_and_other_fields_is_a_mismatch(self):
-        rewritten, _ = mxfp8_graph.rewrite(chain_model())
-        other = Recipe(name="mxfp8", exclude=(r"\.0",))
-        assert r"packed with exclude [], asked for ['\\.0']" in message(rewritten, RecipeError, recipe=other)
 
-    def test_a_record_that_cannot_be_read_or_is_missing_is_a_mismatch_too(self):
-        rewritten, _ = mxfp8_graph.rewrite(matmul_model())
-        (record,) = (entry for entry in rewritten.metadata_props if entry.key == "mxfp8_graph.recipe")
-        for value in ('{"name": "future", "unheard_of": 1}', "not JSON", "[]", ""):
-            record.value = value
-            name = "'future'" if "future" in value else "'an unrecorded recipe'"
-            assert f"packed with {name}, asked for 'mxfp8'" in message(rewritten, RecipeError), value
-        del rewritten.metadata_props[:]
-        assert "packed with 'an unrecorded recipe', asked for 'mxfp8'" in message(rewritten, RecipeError)
+# --- A model that is rewritten already ---
+
+
+def test_a_rewrite_by_another_recipe_is_a_mismatch(tmp_path: Path) -> None:
+    first, _ = mxfp8_graph.rewrite(save(matmul_model(), tmp_path / "m.onnx"))
+    assert message(first, RecipeError, recipe="ocp") == (
+        f"{first}: Recipe mismatch for 'x_mxfp8_quantize': packed with scale_rounding ceil, asked for floor; "
+        "expected the original model, since packed weights cannot be packed again; rewrite that one"
+    )
+
+
+def test_a_recipe_of_the_same_name_and_other_fields_is_a_mismatch() -> None:
+    rewritten, _ = mxfp8_graph.rewrite(chain_model())
+    other = Recipe(name="mxfp8", exclude=(r"\.0",))
+    assert r"packed with exclude [], asked for ['\\.0']" in message(rewritten, RecipeError, recipe=other)
+
+
+def test_a_record_that_cannot_be_read_or_is_missing_is_a_mismatch_too() -> None:
+    rewritten, _ = mxfp8_graph.rewrite(matmul_model())
+    (record,) = (entry for entry in rewritten.metadata_props if entry.key == "mxfp8_graph.recipe")
+    for content in ('{"name": "future", "unheard_of": 1}', "not JSON", "[]", ""):
+        record.value = content
+        name = "'future'" if "future" in content else "'an unrecorded recipe'"
+        assert f"packed with {name}, asked for 'mxfp8'" in message(rewritten, RecipeError), content
+    del rewritten.metadata_props[:]
+    assert "packed with 'an unrecorded recipe', asked for 'mxfp8'" in message(rewritten, RecipeError)
 
 
 # --- What is refused when a model is loaded, and what is not ---
@@ -252,18 +268,20 @@ Change = Callable[[onnx.ModelProto], Any]
 ONCE, DEFINED = "expected each name once", "expected an input, an initializer or an output of a node"
 
 
-def linear(*more: NodeProto, **weights: np.ndarray) -> onnx.ModelProto:
-    """y = relu(x @ w), and nodes beside it."""
-    nodes = [node("MatMul", "x w", "h", "linear"), node("Relu", "h", "y", "relu")]
-    proto = model(nodes, {"x": (F32, ["n", 64])}, {"y": (F32, ["n", 96])}, {"w": weight(64, 96), **weights})
-    proto.graph.node.extend(more)  # which onnx.checker need not like
+def linear(change: Change, **stored: np.ndarray) -> onnx.ModelProto:
+    """Returns y = relu(x @ w) after a change, which onnx.checker need not accept."""
+    proto = text_model("linear:MatMul x w>h; relu:Relu h>y", ("n", 64), ("n", 96), **stored)
+    change(proto)
     return proto
+
+
+def beside(text: str, **stored: np.ndarray) -> onnx.ModelProto:
+    return linear(lambda proto: proto.graph.node.extend(steps(text)), **stored)
 
 
 def called(*bodies: str) -> onnx.ModelProto:
     """Returns a model that calls F, with the local functions F, G, ..., which have these bodies."""
-    proto = linear()
-    proto.graph.node.append(node("F", "x", "z", domain="local"))
+    proto = linear(lambda p: p.graph.node.append(node("F", "x", "z", domain="local")))
     proto.functions.extend(local_function(name, "a", body) for name, body in zip("FG", bodies, strict=False))
     for each in (n for f in proto.functions for n in f.node if n.op_type in "FG"):
         each.domain = "local"
@@ -271,47 +289,37 @@ def called(*bodies: str) -> onnx.ModelProto:
     return proto
 
 
-def changed(change: Change, **weights: np.ndarray) -> onnx.ModelProto:
-    proto = linear(**weights)
-    change(proto)
+def packed_by_16() -> onnx.ModelProto:
+    proto, _ = mxfp8_graph.rewrite(matmul_model())
+    next(each for each in proto.graph.node[0].attribute if each.name == "block_size").i = 16
     return proto
 
 
-def packed(name: str, value: Any) -> onnx.ModelProto:
-    """Returns a rewritten model, of whose first node of ours an attribute is changed."""
-    proto, _ = mxfp8_graph.rewrite(linear())
-    (entry,) = (each for each in proto.graph.node[0].attribute if each.name == "block_size")
-    entry.CopyFrom(helper.make_attribute(name, value))
-    return proto
-
-
-W = numpy_helper.from_array(weight(64, 96), "w")
-REFUSED = {
+SHADOW = choose(subgraph("Neg x>b", w=weight(64, 96)), "Abs x>a", "z", "if", "c")
+REFUSED: dict[str, onnx.ModelProto] = {
     "not an ONNX model (no IR version or no graph); expected an ONNX model": onnx.ModelProto(),
-    "the graph has no outputs; expected at least one": changed(lambda p: p.graph.ClearField("output")),
-    f"output 'q' is not defined; {DEFINED}": changed(lambda p: setattr(p.graph.output[0], "name", "q")),
-    f"node 'Neg_z' (Neg): input 'q' is not defined; {DEFINED}": linear(node("Neg", "q", "z")),
-    f"an initializer called 'w' is defined twice; {ONCE}": changed(lambda p: p.graph.initializer.append(W)),
-    f"an initializer has no name; {ONCE}": changed(lambda p: p.graph.initializer.add(data_type=1, dims=[0])),
+    "the graph has no outputs; expected at least one": linear(lambda p: p.graph.ClearField("output")),
+    f"output 'q' is not defined; {DEFINED}": linear(lambda p: setattr(p.graph.output[0], "name", "q")),
+    f"node 'Neg_z' (Neg): input 'q' is not defined; {DEFINED}": beside("Neg q>z"),
+    f"an initializer called 'w' is defined twice; {ONCE}": linear(
+        lambda p: p.graph.initializer.append(p.graph.initializer[0])
+    ),
+    f"an initializer has no name; {ONCE}": linear(lambda p: p.graph.initializer.add(data_type=1, dims=[0])),
     "if/then_branch: the initializer 'w' has the name of a value of a graph around it; expected another name": linear(
-        choose(subgraph("Neg x>b", w=weight(64, 96)), "Abs x>a", "z", "if", "c"), c=np.array(True)
+        lambda p: p.graph.node.append(SHADOW), c=np.array(True)
     ),
-    "node 'Neg_p' (Neg): it needs its own result; expected no cycle": linear(
-        node("Neg", "q", "p"), node("Abs", "p", "q")
-    ),
-    "local function 'F' is defined twice; expected each once": changed(
+    "node 'Neg_p' (Neg): it needs its own result; expected no cycle": beside("Neg q>p; Abs p>q"),
+    "local function 'F' is defined twice; expected each once": linear(
         lambda p: p.functions.extend([called("Neg a>r").functions[0]] * 2)
     ),
     f"function 'F': node 'Neg_r' (Neg): input 'q' is not defined; {DEFINED}": called("Neg q>r"),
-    "tensor 'w': unknown dtype 99; expected a dtype of onnx": changed(
+    "tensor 'w': unknown dtype 99; expected a dtype of onnx": linear(
         lambda p: setattr(p.graph.initializer[0], "data_type", 99)
     ),
-    "tensor 'w': has 24576 bytes; expected 24192 for float [63, 96]": changed(
+    "tensor 'w': has 24576 bytes; expected 24192 for float [63, 96]": linear(
         lambda p: p.graph.initializer[0].dims.__setitem__(0, 63)
     ),
-    "node 'x_mxfp8_quantize' (MXFP8Quantize): block_size 16; expected 32, the only one that runs": packed(
-        "block_size", 16
-    ),
+    "node 'x_mxfp8_quantize' (MXFP8Quantize): block_size 16; expected 32, the only one that runs": packed_by_16(),
 }  # fmt: skip
 
 
@@ -326,54 +334,43 @@ def test_functions_that_call_each_other_are_refused_with_the_error_of_onnx_check
 
 
 def test_a_name_that_is_no_unicode_is_refused() -> None:
-    content = linear(node("Neg", "h", "ZZZZ")).SerializeToString().replace(b"ZZZZ", b"\xff\xfe\xfd\xfc")
+    content = beside("Neg h>ZZZZ").SerializeToString().replace(b"ZZZZ", b"\xff\xfe\xfd\xfc")
     with pytest.raises(ContractError, match="onnx_ir cannot write it"):
         mxfp8_graph.rewrite(onnx.ModelProto.FromString(content))
 
 
-def _old(proto: onnx.ModelProto) -> None:
+def of_ir_version_3(proto: onnx.ModelProto) -> None:
     proto.ir_version = 3
-    proto.graph.input.append(helper.make_tensor_value_info("w", TensorProto.FLOAT, [64, 96]))
-    proto.graph.input.append(helper.make_tensor_value_info("top", TensorProto.FLOAT, []))
+    proto.graph.input.extend(value(t.name, F32, t.dims) for t in proto.graph.initializer)
 
 
-def _add(*tensors: TensorProto) -> Change:
-    return lambda proto: proto.graph.initializer.extend(tensors)
-
-
+BITS = (
+    TensorProto(name="b", data_type=TensorProto.BOOL, dims=[2], int32_data=[0, 1]),
+    TensorProto(name="half", data_type=TensorProto.FLOAT16, dims=[1], int32_data=[0x3C00]),
+    TensorProto(name="four", data_type=TensorProto.INT4, dims=[3], int32_data=[33, 3]),
+)
 TOLERATED: dict[str, Change] = {
     "a size of -1": lambda p: setattr(p.graph.input[0].type.tensor_type.shape.dim[0], "dim_value", -1),
-    "a declared shape that is wrong": lambda p: p.graph.value_info.append(
-        helper.make_tensor_value_info("h", 1, ["n", 7])
-    ),
+    "a declared shape that is wrong": lambda p: p.graph.value_info.append(value("h", F32, ["n", 7])),
     "nodes out of order": lambda p: p.graph.node.insert(0, p.graph.node.pop()),
-    "an empty optional input": lambda p: p.graph.node.append(
-        helper.make_node("Clip", ["h", "", "top"], ["z"], name="clip")
-    ),
+    "an empty optional input": lambda p: p.graph.node.append(helper.make_node("Clip", ["h", "", "top"], ["z"])),
     "a domain that is not imported": lambda p: p.graph.node.append(node("Gelu", "h", "z", domain="com.microsoft")),
-    "weights among the inputs": _old,
+    "weights among the inputs": of_ir_version_3,
     "an output of unknown shape": lambda p: p.graph.output[0].type.tensor_type.ClearField("shape"),
     "no name of the graph": lambda p: p.graph.ClearField("name"),
     "an output twice": lambda p: p.graph.output.append(p.graph.output[0]),
     "an input as output": lambda p: p.graph.output.append(p.graph.input[0]),
-    "an empty initializer": _add(numpy_helper.from_array(np.ones((0, 3), F32), "e")),
-    "strings": _add(numpy_helper.from_array(np.array(["a"], object), "s")),
-    "bool and float16 as integers": _add(
-        TensorProto(name="b", data_type=TensorProto.BOOL, dims=[2], int32_data=[0, 1]),
-        TensorProto(name="half", data_type=TensorProto.FLOAT16, dims=[1], int32_data=[0x3C00]),
-    ),
-    "4-bit integers, two to an entry": _add(
-        TensorProto(name="four", data_type=TensorProto.INT4, dims=[3], int32_data=[33, 3])
-    ),
+    "an empty initializer": lambda p: p.graph.initializer.append(numpy_helper.from_array(np.ones((0, 3), F32), "e")),
+    "bool, float16 and int4 as integers": lambda p: p.graph.initializer.extend(BITS),
     "a sequence": lambda p: p.graph.node.append(node("SequenceConstruct", "h h", "z")),
     "training information": lambda p: p.training_info.add().algorithm.node.append(node("Nothing", "q", "r")),
-}  # fmt: skip
-"""ONNX Runtime runs these, so they are rewritten, and what comes out runs too."""
+}
+"""ONNX Runtime runs models with these changes, so they are rewritten, and their results run too."""
 
 
 @looped("name", TOLERATED)
 def test_what_onnx_runtime_tolerates_is_rewritten_and_runs(name: str) -> None:
-    proto = changed(TOLERATED[name], top=np.array(1, F32))
+    proto = linear(TOLERATED[name], top=np.array(1, F32))
     x = {"x": np.random.default_rng(0).standard_normal((3, 64), F32)}
     expected = run(proto, x)[0]
     rewritten, report = mxfp8_graph.rewrite(proto)

@@ -31,13 +31,13 @@ def integers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def contrib_model(
-    nodes: list[onnx.NodeProto], inputs: dict[str, Any], weights: dict[str, np.ndarray], *, opset: int = 21
+    nodes: str | list[onnx.NodeProto], inputs: dict[str, Any], weights: dict[str, np.ndarray], *, opset: int = 21
 ) -> onnx.ModelProto:
-    """A model that returns y, of the rank of its first input; inputs map names to shapes, or to (dtype, shape)."""
+    """Returns a model of y, of the rank of its first input; inputs map names to shapes, or to (dtype, shape)."""
     first = next(iter(inputs.values()))
     typed = {name: spec if isinstance(spec, tuple) else (F32, spec) for name, spec in inputs.items()}
     graph = helper.make_graph(
-        nodes,
+        steps(nodes) if isinstance(nodes, str) else nodes,
         "contrib",
         [value(name, *spec) for name, spec in typed.items()],
         [value("y", F32, None if first is None else [None] * len(first))],
@@ -93,20 +93,18 @@ def test_a_fused_matmul_whose_batches_do_not_come_first(trans_a: int) -> None:
 
 
 def test_a_fused_matmul_of_two_activations() -> None:
-    fused = node("FusedMatMul", "a b", "h", "product", domain=MICROSOFT, alpha=0.5, transB=1)
-    proto = contrib_model([fused, node("Neg", "h", "y")], {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
+    nodes = "product:com.microsoft.FusedMatMul a b>h|alpha=0.5 transB=1; Neg h>y"
+    proto = contrib_model(nodes, {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
     recipe, b = Recipe(name="all", rules=(Rule(op="FusedMatMul"),)), integers(2, 40, 64, seed=1)
-    nodes = {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
-    gives_the_same(proto, nodes, recipe, a=integers(2, 3, 64), b=b)
+    counts = {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
+    gives_the_same(proto, counts, recipe, a=integers(2, 3, 64), b=b)
 
 
 def test_fused_matmuls_around_a_softmax_have_the_roles_of_scores_and_values() -> None:
-    nodes = [
-        node("FusedMatMul", "q k", "s", "scores", domain=MICROSOFT, alpha=0.125, transB=1),
-        node("Softmax", "s", "p"),
-        node("FusedMatMul", "p v", "a", "values", domain=MICROSOFT),
-        node("Neg", "a", "y"),
-    ]
+    nodes = (
+        "scores:com.microsoft.FusedMatMul q k>s|alpha=0.125 transB=1; Softmax s>p; "
+        "values:com.microsoft.FusedMatMul p v>a; Neg a>y"
+    )
     proto = contrib_model(nodes, {name: ["b", 2, "s", 64] for name in "qkv"}, {})
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
         mxfp8_graph.rewrite(proto)
@@ -161,12 +159,10 @@ def test_an_activation_ends_an_output_projection() -> None:
 
 @pytest.mark.parametrize("opset", [14, 21])
 def test_linears_around_fused_ops_of_an_encoder_layer_are_rewritten(opset: int) -> None:
-    nodes = steps(
-        "up:MatMul x up>h; BiasGelu h b>g; down:MatMul g down>d; SkipLayerNormalization d x s s>n; "
-        "LayerNormalization n s s>l; SimplifiedLayerNormalization l s>y"
+    nodes = (
+        "up:MatMul x up>h; com.microsoft.BiasGelu h b>g; down:MatMul g down>d; "
+        "com.microsoft.SkipLayerNormalization d x s s>n; LayerNormalization n s s>l; SimplifiedLayerNormalization l s>y"
     )
-    for fused in (nodes[1], nodes[3]):
-        fused.domain = MICROSOFT
     weights = {"up": integers(64, 96) / 64, "down": integers(96, 64, seed=1) / 64}
     weights |= {"b": integers(96), "s": integers(64)}
     proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=opset)
@@ -181,12 +177,10 @@ def test_linears_around_fused_ops_of_an_encoder_layer_are_rewritten(opset: int) 
 
 
 def test_a_cache_that_is_returned_makes_no_output_projection() -> None:
-    nodes = [
-        *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
-        node("GroupQueryAttention", "q0 k0 v0   n t", "a y z", domain=MICROSOFT, num_heads=4, kv_num_heads=4),
-        node("Neg", "a", "w"),
-    ]
-    nodes[3].input[:] = ["q0", "k0", "v0", "", "", "n", "t"]
+    nodes = (
+        "q:MatMul x q>q0; k:MatMul x k>k0; v:MatMul x v>v0; "
+        "com.microsoft.GroupQueryAttention q0 k0 v0 - - n t>a y z|num_heads=4 kv_num_heads=4; Neg a>w"
+    )
     weights = {letter: integers(64, 64, seed=seed) for seed, letter in enumerate("qkv")}
     inputs = {"x": ["b", "s", 64], "n": (np.int32, ["b"]), "t": (np.int32, [])}
     proto = contrib_model(nodes, inputs, weights)
@@ -200,9 +194,8 @@ INSIDE = {"DecoderAttention": "x x w v", "LongformerAttention": "x w", "MoE": "x
 
 @looped("op", INSIDE)
 def test_an_op_that_multiplies_inside_is_kept_and_named(op: str) -> None:
-    nodes = [node(op, INSIDE[op], "h", "fused", domain=MICROSOFT), node("Neg", "h", "y")]
-    used = {name for name in INSIDE[op].split() if name in "wv"}
-    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, {name: integers(64, 64) for name in sorted(used)})
+    weights = {name: integers(64, 64) for name in "vw" if name in INSIDE[op].split()}
+    proto = contrib_model(f"fused:com.microsoft.{op} {INSIDE[op]}>h; Neg h>y", {"x": ["b", "s", 64]}, weights)
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
         mxfp8_graph.rewrite(proto)
     (decision,) = caught.value.decisions

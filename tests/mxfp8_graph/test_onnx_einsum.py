@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 import pytest
-from builders import model, neg_model, node, steps
+from builders import neg_model, text_model
 from grids import looped
 from oracle import GEMM, initializers, kinds, refusal, rewrite, run
 from test_onnx_contrib import integers
@@ -101,10 +101,10 @@ def test_an_einsum_that_is_a_matmul_is_rewritten(name: str, recipe: str) -> None
 def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
     equation: str, order: str, n: tuple[int, ...], rows: int
 ) -> None:
-    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", order, "s"), node("Neg", "s", "y")]
     w, b, x = integers(70, *n), integers(*n, seed=2), integers(2, rows, 70, seed=1)
     y = -(np.einsum(equation, x, w) + b)
-    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, [None] * y.ndim)}, {"w": w, "b": b})
+    nodes = f"linear:Einsum x w>h|equation={equation!r}; Add {order}>s; Neg s>y"
+    proto = text_model(nodes, ("b", "s", 70), [None] * y.ndim, w=w, b=b)
     rewritten, report = rewrite(proto)
     absorbed = equation == "bsk,kn->bsn"
     assert report.sites[0].decision.site.has_bias == absorbed
@@ -113,9 +113,8 @@ def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
 
 
 def test_a_weight_that_a_matmul_uses_too_is_packed_once() -> None:
-    einsum = node("Einsum", "x w", "h", "einsum", equation="mk,kn->mn")
-    nodes = [einsum, *steps("MatMul x w>g; Sub h g>d; Neg d>y")]
-    proto = model(nodes, {"x": (F32, ["m", 70])}, {"y": (F32, ["m", 96])}, {"w": integers(70, 96)})
+    nodes = "Einsum x w>h|equation='mk,kn->mn'; MatMul x w>g; Sub h g>d; Neg d>y"
+    proto = text_model(nodes, ("m", 70), w=integers(70, 96))
     rewritten, report = rewrite(proto)
     assert [entry.decision.site.shared_with for entry in report.sites] == [1, 1]
     assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
@@ -138,9 +137,8 @@ def test_an_einsum_that_is_no_matmul_is_kept_with_the_reason(equation: str) -> N
 
 
 def test_three_operands_a_label_that_comes_twice_and_an_unknown_rank_are_kept() -> None:
-    three = node("Einsum", "x v w", "h", "linear", equation="mk,kj,jn->mn")
-    weights = {"v": integers(64, 64), "w": integers(64, 64)}
-    proto = model([three, node("Neg", "h", "y")], {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
+    nodes = "linear:Einsum x v w>h|equation='mk,kj,jn->mn'; Neg h>y"
+    proto = text_model(nodes, y=("m", 64), v=integers(64, 64), w=integers(64, 64))
     assert refusal(proto) == "equation 'mk,kj,jn->mn': it has 3 operands; expected 2; split it"
     proto = einsum_model("mk,kn->mn", (3, 64), (64, 64))
     proto.graph.node[0].attribute[0].s = b"mk,kn->mnn"
@@ -151,17 +149,15 @@ def test_three_operands_a_label_that_comes_twice_and_an_unknown_rank_are_kept() 
 
 
 def test_an_einsum_of_one_operand_is_no_site() -> None:
-    nodes = [node("Einsum", "x", "t", equation="km->mk"), *steps("linear:MatMul t w>h; Neg h>y")]
-    proto = model(nodes, {"x": (F32, [64, 3])}, {"y": (F32, [3, 96])}, {"w": integers(64, 96)})
-    _, report = rewrite(proto)
+    nodes = "Einsum x>t|equation='km->mk'; linear:MatMul t w>h; Neg h>y"
+    _, report = rewrite(text_model(nodes, (64, 3), (3, 96)))
     assert [entry.decision.site.name for entry in report.sites] == ["linear"]
 
 
 def of_activations(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> onnx.ModelProto:
-    """Returns y = -einsum(equation, a, b)."""
+    """Returns y = -einsum(equation, x, b), x of the shape a."""
     y = np.einsum(equation, np.zeros(a), np.zeros(b)).shape
-    nodes = [node("Einsum", "a b", "h", "product", equation=equation), node("Neg", "h", "y")]
-    return model(nodes, {"a": (F32, a), "b": (F32, b)}, {"y": (F32, y)})
+    return text_model(f"product:Einsum x b>h|equation={equation!r}; Neg h>y", a, y, inputs={"b": (F32, b)})
 
 
 @looped("equation", ["bhqd,bhkd->bhqk", "bqhd,bkhd->bhqk"])
@@ -172,7 +168,7 @@ def test_a_rule_quantizes_two_activations_along_k(equation: str) -> None:
     recipe = Recipe(name="all", min_dim=1, rules=(Rule(op="Einsum"),))
     rewritten, _ = rewrite(of_activations(equation, a.shape, b.shape), recipe)
     assert kinds(rewritten)["MXFP8Quantize"] == 2
-    assert np.array_equal(run(rewritten, {"a": a, "b": b})[0], -np.einsum(equation, a, b))
+    assert np.array_equal(run(rewritten, {"x": a, "b": b})[0], -np.einsum(equation, a, b))
 
 
 def test_labels_of_two_activations_that_must_be_merged_are_kept_with_the_reason() -> None:
@@ -181,13 +177,11 @@ def test_labels_of_two_activations_that_must_be_merged_are_kept_with_the_reason(
 
 
 def test_attention_products_are_told_apart() -> None:
-    nodes = [
-        node("Einsum", "q k", "s", "scores", equation="bqhd,bkhd->bhqk"),
-        node("Softmax", "s", "p"),
-        node("Einsum", "p v", "a", "values", equation="bhqk,bkhd->bqhd"),
-        node("Neg", "a", "y"),
-    ]
-    shape = (F32, ["b", "s", 2, 64])
+    nodes = (
+        "scores:Einsum x k>s|equation='bqhd,bkhd->bhqk'; Softmax s>p; "
+        "values:Einsum p v>a|equation='bhqk,bkhd->bqhd'; Neg a>y"
+    )
+    shape = ["b", "s", 2, 64]
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-        mxfp8_graph.rewrite(model(nodes, dict.fromkeys("qkv", shape), {"y": shape}))
+        mxfp8_graph.rewrite(text_model(nodes, shape, shape, inputs=dict.fromkeys("kv", (F32, shape))))
     assert [decision.site.role for decision in caught.value.decisions] == ["attention_scores", "attention_values"]

@@ -181,29 +181,21 @@ def test_embeddings_are_kept_unless_the_recipe_quantizes_them() -> None:
 TIED, ROW_IDS = weight(96, 64), np.array([3, 95, 0])
 BOTH = Recipe(name="both", embeddings=True, output_projections=True)
 
-HEADS: dict[str, Any] = {
-    "MatMul": [node("Transpose", "table", "head", perm=[1, 0]), node("MatMul", "e head", "logits", "lm_head")],
-    "Gemm transB": [node("Gemm", "e table", "logits", "lm_head", transB=1)],
-    "MatMul of float32": [
-        node("Cast", "table", "wide", to=onnx.TensorProto.FLOAT),
-        node("Transpose", "wide", "head", perm=[1, 0]),
-        node("MatMul", "e head", "logits", "lm_head"),
-    ],
-    "two transposes": [
-        node("Transpose", "table", "there", perm=[1, 0]),
-        node("Transpose", "there", "back", perm=[1, 0]),
-        node("Gemm", "e back", "logits", "lm_head", transB=1),
-    ],
+HEADS = {
+    "MatMul": "Transpose table>head|perm=[1,0]; lm_head:MatMul e head>logits",
+    "Gemm transB": "lm_head:Gemm e table>logits|transB=1",
+    "MatMul of float32": "Cast table>wide|to=1; Transpose wide>head|perm=[1,0]; lm_head:MatMul e head>logits",
+    "two transposes": "Transpose table>there; Transpose there>back; lm_head:Gemm e back>logits|transB=1",
 }
 
 
-def tied(head: str = "MatMul") -> onnx.ModelProto:
+def tied(head: str = "MatMul", look: str = "wte:Gather table ids>e", table: np.ndarray = TIED) -> onnx.ModelProto:
     """ids -> Gather -> lm_head -> logits, with one table for both."""
-    nodes = [node("Gather", "table ids", "e", "wte"), *HEADS[head]]
-    return model(nodes, {"ids": (np.int64, ["m"])}, {"logits": (F32, ["m", 96])}, {"table": TIED})
+    logits = F32 if "wide" in HEADS[head] else table.dtype, ["m", len(table)]
+    return model(steps(f"{look}; {HEADS[head]}"), {"ids": (np.int64, ["m"])}, {"logits": logits}, {"table": table})
 
 
-@pytest.mark.parametrize("head", HEADS)
+@looped("head", HEADS)
 def test_lookup_and_projection_share_one_packed_copy(head: str) -> None:
     rewritten, report = rewrite(tied(head), BOTH)
     assert initializers(rewritten) == ["table_mxfp8", "table_mxfp8_scales"]
@@ -214,68 +206,54 @@ def test_lookup_and_projection_share_one_packed_copy(head: str) -> None:
 
 
 def test_a_float16_table_and_its_float32_copy_are_one_weight() -> None:
-    table = TIED.astype(np.float16)
-    nodes = [
-        node("Gather", "table ids", "half", "wte"),
-        node("Cast", "half", "e", to=onnx.TensorProto.FLOAT),
-        *HEADS["MatMul of float32"],
-    ]
-    proto = model(nodes, {"ids": (np.int64, ["m"])}, {"logits": (F32, ["m", 96])}, {"table": table})
+    proto = tied("MatMul of float32", "wte:Gather table ids>half; Cast half>e|to=1", TIED.astype(F16))
     assert initializers(rewrite(proto, BOTH)[0]) == ["table_mxfp8", "table_mxfp8_scales"]
 
 
-@pytest.mark.parametrize("settings", [{"weight_format": "e5m2"}, {"scale_rounding": "floor"}], ids=str)
+@looped("settings", [{"weight_format": "e5m2"}, {"scale_rounding": "floor"}])
 def test_settings_that_differ_need_two_packed_copies(settings: dict[str, str]) -> None:
     recipe = Recipe(name="two", embeddings=True, output_projections=True, rules=(Rule(name="wte", **settings),))
     assert len(initializers(rewrite(tied(), recipe)[0])) == 4
 
 
 COPIES = "both copies are stored, and the file is larger than with neither quantized"
+COSTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "the embedding alone, by a rule": (
+        {"rules": (Rule(name="wte"),)}, "wte",
+        "rules.0: name='wte' -> quantize; its table is also the weight of 'lm_head', which is kept: "
+        f"{COPIES}; set output_projections: true to share one",
+    ),
+    "the projection alone": (
+        {"output_projections": True}, "lm_head",
+        "output projection, by recipe 'one'; its weight is also the table of 'wte', which is kept: "
+        f"{COPIES}; set embeddings: true to share one",
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("fields", "name", "reason"),
-    [
-        (
-            {"rules": (Rule(name="wte"),)},
-            "wte",
-            "rules.0: name='wte' -> quantize; its table is also the weight of 'lm_head', which is kept: "
-            f"{COPIES}; set output_projections: true to share one",
-        ),
-        (
-            {"output_projections": True},
-            "lm_head",
-            "output projection, by recipe 'one'; its weight is also the table of 'wte', which is kept: "
-            f"{COPIES}; set embeddings: true to share one",
-        ),
-    ],
-    ids=["embedding by a rule", "projection only"],
-)
-def test_the_reason_says_what_quantizing_one_of_them_costs(fields: dict[str, Any], name: str, reason: str) -> None:
+@looped("case", COSTS)
+def test_the_reason_says_what_quantizing_one_of_them_costs(case: str) -> None:
+    fields, name, reason = COSTS[case]
     rewritten, report = rewrite(tied(), Recipe(name="one", **fields))
     assert reasons(report)[name] == reason
     assert initializers(rewritten) == ["table", "table_mxfp8", "table_mxfp8_scales"]
-    assert report.bytes_after is not None
-    assert report.bytes_after > report.bytes_before
+    assert (report.bytes_after or 0) > report.bytes_before
 
 
-ALONE = (
-    "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file larger"
-)
-
-
-@pytest.mark.parametrize(
-    ("fields", "advice"),
+@looped(
+    "fields, advice",
     [
         ({"embeddings": True}, "set output_projections: true to share one"),
         ({"embeddings": True, "output_projections": True, "exclude": ("lm_head",)}, "see why"),
     ],
-    ids=["policy", "excluded"],
 )
 def test_an_embedding_is_kept_whose_table_stays_for_the_projection(fields: dict[str, Any], advice: str) -> None:
     with pytest.raises(NothingEligibleError) as raised:
         rewrite(tied(), Recipe(name="one", **fields))
-    assert raised.value.decisions[0].reason == f"{ALONE}; {advice}"
+    assert raised.value.decisions[0].reason == (
+        "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file "
+        f"larger; {advice}"
+    )
 
 
 def test_unpack_gives_the_table_once() -> None:
@@ -290,16 +268,12 @@ from pathlib import Path
 import numpy as np
 from mxfp8_ops import ort
 
-def resident():
-    return 1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
-
-ids = {"ids": np.arange(4)}
-warm = ort.session(sys.argv[1])  # the memory of the runtime itself
-warm.run(None, ids)
-before = resident()
-session = ort.session(sys.argv[2])
-session.run(None, ids)
-print(resident() - before)
+sizes, sessions = [], []
+for path in sys.argv[1:]:  # the first one for the memory of the runtime itself
+    sessions.append(ort.session(path))
+    sessions[-1].run(None, {"ids": np.arange(4)})
+    sizes.append(1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]))
+print(sizes[1] - sizes[0])
 """
 
 
@@ -307,16 +281,11 @@ print(resident() - before)
 def test_a_session_holds_the_table_once(tmp_path: Path) -> None:
     paths = []
     for rows in (96, 1 << 15):
-        table = np.resize(weight(96, 1024), (rows, 1024)).astype(np.float16)
-        nodes = [node("Gather", "table ids", "e"), *HEADS["Gemm transB"]]
-        proto = model(nodes, {"ids": (np.int64, ["m"])}, {"logits": (np.float16, ["m", rows])}, {"table": table})
+        proto = tied("Gemm transB", table=np.resize(weight(96, 1024), (rows, 1024)).astype(F16))
         paths.append(b.save(mxfp8_graph.rewrite(proto, BOTH)[0], tmp_path / f"{rows}.onnx", external=True))
-    done = subprocess.run(
-        [sys.executable, "-c", HELD_BYTES, *map(str, paths)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    command = [sys.executable, "-c", HELD_BYTES, *map(str, paths)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    held = int(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout) / (
+        (1 << 15) * (1024 + 32)
     )
-    held = int(done.stdout) / ((1 << 15) * (1024 + 32))
     assert held <= 1.1, f"the session holds {held:.2f}x the packed table"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx
 import pytest
@@ -19,10 +17,8 @@ from attention_models import (
     decoder,
     feeds,
     fused,
-    split,
     standard,
 )
-from builders import steps
 from grids import looped
 from oracle import kinds, run
 from releases import release
@@ -36,69 +32,56 @@ F32, F16 = np.float32, np.float16
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
-K_HEADS = [*split("k"), *steps("Transpose k2>k3|perm=[0,1,3,2]")]
-TURNED_KEYS = steps("Transpose kh>k2|perm=[0,1,3,2]")
-IN_HEADS = {
-    name: (F32, ["batch", HEADS, length, SIZE]) for name, length in (("q2", "rows"), ("kh", "keys"), ("v2", "keys"))
-}
-LOWEST = np.array(np.finfo(F32).min, F32)
-ZERO, HALF = {"zero": np.array(0, F32)}, {"half": np.array(0.5, F32)}
+def heads(name: str, perm: str = "[0,2,1,3]") -> str:
+    return f"Reshape {name} split>{name}1; Transpose {name}1>{name}2|perm={perm}"
 
 
-GUARDED = steps("Softmax masked>w; IsNaN w>nan; Where nan zero w>weights")
+TURNED_KEYS = "Transpose kh>k2|perm=[0,1,3,2]"
+GUARDED = "Softmax masked>w; IsNaN w>nan; Where nan zero w>weights"
 """A softmax behind which NaN is replaced by zero."""
-CONDITION = {"seen": (np.bool_, ["batch", 1, "rows", "keys"])}
-IN_THREE = [*split("k"), *steps("Reshape k2 three>k3; Transpose k3>k4|perm=[0,2,1]; Reshape k4 four>k5")]
-STATIC = {name: (F32, [BATCH, ROWS, HIDDEN]) for name in "qkv"}
-
-
-def mask(text: str, **more: Any) -> onnx.ModelProto:
-    return attention(mask=steps(text), **more)
-
-
-PLAIN = steps("Add scores mask>masked")
-"""The mask where nothing scales the scores."""
-WHERE = {"inputs": CONDITION, "constants": {"lowest": LOWEST}}
+STATIC = {key: [BATCH, ROWS, HIDDEN] for key in "qkv"}
 FORMS: dict[str, onnx.ModelProto] = {
     "as BERT": attention(),
-    "without a mask": attention(mask=[], softmax=steps("Softmax scaled>weights")),
-    "without a scale": attention(scale=[], mask=PLAIN),
-    "scaled by a product": attention(scale=steps("Mul half scores>scaled"), constants=HALF),
+    "without a mask": attention(mask="", softmax="Softmax scaled>weights"),
+    "without a scale": attention(scale="", mask="Add scores mask>masked"),
+    "scaled by a product": attention(scale="Mul half scores>scaled"),
     "scaled on both sides": attention(
-        scores=steps("Mul q2 half>q3; Div k2 root>k3; MatMul q3 k3>scores"), scale=[], mask=PLAIN, constants=HALF
+        scores="Mul q2 half>q3; Div k2 root>k3; MatMul q3 k3>scores", scale="", mask="Add scores mask>masked"
     ),
-    "scaled before the heads": attention(
-        q=[*steps("Mul q half>qs"), *split("qs")], constants=HALF, scores=steps("MatMul qs2 k2>scores")
+    "scaled before the heads": attention(q=f"Mul q half>qs; {heads('qs')}", scores="MatMul qs2 k2>scores"),
+    "the mask comes first": attention(mask="Add mask scaled>masked"),
+    "two masks": attention(mask="Add scaled mask>m; Add mask2 m>masked"),
+    "a condition and lowest": attention(mask="Where seen scaled lowest>masked"),
+    "a condition and -Inf": attention(
+        mask="Where seen scaled lowest>masked", constants={"lowest": np.array([-np.inf], F32)}
     ),
-    "the mask comes first": mask("Add mask scaled>masked"),
-    "two masks": mask("Add scaled mask>m; Add mask2 m>masked", inputs={"mask2": (F32, [1, HEADS, 1, "keys"])}),
-    "a condition and lowest": mask("Where seen scaled lowest>masked", **WHERE),
-    "a condition and -Inf": mask(
-        "Where seen scaled lowest>masked", inputs=CONDITION, constants={"lowest": np.array([-np.inf], F32)}
+    "a condition the other way": attention(mask="Where hidden lowest scaled>masked"),
+    "a condition and a mask": attention(mask="Where seen scaled lowest>m; Add m mask>masked"),
+    "a guard against NaN": attention(softmax=GUARDED),
+    "keys in heads, then turned": attention(
+        k=f"{heads('k')}; Transpose k2>k3|perm=[0,1,3,2]", scores="MatMul q2 k3>scores"
     ),
-    "a condition the other way": mask(
-        "Where hidden lowest scaled>masked", inputs={"hidden": CONDITION["seen"]}, constants={"lowest": LOWEST}
-    ),
-    "a condition and a mask": mask("Where seen scaled lowest>m; Add m mask>masked", **WHERE),
-    "a guard against NaN": attention(softmax=GUARDED, constants=ZERO),
-    "keys in heads, then turned": attention(k=K_HEADS, scores=steps("MatMul q2 k3>scores")),
     "keys turned in three dimensions": attention(
-        k=IN_THREE, scores=steps("MatMul q2 k5>scores"), inputs=STATIC,
-        constants={"three": np.array([-1, ROWS, SIZE]), "four": np.array([BATCH, HEADS, SIZE, ROWS])},
+        k=f"{heads('k')}; Reshape k2 three>k3; Transpose k3>k4|perm=[0,2,1]; Reshape k4 four>k5",
+        scores="MatMul q2 k5>scores", inputs=STATIC,
+        constants={"three": [-1, ROWS, SIZE], "four": [BATCH, HEADS, SIZE, ROWS]},
     ),
-    "inputs in heads": attention(q=[], k=TURNED_KEYS, v=[], inputs=IN_HEADS),
+    "inputs in heads": attention(
+        q="", k=TURNED_KEYS, v="",
+        inputs={n: ["batch", HEADS, "rows" if n == "q2" else "keys", SIZE] for n in ("q2", "kh", "v2")},
+    ),
     "one head of keys for all": attention(
-        k=TURNED_KEYS, v=[], inputs={name: (F32, ["batch", 1, "keys", SIZE]) for name in ("kh", "v2")}
+        k=TURNED_KEYS, v="", inputs={key: ["batch", 1, "keys", SIZE] for key in ("kh", "v2")}
     ),
     "rows merged": attention(
-        merge=steps("Transpose heads>apart|perm=[0,2,1,3]; Reshape apart flat>a"),
-        constants={"flat": np.array([-1, HIDDEN])}, outputs={"y": (F32, ["all", HIDDEN])},
+        merge="Transpose heads>apart|perm=[0,2,1,3]; Reshape apart flat>a", constants={"flat": [-1, HIDDEN]},
+        outputs={"y": ["all", HIDDEN]},
     ),
     "reshaped to what it is": attention(
-        merge=steps("Reshape heads four>h; Transpose h>apart|perm=[0,2,1,3]; Reshape apart merged>a"),
-        constants={"four": np.array([0, HEADS, -1, SIZE])},
+        merge="Reshape heads four>h; Transpose h>apart|perm=[0,2,1,3]; Reshape apart merged>a",
+        constants={"four": [0, HEADS, -1, SIZE]},
     ),
-    "the other axis for the last": attention(softmax=steps("Softmax masked>weights|axis=3")),
+    "the other axis for the last": attention(softmax="Softmax masked>weights|axis=3"),
 }  # fmt: skip
 
 
@@ -145,7 +128,7 @@ def test_rows_whose_keys_are_all_hidden_are_as_they_were() -> None:
         given["bool_mask"][0, :, 2] = False
         for model in (STANDARD["a condition"], fused(STANDARD["a condition"])[0]):
             assert not run(model, given)[0][0, 2].any()
-    proto = attention(softmax=GUARDED, constants=ZERO)
+    proto = attention(softmax=GUARDED)
     hidden = np.zeros((BATCH, 1, ROWS, ROWS), F32)
     hidden[0, :, 2] = -np.inf
     y = run(fused(proto)[0], feeds(proto, mask=hidden))[0]
@@ -154,7 +137,7 @@ def test_rows_whose_keys_are_all_hidden_are_as_they_were() -> None:
 
 
 def test_attention_of_float16_is_fused_also_with_a_softmax_in_float32() -> None:
-    softmax = steps("Cast masked>wide|to=1; Softmax wide>w32; Cast w32>weights|to=10")
+    softmax = "Cast masked>wide|to=1; Softmax wide>w32; Cast w32>weights|to=10"
     for proto in (attention(dtype=F16), attention(dtype=F16, softmax=softmax)):
         assert len(fused(proto)[1]) == 1
         check_same(proto, feeds(proto), error=2e-3)
@@ -179,17 +162,14 @@ def test_heads_that_are_repeated_in_another_order_stay_repeated() -> None:
 
 
 def test_a_present_that_another_node_reads_is_an_output_of_the_node() -> None:
-    proto = decoder(after=steps("Abs kc>z"), outputs={"z": (F32, [BATCH, 2, ROWS + PAST, SIZE])})
+    proto = decoder(after="Abs kc>z", outputs={"z": [BATCH, 2, ROWS + PAST, SIZE]})
     assert fused(proto)[1][0]["outputs"][1] == "kc"
     check_same(proto, feeds(proto))
 
 
 def test_a_present_that_the_mask_depends_on_stays_outside_of_the_node() -> None:
-    mask = steps(
-        "ReduceMean kc inner>m; Transpose m>turned|perm=[0,1,3,2]; ReduceMean turned second>of_keys; "
-        "Add scaled of_keys>masked"
-    )
-    proto = decoder(mask=mask, constants={"inner": np.array([3]), "second": np.array([1])})
+    mask = "ReduceMean kc inner>m; Transpose m>t|perm=[0,1,3,2]; ReduceMean t second>of_keys; Add scaled of_keys>masked"
+    proto = decoder(mask=mask, constants={"inner": [3], "second": [1]})
     _, (found,) = fused(proto)
     assert found["outputs"][1:] == ["", ""]
     assert not {"past_k", "past_v"} & set(found["inputs"])
@@ -204,12 +184,12 @@ STANDARD: dict[str, onnx.ModelProto] = {
     "a condition": standard("q k v bool_mask"),
     "a condition, heads": standard("q k v bool_mask", heads=True),
     "causal": standard(is_causal=1),
-    "groups": standard(kv_num_heads=2, shapes={n: (F32, ["batch", "keys", HIDDEN // 2]) for n in "kv"}),
+    "groups": standard(kv_num_heads=2, shapes={key: ["batch", "keys", HIDDEN // 2] for key in "kv"}),
     "opset 24": standard("q k v mask", opset=24),
     "present": standard(outputs="a pk pv"),
     "past and present": standard("q k v - past_key past_value", "a pk pv"),
     "mask, past and present": standard(
-        "q k v all_mask past_key past_value", "a pk pv", shapes={"all_mask": (F32, ["batch", 1, "rows", "all"])}
+        "q k v all_mask past_key past_value", "a pk pv", shapes={"all_mask": ["batch", 1, "rows", "all"]}
     ),
     "past, causal": standard("q k v - past_key past_value", "a pk pv", is_causal=1),
 }
@@ -229,17 +209,11 @@ def test_the_standard_op_is_one_node_and_gives_the_same(name: str) -> None:
 
 def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
     """Behind its own past, the op's last row sees the last key; behind a Concat, row 0 sees key 0 alone."""
-    own = {
-        name: steps(
-            f"Reshape {name} split>{name}1; Transpose {name}1>{name}n|perm=[0,2,1,3]; "
-            f"Concat past_{name} {name}n>{name}2|axis=2"
-        )
-        for name in "kv"
-    }
-    past = {f"past_{name}": (F32, ["batch", HEADS, "past", SIZE]) for name in "kv"}
-    empty = dict.fromkeys(("scores", "scale", "mask", "softmax"), ())
-    values = steps("Attention q2 k2 v2>heads|is_causal=1")
-    proto = attention(**{**empty, **own}, values=values, inputs=past, opset=23)
+    k, v = (f"{heads(name).replace('2|', 'n|')}; Concat past_{name} {name}n>{name}2|axis=2" for name in "kv")
+    past = {f"past_{name}": ["batch", HEADS, "past", SIZE] for name in "kv"}
+    values = "Attention q2 k2 v2>heads|is_causal=1"
+    empty = dict.fromkeys(("scores", "scale", "mask", "softmax"), "")
+    proto = attention(k=k, v=v, values=values, inputs=past, opset=23, **empty)
     _, (found,) = fused(proto)
     assert found["outputs"][1:] == ["", ""]
     check_same(proto, feeds(proto))
@@ -248,7 +222,8 @@ def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
 @looped("turned", [False, True])
 def test_a_fused_matmul_of_onnx_runtime_is_part_of_attention(turned: bool) -> None:
     """Its optimizer puts scales and transposes into products."""
-    proto = attention(k=split("k") if turned else split("k", (0, 2, 3, 1)), scale=[], mask=PLAIN)
+    k = heads("k", "[0,2,1,3]" if turned else "[0,2,3,1]")
+    proto = attention(k=k, scale="", mask="Add scores mask>masked")
     product = next(each for each in proto.graph.node if each.output[0] == "scores")
     product.op_type, product.domain = "FusedMatMul", "com.microsoft"
     product.attribute.extend(onnx.helper.make_attribute(*each) for each in (("alpha", 0.3), ("transB", int(turned))))
@@ -260,51 +235,44 @@ def test_a_fused_matmul_of_onnx_runtime_is_part_of_attention(turned: bool) -> No
     assert not fused(proto)[1]
 
 
-def output(name: str, *shape: Any) -> dict[str, Any]:
-    return {name: (F32, list(shape))}
-
-
-SCORES = ("batch", HEADS, "rows", "keys")
-KEY_MASK = output("key_mask", 1, 1, "rows", 1)
+SCORES = ["batch", HEADS, "rows", "keys"]
 NEAR_MISSES: dict[str, onnx.ModelProto] = {
-    "another axis of the softmax": attention(softmax=steps("Softmax masked>weights|axis=2")),
+    "another axis of the softmax": attention(softmax="Softmax masked>weights|axis=2"),
     "another order of the result's axes": attention(
-        merge=steps("Transpose heads>apart|perm=[0,2,3,1]; Reshape apart merged>a")
+        merge="Transpose heads>apart|perm=[0,2,3,1]; Reshape apart merged>a"
     ),
     "the result stays in heads": attention(
-        merge=steps("Reshape heads merged>a"), inputs=STATIC, constants={"merged": np.array([BATCH, ROWS, HIDDEN])}
+        merge="Reshape heads merged>a", inputs=STATIC, constants={"merged": [BATCH, ROWS, HIDDEN]}
     ),
     "keys that are not turned": attention(
-        k=split("k", (0, 2, 1, 3)), inputs={n: (F32, [BATCH, SIZE, HIDDEN]) for n in "qkv"},
-        constants={"split": np.array([BATCH, SIZE, HEADS, SIZE])},
+        k=heads("k"), inputs={key: [BATCH, SIZE, HIDDEN] for key in "qkv"},
+        constants={"split": [BATCH, SIZE, HEADS, SIZE]},
     ),
-    "a soft cap": attention(scale=steps("Tanh scores>t; Div t root>scaled")),
-    "scaled after the mask": attention(scale=steps("Add scores mask>s"), mask=steps("Div s root>masked")),
-    "a scale that is computed": attention(scale=steps("Mul scores scale>scaled"), inputs={"scale": (F32, [])}),
+    "a soft cap": attention(scale="Tanh scores>t; Div t root>scaled"),
+    "scaled after the mask": attention(scale="Add scores mask>s", mask="Div s root>masked"),
+    "a scale that is computed": attention(scale="Mul scores scale>scaled", inputs={"scale": []}),
     "a scale per head": attention(constants={"root": np.full((HEADS, 1, 1), 4, F32)}),
     "divided by zero": attention(constants={"root": np.array(0, F32)}),
-    "a mask after the softmax": attention(softmax=steps("Softmax scaled>w; Mul w mask>weights"), mask=[]),
-    "a condition and a number that counts": mask(
-        "Where seen scaled low>masked", inputs=CONDITION, constants={"low": np.array(-1e4, F32)}
+    "a mask after the softmax": attention(softmax="Softmax scaled>w; Mul w mask>weights", mask=""),
+    "a condition and a number that counts": attention(
+        mask="Where seen scaled low>masked", constants={"low": np.array(-1e4, F32)}
     ),
     "a guard that puts 1": attention(softmax=GUARDED, constants={"zero": np.array(1, F32)}),
-    "a guard of something else": attention(
-        softmax=steps("Softmax masked>w; IsNaN scaled>n; Where n zero w>weights"), constants=ZERO
-    ),
-    "scores that are returned": attention(outputs=output("scores", *SCORES)),
-    "weights that are returned": attention(outputs=output("weights", *SCORES)),
-    "weights that something else needs": attention(after=steps("Abs weights>z"), outputs=output("z", *SCORES)),
+    "a guard of something else": attention(softmax="Softmax masked>w; IsNaN scaled>n; Where n zero w>weights"),
+    "scores that are returned": attention(outputs={"scores": SCORES}),
+    "weights that are returned": attention(outputs={"weights": SCORES}),
+    "weights that something else needs": attention(after="Abs weights>z", outputs={"z": SCORES}),
     "heads that something else needs": attention(
-        after=steps("Abs heads>z"), outputs=output("z", "batch", HEADS, "rows", SIZE)
+        after="Abs heads>z", outputs={"z": ["batch", HEADS, "rows", SIZE]}
     ),
-    "a batch of its own": attention(inputs={n: (F32, ["other", "keys", HIDDEN]) for n in "kv"}),
+    "a batch of its own": attention(inputs={key: ["other", "keys", HIDDEN] for key in "kv"}),
     "heads of unknown number": attention(
-        q=[], k=TURNED_KEYS, v=[], inputs={n: (F32, ["batch", "heads", "keys", SIZE]) for n in ("q2", "kh", "v2")}
+        q="", k=TURNED_KEYS, v="", inputs={key: ["batch", "heads", "keys", SIZE] for key in ("q2", "kh", "v2")}
     ),
     "a mask that makes more of one batch": attention(
-        inputs={n: (F32, [1, "rows", HIDDEN]) for n in "qkv"} | {"mask": (F32, ["batch", 1, "rows", "rows"])}
+        inputs={key: [1, "rows", HIDDEN] for key in "qkv"} | {"mask": ["batch", 1, "rows", "rows"]}
     ),
-    "the standard op's mask of one key": standard("q k v key_mask", shapes=KEY_MASK),
+    "the standard op's mask of one key": standard("q k v key_mask", shapes={"key_mask": [1, 1, "rows", 1]}),
     "the standard op's mask of integers": standard(
         "q k v int_mask", shapes={"int_mask": (np.int32, ["batch", 1, "rows", "keys"])}
     ),

@@ -17,17 +17,10 @@ import mxfp8_graph
 LAYERS = 2
 
 GUARDS = {
-    "sharp_bert_18": 1,
-    "sharp_bert_23": 1,
-    "sharp_bert_eager_20": 0,
-    "sharp_bert_older_17": 1,
-    "sharp_bert_eager_older_14": 0,
-    "sharp_vit_18": 1,
-    "sharp_vit_older_17": 0,  # torch 2.10 wrote a guard
-    "sharp_gpt2_18": 1,
-    "sharp_llama_18": 1,
-    "sharp_llama_23": 1,
-}
+    "sharp_bert_18": 1, "sharp_bert_23": 1, "sharp_bert_eager_20": 0, "sharp_bert_older_17": 1,
+    "sharp_bert_eager_older_14": 0, "sharp_vit_18": 1, "sharp_vit_older_17": 0,  # torch 2.10 wrote a guard
+    "sharp_gpt2_18": 1, "sharp_llama_18": 1, "sharp_llama_23": 1,
+}  # fmt: skip
 """Whether the attention of each export guards against NaN."""
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import EXACT, HEADS, HIDDEN, SIZE, attention, check_near, decoder, feeds, split, standard
-from builders import choose, node, subgraph, value
+from builders import choose, node, steps, subgraph, value
 from grids import looped, pairwise
 from onnx import numpy_helper
 from oracle import rewrite, run
@@ -86,8 +86,8 @@ def test_in_a_branch_it_is_one_node(yes: bool, stored_inside: bool, opset: int) 
 
 def test_heads_that_are_split_outside_are_read_as_they_were_before() -> None:
     """Q, K and V are split outside, and K is transposed for the product inside, or outside too."""
-    turned = node("Transpose", "k2", "k3", perm=[0, 1, 3, 2])
-    proto = attention(k=split("k"), v=[*split("v"), turned], scores=[node("MatMul", "q2 k3", "scores")])
+    v = [*split("v"), *steps("Transpose k2>k3|perm=[0,1,3,2]")]
+    proto = attention(k=split("k"), v=v, scores="MatMul q2 k3>scores")
     for whole in (proto, attention()):
         given = {**feeds(whole), "yes": np.array(True)}
         result = check(in_branch(whole, outside=6), 1, given)
@@ -103,7 +103,7 @@ def test_attention_that_begins_outside_and_ends_inside_is_left_alone(outside: in
 
 
 def test_weights_that_a_branch_returns_are_kept() -> None:
-    proto = attention(outputs={"weights": (F32, ["batch", HEADS, "rows", "keys"])})
+    proto = attention(outputs={"weights": ["batch", HEADS, "rows", "keys"]})
     given = {**feeds(proto), "yes": np.array(True)}
     check(in_branch(proto), 0, given)
 
@@ -135,7 +135,7 @@ def test_in_a_loop_it_is_one_node(opset: int) -> None:
 
 def test_a_cache_that_grows_in_a_loop_keeps_its_concats() -> None:
     """Lengths change from round to round, so it is unknown whether keys and values have the same."""
-    proto = decoder(mask=(), softmax=[node("Softmax", "scaled", "weights", axis=-1)])
+    proto = decoder(mask="", softmax="Softmax scaled>weights|axis=-1")
     given = feeds(proto)
     shape = [2, 2, None, SIZE]
     states = {"past_k": ("kc", shape), "past_v": ("vc", shape), "q": ("y", [2, 5, HIDDEN])}

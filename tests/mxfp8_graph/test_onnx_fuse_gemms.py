@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, choose, language_model, model, node, steps, weight
+from builders import chain_model, choose, language_model, node, steps, text_model, weight
 from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
 from grids import looped, pairwise
 from oracle import kinds
@@ -230,11 +230,10 @@ def test_a_report_names_what_is_fused() -> None:
 
 
 def branches(text: str) -> onnx.ModelProto:
-    """Returns a model with the nodes of `text`, which make r, in both branches of an If."""
-    choice = choose(text, text, "y0", yes="c")
-    nodes = [*steps("outer:MatMul x v>o; Relu o>p"), choice, node("Add", "y0 p", "y")]
+    """Returns y = relu(x @ v) plus a branch, of the same text in both."""
+    nodes = [*steps("outer:MatMul x v>o; Relu o>p"), choose(text, text, "y0", yes="c"), *steps("Add y0 p>y")]
     weights = {"w": weight(64, 64), "v": weight(64, 64, seed=1)}
-    return model(nodes, {"x": (F32, ["m", 64]), "c": (np.bool_, [])}, {"y": (F32, ["m", 64])}, weights)
+    return text_model(nodes, y=("m", 64), inputs={"c": (np.bool_, [])}, **weights)
 
 
 def test_gemms_in_branches_are_fused() -> None:

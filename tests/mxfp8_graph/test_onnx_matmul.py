@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import oracle
 import pytest
-from builders import choose, gemm_model, matmul_model, neg_model, node, steps, text_model, weight
+from builders import choose, gemm_model, matmul_model, neg_model, node, steps, subgraph, text_model, value, weight
 from grids import looped, pairwise
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, reasons, refusal, relu, rewrite, run
 
 import mxfp8_graph
@@ -282,3 +282,33 @@ def test_a_product_of_activations_is_kept_with_the_reason() -> None:
     assert refusal(product(), weight_only) == (
         "activations: unchanged, and this product has no static weight; set activations: e4m3 for it to quantize it"
     )
+
+
+# --- Activations whose rank only a run knows ---
+
+PRODUCT = "MatMul h w>p; Relu p>r"
+LOOP_INPUTS = [value("i", np.int64, []), value("go", np.bool_, []), helper.make_empty_tensor_value_info("h")]
+LOOP = subgraph(f"Identity go>on; {PRODUCT}", "on r", LOOP_INPUTS)
+WAYS = {
+    "by an input": steps(f"Reshape typed to>h; {PRODUCT}; Identity r>a"),
+    "in a loop": [*steps("Reshape typed to>start"), node("Loop", "once yes start", "a", body=LOOP)],
+    "in a branch": [*steps("Reshape typed to>h"), choose(PRODUCT, "Relu h>q", "a")],
+}
+"""Nodes from typed to a that give the activation h another rank."""
+
+
+@pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxint8-weight-only"])
+@looped("way, dtype, fuse", pairwise(way=WAYS, dtype=[F32, F16], fuse=[False, True]))
+def test_an_activation_of_unknown_rank_is_quantized(recipe: str, way: str, dtype: Any, fuse: bool) -> None:
+    w, ends = weight(64, 64, dtype=dtype), {"inputs": {"to": (np.int64, ["rank"])}, "once": 1, "yes": True}
+    last = steps("Reshape a flat>b; Cast b>y|to=1")
+    cast = node("Cast", "x", "typed", to=helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+    proto = text_model([cast, *WAYS[way], *last], y=("n",), w=w, flat=[-1], **ends)
+    rewritten, report = rewrite(proto, recipe, fuse=fuse)
+    assert [site.decision.quantize for site in report.sites] == [True]
+    formats, rounding = (("int8", "int8"), "floor") if "int8" in recipe else (("e4m3", "e4m3"), "ceil")
+    settings: Any = {"formats": formats, "scale_rounding": rounding, "weight_only": recipe.endswith("weight-only")}
+    x = normal(6, 64).astype(dtype)
+    for shape in ((6, 64), (2, 3, 64), (1, 2, 3, 64)):
+        y = expect(x.reshape(shape), w.T, dtype=np.dtype(dtype).name, **settings).then(relu).then(np.ravel)
+        y.check(run(rewritten, {"x": x.astype(F32), "to": np.array(shape)})[0])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import attention_model, choose, language_model, model, node, steps, weight
+from builders import attention_model, choose, language_model, model, node, read_by, steps, text_model, weight
 from grids import looped
 
 import mxfp8_graph
@@ -26,9 +26,7 @@ CONSTANTS: dict[str, Any] = {
 def roles(text: str | list[onnx.NodeProto], inputs: Any, outputs: Any) -> dict[str, str]:
     """Returns the roles by name in a model of these nodes, which take what they need of inputs and `CONSTANTS`."""
     nodes = steps(text) if isinstance(text, str) else text
-    graphs = [a.g for n in nodes for a in n.attribute if a.HasField("g")]
-    used = {name for n in (*nodes, *(n for g in graphs for n in g.node)) for name in n.input}
-    used -= {name for n in nodes for name in n.output}
+    used = read_by(nodes)
     stored = {name: np.asarray(array) for name, array in CONSTANTS.items() if name in used}
     return roles_of(model(nodes, {k: v for k, v in inputs.items() if k in used}, outputs, stored))
 
@@ -101,9 +99,8 @@ def test_a_gate_of_the_best_experts_is_a_router(gate: str) -> None:
 
 
 def test_by_default_a_router_is_kept_with_the_reason() -> None:
-    nodes = steps("gate:MatMul x w>h; TopK h one>best i; Mul x best>s; linear:MatMul s v>z; Relu z>y")
-    weights = {"w": weight(64, 96), "v": weight(64, 64), "one": np.array([1])}
-    proto = model(nodes, X, {"y": NARROW}, weights)
+    nodes = "gate:MatMul x w>h; TopK h one>best i; Mul x best>s; linear:MatMul s v>z; Relu z>y"
+    proto = text_model(nodes, y=("m", 64), v=weight(64, 64), one=[1])
     _, report = mxfp8_graph.rewrite(proto)
     assert [(s.decision.site.name, s.decision.reason) for s in report.kept] == [
         ("gate", "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it")

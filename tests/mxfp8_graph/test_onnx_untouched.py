@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from builders import chain_model, matmul_model, matmul_stack, model, node, steps, weight
+from builders import chain_model, matmul_model, matmul_stack, node, steps, text_model, weight
 from google.protobuf import text_format
 from grids import looped
 from onnx import NodeDeviceConfigurationProto as DeviceConfiguration
@@ -55,6 +55,8 @@ def documented() -> onnx.ModelProto:
     proto.opset_import.append(helper.make_opsetid("org.custom", 4))
     graph.node.append(node("Probe", "h", "probed", domain="org.custom", doc_string="unknown op"))
     proto.training_info.add().algorithm.name = "step"
+    cases = onnx.AttributeProto(name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[b.subgraph("Neg h>b")] * 2)
+    graph.node[-1].attribute.append(cases)
     return proto
 
 
@@ -154,8 +156,7 @@ def test_the_callers_graph_is_not_modified_and_a_graph_comes_back() -> None:
 
 
 def test_names_that_are_taken_or_missing_get_no_collision() -> None:
-    nodes = steps("w_mxfp8_scales:MatMul x w>w_mxfp8; x_mxfp8_quantize:Relu w_mxfp8>x_mxfp8; Neg x_mxfp8>y")
-    proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}, {"w": weight(64, 96)})
+    proto = text_model("w_mxfp8_scales:MatMul x w>w_mxfp8; x_mxfp8_quantize:Relu w_mxfp8>x_mxfp8; Neg x_mxfp8>y")
     proto.opset_import.append(helper.make_opsetid("mxfp8", 1))
     x = normal(3, 64)
     rewritten, _ = computes(proto, expect(x, weight(64, 96).T).then(relu).then(np.negative), x=x)
@@ -207,8 +208,8 @@ def test_tensors_of_every_dtype_are_carried_over_bit_by_bit(tmp_path: Path, sour
 
 
 def test_sequences_and_optionals_pass_through() -> None:
-    nodes = steps("linear:MatMul x w>h; Neg h>n; SequenceConstruct n n>s; ConcatFromSequence s>y|axis=0")
-    proto = model(nodes, {"x": (F32, ["m", 64])}, {"y": (F32, ["k", 96])}, {"w": weight(64, 96)})
+    nodes = "linear:MatMul x w>h; Neg h>n; SequenceConstruct n n>s; ConcatFromSequence s>y|axis=0"
+    proto = text_model(nodes, y=("k", 96))
     sequence = helper.make_tensor_sequence_value_info("parts", 1, ["p", 64])
     optional = helper.make_value_info("maybe", helper.make_optional_type_proto(sequence.type))
     proto.graph.input.extend([sequence, optional])
@@ -219,17 +220,6 @@ def test_sequences_and_optionals_pass_through() -> None:
     assert list(rewritten.graph.input) == list(proto.graph.input)
     kept = ("Neg", "SequenceConstruct", "ConcatFromSequence", "SequenceLength")
     assert kinds(rewritten) == {**GEMM, **dict.fromkeys(kept, 1)}
-
-
-def test_attributes_that_hold_many_graphs_pass_through() -> None:
-    branch = b.subgraph("Neg h>b")
-    custom = node("Switch", "h", "z", domain="org.custom")
-    custom.attribute.append(onnx.AttributeProto(name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[branch, branch]))
-    proto = matmul_model()
-    proto.graph.node.append(custom)
-    proto.opset_import.append(helper.make_opsetid("org.custom", 1))
-    rewritten, _ = mxfp8_graph.rewrite(proto)
-    assert rewritten.graph.node[-1] == proto.graph.node[-1]
 
 
 def test_inlining_a_function_leaves_the_rest_as_it_was() -> None:
@@ -243,16 +233,14 @@ def test_inlining_a_function_leaves_the_rest_as_it_was() -> None:
 
 # --- Edges of replacing: odd graphs, what is removed and what is not, and graphs that are large ---
 
-X, Y = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
-
 
 @looped("reader", ["output", "branch"])
 def test_a_weight_that_is_an_output_or_that_a_branch_reads_stays(reader: str) -> None:
     nodes = steps("MatMul x w>h; Neg h>y")
     nodes += [b.choose("Abs w>t", "Abs w>t", "z")] if reader == "branch" else []
-    outputs = {**Y, "z" if reader == "branch" else "w": (F32, [64, 96])}
-    stored = {"w": weight(64, 96), **({"yes": np.array(True)} if reader == "branch" else {})}
-    rewritten, _ = rewrite(model(nodes, X, outputs, stored))
+    outputs = {"z" if reader == "branch" else "w": (F32, [64, 96])}
+    stored = {"yes": np.array(True)} if reader == "branch" else {}
+    rewritten, _ = rewrite(text_model(nodes, outputs=outputs, **stored))
     assert "w" in initializers(rewritten)
     expected = np.abs(weight(64, 96)) if reader == "branch" else weight(64, 96)
     np.testing.assert_array_equal(run(rewritten, {"x": normal(3, 64)})[1], expected)
@@ -260,19 +248,17 @@ def test_a_weight_that_is_an_output_or_that_a_branch_reads_stays(reader: str) ->
 
 def test_a_product_that_is_a_graph_output_keeps_its_name() -> None:
     heads = Recipe(name="r", output_projections=True)
-    rewritten, _ = rewrite(model([node("MatMul", "x w", "y", "head")], X, Y, {"w": weight(64, 96)}), heads)
+    rewritten, _ = rewrite(text_model("head:MatMul x w>y"), heads)
     assert rewritten.graph.node[-1].output == ["y"]
-    ends = {"x": (F32, [64, "m"])}, {"y": (F32, [96, "m"])}
-    swapped = model([node("MatMul", "w x", "y")], *ends, {"w": weight(96, 64)})
-    x = normal(64, 3)
+    swapped, x = text_model("MatMul w x>y", (64, "m"), (96, "m"), w=weight(96, 64)), normal(64, 3)
     rewritten, _ = computes(swapped, expect(x.T, weight(96, 64)).then(np.transpose), recipe=heads, x=x)
     assert [(n.op_type, *n.output) for n in rewritten.graph.node][-1] == ("Transpose", "y")
 
 
 def test_one_bias_of_two_matmuls_is_kept_once() -> None:
-    nodes = steps("MatMul x wa>ha; Add ha bias>sa; Neg sa>ya; MatMul x wb>hb; Add hb bias>sb; Neg sb>yb")
+    nodes = "MatMul x wa>ha; Add ha bias>sa; Neg sa>y; MatMul x wb>hb; Add hb bias>sb; Neg sb>yb"
     weights = {"wa": weight(64, 96), "wb": weight(64, 96, seed=1), "bias": weight(96, seed=2)}
-    rewritten, _ = rewrite(model(nodes, X, {"ya": Y["y"], "yb": Y["y"]}, weights))
+    rewritten, _ = rewrite(text_model(nodes, outputs={"yb": (F32, ["m", 96])}, **weights))
     assert initializers(rewritten).count("bias") == 1
     assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 2, "Neg": 2}
     x = normal(3, 64)
@@ -299,9 +285,8 @@ def test_a_matmul_of_another_domain_is_no_site() -> None:
 
 
 def test_a_long_chain_of_passive_ops_is_no_deeper_than_pythons_stack() -> None:
-    nodes = [node("MatMul", "x w", "h0", "linear"), *(node("Mul", f"h{i} c", f"h{i + 1}") for i in range(1500))]
-    weights = {"w": weight(64, 96), "c": np.array(1, F32)}
-    proto = model(nodes, {"x": (F32, ["m", 64])}, {"h1500": (F32, ["m", 96])}, weights)
+    nodes = [*steps("MatMul x w>h0"), *(node("Mul", f"h{i} c", f"h{i + 1}") for i in range(1500))]
+    proto = text_model([*nodes, *steps("Identity h1500>y")], c=np.array(1, F32))
     _, report = mxfp8_graph.rewrite(proto, Recipe(name="r", rules=(Rule(op="MatMul"),)), dry_run=True)
     assert report.sites[0].decision.site.role == "output_projection"
 
@@ -318,7 +303,7 @@ def test_a_constant_may_have_the_name_of_an_initializer(tmp_path: Path) -> None:
     stored, constant = weight(64, 64), weight(64, 64)[::-1].copy()
     nodes = [node("Constant", "", "c", value=numpy_helper.from_array(constant, "w"))]
     nodes += steps("MatMul x w>h; MatMul h c>y")
-    proto = model(nodes, {"x": (F32, ["n", 64])}, {"y": (F32, ["n", 64])}, {"w": stored})
+    proto = text_model(nodes, y=("m", 64), w=stored)
     onnx.save(proto, tmp_path / "m.onnx")
     mxfp8_graph.rewrite(tmp_path / "m.onnx", Recipe(output_projections=True))
     packed = mxfp8_graph.unpack(tmp_path / "m.mxfp8.onnx")

@@ -33,7 +33,7 @@ def opset_of(proto: onnx.ModelProto) -> int:
 
 def linear(*more: onnx.NodeProto, opset: int = 21, **weights: np.ndarray) -> onnx.ModelProto:
     """x @ w -> h -> more -> y; by default y = -h."""
-    nodes = [node("MatMul", "x w", "h", "linear"), *(more or [node("Neg", "h", "y")])]
+    nodes = [*steps("linear:MatMul x w>h"), *(more or steps("Neg h>y"))]
     ends = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
     return model(nodes, *ends, {"w": weight(64, 96), **weights}, opset=opset, checked=False)
 
@@ -104,10 +104,9 @@ def test_local_functions_are_inlined_when_the_opset_changes() -> None:
 
 
 def test_a_model_of_other_domains_alone_needs_no_import_of_the_default_one() -> None:
-    nodes = [node("FusedMatMul", "x w", "h", domain="com.microsoft"), node("Gelu", "h", "y", domain="com.microsoft")]
     proto = linear()
     del proto.graph.node[:]
-    proto.graph.node.extend(nodes)
+    proto.graph.node.extend(steps("com.microsoft.FusedMatMul x w>h; com.microsoft.Gelu h>y"))
     proto.opset_import[0].domain, proto.opset_import[0].version = "com.microsoft", 1
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert (opset_of(rewritten), report.notes) == (21, ())
@@ -117,7 +116,7 @@ def test_a_model_of_other_domains_alone_needs_no_import_of_the_default_one() -> 
 
 def test_nodes_of_a_custom_domain_stay_in_a_conversion() -> None:
     proto = chain_model(opset=17)
-    proto.graph.node.append(helper.make_node("Probe", ["x"], ["p"], "probe", domain="org.custom", kind="odd"))
+    proto.graph.node.append(node("Probe", "x", "p", domain="org.custom", kind="odd"))
     proto.opset_import.append(helper.make_opsetid("org.custom", 4))
     rewritten, _ = mxfp8_graph.rewrite(proto)
     assert rewritten.graph.node[-1] == proto.graph.node[-1]

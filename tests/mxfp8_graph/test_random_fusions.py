@@ -78,18 +78,12 @@ def test_gemms_give_the_same_fused_or_not(form: str) -> None:
     assert fused_once > 0
 
 
-LOWEST = {"lowest": np.array(np.finfo(F32).min, F32)}
 ATTENTIONS = {
     "an added mask": attention(),
-    "a condition": attention(
-        mask=steps("Where seen scaled lowest>masked"), constants=LOWEST,
-        inputs={"seen": (np.bool_, ["batch", 1, "rows", "keys"])},
-    ),
-    "shapes with -1": attention(
-        constants={"split": np.array([0, -1, HEADS, SIZE]), "merged": np.array([0, -1, HIDDEN])}
-    ),
+    "a condition": attention(mask="Where seen scaled lowest>masked"),
+    "shapes with -1": attention(constants={"split": [0, -1, HEADS, SIZE], "merged": [0, -1, HIDDEN]}),
     "a cache": decoder(),
-}  # fmt: skip
+}
 
 
 @looped("form", ATTENTIONS)

@@ -121,24 +121,6 @@ def test_a_result_in_one_file_is_in_memory_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("constants", [False, True])
-def test_a_model_of_one_and_a_half_gigabytes_in_one_file_is_not_in_memory_as_a_whole(
-    tmp_path: Path, constants: bool
-) -> None:
-    with room(tmp_path, 4 << 30):
-        path = write_inline(tmp_path / "m.onnx", layers=24, constants=constants)
-        assert over_bare(path, tmp_path) <= 0.4 * path.stat().st_size
-
-
-@pytest.mark.slow
-def test_a_result_of_almost_two_gigabytes_in_one_file_is_in_memory_once(tmp_path: Path) -> None:
-    with room(tmp_path, 8 << 30):
-        path = write_large(tmp_path / "m.onnx", layers=27, n=16384)
-        grown = over_bare(path, tmp_path, "never")
-        assert grown <= 1.3 * path.with_suffix(".mxfp8.onnx").stat().st_size
-
-
-@pytest.mark.slow
 def test_of_8_gigabytes_at_most_the_largest_tensor_is_in_memory(tmp_path: Path) -> None:
     with room(tmp_path, 8 << 30):
         path = write_large(tmp_path / "m.onnx", layers=16, k=8192, n=16384)

@@ -6,18 +6,17 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import attention
-from builders import matmul_model
+from builders import matmul_model, steps
 from fused_models import activated
 from grids import looped, pairwise
-from onnx import TensorProto, helper
-from oracle import normal
+from onnx import helper, numpy_helper
+from oracle import normal, quantized
 from test_onnx_fuse_gemms import OPS, gated
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.running.node_check import _Comparison, check_nodes
 from mxfp8_graph.running.verify import verify
-from mxfp8_ops import contract, numpy_nodes, onnx_functions
 from mxfp8_ops.nodes.attention import attention_error_bound
 
 F32 = np.float32
@@ -55,11 +54,7 @@ def tamper(model: onnx.ModelProto, op: str, name: str, by: float) -> None:
     function = next(f for f in model.functions if f.name == op)
     maker = next(n for n in function.node if name in n.output)
     maker.output[list(maker.output).index(name)] = "tampered"
-    added = [
-        helper.make_node("Constant", [], ["by"], value_float=by),
-        helper.make_node("CastLike", ["by", "tampered"], ["by_like"]),
-        helper.make_node("Mul", ["tampered", "by_like"], [name]),
-    ]
+    added = steps(f"Constant>by|value_float={by}; CastLike by tampered>by_like; Mul tampered by_like>{name}")
     place = list(function.node).index(maker) + 1
     nodes = [*function.node[:place], *added, *function.node[place:]]
     del function.node[:]
@@ -91,13 +86,10 @@ def test_a_body_that_gives_another_shape_fails(op: str, recipe: str, rows: int) 
     name = function.output[-1]
     maker = next(n for n in function.node if name in n.output)
     maker.output[list(maker.output).index(name)] = "whole"
-    bounds = [helper.make_node("Constant", [], [at], value_ints=[x]) for at, x in (("start", 0), ("end", rows))]
-    axes = helper.make_node("Constant", [], ["axes"], value_ints=[0])
-    cut = helper.make_node("Slice", ["whole", "start", "end", "axes"], [name])
-    function.node.extend([*bounds, axes, cut])
-    x = rewritten.graph.input[0]
-    size = x.type.tensor_type.shape.dim[-1].dim_value
-    checks = check_nodes(load(rewritten), {x.name: np.ones((4, 1, size), F32)})
+    function.node.extend(
+        steps(f"Constant>first|value_ints=[0]; Constant>end|value_ints=[{rows}]; Slice whole first end first>{name}")
+    )
+    checks = check_nodes(load(rewritten), {"x": np.ones((4, 1, 64), F32)})
     (failed,) = (check for check in checks if not check.passed)
     assert (failed.op, failed.excess) == (op, np.inf)
     assert "differ in shape; expected none" in str(failed) or failed.has_bound
@@ -123,40 +115,13 @@ def test_the_bound_of_an_attention_is_the_bound_of_its_heads(causal: int, past: 
     np.testing.assert_allclose(compared._attention_bound(), whole, rtol=1e-9)
 
 
-# --- The packed weights of fused gemms ---
-
-FUSED_GEMMS = [name for name, op in contract.OPS.items() if op.is_gemm and "epilogue" in op.attributes]
-SHAPES = {"X": ["rows", 40], "A": ["rows", 40], "A_scales": ["rows", 2], "factor": ["rows", 5]}
-
-
-def one_gemm(name: str, codes: tuple[np.ndarray, np.ndarray]) -> onnx.ModelProto:
-    """Returns a model of a node whose other inputs are the model's."""
-    op = contract.OPS[name]
-    names = [port.name for port in op.inputs if not port.optional]
-    stored = [
-        helper.make_tensor(f"w/{port}", op.inputs[op.at(port)].dtypes[0], array.shape, array.tobytes(), raw=True)
-        for port, array in zip(("B", "B_scales"), codes, strict=True)
-    ]
-    inputs = [
-        helper.make_tensor_value_info(port.name, port.dtypes[0], SHAPES[port.name])
-        for port in op.inputs
-        if port.name in names and port.name not in {"B", "B_scales"}
-    ]
-    names = [f"w/{port}" if port in {"B", "B_scales"} else port for port in names]
-    outputs = [port.name for port in op.outputs]
-    node = helper.make_node(name, names, outputs, domain=contract.DOMAIN, **op.attributes)
-    output = helper.make_tensor_value_info("Y", TensorProto.FLOAT, ["rows", 5])
-    graph = helper.make_graph([node], "gemm", inputs, [output], stored)
-    imports = [helper.make_opsetid("", 23), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10)
-    model.functions.extend(onnx_functions.functions(model))
-    return model
-
-
-def test_unpack_finds_the_weights_of_fused_gemms() -> None:
-    assert len(FUSED_GEMMS) == 4
-    codes = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((5, 40)).astype(np.float32))
-    for name in FUSED_GEMMS:
-        (found,) = mxfp8_graph.unpack(one_gemm(name, codes)).values()
-        assert found.weight_only is contract.OPS[name].weight_only, name
-        np.testing.assert_array_equal(found.dequantize(), numpy_nodes.dequantize(*codes))
+@looped("name, weights", [("gelu", "w"), ("gate", "gv")])
+@looped("recipe", ["mxfp8", "mxfp8-weight-only"])
+def test_unpack_reads_the_weights_of_fused_gemms(name: str, weights: str, recipe: str) -> None:
+    model = MODELS[name]
+    packed = mxfp8_graph.unpack(mxfp8_graph.rewrite(model, recipe)[0])
+    stored = {tensor.name: numpy_helper.to_array(tensor) for tensor in model.graph.initializer}
+    assert {*packed} == {*weights}
+    for each in weights:
+        assert packed[each].weight_only is (recipe != "mxfp8")
+        np.testing.assert_array_equal(packed[each].dequantize(), quantized(np.ascontiguousarray(stored[each].T)))
