@@ -61,7 +61,7 @@ def steps(text: str) -> list[NodeProto]:
 
     An op of another domain is written domain.Op.
     """
-    found = []
+    nodes = []
     for step in text.split(";"):
         head, _, tail = step.partition(">")
         op, *inputs = head.split()
@@ -70,8 +70,8 @@ def steps(text: str) -> list[NodeProto]:
         name, _, op = op.rpartition(":")
         domain, _, op = op.rpartition(".")
         attributes |= {"domain": domain} if domain else {}
-        found.append(node(op, " ".join(inputs), outputs.strip(), name, **attributes))
-    return found
+        nodes.append(node(op, " ".join(inputs), outputs.strip(), name, **attributes))
+    return nodes
 
 
 def weight(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:

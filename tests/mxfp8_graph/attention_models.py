@@ -145,19 +145,19 @@ def feeds(proto: onnx.ModelProto, rows: int = ROWS, keys: int = ROWS, **more: np
     """Returns inputs of the model: soft attention, a mask that hides some keys of each row."""
     rng = np.random.default_rng(3)
     sizes = {"batch": BATCH, "rows": rows, "keys": keys, "past": PAST}
-    given = {}
+    inputs = {}
     for value in proto.graph.input:
         tensor = value.type.tensor_type
         shape = [sizes.get(dim.dim_param, dim.dim_value) for dim in tensor.shape.dim]
         dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
         if tensor.elem_type == onnx.TensorProto.BOOL:
-            given[value.name] = rng.random(shape) < 0.7
-            given[value.name][..., 0] = True
+            inputs[value.name] = rng.random(shape) < 0.7
+            inputs[value.name][..., 0] = True
         elif "mask" in value.name:
-            given[value.name] = np.where(rng.random(shape) < 0.3, -3.0, 0.5).astype(dtype)
+            inputs[value.name] = np.where(rng.random(shape) < 0.3, -3.0, 0.5).astype(dtype)
         else:
-            given[value.name] = rng.standard_normal(shape).astype(dtype)
-    return {**given, **more}
+            inputs[value.name] = rng.standard_normal(shape).astype(dtype)
+    return {**inputs, **more}
 
 
 def fused(proto: onnx.ModelProto, recipe: Recipe = EXACT) -> tuple[onnx.ModelProto, list[dict[str, Any]]]:
@@ -179,6 +179,6 @@ def check_near(before: list[np.ndarray], after: list[np.ndarray], error: float =
         assert difference < error, f"off by {difference}"
 
 
-def check_same(proto: onnx.ModelProto, given: dict[str, np.ndarray], error: float = 1e-5) -> None:
+def check_same(proto: onnx.ModelProto, inputs: dict[str, np.ndarray], error: float = 1e-5) -> None:
     """Fails if a model gives something else where attention is fused."""
-    check_near(run(rewrite(proto, EXACT)[0], given), run(fused(proto)[0], given), error)
+    check_near(run(rewrite(proto, EXACT)[0], inputs), run(fused(proto)[0], inputs), error)

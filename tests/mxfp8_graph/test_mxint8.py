@@ -107,8 +107,8 @@ def test_a_checkpoint_has_int8_tensors_and_gives_the_same_model(tmp_path: Path) 
         dtypes = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     assert {dtypes[name] for name in formats_of(rewritten)} == {"I8"}
     (group,) = config["config_groups"].values()
-    found = config["format"], group["weights"]["type"], group["input_activations"]["num_bits"]
-    assert found == ("mxint8-quantized", "int", 8)
+    actual = config["format"], group["weights"]["type"], group["input_activations"]["num_bits"]
+    assert actual == ("mxint8-quantized", "int", 8)
     assert {w.element_format for w in mxfp8_graph.import_safetensors(path).values()} == {"int8"}
     again, _ = mxfp8_graph.rewrite(b.chain_model((64, 96, 64)), "mxint8", weights=path)
     x = {"x": oracle.normal(5, 64)}

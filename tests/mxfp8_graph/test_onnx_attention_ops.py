@@ -49,9 +49,9 @@ def test_the_products_inside_attention_are_quantized(name: str) -> None:
     roles = [site.decision.site.role for site in report.rewritten]
     assert roles == ["attention_scores", "attention_values", "linear"]
     assert "took apart 1 Attention" in report.notes[0]
-    given = feeds(proto, rows=3, keys=6)
-    given |= {"all_mask": np.zeros((2, 1, 3, 6 + PAST), np.float32)} if "all_mask" in given else {}
-    (before, *presents), (after, *others) = run(proto, given), run(result, given)
+    inputs = feeds(proto, rows=3, keys=6)
+    inputs |= {"all_mask": np.zeros((2, 1, 3, 6 + PAST), np.float32)} if "all_mask" in inputs else {}
+    (before, *presents), (after, *others) = run(proto, inputs), run(result, inputs)
     # Q, K, V and weights are each off by 2.6 percent, and so is the linear behind them.
     assert 1e-3 < np.linalg.norm(after - before) / np.linalg.norm(before) < 0.1
     for present, other in zip(presents, others, strict=True):
@@ -88,7 +88,7 @@ def test_attention_stays_whole_for_other_recipes() -> None:
     assert report.notes == ()
 
 
-def test_what_onnx_cannot_take_apart_stays_with_a_note() -> None:
+def test_attention_that_onnx_cannot_take_apart_stays_with_a_note() -> None:
     """onnx asks for the dtype of a mask that is not there."""
     proto = standard("q k v - past_key past_value", "a pk pv")
     result, report = mxfp8_graph.rewrite(proto, Recipe(fp8_dpa=True, fuse=False))
@@ -200,9 +200,9 @@ def test_a_mask_that_embed_layer_normalization_makes_is_one_length_per_sequence(
         proto.graph.initializer.append(onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(F32), name))
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert len(report.rewritten) == 2
-    given = {"x": packed_feeds(packed())["x"], "keys": packed_feeds(packed("x w b keys"))["keys"]}
-    given["ids"] = rng.integers(0, 9, (BATCH, LENGTH)).astype(I32)
-    result, original = run(rewritten, given)[0], run(proto, given)[0]
+    inputs = {"x": packed_feeds(packed())["x"], "keys": packed_feeds(packed("x w b keys"))["keys"]}
+    inputs["ids"] = rng.integers(0, 9, (BATCH, LENGTH)).astype(I32)
+    result, original = run(rewritten, inputs)[0], run(proto, inputs)[0]
     assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
 
 
@@ -227,7 +227,7 @@ KEPT = {
 
 
 @looped("name", KEPT)
-def test_what_multi_head_attention_does_not_know_is_kept_with_the_reason(name: str) -> None:
+def test_packed_attention_that_multi_head_attention_cannot_compute_is_kept_with_the_reason(name: str) -> None:
     proto, reason = KEPT[name]
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert report.sites[0].decision.reason.startswith(reason)

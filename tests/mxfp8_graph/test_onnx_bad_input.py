@@ -6,23 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import builders as b
 import numpy as np
 import onnx
 import pytest
-from builders import (
-    chain_model,
-    choose,
-    local_function,
-    matmul_model,
-    neg_model,
-    node,
-    save,
-    steps,
-    subgraph,
-    text_model,
-    value,
-    weight,
-)
+from builders import chain_model, matmul_model, node, save, steps, text_model, value, weight
 from grids import looped
 from onnx import TensorProto, helper, numpy_helper
 from oracle import run
@@ -184,11 +172,11 @@ def with_value(proto: onnx.ModelProto, value: float, *at: tuple[int, ...]) -> on
 
 def behind(op: str, w: np.ndarray, x: Any, dtype: Any = F32, more: Any = (), **attributes: Any) -> onnx.ModelProto:
     before = [node(op, " ".join(["w", *dict(more)]), "seen", **attributes)]
-    return neg_model("MatMul", x, [*x[:-1], 96], {"w": w, **dict(more)}, "x seen", dtype=dtype, before=before)
+    return b.neg_model("MatMul", x, [*x[:-1], 96], {"w": w, **dict(more)}, "x seen", dtype=dtype, before=before)
 
 
 NAN, INF = float("nan"), float("inf")
-BATCHED = neg_model("MatMul", [3, 5, 64], [3, 5, 96], {"w": weight(3, 64, 96)})
+BATCHED = b.neg_model("MatMul", [3, 5, 64], [3, 5, 96], {"w": weight(3, 64, 96)})
 
 
 NON_FINITE = {
@@ -282,7 +270,7 @@ def beside(text: str, **stored: np.ndarray) -> onnx.ModelProto:
 def called(*bodies: str) -> onnx.ModelProto:
     """Returns a model that calls F, with the local functions F, G, ..., which have these bodies."""
     proto = linear(lambda p: p.graph.node.append(node("F", "x", "z", domain="local")))
-    proto.functions.extend(local_function(name, "a", body) for name, body in zip("FG", bodies, strict=False))
+    proto.functions.extend(b.local_function(name, "a", body) for name, body in zip("FG", bodies, strict=False))
     for each in (n for f in proto.functions for n in f.node if n.op_type in "FG"):
         each.domain = "local"
     proto.opset_import.append(helper.make_opsetid("local", 1))
@@ -295,7 +283,7 @@ def packed_by_16() -> onnx.ModelProto:
     return proto
 
 
-SHADOW = choose(subgraph("Neg x>b", w=weight(64, 96)), "Abs x>a", "z", "if", "c")
+SHADOW = b.choose(b.subgraph("Neg x>b", w=weight(64, 96)), "Abs x>a", "z", "if", "c")
 REFUSED: dict[str, onnx.ModelProto] = {
     "not an ONNX model (no IR version or no graph); expected an ONNX model": onnx.ModelProto(),
     "the graph has no outputs; expected at least one": linear(lambda p: p.graph.ClearField("output")),
@@ -369,7 +357,7 @@ TOLERATED: dict[str, Change] = {
 
 
 @looped("name", TOLERATED)
-def test_what_onnx_runtime_tolerates_is_rewritten_and_runs(name: str) -> None:
+def test_a_model_that_onnx_runtime_tolerates_is_rewritten_and_runs(name: str) -> None:
     proto = linear(TOLERATED[name], top=np.array(1, F32))
     x = {"x": np.random.default_rng(0).standard_normal((3, 64), F32)}
     expected = run(proto, x)[0]

@@ -189,7 +189,10 @@ def test_a_cache_that_is_returned_makes_no_output_projection() -> None:
     assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 3
 
 
-INSIDE = {"DecoderAttention": "x x w v", "LongformerAttention": "x w", "MoE": "x x w", "GemmFloat8": "x w"}
+INSIDE = {
+    "DecoderAttention": "x x w v", "MoE": "x x w", "GatedRelativePositionBias": "x x x w", "GemmFastGelu": "x w",
+    "LongformerAttention": "x w", "DecoderMaskedSelfAttention": "x w", "PackedAttention": "x w", "GemmFloat8": "x w",
+}  # fmt: skip
 
 
 @looped("op", INSIDE)

@@ -50,11 +50,11 @@ def outcome_of(model: onnx.ModelProto, inputs: dict[str, Any], expected: list[An
 
 def outcomes(cases: Iterator[Case]) -> dict[str, dict[str, Any]]:
     """Returns the details of each model, by outcome and name."""
-    found: dict[str, dict[str, Any]] = {outcome: {} for outcome in ("same", "refused", "different", "unknown")}
+    by_outcome: dict[str, dict[str, Any]] = {outcome: {} for outcome in ("same", "refused", "different", "unknown")}
     for name, *case in cases:
         outcome, details = outcome_of(*case)
-        found[outcome][name] = details
-    return found
+        by_outcome[outcome][name] = details
+    return by_outcome
 
 
 def shipped(folder: str) -> Iterator[Case]:
@@ -97,20 +97,20 @@ def generated() -> Iterator[Case]:
     ("folder", "least"), [("pytorch-operator", 35), ("simple", 17), ("pytorch-converted", 79), ("light", 9)]
 )
 def test_models_that_onnx_ships_compute_what_they_did(folder: str, least: int) -> None:
-    found = outcomes(shipped(folder))
-    assert found["different"] == {}
-    assert all(name.endswith("_multiparam") for name in found["refused"])
-    assert all("its slopes were per channel; expected opset 7" in message for message in found["refused"].values())
-    assert len(found["same"]) >= least, found
+    by_outcome = outcomes(shipped(folder))
+    assert by_outcome["different"] == {}
+    assert all(name.endswith("_multiparam") for name in by_outcome["refused"])
+    assert all("its slopes were per channel; expected opset 7" in message for message in by_outcome["refused"].values())
+    assert len(by_outcome["same"]) >= least, by_outcome
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # onnx makes the cases when they are collected
 def test_a_model_of_every_op_computes_what_it_did() -> None:
-    found = outcomes(generated())
-    assert found["different"] == {}
-    assert set(found["refused"]) == {"test_scan_sum"}
-    assert len(found["same"]) > 2 * len(found["unknown"]), found
+    by_outcome = outcomes(generated())
+    assert by_outcome["different"] == {}
+    assert set(by_outcome["refused"]) == {"test_scan_sum"}
+    assert len(by_outcome["same"]) > 2 * len(by_outcome["unknown"]), by_outcome
 
 
 @pytest.mark.parametrize("name", ["pytorch-converted/test_Linear", "pytorch-operator/test_operator_addmm"])

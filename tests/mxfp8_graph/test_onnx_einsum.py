@@ -98,7 +98,7 @@ def test_an_einsum_that_is_a_matmul_is_rewritten(name: str, recipe: str) -> None
     "equation, order, n, rows",
     [("bsk,kn->bsn", "b h", (96,), 3), ("bsk,khd->bshd", "h b", (4, 24), 3), ("bsk,kn->bns", "h b", (96,), 96)],
 )
-def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
+def test_a_bias_is_absorbed_or_added_behind_the_reshape(
     equation: str, order: str, n: tuple[int, ...], rows: int
 ) -> None:
     w, b, x = integers(70, *n), integers(*n, seed=2), integers(2, rows, 70, seed=1)
@@ -176,7 +176,7 @@ def test_labels_of_two_activations_that_must_be_merged_are_kept_with_the_reason(
     assert refusal(proto).endswith("both operands are computed at run time; expected one label each for M, N and K")
 
 
-def test_attention_products_are_told_apart() -> None:
+def test_einsums_around_a_softmax_have_the_roles_of_scores_and_values() -> None:
     nodes = (
         "scores:Einsum x k>s|equation='bqhd,bkhd->bhqk'; Softmax s>p; "
         "values:Einsum p v>a|equation='bhqk,bkhd->bqhd'; Neg a>y"

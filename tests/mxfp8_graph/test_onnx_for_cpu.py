@@ -134,19 +134,18 @@ def test_stored_inputs_and_outputs_keep_their_dtype() -> None:
     nodes = "linear:MatMul x w>h; Add h bias>a; Relu a>y"
     proto = b.text_model(nodes, inputs=inputs, outputs=outputs, dtype=BF16, k=vector)
     proto.graph.initializer.append(numpy_helper.from_array(vector, "bias"))
-    x, found = normal(4, 64).astype(BF16), for_cpu(proto)
-    given, stated = (Session(found, kernels=True).run({"x": x, **more}) for more in ({}, {"bias": vector}))
-    assert (given["y"] == stated["y"]).all()
-    assert given["k"].dtype == BF16
-    assert (given["k"] == vector).all()
+    x, session = normal(4, 64).astype(BF16), Session(for_cpu(proto), kernels=True)
+    stored, stated = session.run({"x": x}), session.run({"x": x, "bias": vector})
+    assert (stored["y"] == stated["y"]).all()
+    assert stored["k"].dtype == BF16
+    assert (stored["k"] == vector).all()
 
 
 def test_an_input_that_is_an_output_is_not_cast() -> None:
     proto = b.matmul_model(dtype=BF16)
     proto.graph.output.append(proto.graph.input[0])
     x = normal(1, 2, 64).astype(BF16)
-    found = Session(for_cpu(proto), kernels=True).run({"x": x})
-    assert (found["x"] == x).all()
+    assert (Session(for_cpu(proto), kernels=True).run({"x": x})["x"] == x).all()
 
 
 def test_external_data_stays_external(tmp_path: Path) -> None:
@@ -227,10 +226,10 @@ def test_run_and_verify_take_a_copy_in_float32(original: Path, tmp_path: Path) -
     assert ran.timing.outputs["y"].dtype == BF16
     assert SAID in ran.note
     rewritten, _ = mxfp8_graph.rewrite(original, CPU, output=tmp_path / "cpu.onnx")
-    found = mxfp8_graph.verify(original, rewritten)
-    assert found.passed, found.failures
-    assert 0 < found.outputs[0].rewritten.relative_l2 < 0.06
-    assert f"{original} {SAID}" in found.notes[0]
+    report = mxfp8_graph.verify(original, rewritten)
+    assert report.passed, report.failures
+    assert 0 < report.outputs[0].rewritten.relative_l2 < 0.06
+    assert f"{original} {SAID}" in report.notes[0]
     rewritten, _ = mxfp8_graph.rewrite(original, Recipe(fuse=False), output=tmp_path / "any.onnx")
     with pytest.raises(BackendError, match=r"Relu.*; rewrite the original with --for cpu"):
         mxfp8_graph.verify(original, rewritten)

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
+import attention_models as models
 import numpy as np
 import onnx
 import pytest
-from attention_models import (
-    BATCH,
-    HEADS,
-    HIDDEN,
-    PAST,
-    ROWS,
-    SIZE,
-    attention,
-    check_same,
-    decoder,
-    feeds,
-    fused,
-    standard,
-)
+from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, check_same, decoder, feeds, fused
 from grids import looped
 from oracle import kinds, run
 from releases import release
@@ -39,7 +27,7 @@ def heads(name: str, perm: str = "[0,2,1,3]") -> str:
 TURNED_KEYS = "Transpose kh>k2|perm=[0,1,3,2]"
 GUARDED = "Softmax masked>w; IsNaN w>nan; Where nan zero w>weights"
 """A softmax behind which NaN is replaced by zero."""
-STATIC = {key: [BATCH, ROWS, HIDDEN] for key in "qkv"}
+STATIC = {**{name: [BATCH, ROWS, HIDDEN] for name in "qkv"}, "mask": [BATCH, 1, ROWS, ROWS]}
 FORMS: dict[str, onnx.ModelProto] = {
     "as BERT": attention(),
     "without a mask": attention(mask="", softmax="Softmax scaled>weights"),
@@ -81,6 +69,14 @@ FORMS: dict[str, onnx.ModelProto] = {
         merge="Reshape heads four>h; Transpose h>apart|perm=[0,2,1,3]; Reshape apart merged>a",
         constants={"four": [0, HEADS, -1, SIZE]},
     ),
+    "a number of heads that Reshape works out": attention(constants={"split": [0, 0, -1, SIZE]}),
+    "lengths that Reshape works out": attention(
+        constants={"split": [0, -1, HEADS, SIZE], "merged": [0, -1, HIDDEN]}
+    ),
+    "a batch that Reshape works out": attention(inputs=STATIC, constants={"merged": [-1, ROWS, HIDDEN]}),
+    "sizes that are stored": attention(
+        inputs=STATIC, constants={"split": [BATCH, ROWS, HEADS, SIZE], "merged": [BATCH, ROWS, HIDDEN]}
+    ),
     "the other axis for the last": attention(softmax="Softmax masked>weights|axis=3"),
 }  # fmt: skip
 
@@ -88,17 +84,16 @@ FORMS: dict[str, onnx.ModelProto] = {
 @looped("name", FORMS)
 def test_attention_becomes_one_node_and_gives_the_same(name: str) -> None:
     proto = FORMS[name]
-    result, found = fused(proto)
-    assert len(found) == 1
+    result, ops = fused(proto)
+    assert len(ops) == 1
     assert not kinds(result).keys() & {"Softmax", "MatMul", "IsNaN"}
-    assert (found[0]["q_num_heads"], found[0]["nan_guard"]) == (HEADS, int(name == "a guard against NaN"))
-    static = "three dimensions" in name
-    check_same(proto, feeds(proto) if static else feeds(proto, rows=3, keys=6))
+    assert (ops[0]["q_num_heads"], ops[0]["nan_guard"]) == (HEADS, int(name == "a guard against NaN"))
+    check_same(proto, feeds(proto, rows=3, keys=6))
 
 
 def test_the_inputs_of_the_node_are_the_projections() -> None:
-    result, (found,) = fused(attention())
-    assert found["inputs"][:4] == ["q", "k", "v", "mask"]
+    result, (op,) = fused(attention())
+    assert op["inputs"][:4] == ["q", "k", "v", "mask"]
     assert kinds(result) == {"Constant": 2, "MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
 
 
@@ -116,18 +111,18 @@ def test_values_are_rounded_where_the_recipe_rounds_activations(activations: str
 def test_rows_whose_keys_are_all_hidden_are_as_they_were() -> None:
     for name, expected in (("a condition and -Inf", np.isnan), ("a condition and lowest", np.isfinite)):
         proto = FORMS[name]
-        given = feeds(proto)
-        given["seen"][0, :, 2] = False
-        y, unfused = run(fused(proto)[0], given)[0], run(proto, given)[0]
+        inputs = feeds(proto)
+        inputs["seen"][0, :, 2] = False
+        y, unfused = run(fused(proto)[0], inputs)[0], run(proto, inputs)[0]
         assert expected(y[0, 2]).all()
         assert not np.isnan(y[0, :2]).any()
         if expected is np.isfinite:
             assert np.linalg.norm(y[0, 2] - unfused[0, 2]) < 0.05 * np.linalg.norm(unfused[0, 2])
     if release("onnxruntime") >= (1, 24):  # before, ONNX Runtime gives NaN for the standard op itself
-        given = feeds(STANDARD["a condition"])
-        given["bool_mask"][0, :, 2] = False
+        inputs = feeds(STANDARD["a condition"])
+        inputs["bool_mask"][0, :, 2] = False
         for model in (STANDARD["a condition"], fused(STANDARD["a condition"])[0]):
-            assert not run(model, given)[0][0, 2].any()
+            assert not run(model, inputs)[0][0, 2].any()
     proto = attention(softmax=GUARDED)
     hidden = np.zeros((BATCH, 1, ROWS, ROWS), F32)
     hidden[0, :, 2] = -np.inf
@@ -145,10 +140,10 @@ def test_attention_of_float16_is_fused_also_with_a_softmax_in_float32() -> None:
 
 def test_the_node_takes_the_past_and_makes_the_present() -> None:
     proto = decoder()
-    result, (found,) = fused(proto)
-    assert found["inputs"] == ["q", "k", "v", "mask", "past_k", "past_v"]
-    assert found["outputs"][1:] == ["kc", "vc"]
-    assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 2)
+    result, (op,) = fused(proto)
+    assert op["inputs"] == ["q", "k", "v", "mask", "past_k", "past_v"]
+    assert op["outputs"][1:] == ["kc", "vc"]
+    assert (op["q_num_heads"], op["kv_num_heads"]) == (4, 2)
     assert kinds(result) == {"MXFP8Attention": 1, "MXFP8WeightGemm": 1, "Neg": 1}
     check_same(proto, feeds(proto))
 
@@ -156,8 +151,8 @@ def test_the_node_takes_the_past_and_makes_the_present() -> None:
 def test_heads_that_are_repeated_in_another_order_stay_repeated() -> None:
     """Head 2 meets head 0 of the keys, not head 1."""
     proto = decoder(axis=1)
-    _, (found,) = fused(proto)
-    assert (found["q_num_heads"], found["kv_num_heads"]) == (4, 4)
+    _, (op,) = fused(proto)
+    assert (op["q_num_heads"], op["kv_num_heads"]) == (4, 4)
     check_same(proto, feeds(proto))
 
 
@@ -170,41 +165,41 @@ def test_a_present_that_another_node_reads_is_an_output_of_the_node() -> None:
 def test_a_present_that_the_mask_depends_on_stays_outside_of_the_node() -> None:
     mask = "ReduceMean kc inner>m; Transpose m>t|perm=[0,1,3,2]; ReduceMean t second>of_keys; Add scaled of_keys>masked"
     proto = decoder(mask=mask, constants={"inner": [3], "second": [1]})
-    _, (found,) = fused(proto)
-    assert found["outputs"][1:] == ["", ""]
-    assert not {"past_k", "past_v"} & set(found["inputs"])
+    _, (op,) = fused(proto)
+    assert op["outputs"][1:] == ["", ""]
+    assert not {"past_k", "past_v"} & set(op["inputs"])
     check_same(proto, feeds(proto))
 
 
 STANDARD: dict[str, onnx.ModelProto] = {
-    "plain": standard(),
-    "heads": standard(heads=True),
-    "scale": standard(scale=0.3),
-    "a mask": standard("q k v mask"),
-    "a condition": standard("q k v bool_mask"),
-    "a condition, heads": standard("q k v bool_mask", heads=True),
-    "causal": standard(is_causal=1),
-    "groups": standard(kv_num_heads=2, shapes={key: ["batch", "keys", HIDDEN // 2] for key in "kv"}),
-    "opset 24": standard("q k v mask", opset=24),
-    "present": standard(outputs="a pk pv"),
-    "past and present": standard("q k v - past_key past_value", "a pk pv"),
-    "mask, past and present": standard(
+    "plain": models.standard(),
+    "heads": models.standard(heads=True),
+    "scale": models.standard(scale=0.3),
+    "a mask": models.standard("q k v mask"),
+    "a condition": models.standard("q k v bool_mask"),
+    "a condition, heads": models.standard("q k v bool_mask", heads=True),
+    "causal": models.standard(is_causal=1),
+    "groups": models.standard(kv_num_heads=2, shapes={key: ["batch", "keys", HIDDEN // 2] for key in "kv"}),
+    "opset 24": models.standard("q k v mask", opset=24),
+    "present": models.standard(outputs="a pk pv"),
+    "past and present": models.standard("q k v - past_key past_value", "a pk pv"),
+    "mask, past and present": models.standard(
         "q k v all_mask past_key past_value", "a pk pv", shapes={"all_mask": ["batch", 1, "rows", "all"]}
     ),
-    "past, causal": standard("q k v - past_key past_value", "a pk pv", is_causal=1),
+    "past, causal": models.standard("q k v - past_key past_value", "a pk pv", is_causal=1),
 }
 
 
 @looped("name", STANDARD)
 def test_the_standard_op_is_one_node_and_gives_the_same(name: str) -> None:
     proto = STANDARD[name]
-    result, (found,) = fused(proto)
+    result, (op,) = fused(proto)
     assert "Attention" not in kinds(result)
-    assert found["inputs"][:3] == ["q", "k", "v"]
-    assert found["is_causal"] == int("causal" in name)
-    given = feeds(proto, rows=3, keys=6)
-    given |= {"all_mask": np.zeros((BATCH, 1, 3, 6 + PAST), F32)} if "all_mask" in given else {}
-    check_same(proto, given)
+    assert op["inputs"][:3] == ["q", "k", "v"]
+    assert op["is_causal"] == int("causal" in name)
+    inputs = feeds(proto, rows=3, keys=6)
+    inputs |= {"all_mask": np.zeros((BATCH, 1, 3, 6 + PAST), F32)} if "all_mask" in inputs else {}
+    check_same(proto, inputs)
 
 
 def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
@@ -214,8 +209,8 @@ def test_a_cache_in_front_of_a_causal_op_stays_there() -> None:
     values = "Attention q2 k2 v2>heads|is_causal=1"
     empty = dict.fromkeys(("scores", "scale", "mask", "softmax"), "")
     proto = attention(k=k, v=v, values=values, inputs=past, opset=23, **empty)
-    _, (found,) = fused(proto)
-    assert found["outputs"][1:] == ["", ""]
+    _, (op,) = fused(proto)
+    assert op["outputs"][1:] == ["", ""]
     check_same(proto, feeds(proto))
 
 
@@ -228,8 +223,8 @@ def test_a_fused_matmul_of_onnx_runtime_is_part_of_attention(turned: bool) -> No
     product.op_type, product.domain = "FusedMatMul", "com.microsoft"
     product.attribute.extend(onnx.helper.make_attribute(*each) for each in (("alpha", 0.3), ("transB", int(turned))))
     proto.opset_import.add(domain="com.microsoft", version=1)
-    _, (found,) = fused(proto)
-    assert found["scale"] == pytest.approx(0.3)
+    _, (op,) = fused(proto)
+    assert op["scale"] == pytest.approx(0.3)
     check_same(proto, feeds(proto, rows=3, keys=6))
     product.attribute.append(onnx.helper.make_attribute("transA", 1))
     assert not fused(proto)[1]
@@ -272,20 +267,20 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
     "a mask that makes more of one batch": attention(
         inputs={key: [1, "rows", HIDDEN] for key in "qkv"} | {"mask": ["batch", 1, "rows", "rows"]}
     ),
-    "the standard op's mask of one key": standard("q k v key_mask", shapes={"key_mask": [1, 1, "rows", 1]}),
-    "the standard op's mask of integers": standard(
+    "the standard op's mask of one key": models.standard("q k v key_mask", shapes={"key_mask": [1, 1, "rows", 1]}),
+    "the standard op's mask of integers": models.standard(
         "q k v int_mask", shapes={"int_mask": (np.int32, ["batch", 1, "rows", "keys"])}
     ),
-    "a soft cap of the standard op": standard(softcap=2.0),
-    "the standard op's scores": standard(outputs="a pk pv scores"),
+    "a soft cap of the standard op": models.standard(softcap=2.0),
+    "the standard op's scores": models.standard(outputs="a pk pv scores"),
 }  # fmt: skip
 
 
 @looped("name", NEAR_MISSES)
 def test_nodes_that_only_look_like_attention_are_left_alone(name: str) -> None:
     proto = NEAR_MISSES[name]
-    result, found = fused(proto)
-    assert not found
+    result, ops = fused(proto)
+    assert not ops
     kept = ("Softmax", "IsNaN", "MatMul", "Attention", "Transpose")
     before, after = kinds(proto), kinds(result)
     assert [after.get(op, 0) + (op == "MatMul") * after["MXFP8WeightGemm"] for op in kept] == [
@@ -295,8 +290,8 @@ def test_nodes_that_only_look_like_attention_are_left_alone(name: str) -> None:
 
 @looped("products", [{"attention_scores": True}, {"attention_values": True}, {"fp8_dpa": True}])
 def test_products_that_are_quantized_stay_gemms(products: dict[str, bool]) -> None:
-    result, found = fused(attention(), Recipe(min_dim=0, **products))
-    assert not found
+    result, ops = fused(attention(), Recipe(min_dim=0, **products))
+    assert not ops
     assert kinds(result)["MXFP8Gemm"] == 1 + (2 if "fp8_dpa" in products else 1)
 
 

@@ -43,47 +43,47 @@ def feeds(name: str, batch: int, tokens: int = 7) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(1)
     if "vit" in name:
         return {"pixel_values": rng.standard_normal((batch, 3, 64, 64)).astype(np.float32)}
-    given = {"input_ids": rng.integers(0, 99, (batch, tokens))}
+    inputs = {"input_ids": rng.integers(0, 99, (batch, tokens))}
     if "bert" in name:
-        given["attention_mask"] = np.ones_like(given["input_ids"])
-        given["attention_mask"][0, 4:] = 0
+        inputs["attention_mask"] = np.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][0, 4:] = 0
     if "llama" in name:
-        given |= {f"past.{i}.{kind}": np.zeros((batch, 2, 0, 16), np.float32)
+        inputs |= {f"past.{i}.{kind}": np.zeros((batch, 2, 0, 16), np.float32)
                   for i in range(LAYERS) for kind in ("key", "value")}  # fmt: skip
-    return given
+    return inputs
 
 
 def test_every_attention_of_an_export_is_one_node(rewritten: Rewritten) -> None:
     name, result = rewritten.name, rewritten.fused
-    found = [node for node in result.graph.node if node.op_type == "MXFP8Attention"]
-    assert len(found) == LAYERS
+    nodes = [node for node in result.graph.node if node.op_type == "MXFP8Attention"]
+    assert len(nodes) == LAYERS
     assert not kinds(result).keys() & {"Softmax", "Attention", "IsNaN"}
-    settings = [{a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in found]
+    settings = [{a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} for node in nodes]
     assert {s["nan_guard"] for s in settings} == {GUARDS[name]}
     assert {s["q_num_heads"] for s in settings} == {4}
     assert {s["kv_num_heads"] for s in settings} == {2 if "llama" in name else 4}
     assert [s["scale"] for s in settings] == pytest.approx([0.25] * LAYERS, rel=1e-6)
-    assert all(node.metadata_props for node in found) == ("older" not in name)
+    assert all(node.metadata_props for node in nodes) == ("older" not in name)
     onnx.checker.check_model(result, full_check=True)
 
 
 @pytest.mark.usefixtures("runtime")
 def test_an_export_gives_the_same_with_attention_fused(rewritten: Rewritten) -> None:
     batch = 1 if rewritten.name == "sharp_llama_23" else 3  # ONNX Runtime's RotaryEmbedding wants angles of each
-    given = feeds(rewritten.name, batch)
-    check_near(run(rewritten.unfused, given), run(rewritten.fused, given))
+    inputs = feeds(rewritten.name, batch)
+    check_near(run(rewritten.unfused, inputs), run(rewritten.fused, inputs))
 
 
 @pytest.mark.parametrize("rewritten", ["sharp_llama_18", "sharp_llama_23"], indirect=True)
 def test_a_cache_gives_the_same_over_several_steps(rewritten: Rewritten, monkeypatch: pytest.MonkeyPatch) -> None:
     for kernels in (False, True):
         monkeypatch.setattr(oracle.runtime, "kernels", kernels)
-        given = [feeds(rewritten.name, 1, tokens=5)] * 2
+        inputs = [feeds(rewritten.name, 1, tokens=5)] * 2
         for step in range(4):
             results = [
-                run(model, each) for model, each in zip((rewritten.unfused, rewritten.fused), given, strict=True)
+                run(model, each) for model, each in zip((rewritten.unfused, rewritten.fused), inputs, strict=True)
             ]
             check_near(*results)
             assert results[0][1].shape[2] == 5 + step
-            pasts = [dict(zip(list(given[0])[1:], result[1:], strict=True)) for result in results]
-            given = [{"input_ids": np.array([[7 * step]]), **past} for past in pasts]
+            pasts = [dict(zip(list(inputs[0])[1:], result[1:], strict=True)) for result in results]
+            inputs = [{"input_ids": np.array([[7 * step]]), **past} for past in pasts]

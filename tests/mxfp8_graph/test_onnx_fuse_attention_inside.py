@@ -61,7 +61,7 @@ def in_loop(proto: onnx.ModelProto, states: Mapping[str, tuple[str, list[Any]]])
     return proto
 
 
-def check(proto: onnx.ModelProto, fused: int, given: Mapping[str, np.ndarray]) -> onnx.ModelProto:
+def check(proto: onnx.ModelProto, fused: int, inputs: Mapping[str, np.ndarray]) -> onnx.ModelProto:
     """Fails unless so many attentions are fused, all inside, the report has each, and results are as without fusion.
 
     Where no attention is fused, the report has the reason that keeps its products.
@@ -72,16 +72,16 @@ def check(proto: onnx.ModelProto, fused: int, given: Mapping[str, np.ndarray]) -
     assert [fusion.kind for fusion in report.fusions].count("attention") == fused
     kept = {site.decision.site.role: site.decision.kind for site in report.kept}
     assert fused or kept["attention_scores"] == "role"
-    check_near(run(unfused, given), run(result, given))
+    check_near(run(unfused, inputs), run(result, inputs))
     return result
 
 
 @looped("yes, stored_inside, opset", pairwise(yes=[True, False], stored_inside=[True, False], opset=[21, 23]))
 def test_in_a_branch_it_is_one_node(yes: bool, stored_inside: bool, opset: int) -> None:
     proto = attention() if opset == 21 else standard("q k v bool_mask")
-    given = feeds(proto)
+    inputs = feeds(proto)
     proto = in_branch(proto, stored_inside=stored_inside)
-    check(proto, 1, {**given, "yes": np.array(yes)})
+    check(proto, 1, {**inputs, "yes": np.array(yes)})
 
 
 def test_heads_that_are_split_outside_are_read_as_they_were_before() -> None:
@@ -89,8 +89,8 @@ def test_heads_that_are_split_outside_are_read_as_they_were_before() -> None:
     v = [*split("v"), *steps("Transpose k2>k3|perm=[0,1,3,2]")]
     proto = attention(k=split("k"), v=v, scores="MatMul q2 k3>scores")
     for whole in (proto, attention()):
-        given = {**feeds(whole), "yes": np.array(True)}
-        result = check(in_branch(whole, outside=6), 1, given)
+        inputs = {**feeds(whole), "yes": np.array(True)}
+        result = check(in_branch(whole, outside=6), 1, inputs)
         assert [each.op_type for each in result.graph.node] == ["If"]
 
 
@@ -98,21 +98,21 @@ def test_heads_that_are_split_outside_are_read_as_they_were_before() -> None:
 def test_attention_that_begins_outside_and_ends_inside_is_left_alone(outside: int) -> None:
     """The border is behind the scores, the masked ones, the softmax or the values."""
     proto = attention()
-    given = {**feeds(proto), "yes": np.array(True)}
-    check(in_branch(proto, outside=outside), 0, given)
+    inputs = {**feeds(proto), "yes": np.array(True)}
+    check(in_branch(proto, outside=outside), 0, inputs)
 
 
 def test_weights_that_a_branch_returns_are_kept() -> None:
     proto = attention(outputs={"weights": ["batch", HEADS, "rows", "keys"]})
-    given = {**feeds(proto), "yes": np.array(True)}
-    check(in_branch(proto), 0, given)
+    inputs = {**feeds(proto), "yes": np.array(True)}
+    check(in_branch(proto), 0, inputs)
 
 
 @looped("heads", [HEADS, HEADS // 2])
 def test_branches_whose_values_have_the_same_names_are_fused_apart(heads: int) -> None:
     """With fewer heads, a name is of values of two shapes."""
     proto = attention()
-    given = feeds(proto)
+    inputs = feeds(proto)
     fewer = np.array([0, 0, heads, HIDDEN // heads])
     then, other = subgraph(proto.graph.node, "y"), subgraph(proto.graph.node, "y", other_split=fewer)
     for each in other.node:
@@ -122,29 +122,29 @@ def test_branches_whose_values_have_the_same_names_are_fused_apart(heads: int) -
     proto.graph.output[0].name = "result"
     proto.graph.input.append(value("yes", np.bool_, []))
     for yes in (True, False):
-        check(proto, 2, {**given, "yes": np.array(yes)})
+        check(proto, 2, {**inputs, "yes": np.array(yes)})
 
 
 @looped("opset", [21, 23])
 def test_in_a_loop_it_is_one_node(opset: int) -> None:
     """Each round's result is the next one's queries."""
     proto = attention() if opset == 21 else standard("q k v bool_mask")
-    given = feeds(proto)
-    check(in_loop(proto, {"q": ("y", ["batch", "rows", HIDDEN])}), 1, given)
+    inputs = feeds(proto)
+    check(in_loop(proto, {"q": ("y", ["batch", "rows", HIDDEN])}), 1, inputs)
 
 
 def test_a_cache_that_grows_in_a_loop_keeps_its_concats() -> None:
     """Lengths change from round to round, so it is unknown whether keys and values have the same."""
     proto = decoder(mask="", softmax="Softmax scaled>weights|axis=-1")
-    given = feeds(proto)
+    inputs = feeds(proto)
     shape = [2, 2, None, SIZE]
     states = {"past_k": ("kc", shape), "past_v": ("vc", shape), "q": ("y", [2, 5, HIDDEN])}
-    result = check(in_loop(proto, states), 1, given)
+    result = check(in_loop(proto, states), 1, inputs)
     (_, inside) = iter_graphs(result.graph)
     assert [each.op_type for each in inside.node].count("Concat") == 2
 
 
 def test_in_a_loop_in_a_branch_it_is_one_node() -> None:
     proto = attention()
-    given = {**feeds(proto), "yes": np.array(True)}
-    check(in_branch(in_loop(proto, {"q": ("y", ["batch", "rows", HIDDEN])})), 1, given)
+    inputs = {**feeds(proto), "yes": np.array(True)}
+    check(in_branch(in_loop(proto, {"q": ("y", ["batch", "rows", HIDDEN])})), 1, inputs)

@@ -76,7 +76,7 @@ def test_a_matmul_gives_the_product_of_its_quantized_operands(name: str) -> None
 
 
 @looped("shape", [(0, 5), (3, 0), (1, 1), (7, 3)])
-def test_dynamic_batch_and_sequence_even_empty(shape: tuple[int, int]) -> None:
+def test_a_dynamic_batch_and_sequence_may_be_empty(shape: tuple[int, int]) -> None:
     x = normal(*shape, 64)
     computes(matmul_model(64, 96, bias=True), expect(x, W.T, B).then(relu), x=x)
 

@@ -77,14 +77,14 @@ def test_a_language_model_has_embeddings_linears_and_an_output_projection() -> N
 
 def test_keys_that_a_matmul_reads_and_the_model_returns_are_no_output_projection() -> None:
     nodes = "k_proj:MatMul x square>k; Transpose k>kt; scores:MatMul x kt>s; Softmax s>p; values:MatMul p k>y"
-    found = roles(nodes, X, {"y": NARROW, "k": NARROW})
-    assert found == {"k_proj": LINEAR, "scores": "attention_scores", "values": "attention_values"}
+    actual = roles(nodes, X, {"y": NARROW, "k": NARROW})
+    assert actual == {"k_proj": LINEAR, "scores": "attention_scores", "values": "attention_values"}
     nodes = "k_proj:MatMul x square>k0; Concat past k0>k|axis=0; Transpose k>kt; scores:MatMul x kt>s; Neg s>y"
     inputs, outputs = {**X, "past": (F32, ["p", 64])}, {"y": (F32, ["m", "t"]), "k": (F32, ["t", 64])}
     assert roles(nodes, inputs, outputs)["k_proj"] == LINEAR
 
 
-def test_heads_and_linears_inside_branches() -> None:
+def test_matmuls_inside_branches_have_the_roles_of_matmuls_outside() -> None:
     heads = [choose("head:MatMul x w>t", "head2:MatMul x w2>e"), node("Softmax", "h", "y")]
     assert roles(heads, {**X, **YES}, {"y": WIDE}) == {"head": HEAD, "head2": HEAD}
     nodes = [choose("one:MatMul x square>t", "Identity x>e"), node("MatMul", "h square", "y", "two")]

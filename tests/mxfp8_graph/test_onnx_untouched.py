@@ -55,7 +55,9 @@ def documented() -> onnx.ModelProto:
     proto.opset_import.append(helper.make_opsetid("org.custom", 4))
     graph.node.append(node("Probe", "h", "probed", domain="org.custom", doc_string="unknown op"))
     proto.training_info.add().algorithm.name = "step"
-    cases = onnx.AttributeProto(name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[b.subgraph("Neg h>b")] * 2)
+    cases = onnx.AttributeProto(
+        name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[b.subgraph("Neg h>b"), b.subgraph("Abs h>c")]
+    )
     graph.node[-1].attribute.append(cases)
     return proto
 
@@ -70,7 +72,9 @@ def pair() -> Pair:
 
 
 DEVICES = {
+    "empty": "",
     "of no configuration of the model": "configuration_id: 'other'",
+    "an empty sharding": "configuration_id: 'two' sharding_spec {}",
     "a stage": "configuration_id: 'two' pipeline_stage: 1",
     "a sharding": "sharding_spec {tensor_name: 'h' device: 0 sharded_dim {axis: 0 simple_sharding {num_shards: 2}}}",
     "groups": "sharding_spec {tensor_name: 'h' device: -1 index_to_device_group_map {key: -1 value: 1}}",
@@ -284,14 +288,14 @@ def test_a_matmul_of_another_domain_is_no_site() -> None:
     assert [s.decision.site.name for s in report.sites] == ["layers.1.linear"]
 
 
-def test_a_long_chain_of_passive_ops_is_no_deeper_than_pythons_stack() -> None:
+def test_a_long_chain_of_ops_does_not_exceed_pythons_stack() -> None:
     nodes = [*steps("MatMul x w>h0"), *(node("Mul", f"h{i} c", f"h{i + 1}") for i in range(1500))]
     proto = text_model([*nodes, *steps("Identity h1500>y")], c=np.array(1, F32))
     _, report = mxfp8_graph.rewrite(proto, Recipe(name="r", rules=(Rule(op="MatMul"),)), dry_run=True)
     assert report.sites[0].decision.site.role == "output_projection"
 
 
-def test_a_chain_of_more_matmuls_than_pythons_stack_is_deep() -> None:
+def test_a_long_chain_of_matmuls_does_not_exceed_pythons_stack() -> None:
     rewritten, report = mxfp8_graph.rewrite(matmul_stack(1100))
     assert len(report.rewritten) == 1100
     _, again = mxfp8_graph.rewrite(rewritten)

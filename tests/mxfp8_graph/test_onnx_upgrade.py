@@ -193,14 +193,14 @@ def refusal(proto: onnx.ModelProto) -> str:
         ),
     ],
 )  # fmt: skip
-def test_what_the_converter_would_change_is_refused(each: Form, opset: int, needed: int, why: str) -> None:
+def test_a_node_that_the_converter_would_change_is_refused(each: Form, opset: int, needed: int, why: str) -> None:
     assert refusal(old_model([each], opset)[0]) == (
         f"node {each.label!r} ({each.op}): is of opset {opset}, and onnx's converter would change what it "
         f"computes: {why}; expected opset {needed} or above; export the model again"
     )
 
 
-def test_what_the_converter_refuses_is_refused() -> None:
+def test_an_error_of_the_converter_has_its_message() -> None:
     message = refusal(old_model([form("BatchNormalization", "image row row row row", spatial=0)], 8)[0])
     assert message.startswith("onnx's converter from opset 8 to 21 refuses it: ")
     assert message.endswith("; expected opset 21 or above; export the model again")

@@ -220,8 +220,8 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     path = save(chain_model((256, 512, 256)), tmp_path / "m.onnx")
     for choice in ("always", "never"):
         with files_of_at_most(50_000):
-            found = message(path, external_data=choice)
-        assert found == (
+            said = message(path, external_data=choice)
+        assert said == (
             f"{tmp_path / 'm.mxfp8.onnx'}: cannot be written: File too large; expected a writable folder with "
             "enough space; free some space or pass another path"
         )

@@ -221,10 +221,10 @@ def test_a_model_with_a_switch_per_site_runs_as_either_model(seed: int, ops: int
         inputs = switched.observe(feeds, [seen for seen in switched.observed if seen is not None])
         for on, model in ((False, graph), (True, rewritten)):
             expected = Session(model, kernels=True, execution=Execution(optimize=False)).run(feeds)
-            found = switched.run(feeds, [on] * len(report.rewritten))
-            assert found.keys() == expected.keys()
+            actual = switched.run(feeds, [on] * len(report.rewritten))
+            assert actual.keys() == expected.keys()
             for name, values in expected.items():
                 limit = 0.05 if values.dtype == np.float16 else 1e-4
-                assert difference(values, found[name]).relative_l2 <= limit, (name, on)
+                assert difference(values, actual[name]).relative_l2 <= limit, (name, on)
     sizes = {site.decision.site.k for site in report.rewritten}
     assert {x.shape[-1] for x in inputs} <= sizes
