@@ -31,7 +31,10 @@ def model(
     name: str = "test",
     checked: bool = True,
 ) -> ModelProto:
-    """Returns a checked model; inputs and outputs map names to (NumPy dtype, shape with dim_params as strings)."""
+    """Returns a model; inputs and outputs map names to (NumPy dtype, shape with dim_params as strings).
+
+    onnx.checker accepts it; not `checked` is a model whose functions `calling` adds.
+    """
     graph = helper.make_graph(
         list(nodes),
         name,
