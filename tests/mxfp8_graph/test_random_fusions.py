@@ -82,6 +82,11 @@ ATTENTIONS = {
     "an added mask": attention(),
     "a condition": attention(mask="Where seen scaled lowest>masked"),
     "shapes with -1": attention(constants={"split": [0, -1, HEADS, SIZE], "merged": [0, -1, HIDDEN]}),
+    "rows merged": attention(
+        merge="Transpose heads>apart|perm=[0,2,1,3]; Reshape apart flat>a",
+        constants={"flat": [-1, HIDDEN]},
+        outputs={"y": ["all", HIDDEN]},
+    ),
     "a cache": decoder(),
 }
 
