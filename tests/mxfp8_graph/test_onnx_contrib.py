@@ -6,12 +6,10 @@ Runtime gives for the original, to the bit, up to what stands behind the product
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 from builders import IR_VERSION, node, steps, value
 from grids import looped, pairwise
@@ -33,13 +31,13 @@ def integers(*shape: int, seed: int = 0) -> np.ndarray:
 
 
 def contrib_model(
-    nodes: list[onnx.NodeProto], inputs: dict[str, Any], weights: dict[str, np.ndarray], *, opset: int = 21
+    nodes: str | list[onnx.NodeProto], inputs: dict[str, Any], weights: dict[str, np.ndarray], *, opset: int = 21
 ) -> onnx.ModelProto:
-    """A model that returns y, of the rank of its first input; inputs map names to shapes, or to (dtype, shape)."""
+    """Returns a model of y, of the rank of its first input; inputs map names to shapes, or to (dtype, shape)."""
     first = next(iter(inputs.values()))
     typed = {name: spec if isinstance(spec, tuple) else (F32, spec) for name, spec in inputs.items()}
     graph = helper.make_graph(
-        nodes,
+        steps(nodes) if isinstance(nodes, str) else nodes,
         "contrib",
         [value(name, *spec) for name, spec in typed.items()],
         [value("y", F32, None if first is None else [None] * len(first))],
@@ -66,11 +64,10 @@ def gives_the_same(
     return report.sites[0].decision.site
 
 
-BINARY = [0, 1]
-OPS = ["FusedMatMul", "TransposeMatMul"]
-
-
-@looped("op, alpha, trans_a, trans_b", pairwise(op=OPS, alpha=[1.0, 0.125], trans_a=BINARY, trans_b=BINARY))
+@looped(
+    "op, alpha, trans_a, trans_b",
+    pairwise(op=["FusedMatMul", "TransposeMatMul"], alpha=[1.0, 0.125], trans_a=[0, 1], trans_b=[0, 1]),
+)
 def test_a_fused_matmul_with_a_static_right_side(op: str, alpha: float, trans_a: int, trans_b: int) -> None:
     w, x = integers(96, 70) if trans_b else integers(70, 96), integers(2, 70, 3) if trans_a else integers(2, 3, 70)
     settings = {"alpha": alpha, "transA": trans_a, "transB": trans_b}
@@ -79,15 +76,15 @@ def test_a_fused_matmul_with_a_static_right_side(op: str, alpha: float, trans_a:
     assert (site.op, site.role, site.n, site.k) == (op, "linear", 96, 70)
 
 
-@looped("trans_a", BINARY)
-def test_a_static_left_side(trans_a: int) -> None:
+@looped("trans_a", [0, 1])
+def test_a_fused_matmul_with_a_static_left_side(trans_a: int) -> None:
     w = integers(70, 96) if trans_a else integers(96, 70)
     proto = product("FusedMatMul", ["b", 70, "s"], w, "w x", transA=trans_a, alpha=0.5)
     gives_the_same(proto, {"Transpose": 2, **GEMM, "Neg": 1}, x=integers(2, 70, 3))
 
 
-@looped("trans_a", BINARY)
-def test_batches_that_do_not_come_first(trans_a: int) -> None:
+@looped("trans_a", [0, 1])
+def test_a_fused_matmul_whose_batches_do_not_come_first(trans_a: int) -> None:
     shape = (64, 4, 3) if trans_a else (3, 4, 64)
     attributes = {"transBatchA": 1, "transBatchB": 1, "transA": trans_a}
     proto = product("FusedMatMul", list(shape), integers(64, 4, 96), **attributes)
@@ -95,28 +92,26 @@ def test_batches_that_do_not_come_first(trans_a: int) -> None:
     assert (site.n, site.k) == (96, 64)
 
 
-def test_two_activations() -> None:
-    fused = node("FusedMatMul", "a b", "h", "product", domain=MICROSOFT, alpha=0.5, transB=1)
-    proto = contrib_model([fused, node("Neg", "h", "y")], {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
+def test_a_fused_matmul_of_two_activations() -> None:
+    nodes = "product:com.microsoft.FusedMatMul a b>h|alpha=0.5 transB=1; Neg h>y"
+    proto = contrib_model(nodes, {"a": [2, 3, 64], "b": [2, 40, 64]}, {})
     recipe, b = Recipe(name="all", rules=(Rule(op="FusedMatMul"),)), integers(2, 40, 64, seed=1)
-    nodes = {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
-    gives_the_same(proto, nodes, recipe, a=integers(2, 3, 64), b=b)
+    counts = {"MXFP8Quantize": 2, "MXFP8Gemm": 1, "Constant": 1, "Mul": 1, "Neg": 1}
+    gives_the_same(proto, counts, recipe, a=integers(2, 3, 64), b=b)
 
 
-def test_scores_are_recognised() -> None:
-    nodes = [
-        node("FusedMatMul", "q k", "s", "scores", domain=MICROSOFT, alpha=0.125, transB=1),
-        node("Softmax", "s", "p"),
-        node("FusedMatMul", "p v", "a", "values", domain=MICROSOFT),
-        node("Neg", "a", "y"),
-    ]
+def test_fused_matmuls_around_a_softmax_have_the_roles_of_scores_and_values() -> None:
+    nodes = (
+        "scores:com.microsoft.FusedMatMul q k>s|alpha=0.125 transB=1; Softmax s>p; "
+        "values:com.microsoft.FusedMatMul p v>a; Neg a>y"
+    )
     proto = contrib_model(nodes, {name: ["b", 2, "s", 64] for name in "qkv"}, {})
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
         mxfp8_graph.rewrite(proto)
     assert [d.site.role for d in caught.value.decisions] == ["attention_scores", "attention_values"]
 
 
-def test_what_is_kept_with_the_reason() -> None:
+def test_a_fused_op_that_cannot_be_read_is_kept_with_the_reason() -> None:
     proto = product("FusedMatMul", None, integers(64, 4, 96), transBatchA=1, transBatchB=1)
     assert refusal(proto).endswith("a rank is unknown; give it shape information")
     proto = product("FusedGemm", ["m", 64], integers(64, 96), activation="Mish")
@@ -135,8 +130,8 @@ ACTIVATIONS = {
 
 @looped("op", ACTIVATIONS)
 def test_a_fused_gemm_gets_its_activation_back(op: str) -> None:
-    given = {f"activation_{name}": number for name, number in ACTIVATIONS[op].items()}
-    settings = {"activation": op, "alpha": 0.125, "transB": 1, **given}
+    numbers = {f"activation_{name}": number for name, number in ACTIVATIONS[op].items()}
+    settings = {"activation": op, "alpha": 0.125, "transB": 1, **numbers}
     proto, x = product("FusedGemm", ["m", 64], integers(96, 64), "x w c", **settings), integers(3, 64)
     rewritten, report = rewrite(proto)
     assert kinds(rewritten) == {**GEMM, op: 1, "Neg": 1}
@@ -148,10 +143,9 @@ def test_a_fused_matmul_activation_gets_its_activation_back() -> None:
     """ONNX Runtime runs the op on DirectML alone; the reference is NumPy."""
     settings = {"activation": "LeakyRelu", "activation_alpha": 0.25, "alpha": 0.5, "transB": 1}
     rewritten, _ = rewrite(product("FusedMatMulActivation", ["m", 64], integers(96, 64), **settings))
-    x = integers(3, 64)
-    h = 0.5 * (x @ integers(96, 64).T)
     assert kinds(rewritten) == {**GEMM, "LeakyRelu": 1, "Neg": 1}
-    assert np.array_equal(run(rewritten, {"x": x})[0], -np.where(h < 0, 0.25 * h, h).astype(F32))
+    h = 0.5 * (integers(3, 64) @ integers(96, 64).T)
+    assert np.array_equal(run(rewritten, {"x": integers(3, 64)})[0], -np.where(h < 0, 0.25 * h, h).astype(F32))
 
 
 def test_an_activation_ends_an_output_projection() -> None:
@@ -164,15 +158,11 @@ def test_an_activation_ends_an_output_projection() -> None:
 
 
 @pytest.mark.parametrize("opset", [14, 21])
-def test_an_encoder_layer_of_fused_ops(opset: int) -> None:
-    nodes = [
-        node("MatMul", "x up", "h", "up"),
-        node("BiasGelu", "h b", "g", domain=MICROSOFT),
-        node("MatMul", "g down", "d", "down"),
-        node("SkipLayerNormalization", "d x s s", "n", domain=MICROSOFT),
-        node("LayerNormalization", "n s s", "l"),
-        node("SimplifiedLayerNormalization", "l s", "y"),
-    ]
+def test_linears_around_fused_ops_of_an_encoder_layer_are_rewritten(opset: int) -> None:
+    nodes = (
+        "up:MatMul x up>h; com.microsoft.BiasGelu h b>g; down:MatMul g down>d; "
+        "com.microsoft.SkipLayerNormalization d x s s>n; LayerNormalization n s s>l; SimplifiedLayerNormalization l s>y"
+    )
     weights = {"up": integers(64, 96) / 64, "down": integers(96, 64, seed=1) / 64}
     weights |= {"b": integers(96), "s": integers(64)}
     proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=opset)
@@ -186,27 +176,11 @@ def test_an_encoder_layer_of_fused_ops(opset: int) -> None:
     assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)
 
 
-def test_attention_without_weights() -> None:
-    nodes = [
-        *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
-        node("MultiHeadAttention", "q0 k0 v0", "a", domain=MICROSOFT, num_heads=4),
-        node("MatMul", "a o", "r", "o"),
-        node("Add", "x r", "y"),
-    ]
-    weights = {letter: integers(64, 64, seed=seed) / 32 for seed, letter in enumerate("qkvo")}
-    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights)
-    rewritten, report = rewrite(proto)
-    assert [entry.decision.site.role for entry in report.rewritten] == ["linear"] * 4
-    assert kinds(rewritten) == {"MXFP8Quantize": 2, "MXFP8Gemm": 4, "MultiHeadAttention": 1, "Add": 1}
-
-
 def test_a_cache_that_is_returned_makes_no_output_projection() -> None:
-    nodes = [
-        *(node("MatMul", f"x {letter}", f"{letter}0", letter) for letter in "qkv"),
-        node("GroupQueryAttention", "q0 k0 v0   n t", "a y z", domain=MICROSOFT, num_heads=4, kv_num_heads=4),
-        node("Neg", "a", "w"),
-    ]
-    nodes[3].input[:] = ["q0", "k0", "v0", "", "", "n", "t"]
+    nodes = (
+        "q:MatMul x q>q0; k:MatMul x k>k0; v:MatMul x v>v0; "
+        "com.microsoft.GroupQueryAttention q0 k0 v0 - - n t>a y z|num_heads=4 kv_num_heads=4; Neg a>w"
+    )
     weights = {letter: integers(64, 64, seed=seed) for seed, letter in enumerate("qkv")}
     inputs = {"x": ["b", "s", 64], "n": (np.int32, ["b"]), "t": (np.int32, [])}
     proto = contrib_model(nodes, inputs, weights)
@@ -216,22 +190,15 @@ def test_a_cache_that_is_returned_makes_no_output_projection() -> None:
 
 
 INSIDE = {
-    "DecoderAttention": "x x w v",
-    "LongformerAttention": "x w",
-    "DecoderMaskedSelfAttention": "x w",
-    "PackedAttention": "x w",
-    "MoE": "x x w",
-    "GatedRelativePositionBias": "x x x w",
-    "GemmFastGelu": "x w",
-    "GemmFloat8": "x w",
-}
+    "DecoderAttention": "x x w v", "MoE": "x x w", "GatedRelativePositionBias": "x x x w", "GemmFastGelu": "x w",
+    "LongformerAttention": "x w", "DecoderMaskedSelfAttention": "x w", "PackedAttention": "x w", "GemmFloat8": "x w",
+}  # fmt: skip
 
 
 @looped("op", INSIDE)
 def test_an_op_that_multiplies_inside_is_kept_and_named(op: str) -> None:
-    nodes = [node(op, INSIDE[op], "h", "fused", domain=MICROSOFT), node("Neg", "h", "y")]
-    used = {name for name in INSIDE[op].split() if name in "wv"}
-    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, {name: integers(64, 64) for name in sorted(used)})
+    weights = {name: integers(64, 64) for name in "vw" if name in INSIDE[op].split()}
+    proto = contrib_model(f"fused:com.microsoft.{op} {INSIDE[op]}>h; Neg h>y", {"x": ["b", "s", 64]}, weights)
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
         mxfp8_graph.rewrite(proto)
     (decision,) = caught.value.decisions
@@ -239,25 +206,3 @@ def test_an_op_that_multiplies_inside_is_kept_and_named(op: str) -> None:
     assert decision.reason == (
         f"{op} multiplies by it in a fused node; expected MatMul nodes; optimize the model without that fusion"
     )
-
-
-@pytest.mark.parametrize("level", ["ORT_ENABLE_EXTENDED", "ORT_ENABLE_ALL"])
-def test_what_onnx_runtime_saves_of_a_model_is_read(level: str, tmp_path: Path) -> None:
-    nodes = steps(
-        "up:MatMul x up>h; Div h two>e; down:MatMul e down>d; Add d b>z; Tanh z>t; ReduceMean t>m|axes=[1] keepdims=0; "
-        "head:Gemm m head c>g; Relu g>y"
-    )
-    weights = {name: integers(64, 64, seed=seed) / 64 for seed, name in enumerate(("up", "down", "head"))}
-    weights |= {"b": integers(64), "c": integers(64), "two": np.array(2, F32)}
-    proto = contrib_model(nodes, {"x": ["b", "s", 64]}, weights, opset=17)
-    proto.graph.output[0].type.tensor_type.shape.dim.pop()
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    rewritten, report = mxfp8_graph.rewrite(onnx.load(options.optimized_model_filepath))
-    assert sorted(entry.decision.site.op for entry in report.rewritten) == ["FusedGemm", "FusedMatMul", "MatMul"]
-    x = integers(2, 3, 64) / 8
-    result, original = run(rewritten, {"x": x})[0], run(proto, {"x": x})[0]
-    assert np.linalg.norm(result - original) < 0.12 * np.linalg.norm(original)

@@ -10,29 +10,24 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import onnx
-import onnx_ir as ir
 import pytest
-from builders import model, neg_model, node, steps, value, weight
+from builders import neg_model, text_model
 from grids import looped
-from onnx import helper
-from oracle import GEMM, expect, initializers, kinds, normal, refusal, relu, rewrite, run
+from oracle import GEMM, initializers, kinds, refusal, rewrite, run
+from test_onnx_contrib import integers
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
-from mxfp8_graph.onnx_pass import ops
-from mxfp8_graph.onnx_pass.forms import Form, Resolve
 
 F32 = np.float32
 
 pytestmark = pytest.mark.usefixtures("runtime")
 
 
-def integers(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).integers(-8, 9, shape).astype(F32)
-
-
 @dataclass
 class Case:
+    """An equation, the shapes of x and w, and the product that it is."""
+
     equation: str
     x: tuple[int, ...]
     w: tuple[int, ...]
@@ -84,7 +79,7 @@ WEIGHT_ONLY = ("linear", "transposed result", "weight first", "heads first", "on
 
 
 @looped("name, recipe", [*((n, "mxfp8") for n in CASES), *((n, "mxfp8-weight-only") for n in WEIGHT_ONLY)])
-def test_a_matmul_is_rewritten(name: str, recipe: str) -> None:
+def test_an_einsum_that_is_a_matmul_is_rewritten(name: str, recipe: str) -> None:
     case = CASES[name]
     inputs = "w x" if case.left else "x w"
     rewritten, report = rewrite(einsum_model(case.equation, case.x, case.w, inputs), recipe)
@@ -99,17 +94,17 @@ def test_a_matmul_is_rewritten(name: str, recipe: str) -> None:
     assert np.array_equal(run(rewritten, {"x": x})[0], expected)
 
 
-BIASES = [("bsk,kn->bsn", "b h", (96,), 3), ("bsk,khd->bshd", "h b", (4, 24), 3), ("bsk,kn->bns", "h b", (96,), 96)]
-
-
-@looped("equation, order, n, rows", BIASES)
-def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
+@looped(
+    "equation, order, n, rows",
+    [("bsk,kn->bsn", "b h", (96,), 3), ("bsk,khd->bshd", "h b", (4, 24), 3), ("bsk,kn->bns", "h b", (96,), 96)],
+)
+def test_a_bias_is_absorbed_or_added_behind_the_reshape(
     equation: str, order: str, n: tuple[int, ...], rows: int
 ) -> None:
-    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", order, "s"), node("Neg", "s", "y")]
     w, b, x = integers(70, *n), integers(*n, seed=2), integers(2, rows, 70, seed=1)
     y = -(np.einsum(equation, x, w) + b)
-    proto = model(nodes, {"x": (F32, ["b", "s", 70])}, {"y": (F32, [None] * y.ndim)}, {"w": w, "b": b})
+    nodes = f"linear:Einsum x w>h|equation={equation!r}; Add {order}>s; Neg s>y"
+    proto = text_model(nodes, ("b", "s", 70), [None] * y.ndim, w=w, b=b)
     rewritten, report = rewrite(proto)
     absorbed = equation == "bsk,kn->bsn"
     assert report.sites[0].decision.site.has_bias == absorbed
@@ -118,9 +113,8 @@ def test_a_bias_is_absorbed_or_added_behind_what_is_reshaped(
 
 
 def test_a_weight_that_a_matmul_uses_too_is_packed_once() -> None:
-    einsum = node("Einsum", "x w", "h", "einsum", equation="mk,kn->mn")
-    nodes = [einsum, *steps("MatMul x w>g; Sub h g>d; Neg d>y")]
-    proto = model(nodes, {"x": (F32, ["m", 70])}, {"y": (F32, ["m", 96])}, {"w": integers(70, 96)})
+    nodes = "Einsum x w>h|equation='mk,kn->mn'; MatMul x w>g; Sub h g>d; Neg d>y"
+    proto = text_model(nodes, ("m", 70), w=integers(70, 96))
     rewritten, report = rewrite(proto)
     assert [entry.decision.site.shared_with for entry in report.sites] == [1, 1]
     assert initializers(rewritten) == ["w_mxfp8", "w_mxfp8_scales"]
@@ -136,16 +130,15 @@ KEPT = {
 
 
 @looped("equation", KEPT)
-def test_what_is_no_matmul_is_kept_with_the_reason(equation: str) -> None:
+def test_an_einsum_that_is_no_matmul_is_kept_with_the_reason(equation: str) -> None:
     sizes = dict(zip("bmskn", (2, 3, 3, 40, 40), strict=True))
     x, w = (tuple(sizes[label] for label in term) for term in equation.partition("->")[0].split(","))
     assert refusal(einsum_model(equation, x, w)) == f"equation {equation!r}: {KEPT[equation]}"
 
 
 def test_three_operands_a_label_that_comes_twice_and_an_unknown_rank_are_kept() -> None:
-    three = node("Einsum", "x v w", "h", "linear", equation="mk,kj,jn->mn")
-    weights = {"v": integers(64, 64), "w": integers(64, 64)}
-    proto = model([three, node("Neg", "h", "y")], {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}, weights)
+    nodes = "linear:Einsum x v w>h|equation='mk,kj,jn->mn'; Neg h>y"
+    proto = text_model(nodes, y=("m", 64), v=integers(64, 64), w=integers(64, 64))
     assert refusal(proto) == "equation 'mk,kj,jn->mn': it has 3 operands; expected 2; split it"
     proto = einsum_model("mk,kn->mn", (3, 64), (64, 64))
     proto.graph.node[0].attribute[0].s = b"mk,kn->mnn"
@@ -155,17 +148,16 @@ def test_three_operands_a_label_that_comes_twice_and_an_unknown_rank_are_kept() 
     assert refusal(proto).endswith("the rank behind an ellipsis is unknown; give the model shape information")
 
 
-def test_one_operand_is_no_product() -> None:
-    nodes = [node("Einsum", "x", "t", equation="km->mk"), *steps("linear:MatMul t w>h; Neg h>y")]
-    proto = model(nodes, {"x": (F32, [64, 3])}, {"y": (F32, [3, 96])}, {"w": integers(64, 96)})
-    _, report = rewrite(proto)
+def test_an_einsum_of_one_operand_is_no_site() -> None:
+    nodes = "Einsum x>t|equation='km->mk'; linear:MatMul t w>h; Neg h>y"
+    _, report = rewrite(text_model(nodes, (64, 3), (3, 96)))
     assert [entry.decision.site.name for entry in report.sites] == ["linear"]
 
 
-def product(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> onnx.ModelProto:
+def of_activations(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> onnx.ModelProto:
+    """Returns y = -einsum(equation, x, b), x of the shape a."""
     y = np.einsum(equation, np.zeros(a), np.zeros(b)).shape
-    nodes = [node("Einsum", "a b", "h", "product", equation=equation), node("Neg", "h", "y")]
-    return model(nodes, {"a": (F32, a), "b": (F32, b)}, {"y": (F32, y)})
+    return text_model(f"product:Einsum x b>h|equation={equation!r}; Neg h>y", a, y, inputs={"b": (F32, b)})
 
 
 @looped("equation", ["bhqd,bhkd->bhqk", "bqhd,bkhd->bhqk"])
@@ -174,91 +166,22 @@ def test_a_rule_quantizes_two_activations_along_k(equation: str) -> None:
     if equation.startswith("bq"):
         a, b = (np.ascontiguousarray(each.swapaxes(1, 2)) for each in (a, b))
     recipe = Recipe(name="all", min_dim=1, rules=(Rule(op="Einsum"),))
-    rewritten, _ = rewrite(product(equation, a.shape, b.shape), recipe)
+    rewritten, _ = rewrite(of_activations(equation, a.shape, b.shape), recipe)
     assert kinds(rewritten)["MXFP8Quantize"] == 2
-    assert np.array_equal(run(rewritten, {"a": a, "b": b})[0], -np.einsum(equation, a, b))
+    assert np.array_equal(run(rewritten, {"x": a, "b": b})[0], -np.einsum(equation, a, b))
 
 
 def test_labels_of_two_activations_that_must_be_merged_are_kept_with_the_reason() -> None:
-    proto = product("bhqd,hkd->bhqk", (2, 3, 4, 64), (3, 5, 64))
+    proto = of_activations("bhqd,hkd->bhqk", (2, 3, 4, 64), (3, 5, 64))
     assert refusal(proto).endswith("both operands are computed at run time; expected one label each for M, N and K")
 
 
-def test_attention_products_are_told_apart() -> None:
-    nodes = [
-        node("Einsum", "q k", "s", "scores", equation="bqhd,bkhd->bhqk"),
-        node("Softmax", "s", "p"),
-        node("Einsum", "p v", "a", "values", equation="bhqk,bkhd->bqhd"),
-        node("Neg", "a", "y"),
-    ]
-    shape = (F32, ["b", "s", 2, 64])
+def test_einsums_around_a_softmax_have_the_roles_of_scores_and_values() -> None:
+    nodes = (
+        "scores:Einsum x k>s|equation='bqhd,bkhd->bhqk'; Softmax s>p; "
+        "values:Einsum p v>a|equation='bhqk,bkhd->bqhd'; Neg a>y"
+    )
+    shape = ["b", "s", 2, 64]
     with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-        mxfp8_graph.rewrite(model(nodes, dict.fromkeys("qkv", shape), {"y": shape}))
+        mxfp8_graph.rewrite(text_model(nodes, shape, shape, inputs=dict.fromkeys("kv", (F32, shape))))
     assert [decision.site.role for decision in caught.value.decisions] == ["attention_scores", "attention_values"]
-
-
-# --- One row of `OPS` is all that an op needs to be found, planned and replaced ---
-
-
-def einsum_form(einsum: ir.Node, resolve: Resolve) -> Form | None:
-    """Reads the one equation of these tests, x @ w.T."""
-    a, b = einsum.inputs
-    assert a is not None
-    assert b is not None
-    return Form(a=a, b=b, b_transposed=False) if einsum.attributes.get_string("equation") == "mk,nk->mn" else None
-
-
-def form_model(equation: str = "mk,nk->mn") -> onnx.ModelProto:
-    nodes = [node("Einsum", "x w", "h", "linear", equation=equation), node("Add", "h b", "hb"), node("Relu", "hb", "y")]
-    weights = {"w": weight(96, 64), "b": weight(96, seed=1)}
-    return model(nodes, {"x": (F32, ["batch", 64])}, {"y": (F32, ["batch", 96])}, weights)
-
-
-@pytest.fixture
-def einsum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops.OPS, ("", "Einsum"), ops.Op(product=einsum_form))
-
-
-@pytest.mark.usefixtures("einsum")
-def test_an_op_of_the_table_is_found_planned_and_replaced() -> None:
-    rewritten, report = rewrite(form_model())
-    site = report.sites[0].decision.site
-    assert (site.name, site.op, site.role, site.m, site.n, site.k) == ("linear", "Einsum", "linear", "batch", 96, 64)
-    assert site.has_bias
-    assert site.blocker is None
-    assert kinds(rewritten) == {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Relu": 1}
-    x = normal(3, 64)
-    expect(x, weight(96, 64), weight(96, seed=1)).then(relu).check(run(rewritten, {"x": x})[0])
-
-
-@pytest.mark.usefixtures("einsum")
-def test_a_function_that_holds_it_is_inlined() -> None:
-    body, imports = [node("Einsum", "a w", "r", "linear", equation="mk,nk->mn")], [helper.make_opsetid("", 21)]
-    proto = model([node("Relu", "x", "y")], {"x": (F32, [3, 64])}, {"y": (F32, [3, 96])}, {"w": weight(96, 64)})
-    proto.graph.node.insert(0, node("Linear", "x w", "h", domain="local"))
-    proto.graph.node[1].input[0] = "h"
-    proto.functions.append(helper.make_function("local", "Linear", ["a", "w"], ["r"], body, imports))
-    proto.opset_import.append(helper.make_opsetid("local", 1))
-    rewritten, report = rewrite(proto)
-    assert "inlined local functions: Linear" in report.notes
-    x = normal(3, 64)
-    expect(x, weight(96, 64)).then(relu).check(run(rewritten, {"x": x})[0])
-
-
-@pytest.mark.usefixtures("einsum")
-def test_a_form_may_leave_a_node_alone() -> None:
-    proto = form_model()
-    proto.graph.node.insert(0, node("Einsum", "x x", "other", equation="mk,nk->mn"))
-    proto.graph.node[0].attribute[0].s = b"mk,mk->mk"
-    _, report = rewrite(proto)
-    assert [entry.decision.site.name for entry in report.sites] == ["linear"]
-
-
-def test_an_op_that_is_not_in_the_table_is_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(ops.OPS, ("", "Einsum"))
-    proto = form_model()
-    proto.graph.node.extend([node("MatMul", "y v", "z", "second"), node("Neg", "z", "z2")])
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(weight(96, 64), "v"))
-    proto.graph.output.append(value("z2", F32, ["batch", 64]))
-    _, report = rewrite(proto)
-    assert [entry.decision.site.name for entry in report.sites] == ["second"]

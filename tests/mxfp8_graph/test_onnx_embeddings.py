@@ -1,19 +1,24 @@
-"""Lookups in tables: which Gathers become MXFP8Embedding, what they give, and why the others are kept."""
+"""Lookups in tables: which Gathers become MXFP8Embedding, why the others are kept, tables that a projection shares."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import builders as b
 import ml_dtypes
 import numpy as np
 import onnx
 import pytest
 from builders import Shape, language_model, model, node, steps, value, weight
 from grids import looped
-from onnx import helper, numpy_helper
-from oracle import initializers, kinds, quantized, reasons, refusal, rewrite, run
+from oracle import expect, initializers, kinds, quantized, reasons, refusal, rewrite, run
 
-from mxfp8_graph import Recipe, Rule
+import mxfp8_graph
+from mxfp8_graph import NothingEligibleError, Recipe, Rule
 
 F32, F16 = np.float32, np.float16
 TABLES = Recipe(name="tables", embeddings=True)
@@ -65,7 +70,7 @@ def test_a_gather_becomes_a_lookup_in_the_packed_table(dtype: Any) -> None:
 
 
 @looped("dtype", [F16, ml_dtypes.bfloat16])
-def test_its_dtype_stays(dtype: Any) -> None:
+def test_the_dtype_of_a_table_stays_that_of_its_rows(dtype: Any) -> None:
     nodes = steps("Gather table ids>h; Cast h>y|to=1")
     outputs, table = {"y": (F32, ["b", "n", 70])}, TABLE.astype(dtype)
     proto = model(nodes, {"ids": (np.int64, ["b", "n"])}, outputs, {"table": table})
@@ -83,7 +88,7 @@ def test_ids_of_unknown_rank_give_float16_through_a_cast() -> None:
     np.testing.assert_array_equal(y, quantized(constants["table"])[IDS].astype(F16).reshape(-1))
 
 
-def test_one_id_and_tables_behind_views_and_casts() -> None:
+def test_one_id_and_tables_behind_views_and_casts_are_looked_up() -> None:
     check(rewrite(lookup(ids=[]), TABLES)[0], TABLE, np.array(5))
     before, shape = "Reshape table shape>wide; Transpose wide>seen", {"shape": np.array([70, 96])}
     viewed = lookup(inputs="seen ids", before=before, constants=shape)
@@ -92,23 +97,16 @@ def test_one_id_and_tables_behind_views_and_casts() -> None:
     check(rewrite(cast, TABLES)[0], TABLE.astype(F16), IDS)
 
 
-def test_in_a_subgraph_and_in_a_function() -> None:
-    branches = {
-        f"{name}_branch": helper.make_graph(steps(text), name, [], [value("b", F32, ["n", 70])])
-        for name, text in (("then", "look:Gather table ids>b"), ("else", "Identity x>b"))
-    }
-    nodes = [node("If", "yes", "h", "if", **branches), node("Neg", "h", "y")]
+def test_a_lookup_in_a_subgraph_or_a_function_is_one_too() -> None:
+    nodes = [b.choose("look:Gather table ids>b", "Identity x>b"), node("Neg", "h", "y")]
     inputs = {"ids": (np.int64, ["n"]), "x": (F32, ["n", 70]), "yes": (np.bool_, [])}
     rewritten, report = rewrite(model(nodes, inputs, {"y": (F32, ["n", 70])}, {"table": TABLE}), TABLES)
-    assert report.sites[0].decision.site.subgraph == "if/then_branch"
+    assert report.sites[0].decision.site.subgraph == "choose/then_branch"
     (y,) = run(rewritten, {"ids": IDS[0], "x": np.zeros((2, 70), F32), "yes": np.array(True)})
     np.testing.assert_array_equal(y, -quantized(TABLE)[IDS[0]].astype(F32))
-    body, opsets = steps("look:Gather t i>r"), [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
-    function = helper.make_function("local", "Lookup", ["t", "i"], ["r"], body, opsets[:1])
-    nodes = [node("Lookup", "table ids", "h", domain="local"), node("Neg", "h", "y")]
-    tables = [numpy_helper.from_array(TABLE, "table")]
-    graph = helper.make_graph(nodes, "g", [value("ids", np.int64, ["n"])], [value("y", F32, ["n", 70])], tables)
-    proto = helper.make_model(graph, functions=[function], opset_imports=opsets, ir_version=10)
+    nodes, ends = steps("Lookup table ids>h; Neg h>y"), ({"ids": (np.int64, ["n"])}, {"y": (F32, ["n", 70])})
+    function = b.local_function("Lookup", "t i", "look:Gather t i>r")
+    proto = b.calling(model(nodes, *ends, {"table": TABLE}, checked=False), function)
     check(rewrite(proto, TABLES)[0], TABLE, IDS[0])
 
 
@@ -152,14 +150,13 @@ NO_LOOKUPS = {
 
 
 @looped("name", NO_LOOKUPS)
-def test_what_cannot_be_one_is_kept_with_the_reason(name: str) -> None:
+def test_a_lookup_that_cannot_be_packed_is_kept_with_the_reason(name: str) -> None:
     proto, reason = NO_LOOKUPS[name]
     assert refusal(proto, TABLES) == reason
 
 
 @looped("table", [np.arange(96), np.ones((96, 64), np.int64), weight(64), weight(96, 64, 64)])
-def test_what_is_clearly_none_is_no_site(table: np.ndarray) -> None:
-    """A shape, a table of ids, a vector, experts."""
+def test_a_gather_of_a_shape_of_ids_of_a_vector_or_of_experts_is_no_lookup(table: np.ndarray) -> None:
     nodes = steps("Gather table ids>h; linear:MatMul x w>m; Neg m>z")
     inputs = {"ids": (np.int64, ["n"]), "x": (F32, ["n", 64])}
     outputs = {"h": (table.dtype, [None] * table.ndim), "z": (F32, ["n", 96])}
@@ -167,7 +164,7 @@ def test_what_is_clearly_none_is_no_site(table: np.ndarray) -> None:
     assert list(reasons(report)) == ["linear"]
 
 
-def test_which_recipes_quantize_them() -> None:
+def test_embeddings_are_kept_unless_the_recipe_quantizes_them() -> None:
     _, report = rewrite(language_model())
     assert reasons(report)["Gather_tokens"] == reasons(report)["Gather_places"] == KEPT
     assert report.answer().startswith("Rewrote 2 of 3 matmuls and 0 of 2 embeddings")
@@ -177,3 +174,118 @@ def test_which_recipes_quantize_them() -> None:
     assert reasons(report)["Gather_places"] == KEPT
     rewritten, _ = rewrite(lookup(), Recipe(name="r", embeddings=True, activations="unchanged"))
     assert kinds(rewritten) == {"MXFP8Embedding": 1, "Neg": 1}
+
+
+# --- A table that an embedding and an output projection share ---
+
+TIED, ROW_IDS = weight(96, 64), np.array([3, 95, 0])
+BOTH = Recipe(name="both", embeddings=True, output_projections=True)
+
+HEADS = {
+    "MatMul": "Transpose table>head|perm=[1,0]; lm_head:MatMul e head>logits",
+    "Gemm transB": "lm_head:Gemm e table>logits|transB=1",
+    "MatMul of float32": "Cast table>wide|to=1; Transpose wide>head|perm=[1,0]; lm_head:MatMul e head>logits",
+    "two transposes": "Transpose table>there; Transpose there>back; lm_head:Gemm e back>logits|transB=1",
+}
+
+
+def tied(head: str = "MatMul", look: str = "wte:Gather table ids>e", table: np.ndarray = TIED) -> onnx.ModelProto:
+    """ids -> Gather -> lm_head -> logits, with one table for both."""
+    logits = F32 if "wide" in HEADS[head] else table.dtype, ["m", len(table)]
+    return model(steps(f"{look}; {HEADS[head]}"), {"ids": (np.int64, ["m"])}, {"logits": logits}, {"table": table})
+
+
+@looped("head", HEADS)
+def test_lookup_and_projection_share_one_packed_copy(head: str) -> None:
+    rewritten, report = rewrite(tied(head), BOTH)
+    assert initializers(rewritten) == ["table_mxfp8", "table_mxfp8_scales"]
+    assert kinds(rewritten) == {"MXFP8Embedding": 1, "MXFP8Quantize": 1, "MXFP8Gemm": 1}
+    assert [site.decision.site.shared_with for site in report.sites] == [1, 1]
+    rows = quantized(TIED)[ROW_IDS].astype(F32)
+    expect(rows, TIED).check(run(rewritten, {"ids": ROW_IDS})[0])
+
+
+def test_a_float16_table_and_its_float32_copy_are_one_weight() -> None:
+    proto = tied("MatMul of float32", "wte:Gather table ids>half; Cast half>e|to=1", TIED.astype(F16))
+    assert initializers(rewrite(proto, BOTH)[0]) == ["table_mxfp8", "table_mxfp8_scales"]
+
+
+@looped("settings", [{"weight_format": "e5m2"}, {"scale_rounding": "floor"}])
+def test_settings_that_differ_need_two_packed_copies(settings: dict[str, str]) -> None:
+    recipe = Recipe(name="two", embeddings=True, output_projections=True, rules=(Rule(name="wte", **settings),))
+    assert len(initializers(rewrite(tied(), recipe)[0])) == 4
+
+
+COPIES = "both copies are stored, and the file is larger than with neither quantized"
+COSTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "the embedding alone, by a rule": (
+        {"rules": (Rule(name="wte"),)}, "wte",
+        "rules.0: name='wte' -> quantize; its table is also the weight of 'lm_head', which is kept: "
+        f"{COPIES}; set output_projections: true to share one",
+    ),
+    "the projection alone": (
+        {"output_projections": True}, "lm_head",
+        "output projection, by recipe 'one'; its weight is also the table of 'wte', which is kept: "
+        f"{COPIES}; set embeddings: true to share one",
+    ),
+}  # fmt: skip
+
+
+@looped("case", COSTS)
+def test_the_reason_says_what_quantizing_one_of_them_costs(case: str) -> None:
+    fields, name, reason = COSTS[case]
+    rewritten, report = rewrite(tied(), Recipe(name="one", **fields))
+    assert reasons(report)[name] == reason
+    assert initializers(rewritten) == ["table", "table_mxfp8", "table_mxfp8_scales"]
+    assert (report.bytes_after or 0) > report.bytes_before
+
+
+@looped(
+    "fields, advice",
+    [
+        ({"embeddings": True}, "set output_projections: true to share one"),
+        ({"embeddings": True, "output_projections": True, "exclude": ("lm_head",)}, "see why"),
+    ],
+)
+def test_an_embedding_is_kept_whose_table_stays_for_the_projection(fields: dict[str, Any], advice: str) -> None:
+    with pytest.raises(NothingEligibleError) as raised:
+        rewrite(tied(), Recipe(name="one", **fields))
+    assert raised.value.decisions[0].reason == (
+        "embedding: its table is also the weight of 'lm_head', which is kept: packed alone it would make the file "
+        f"larger; {advice}"
+    )
+
+
+def test_unpack_gives_the_table_once() -> None:
+    weights = mxfp8_graph.unpack(rewrite(tied(), BOTH)[0])
+    assert list(weights) == ["table"]
+    np.testing.assert_array_equal(weights["table"].dequantize(), quantized(TIED).astype(F32))
+
+
+HELD_BYTES = """
+import sys
+from pathlib import Path
+import numpy as np
+from mxfp8_ops import ort
+
+sizes, sessions = [], []
+for path in sys.argv[1:]:  # the first one for the memory of the runtime itself
+    sessions.append(ort.session(path))
+    sessions[-1].run(None, {"ids": np.arange(4)})
+    sizes.append(1024 * int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0]))
+print(sizes[1] - sizes[0])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="needs /proc")
+def test_a_session_holds_the_table_once(tmp_path: Path) -> None:
+    paths = []
+    for rows in (96, 1 << 15):
+        proto = tied("Gemm transB", table=np.resize(weight(96, 1024), (rows, 1024)).astype(F16))
+        paths.append(b.save(mxfp8_graph.rewrite(proto, BOTH)[0], tmp_path / f"{rows}.onnx", external=True))
+    command = [sys.executable, "-c", HELD_BYTES, *map(str, paths)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    held = int(subprocess.run(command, stdout=subprocess.PIPE, check=True, env=environment).stdout) / (
+        (1 << 15) * (1024 + 32)
+    )
+    assert held <= 1.1, f"the session holds {held:.2f}x the packed table"

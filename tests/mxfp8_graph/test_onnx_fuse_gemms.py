@@ -1,17 +1,21 @@
-"""Activations and gates behind gemms become part of them; what is no such thing stays as it is."""
+"""Activations and gates behind gemms become part of them, other nodes stay; what is recorded and reported of that."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
-from builders import node, steps, weight
+from builders import chain_model, choose, language_model, node, steps, text_model, weight
 from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
 from grids import looped, pairwise
 from oracle import kinds
 
+import mxfp8_graph
+from mxfp8_graph import Recipe
+from mxfp8_graph.policy.recipe import recorded
 from mxfp8_ops.onnx_functions import settings_of
 
 pytestmark = pytest.mark.usefixtures("runtime")
@@ -87,20 +91,22 @@ def test_a_decomposed_gelu_is_one(epilogue: str, form: str) -> None:
     "op, attributes, epilogue",
     [("Gelu", {}, "gelu"), ("FastGelu", {}, "gelu_tanh"), ("QuickGelu", {"alpha": 1.0}, "silu")],
 )
-def test_ops_of_onnx_runtime(op: str, attributes: dict[str, Any], epilogue: str) -> None:
+def test_an_activation_op_of_onnx_runtime_is_part_of_the_gemm(
+    op: str, attributes: dict[str, Any], epilogue: str
+) -> None:
     proto = activated(node(op, "h", "y", domain=MICROSOFT, **attributes))
     fused, plain, _ = both_ways(proto)
     assert epilogue_of(fused) == epilogue
     check_same(proto, fused, plain)
 
 
-def test_constants_rounded_to_float16_are_those_of_gelu() -> None:
+def test_a_gelu_whose_constants_are_rounded_to_float16_is_one() -> None:
     text, numbers = GELU_TANH["cube by Pow"]
     fused, _, _ = both_ways(activated(*steps(text), dtype=np.float16, **numbers))
     assert epilogue_of(fused) == "gelu_tanh"
 
 
-def test_the_fused_gemm_is_the_gemm_that_reports_name() -> None:
+def test_the_fused_gemm_has_the_name_and_the_texts_of_the_gemm() -> None:
     proto = activated(node("Relu", "h", "y"))
     proto.graph.node[0].metadata_props.add(key="k", value="v")
     proto.graph.node[0].doc_string = "documented"
@@ -129,7 +135,7 @@ NEAR_MISSES = {
 
 
 @looped("case", NEAR_MISSES)
-def test_what_is_no_activation_of_a_gemm_stays(case: str) -> None:
+def test_nodes_that_are_no_activation_of_a_gemm_stay(case: str) -> None:
     fused, plain, report = both_ways(NEAR_MISSES[case])
     assert report.fusions == ()
     assert fused.graph == plain.graph
@@ -139,13 +145,6 @@ def test_a_gemm_that_onnx_runtime_may_run_in_float32_stays() -> None:
     _, plain, report = both_ways(activated(node("Relu", "h", "y"), dtype=np.float16), "mxfp8-weight-only")
     assert kinds(plain)["Cast"] == 1
     assert report.fusions == ()
-
-
-def test_a_scaled_relu_is_fused_up_to_the_relu() -> None:
-    proto = activated(*steps("Relu h>r; Mul r half>y"), half=0.5)
-    fused, plain, _ = both_ways(proto)
-    assert kinds(fused) == {"MXFP8Quantize": 1, "MXFP8FusedGemm": 1, "Mul": 1}
-    check_same(proto, fused, plain)
 
 
 def gated(product: str = "s u", up: str = "x", dtype: Any = F32, **more: Any) -> onnx.ModelProto:
@@ -183,10 +182,74 @@ def test_a_gate_that_may_be_repeated_or_run_in_float32_stays() -> None:
 
 
 @looped("up, kinds", [("x", ["gemm + silu", "gemm + silu + gate"]), ("z", ["gemm + silu"])])
-def test_values_of_unknown_rank_have_one_shape_if_one_activation_makes_both(up: str, kinds: list[str]) -> None:
+def test_a_gate_of_unknown_rank_is_fused_if_both_gemms_have_one_activation(up: str, kinds: list[str]) -> None:
     proto = gated(up=up, **({"inputs": {"x": ["batch", 64], "z": ["batch", 64]}} if up == "z" else {}))
     for value in list(proto.graph.input):
         proto.graph.node.insert(0, node("Reshape", f"{value.name}0 shape", value.name))
         value.name += "0"
     proto.graph.input.append(onnx.helper.make_tensor_value_info("shape", onnx.TensorProto.INT64, ["rank"]))
     assert kinds_fused(both_ways(proto)[2]) == kinds
+
+
+# --- What is recorded of fusions, and in which graphs there are any ---
+
+
+def record_of(proto: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in proto.metadata_props}
+
+
+def test_the_record_of_a_file_says_whether_nodes_were_fused() -> None:
+    proto, _ = mxfp8_graph.rewrite(language_model(), Recipe(fuse=False))
+    record = record_of(proto)["mxfp8_graph.recipe"]
+    assert "fuse" not in json.loads(record)
+    assert recorded(record) == Recipe(fuse=False)
+    assert {f.name for f in proto.functions} == {"MXFP8Gemm", "MXFP8Quantize"}
+    proto, _ = mxfp8_graph.rewrite(chain_model())
+    assert recorded(record_of(proto)["mxfp8_graph.recipe"]) == Recipe(name="mxfp8")
+    assert {f.name for f in proto.functions} == {"MXFP8FusedGemm", "MXFP8Gemm", "MXFP8Quantize"}
+
+
+def test_a_rewritten_model_that_differs_in_fusion_has_a_note() -> None:
+    packed, _ = mxfp8_graph.rewrite(chain_model(), Recipe(name="mxfp8", fuse=False))
+    again, report = mxfp8_graph.rewrite(packed)
+    assert again is packed
+    assert report.already_rewritten
+    assert report.notes == ("it was rewritten without fusion; rewrite the original to change that",)
+    packed, _ = mxfp8_graph.rewrite(chain_model())
+    assert mxfp8_graph.rewrite(packed)[1].notes == ()
+    (note,) = mxfp8_graph.rewrite(packed, Recipe(name="mxfp8", fuse=False))[1].notes
+    assert note.startswith("it was rewritten with fusion")
+
+
+def test_a_report_names_what_is_fused() -> None:
+    for dry_run in (True, False):
+        _, report = mxfp8_graph.rewrite(chain_model(), dry_run=dry_run)
+        assert kinds_fused(report) == ["gemm + relu"] * 2
+        assert ("fused", "2 gemm + relu") in report.facts()
+    assert "layers.0.relu" in report.to_html()
+
+
+def branches(text: str) -> onnx.ModelProto:
+    """Returns y = relu(x @ v) plus a branch, of the same text in both."""
+    nodes = [*steps("outer:MatMul x v>o; Relu o>p"), choose(text, text, "y0", yes="c"), *steps("Add y0 p>y")]
+    weights = {"w": weight(64, 64), "v": weight(64, 64, seed=1)}
+    return text_model(nodes, y=("m", 64), inputs={"c": (np.bool_, [])}, **weights)
+
+
+def test_gemms_in_branches_are_fused() -> None:
+    fused, report = mxfp8_graph.rewrite(branches("inner:MatMul x w>h; Relu h>r"))
+    assert kinds_fused(report) == ["gemm + relu"] * 3
+    (choice,) = (n for n in fused.graph.node if n.op_type == "If")
+    assert all(kinds(a.g) == {"MXFP8Quantize": 1, "MXFP8FusedGemm": 1} for a in choice.attribute)
+
+
+def test_a_sum_that_a_branch_reads_is_not_fused() -> None:
+    _, report = mxfp8_graph.rewrite(branches("Relu o>r"))
+    assert report.fusions == ()
+
+
+def test_a_chain_gives_the_same_with_and_without_fusion() -> None:
+    proto = chain_model((64, 128, 96, 64))
+    fused, plain, report = both_ways(proto)
+    assert kinds_fused(report) == ["gemm + relu"] * 3
+    check_same(proto, fused, plain, limit=0.02)  # elements in between may be rounded to the other side

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,15 +45,6 @@ def bert(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Bert:
     return Bert(path, *SIZES[request.param])
 
 
-@contextmanager
-def no_warnings() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def check_outputs(bert: Bert, original: Path, rewritten: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [value.name for value in onnx.load(bert.path, load_external_data=False).graph.input]
     ids = np.random.default_rng(0).integers(0, 500, (2, 16))
@@ -71,13 +59,14 @@ def check_outputs(bert: Bert, original: Path, rewritten: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 it makes no Attention of this")
-def test_the_transformers_optimizer(bert: Bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_that_the_transformers_optimizer_fused_are_rewritten(
+    bert: Bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It puts Q, K and V into one Attention per block."""
     optimizer = pytest.importorskip("onnxruntime.transformers.optimizer", exc_type=ImportError)
     optimized = tmp_path / "optimized.onnx"
-    with no_warnings():
-        model = optimizer.optimize_model(str(bert.path), "bert", num_heads=bert.heads, hidden_size=bert.hidden)
-        model.save_model_to_file(str(optimized))
+    model = optimizer.optimize_model(str(bert.path), "bert", num_heads=bert.heads, hidden_size=bert.hidden)
+    model.save_model_to_file(str(optimized))
     rewritten, report = mxfp8_graph.rewrite(optimized, output=tmp_path / "mxfp8.onnx")
     sites = Counter((entry.decision.site.op, entry.decision.site.n) for entry in report.rewritten)
     assert sites == {
@@ -90,7 +79,9 @@ def test_the_transformers_optimizer(bert: Bert, tmp_path: Path, monkeypatch: pyt
     check_outputs(bert, optimized, rewritten, monkeypatch)
 
 
-def test_a_session_that_saves_its_model(bert: Bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_of_a_model_that_a_session_saved_are_rewritten(
+    bert: Bert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved, options = tmp_path / "saved.onnx", onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED

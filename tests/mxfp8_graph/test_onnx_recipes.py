@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import model, neg_model, steps, weight
+from builders import neg_model, text_model, weight
 from grids import looped, pairwise
 from oracle import Expected, computes, expect, kinds, normal, reasons, relu, rewrite, run
 
@@ -15,7 +15,6 @@ from mxfp8_graph import Recipe, Rule
 from mxfp8_ops import contract
 
 F32, F16, BF16 = np.float32, np.float16, ml_dtypes.bfloat16
-X, Y = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 64])}
 SEEN_AS: dict[str, Any] = {
     "mxfp8": {},
     "mxfp8-bf16": {"formats": ("bfloat16", "e4m3")},
@@ -30,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("runtime")
     "activations, weights, rounding",
     pairwise(activations=["e4m3", "e5m2"], weights=["e4m3", "e5m2"], rounding=["ceil", "floor", "even"]),
 )
-def test_formats_and_rounding_are_those_of_the_recipe(activations: str, weights: str, rounding: str) -> None:
+def test_a_gemm_has_the_formats_and_the_rounding_of_the_recipe(activations: str, weights: str, rounding: str) -> None:
     recipe, x = Recipe(activations=activations, weight_format=weights, scale_rounding=rounding), normal(3, 64)
     y = expect(x, weight(64, 96).T, formats=(activations, weights), scale_rounding=rounding).then(np.negative)
     computes(neg_model("MatMul", ("m", 64), ("m", 96), {"w": weight(64, 96)}), y, recipe=recipe, x=x)
@@ -38,7 +37,7 @@ def test_formats_and_rounding_are_those_of_the_recipe(activations: str, weights:
 
 def test_a_rule_overrides_the_recipe_for_its_sites() -> None:
     weights, x = {"w": weight(64, 96), "v": weight(96, 64, seed=1)}, normal(3, 64)
-    proto = model(steps("one:MatMul x w>a; Relu a>b; two:MatMul b v>c; Neg c>y"), X, Y, weights)
+    proto = text_model("one:MatMul x w>a; Relu a>b; two:MatMul b v>c; Neg c>y", y=("m", 64), **weights)
     rule = Rule(name="two", activations="unchanged", weight_format="e5m2", scale_rounding="floor")
     rewritten, report = rewrite(proto, Recipe(name="r", rules=(rule,)))
     nodes = {"MXFP8Quantize": 1, "MXFP8Gemm": 1, "Relu": 1, "MXFP8WeightGemm": 1, "Neg": 1}
@@ -82,14 +81,12 @@ def test_weight_only_leaves_activations_alone_and_bfloat16_rounds_them(recipe: s
 
 
 @looped("before, recipe", pairwise(before=["Softmax", "Abs", "Gelu"], recipe=list(SEEN_AS)))
-def test_float16_between_ops_that_onnx_runtime_has_in_float32_only(before: str, recipe: str) -> None:
-    """It runs such a node in float32 too, whatever its output_dtype says."""
-    nodes, w = steps(f"{before} x>s; linear:MatMul s w>h; Neg h>y"), weight(64, 96, dtype=F16)
-    half = {"x": (F16, ["m", 64])}
-    rewritten, _ = rewrite(model(nodes, half, {"y": (F16, ["m", 96])}, {"w": w}), recipe)
-    x = normal(3, 64, dtype=F16)
+def test_float16_is_right_beside_ops_that_onnx_runtime_has_in_float32_only(before: str, recipe: str) -> None:
+    """ONNX Runtime runs the gemm in float32 too, whatever its output_dtype says."""
+    w, x = weight(64, 96, dtype=F16), normal(3, 64, dtype=F16)
+    rewritten, _ = rewrite(text_model(f"{before} x>s; linear:MatMul s w>h; Neg h>y", dtype=F16), recipe)
     result = run(rewritten, {"x": x})[0]
-    seen = run(model(nodes[:1], half, {"s": (F16, ["m", 64])}), {"x": x})[0]
+    seen = run(text_model(f"{before} x>y", y=("m", 64), dtype=F16), {"x": x})[0]
     y = expect(seen, w.T, **SEEN_AS[recipe], dtype="float16").then(np.negative)
     # ONNX Runtime may leave out the roundings to float16 around a node it runs in float32.
     slack = {"mxfp8": 2.0**-4, "mxfp8-bf16": 2.0**-8}.get(recipe, 2.0**-10)

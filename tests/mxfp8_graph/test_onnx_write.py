@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import sys
-import textwrap
+import shutil
 from pathlib import Path
 from typing import Any
 
+import builders as b
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, language_model, matmul_model, node, save, value, weight
+from builders import chain_model, language_model, matmul_model, model, node, save, steps, weight
 from full_disk import files, files_of_at_most
-from onnx import external_data_helper, helper, numpy_helper
-from oracle import check_well_formed, expect, normal, relu, run
+from grids import looped
+from onnx import external_data_helper, numpy_helper
+from oracle import expect, normal, run
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass import save as onnx_save
@@ -45,132 +43,91 @@ def check_result(path: Path, source: onnx.ModelProto) -> None:
         np.testing.assert_array_equal(got, expected)
 
 
-class TestExternalData:
-    @pytest.mark.parametrize("source", [False, True])
-    def test_where_tensors_go(self, tmp_path, source):
-        proto = language_model()
-        path = save(proto, tmp_path / "m.onnx", external=source)
-        for choice, external in (("auto", source), ("always", True), ("never", False)):
-            out, report = mxfp8_graph.rewrite(path, output=tmp_path / f"{choice}.onnx", external_data=choice)
-            assert (tmp_path / f"{choice}.onnx.data").exists() == external, choice
-            content = onnx.load(out, load_external_data=False)
-            big = {t.name: t for t in content.graph.initializer if math.prod(t.dims) > 4096}
-            assert all((t.data_location == onnx.TensorProto.EXTERNAL) == external for t in big.values()), choice
-            assert report.bytes_after == sum(p.stat().st_size for p in tmp_path.glob(f"{choice}.onnx*"))
-            check_result(out, proto)
-            before, after = (
-                {
-                    t.name: numpy_helper.to_array(t).tobytes()
-                    for t in m.graph.initializer
-                    if not t.name.startswith("ffn")
-                }
-                for m in (proto, onnx.load(out))
-            )
-            assert before.items() <= after.items(), choice
-
-    def test_external_tensors_start_at_page_boundaries_so_that_they_can_be_mapped(self, tmp_path):
-        path = save(chain_model((33, 65, 97)), tmp_path / "m.onnx", external=True)
-        out, _ = mxfp8_graph.rewrite(path)
-        tensors = onnx.load(out, load_external_data=False).graph.initializer
-        info = [external_data_helper.ExternalDataInfo(t) for t in tensors]
-        assert len(info) == 4
-        assert all(i.location == "m.mxfp8.onnx.data" and i.offset % 4096 == 0 for i in info)
-        assert [i.length for i in info] == [65 * 33, 65 * 2, 97 * 65, 97 * 3]
-
-    def test_a_weight_far_behind_4_gib_of_a_sparse_file(self, tmp_path):
-        path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
-        data, offset = tmp_path / "m.onnx.data", 5 << 30
-        content = data.read_bytes()
-        with data.open("r+b") as file:
-            file.truncate(0)
-            file.seek(offset)
-            file.write(content)
-        if data.stat().st_blocks * 512 > 1 << 20:
-            pytest.skip("this file system has no sparse files")
-        proto = onnx.load(path, load_external_data=False)
-        (entry,) = (each for each in proto.graph.initializer[0].external_data if each.key == "offset")
-        entry.value = str(offset)
-        path.write_bytes(proto.SerializeToString())
-        check_result(mxfp8_graph.rewrite(path)[0], matmul_model(64, 96))
-
-    def test_data_without_offset_and_length_in_a_folder_below_the_model(self, tmp_path):
-        (tmp_path / "weights").mkdir()
-        path = tmp_path / "m.onnx"
-        onnx.save(matmul_model(64, 96), path, save_as_external_data=True, location="weights/w.bin", size_threshold=0)
-        proto = onnx.load(path, load_external_data=False)
-        entries = proto.graph.initializer[0].external_data
-        del entries[next(i for i, entry in enumerate(entries) if entry.key == "location") + 1 :]
-        assert [entry.key for entry in entries] == ["location"]
-        path.write_bytes(proto.SerializeToString())
-        out, _ = mxfp8_graph.rewrite(path)
-        assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx", "weights"]
-        check_result(out, matmul_model(64, 96))
-
-    @pytest.mark.parametrize(
-        ("where", "choice"), [("constant", "always"), ("subgraph", "never"), ("function", "always")]
-    )
-    def test_external_tensors_outside_the_main_graph_follow(self, tmp_path, choice, where):
-        """In another folder, from a data file that is called as the new one will be."""
-        addend = np.arange(96, dtype=F32)
-        tensor = numpy_helper.from_array(addend, "c")
-        constant, functions = helper.make_node("Constant", [], ["c"], value=tensor), []
-        nodes = [node("MatMul", "x w", "h", "linear")]
-        if where == "constant":
-            nodes += [node("Relu", "h", "h2"), constant, node("Add", "h2 c", "y")]
-        elif where == "subgraph":
-            branch = helper.make_graph([node("Sum", "h c", "b")], "b", [], [value("b", F32, [3, 96])], [tensor])
-            nodes += [helper.make_node("If", ["yes"], ["y"], "if", then_branch=branch, else_branch=branch)]
-        else:
-            body = [constant, node("Sum", "a c", "r")]
-            functions.append(helper.make_function("local", "Shift", ["a"], ["r"], body, [helper.make_opsetid("", 21)]))
-            nodes += [node("Shift", "h", "y", domain="local")]
-        ends = [value("x", F32, [3, 64])], [value("y", F32, [3, 96])]
-        weights = [numpy_helper.from_array(weight(64, 96), "w"), numpy_helper.from_array(np.array(True), "yes")]
-        imports = [helper.make_opsetid("", 21), helper.make_opsetid("local", 1)]
-        graph = helper.make_graph(nodes, "g", *ends, weights)
-        proto = helper.make_model(graph, functions=functions, ir_version=10, opset_imports=imports)
-        (tmp_path / "in").mkdir()
-        (tmp_path / "out").mkdir()
-        path = tmp_path / "in" / "m.onnx"
-        _make_external(proto, path)
-        recipe = mxfp8_graph.Recipe(name="mxfp8", output_projections=True)
-        out, _ = mxfp8_graph.rewrite(path, recipe, output=tmp_path / "out" / "m.onnx", external_data=choice)
-        for p in (tmp_path / "in").iterdir():
-            p.unlink()
-        x = normal(3, 64)
-        y = expect(x, weight(64, 96).T)
-        y = y.then(relu) if where == "constant" else y
-        type(y)(y.y + addend, y.bound).check(run(str(out), {"x": x})[0], roundings=1)
-
-    def test_no_room_in_one_protobuf_file_turns_auto_into_external_and_never_is_refused(self, tmp_path, monkeypatch):
-        path = save(matmul_model(64, 96), tmp_path / "m.onnx")
-        monkeypatch.setattr(onnx_save, "INLINE_LIMIT", 5_000)
-        out = tmp_path / "m.mxfp8.onnx"
-        assert message(path, external_data="never") == (
-            f"{out}: the model does not fit into one protobuf file (2 GB); expected external data; "
-            'pass external_data="always"'
-        )
-        assert files(tmp_path) == ["m.onnx"]
-        mxfp8_graph.rewrite(path)
-        assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
-        check_result(out, matmul_model(64, 96))
-
-    def test_a_proto_can_go_to_a_file_and_always_needs_one(self, tmp_path):
-        assert message(matmul_model(), external_data="always") == (
-            "model: external_data 'always' without an output; expected a path to put it next to; pass output"
-        )
-        out, report = mxfp8_graph.rewrite(matmul_model(), output=tmp_path / "o.onnx", external_data="always")
-        assert out == tmp_path / "o.onnx"
-        assert report.output == str(out)
-        check_result(out, matmul_model())
+@pytest.mark.parametrize("source", [False, True])
+def test_tensors_go_where_external_data_says(tmp_path: Path, source: bool) -> None:
+    proto = language_model()
+    path = save(proto, tmp_path / "m.onnx", external=source)
+    for choice, external in (("auto", source), ("always", True), ("never", False)):
+        out, report = mxfp8_graph.rewrite(path, output=tmp_path / f"{choice}.onnx", external_data=choice)
+        assert (tmp_path / f"{choice}.onnx.data").exists() == external, choice
+        content = onnx.load(out, load_external_data=False)
+        big = {t.name: t for t in content.graph.initializer if math.prod(t.dims) > 4096}
+        assert all((t.data_location == onnx.TensorProto.EXTERNAL) == external for t in big.values()), choice
+        assert report.bytes_after == sum(p.stat().st_size for p in tmp_path.glob(f"{choice}.onnx*"))
+        check_result(out, proto)
 
 
-def _make_external(proto: onnx.ModelProto, path: Path) -> None:
-    """Moves every float tensor, wherever it is, to m.onnx.data."""
-    graphs = list(iter_graphs(proto.graph))
-    nodes = [node for part in (*graphs, *proto.functions) for node in part.node]
-    constants = [attribute.t for node in nodes for attribute in node.attribute if attribute.HasField("t")]
-    tensors = [*(tensor for graph in graphs for tensor in graph.initializer), *constants]
+def test_external_tensors_start_at_page_boundaries(tmp_path: Path) -> None:
+    path = save(chain_model((33, 65, 97)), tmp_path / "m.onnx", external=True)
+    out, _ = mxfp8_graph.rewrite(path)
+    tensors = onnx.load(out, load_external_data=False).graph.initializer
+    info = [external_data_helper.ExternalDataInfo(t) for t in tensors]
+    assert len(info) == 4
+    assert all(i.location == "m.mxfp8.onnx.data" and i.offset % 4096 == 0 for i in info)
+    assert [i.length for i in info] == [65 * 33, 65 * 2, 97 * 65, 97 * 3]
+
+
+def test_a_weight_behind_4_gib_of_a_file_is_read(tmp_path: Path) -> None:
+    path = save(matmul_model(64, 96), tmp_path / "m.onnx", external=True)
+    data, offset = tmp_path / "m.onnx.data", 5 << 30
+    content = data.read_bytes()
+    with data.open("r+b") as file:
+        file.truncate(0)
+        file.seek(offset)
+        file.write(content)
+    if data.stat().st_blocks * 512 > 1 << 20:
+        pytest.skip("this file system has no sparse files")
+    proto = onnx.load(path, load_external_data=False)
+    (entry,) = (each for each in proto.graph.initializer[0].external_data if each.key == "offset")
+    entry.value = str(offset)
+    path.write_bytes(proto.SerializeToString())
+    check_result(mxfp8_graph.rewrite(path)[0], matmul_model(64, 96))
+
+
+def test_data_without_offset_and_length_in_a_folder_below_the_model_are_read(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    path = tmp_path / "m.onnx"
+    onnx.save(matmul_model(64, 96), path, save_as_external_data=True, location="weights/w.bin", size_threshold=0)
+    proto = onnx.load(path, load_external_data=False)
+    entries = proto.graph.initializer[0].external_data
+    del entries[next(i for i, entry in enumerate(entries) if entry.key == "location") + 1 :]
+    assert [entry.key for entry in entries] == ["location"]
+    path.write_bytes(proto.SerializeToString())
+    out, _ = mxfp8_graph.rewrite(path)
+    assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx", "weights"]
+    check_result(out, matmul_model(64, 96))
+
+
+@looped("where, choice", [("constant", "always"), ("subgraph", "never"), ("function", "always")])
+def test_external_tensors_outside_the_main_graph_follow(
+    tmp_path_factory: pytest.TempPathFactory, choice: str, where: str
+) -> None:
+    """The output is in another folder, and its data file has the name of the old one."""
+    tensor = numpy_helper.from_array(np.arange(96, dtype=F32), "c")
+    constant, branch = node("Constant", "", "c", value=tensor), b.subgraph("Add n c>b", c=np.arange(96, dtype=F32))
+    last = {
+        "constant": [constant, node("Add", "n c", "y")],
+        "subgraph": [b.choose(branch, branch, "y")],
+        "function": steps("Shift n>y"),
+    }
+    nodes = [*steps("linear:MatMul x w>h; Neg h>n"), *last[where]]
+    stored = {"w": weight(64, 96), "yes": np.array(True)}
+    proto = model(nodes, {"x": (F32, [3, 64])}, {"y": (F32, [3, 96])}, stored, checked=False)
+    proto = b.calling(proto, b.local_function("Shift", "a", [constant, node("Add", "a c", "r")]))
+    source, target = tmp_path_factory.mktemp("in") / "m.onnx", tmp_path_factory.mktemp("out") / "m.onnx"
+    store_all(proto, source)
+    out, _ = mxfp8_graph.rewrite(source, output=target, external_data=choice)
+    shutil.rmtree(source.parent)
+    x = normal(3, 64)
+    y = expect(x, weight(64, 96).T)
+    type(y)(np.arange(96) - y.y, y.bound).check(run(str(out), {"x": x})[0], roundings=1)
+
+
+def store_all(proto: onnx.ModelProto, path: Path) -> None:
+    """Writes the model with every float tensor, in whichever graph, in m.onnx.data."""
+    parts = [*iter_graphs(proto.graph), *proto.functions]
+    tensors = [tensor for graph in iter_graphs(proto.graph) for tensor in graph.initializer]
+    tensors += [a.t for part in parts for n in part.node for a in n.attribute if a.HasField("t")]
     with path.with_name("m.onnx.data").open("wb") as file:
         file.write(bytes(4096))  # so that offsets differ from those of the result
         for tensor in tensors:
@@ -183,142 +140,114 @@ def _make_external(proto: onnx.ModelProto, path: Path) -> None:
     path.write_bytes(proto.SerializeToString())
 
 
-class TestRefusals:
-    @pytest.fixture
-    def path(self, tmp_path):
-        return save(matmul_model(), tmp_path / "m.onnx")
+def test_no_room_in_one_protobuf_file_turns_auto_into_external_and_never_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(matmul_model(64, 96), tmp_path / "m.onnx")
+    monkeypatch.setattr(onnx_save, "INLINE_LIMIT", 5_000)
+    out = tmp_path / "m.mxfp8.onnx"
+    assert message(path, external_data="never") == (
+        f"{out}: the model does not fit into one protobuf file (2 GB); expected external data; "
+        'pass external_data="always"'
+    )
+    assert files(tmp_path) == ["m.onnx"]
+    mxfp8_graph.rewrite(path)
+    assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
+    check_result(out, matmul_model(64, 96))
 
-    def test_neither_the_input_nor_its_data_is_ever_the_output(self, path, tmp_path):
-        before, is_input = path.read_bytes(), "is an input"
-        expected = f"{path}: {is_input}; expected another file; pass another path"
-        assert message(path, output=path, overwrite=True) == expected
-        (tmp_path / "link.onnx").symlink_to(path)
-        for other in (tmp_path / "." / "m.onnx", tmp_path / "link.onnx", Path(os.path.relpath(path))):
-            assert is_input in message(path, output=other, overwrite=True)
-        assert path.read_bytes() == before
-        onnx.save(matmul_model(), path, save_as_external_data=True, location="out.onnx.data", size_threshold=0)
-        for output in ("out.onnx.data", "out.onnx"):  # whose data would be out.onnx.data
-            assert is_input in message(path, output=tmp_path / output, overwrite=True)
 
-    def test_an_output_that_exists(self, path, tmp_path):
-        out = tmp_path / "m.mxfp8.onnx"
-        out.write_text("precious")
-        assert message(path) == f"{out}: exists already; expected a new file; pass overwrite=True or another path"
-        assert out.read_text() == "precious"
-        mxfp8_graph.rewrite(path, overwrite=True)
-        check_result(out, matmul_model())
+def test_a_proto_can_go_to_a_file_and_always_needs_one(tmp_path: Path) -> None:
+    assert message(matmul_model(), external_data="always") == (
+        "model: external_data 'always' without an output; expected a path to put it next to; pass output"
+    )
+    out, report = mxfp8_graph.rewrite(matmul_model(), output=tmp_path / "o.onnx", external_data="always")
+    assert out == tmp_path / "o.onnx"
+    assert report.output == str(out)
+    check_result(out, matmul_model())
 
-    def test_data_that_exists_beside_a_new_output(self, path, tmp_path):
-        data = tmp_path / "out.onnx.data"
-        data.write_text("precious")
-        assert message(path, output=tmp_path / "out.onnx", external_data="always") == (
-            f"{data}: exists already; expected a new file; pass overwrite=True or another path"
+
+# --- Refusals; tests/mxfp8_graph/test_files.py has those of every kind of file ---
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return save(matmul_model(), tmp_path / "m.onnx")
+
+
+def test_neither_the_input_nor_its_data_is_ever_the_output(path: Path, tmp_path: Path) -> None:
+    before = path.read_bytes()
+    expected = f"{path}: is an input; expected another file; pass another path"
+    assert message(path, output=path, overwrite=True) == expected
+    assert path.read_bytes() == before
+    onnx.save(matmul_model(), path, save_as_external_data=True, location="out.onnx.data", size_threshold=0)
+    for output in ("out.onnx.data", "out.onnx"):  # the data of out.onnx would be out.onnx.data
+        assert "is an input" in message(path, output=tmp_path / output, overwrite=True)
+
+
+def test_an_output_that_exists_is_replaced_only_if_asked(path: Path, tmp_path: Path) -> None:
+    out = tmp_path / "m.mxfp8.onnx"
+    out.write_text("precious")
+    assert message(path) == f"{out}: exists already; expected a new file; pass overwrite=True or another path"
+    assert out.read_text() == "precious"
+    mxfp8_graph.rewrite(path, overwrite=True)
+    check_result(out, matmul_model())
+
+
+def test_data_that_exist_beside_a_new_output_are_kept(path: Path, tmp_path: Path) -> None:
+    data = tmp_path / "out.onnx.data"
+    data.write_text("precious")
+    assert message(path, output=tmp_path / "out.onnx", external_data="always").startswith(f"{data}: exists already; ")
+    mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data="never")
+    assert data.read_text() == "precious"
+
+
+def test_a_dry_run_writes_nothing_and_fails_where_the_run_would(path: Path, tmp_path: Path) -> None:
+    result, report = mxfp8_graph.rewrite(path, dry_run=True)
+    assert (result, report.dry_run) == (None, True)
+    out = tmp_path / "out.onnx"
+    out.touch()
+    for output in (path, tmp_path, tmp_path / "none" / "o.onnx", "/proc/self/o.onnx"):
+        assert message(path, output=output, dry_run=True) == message(path, output=output)
+    assert mxfp8_graph.rewrite(path, output=out, dry_run=True)[0] is None  # it replaces nothing
+    assert out.read_bytes() == b""
+    assert files(tmp_path) == ["m.onnx", "out.onnx"]
+
+
+# --- Interruptions ---
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    path = save(chain_model((256, 512, 256)), tmp_path / "m.onnx")
+    for choice in ("always", "never"):
+        with files_of_at_most(50_000):
+            said = message(path, external_data=choice)
+        assert said == (
+            f"{tmp_path / 'm.mxfp8.onnx'}: cannot be written: File too large; expected a writable folder with "
+            "enough space; free some space or pass another path"
         )
-        mxfp8_graph.rewrite(path, output=tmp_path / "out.onnx", external_data="never")
-        assert data.read_text() == "precious"
-
-    def test_overwriting_with_an_inline_result_removes_the_old_data(self, path, tmp_path):
-        mxfp8_graph.rewrite(path, external_data="always")
-        mxfp8_graph.rewrite(path, external_data="never", overwrite=True)
-        assert files(tmp_path) == ["m.mxfp8.onnx", "m.onnx"]
-
-    def test_folders_and_what_is_none(self, path, tmp_path):
-        assert message(path, output=tmp_path) == (f"{tmp_path}: a directory; expected a file name; pass another path")
-        out = tmp_path / "no" / "o.onnx"
-        assert message(path, output=out) == (
-            f"{out}: folder {out.parent} does not exist; expected a file in an existing folder; create the folder"
-        )
-        out = path / "o.onnx"
-        assert message(path, output=out).startswith(f"{out}: cannot be written: Not a directory; ")
-
-    @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here that even root cannot write to")
-    def test_a_read_only_folder(self, path):
-        for choice in ("always", "never"):
-            found = message(path, output="/proc/self/o.onnx", external_data=choice)
-            assert found.startswith("/proc/self/o.onnx: cannot be written: ")
-
-    def test_a_dry_run_writes_nothing_and_fails_where_the_run_would(self, path, tmp_path):
-        result, report = mxfp8_graph.rewrite(path, dry_run=True)
-        assert result is None
-        assert report.dry_run
         assert files(tmp_path) == ["m.onnx"]
-        out = tmp_path / "out.onnx"
-        out.touch()
-        for output in (path, tmp_path, tmp_path / "none" / "o.onnx", "/proc/self/o.onnx"):
-            assert message(path, output=output, dry_run=True) == message(path, output=output)
-        assert mxfp8_graph.rewrite(path, output=out, dry_run=True)[0] is None  # it replaces nothing
-        assert out.read_bytes() == b""
-        assert files(tmp_path) == ["m.onnx", "out.onnx"]
 
 
-def child(code: str, *arguments: Any) -> subprocess.Popen[str]:
-    """Starts Python with this test's import path."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+@looped("error", [RuntimeError, KeyboardInterrupt])
+def test_an_error_or_an_interrupt_leaves_the_old_result_and_no_temporary_file(
+    tmp_path: Path, error: type[BaseException]
+) -> None:
+    path, out = save(chain_model(), tmp_path / "m.onnx"), tmp_path / "m.mxfp8.onnx"
+    mxfp8_graph.rewrite(path, overwrite=True)
+    before = out.read_bytes()
 
-
-SLOW_REWRITE = """
-    import sys, time, mxfp8_graph
-    from mxfp8_ops.errors import ContractError
-    def wait(*_):
-        print("packed", flush=True)
-        time.sleep(60)
-    try:
-        mxfp8_graph.rewrite(sys.argv[1], external_data="always", overwrite=True, progress=wait)
-    except KeyboardInterrupt:
-        print("interrupted")
-"""
-
-
-class TestInterruptions:
-    def test_a_full_disk_is_named_and_leaves_nothing(self, tmp_path):
-        path = save(chain_model((256, 512, 256)), tmp_path / "m.onnx")
-        for choice in ("always", "never"):
-            with files_of_at_most(50_000):
-                found = message(path, external_data=choice)
-            assert found == (
-                f"{tmp_path / 'm.mxfp8.onnx'}: cannot be written: File too large; expected a writable folder with "
-                "enough space; free some space or pass another path"
-            )
-            assert files(tmp_path) == ["m.onnx"]
-
-    def test_an_interrupt_removes_temporary_files_and_keeps_the_old_result(self, tmp_path):
-        path = save(chain_model(), tmp_path / "m.onnx")
-        mxfp8_graph.rewrite(path)
-        before = (tmp_path / "m.mxfp8.onnx").read_bytes()
-        process = child(SLOW_REWRITE, path)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "packed\n"
+    def stop(*_: Any) -> None:
         assert len(files(tmp_path)) == 3
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[0] == "interrupted\n"
-        assert files(tmp_path) == ["m.mxfp8.onnx", "m.onnx"]
-        assert (tmp_path / "m.mxfp8.onnx").read_bytes() == before
+        raise error("stopped")
 
-    def test_a_kill_leaves_no_half_result_under_the_final_name(self, tmp_path):
-        path = save(chain_model(), tmp_path / "m.onnx")
-        process = child(SLOW_REWRITE, path)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "packed\n"
-        process.kill()
-        process.communicate(timeout=30)
-        assert "m.mxfp8.onnx" not in files(tmp_path)
-        out, _ = mxfp8_graph.rewrite(path)  # what the dead process left does not stand in the way
-        check_well_formed(onnx.load(out))
+    with pytest.raises(error, match="stopped"):
+        mxfp8_graph.rewrite(path, external_data="always", overwrite=True, progress=stop)
+    assert files(tmp_path) == ["m.mxfp8.onnx", "m.onnx"]
+    assert out.read_bytes() == before
 
-    def test_a_callback_that_fails_is_reported_as_it_is(self, tmp_path):
-        path = save(chain_model(), tmp_path / "m.onnx")
 
-        def fail(*_: Any) -> None:
-            raise RuntimeError("callback")
-
-        with pytest.raises(RuntimeError, match="callback"):
-            mxfp8_graph.rewrite(path, external_data="always", progress=fail)
-        assert files(tmp_path) == ["m.onnx"]
-
-    def test_progress_is_told_after_each_weight(self, tmp_path):
-        path = save(chain_model((64, 128, 64)), tmp_path / "m.onnx")
-        calls: list[tuple[str, int, int]] = []
-        mxfp8_graph.rewrite(path, progress=lambda *call: calls.append(call))
-        assert calls == [("layers.0.linear", 32768, 65536), ("layers.1.linear", 65536, 65536)]
+def test_progress_is_called_after_each_weight(tmp_path: Path) -> None:
+    path = save(chain_model((64, 128, 64)), tmp_path / "m.onnx")
+    calls: list[tuple[str, int, int]] = []
+    mxfp8_graph.rewrite(path, progress=lambda *call: calls.append(call))
+    assert calls == [("layers.0.linear", 32768, 65536), ("layers.1.linear", 65536, 65536)]

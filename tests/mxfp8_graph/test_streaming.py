@@ -20,6 +20,7 @@ import pytest
 from builders import matmul_model, save, write_large
 from onnx import helper, numpy_helper
 
+import mxfp8_graph
 from mxfp8_ops import numpy_nodes
 
 FACTOR, FIXED = 1.5, 200 << 20
@@ -93,22 +94,15 @@ def room(folder: Path, size: int) -> Iterator[None]:
         shutil.rmtree(folder)
 
 
-def test_300_megabytes(tmp_path):
-    with room(tmp_path, 320 << 20):
-        path = write_large(tmp_path / "m.onnx", layers=5, k=4096, n=4096)
-        assert over_bare(path, tmp_path) <= FACTOR * (64 << 20) + FIXED // 4  # a quarter: a share this size would hide
-        check_last_weight(path, 4)
-
-
-def test_one_large_tensor_is_not_in_memory_as_a_whole(tmp_path):
+def test_one_large_tensor_is_not_in_memory_as_a_whole(tmp_path: Path) -> None:
     with room(tmp_path, 256 << 20):
-        path = write_large(tmp_path / "m.onnx", layers=1, k=16384, n=4096)
+        path = write_large(tmp_path / "m.onnx", layers=1, k=16384)
         assert over_bare(path, tmp_path) <= 0.75 * (256 << 20)
         check_last_weight(path, 0)
 
 
 @pytest.mark.parametrize("constants", [False, True])
-def test_a_model_in_one_file_is_not_in_memory_as_a_whole(tmp_path, constants):
+def test_a_model_in_one_file_is_not_in_memory_as_a_whole(tmp_path: Path, constants: bool) -> None:
     with room(tmp_path, 320 << 20):
         path = write_inline(tmp_path / "m.onnx", layers=5, constants=constants)
         size = path.stat().st_size
@@ -118,7 +112,7 @@ def test_a_model_in_one_file_is_not_in_memory_as_a_whole(tmp_path, constants):
         assert grown <= result + FACTOR * size / 5 + FIXED // 4
 
 
-def test_a_result_in_one_file_is_in_memory_once(tmp_path):
+def test_a_result_in_one_file_is_in_memory_once(tmp_path: Path) -> None:
     with room(tmp_path, 640 << 20):
         path = write_large(tmp_path / "m.onnx", layers=10, k=4096, n=4096)
         grown = over_bare(path, tmp_path, "never")
@@ -127,39 +121,14 @@ def test_a_result_in_one_file_is_in_memory_once(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("constants", [False, True])
-def test_a_model_of_one_and_a_half_gigabytes_in_one_file(tmp_path, constants):
-    with room(tmp_path, 4 << 30):
-        path = write_inline(tmp_path / "m.onnx", layers=24, constants=constants)
-        size, grown = path.stat().st_size, over_bare(path, tmp_path)
-        print(f"{size / 1e6:.0f} MB in one file: {grown / 1e6:.0f} MB over a bare process, {grown / size:.2f} of it")
-        assert grown <= 0.4 * size
-
-
-@pytest.mark.slow
-def test_a_result_of_almost_two_gigabytes_in_one_file(tmp_path):
-    with room(tmp_path, 8 << 30):
-        path = write_large(tmp_path / "m.onnx", layers=27, k=4096, n=16384)
-        grown = over_bare(path, tmp_path, "never")
-        result = path.with_suffix(".mxfp8.onnx").stat().st_size
-        print(f"{result / 1e6:.0f} MB result: {grown / 1e6:.0f} MB over a bare process, {grown / result:.2f} of it")
-        assert grown <= 1.3 * result
-
-
-@pytest.mark.slow
-def test_8_gigabytes(tmp_path):
+def test_of_8_gigabytes_at_most_the_largest_tensor_is_in_memory(tmp_path: Path) -> None:
     with room(tmp_path, 8 << 30):
         path = write_large(tmp_path / "m.onnx", layers=16, k=8192, n=16384)
-        largest = 512 << 20
-        grown = over_bare(path, tmp_path)
-        print(f"8 GiB model: {grown / 1e6:.0f} MB over a bare process, largest tensor {largest / 1e6:.0f} MB")
-        assert grown <= FACTOR * largest + FIXED
+        assert over_bare(path, tmp_path) <= FACTOR * (512 << 20) + FIXED
         check_last_weight(path, 15)
 
 
-def test_typed_data_is_packed_like_raw_data():
-    import mxfp8_graph
-
+def test_typed_data_are_packed_like_raw_data() -> None:
     proto = matmul_model()
     values = numpy_helper.to_array(proto.graph.initializer[0])
     raw, _ = mxfp8_graph.rewrite(proto)

@@ -55,8 +55,8 @@ def run(model: onnx.ModelProto, feeds: Mapping[str, Any]) -> list[Any]:
 def differences(names: Sequence[str], before: Sequence[Any], after: Sequence[Any]) -> dict[str, str]:
     """Returns which results differ by more than a few roundings, and how; `after` ends with that of the linear."""
     expect(X, WEIGHT.T).then(np.negative).check(after[-1])
-    found = {name: _difference(a, b) for name, a, b in zip(names, before, after, strict=False)}
-    return {name: what for name, what in found.items() if what}
+    wrong = {name: _difference(a, b) for name, a, b in zip(names, before, after, strict=False)}
+    return {name: what for name, what in wrong.items() if what}
 
 
 def _difference(a: Any, b: Any) -> str:
