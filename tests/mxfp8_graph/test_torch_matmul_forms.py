@@ -1,4 +1,4 @@
-"""Every way aten spells a matmul: rewritten, it gives what NumPy predicts, within the bound of its accumulation."""
+"""Every way aten spells a matmul gives what NumPy predicts, and has the role that its neighbours tell."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from grids import looped
 torch = pytest.importorskip("torch")
 
 from torch import Tensor  # noqa: E402
-from torch_programs import DYNAMIC, Apply, count, export, predict, relative_l2, site, values  # noqa: E402
+from torch_programs import (  # noqa: E402
+    DYNAMIC,
+    OUTPUTS_TOO,
+    Apply,
+    count,
+    export,
+    predict,
+    relative_l2,
+    rewrite,
+    site,
+    values,
+)
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.policy.recipe import Recipe, Rule  # noqa: E402
+from mxfp8_graph import Recipe, Rule  # noqa: E402
 
-OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
 W, B = values(96, 70, seed=1), values(96, seed=2)
 """[N, K] with a partial block, [N]."""
 X = values(5, 70, seed=3)
@@ -58,6 +68,9 @@ CASES = {
     ),
     "addmm, beta 0": Case(lambda m, x: torch.addmm(m.b, x, m.wt, beta=0), "addmm"),
     "addmm, beta 0 and NaN": Case(lambda m, x: torch.addmm(m.b * math.nan, x, m.wt, beta=0), "addmm"),
+    "baddbmm with a bias per column": Case(
+        lambda m, x: torch.baddbmm(m.b, x, m.stack.mT), "baddbmm", BATCH, STACK, bias=B
+    ),
     "bmm": Case(lambda m, x: torch.bmm(x, m.stack.transpose(1, 2)), "bmm", BATCH, STACK),
     "matmul with a stack": Case(lambda m, x: x @ m.stack.mT, "matmul", BATCH, STACK),
     "matmul that broadcasts a stack": Case(lambda m, x: x @ m.stack.mT, "matmul", X, STACK),
@@ -66,6 +79,9 @@ CASES = {
     ),
     "static left operand, transposed activation": Case(
         lambda m, x: m.w @ x.transpose(1, 2), "matmul", BATCH, after=lambda y: y.swapaxes(1, 2)
+    ),
+    "static left operand, viewed": Case(
+        lambda m, x: (m.w @ x.mT).view(-1, 5), "matmul", BATCH, after=lambda y: y.swapaxes(1, 2).reshape(-1, 5)
     ),
     "static left operand times a vector": Case(lambda m, x: m.w @ x, "matmul", X[0]),
     "mv": Case(lambda m, x: torch.mv(m.w, x), "mv", X[0]),
@@ -103,7 +119,7 @@ def test_form(name: str, activations: str) -> None:
     recipe, weight_only = OUTPUTS_TOO.model_copy(update={"activations": activations}), activations != "e4m3"
     rewritten, report = mxfp8_graph.rewrite(program, recipe)
     (only,) = report.rewritten
-    assert only.decision.site.op == case.op
+    assert (only.decision.site.op, only.decision.site.has_bias) == (case.op, case.bias is not None)
     assert (only.decision.site.n, only.decision.site.k) == case.weight.shape[-2:]
     assert count(rewritten, "mxfp8.weight_gemm" if weight_only else "mxfp8.gemm") == 1
     assert count(rewritten, "mxfp8.quantize") == (0 if weight_only else 1)
@@ -116,8 +132,7 @@ def test_form(name: str, activations: str) -> None:
 
 @looped("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits(dtype: torch.dtype) -> None:
-    linear = torch.nn.Linear(70, 96).to(dtype)
-    x = X.to(dtype)
+    linear, x = torch.nn.Linear(70, 96).to(dtype), X.to(dtype)
     rewritten, report = mxfp8_graph.rewrite(export(linear, x), OUTPUTS_TOO)
     assert report.sites[0].decision.site.dtype == str(dtype).removeprefix("torch.")
     result = rewritten.module()(x)
@@ -144,13 +159,6 @@ def test_a_computed_addend_is_added_after_the_gemm() -> None:
     assert not report.sites[0].decision.site.has_bias
 
 
-def test_baddbmm_absorbs_a_bias_per_column() -> None:
-    program = export(Apply(lambda m, x: torch.baddbmm(m.b, x, m.stack.mT), {"stack": STACK, "b": B}), BATCH)
-    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
-    assert report.sites[0].decision.site.has_bias
-    predict(BATCH, STACK, B).check(rewritten.module()(BATCH))
-
-
 def test_products_of_two_activations() -> None:
     program = export(Apply(lambda m, q, k: q @ k.transpose(1, 2), {}), BATCH, values(3, 40, 70, seed=7))
     recipe = Recipe(name="products", rules=({"name": "matmul", "quantize": True},))
@@ -162,6 +170,14 @@ def test_products_of_two_activations() -> None:
     assert site(report, "matmul").packed is None
 
 
+def test_alpha_of_a_product_of_two_activations_leaves_the_bias_alone() -> None:
+    x, w, b = values(40, 64), values(64, 96, seed=1), 20 * values(96, seed=2)
+    ep = export(Apply(lambda m, x, w: torch.tanh(torch.addmm(m.b, x, w, alpha=3) / 60), {"b": b}), x, w)
+    rewritten, _ = mxfp8_graph.rewrite(ep, Recipe(rules=(Rule(op="addmm"),)))
+    assert count(rewritten, "mxfp8.gemm") == 1
+    assert relative_l2(rewritten.module()(x, w), ep.module()(x, w)) < 0.05
+
+
 def test_activation_in_place_between_two_matmuls_is_quantized_twice() -> None:
     def function(m: Any, x: Tensor) -> Any:
         y = x * 2.0
@@ -169,29 +185,21 @@ def test_activation_in_place_between_two_matmuls_is_quantized_twice() -> None:
         y.mul_(3.0)
         return first, torch.nn.functional.linear(y, m.w)
 
-    program = export(Apply(function, {"w": W}), X)
-    rewritten, _ = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    rewritten, _ = rewrite(function, {"w": W}, X)
     first, second = rewritten.module()(X)
     predict(X * 2.0, W).check(first)
     predict(X * 6.0, W).check(second)
 
 
-def test_results_can_be_viewed_as_before() -> None:
-    swapped = export(Apply(lambda m, x: (m.w @ x.transpose(1, 2)).view(-1, 5), {"w": W}), BATCH)
-    result = mxfp8_graph.rewrite(swapped, OUTPUTS_TOO)[0].module()(BATCH)
-    expected = predict(BATCH, W)
-    expected.exact, expected.bound = (a.swapaxes(1, 2).reshape(-1, 5) for a in (expected.exact, expected.bound))
-    expected.check(result)
-
+def test_attention_can_be_viewed_as_before() -> None:
     def attention(m: Any, x: Tensor) -> Tensor:
         heads = x.view(2, 6, 2, 32).transpose(1, 2)
         return torch.nn.functional.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).view(2, 6, 64)
 
     x = values(2, 6, 64) / 4
-    module = Apply(attention, {})
-    rewritten, report = mxfp8_graph.rewrite(export(module, x), Recipe(fp8_dpa=True, min_dim=1))
+    rewritten, report = rewrite(attention, {}, x, recipe=Recipe(fp8_dpa=True, min_dim=1))
     assert len(report.rewritten) == 2
-    assert relative_l2(rewritten.module()(x), module(x)) < 0.12, "two products, each off by about 3.7%"
+    assert relative_l2(rewritten.module()(x), attention(None, x)) < 0.12, "two products, each off by about 3.7%"
 
 
 def test_a_computed_sixteen_bit_bias() -> None:
@@ -199,8 +207,7 @@ def test_a_computed_sixteen_bit_bias() -> None:
         return torch.nn.functional.linear(x, m.w, m.b * x.amax())
 
     x = X.bfloat16()
-    program = export(Apply(function, {"w": W.bfloat16(), "b": B.bfloat16()}), x)
-    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    rewritten, report = rewrite(function, {"w": W.bfloat16(), "b": B.bfloat16()}, x)
     assert report.sites[0].decision.site.has_bias
     predict(x, W.bfloat16(), B.bfloat16() * x.amax(), dtype="bfloat16").check(rewritten.module()(x))
 
@@ -239,9 +246,54 @@ def test_dynamic_contraction_of_a_product() -> None:
         predict(torch.softmax(p, -1), v.transpose(1, 2)).check(rewritten.module()(p, v))
 
 
-def test_alpha_of_a_product_of_two_activations_leaves_the_bias_alone() -> None:
-    x, w, b = values(40, 64), values(64, 96, seed=1), 20 * values(96, seed=2)
-    ep = export(Apply(lambda m, x, w: torch.tanh(torch.addmm(m.b, x, w, alpha=3) / 60), {"b": b}), x, w)
-    rewritten, _ = mxfp8_graph.rewrite(ep, Recipe(rules=(Rule(op="addmm"),)))
-    assert count(rewritten, "mxfp8.gemm") == 1
-    assert relative_l2(rewritten.module()(x, w), ep.module()(x, w)) < 0.05
+# --- Roles -------------------------------------------------------------------------------------------------------
+
+ANY = Recipe(name="any", min_dim=0, rules=(Rule(name="."),))
+linear = torch.nn.functional.linear
+
+
+def roles(function: Callable[..., Any], *inputs: Any) -> list[str]:
+    """Returns the roles of the matmuls of function(module, *inputs) with weights w [96, 64], v [64, 64] and experts."""
+    weights = {"w": values(96, 64), "v": values(64, 64), "b": values(96), "experts": values(96, 64, 64)}
+    _, report = mxfp8_graph.rewrite(export(Apply(function, weights), *inputs), ANY, dry_run=True)
+    return [site.decision.site.role for site in report.sites]
+
+
+def router(module: Any, x: Any) -> Any:
+    best = torch.sigmoid(linear(x, module.w)).topk(1).indices[:, 0]
+    return torch.relu(torch.bmm(x.unsqueeze(1), module.experts[best]))
+
+
+def keys_of_a_cache(module: Any, x: Any) -> Any:
+    keys = linear(x, module.v)
+    return torch.relu(x @ keys.t()), keys
+
+
+@looped(
+    "function, role",
+    [
+        (lambda m, x: linear(x, m.w) * 2.0, "output_projection"),
+        (lambda m, x: 2.0 * torch.tanh(linear(x, m.w) / 2.0), "output_projection"),
+        (lambda m, x: linear(x, m.w).square(), "linear"),
+        (lambda m, x: (h := linear(x, m.w)) * h, "linear"),
+        (lambda m, x: (h := linear(x, m.w)) + h, "output_projection"),
+        (lambda m, x: torch.tanh(linear(x, m.w)), "linear"),
+        (lambda m, x: torch.tanh(linear(x, m.w)).square(), "linear"),
+        (lambda m, x: (h := torch.tanh(linear(x, m.w))) * h, "linear"),
+        (lambda m, x: (linear(x, m.w) + m.b).view(-1), "output_projection"),
+        (lambda m, x: torch.softmax(linear(x, m.w).transpose(0, 1) * 3.0, -1), "output_projection"),
+        (lambda m, x: linear(x, m.w).argmax(-1), "output_projection"),
+        (lambda m, x: torch.softmax(linear(x, m.w), -1).topk(5), "output_projection"),
+        (router, "router"),
+        (keys_of_a_cache, "linear"),
+    ],
+)
+def test_what_follows_a_linear_tells_its_role(function: Callable[..., Any], role: str) -> None:
+    assert roles(function, values(3, 64))[0] == role
+
+
+def test_a_router_is_kept_with_the_reason() -> None:
+    _, report = rewrite(router, {"w": values(96, 64), "experts": values(96, 64, 64)}, values(3, 64), recipe="mxfp8")
+    assert [s.decision.reason for s in report.kept] == [
+        "router: a TopK or ArgMax chooses by its result; set routers: true to quantize it"
+    ]

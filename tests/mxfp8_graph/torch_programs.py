@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+import mxfp8_graph
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport
 from mxfp8_ops import numerics, numpy_nodes
 
@@ -46,6 +51,21 @@ class Apply(nn.Module):
 
     def forward(self, *args: Tensor) -> Any:
         return self._function(self, *args)
+
+
+OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
+
+
+def rewrite(function: Any, weights: Any, *x: Tensor, recipe: Any = OUTPUTS_TOO, **options: Any) -> Any:
+    """Returns the rewritten program of function(module with these weights, *x), and the report."""
+    return mxfp8_graph.rewrite(export(Apply(function, weights), *x), recipe, **options)
+
+
+def kept(program: ExportedProgram, recipe: Any = OUTPUTS_TOO, **options: Any) -> list[str]:
+    """Returns why each site of a program is kept, in which nothing is eligible."""
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program, recipe, **options)
+    return [decision.reason for decision in caught.value.decisions]
 
 
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -133,3 +153,21 @@ def decision(report: RewriteReport, name: str) -> Decision:
 
 def reasons(report: RewriteReport) -> Sequence[str]:
     return [s.decision.reason for s in report.sites]
+
+
+SAMPLES = "data/sample_inputs/model.pt"
+"""The record of a .pt2 file with its example inputs."""
+
+
+def records(source: Path) -> dict[str, bytes]:
+    """Returns the records of a .pt2 file by their names below its root."""
+    with zipfile.ZipFile(source) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def write(target: Path, content: Mapping[str, bytes]) -> Path:
+    """Returns `target`, a .pt2 file of these records."""
+    with zipfile.ZipFile(target, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(f"model/{name}", data)
+    return target
