@@ -76,18 +76,14 @@ def mean_losses(run: Run) -> list[float]:
     return (losses / dist.get_world_size()).tolist()
 
 
-def test_a_training_of_two_processes_goes_on_in_one_and_in_two(two: ProcessPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("count", "rounding"), [(1, 1e-6), pytest.param(3, 1e-3, marks=pytest.mark.slow)])
+def test_a_training_of_two_processes_goes_on_in_two_and_in_another_number(
+    two: ProcessPool, tmp_path: Path, count: int, rounding: float
+) -> None:
     wanted = two(saves, tmp_path, 2)[0]
     assert two(resumes, tmp_path, 2)[0] == wanted
-    with ProcessPool(1) as one:
-        assert one(resumes, tmp_path, 2)[0] == pytest.approx(wanted, abs=1e-6)
-
-
-@pytest.mark.slow
-def test_a_training_of_two_processes_goes_on_in_three(two: ProcessPool, tmp_path: Path) -> None:
-    wanted = two(saves, tmp_path, 2)[0]
-    with ProcessPool(3) as three:
-        assert three(resumes, tmp_path, 2)[0] == pytest.approx(wanted, abs=1e-3)
+    with ProcessPool(count) as others:
+        assert others(resumes, tmp_path, 2)[0] == pytest.approx(wanted, abs=rounding)
 
 
 @in_each_process
@@ -101,9 +97,7 @@ def test_trained_values_come_back_by_a_checkpoint_and_by_collect_alike(tmp_path:
     parameters = run.parameters
     assert not different({name: plain.state_dict[name] for name in parameters}, parameters)
     for call in (mxfp8_graph.rewrite, lambda ep: mxfp8_graph.save(ep, folder.parent / f"stale{dist.get_rank()}.pt2")):
-        with pytest.raises(
-            ContractError, match=r"values that the program lacks.* call mxfp8_graph\.distributed\.collect"
-        ):
+        with pytest.raises(ContractError, match=r"that the program lacks.* call mxfp8_graph\.distributed\.collect"):
             call(tuned)
     report = distributed.collect(module, tuned, rank0_only=True)
     assert report.here == (dist.get_rank() == 0)
@@ -185,27 +179,15 @@ def test_the_pipeline_of_the_page_has_a_stage_without_a_block(tmp_path: Path) ->
     torchrun(tmp_path, 3, "page.py")
 
 
-class Switched(nn.Module):
-    """Dropout and batch normalization in a submodule."""
+class Switched(nn.Sequential):
+    """Two submodules with batch normalization and dropout."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([SwitchedBlock(), SwitchedBlock()])
+        super().__init__(*(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(32), nn.Dropout(0.25)) for _ in "ab"))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = F.one_hot(tokens, 64).float()
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class SwitchedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.statistics, self.dropout = nn.Linear(64, 64), nn.BatchNorm1d(32), nn.Dropout(0.25)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.statistics(self.linear(x)))
+        result: Tensor = super().forward(F.one_hot(tokens, 64).float())
+        return result
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -218,9 +218,9 @@ class Attention(torch.nn.Module):
         return self.norm(self.o(scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)))
 
 
-def inputs(rows: int = 7, keys: int = 5, dtype: Any = torch.float32) -> tuple[Any, Any]:
+def inputs(keys: int = 5, dtype: Any = torch.float32) -> tuple[Any, Any]:
     generator = torch.Generator().manual_seed(1)
-    x, y = (torch.randn(2, size, 64, generator=generator) for size in (rows, keys))
+    x, y = (torch.randn(2, size, 64, generator=generator) for size in (7, keys))
     return x.to(dtype), y.to(dtype)
 
 
@@ -243,39 +243,37 @@ def errors(path: Path, program: Any, arguments: tuple[Any, ...], *, kernels: boo
     return np.linalg.norm(result.astype(np.float64) - want, axis=-1) / np.linalg.norm(want, axis=-1)
 
 
-MASKED = pairwise(
-    kind=("bool", "-inf", "lowest"), opset=({}, {"opset": 21}, {"opset": 23}), heads=(4, 2), kernels=(False, True)
+def check_rows(
+    module: Any, arguments: tuple[Any, ...], *, kernels: bool = True, bound: float = 1e-5, **options: int
+) -> None:
+    """Fails unless each row of the file is near the program's; options of `to_onnx`."""
+    program = packed(module, *arguments, recipe=EXACT, batch=False)
+    path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True, **options)
+    found = errors(path, program, arguments, kernels=kernels)
+    assert found.max() < bound, found.round(4)
+
+
+@looped(
+    "kind, opset, heads, kernels",
+    pairwise(kind=("bool", "-inf", "lowest"), opset=({}, {"opset": 23}), heads=(4, 2), kernels=(False, True)),
 )
-
-
-@looped("kind, opset, heads, kernels", MASKED)
 def test_a_row_that_sees_no_key_is_that_of_the_program(
     kind: str, opset: dict[str, int], heads: int, kernels: bool
 ) -> None:
     """0 behind a boolean mask and one of -Inf; one of the lowest float is added like any number."""
-    arguments = (*inputs(), mask_of(kind))
-    program = packed(Attention(heads=heads), *arguments, recipe=EXACT, batch=False)
-    path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True, **opset)
-    found = errors(path, program, arguments, kernels=kernels)
-    assert found.max() < 1e-5, found.round(3)
+    check_rows(Attention(heads=heads), (*inputs(), mask_of(kind)), kernels=kernels, **opset)
 
 
 @looped("keys, opset, heads", pairwise(keys=(4, 9), opset=(21, 23), heads=(4, 2)))
 def test_causal_rows_see_the_first_keys(keys: int, opset: int, heads: int) -> None:
     """Row i sees keys 0 to i, whatever the number of keys."""
-    arguments = inputs(keys=keys)
-    program = packed(Attention(heads=heads, is_causal=True), *arguments, recipe=EXACT, batch=False)
-    path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True, opset=opset)
-    found = errors(path, program, arguments, kernels=True)
-    assert found.max() < 1e-5, found.round(3)
+    check_rows(Attention(heads=heads, is_causal=True), inputs(keys=keys), opset=opset)
 
 
 @looped("kind", ["bool", "-inf"])
 def test_hidden_rows_in_float16(kind: str) -> None:
     arguments = (*inputs(dtype=torch.float16), mask_of(kind, torch.float16))
-    program = packed(Attention(dtype=torch.float16), *arguments, recipe=EXACT, batch=False)
-    found = errors(mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True), program, arguments, kernels=True)
-    assert found.max() < 4 * 2**-11, found.round(4)  # rounded to 11 bits after other ops than in torch
+    check_rows(Attention(dtype=torch.float16), arguments, bound=4 * 2**-11)  # other ops round than in torch
 
 
 @looped("kind", ["bool", "-inf", "lowest"])
@@ -293,8 +291,7 @@ def test_a_nan_stays_one_behind_a_mask(kind: str) -> None:
 def test_the_onnx_pass_fuses_what_to_onnx_writes(kind: str) -> None:
     """The guard of hidden rows is a part of the attention; `from_hf` fuses such graphs."""
     arguments = (*inputs(), mask_of(kind))
-    module = Attention().eval()
-    program = torch.export.export(module, arguments)
+    program = torch.export.export(Attention().eval(), arguments)
     Path("plain.onnx").unlink(missing_ok=True)
     path, report = mxfp8_graph.rewrite(plain_to_onnx(program, Path("plain.onnx")), EXACT, overwrite=True)
     assert kinds_fused(report) == ["attention"]

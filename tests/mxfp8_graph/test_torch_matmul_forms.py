@@ -34,6 +34,8 @@ W, B = values(96, 70, seed=1), values(96, seed=2)
 X = values(5, 70, seed=3)
 STACK = values(3, 96, 70, seed=4)
 BATCH = values(3, 5, 70, seed=5)
+X16 = X.bfloat16()
+linear = torch.nn.functional.linear
 
 
 @dataclass
@@ -49,14 +51,15 @@ class Case:
     """x as [..., M, K], where that is not x itself."""
     after: Callable[[Any], Any] = lambda y: y
     """From the gemm's result to the function's, in NumPy."""
+    settings: dict[str, str] = field(default_factory=dict)
 
 
 CASES = {
-    "linear": Case(lambda m, x: torch.nn.functional.linear(x, m.w, m.b), "linear", bias=B),
-    "linear without bias": Case(lambda m, x: torch.nn.functional.linear(x, m.w), "linear"),
-    "linear on three dimensions": Case(lambda m, x: torch.nn.functional.linear(x, m.w, m.b), "linear", BATCH, bias=B),
-    "linear on a vector": Case(lambda m, x: torch.nn.functional.linear(x, m.w, m.b), "linear", X[0], bias=B),
-    "linear, strided": Case(lambda m, x: torch.nn.functional.linear(x.t(), m.w), "linear", X.t().contiguous(), seen=X),
+    "linear": Case(lambda m, x: linear(x, m.w, m.b), "linear", bias=B),
+    "linear without bias": Case(lambda m, x: linear(x, m.w), "linear"),
+    "linear on three dimensions": Case(lambda m, x: linear(x, m.w, m.b), "linear", BATCH, bias=B),
+    "linear on a vector": Case(lambda m, x: linear(x, m.w, m.b), "linear", X[0], bias=B),
+    "linear, strided": Case(lambda m, x: linear(x.t(), m.w), "linear", X.t().contiguous(), seen=X),
     "matmul with a view of the weight": Case(lambda m, x: x @ m.w.t(), "matmul"),
     "matmul with a stored [K, N]": Case(lambda m, x: x @ m.wt, "matmul"),
     "matmul and add": Case(lambda m, x: x @ m.wt + m.b, "matmul", bias=B),
@@ -87,15 +90,25 @@ CASES = {
     "mv": Case(lambda m, x: torch.mv(m.w, x), "mv", X[0]),
     "einsum": Case(lambda m, x: torch.einsum("bsk,nk->bsn", x, m.w), "einsum", BATCH),
     "einsum of a stack": Case(lambda m, x: torch.einsum("bsk,bnk->bsn", x, m.stack), "einsum", BATCH, STACK),
-    "slice of a weight": Case(lambda m, x: torch.nn.functional.linear(x, m.w[32:64]), "linear", weight=W[32:64]),
-    "chunk of a weight": Case(lambda m, x: torch.nn.functional.linear(x, m.w.chunk(2)[1]), "linear", weight=W[48:]),
+    "slice of a weight": Case(lambda m, x: linear(x, m.w[32:64]), "linear", weight=W[32:64]),
+    "chunk of a weight": Case(lambda m, x: linear(x, m.w.chunk(2)[1]), "linear", weight=W[48:]),
     "cast of a weight": Case(lambda m, x: torch.matmul(x, m.narrow.float().t()), "matmul", weight=W.half().float()),
     "buffer": Case(lambda m, x: x @ m.buffer, "matmul"),
+    "float16": Case(lambda m, x: linear(x, m.narrow), "linear", X.half(), W.half()),
+    "bfloat16": Case(lambda m, x: linear(x, m.brain, m.brain_b), "linear", X16, W.bfloat16(), B.bfloat16()),
+    "bfloat16 and a computed bias": Case(
+        lambda m, x: linear(x, m.brain, m.brain_b * x.amax()), "linear", X16, W.bfloat16(), B.bfloat16() * X16.amax()
+    ),
+    "floor": Case(lambda m, x: linear(x, m.w, m.b), "linear", bias=B, settings={"scale_rounding": "floor"}),
+    "E5M2": Case(
+        lambda m, x: linear(x, m.w), "linear", settings={"activations": "e5m2", "weight_format": "e5m2"}
+    ),
 }  # fmt: skip
 
 
 def module(case: Case) -> Apply:
     parameters = {"w": W, "wt": W.t().contiguous(), "b": B, "stack": STACK, "narrow": W.half()}
+    parameters |= {"brain": W.bfloat16(), "brain_b": B.bfloat16()}
     return Apply(case.function, parameters, {"buffer": W.t().contiguous()})
 
 
@@ -115,42 +128,25 @@ WEIGHT_ONLY = (
 @looped("name, activations", [*((name, "e4m3") for name in CASES), *WEIGHT_ONLY])
 def test_form(name: str, activations: str) -> None:
     case = CASES[name]
-    program = export(module(case), case.x)
-    recipe, weight_only = OUTPUTS_TOO.model_copy(update={"activations": activations}), activations != "e4m3"
-    rewritten, report = mxfp8_graph.rewrite(program, recipe)
-    (only,) = report.rewritten
-    assert (only.decision.site.op, only.decision.site.has_bias) == (case.op, case.bias is not None)
-    assert (only.decision.site.n, only.decision.site.k) == case.weight.shape[-2:]
+    settings = {"activations": activations, **case.settings}
+    weight_only, dtype = activations != "e4m3", str(case.x.dtype).removeprefix("torch.")
+    rewritten, report = mxfp8_graph.rewrite(export(module(case), case.x), OUTPUTS_TOO.model_copy(update=settings))
+    (only,) = (site.decision.site for site in report.rewritten)
+    assert (only.op, only.has_bias, only.dtype) == (case.op, case.bias is not None, dtype)
+    assert (only.n, only.k) == case.weight.shape[-2:]
     assert count(rewritten, "mxfp8.weight_gemm" if weight_only else "mxfp8.gemm") == 1
     assert count(rewritten, "mxfp8.quantize") == (0 if weight_only else 1)
     assert not any(count(rewritten, op) for op in ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm"))
-    seen = case.x if case.seen is None else case.seen
-    prediction = predict(seen, case.weight, case.bias, weight_only=weight_only, activations=activations)
+    seen, result = case.x if case.seen is None else case.seen, rewritten.module()(case.x)
+    prediction = predict(seen, case.weight, case.bias, weight_only=weight_only, dtype=dtype, **settings)
     prediction.exact, prediction.bound = case.after(prediction.exact), case.after(prediction.bound)
-    prediction.check(rewritten.module()(case.x))
-
-
-@looped("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bits(dtype: torch.dtype) -> None:
-    linear, x = torch.nn.Linear(70, 96).to(dtype), X.to(dtype)
-    rewritten, report = mxfp8_graph.rewrite(export(linear, x), OUTPUTS_TOO)
-    assert report.sites[0].decision.site.dtype == str(dtype).removeprefix("torch.")
-    result = rewritten.module()(x)
-    assert result.dtype == dtype
-    predict(x, linear.weight, linear.bias, dtype=report.sites[0].decision.site.dtype or "").check(result)
-
-
-@looped("settings", [{"scale_rounding": "floor"}, {"activations": "e5m2", "weight_format": "e5m2"}])
-def test_scale_rounding_and_formats(settings: Any) -> None:
-    linear = torch.nn.Linear(70, 96)
-    rewritten, _ = mxfp8_graph.rewrite(export(linear, X), Recipe(output_projections=True, **settings))
-    predict(X, linear.weight, linear.bias, **settings).check(rewritten.module()(X))
+    prediction.check(result)
+    assert result.dtype == case.x.dtype
 
 
 def test_a_computed_addend_is_added_after_the_gemm() -> None:
-    program = export(Apply(lambda m, x, c: torch.addmm(c, x, m.w.t(), beta=2.0), {"w": W}), X, values(5, 96, seed=9))
-    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
     c = values(5, 96, seed=9)
+    rewritten, report = rewrite(lambda m, x, c: torch.addmm(c, x, m.w.t(), beta=2.0), {"w": W}, X, c)
     prediction = predict(X, W)
     total = prediction.exact + 2.0 * c.numpy().astype("float64")
     prediction.bound += 2.0**-23 * abs(total) + 2.0**-23 * abs(prediction.exact)  # two float32 roundings more
@@ -160,10 +156,9 @@ def test_a_computed_addend_is_added_after_the_gemm() -> None:
 
 
 def test_products_of_two_activations() -> None:
-    program = export(Apply(lambda m, q, k: q @ k.transpose(1, 2), {}), BATCH, values(3, 40, 70, seed=7))
-    recipe = Recipe(name="products", rules=({"name": "matmul", "quantize": True},))
-    rewritten, report = mxfp8_graph.rewrite(program, recipe)
     keys = values(3, 40, 70, seed=7)
+    recipe = Recipe(name="products", rules=({"name": "matmul", "quantize": True},))
+    rewritten, report = rewrite(lambda m, q, k: q @ k.transpose(1, 2), {}, BATCH, keys, recipe=recipe)
     predict(BATCH, keys).check(rewritten.module()(BATCH, keys))
     assert count(rewritten, "mxfp8.quantize") == 2
     assert count(rewritten, "aten.transpose") == 0, "gemm takes the keys as they are: [N, K]"
@@ -181,9 +176,9 @@ def test_alpha_of_a_product_of_two_activations_leaves_the_bias_alone() -> None:
 def test_activation_in_place_between_two_matmuls_is_quantized_twice() -> None:
     def function(m: Any, x: Tensor) -> Any:
         y = x * 2.0
-        first = torch.nn.functional.linear(y, m.w)
+        first = linear(y, m.w)
         y.mul_(3.0)
-        return first, torch.nn.functional.linear(y, m.w)
+        return first, linear(y, m.w)
 
     rewritten, _ = rewrite(function, {"w": W}, X)
     first, second = rewritten.module()(X)
@@ -202,16 +197,6 @@ def test_attention_can_be_viewed_as_before() -> None:
     assert relative_l2(rewritten.module()(x), attention(None, x)) < 0.12, "two products, each off by about 3.7%"
 
 
-def test_a_computed_sixteen_bit_bias() -> None:
-    def function(m: Any, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, m.w, m.b * x.amax())
-
-    x = X.bfloat16()
-    rewritten, report = rewrite(function, {"w": W.bfloat16(), "b": B.bfloat16()}, x)
-    assert report.sites[0].decision.site.has_bias
-    predict(x, W.bfloat16(), B.bfloat16() * x.amax(), dtype="bfloat16").check(rewritten.module()(x))
-
-
 def test_constants_and_buffers_that_are_not_saved() -> None:
     module = Apply(lambda m, x: torch.relu(x @ m.constant) + torch.relu(x @ m.transient), {})
     module.constant = W.t().contiguous()
@@ -225,15 +210,15 @@ def test_constants_and_buffers_that_are_not_saved() -> None:
 
 
 def test_dynamic_shapes_and_no_rows() -> None:
-    linear = torch.nn.Linear(70, 96)
-    rewritten, report = mxfp8_graph.rewrite(export(linear, BATCH, dynamic=({0: DYNAMIC, 1: DYNAMIC},)), OUTPUTS_TOO)
+    layer = torch.nn.Linear(70, 96)
+    rewritten, report = mxfp8_graph.rewrite(export(layer, BATCH, dynamic=({0: DYNAMIC, 1: DYNAMIC},)), OUTPUTS_TOO)
     assert isinstance(report.sites[0].decision.site.m, str)
     for shape in ((3, 5, 70), (1, 1, 70), (7, 2, 70), (2, 0, 70)):
         x = values(*shape, seed=8)
         result = rewritten.module()(x)
         assert result.shape == (*shape[:-1], 96)
         if x.numel():
-            predict(x, linear.weight, linear.bias).check(result)
+            predict(x, layer.weight, layer.bias).check(result)
 
 
 def test_dynamic_contraction_of_a_product() -> None:
@@ -249,14 +234,6 @@ def test_dynamic_contraction_of_a_product() -> None:
 # --- Roles -------------------------------------------------------------------------------------------------------
 
 ANY = Recipe(name="any", min_dim=0, rules=(Rule(name="."),))
-linear = torch.nn.functional.linear
-
-
-def roles(function: Callable[..., Any], *inputs: Any) -> list[str]:
-    """Returns the roles of the matmuls of function(module, *inputs) with weights w [96, 64], v [64, 64] and experts."""
-    weights = {"w": values(96, 64), "v": values(64, 64), "b": values(96), "experts": values(96, 64, 64)}
-    _, report = mxfp8_graph.rewrite(export(Apply(function, weights), *inputs), ANY, dry_run=True)
-    return [site.decision.site.role for site in report.sites]
 
 
 def router(module: Any, x: Any) -> Any:
@@ -270,26 +247,28 @@ def keys_of_a_cache(module: Any, x: Any) -> Any:
 
 
 @looped(
-    "function, role",
+    "role, function",
     [
-        (lambda m, x: linear(x, m.w) * 2.0, "output_projection"),
-        (lambda m, x: 2.0 * torch.tanh(linear(x, m.w) / 2.0), "output_projection"),
-        (lambda m, x: linear(x, m.w).square(), "linear"),
-        (lambda m, x: (h := linear(x, m.w)) * h, "linear"),
-        (lambda m, x: (h := linear(x, m.w)) + h, "output_projection"),
-        (lambda m, x: torch.tanh(linear(x, m.w)), "linear"),
-        (lambda m, x: torch.tanh(linear(x, m.w)).square(), "linear"),
-        (lambda m, x: (h := torch.tanh(linear(x, m.w))) * h, "linear"),
-        (lambda m, x: (linear(x, m.w) + m.b).view(-1), "output_projection"),
-        (lambda m, x: torch.softmax(linear(x, m.w).transpose(0, 1) * 3.0, -1), "output_projection"),
-        (lambda m, x: linear(x, m.w).argmax(-1), "output_projection"),
-        (lambda m, x: torch.softmax(linear(x, m.w), -1).topk(5), "output_projection"),
-        (router, "router"),
-        (keys_of_a_cache, "linear"),
+        ("output_projection", lambda m, x: linear(x, m.w) * 2.0),
+        ("output_projection", lambda m, x: 2.0 * torch.tanh(linear(x, m.w) / 2.0)),
+        ("linear", lambda m, x: linear(x, m.w).square()),
+        ("linear", lambda m, x: (h := linear(x, m.w)) * h),
+        ("output_projection", lambda m, x: (h := linear(x, m.w)) + h),
+        ("linear", lambda m, x: torch.tanh(linear(x, m.w))),
+        ("linear", lambda m, x: torch.tanh(linear(x, m.w)).square()),
+        ("linear", lambda m, x: (h := torch.tanh(linear(x, m.w))) * h),
+        ("output_projection", lambda m, x: (linear(x, m.w) + m.b).view(-1)),
+        ("output_projection", lambda m, x: torch.softmax(linear(x, m.w).transpose(0, 1) * 3.0, -1)),
+        ("output_projection", lambda m, x: linear(x, m.w).argmax(-1)),
+        ("output_projection", lambda m, x: torch.softmax(linear(x, m.w), -1).topk(5)),
+        ("router", router),
+        ("linear", keys_of_a_cache),
     ],
 )
-def test_what_follows_a_linear_tells_its_role(function: Callable[..., Any], role: str) -> None:
-    assert roles(function, values(3, 64))[0] == role
+def test_what_follows_a_linear_tells_its_role(role: str, function: Callable[..., Any]) -> None:
+    weights = {"w": values(96, 64), "v": values(64, 64), "b": values(96), "experts": values(96, 64, 64)}
+    _, report = rewrite(function, weights, values(3, 64), recipe=ANY, dry_run=True)
+    assert report.sites[0].decision.site.role == role
 
 
 def test_a_router_is_kept_with_the_reason() -> None:

@@ -1,11 +1,9 @@
 """One policy, two front ends: the real all-MiniLM-L6-v2 through torch.export and through ONNX, site by site.
 
-Both compute the same products of the same weight codes; what differs is the order of float32 sums and the
-approximations in softmax, gelu and layer norm, below 1e-6 relative. With weights alone quantized the outputs therefore
-agree to that. With activations quantized too, a difference that crosses a rounding boundary of E4M3 moves that
-activation by a whole step, up to 2^-3 of its value; it perturbs the next layer's inputs, which cross more boundaries.
-Measured per layers: 1: 3e-5, 2: 5e-3, 3: 1e-2, 6: 5e-2 relative L2, where MXFP8's own error is 3e-2 to 1e-1. So the
-whole model is compared weight-only, and one layer of it in full MXFP8.
+Both compute the same products of the same weight codes; the order of float32 sums and the approximations in softmax,
+gelu and layer norm differ, below 1e-6 relative. A difference that crosses a rounding boundary of E4M3 moves a quantized
+activation by up to 2^-3 of its value, and more in the next layer. So the whole model is compared weight-only, and one
+layer of it in full MXFP8.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from grids import looped
 
@@ -216,6 +217,17 @@ def test_packing_switches_dropout_off(decomposed: bool) -> None:
     plain, _ = mxfp8_graph.rewrite(program(model, training=False))
     assert torch.equal(packed.module()(X), plain.module()(X)), "as if it was exported in evaluation mode"
     assert differs(active.module()), "the program itself stays as it was"
+
+
+def test_a_packed_program_in_training_mode_runs_and_becomes_onnx_without_dropout(tmp_path: Path) -> None:
+    packed, _ = mxfp8_graph.rewrite(program(Switched(), training=False))
+    for node in packed.graph.nodes:
+        if node.target is torch.ops.aten.dropout.default:
+            node.args = (node.args[0], 0.25, True)
+    packed.graph_module.recompile()
+    model = onnx.load(mxfp8_graph.to_onnx(packed, tmp_path / "packed.onnx"))
+    assert "Dropout" not in {node.op_type for node in model.graph.node}
+    assert mxfp8_graph.verify(packed, packed).passed
 
 
 def test_modules_follow_train_and_eval() -> None:

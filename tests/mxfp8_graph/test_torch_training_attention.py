@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 from torch import Tensor, nn  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
-from torch_programs import Apply, count, decision, export, reasons, values  # noqa: E402
+from torch_programs import Apply, count, decision, export, reasons, relative_l2, rewrite, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe, Rule  # noqa: E402
@@ -98,11 +98,11 @@ def operands(kv_heads: int = HEADS) -> list[Tensor]:
     return [values(2, n, KEYS, WIDTH, seed=i).requires_grad_() for i, n in enumerate(heads)]
 
 
-def trainable(settings: dict[str, Any], recipe: Recipe, leaves: list[Tensor], batch: Any = None) -> Any:
+def trainable(settings: dict[str, Any], recipe: Recipe, leaves: list[Tensor]) -> Any:
     """Returns the rewritten program of one attention, and the report."""
-    module = Apply(lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {})
-    dynamic = None if batch is None else (({0: batch},) * 3,)
-    return mxfp8_graph.rewrite(export(module, *leaves, dynamic=dynamic), recipe, training=True)
+    return rewrite(
+        lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {}, *leaves, recipe=recipe, training=True
+    )
 
 
 def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
@@ -133,8 +133,8 @@ def test_every_product_is_rounded_along_what_it_sums(case: str, fp8_format: Any)
 def test_a_row_that_sees_no_key_is_0_in_a_packed_program_too(is_bool: bool) -> None:
     settings = {"attn_mask": NONE_AT_3 if is_bool else hidden(NONE_AT_3).float()}
     leaves = [t.detach() for t in operands()]
-    module = Apply(lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {})
-    result = mxfp8_graph.rewrite(export(module, *leaves), Recipe(fp8_dpa=True))[0].module()(*leaves)
+    rewritten, _ = rewrite(lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {}, *leaves, recipe=DPA)
+    result = rewritten.module()(*leaves)
     assert result[:, :, 3].abs().max() == 0, f"the row is {result[0, 0, 3].tolist()[:3]} ..."
 
 
@@ -153,8 +153,7 @@ def test_dropout_drops_what_torch_drops() -> None:
     torch.manual_seed(3)
     weights = torch.softmax(Product.apply(*(t.double() for t in leaves[:2]), "E4M3") / math.sqrt(WIDTH), -1)
     weights = weights * torch.dropout(torch.ones(weights.shape), 0.25, train=True)
-    (distance,) = distances([got], [Product.apply(weights, leaves[2].double().mT, "E4M3")])
-    assert distance <= FLIPPED
+    assert relative_l2(got, Product.apply(weights, leaves[2].double().mT, "E4M3")) <= FLIPPED
     assert not torch.equal(got, rewritten.module()(*leaves)), "nothing was dropped"
 
 
@@ -185,8 +184,7 @@ def test_attention_that_is_written_out_trains_with_any_batch_and_is_packed(tmp_p
         linears, _ = mxfp8_graph.rewrite(loaded, "mxfp8")
     ops = ("mxfp8.gemm", "aten.matmul", "mxfp8.linear_train")
     assert [count(linears, op) for op in ops] == [1, 2, 0]
-    (distance,) = distances([linears.module()(q, kv)], [expected.double()])
-    assert distance < 0.15
+    assert relative_l2(linears.module()(q, kv), expected) < 0.15
 
 
 class Layer(nn.Module):
@@ -213,8 +211,7 @@ def test_torch_s_own_multihead_attention_in_training_mode(need_weights: bool) ->
         weights = [p for n, p in module.named_parameters() if "weight" in n]
         result = module(*inputs)
         results.append([result, *torch.autograd.grad(result, weights, dy)])
-    wanted, got = results
-    assert max(distances(got, [t.double() for t in wanted])) < 0.15  # at most six products lie behind a gradient
+    assert relative_l2(results[1], results[0]) < 0.15  # at most six products lie behind a gradient
 
 
 # --- Other forms --------------------------------------------------------------------------------------------------
@@ -246,7 +243,7 @@ def test_every_form_trains(function: Any, weight: Tensor, inputs: list[Tensor]) 
         result = module(*inputs)
         gradients = torch.autograd.grad(result.square().sum(), [*module.parameters()], allow_unused=True)
         steps.append([result, *(each for each in gradients if each is not None)])
-    assert max(distances(steps[1], [t.double() for t in steps[0]])) < 0.1
+    assert relative_l2(steps[1], steps[0]) < 0.1
     packed, _ = mxfp8_graph.rewrite(rewritten)
     assert torch.allclose(packed.module()(*inputs), rewritten.module()(*inputs), rtol=1e-3, atol=1e-4)
 
@@ -294,9 +291,8 @@ def test_a_region_under_autocast_trains_as_linear_train_does_there(decomposed: b
     assert [t.dtype for t in got] == [torch.bfloat16, *[torch.float32] * 4]
     model.linear = torch.ops.mxfp8.linear_train
     assert [n for n, _ in module.named_parameters()] == [n for n, _ in model.named_parameters()]
-    far = distances(got[1:], [gradient.double() for gradient in step(model, x)[1:]])
     # A region becomes the casts it makes, also of the weights, which are quantized after that.
-    assert max(far) < 0.1, far
+    assert relative_l2(got[1:], step(model, x)[1:]) < 0.1
 
 
 def test_a_program_exported_under_autocast_trains() -> None:
@@ -307,7 +303,7 @@ def test_a_program_exported_under_autocast_trains() -> None:
     assert count(rewritten, "mxfp8.linear_train") == len(report.rewritten) == 4
     got, exact = step(rewritten.module(), x), step(ep.module(), x)
     assert got[0].dtype == torch.bfloat16
-    assert max(distances(got, [t.double() for t in exact])) < 0.2
+    assert relative_l2(got, exact) < 0.2
 
 
 # --- What training cannot do --------------------------------------------------------------------------------------
