@@ -87,15 +87,6 @@ def test_blocks_are_received_twice_and_the_rest_once_without_the_part_of_this_pr
     assert (alone.received, alone.reduced) == ((0, 0), 0)
 
 
-def test_the_table_names_each_number(tuned: Any) -> None:
-    report = bytes_per_process(tuned, 2)
-    lines = str(report).splitlines()
-    assert lines[0].split() == ["GB", "in", "each", "of", "2", "processes", "MXFP8", "high", "precision"]
-    assert lines[-1] == "2 weights are gathered in MXFP8"
-    for line, (name, (coded, plain)) in zip(lines[1:-1], report.rows().items(), strict=True):
-        assert line == f"{name:42}{coded / 1e9:10.3f}{plain / 1e9:16.3f}"
-
-
 def test_other_programs_blocks_and_numbers_are_refused(tuned: Any) -> None:
     program = torch.export.export(Net(), (torch.zeros(4, 8, dtype=torch.int64),))
     for source, processes, said, *blocks in (

@@ -17,7 +17,7 @@ from oracle import Expected, check_well_formed, expect, normal
 import mxfp8_graph
 from mxfp8_graph.onnx_pass import save
 from mxfp8_ops import torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.contract import FLOAT8E4M3FN, FLOAT8E5M2, UINT8
+from mxfp8_ops.contract import FLOAT, FLOAT8E4M3FN, FLOAT8E5M2, FLOAT16, UINT8
 from mxfp8_ops.errors import ContractError
 
 WEIGHT = "linear.weight_mxfp8"
@@ -96,6 +96,17 @@ def test_inputs_of_other_dtypes(dtype: Any, expected: int, tmp_path: Path) -> No
     cast = Uses(lambda m, x: m.gemm(x.to(torch.float32), 0), torch.randn(8, 32))
     model = exported(program(cast, torch.ones(2, 32).to(dtype)), tmp_path / "a.onnx")
     assert model.graph.input[0].type.tensor_type.elem_type == expected
+
+
+def test_a_dtype_left_open_is_the_ops_default(tmp_path: Path) -> None:
+    def both(m: Any, x: Any) -> Any:
+        weight = m.w0_mxfp8, m.w0_mxfp8_scales
+        gemm = torch.ops.mxfp8.gemm(*torch.ops.mxfp8.quantize(x), *weight, dtype=None)
+        return gemm, torch.ops.mxfp8.weight_gemm(x, *weight)
+
+    ep = program(Uses(both, torch.randn(8, 32)), torch.randn(2, 32, dtype=torch.float16))
+    outputs = exported(ep, tmp_path / "a.onnx").graph.output
+    assert [output.type.tensor_type.elem_type for output in outputs] == [FLOAT, FLOAT16]
 
 
 def test_a_gather_of_constants_is_written_without_a_warning(tmp_path: Path, caplog: Any) -> None:

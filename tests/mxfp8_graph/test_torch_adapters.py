@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from grids import looped  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
-from torch_programs import DYNAMIC, Apply, count, export, relative_l2, rewrite, values  # noqa: E402
+from torch_programs import DYNAMIC, OUTPUTS_TOO, Apply, count, export, relative_l2, rewrite, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
@@ -217,7 +217,7 @@ def test_a_program_without_anything_to_train_is_refused() -> None:
         "there is nothing to train: every weight is kept in MXFP8 only.*rewrite the original program with training"
     )
     with pytest.raises(ContractError, match=nothing):
-        mxfp8_graph.rewrite(packed, training=True)
+        mxfp8_graph.rewrite(packed, OUTPUTS_TOO, training=True)
 
 
 def test_packed_experts_pass_gradients_on_for_activations_in_high_precision_alone() -> None:
@@ -227,7 +227,7 @@ def test_packed_experts_pass_gradients_on_for_activations_in_high_precision_alon
     parameters = {"w": values(4, 64, 96).bfloat16(), "gain": torch.ones(96)}
     inputs = values(8, 64), torch.tensor([1, 4, 6, 8], dtype=torch.int32)
     with pytest.raises(ContractError, match="experts are chosen at run time for quantized activations"):
-        mxfp8_graph.rewrite(rewrite(experts, parameters, *inputs)[0], training=True)
+        mxfp8_graph.rewrite(rewrite(experts, parameters, *inputs)[0], OUTPUTS_TOO, training=True)
     weight_only = Recipe(activations="unchanged", output_projections=True)
     packed, _ = rewrite(experts, parameters, *inputs, recipe=weight_only)
     mxfp8_graph.rewrite(packed, weight_only, training=True)[0].module()(*inputs).sum().backward()

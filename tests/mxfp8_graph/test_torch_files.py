@@ -205,14 +205,6 @@ def test_containers_of_a_program() -> None:
     assert save.container_modules(export(Model(), X)) == []
 
 
-def test_a_program_that_was_not_rewritten_is_read(tmp_path: Path) -> None:
-    """Its einsum has an argument called path, as ops that read files have."""
-    program = export(Apply(lambda m, x: torch.einsum("ab,cb->ac", x, m.w), {"w": values(96, 64, seed=3)}), X)
-    assert any(node.target is torch.ops.aten.einsum.default for node in program.graph.nodes)
-    torch.export.save(program, tmp_path / "einsum.pt2")
-    assert torch.equal(mxfp8_graph.load(tmp_path / "einsum.pt2").module()(X), program.module()(X))
-
-
 # --- Crafted files -----------------------------------------------------------------------------------------------
 
 PROGRAM = "models/model.json"

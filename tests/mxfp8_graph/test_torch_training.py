@@ -21,7 +21,16 @@ from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
-from torch_programs import call_targets, count, decision, export, relative_l2, values  # noqa: E402
+from torch_programs import (  # noqa: E402
+    call_targets,
+    count,
+    decision,
+    export,
+    predict,
+    relative_l2,
+    rewrite,
+    values,
+)
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
@@ -134,6 +143,16 @@ def test_packing_leaves_no_linear_train_where_a_site_is_kept(ep: ExportedProgram
     with pytest.warns(UserWarning, match="Recipe type changed"):
         packed, _ = mxfp8_graph.rewrite(first, Recipe(name="one", include=("addmm",)))
     assert [count(packed, op) for op in ("mxfp8.gemm", "aten.linear", "mxfp8.linear_train")] == [1, 2, 0]
+
+
+def test_a_stack_of_weights_is_put_back_where_a_recipe_keeps_it() -> None:
+    weights = {"w": values(3, 96, 64, seed=4) / 8, "u": values(96, 32)}
+    x, stack = values(3, 5, 64, seed=5), weights["w"].mT
+    tuned, _ = rewrite(lambda m, x: torch.relu(torch.bmm(x, m.w.mT)) @ m.u, weights, x, training=True)
+    with pytest.warns(UserWarning, match="Recipe type changed"):
+        kept, _ = mxfp8_graph.rewrite(tuned, Recipe(name="one", include=("^matmul$",), output_projections=True))
+    assert [count(kept, op) for op in ("mxfp8.gemm", "aten.bmm", "mxfp8.linear_train")] == [1, 1, 0]
+    predict(torch.relu(torch.bmm(x, stack)), weights["u"].t()).check(kept.module()(x))
 
 
 def test_the_command_line_prepares_a_file_for_training(ep: ExportedProgram, own_folder: None) -> None:

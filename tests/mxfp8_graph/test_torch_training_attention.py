@@ -98,10 +98,10 @@ def operands(kv_heads: int = HEADS) -> list[Tensor]:
     return [values(2, n, KEYS, WIDTH, seed=i).requires_grad_() for i, n in enumerate(heads)]
 
 
-def trainable(settings: dict[str, Any], recipe: Recipe, leaves: list[Tensor]) -> Any:
+def program_of(settings: dict[str, Any], recipe: Recipe, leaves: list[Tensor], training: bool = True) -> Any:
     """Returns the rewritten program of one attention, and the report."""
     return rewrite(
-        lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {}, *leaves, recipe=recipe, training=True
+        lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {}, *leaves, recipe=recipe, training=training
     )
 
 
@@ -113,7 +113,7 @@ def distances(got: list[Tensor], wanted: list[Tensor]) -> list[float]:
 def test_every_product_is_rounded_along_what_it_sums(case: str, fp8_format: Any) -> None:
     settings, kv_heads, mask = CASES[case]
     leaves = operands(kv_heads)
-    rewritten, _ = trainable(settings, Recipe(fp8_dpa=True, fp8_format=fp8_format), leaves)
+    rewritten, _ = program_of(settings, Recipe(fp8_dpa=True, fp8_format=fp8_format), leaves)
     assert count(rewritten, "mxfp8.linear_train") == 2
     result, dy = rewritten.module()(*leaves), values(2, HEADS, KEYS, WIDTH, seed=5)
     got = [result, *torch.autograd.grad(result, leaves, dy)]
@@ -133,21 +133,21 @@ def test_every_product_is_rounded_along_what_it_sums(case: str, fp8_format: Any)
 def test_a_row_that_sees_no_key_is_0_in_a_packed_program_too(is_bool: bool) -> None:
     settings = {"attn_mask": NONE_AT_3 if is_bool else hidden(NONE_AT_3).float()}
     leaves = [t.detach() for t in operands()]
-    rewritten, _ = rewrite(lambda m, *qkv: scaled_dot_product_attention(*qkv, **settings), {}, *leaves, recipe=DPA)
-    result = rewritten.module()(*leaves)
+    result = program_of(settings, DPA, leaves, training=False)[0].module()(*leaves)
     assert result[:, :, 3].abs().max() == 0, f"the row is {result[0, 0, 3].tolist()[:3]} ..."
 
 
-@looped("product", ["attention_scores", "attention_values"])
-def test_one_product_alone(product: str) -> None:
-    rewritten, report = trainable({}, Recipe(**{product: True}), operands())
-    assert count(rewritten, "mxfp8.linear_train") == count(rewritten, "aten.matmul") == 1
+@looped("product, training", itertools.product(["attention_scores", "attention_values"], [True, False]))
+def test_one_product_alone(product: str, training: bool) -> None:
+    leaves = [t.requires_grad_(training) for t in operands()]
+    rewritten, report = program_of({}, Recipe(**{product: True}), leaves, training)
+    assert count(rewritten, "mxfp8.linear_train" if training else "mxfp8.gemm") == count(rewritten, "aten.matmul") == 1
     assert [s.decision.site.role for s in report.rewritten] == [product]
 
 
 def test_dropout_drops_what_torch_drops() -> None:
     leaves = operands()
-    rewritten, _ = trainable({"dropout_p": 0.25}, DPA, leaves)
+    rewritten, _ = program_of({"dropout_p": 0.25}, DPA, leaves)
     torch.manual_seed(3)
     got = rewritten.module()(*leaves)
     torch.manual_seed(3)
