@@ -12,6 +12,7 @@ import onnx
 import onnxruntime
 import pytest
 from grids import looped
+from oracle import Expected
 
 torch = pytest.importorskip("torch")
 
@@ -21,7 +22,6 @@ from torch_programs import (  # noqa: E402
     DYNAMIC,
     OUTPUTS_TOO,
     Apply,
-    Prediction,
     as_numpy,
     count,
     export,
@@ -43,18 +43,13 @@ IDS = torch.tensor([3, 0, 0, 2, 1, 3])
 ENDS = torch.tensor([1, 1, 4, 6], dtype=torch.int32)
 
 
-def seen_as(activations: str, x: Tensor, weight: Tensor, **settings: str) -> Prediction:
-    """Returns x @ weight.T after the conversion of x."""
-    return predict(x, weight, weight_only=activations == "unchanged", activations=activations, **settings)
+def by_rows(parts: list[Expected]) -> Expected:
+    return Expected(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("y", "bound")))
 
 
-def by_rows(parts: list[Prediction]) -> Prediction:
-    return Prediction(*(np.concatenate([getattr(part, name) for part in parts]) for name in ("exact", "bound")))
-
-
-def one_gemm_per_row(x: Tensor, ids: Tensor, *, activations: str = "e4m3") -> Prediction:
+def one_gemm_per_row(x: Tensor, ids: Tensor, *, activations: str = "e4m3") -> Expected:
     """Returns what y[i] = x[i] @ STACK[ids[i]] transposed is in MXFP8."""
-    return by_rows([seen_as(activations, x[i : i + 1], STACK[e]) for i, e in enumerate(ids.tolist())])
+    return by_rows([predict(x[i : i + 1], STACK[e], activations=activations) for i, e in enumerate(ids.tolist())])
 
 
 def packed(function: Any, stack: Tensor, *inputs: Tensor, rows: Any = None, activations: str = "e4m3") -> Any:
@@ -86,14 +81,14 @@ def test_experts_picked_at_run_time_are_picked_packed(name: str, activations: st
     assert set(rewritten.state_dict) == {"stack_mxfp8", "stack_mxfp8_scales"}
     for ids in (IDS, IDS[:2], *([torch.tensor([-1, 1, -4])] if name != "index_select" else [])):
         x = X[: len(ids)]
-        one_gemm_per_row(x, ids, activations=activations).check(rewritten.module()(x, ids))
+        one_gemm_per_row(x, ids, activations=activations).check(as_numpy(rewritten.module()(x, ids)))
     with pytest.raises(IndexError, match="out of range"):
         rewritten.module()(X[:2], torch.tensor([0, 4]))
     if activations == "bfloat16":
         return
     path = tmp_path / f"{name} {activations}.onnx"
     for y in onnx_outputs(rewritten, path, (X[:4], IDS[:4]))[0]:
-        one_gemm_per_row(X[:4], IDS[:4], activations=activations).check(y)
+        one_gemm_per_row(X[:4], IDS[:4], activations=activations).check(as_numpy(y))
     graph = onnx.load(path).graph
     ops = [node.op_type for node in graph.node]
     assert ops.count("MXFP8GroupedGemm" if activations == "e4m3" else "MXFP8GroupedWeightGemm") == 1
@@ -128,7 +123,7 @@ def test_what_is_picked_is_decided_where_the_program_decides_it() -> None:
         return torch.bmm(x.unsqueeze(1), weight.mT).squeeze(1) + ids.sum()
 
     rewritten, _ = packed(function, STACK, X, IDS)
-    one_gemm_per_row(X, IDS).check(rewritten.module()(X, IDS))
+    one_gemm_per_row(X, IDS).check(as_numpy(rewritten.module()(X, IDS)))
 
 
 def test_the_axis_of_the_experts_must_stay_first() -> None:
@@ -151,7 +146,8 @@ def test_grouped_experts_become_one_grouped_gemm(activations: str) -> None:
     result = rewritten.module()(x, ENDS)
     assert result.dtype == torch.bfloat16
     groups = zip(x.tensor_split(ENDS[:-1].long()), stack, strict=True)
-    by_rows([seen_as(activations, part, w, dtype="bfloat16") for part, w in groups if len(part)]).check(result)
+    parts = [predict(part, w, activations=activations, dtype="bfloat16") for part, w in groups if len(part)]
+    by_rows(parts).check(as_numpy(result))
 
 
 def test_grouped_weights_that_are_computed_are_kept_with_a_reason() -> None:

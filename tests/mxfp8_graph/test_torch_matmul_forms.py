@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from grids import looped
+from oracle import Expected
 
 torch = pytest.importorskip("torch")
 
@@ -17,6 +18,7 @@ from torch_programs import (  # noqa: E402
     DYNAMIC,
     OUTPUTS_TOO,
     Apply,
+    as_numpy,
     count,
     export,
     predict,
@@ -138,20 +140,15 @@ def test_form(name: str, activations: str) -> None:
     assert count(rewritten, "mxfp8.quantize") == (0 if weight_only else 1)
     assert not any(count(rewritten, op) for op in ("aten.linear", "aten.matmul", "aten.mm", "aten.addmm", "aten.bmm"))
     seen, result = case.x if case.seen is None else case.seen, rewritten.module()(case.x)
-    prediction = predict(seen, case.weight, case.bias, weight_only=weight_only, dtype=dtype, **settings)
-    prediction.exact, prediction.bound = case.after(prediction.exact), case.after(prediction.bound)
-    prediction.check(result)
+    predict(seen, case.weight, case.bias, dtype=dtype, **settings).then(case.after).check(as_numpy(result))
     assert result.dtype == case.x.dtype
 
 
 def test_a_computed_addend_is_added_after_the_gemm() -> None:
     c = values(5, 96, seed=9)
     rewritten, report = rewrite(lambda m, x, c: torch.addmm(c, x, m.w.t(), beta=2.0), {"w": W}, X, c)
-    prediction = predict(X, W)
-    total = prediction.exact + 2.0 * c.numpy().astype("float64")
-    prediction.bound += 2.0**-23 * abs(total) + 2.0**-23 * abs(prediction.exact)  # two float32 roundings more
-    prediction.exact = total
-    prediction.check(rewritten.module()(X, c))
+    product = predict(X, W)
+    Expected(product.y + 2.0 * c.numpy(), product.bound).check(as_numpy(rewritten.module()(X, c)), roundings=1)
     assert not report.sites[0].decision.site.has_bias
 
 
@@ -159,7 +156,7 @@ def test_products_of_two_activations() -> None:
     keys = values(3, 40, 70, seed=7)
     recipe = Recipe(name="products", rules=({"name": "matmul", "quantize": True},))
     rewritten, report = rewrite(lambda m, q, k: q @ k.transpose(1, 2), {}, BATCH, keys, recipe=recipe)
-    predict(BATCH, keys).check(rewritten.module()(BATCH, keys))
+    predict(BATCH, keys).check(as_numpy(rewritten.module()(BATCH, keys)))
     assert count(rewritten, "mxfp8.quantize") == 2
     assert count(rewritten, "aten.transpose") == 0, "gemm takes the keys as they are: [N, K]"
     assert site(report, "matmul").packed is None
@@ -182,8 +179,8 @@ def test_activation_in_place_between_two_matmuls_is_quantized_twice() -> None:
 
     rewritten, _ = rewrite(function, {"w": W}, X)
     first, second = rewritten.module()(X)
-    predict(X * 2.0, W).check(first)
-    predict(X * 6.0, W).check(second)
+    predict(X * 2.0, W).check(as_numpy(first))
+    predict(X * 6.0, W).check(as_numpy(second))
 
 
 def test_attention_can_be_viewed_as_before() -> None:
@@ -218,7 +215,7 @@ def test_dynamic_shapes_and_no_rows() -> None:
         result = rewritten.module()(x)
         assert result.shape == (*shape[:-1], 96)
         if x.numel():
-            predict(x, layer.weight, layer.bias).check(result)
+            predict(x, layer.weight, layer.bias).check(as_numpy(result))
 
 
 def test_dynamic_contraction_of_a_product() -> None:
@@ -228,7 +225,7 @@ def test_dynamic_contraction_of_a_product() -> None:
     assert report.sites[0].decision.site.role == "attention_values"
     for k in (50, 33, 64):
         p, v = values(2, 40, k), values(2, k, 40, seed=1)
-        predict(torch.softmax(p, -1), v.transpose(1, 2)).check(rewritten.module()(p, v))
+        predict(torch.softmax(p, -1), v.transpose(1, 2)).check(as_numpy(rewritten.module()(p, v)))
 
 
 # --- Roles -------------------------------------------------------------------------------------------------------

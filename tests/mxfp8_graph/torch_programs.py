@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from oracle import Expected, expect
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
@@ -21,7 +21,6 @@ import mxfp8_graph
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_ops import numerics, numpy_nodes
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
@@ -82,42 +81,19 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-@dataclass
-class Prediction:
-    """The expected result of a rewritten matmul, and the bound of its error."""
-
-    exact: np.ndarray
-    bound: np.ndarray
-
-    def check(self, result: Tensor) -> None:
-        error = np.abs(as_numpy(result).astype(np.float64) - self.exact)
-        worst = np.unravel_index(np.argmax(error - self.bound), error.shape)
-        assert (error <= self.bound).all(), (worst, error[worst], self.bound[worst], self.exact[worst])
-
-
 def predict(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    weight_only: bool = False,
-    scale_rounding: str = "ceil",
     activations: str = "e4m3",
     weight_format: str = "e4m3",
-    dtype: str = "float32",
-) -> Prediction:
+    **settings: str,
+) -> Expected:
     """Returns x [..., M, K] times weight [..., N, K] transposed, plus bias, in MXFP8 by NumPy."""
-    a, b = as_numpy(x), as_numpy(weight)
-    extra = None if bias is None else as_numpy(bias).astype(np.float32)
-    if activations == "bfloat16":
-        a = a.astype(numerics.value_dtype(activations))
-    elif not weight_only:
-        codes = numpy_nodes.quantize(a, element_format=activations, scale_rounding=scale_rounding)
-        a = numpy_nodes.dequantize(*codes, element_format=activations)
-    packed = numpy_nodes.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)
-    exact = numpy_nodes.weight_gemm(a, *packed, extra, b_format=weight_format)
-    seen = numpy_nodes.dequantize(*packed, element_format=weight_format)
-    return Prediction(exact, numpy_nodes.gemm_error_bound(a.astype(np.float32), seen, dtype, extra))
+    added, formats = None if bias is None else as_numpy(bias), (activations, weight_format)
+    whole = activations == "unchanged"
+    return expect(as_numpy(x), as_numpy(weight), added, weight_only=whole, formats=formats, **settings)
 
 
 def tensors(output: Any) -> list[Tensor]:
