@@ -27,7 +27,7 @@ LONGEST = (
     "test_random_graphs.py",
     "test_cpu.py",
     "test_real_models.py",
-    "test_to_onnx_hostile.py",
+    "test_to_onnx_files.py",
     "test_from_hf.py",
     "test_convert.py",
     "test_convert_runs.py",
@@ -40,7 +40,7 @@ LONGEST = (
     "test_verify.py",
     "test_onnx_validate.py",
     "test_torch_parity.py",
-    "test_torch_subgraphs.py",
+    "test_torch_programs.py",
     "test_to_onnx.py",
     "test_cli_completion.py",
 )
@@ -63,6 +63,13 @@ def two() -> Iterator[ProcessPool]:
 def four() -> Iterator[ProcessPool]:
     with ProcessPool(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> ProcessPool:
+    """The pool that a test's mark names, or two processes."""
+    processes: ProcessPool = request.getfixturevalue(getattr(request, "param", "two"))
+    return processes
 
 
 CANNOT = {

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import functools
+import importlib
+import inspect
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from forked import PROCESSES
@@ -77,3 +81,24 @@ def _serve(pipe: Connection, rank: int, count: int, port: int) -> None:
         except BaseException:
             answer = (False, traceback.format_exc())
         pipe.send(answer)
+
+
+def in_each_process(check: Callable[..., None]) -> Callable[..., None]:
+    """Makes a test of a function that each process of the fixture `pool` runs, with the parameters of the test.
+
+    The processes import the test by its name, so only decorators that mark the test may stand above this one.
+    """
+    name = Path(inspect.getfile(check)).stem, check.__name__
+
+    @functools.wraps(check)
+    def test(pool: ProcessPool, **parameters: Any) -> None:
+        pool(_run, *name, parameters)
+
+    signature = inspect.signature(check)
+    pool = inspect.Parameter("pool", inspect.Parameter.KEYWORD_ONLY)
+    test.__signature__ = signature.replace(parameters=[*signature.parameters.values(), pool])  # type: ignore[attr-defined]
+    return test
+
+
+def _run(module: str, name: str, parameters: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(**parameters)

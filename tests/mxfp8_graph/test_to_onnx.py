@@ -10,13 +10,19 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx_exports import Linear, Packed, attributes, data, expected, exported, ours, packed, program, run
-from oracle import Expected, check_well_formed, expect, normal
+from fused_models import kinds_fused
+from grids import looped, pairwise
+from onnx_exports import Linear, attributes, data, expected, exported, ours, packed, program, run
+from oracle import check_well_formed, expect, normal
+from torch.nn.functional import scaled_dot_product_attention
+from torch_programs import Apply
 
 import mxfp8_graph
 from mxfp8_graph.policy.recipe import Recipe, Rule
-from mxfp8_ops import contract, numerics, torch_ops  # noqa: F401 - registers torch.ops.mxfp8
-from mxfp8_ops.contract import FLOAT, FLOAT8E5M2, FLOAT16
+from mxfp8_graph.running.sessions import Session
+from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx
+from mxfp8_ops import contract, numerics
+from mxfp8_ops.contract import FLOAT8E5M2
 from mxfp8_ops.errors import RecipeError
 
 
@@ -100,11 +106,6 @@ def test_each_product_has_the_settings_of_the_program(tmp_path: Path) -> None:
     np.testing.assert_allclose(run(path, x.numpy(), kernels=True), program.module()(x).numpy(), rtol=1e-5, atol=1e-4)
 
 
-def test_every_attribute_is_written_and_none_is_left_over(tmp_path: Path) -> None:
-    for node in ours(exported(packed(Block(), torch.randn(2, 5, 64)), tmp_path / "a.onnx")):
-        assert set(attributes(node)) == set(contract.OPS[node.op_type].attributes)
-
-
 def test_the_recipe_is_recorded_so_that_rewriting_again_is_noticed(tmp_path: Path) -> None:
     path = mxfp8_graph.to_onnx(packed(Linear(), torch.randn(2, 64)), tmp_path / "a.onnx")
     assert mxfp8_graph.rewrite(path, "mxfp8", output=tmp_path / "b.onnx")[1].already_rewritten
@@ -117,59 +118,36 @@ def test_the_recipe_is_recorded_so_that_rewriting_again_is_noticed(tmp_path: Pat
 # --- What it computes --------------------------------------------------------------------------------------------
 
 
-def check_both_ways(path: Path, x: np.ndarray, result: Expected) -> None:
-    """Fails unless the file gives `result` in stock ONNX Runtime and with our kernels."""
-    for kernels in (False, True):
-        result.check(run(path, x, kernels=kernels))
-
-
-@pytest.mark.parametrize("opset", [21, 25])
-def test_it_runs_in_onnx_runtime_within_the_accumulation_bound(opset: int, tmp_path: Path) -> None:
-    module, x = Linear(), normal(3, 64)
-    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x)), tmp_path / "a.onnx", opset=opset)
+@pytest.mark.parametrize(
+    ("k", "recipe", "formats", "opset"),
+    [
+        pytest.param(64, "mxfp8", ("e4m3", "e4m3"), 21, id="opset 21"),
+        pytest.param(80, "mxfp8", ("e4m3", "e4m3"), 25, id="opset 25 and a partial block"),
+        pytest.param(1, Recipe(min_dim=1), ("e4m3", "e4m3"), 21, id="K = 1"),
+        pytest.param(64, Recipe(activations="e5m2"), ("e5m2", "e4m3"), 21, id="activations in E5M2"),
+        pytest.param(64, "mxfp8-bf16", ("bfloat16", "e4m3"), 21, id="activations in bfloat16"),
+    ],
+)
+def test_it_runs_in_onnx_runtime_within_the_accumulation_bound(
+    k: int, recipe: Any, formats: tuple[str, str], opset: int, tmp_path: Path
+) -> None:
+    module, x = Linear(k), normal(3, k)
+    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe=recipe), tmp_path / "a.onnx", opset=opset)
     model = onnx.load(path)
     assert {entry.domain: entry.version for entry in model.opset_import} == {"": opset, contract.DOMAIN: 1}
     check_well_formed(model)
-    check_both_ways(path, x, expected(module.linear, x))
+    for kernels in (False, True):
+        expected(module.linear, x, formats=formats).check(run(path, x, kernels=kernels))
 
 
-@pytest.mark.parametrize("k", [80, 1])
-def test_any_k(k: int, tmp_path: Path) -> None:
-    module, x = Linear(k), normal(3, k)
-    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe=Recipe(min_dim=1)), tmp_path / "a.onnx")
-    check_both_ways(path, x, expected(module.linear, x))
-
-
-def test_e5m2(tmp_path: Path) -> None:
-    module, x = Linear(), normal(3, 64)
-    recipe = Recipe(activations="e5m2", weight_format="e4m3")
-    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe=recipe), tmp_path / "a.onnx")
-    quantize = next(node for node in ours(onnx.load(path)) if node.op_type == "MXFP8Quantize")
-    assert attributes(quantize)["output_dtype"] == FLOAT8E5M2
-    check_both_ways(path, x, expected(module.linear, x, formats=("e5m2", "e4m3")))
-
-
-def test_activations_rounded_to_bfloat16(tmp_path: Path) -> None:
-    module, x = Linear(), normal(3, 64)
-    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe="mxfp8-bf16"), tmp_path / "a.onnx")
-    check_both_ways(path, x, expected(module.linear, x, formats=("bfloat16", "e4m3")))
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("float16", torch.float16), ("bfloat16", torch.bfloat16)])
-def test_16_bit_programs(name: str, dtype: Any, tmp_path: Path) -> None:
-    class Bare(torch.nn.Module):  # ONNX Runtime's CPU has no bfloat16 Relu
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(64, 96, dtype=dtype)
-
-        def forward(self, x: Any) -> Any:
-            return self.linear(x)
-
-    module, x = Bare(), normal(3, 64).astype(numerics.value_dtype(name))
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bit_programs(name: str, tmp_path: Path) -> None:
+    # No relu behind it: ONNX Runtime's CPU has none of bfloat16.
+    dtype = getattr(torch, name)
+    module, x = torch.nn.Linear(64, 96, dtype=dtype), normal(3, 64).astype(numerics.value_dtype(name))
     example = torch.from_numpy(x.astype(np.float32)).to(dtype)
-    recipe = Recipe(output_projections=True)
-    path = mxfp8_graph.to_onnx(packed(module, example, recipe=recipe), tmp_path / "a.onnx")
-    weight, bias = (tensor.detach().float().numpy() for tensor in (module.linear.weight, module.linear.bias))
+    path = mxfp8_graph.to_onnx(packed(module, example, recipe=Recipe(output_projections=True)), tmp_path / "a.onnx")
+    weight, bias = (tensor.detach().float().numpy() for tensor in (module.weight, module.bias))
     y = run(path, x, kernels=True)
     assert y.dtype == x.dtype
     expect(x, weight, bias, dtype=name).check(y)
@@ -177,32 +155,12 @@ def test_16_bit_programs(name: str, dtype: Any, tmp_path: Path) -> None:
 
 def test_float16_between_ops_that_onnx_runtime_has_in_float32_only(tmp_path: Path) -> None:
     """It runs such a node in float32 too, whatever its output_dtype says."""
-
-    class Between(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(64, 96, bias=False, dtype=torch.float16)
-
-        def forward(self, x: Any) -> Any:
-            return -self.linear(torch.abs(x))
-
-    module, x = Between(), normal(3, 64).astype(np.float16)
-    path = mxfp8_graph.to_onnx(packed(module, torch.from_numpy(x), recipe="mxfp8-weight-only"), tmp_path / "a.onnx")
-    expect(np.abs(x), -module.linear.weight.detach().numpy(), weight_only=True, dtype="float16").check(
-        run(path, x, kernels=True)
-    )
-
-
-def test_a_dtype_left_open_is_the_ops_default(tmp_path: Path) -> None:
-    class Open(Packed):
-        def forward(self, x: Any) -> Any:
-            weight = self.w0_mxfp8, self.w0_mxfp8_scales
-            gemm = torch.ops.mxfp8.gemm(*torch.ops.mxfp8.quantize(x), *weight, dtype=None)
-            return gemm, torch.ops.mxfp8.weight_gemm(x, *weight)
-
-    ep = program(Open(torch.randn(8, 32)), torch.randn(2, 32, dtype=torch.float16))
-    outputs = exported(ep, tmp_path / "a.onnx").graph.output
-    assert [output.type.tensor_type.elem_type for output in outputs] == [FLOAT, FLOAT16]
+    w, x = torch.randn(96, 64).half(), normal(3, 64).astype(np.float16)
+    module = Apply(lambda m, x: -torch.nn.functional.linear(torch.abs(x), m.w), {"w": w})
+    ep = packed(module, torch.from_numpy(x), recipe="mxfp8-weight-only", batch=False)
+    path = mxfp8_graph.to_onnx(ep, tmp_path / "a.onnx")
+    wanted = expect(np.abs(x), -w.numpy(), weight_only=True, dtype="float16")
+    wanted.check(run(path, x, kernels=True))
 
 
 def test_kernels_give_the_bytes_of_the_program_where_only_gemms_round(tmp_path: Path) -> None:
@@ -232,3 +190,110 @@ def test_runs_on_cpu_writes_one_that_it_loads(tmp_path: Path) -> None:
     found = mxfp8_graph.verify(program, path, inputs={"x": x.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)})
     assert found.passed, found.failures
     assert found.outputs[0].rewritten.relative_l2 < 2**-8, "the output is rounded once more in torch, to bfloat16"
+
+
+# --- Attention ---------------------------------------------------------------------------------------------------
+
+EXACT = "mxfp8-weight-only"
+"""A recipe with which the attention that is fused rounds nothing."""
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+class Attention(torch.nn.Module):
+    """Attention of x to y between its projections; 4 heads of 16 read `heads` heads of keys and values."""
+
+    def __init__(self, *, heads: int = 4, is_causal: bool = False, dtype: Any = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.o = (torch.nn.Linear(64, 64, dtype=dtype) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(64, 16 * heads, dtype=dtype) for _ in range(2))
+        self.norm = torch.nn.LayerNorm(64, dtype=dtype)
+        self.is_causal, self.enable_gqa = is_causal, heads != 4
+
+    def forward(self, x: Any, y: Any, mask: Any = None) -> Any:
+        q, k, v = (linear(z).unflatten(-1, (-1, 16)).transpose(1, 2) for linear, z in
+                   ((self.q, x), (self.k, y), (self.v, y)))  # fmt: skip
+        options = {"attn_mask": mask, "is_causal": self.is_causal, "enable_gqa": self.enable_gqa}
+        return self.norm(self.o(scaled_dot_product_attention(q, k, v, **options).transpose(1, 2).flatten(2)))
+
+
+def inputs(keys: int = 5, dtype: Any = torch.float32) -> tuple[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(2, size, 64, generator=generator) for size in (7, keys))
+    return x.to(dtype), y.to(dtype)
+
+
+def mask_of(kind: str, dtype: Any = torch.float32) -> Any:
+    """Returns a mask that hides all keys from row 0 of sample 0, and two of five keys from sample 1."""
+    seen = torch.ones(2, 1, 7, 5, dtype=torch.bool)
+    seen[0, 0, 0], seen[1, ..., 3:] = False, False
+    if kind == "bool":
+        return seen
+    hidden = -torch.inf if kind == "-inf" else torch.finfo(dtype).min
+    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, hidden)
+
+
+def errors(path: Path, program: Any, arguments: tuple[Any, ...], *, kernels: bool) -> np.ndarray:
+    """Returns the relative L2 error of each row [2, rows] of an ONNX file against a program."""
+    want = program.module()(*arguments).detach().double().numpy()
+    session = Session(path, kernels=kernels)
+    feeds = dict(zip(("x", "y", "mask"), (argument.numpy() for argument in arguments), strict=False))
+    result = next(iter(session.run(feeds).values()))
+    return np.linalg.norm(result.astype(np.float64) - want, axis=-1) / np.linalg.norm(want, axis=-1)
+
+
+def check_rows(
+    module: Any, arguments: tuple[Any, ...], *, kernels: bool = True, bound: float = 1e-5, **options: int
+) -> None:
+    """Fails unless each row of the file is near the program's; options of `to_onnx`."""
+    program = packed(module, *arguments, recipe=EXACT, batch=False)
+    path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True, **options)
+    found = errors(path, program, arguments, kernels=kernels)
+    assert found.max() < bound, found.round(4)
+
+
+@looped(
+    "kind, opset, heads, kernels",
+    pairwise(kind=("bool", "-inf", "lowest"), opset=({}, {"opset": 23}), heads=(4, 2), kernels=(False, True)),
+)
+def test_a_row_that_sees_no_key_is_that_of_the_program(
+    kind: str, opset: dict[str, int], heads: int, kernels: bool
+) -> None:
+    """0 behind a boolean mask and one of -Inf; one of the lowest float is added like any number."""
+    check_rows(Attention(heads=heads), (*inputs(), mask_of(kind)), kernels=kernels, **opset)
+
+
+@looped("keys, opset, heads", pairwise(keys=(4, 9), opset=(21, 23), heads=(4, 2)))
+def test_causal_rows_see_the_first_keys(keys: int, opset: int, heads: int) -> None:
+    """Row i sees keys 0 to i, whatever the number of keys."""
+    check_rows(Attention(heads=heads, is_causal=True), inputs(keys=keys), opset=opset)
+
+
+@looped("kind", ["bool", "-inf"])
+def test_hidden_rows_in_float16(kind: str) -> None:
+    arguments = (*inputs(dtype=torch.float16), mask_of(kind, torch.float16))
+    check_rows(Attention(dtype=torch.float16), arguments, bound=4 * 2**-11)  # other ops round than in torch
+
+
+@looped("kind", ["bool", "-inf", "lowest"])
+def test_a_nan_stays_one_behind_a_mask(kind: str) -> None:
+    x, y = inputs()
+    arguments = (x, y, mask_of(kind))
+    program = packed(Attention(), *arguments, recipe=EXACT, batch=False)
+    path = mxfp8_graph.to_onnx(program, "m.onnx", overwrite=True)
+    x[1, 2] = torch.nan
+    rows = np.isnan(errors(path, program, (x, y, arguments[2]), kernels=True))
+    assert np.argwhere(rows).tolist() == [[1, 2]]
+
+
+@looped("kind", ["bool", "-inf", "lowest"])
+def test_the_onnx_pass_fuses_what_to_onnx_writes(kind: str) -> None:
+    """The guard of hidden rows is a part of the attention; `from_hf` fuses such graphs."""
+    arguments = (*inputs(), mask_of(kind))
+    program = torch.export.export(Attention().eval(), arguments)
+    Path("plain.onnx").unlink(missing_ok=True)
+    path, report = mxfp8_graph.rewrite(plain_to_onnx(program, Path("plain.onnx")), EXACT, overwrite=True)
+    assert kinds_fused(report) == ["attention"]
+    found = errors(path, mxfp8_graph.rewrite(program, EXACT)[0], arguments, kernels=True)
+    assert found.max() < 1e-5, found.round(3)

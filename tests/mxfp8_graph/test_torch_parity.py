@@ -1,11 +1,9 @@
 """One policy, two front ends: the real all-MiniLM-L6-v2 through torch.export and through ONNX, site by site.
 
-Both compute the same products of the same weight codes; what differs is the order of float32 sums and the
-approximations in softmax, gelu and layer norm, below 1e-6 relative. With weights alone quantized the outputs therefore
-agree to that. With activations quantized too, a difference that crosses a rounding boundary of E4M3 moves that
-activation by a whole step, up to 2^-3 of its value; it perturbs the next layer's inputs, which cross more boundaries.
-Measured per layers: 1: 3e-5, 2: 5e-3, 3: 1e-2, 6: 5e-2 relative L2, where MXFP8's own error is 3e-2 to 1e-1. So the
-whole model is compared weight-only, and one layer of it in full MXFP8.
+Both compute the same products of the same weight codes; the order of float32 sums and the approximations in softmax,
+gelu and layer norm differ, below 1e-6 relative. A difference that crosses a rounding boundary of E4M3 moves a quantized
+activation by up to 2^-3 of its value, and more in the next layer. So the whole model is compared weight-only, and one
+layer of it in full MXFP8.
 """
 
 from __future__ import annotations
@@ -59,17 +57,15 @@ def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
 
 def decisions(report: RewriteReport) -> Counter[tuple[Any, ...]]:
     """Returns module path, role, sizes, decision and reason of every site."""
-    found = []
-    for site in (s.decision.site for s in report.sites):
-        # Which of an attention's two products comes from where, ONNX does not record in the same words.
-        sizes = (site.n, site.k) if site.weight else ()
-        found.append((site.module, site.role, sizes))
-    # The pass fuses the attention of ONNX models, and their decisions say so; torch.compile fuses that of programs.
-    plans = [
-        (d.rule, d.activations, "role" if d.kind == "fused" else d.kind, d.reason if d.site.weight else "")
-        for d in (s.decision for s in report.sites)
-    ]
-    return Counter((*site, *plan) for site, plan in zip(found, plans, strict=True))
+    found: Counter[tuple[Any, ...]] = Counter()
+    for decision in (s.decision for s in report.sites):
+        site = decision.site
+        # Which of an attention's two products comes from where, ONNX does not record in the same words. The pass fuses
+        # the attention of ONNX models, and their decisions say so; torch.compile fuses that of programs.
+        sizes, reason = ((site.n, site.k), decision.reason) if site.weight else ((), "")
+        kind = "role" if decision.kind == "fused" else decision.kind
+        found[site.module, site.role, sizes, decision.rule, decision.activations, kind, reason] += 1
+    return found
 
 
 def test_same_decisions(minilm: tuple[Any, Any, Path]) -> None:
@@ -123,9 +119,3 @@ def test_same_outputs_of_one_layer(tmp_path: Path) -> None:
     for exact, mine, theirs in zip(*outputs(both(tmp_path, "minilm_1", 1), "mxfp8", tmp_path), strict=True):
         assert distance(mine, theirs) < ONE_LAYER
         assert distance(mine, exact) > 1e-2
-
-
-def test_whole_model_is_closer_to_itself_than_to_float32(minilm: tuple[Any, Any, Path], tmp_path: Path) -> None:
-    for exact, mine, theirs in zip(*outputs(minilm, "mxfp8", tmp_path), strict=True):
-        assert distance(mine, theirs) < distance(mine, exact)
-        assert distance(mine, exact) == pytest.approx(distance(theirs, exact), rel=0.2)

@@ -17,15 +17,13 @@ quantization = pytest.importorskip("torchao.quantization")
 
 from torch import nn  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
-from torch_programs import as_numpy, count, decision, export, values  # noqa: E402
+from torch_programs import OUTPUTS_TOO, as_numpy, count, decision, export, kept, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.policy.recipe import Recipe  # noqa: E402
 from mxfp8_graph.torch_pass import torchao_weights  # noqa: E402
 from mxfp8_graph.weights import unswizzled  # noqa: E402
 from mxfp8_ops import numpy_nodes  # noqa: E402
 
-RECIPE = Recipe(name="outputs too", output_projections=True)
 X = values(5, 160, seed=2).bfloat16()
 
 
@@ -55,7 +53,7 @@ def program(model: nn.Module) -> ExportedProgram:
 
 def test_the_bytes_are_taken_over(model: Any, program: ExportedProgram) -> None:
     assert model[0].weight.is_swizzled_scales
-    rewritten, report = mxfp8_graph.rewrite(program, RECIPE)
+    rewritten, report = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
     assert count(rewritten, "mxfp8.gemm") == 2
     assert [s.relative_l2 for s in report.sites] == [None, None]
     assert report.notes == ("2 weights were packed by torchao: their bytes are kept, their rounding error is unknown",)
@@ -84,8 +82,8 @@ def test_kept_weights_stay_torchaos(program: ExportedProgram, tmp_path: Path) ->
 
 def test_files_with_torchao_weights(program: ExportedProgram, tmp_path: Path) -> None:
     torch.export.save(program, tmp_path / "model.pt2")
-    expected, _ = mxfp8_graph.rewrite(program, RECIPE)
-    output, _ = mxfp8_graph.rewrite(tmp_path / "model.pt2", RECIPE)
+    expected, _ = mxfp8_graph.rewrite(program, OUTPUTS_TOO)
+    output, _ = mxfp8_graph.rewrite(tmp_path / "model.pt2", OUTPUTS_TOO)
     assert torch.equal(mxfp8_graph.load(output).module()(X), expected.module()(X))
 
 
@@ -97,9 +95,7 @@ def test_what_cannot_be_taken_over_is_kept_with_the_reason(program: ExportedProg
         (export(quantized(torch.float4_e2m1fn_x2), X), False, four_bits),
         (program, True, "torchao packed this weight; expected one in high precision"),
     ):
-        with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
-            mxfp8_graph.rewrite(source, RECIPE, training=training)
-        assert all(reason in each.reason for each in caught.value.decisions), reason
+        assert all(reason in each for each in kept(source, training=training)), reason
 
 
 @looped("rows, columns", [(128, 4), (96, 5), (200, 3), (1, 1), (257, 9)])

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
+from oracle import Expected, expect
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+import mxfp8_graph
 from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport
-from mxfp8_ops import numerics, numpy_nodes
 
 DYNAMIC = torch.export.Dim.DYNAMIC
 
@@ -48,6 +52,21 @@ class Apply(nn.Module):
         return self._function(self, *args)
 
 
+OUTPUTS_TOO = Recipe(name="outputs too", output_projections=True)
+
+
+def rewrite(function: Any, weights: Any, *x: Tensor, recipe: Any = OUTPUTS_TOO, **options: Any) -> Any:
+    """Returns the rewritten program of function(module with these weights, *x), and the report."""
+    return mxfp8_graph.rewrite(export(Apply(function, weights), *x), recipe, **options)
+
+
+def kept(program: ExportedProgram, recipe: Any = OUTPUTS_TOO, **options: Any) -> list[str]:
+    """Returns why each site of a program is kept, in which nothing is eligible."""
+    with pytest.raises(mxfp8_graph.NothingEligibleError) as caught:
+        mxfp8_graph.rewrite(program, recipe, **options)
+    return [decision.reason for decision in caught.value.decisions]
+
+
 def values(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns heavy-tailed values: rounding errors of a matmul do not average out as they do for normal ones."""
     generator = torch.Generator().manual_seed(seed)
@@ -62,42 +81,19 @@ def as_numpy(tensor: Tensor) -> np.ndarray:
     return tensor.numpy()
 
 
-@dataclass
-class Prediction:
-    """The expected result of a rewritten matmul, and the bound of its error."""
-
-    exact: np.ndarray
-    bound: np.ndarray
-
-    def check(self, result: Tensor) -> None:
-        error = np.abs(as_numpy(result).astype(np.float64) - self.exact)
-        worst = np.unravel_index(np.argmax(error - self.bound), error.shape)
-        assert (error <= self.bound).all(), (worst, error[worst], self.bound[worst], self.exact[worst])
-
-
 def predict(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    weight_only: bool = False,
-    scale_rounding: str = "ceil",
     activations: str = "e4m3",
     weight_format: str = "e4m3",
-    dtype: str = "float32",
-) -> Prediction:
+    **settings: str,
+) -> Expected:
     """Returns x [..., M, K] times weight [..., N, K] transposed, plus bias, in MXFP8 by NumPy."""
-    a, b = as_numpy(x), as_numpy(weight)
-    extra = None if bias is None else as_numpy(bias).astype(np.float32)
-    if activations == "bfloat16":
-        a = a.astype(numerics.value_dtype(activations))
-    elif not weight_only:
-        codes = numpy_nodes.quantize(a, element_format=activations, scale_rounding=scale_rounding)
-        a = numpy_nodes.dequantize(*codes, element_format=activations)
-    packed = numpy_nodes.quantize(b, element_format=weight_format, scale_rounding=scale_rounding)
-    exact = numpy_nodes.weight_gemm(a, *packed, extra, b_format=weight_format)
-    seen = numpy_nodes.dequantize(*packed, element_format=weight_format)
-    return Prediction(exact, numpy_nodes.gemm_error_bound(a.astype(np.float32), seen, dtype, extra))
+    added, formats = None if bias is None else as_numpy(bias), (activations, weight_format)
+    whole = activations == "unchanged"
+    return expect(as_numpy(x), as_numpy(weight), added, weight_only=whole, formats=formats, **settings)
 
 
 def tensors(output: Any) -> list[Tensor]:
@@ -133,3 +129,21 @@ def decision(report: RewriteReport, name: str) -> Decision:
 
 def reasons(report: RewriteReport) -> Sequence[str]:
     return [s.decision.reason for s in report.sites]
+
+
+SAMPLES = "data/sample_inputs/model.pt"
+"""The record of a .pt2 file with its example inputs."""
+
+
+def records(source: Path) -> dict[str, bytes]:
+    """Returns the records of a .pt2 file by their names below its root."""
+    with zipfile.ZipFile(source) as archive:
+        return {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+
+
+def write(target: Path, content: Mapping[str, bytes]) -> Path:
+    """Returns `target`, a .pt2 file of these records."""
+    with zipfile.ZipFile(target, "w") as archive:
+        for name, data in content.items():
+            archive.writestr(f"model/{name}", data)
+    return target
