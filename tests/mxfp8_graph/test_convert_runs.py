@@ -11,26 +11,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import attention_models
 import builders as b
+import commands
+import dialect_models as d
 import numpy as np
 import onnx
+import onnxruntime
 import oracle
 import properties  # noqa: F401 - sets hypothesis up
 import pytest
-import structures
-from grids import looped
+from grids import looped, pairwise
 from hypothesis import given, settings
 from onnx.reference import ReferenceEvaluator
 from releases import release
-from test_convert import DIALECTS, LOSSES, codes_of, relative
+from test_convert import DIALECTS, INT8_DIALECTS, LOSSES, codes_of, relative
 from test_random_graphs import LENGTHS, RECIPES, SEEDS, grown
 
 import mxfp8_graph
 from mxfp8_graph.running.inputs import make_inputs
 from mxfp8_graph.running.runner import open_runnable
-from mxfp8_graph.running.sessions import Session
 from mxfp8_ops.errors import ContractError
 
 SMALL = {
@@ -76,6 +78,146 @@ def test_qdq_is_the_same_in_onnx_runtime_and_the_reference_evaluator(name: str) 
     for result in (oracle.run(qdq, feeds), ReferenceEvaluator(qdq).run(None, feeds)):
         for one, other in zip(expected, result, strict=True):
             assert relative(other, one) < 1e-5
+
+
+# --- MXINT8 in ONNX Runtime ------------------------------------------------------------------------------------------
+
+
+def integers(weight: np.ndarray) -> onnx.ModelProto:
+    """Returns y = relu(x @ w) with MXINT8 weights; x is [3, K] or [.., 3, K]."""
+    *batch, k, n = weight.shape
+    shapes = {"x": (np.float32, [*batch, 3, k])}, {"y": (np.float32, [*batch, 3, n])}
+    model = b.model(b.steps("MatMul x w>h; Relu h>y"), *shapes, {"w": weight})
+    return mxfp8_graph.rewrite(model, "mxint8-weight-only")[0]
+
+
+def in_stock(model: onnx.ModelProto, feeds: dict[str, np.ndarray], level: int | None = None) -> np.ndarray:
+    """Returns the first output of ONNX Runtime, whose fused Q/DQ has this accuracy_level."""
+    options = onnxruntime.SessionOptions()
+    if level is not None:
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", str(level))
+    return np.asarray(onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, feeds)[0])
+
+
+@looped("to, shape", [*pairwise(to=INT8_DIALECTS, shape=[(64, 33), (70, 33)]), ("qdq", (2, 64, 33))])
+def test_stock_onnx_runtime_runs_mxint8_weights(to: str, shape: tuple[int, ...]) -> None:
+    """Blocks of zeros too, whose scales are below what E8M0 can store for integers."""
+    weight = b.weight(*shape)
+    weight[..., :32, :] = 0
+    ours = integers(weight)
+    there, _ = mxfp8_graph.convert(ours, to, **({"accuracy_level": 0} if to == "nbits" else {}))
+    assert all(node.domain != "mxfp8" for node in there.graph.node)
+    feeds = {"x": oracle.normal(*shape[:-2], 3, shape[-2])}
+    # A float32 sum in another order.
+    assert relative(in_stock(there, feeds, level=0), oracle.run(ours, feeds)[0]) < 1e-6
+    assert codes_of(mxfp8_graph.convert(there, "mxfp8")[0]) == codes_of(ours)
+
+
+@looped("to, k", [("qdq", 64), ("nbits", 70)])
+def test_int8_activations_of_onnx_runtime_are_as_far_off_as_int8_is(to: str, k: int) -> None:
+    """An activation is off by half a step at most, and a step is the largest of its block over 127."""
+    ours = integers(b.weight(k, 33))
+    there, report = mxfp8_graph.convert(ours, to)
+    assert "rounds activations to int8 (accuracy_level 4), a relative L2 error of 0.0055" in report.notes[-1]
+    x = oracle.normal(3, k)
+    blocks = np.abs(np.pad(x, ((0, 0), (0, -k % 32))).reshape(3, -1, 32)).max(axis=-1)
+    (weight,) = mxfp8_graph.unpack(ours).values()
+    values = np.abs(weight.dequantize().astype(np.float64))
+    bound = np.repeat(blocks / 254, 32, axis=-1)[:, :k] @ values.T + k * 2.0**-23 * (np.abs(x) @ values.T)
+    error = np.abs(in_stock(there, {"x": x}) - oracle.run(ours, {"x": x})[0])
+    assert np.all(error <= bound), (to, k, error, bound)
+
+
+@pytest.mark.skipif(release("onnxruntime") < (1, 31), reason="before ONNX Runtime 1.31 no Q/DQ is fused at 8 bits")
+@looped("name, recipe", pairwise(name=("attention", "partial blocks"), recipe=("mxint8", "mxint8-weight-only")))
+def test_onnx_runtime_fuses_every_weight_of_qdq(name: str, recipe: str, tmp_path: Path) -> None:
+    there, _ = mxfp8_graph.convert(mxfp8_graph.rewrite(SMALL[name](), recipe)[0], "qdq", allow=["activations"])
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(there.SerializeToString(), options)
+    optimized = onnx.load(tmp_path / "optimized.onnx").graph.node
+    before, after = oracle.kinds(there)["DequantizeLinear"], [n for n in optimized if n.op_type == "MatMulNBits"]
+    assert before > 0
+    assert [len(after), sum(node.op_type == "DequantizeLinear" for node in optimized)] == [before, 0]
+    assert {a.i for node in after for a in node.attribute if a.name == "accuracy_level"} == {4}
+
+
+def test_gemms_of_one_weight_share_it_in_qdq() -> None:
+    ends = {"x": (np.float32, [3, 64])}, {"y": (np.float32, [3, 64])}
+    model = b.model(b.steps("MatMul x w>h; Relu h>r; MatMul r w>s; Relu s>y"), *ends, {"w": b.weight(64, 64)})
+    ours, _ = mxfp8_graph.rewrite(model, "mxint8-weight-only")
+    there, report = mxfp8_graph.convert(ours, "qdq")
+    assert report.notes[-1].startswith("w_mxfp8: several gemms read it, so ONNX Runtime decodes it"), report.notes
+    assert oracle.kinds(there)["DequantizeLinear"] == 1
+    back, _ = mxfp8_graph.convert(there, "mxfp8")
+    assert {t.name for t in back.graph.initializer} == {"w_mxfp8", "w_mxfp8_scales"}
+    assert codes_of(back) == codes_of(ours)
+
+
+def level_of(model: onnx.ModelProto) -> int:
+    (node,) = (node for node in model.graph.node if node.op_type == "MatMulNBits")
+    return next(a.i for a in node.attribute if a.name == "accuracy_level")
+
+
+@pytest.mark.usefixtures("own_folder")
+@looped("recipe, level", pairwise(recipe=("mxint8", "mxint8-weight-only"), level=(None, 4, 0)))
+def test_nbits_has_the_accuracy_level_that_is_asked_for(recipe: str, level: int | None) -> None:
+    settings: Any = {} if level is None else {"accuracy_level": level}
+    ours, _ = mxfp8_graph.rewrite(b.matmul_model(bias=True), recipe)
+    there, report = mxfp8_graph.convert(ours, "nbits", allow=["activations"], **settings)
+    assert level_of(there) == (4 if level is None else level)
+    assert any("rounds activations to int8" in note for note in report.notes) == (level != 0)
+    how = "are not quantized any more" if level == 0 else "are quantized as ONNX Runtime does (accuracy_level 4)"
+    assert all(loss.startswith(f"activations {how}") for loss in report.losses), report.losses
+
+
+@pytest.mark.usefixtures("own_folder")
+def test_the_command_has_the_accuracy_level_too() -> None:
+    b.save(integers(b.weight(64, 33)), Path("m.onnx"))
+    assert commands.run("convert", "m.onnx", "--to", "nbits", "--accuracy-level", "0").exit_code == 0
+    assert level_of(onnx.load("m.nbits.onnx")) == 0
+    said = commands.refused("convert", "m.onnx", "--to", "qdq", "--accuracy-level", "0")
+    assert "qdq has no accuracy level; expected nbits, whose op has one; leave --accuracy-level 0 out" in said
+
+
+def nbits(**changes: Any) -> onnx.ModelProto:
+    """Returns a model with one MatMulNBits as others write it: scales [N * K / 32], zero points of 128."""
+    rng = np.random.default_rng(0)
+    tensors = {
+        "b": rng.integers(0, 256, (96, 2, 32), np.uint8),
+        "s": np.exp2(rng.integers(-12, -4, 192)).astype(np.float32),
+        "z": np.full(192, 128, np.uint8),
+    }
+    node = {"K": 64, "N": 96, "bits": 8, "block_size": 32, "accuracy_level": 4}
+    for name in tensors.keys() & changes.keys():
+        tensors[name][-1] = changes.pop(name)
+    nodes = [b.node("MatMulNBits", "x b s z", "y", domain="com.microsoft", **node | changes)]
+    stored = [onnx.numpy_helper.from_array(array, name) for name, array in tensors.items()]
+    return d.made(nodes, stored, x=[5, 64], domain="com.microsoft")
+
+
+def test_matmulnbits_of_others_is_read() -> None:
+    ours, _ = mxfp8_graph.convert(nbits(), "mxfp8")
+    assert oracle.kinds(ours) == {"MXFP8WeightGemm": 1}
+    feeds = {"x": oracle.normal(5, 64)}
+    assert relative(oracle.run(ours, feeds)[0], in_stock(nbits(accuracy_level=0), feeds)) < 1e-6
+
+
+@looped(
+    "changes, message",
+    [
+        ({"block_size": 64}, "quantized, but not in MXFP8 .*MatMulNBits"),
+        ({"z": 127}, "zero points 'z'; expected none, or stored ones of 128"),
+        ({"s": 0.3}, "its scales are not stored powers of two"),
+        ({"N": 97}, r"B \[96, 2, 32\] and scales \[192\]; expected \[97, 2, 32\]"),
+    ],
+)
+def test_matmulnbits_of_another_format_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ContractError, match=message):
+        mxfp8_graph.convert(nbits(**changes), "mxfp8")
+
+
+# --- Other tools -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="fails on our models before ONNX Runtime 1.24")
@@ -179,32 +321,3 @@ def but_casts(model: onnx.ModelProto) -> dict[str, int]:
 def near(actual: np.ndarray, expected: np.ndarray) -> None:
     """Sums of another order, in residual streams, past softmaxes: elements of activations round the other way."""
     assert np.linalg.norm(actual - expected) <= 0.1 * np.linalg.norm(expected) + 1e-6
-
-
-@pytest.fixture(scope="module")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    path = tmp_path_factory.mktemp("minilm") / "m.onnx"
-    onnx.save(structures.minilm(), path)
-    path, _ = mxfp8_graph.rewrite(path)
-    return path, feeds_of(onnx.load(path))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("to", DIALECTS)
-def test_minilm_there_and_back(
-    minilm: tuple[Path, dict[str, np.ndarray]], to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, feeds = minilm
-    there, report = mxfp8_graph.convert(path, to, output=tmp_path / "there.onnx", allow=LOSSES.get(to, ()))
-    back, again = mxfp8_graph.convert(there, "mxfp8", output=tmp_path / "back.onnx")
-    monkeypatch.chdir(tmp_path)
-    assert ranks(symbolic(onnx.load(there), to)) == [3, 2]
-    assert codes_of(back) == codes_of(path)
-    assert report.to_dict()["found"]["mxfp8"]["weights"] == len(codes_of(path)) == again.gemms
-    assert again.kept == ()
-    expected, actual = (Session(str(file), kernels=True).run(feeds) for file in (path, back))
-    if not report.losses:
-        kinds, again = (oracle.kinds(onnx.load(file)) for file in (path, back))
-        assert again == kinds
-    for name, values in expected.items():  # without quantized activations, what these cost
-        assert relative(actual[name], values) < 0.15 if report.losses else np.array_equal(actual[name], values), name
