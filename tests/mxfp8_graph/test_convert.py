@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ import onnx
 import oracle
 import pytest
 from commands import refused, run
+from fuzz.onnx_models import mutate
+from google.protobuf.message import DecodeError
 from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
 from trt_rules import violations
@@ -356,6 +360,22 @@ def test_what_is_not_mxfp8_is_refused(message: str) -> None:
 def test_a_zero_point_of_zeros_counts_for_nothing(dialect: str) -> None:
     plain, zeros = {"qdq": d.qdq, "trt": d.modelopt}[dialect](), zero_point(dialect)
     assert codes_of(mxfp8_graph.convert(zeros, "mxfp8")[0]) == codes_of(mxfp8_graph.convert(plain, "mxfp8")[0])
+
+
+@looped("build", [d.modelopt, d.transformer_engine, d.static_activation, d.qdq, d.ort_cuda, d.quark])
+def test_a_damaged_file_is_converted_or_refused(build: Callable[[], onnx.ModelProto]) -> None:
+    """The message names what cannot be read; any other exception is a defect."""
+    whole, refusals = build().SerializeToString(), []
+    for seed in range(16):
+        rng = random.Random(seed)
+        with contextlib.suppress(DecodeError):
+            model = onnx.ModelProto.FromString(mutate(whole, rng))
+            try:
+                mxfp8_graph.convert(model, rng.choice(["mxfp8", *DIALECTS]), allow=["activations", "rounding", "half"])
+            except ContractError as error:
+                refusals.append(str(error.where))
+    assert refusals
+    assert all(where.startswith(("model", "node")) for where in refusals), refusals
 
 
 def test_a_node_of_ours_that_is_not_as_the_contract_has_it_is_refused() -> None:

@@ -220,29 +220,6 @@ def test_matmulnbits_of_another_format_is_refused(changes: dict[str, Any], messa
 # --- Other tools -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(release("onnxruntime") < (1, 24), reason="fails on our models before ONNX Runtime 1.24")
-@looped("name", ["chain", "attention", "language model", "decoder"])
-def test_symbolic_shape_inference_of_onnx_runtime(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rewritten, _ = mxfp8_graph.rewrite(SMALL[name]())
-    monkeypatch.chdir(tmp_path)  # it leaves a file here if it fails
-    for to in ("mxfp8", "trt", "qdq", "standard", "ort-cuda"):
-        converted, _ = mxfp8_graph.convert(rewritten, to, allow=LOSSES.get(to, ()))
-        assert ranks(symbolic(converted, to)) == ranks(SMALL[name]()), to
-
-
-def symbolic(model: onnx.ModelProto, to: str) -> onnx.ModelProto:
-    """Returns a model with the shapes that ONNX Runtime infers; ops that onnx does not know have those of an input."""
-    pytest.importorskip("sympy")
-    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
-
-    guess = to in {"trt", "ort-cuda"}
-    return SymbolicShapeInference.infer_shapes(model, auto_merge=True, guess_output_rank=guess)
-
-
-def ranks(model: onnx.ModelProto) -> list[int]:
-    return [len(output.type.tensor_type.shape.dim) for output in model.graph.output]
-
-
 def openvino() -> str:
     """Returns an interpreter that has OpenVINO: this one, or that of the variable OPENVINO_PYTHON."""
     python = sys.executable if importlib.util.find_spec("openvino") else os.environ.get("OPENVINO_PYTHON")

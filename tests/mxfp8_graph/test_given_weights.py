@@ -271,13 +271,8 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
     [
         ("layers.0.input_scale", False),  # a static scale of activations: modelopt, ComfyUI
         ("layers.0.weight_scale_2", False),  # NVFP4's second scale
-        ("layers.0.weight_scale_inv", False),  # a second convention beside the first
-        ("layers.0.pre_quant_scale", False),  # AWQ's factors of the input
-        ("layers.0.weight_zero_point", False),  # compressed-tensors
-        ("layers.0.weight_g_idx", False),  # compressed-tensors: the order of columns
         ("layers.0.g_idx", False),  # GPTQ
         ("layers.0.qzeros", False),  # GPTQ, AWQ
-        ("layers.0.some_quant", False),
         ("layers.0.input_quantizer._amax", False),  # modelopt before its export
         ("diffusion.scaled_fp8", False),  # ComfyUI's older form, once a file
         ("w_zero_point", False),
@@ -286,8 +281,6 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
         ("layers.0.lora_A.weight", True),  # what a model is made of is checked where it is rewritten
         ("layers.0.weight_2", True),  # as `export_safetensors` tells tensors of one name apart
         ("layers.scale", True),
-        ("norm.scale", True),
-        ("logit_scale", True),
         ("w_bias", True),
     ],
 )
@@ -331,7 +324,7 @@ def test_packed_models_names_alone_and_folders_without_a_checkpoint_are_refused(
     model, _ = rewritten(path)
     with pytest.raises(ContractError, match="has MXFP8 weights already; expected a model in high precision"):
         rewritten(path, model)
-    with pytest.raises(ContractError, match="names of weights without a checkpoint; .*; pass weights too"):
+    with pytest.raises(ContractError, match=r"names of weights without a checkpoint; .*; pass weights too"):
         mxfp8_graph.rewrite(chain(), weight_names={"a": "b"})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ContractError, match=r"a folder without a checkpoint; expected model\.safetensors"):
