@@ -68,9 +68,6 @@ def test_a_sample_without_a_finite_output_is_refused() -> None:
         analyze(b.chain_model(), inputs=feeds)
 
 
-# --- What is measured ------------------------------------------------------------------------------------------------
-
-
 def check_damage(found: Analysis, error: Callable[..., float]) -> None:
     """Fails unless each site does the damage of a model in which it alone is rewritten, and the most comes first."""
     for site in found.sites:
@@ -179,9 +176,6 @@ def test_sites_are_ranked_by_the_users_metric() -> None:
     assert shown == sorted(shown, reverse=True)
 
 
-# --- A planted layer -------------------------------------------------------------------------------------------------
-
-
 @looped("layer", [1, 5])
 def test_a_planted_bad_layer_is_found_first_and_excluded(layer: int) -> None:
     found = analyze(planted(layer))
@@ -210,9 +204,6 @@ def test_a_site_whose_output_becomes_infinite_is_ranked_first() -> None:
     assert found.exclusion.sites[0] == found.sites[0].site.decision.site.name
     json.loads(found.to_json())
     assert "nan" in found.to_html()
-
-
-# --- What is proposed ------------------------------------------------------------------------------------------------
 
 
 def test_nothing_is_excluded_where_no_site_does_damage() -> None:
@@ -284,9 +275,6 @@ def test_no_exclusion_is_proposed_for_a_name_that_is_the_module_of_another_site(
 )
 def test_a_layer_is_a_name_up_to_a_number(name: str, layer: str) -> None:
     assert layer_of(*sites((name, ""))) == layer
-
-
-# --- The command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_the_ranking_and_the_lines_to_paste() -> None:

@@ -46,9 +46,6 @@ def row(found: Comparison, name: str) -> Row:
     return next(row for row in found.rows if row.name == name)
 
 
-# --- What is found ---------------------------------------------------------------------------------------------------
-
-
 def test_a_real_recipe_has_the_numbers_of_its_rewrite_and_a_peer_is_emulated(two: Comparison) -> None:
     model, real, peer = b.chain_model(), row(two, "mxfp8"), row(two, "mxfp4")
     rewritten, report = mxfp8_graph.rewrite(model)
@@ -105,6 +102,15 @@ def test_recipes_and_a_metric_of_the_users_own() -> None:
         assert own.values == pytest.approx(built_in.values)
 
 
+def test_a_program_in_a_file_is_compared_as_onnx() -> None:
+    torch = pytest.importorskip("torch")
+    net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.LayerNorm(64)).eval()
+    path = mxfp8_graph.save(torch.export.export(net, (torch.zeros(4, 64),)), "net.pt2")
+    found = compare(path, inputs={"input": SAMPLES[0]["x"]})
+    assert ([r.problem for r in found.rows], found.model) == (["", "", ""], "net.pt2")
+    assert "the program is compared as the ONNX model that torch.onnx makes of it" in found.notes
+
+
 @pytest.mark.parametrize("stop", [None, "mxfp4"], ids=["to the end", "interrupted"])
 def test_progress_counts_samples_and_no_temporary_file_stays(stop: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     path, temporary = Path(save(b.chain_model())), Path("temporary").absolute()
@@ -125,9 +131,6 @@ def test_progress_counts_samples_and_no_temporary_file_stays(stop: str | None, m
     runs = 3 * 3 + 2  # three samples of three models, and a timed run of the two that are real
     assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
     assert (heard[-1] == (runs, runs)) == (stop is None)
-
-
-# --- Which recipe to take --------------------------------------------------------------------------------------------
 
 
 def measured(two: Comparison, *rows: tuple[str, float, float, float]) -> Comparison:
@@ -163,9 +166,6 @@ def test_the_page_says_which_recipe_to_take_and_why(two: Comparison) -> None:
     found = measured(two, ("mxfp8", 60, 0.08, 5), ("mxfp8-weight-only", 60, 0.05, 9))
     assert found.answer() == "Take mxfp8: 60 MB instead of 90, relative L2 0.08, 5 ms instead of 9."
     assert "mxfp8-weight-only: same size, relative L2 0.05 instead of 0.08, 9 ms instead of 5" in str(found)
-
-
-# --- Rows that have a problem ----------------------------------------------------------------------------------------
 
 
 def test_a_recipe_that_leaves_nothing_eligible_says_so_in_its_row() -> None:
@@ -219,9 +219,6 @@ def test_the_largest_sample_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_compared_is_an_error(settings: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         compare(**settings)
-
-
-# --- The command -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:

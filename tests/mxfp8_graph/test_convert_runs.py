@@ -21,14 +21,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import oracle
-import properties  # noqa: F401 - sets hypothesis up
 import pytest
 from grids import looped, pairwise
-from hypothesis import given, settings
 from onnx.reference import ReferenceEvaluator
 from releases import release
-from test_convert import DIALECTS, INT8_DIALECTS, LOSSES, codes_of, relative
-from test_random_graphs import LENGTHS, RECIPES, SEEDS, grown
+from test_convert import INT8_DIALECTS, codes_of, relative
 
 import mxfp8_graph
 from mxfp8_graph.running.inputs import make_inputs
@@ -45,39 +42,35 @@ SMALL = {
 
 
 def feeds_of(proto: onnx.ModelProto) -> dict[str, np.ndarray]:
-    signature, _ = open_runnable(proto)
-    return make_inputs(signature)
+    return make_inputs(open_runnable(proto)[0])
 
 
-@looped("name", SMALL)
-def test_standard_ops_compute_what_the_function_bodies_do(name: str) -> None:
-    proto = SMALL[name]()
-    feeds = feeds_of(proto)
-    for recipe in ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"):
-        rewritten, _ = mxfp8_graph.rewrite(proto, recipe)
-        standard, report = mxfp8_graph.convert(rewritten, "standard")
-        assert {node.domain for node in standard.graph.node} == {""}, recipe
-        assert not standard.functions, recipe
-        assert not report.losses, recipe
-        onnx.checker.check_model(standard, full_check=True)
-        expected = oracle.run(rewritten, feeds)
-        for result in (oracle.run(standard, feeds), ReferenceEvaluator(standard).run(None, feeds)):
-            for one, other in zip(expected, result, strict=True):
-                assert relative(other, one) < 1e-3, recipe
+def check_outputs(converted: onnx.ModelProto, rewritten: onnx.ModelProto, limit: float) -> None:
+    """Fails unless ONNX Runtime and onnx's ReferenceEvaluator compute what the function bodies do."""
+    onnx.checker.check_model(converted, full_check=True)
+    feeds = feeds_of(rewritten)
+    expected = oracle.run(rewritten, feeds)
+    for result in (oracle.run(converted, feeds), ReferenceEvaluator(converted).run(None, feeds)):
+        for one, other in zip(expected, result, strict=True):
+            assert relative(other, one) < limit
+
+
+@looped("name, recipe", zip(SMALL, ["mxfp8-bf16", "mxfp8-weight-only", "mxfp8", "mxfp8-bf16", "mxfp8"], strict=True))
+def test_standard_ops_compute_what_the_function_bodies_do(name: str, recipe: str) -> None:
+    rewritten, _ = mxfp8_graph.rewrite(SMALL[name](), recipe)
+    standard, report = mxfp8_graph.convert(rewritten, "standard")
+    assert {node.domain for node in standard.graph.node} == {""}
+    assert not standard.functions
+    assert not report.losses
+    check_outputs(standard, rewritten, 1e-3)
 
 
 @looped("name", SMALL)
 def test_qdq_is_the_same_in_onnx_runtime_and_the_reference_evaluator(name: str) -> None:
-    proto = SMALL[name]()
-    rewritten, _ = mxfp8_graph.rewrite(proto, "mxfp8-weight-only")
+    rewritten, _ = mxfp8_graph.rewrite(SMALL[name](), "mxfp8-weight-only")
     qdq, _ = mxfp8_graph.convert(rewritten, "qdq")
-    onnx.checker.check_model(qdq, full_check=True)
     assert {t.data_type for t in qdq.graph.initializer} >= {onnx.TensorProto.FLOAT8E8M0}
-    feeds = feeds_of(proto)
-    expected = oracle.run(rewritten, feeds)
-    for result in (oracle.run(qdq, feeds), ReferenceEvaluator(qdq).run(None, feeds)):
-        for one, other in zip(expected, result, strict=True):
-            assert relative(other, one) < 1e-5
+    check_outputs(qdq, rewritten, 1e-5)
 
 
 # --- MXINT8 in ONNX Runtime ------------------------------------------------------------------------------------------
@@ -267,34 +260,3 @@ def test_openvino_runs_both(name: str, tmp_path: Path) -> None:
         expected = oracle.run(rewritten, feeds)
         for one, other in zip(expected, in_openvino(converted, feeds, tmp_path), strict=True):
             assert relative(other, one) < limit, (recipe, to)
-
-
-@settings(max_examples=6)
-@given(SEEDS, LENGTHS, RECIPES)
-def test_random_graphs_there_and_back(seed: int, ops: int, recipe: str) -> None:
-    rewritten, _ = mxfp8_graph.rewrite(grown(seed, ops), recipe)
-    feeds = feeds_of(rewritten)
-    expected = oracle.run(rewritten, feeds)[0].astype(np.float64)
-    for to in DIALECTS:
-        if to == "trt" and any(w.shape[-1] % 32 for w in mxfp8_graph.unpack(rewritten).values()):
-            with pytest.raises(ContractError, match="expected a multiple of 32"):
-                mxfp8_graph.convert(rewritten, to, allow=["rounding"])
-            continue
-        there, report = mxfp8_graph.convert(rewritten, to, allow=[*LOSSES.get(to, ()), "rounding"])
-        back, _ = mxfp8_graph.convert(there, "mxfp8")
-        assert codes_of(back) == codes_of(rewritten)
-        if not report.losses:
-            assert to == "ort-cuda" or but_casts(back) == but_casts(rewritten)
-            near(oracle.run(back, feeds)[0], expected)
-            if to != "trt":
-                near(oracle.run(there, feeds)[0], expected)
-
-
-def but_casts(model: onnx.ModelProto) -> dict[str, int]:
-    """Returns how many nodes there are of each op but Cast: a gemm takes over one that is behind it."""
-    return {op: count for op, count in oracle.kinds(model).items() if op != "Cast"}
-
-
-def near(actual: np.ndarray, expected: np.ndarray) -> None:
-    """Sums of another order, in residual streams, past softmaxes: elements of activations round the other way."""
-    assert np.linalg.norm(actual - expected) <= 0.1 * np.linalg.norm(expected) + 1e-6

@@ -32,9 +32,6 @@ LAYERS += [f"model.layers.{i}.mlp.{name}" for i in (0, 1) for name in ("gate_up_
 """The linear layers of a Llama of two layers in vLLM and SGLang."""
 
 
-# --- Rules of the servers --------------------------------------------------------------------------------------------
-
-
 def parts_of(layer: str) -> list[str]:
     module, _, last = layer.rpartition(".")
     return [f"{module}.{part}" for part in FUSED[last]] if last in FUSED else [layer]
@@ -96,9 +93,6 @@ def check_tensors(tensors: dict[str, Any], layer: str, suffix: str, scheme: str 
 RULES = {"compressed-tensors": ("_scale", vllm_scheme), "scale-inv": ("_scale_inv", sglang_scheme)}
 
 
-# --- Models ----------------------------------------------------------------------------------------------------------
-
-
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -133,9 +127,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed() -> Any:
     return rewritten(llama())
-
-
-# --- What servers load -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("convention", RULES)
@@ -188,9 +179,6 @@ def test_transformers_and_from_hf_load_the_values_of_the_packed_weights(packed, 
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
-
-
-# --- The folder ------------------------------------------------------------------------------------------------------
 
 
 def test_config_and_tokenizer_go_along_and_nothing_else(packed, original, tmp_path):

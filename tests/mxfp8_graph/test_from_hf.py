@@ -152,9 +152,6 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return folder(made, config, "BertModel", dtype=torch.float32, activations=False)
 
 
-# --- Decoders --------------------------------------------------------------------------------------------------------
-
-
 def test_every_byte_of_a_decoder_arrives_and_its_names_are_those_that_others_expect(
     llama: Folder, decoder: Path
 ) -> None:
@@ -198,9 +195,6 @@ def test_activations_are_quantized_as_the_checkpoint_says_and_nodes_fused(llama:
     assert kinds == {"gemm + silu": 2, "gemm + silu + gate": 2, "attention": 2}
 
 
-# --- Encoders --------------------------------------------------------------------------------------------------------
-
-
 def test_every_byte_of_an_encoder_arrives_and_it_computes_what_torch_does(bert: Folder) -> None:
     path, report = mxfp8_graph.from_hf(bert.path)
     check_stored(bert, path)
@@ -213,9 +207,6 @@ def test_every_byte_of_an_encoder_arrives_and_it_computes_what_torch_does(bert: 
     for output, values in zip(session.get_outputs(), session.run(None, feeds), strict=True):
         check_close(values, getattr(expected, output.name))
     assert [output.name for output in session.get_outputs()] == ["last_hidden_state", "pooler_output"]
-
-
-# --- What does not fit -----------------------------------------------------------------------------------------------
 
 
 VIT = {"model_type": "vit", "image_size": 32, "patch_size": 16, "num_hidden_layers": 1, "architectures": ["ViTModel"]}

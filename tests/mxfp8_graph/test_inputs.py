@@ -44,9 +44,6 @@ def gathering(text: str, dtype: Any = np.float32, inputs: Any = None, **constant
     return b.model(b.steps(text), inputs, {"y": (dtype, [None, None])}, constants)
 
 
-# --- Sizes -------------------------------------------------------------------------------------------------------
-
-
 @looped(
     "inputs, shapes",
     [
@@ -91,9 +88,6 @@ def test_a_size_that_fits_nothing_is_refused(name: str, size: int) -> None:
 def test_an_input_with_more_dimensions_than_numpy_has_is_refused() -> None:
     with pytest.raises(ShapeError, match="expected one that fits in memory"):
         synthesise(model_with(x=(np.float32, [1] * 65)))
-
-
-# --- Values ------------------------------------------------------------------------------------------------------
 
 
 def test_the_same_seed_gives_the_same_inputs() -> None:
@@ -190,9 +184,6 @@ def test_a_table_that_a_caller_may_replace_counts_as_it_is() -> None:
     model.graph.input.append(b.value("table", np.float32, ["n", 4]))
     found = signature(model)
     assert (found.ranges, [spec.name for spec in found.specs]) == ({"ids": range(50)}, ["ids"])
-
-
-# --- What a model takes ------------------------------------------------------------------------------------------
 
 
 @looped(

@@ -14,7 +14,7 @@ from mxfp8_graph.tools.compare.number_formats import E2M1, E2M3, E3M2, PEERS, Qu
 from mxfp8_ops import numpy_nodes
 from mxfp8_ops.formats import E4M3, Minifloat
 
-COUNT, K = 100_000, 384
+COUNT, K = 50_000, 384
 
 
 def values() -> np.ndarray:
@@ -142,17 +142,11 @@ def test_transformer_engines_formats_by_their_definition(name: str, side: str) -
     assert_same_bits(fake_quantizer(quantizer)(x), expected.reshape(x.shape).numpy(), x)
 
 
-def test_int8_per_row_is_torchs() -> None:
-    torch = pytest.importorskip("torch")
+def test_int8_per_row_by_its_definition() -> None:
     x = values()[1:]
-    scale = torch.from_numpy(x).abs().amax(-1) / 127
-    zeros = torch.zeros(len(x), dtype=torch.int32)
-    rounded = torch.round(torch.from_numpy(x) / scale[:, None]).clamp(-127, 127) * scale[:, None]
-    assert_same_bits(fake_quantizer(PEERS["int8"].weights)(x), rounded.numpy(), x)
-    # torch multiplies by the scale's reciprocal, so its ties may fall otherwise: at most a step apart.
-    theirs = torch.fake_quantize_per_channel_affine(torch.from_numpy(x), scale, zeros, 0, -127, 127)
-    assert bool(((theirs - rounded).abs() <= scale[:, None] * 1.001).all())
-    assert float((theirs != rounded).float().mean()) < 1e-3
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    expected = np.clip(np.rint(x / scale), -127, 127) * scale
+    assert_same_bits(fake_quantizer(PEERS["int8"].weights)(x), expected, x)
 
 
 @looped("name", PEERS)

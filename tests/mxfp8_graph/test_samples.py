@@ -63,9 +63,6 @@ def test_synthesised_samples_differ_and_say_what_they_are() -> None:
     assert np.array_equal(second, make_samples(ONE, {"shapes": {"batch": 4}, "seed": 2}).feeds[0]["x"])
 
 
-# --- Texts -----------------------------------------------------------------------------------------------------------
-
-
 def of_tokens(tokens: int | str = "seq", batch: int | str = "n", **caches: Any) -> Signature:
     names = ("position_ids", "input_ids", "attention_mask", "token_type_ids")
     specs = [InputSpec(name, np.dtype(np.int64), (batch, tokens)) for name in names]

@@ -62,9 +62,6 @@ def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     return found
 
 
-# --- Budgets ---------------------------------------------------------------------------------------------------------
-
-
 @looped(
     "text, written",
     [
@@ -113,9 +110,6 @@ def test_samples_without_a_finite_output_are_refused_before_the_search() -> None
         tune(chain(), "cosine>=0.5", inputs=[SAMPLES[0], nowhere])
     with pytest.raises(ShapeError, match="given inputs: no output has a value; "):
         tune(chain(), "cosine>=0.5", inputs={"x": np.zeros((0, 64), np.float32)})
-
-
-# --- The plan that is chosen -----------------------------------------------------------------------------------------
 
 
 def test_the_fastest_treatment_that_meets_the_budget_is_chosen(speeds: dict[str, float]) -> None:
@@ -181,9 +175,6 @@ def test_the_base_recipe_selects_the_matmuls() -> None:
     packed = {site.decision.site.name: site.decision.weight_format for site in report.rewritten}
     assert packed.keys() == {f"layers.{i}.linear" for i in (1, 2, 3, 5)}
     assert set(packed.values()) == {TREATMENTS[found.chosen.plan.treatment]["weight_format"]}
-
-
-# --- What it writes --------------------------------------------------------------------------------------------------
 
 
 def test_the_recipe_makes_the_same_model_which_meets_the_budget() -> None:

@@ -42,9 +42,6 @@ def set_initializer(model: onnx.ModelProto, name: str, change: Callable[[np.ndar
     tensor.CopyFrom(helper.make_tensor(name, dtype, dims, array.tobytes(), raw=True))
 
 
-# --- Differences -------------------------------------------------------------------------------------------------
-
-
 NAN, INF = np.nan, np.inf
 
 
@@ -71,9 +68,6 @@ NAN, INF = np.nan, np.inf
 def test_the_difference_of_two_arrays(reference: list[Any], result: list[Any], expected: dict[str, Any]) -> None:
     found = difference(np.array(reference), np.array(result))
     assert {name: getattr(found, name) for name in expected} == expected
-
-
-# --- A rewrite that is right -------------------------------------------------------------------------------------
 
 
 @looped(
@@ -205,9 +199,6 @@ def test_of_several_samples_the_worst_is_shown_with_the_means_of_all() -> None:
     assert found.mean_cosine == pytest.approx(np.mean([d.cosine for d in alone]), rel=1e-12)
 
 
-# --- What fails --------------------------------------------------------------------------------------------------
-
-
 def test_an_error_of_one_sample_above_the_limit_names_it() -> None:
     model = b.chain_model()
     other = b.chain_model()
@@ -274,9 +265,6 @@ def test_another_output_shape() -> None:
     )
 
 
-# --- Notes -------------------------------------------------------------------------------------------------------
-
-
 def scaled(factor: float) -> onnx.ModelProto:
     """Returns a model whose output is multiplied by a factor."""
     return ending_in(b.node("Mul", "y factor", "z"), np.float32, ["batch", 64], factor=np.array(factor, np.float32))
@@ -307,9 +295,6 @@ def test_swapped_models_are_an_error() -> None:
     for other in (rewritten(model), mxfp8_graph.convert(rewritten(model), "standard")[0]):
         with pytest.raises(ContractError, match=r"model: is rewritten, and model is not; .*; swap the two"):
             verify(other, model)
-
-
-# --- What cannot be verified -------------------------------------------------------------------------------------
 
 
 @looped(
