@@ -244,6 +244,14 @@ def test_the_recipes_own_exclusions_come_first() -> None:
     assert [site.decision.site.name for site in found.kept] == ["layers.0.linear"]
 
 
+def test_no_exclusion_is_proposed_for_a_name_that_is_the_module_of_another_site() -> None:
+    model = planted(2)
+    first = next(node for node in model.graph.node if node.name == "layers.0.linear")
+    first.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'layers.2.linear', 'linear']")
+    notes = analyze(model, keep=1).notes
+    assert any("no exclusion is proposed: matmuls share names and module paths" in note for note in notes), notes
+
+
 def sites(*names: tuple[str, str]) -> list[MatMulSite]:
     return [MatMulSite(name=name, module=module, op="MatMul", n=64, k=64, weight="w") for name, module in names]
 
@@ -254,27 +262,10 @@ def test_patterns_match_exactly_and_prefer_module_paths() -> None:
     assert patterns == ("^d$", r"^h\.0\.fc$", r"^f\.\(x\)\[1\]\+$")
 
 
-def test_no_exclusion_is_proposed_for_a_name_that_is_the_module_of_another_site() -> None:
-    model = planted(2)
-    first = next(node for node in model.graph.node if node.name == "layers.0.linear")
-    first.metadata_props.add(key="pkg.torch.onnx.name_scopes", value="['', 'layers.2.linear', 'linear']")
-    notes = analyze(model, keep=1).notes
-    assert any("no exclusion is proposed: matmuls share names and module paths" in note for note in notes), notes
-
-
-@looped(
-    "name, layer",
-    [
-        ("enc.layer.0.q", "enc.layer.0"),
-        ("enc.layer.10.q", "enc.layer.10"),
-        ("/block3/fc/MatMul", "/block3"),
-        ("bert2.layer.1.q", "bert2.layer.1"),
-        ("head", "(others)"),
-        ("linear_5", "(others)"),
-    ],
-)
-def test_a_layer_is_a_name_up_to_a_number(name: str, layer: str) -> None:
-    assert layer_of(*sites((name, ""))) == layer
+def test_a_layer_is_a_name_up_to_a_number() -> None:
+    layers = {"enc.layer.10.q": "enc.layer.10", "/block3/fc/MatMul": "/block3", "bert2.layer.1.q": "bert2.layer.1"}
+    for name, layer in {**layers, "head": "(others)", "linear_5": "(others)"}.items():
+        assert layer_of(*sites((name, ""))) == layer
 
 
 def test_the_command_prints_the_ranking_and_the_lines_to_paste() -> None:
