@@ -67,13 +67,16 @@ def test_a_result_that_no_tool_could_load_is_a_defect_and_is_not_written(monkeyp
 
 # --- There and back ------------------------------------------------------------------------------------------------
 
+HALF = np.float16
 MODELS = {
     "chain": (lambda: b.chain_model((64, 128, 64)), (5, 64)),
     "bias": (lambda: b.matmul_model(bias=True), (2, 5, 64)),
     "gemm": (b.gemm_model, (5, 64)),
     "attention": (b.attention_model, (2, 5, 64)),
-    "float16": (lambda: b.matmul_model(dtype=np.float16, bias=True), (2, 5, 64)),
-}
+    "float16, not fused": (
+        lambda: b.neg_model("MatMul", ["n", 64], ["n", 96], {"w": b.weight(64, 96, dtype=HALF)}, dtype=HALF), (5, 64)
+    ),
+}  # fmt: skip
 RECIPES, DIALECTS = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"), ("trt", "qdq", "standard", "ort-cuda")
 INT8_RECIPES, INT8_DIALECTS = ("mxint8", "mxint8-weight-only"), ("qdq", "standard", "nbits")
 
@@ -302,6 +305,11 @@ def with_tensor(model: onnx.ModelProto, at: int, array: np.ndarray) -> onnx.Mode
     return model
 
 
+def with_dims(model: onnx.ModelProto, *dims: int) -> onnx.ModelProto:
+    model.graph.initializer[0].dims[:] = dims
+    return model
+
+
 def zero_point(dialect: str, code: int = 0, *, computed: bool = False) -> onnx.ModelProto:
     if dialect == "trt":
         return d.with_zero_point(d.modelopt(), "up.weight", d.stored("z", 2, np.full((), code, np.uint8)))
@@ -333,6 +341,8 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     ),
     "it has nothing in MXFP8": b.chain_model,
     "'up.weight' is float; .* finish the export": lambda: with_tensor(d.modelopt(), 0, b.weight(d.N, d.K)),
+    "'/up/weight_quantizer/scale' is float": lambda: with_tensor(d.modelopt(), 1, np.ones((d.N, 2), np.float32)),
+    r"tensor 'up.weight': dims \[-1, 64\]; expected dims from 0 on": lambda: with_dims(d.modelopt(), -1, d.K),
     rf"{DQ}: inputs \['up.weight'\]": lambda: with_inputs(d.modelopt(), 1),
     rf"{DQ}: axis 7": lambda: changed(d.modelopt(), 3, axis=7),
     rf"{DQ}: block_size of another type": lambda: changed(d.modelopt(), 3, block_size="32"),
@@ -388,6 +398,11 @@ def test_a_node_of_ours_that_is_not_as_the_contract_has_it_is_refused() -> None:
     scales.data_type, scales.raw_data = TensorProto.UINT4, scales.raw_data[::2]
     with pytest.raises(ContractError, match="tensor 'w_mxfp8_scales': is uint4; expected elements or scales of 8 bits"):
         mxfp8_graph.convert(ours, "ort-cuda")
+    ours, _ = mxfp8_graph.rewrite(b.matmul_model(), "mxfp8-weight-only")
+    ours.graph.node[0].input[2] = "computed"
+    ours.graph.node.insert(0, b.node("Identity", "w_mxfp8_scales", "computed"))
+    with pytest.raises(ContractError, match="its scales are computed while the model runs; expected stored scales"):
+        mxfp8_graph.convert(ours, "qdq")
 
 
 @looped(
