@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import node, value, weight
+from builders import node, steps, value, weight
 from onnx import TensorProto, helper, numpy_helper
 
 from mxfp8_ops import numerics, numpy_nodes
@@ -49,14 +49,17 @@ def made(
     return helper.make_model(graph, opset_imports=imports, ir_version=ir_version)
 
 
+TAIL = "Transpose wd>wt|perm=[1,0]; MatMul xd wt>m; Relu m>y"
+BLOCKS: dict[str, int] = {"axis": -1, "block_size": 32}
+
+
 def modelopt(*, dtype: Any = np.float32, norm: bool = False) -> onnx.ModelProto:
     """y = gelu(x) @ w^T + b as modelopt 0.47 exports it (opset 20): DequantizeLinear gives float16 in any model."""
     elements, codes = packed(N, K)
-    axes: dict[str, int] = {"axis": -1, "block_size": 32}
-    half = {**axes, "output_dtype": TensorProto.FLOAT16}
+    half = {**BLOCKS, "output_dtype": TensorProto.FLOAT16}
     nodes = [
         node("Gelu", "x", "g", approximate="tanh"),
-        trt("DynamicQuantize", "g", "gq gs", **axes, output_dtype=E4M3),
+        trt("DynamicQuantize", "g", "gq gs", **BLOCKS, output_dtype=E4M3),
         trt("DequantizeLinear", "gq gs", "gd", **half),
         trt("DequantizeLinear", "up.weight /up/weight_quantizer/scale", "wd", **half),
         node("Transpose", "wd", "wt", perm=[1, 0]),
@@ -70,7 +73,7 @@ def modelopt(*, dtype: Any = np.float32, norm: bool = False) -> onnx.ModelProto:
     ]
     if norm:  # modelopt quantizes what goes into a LayerNormalization, too
         nodes += [
-            trt("DynamicQuantize", "s", "sq ss", **axes, output_dtype=E4M3),
+            trt("DynamicQuantize", "s", "sq ss", **BLOCKS, output_dtype=E4M3),
             trt("DequantizeLinear", "sq ss", "sd", **half),
             node("LayerNormalization", "sd norm", "y", axis=-1),
         ]
@@ -81,38 +84,27 @@ def modelopt(*, dtype: Any = np.float32, norm: bool = False) -> onnx.ModelProto:
 def transformer_engine() -> onnx.ModelProto:
     """y = relu(x @ w^T) as TransformerEngine exports it: no attributes, uint8 elements, scales padded to 128 x 4."""
     elements, codes = packed(N, K)
-    padded = np.zeros((128, 4), np.uint8)
-    padded[: codes.shape[0], : codes.shape[1]] = codes
+    padded = np.pad(codes, ((0, 128 - codes.shape[0]), (0, 4 - codes.shape[1])))
     nodes = [
         trt("DynamicQuantize", "x", "xq xs"),
         trt("DequantizeLinear", "xq xs", "xd"),
         trt("DequantizeLinear", "w w_scale", "wd"),
-        node("Transpose", "wd", "wt", perm=[1, 0]),
-        node("MatMul", "xd wt", "m"),
-        node("Relu", "m", "y"),
     ]
-    return made(nodes, [stored("w", TensorProto.UINT8, elements), stored("w_scale", TensorProto.UINT8, padded)])
+    tensors = [stored("w", TensorProto.UINT8, elements), stored("w_scale", TensorProto.UINT8, padded)]
+    return made([*nodes, *steps(TAIL)], tensors)
 
 
 def static_activation() -> onnx.ModelProto:
     """y = relu(x @ w^T) whose activation has stored scales: TRT_MXFP8QuantizeLinear."""
     elements, codes = packed(N, K)
-    axes = {"axis": -1, "block_size": 32}
     nodes = [
-        trt("QuantizeLinear", "x x_scale", "xq", **axes),
-        trt("DequantizeLinear", "xq x_scale", "xd", **axes, output_dtype=TensorProto.FLOAT),
-        trt("DequantizeLinear", "w w_scale", "wd", **axes, output_dtype=TensorProto.FLOAT),
-        node("Transpose", "wd", "wt", perm=[1, 0]),
-        node("MatMul", "xd wt", "m"),
-        node("Relu", "m", "y"),
+        trt("QuantizeLinear", "x x_scale", "xq", **BLOCKS),
+        trt("DequantizeLinear", "xq x_scale", "xd", **BLOCKS, output_dtype=TensorProto.FLOAT),
+        trt("DequantizeLinear", "w w_scale", "wd", **BLOCKS, output_dtype=TensorProto.FLOAT),
     ]
-    scales = np.array([[120, 121]] * 3, np.uint8)
-    tensors = [
-        stored("w", E4M3, elements),
-        stored("w_scale", TensorProto.UINT8, codes),
-        stored("x_scale", TensorProto.UINT8, scales),
-    ]
-    return made(nodes, tensors, x=[3, K])
+    scales = {"w_scale": codes, "x_scale": np.array([[120, 121]] * 3, np.uint8)}
+    tensors = [stored(name, TensorProto.UINT8, array) for name, array in scales.items()]
+    return made([*nodes, *steps(TAIL)], [stored("w", E4M3, elements), *tensors], x=[3, K])
 
 
 def qdq(scales: str = "e8m0", *, rows_last: bool = True, block_size: int = 32, wrong: float = 1.0) -> onnx.ModelProto:
@@ -146,10 +138,8 @@ def with_zero_point(model: onnx.ModelProto, elements: str, zero: TensorProto) ->
 def ort_cuda(*, wrong: float = 1.0, **attributes: Any) -> onnx.ModelProto:
     """y = x @ w^T + b in float16 by ONNX Runtime's CUDA op."""
     elements, codes = packed(N, K)
-    settings = {"block_size": 32, **attributes}
-    gemm = helper.make_node(
-        "MatMulBlockQuantizedFp8Weight", ["x", "w", "s", "", "b"], ["y"], domain="com.microsoft", **settings
-    )
+    names, settings = ["x", "w", "s", "", "b"], {"block_size": 32, **attributes}
+    gemm = helper.make_node("MatMulBlockQuantizedFp8Weight", names, ["y"], domain="com.microsoft", **settings)
     tensors = [
         stored("w", E4M3, elements),
         numpy_helper.from_array(numerics.decode_scale(codes) * np.float32(wrong), "s"),

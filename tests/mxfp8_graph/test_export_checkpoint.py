@@ -32,9 +32,6 @@ LAYERS += [f"model.layers.{i}.mlp.{name}" for i in (0, 1) for name in ("gate_up_
 """The linear layers of a Llama of two layers in vLLM and SGLang."""
 
 
-# --- Rules of the servers --------------------------------------------------------------------------------------------
-
-
 def parts_of(layer: str) -> list[str]:
     module, _, last = layer.rpartition(".")
     return [f"{module}.{part}" for part in FUSED[last]] if last in FUSED else [layer]
@@ -96,9 +93,6 @@ def check_tensors(tensors: dict[str, Any], layer: str, suffix: str, scheme: str 
 RULES = {"compressed-tensors": ("_scale", vllm_scheme), "scale-inv": ("_scale_inv", sglang_scheme)}
 
 
-# --- Models ----------------------------------------------------------------------------------------------------------
-
-
 def llama(**options: Any) -> Any:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -107,8 +101,16 @@ def llama(**options: Any) -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def exported(model: Any) -> Any:
-    return torch.export.export(model, (), {"input_ids": IDS}, strict=False)
+def rewritten(model: Any, recipe: Any = "mxfp8") -> Any:
+    program = torch.export.export(model, (), {"input_ids": IDS}, strict=False)
+    return mxfp8_graph.rewrite(program, recipe)[0]
+
+
+def export(model: Any, to: Path, config: Path, **settings: Any) -> tuple[Any, dict[str, Any], list[str]]:
+    """Returns (the tensors, the quantization_config, the notes) of an exported folder."""
+    folder, notes = mxfp8_graph.export_checkpoint(model, to, config=config, **settings)
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return safetensors.torch.load_file(folder / "model.safetensors"), config, notes
 
 
 @pytest.fixture(scope="module")
@@ -124,29 +126,18 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed() -> Any:
-    return mxfp8_graph.rewrite(exported(llama()))[0]
-
-
-def folder_of(model: Any, original: Path, to: Path, convention: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns (the tensors, the quantization_config) of an exported folder."""
-    folder, _ = mxfp8_graph.export_checkpoint(model, to / convention, config=original, convention=convention)
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    return tensors, json.loads((folder / "config.json").read_text())["quantization_config"]
-
-
-# --- What servers load -----------------------------------------------------------------------------------------------
+    return rewritten(llama())
 
 
 @pytest.mark.parametrize("convention", RULES)
 def test_servers_load_every_linear_layer_as_mxfp8_and_the_rest_as_it_is(convention, packed, original, tmp_path):
     suffix, rule = RULES[convention]
-    tensors, config = folder_of(packed, original, tmp_path, convention)
+    tensors, config, _ = export(packed, tmp_path / "a", original, convention=convention)
     for layer in LAYERS:
         assert rule(config, layer) == "W8A8 MXFP8", layer
         check_tensors(tensors, layer, suffix, "W8A8 MXFP8")
     assert rule(config, "lm_head") is None
-    plain = {name for name in tensors if not name.endswith(suffix)}
-    assert plain == set(llama().state_dict())
+    assert {name for name in tensors if not name.endswith(suffix)} == set(llama().state_dict())
 
 
 @pytest.mark.parametrize("convention", RULES)
@@ -154,7 +145,7 @@ def test_a_fused_layer_that_is_kept_as_a_whole_is_one_of_high_precision(conventi
     kept = ["model.layers.1.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj"]
     recipe = Recipe().excluding([r"layers\.1\.self_attn\.[qkv]_proj", r"layers\.0\.mlp\.(gate|up)_proj"])
     suffix, rule = RULES[convention]
-    tensors, config = folder_of(mxfp8_graph.rewrite(exported(llama()), recipe)[0], original, tmp_path, convention)
+    tensors, config, _ = export(rewritten(llama(), recipe), tmp_path / "a", original, convention=convention)
     for layer in LAYERS:
         expected = None if layer in kept else "W8A8 MXFP8"
         assert rule(config, layer) == expected, layer
@@ -165,41 +156,29 @@ def test_a_fused_layer_that_is_kept_as_a_whole_is_one_of_high_precision(conventi
 
 
 def test_a_fused_layer_that_is_packed_in_part_is_refused_by_its_name(original, tmp_path):
-    program = mxfp8_graph.rewrite(exported(llama()), Recipe().excluding([r"layers\.1\.self_attn\.k_proj"]))[0]
-    with pytest.raises(ContractError) as error:
-        mxfp8_graph.export_checkpoint(program, tmp_path / "a", config=original)
-    assert str(error.value) == (
-        "program: 'model.layers.1.self_attn.qkv_proj' is one layer of servers, of which "
-        "model.layers.1.self_attn.k_proj.weight are not packed; expected E4M3 weights of linear layers, in all or none "
-        "of the weights of a fused layer; rewrite with a recipe that excludes these layers, and all of a fused one"
-    )
+    program = rewritten(llama(), Recipe().excluding([r"layers\.1\.self_attn\.k_proj"]))
+    said = r"'model\.layers\.1\.self_attn\.qkv_proj' is one layer of servers, of which .*k_proj.weight are not packed"
+    with pytest.raises(ContractError, match=f"^program: {said}; .*all of a fused one$"):
+        export(program, tmp_path / "a", original)
     assert not list(tmp_path.iterdir())
 
 
-def test_transformers_loads_the_values_of_the_packed_weights(packed, original, tmp_path):
+def test_transformers_and_from_hf_load_the_values_of_the_packed_weights(packed, original, tmp_path):
     folder, _ = mxfp8_graph.export_checkpoint(packed, tmp_path / "a", config=original, convention="scale-inv")
     # Without a GPU transformers dequantizes, into the dtype of config.json: float32.
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    state = llama().state_dict()
-    weights = mxfp8_graph.unpack(packed)
+    state, weights = llama().state_dict(), mxfp8_graph.unpack(packed)
     assert len(weights) == 14
     for name, value in loaded.state_dict().items():
         expected = weights[name].dequantize() if name in weights else state[name].numpy()
         np.testing.assert_array_equal(value.numpy(), expected, err_msg=name)
-
-
-def test_an_exported_folder_and_the_model_that_from_hf_makes_of_it_have_the_same_tensors(packed, original, tmp_path):
-    folder, _ = mxfp8_graph.export_checkpoint(packed, tmp_path / "a", config=original)
     model, report = mxfp8_graph.from_hf(folder, tmp_path / "b.onnx")
     assert len(report.rewritten) == 14
-    again, _ = mxfp8_graph.export_checkpoint(model, tmp_path / "again", config=folder)
-    first, second = (safetensors.torch.load_file(path / "model.safetensors") for path in (folder, again))
+    first = safetensors.torch.load_file(folder / "model.safetensors")
+    second, _, _ = export(model, tmp_path / "again", folder, convention="scale-inv")
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor.view(torch.uint8), second[name].view(torch.uint8)), name
-
-
-# --- The folder ------------------------------------------------------------------------------------------------------
 
 
 def test_config_and_tokenizer_go_along_and_nothing_else(packed, original, tmp_path):
@@ -214,7 +193,7 @@ def test_config_and_tokenizer_go_along_and_nothing_else(packed, original, tmp_pa
 
 
 def test_a_checkpoint_over_the_limit_is_several_files_with_an_index(packed, original, tmp_path, monkeypatch):
-    whole, _ = mxfp8_graph.export_checkpoint(packed, tmp_path / "whole", config=original)
+    expected, _, _ = export(packed, tmp_path / "whole", original)
     monkeypatch.setattr(checkpoint, "_LARGEST_FILE", 40_000)
     folder, _ = mxfp8_graph.export_checkpoint(packed, tmp_path / "parts", config=original)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
@@ -227,11 +206,9 @@ def test_a_checkpoint_over_the_limit_is_several_files_with_an_index(packed, orig
         assert sum(t.nbytes for t in part.values()) <= 40_000
         assert {name for name, place in index["weight_map"].items() if place == file} == part.keys()
         tensors |= part
-    expected = safetensors.torch.load_file(whole / "model.safetensors")
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in expected.values())
-    assert {name: t.view(torch.uint8).tolist() for name, t in tensors.items()} == {
-        name: t.view(torch.uint8).tolist() for name, t in expected.items()
-    }
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(t.view(torch.uint8), expected[name].view(torch.uint8)) for name, t in tensors.items())
     transformers.AutoConfig.from_pretrained(folder)
     assert mxfp8_graph.import_safetensors(folder).keys() == mxfp8_graph.unpack(packed).keys()
 
@@ -239,89 +216,81 @@ def test_a_checkpoint_over_the_limit_is_several_files_with_an_index(packed, orig
 def test_a_tied_output_projection_is_written_once_and_listed_as_not_converted(tmp_path):
     model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "original")
-    program, _ = mxfp8_graph.rewrite(exported(model))
-    tensors, config = folder_of(program, tmp_path / "original", tmp_path, "scale-inv")
+    tensors, config, _ = export(rewritten(model), tmp_path / "a", tmp_path / "original", convention="scale-inv")
     assert "lm_head.weight" not in tensors
     assert config["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "scale-inv")
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
 
 
-def test_names_may_have_that_of_the_module_which_calls_the_model(original, tmp_path):
+def test_names_may_begin_with_the_name_of_a_module_around_the_model(original, tmp_path):
     class Logits(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.wrapped = llama()
 
-        def forward(self, ids: Any) -> Any:
-            return self.wrapped(input_ids=ids).logits
+        def forward(self, input_ids: Any) -> Any:
+            return self.wrapped(input_ids=input_ids).logits
 
-    program, _ = mxfp8_graph.rewrite(torch.export.export(Logits(), (IDS,), strict=False))
-    tensors, _ = folder_of(program, original, tmp_path, "compressed-tensors")
+    tensors, _, _ = export(rewritten(Logits()), tmp_path / "a", original)
     assert "model.layers.0.self_attn.q_proj.weight_scale" in tensors
 
 
 def test_weight_only_weights_have_a_note_that_servers_quantize_activations(original, tmp_path):
-    program, _ = mxfp8_graph.rewrite(exported(llama()), "mxfp8-weight-only")
-    folder, notes = mxfp8_graph.export_checkpoint(program, tmp_path / "a", config=original)
-    assert len(notes) == 1
-    assert notes[0].startswith("14 weights do not quantize their activations; servers do (W8A8): model.layers.0.")
-    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    _, config, notes = export(rewritten(llama(), "mxfp8-weight-only"), tmp_path / "a", original)
+    assert [note.partition(": ")[0] for note in notes] == [
+        "14 weights do not quantize their activations; servers do (W8A8)"
+    ]
     assert vllm_scheme(config, LAYERS[0]) == "W8A8 MXFP8"
 
 
+def mixtral() -> Any:
+    sizes = {**SIZES, "num_hidden_layers": 1, "num_key_value_heads": 1, "num_local_experts": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, use_cache=False)).eval()
+
+
+HEAD = Recipe(output_projections=True)
+
+
 @pytest.mark.parametrize(
-    ("options", "recipe", "what"),
+    ("build", "recipe", "what"),
     [
-        ({"intermediate_size": 80}, Recipe(), "'model.layers.0.mlp.down_proj.weight' has K = 80"),
-        ({}, Recipe(weight_format="e5m2"), "'model.layers.0.self_attn.q_proj.weight' has e5m2 elements, not e4m3"),
-        ({}, Recipe(output_projections=True), "'lm_head.weight' is packed, but servers read it in high precision"),
-        (
-            {"tie_word_embeddings": True},
-            Recipe(output_projections=True),
-            "'model.embed_tokens.weight' is packed, but servers read it in high precision",
-        ),
+        (lambda: llama(intermediate_size=80), Recipe(), r"'model.layers.0.mlp.down_proj.weight' has K = 80"),
+        (llama, Recipe(weight_format="e5m2"), r"'model.layers.0.self_attn.q_proj.weight' has e5m2 elements, not e4m3"),
+        (llama, HEAD, r"'lm_head.weight' is packed, but servers read it in high precision"),
+        (lambda: llama(tie_word_embeddings=True), HEAD, r"'model.embed_tokens.weight' is packed, but servers read it"),
+        (mixtral, Recipe(), r"'model.layers.0.mlp.experts.gate_up_proj' stacks experts, which servers"),
     ],
+    ids=["partial blocks", "e5m2", "an output projection", "a tied embedding", "experts"],
 )
-def test_weights_that_servers_cannot_read_are_refused(options, recipe, what, tmp_path):
-    model = llama(**options)
+def test_weights_that_servers_cannot_read_are_refused(build, recipe, what, tmp_path):
+    model = build()
     model.save_pretrained(tmp_path / "original")
-    program, _ = mxfp8_graph.rewrite(exported(model), recipe)
-    with pytest.raises(ContractError, match="^program: .*" + what.replace("[", r"\[")):
-        mxfp8_graph.export_checkpoint(program, tmp_path / "a", config=tmp_path / "original")
-
-
-def test_experts_are_refused_because_checkpoints_have_a_tensor_for_each(tmp_path):
-    config = transformers.MixtralConfig(
-        **{**SIZES, "num_hidden_layers": 1}, num_key_value_heads=1, num_local_experts=2, use_cache=False
-    )
-    model = transformers.MixtralForCausalLM(config).eval()
-    model.save_pretrained(tmp_path / "original")
-    program, _ = mxfp8_graph.rewrite(exported(model))
-    with pytest.raises(ContractError, match=r"'model.layers.0.mlp.experts.gate_up_proj' stacks experts, which servers"):
-        mxfp8_graph.export_checkpoint(program, tmp_path / "a", config=tmp_path / "original")
+    with pytest.raises(ContractError, match=f"^program: .*{what}"):
+        export(rewritten(model, recipe), tmp_path / "a", tmp_path / "original")
 
 
 def test_a_config_of_another_model_is_refused_with_the_tensors_that_do_not_fit(packed, tmp_path):
     llama(num_hidden_layers=3, vocab_size=60).save_pretrained(tmp_path / "original")
     with pytest.raises(ContractError) as error:
-        mxfp8_graph.export_checkpoint(packed, tmp_path / "a", config=tmp_path / "original")
+        export(packed, tmp_path / "a", tmp_path / "original")
     assert "'model.embed_tokens.weight' is [50, 64], not [60, 64]" in str(error.value)
     assert "no 'model.layers.2.self_attn.q_proj.weight' [64, 64]" in str(error.value)
 
 
 def test_a_model_that_is_not_packed_and_a_folder_that_exists_are_refused(packed, original, tmp_path):
-    with pytest.raises(ContractError, match="no packed weights"):
-        mxfp8_graph.export_checkpoint(exported(llama()), tmp_path / "a", config=original)
-    with pytest.raises(ContractError, match="exists already"):
-        mxfp8_graph.export_checkpoint(packed, original, config=original)
-    with pytest.raises(ContractError, match="'gguf'"):
-        mxfp8_graph.export_checkpoint(packed, tmp_path / "a", config=original, convention="gguf")
+    plain = torch.export.export(llama(), (), {"input_ids": IDS}, strict=False)
+    for model, to, settings, said in (
+        (plain, tmp_path / "a", {}, "no packed weights"),
+        (packed, original, {}, "exists already"),
+        (packed, tmp_path / "a", {"convention": "gguf"}, "'gguf'"),
+    ):
+        with pytest.raises(ContractError, match=said):
+            export(model, to, original, **settings)
 
 
 def test_the_command_writes_the_folder_and_prints_it(packed, original, tmp_path):
     mxfp8_graph.save(packed, tmp_path / "m.pt2")
-    done = commands.run(
-        "export-checkpoint", str(tmp_path / "m.pt2"), "-o", str(tmp_path / "a"), "--config", str(original)
-    )
+    arguments = (str(tmp_path / "m.pt2"), "-o", str(tmp_path / "a"), "--config", str(original))
+    done = commands.run("export-checkpoint", *arguments)
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'a'}\n"), done.output
     assert mxfp8_graph.import_safetensors(tmp_path / "a").keys() == mxfp8_graph.unpack(packed).keys()

@@ -33,8 +33,14 @@ def chain(**settings: Any) -> onnx.ModelProto:
 
 
 def rewritten(path: Path, model: Any = None, **settings: Any) -> tuple[Any, mxfp8_graph.RewriteReport]:
-    model, report = mxfp8_graph.rewrite(model or chain(), weights=path, **settings)
-    return model, report
+    return mxfp8_graph.rewrite(model or chain(), weights=path, **settings)
+
+
+def check(path: Path, model: Any = None, weights: Any = None, **settings: Any) -> mxfp8_graph.RewriteReport:
+    """Fails unless a model rewritten with a checkpoint has its bytes; returns the report."""
+    model, report = rewritten(path, model, **settings)
+    ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS if weights is None else weights)
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -50,54 +56,46 @@ def path(tmp_path: Path) -> Path:
     return ck.save(tmp_path / "a.safetensors", WEIGHTS)
 
 
-@looped("suffix", ["_scale", "_scale_inv"])
-def test_the_bytes_are_those_of_the_checkpoint(suffix: str, tmp_path: Path) -> None:
-    path = ck.save(tmp_path / f"{suffix}.safetensors", WEIGHTS, suffix)
-    model, report = rewritten(path)
-    ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS)
+def sharded(folder: Path, **placed: str) -> Path:
+    """Writes each weight into a shard, and an index that places the tensors, with others as `placed` says."""
+    folder.mkdir()
+    shards = {}
+    for number, (name, codes) in enumerate(WEIGHTS.items(), 1):
+        ck.save(folder / f"{number}.safetensors", {name: codes})
+        shards |= dict.fromkeys((name, f"{name}_scale"), f"{number}.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {**shards, **placed}}))
+    return folder
+
+
+def test_the_bytes_are_those_of_the_checkpoint(tmp_path: Path, path: Path) -> None:
+    report = check(path)
     assert report.notes == (f"2 matmuls take the bytes of 2 weights of {path}",)
     reasons = [f"the checkpoint has it in MXFP8, as {name!r}" for name in NAMES]
     assert [(s.decision.reason, s.relative_l2) for s in report.sites] == [(reason, None) for reason in reasons]
-
-
-def test_scales_as_e8m0_what_export_safetensors_wrote_and_folders_of_shards(tmp_path: Path, path: Path) -> None:
+    check(ck.save(tmp_path / "inv.safetensors", WEIGHTS, "_scale_inv"))
     stored = ck.tensors(WEIGHTS) | {"norm.weight": np.ones(64, ml_dtypes.bfloat16)}
     stored[f"{NAMES[0]}_scale"] = stored[f"{NAMES[0]}_scale"].view(ml_dtypes.float8_e8m0fnu)
     save_file(stored, tmp_path / "e8m0.safetensors")
-    ours = mxfp8_graph.export_safetensors(rewritten(path)[0], tmp_path / "ours.safetensors")
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for number, (name, codes) in enumerate(WEIGHTS.items(), 1):
-        ck.save(folder / f"model-0000{number}-of-00002.safetensors", {name: codes})
-    shards = {
-        each: f"model-0000{number}-of-00002.safetensors"
-        for number, name in enumerate(NAMES, 1)
-        for each in (name, f"{name}_scale")
-    }
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
-    for checkpoint in (tmp_path / "e8m0.safetensors", ours, folder):
-        ck.check_bytes(mxfp8_graph.unpack(rewritten(checkpoint)[0]), WEIGHTS)
+    check(tmp_path / "e8m0.safetensors")
+    check(mxfp8_graph.export_safetensors(rewritten(path)[0], tmp_path / "ours.safetensors"))
+    check(sharded(tmp_path / "folder"))
 
 
 def test_an_index_says_which_shard_has_a_tensor(tmp_path: Path) -> None:
-    ck.save(tmp_path / "1.safetensors", WEIGHTS)
-    ck.save(tmp_path / "2.safetensors", {NAMES[0]: ck.codes(128, 64, seed=9)})
-    shards = {name: "1.safetensors" for weight in NAMES for name in (weight, f"{weight}_scale")}
-    index = tmp_path / "model.safetensors.index.json"
     for wrong, said in (({"extra": "2.safetensors"}, r"no 'extra' in 2\.safetensors"), ({NAMES[0]: "gone"}, "gone")):
-        index.write_text(json.dumps({"weight_map": {**shards, **wrong}}))
         with pytest.raises(ContractError, match=said):
-            rewritten(tmp_path)
-    index.write_text(json.dumps({"weight_map": shards}))
-    ck.check_bytes(mxfp8_graph.unpack(rewritten(tmp_path)[0]), WEIGHTS)
+            rewritten(sharded(tmp_path / said, **wrong))
+    folder = sharded(tmp_path / "folder")
+    others = ck.tensors({NAMES[0]: ck.codes(128, 64, seed=9)})  # which the index places in the first file
+    ck.save(folder / "2.safetensors", {NAMES[1]: WEIGHTS[NAMES[1]]}, **others)
+    check(folder)
 
 
-def test_a_result_does_not_replace_the_checkpoint(tmp_path: Path) -> None:
+def test_a_result_does_not_replace_the_checkpoint(tmp_path: Path, path: Path) -> None:
     names, data = tmp_path / "names.json", tmp_path / "out.onnx.data"
     names.write_text("{}")
-    path = ck.save(tmp_path / "a.safetensors", WEIGHTS)
-    data.write_bytes(path.read_bytes())
     before = path.read_bytes()
+    data.write_bytes(before)
     for given, output in ((path, path), (path, names), (data, tmp_path / "out.onnx")):
         with pytest.raises(ContractError, match="is a file of the checkpoint"):
             rewritten(given, output=output, overwrite=True, weight_names=names)
@@ -119,7 +117,7 @@ def test_a_weight_that_two_prefixes_fit_is_an_error(tmp_path: Path) -> None:
     assert [site.decision.quantize for site in report.sites] == [False, True]
 
 
-def test_torchaos_tensors(tmp_path: Path) -> None:
+def test_torchaos_tensors_are_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     formats = pytest.importorskip("torchao.prototype.mx_formats")
     support = pytest.importorskip("torchao.prototype.safetensors.safetensors_support")
@@ -127,11 +125,10 @@ def test_torchaos_tensors(tmp_path: Path) -> None:
     from torchao.quantization import quantize_
     from torchao.quantization.quantize_.common import KernelPreference
 
-    torch.manual_seed(0)
     module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(64, 128), torch.nn.Linear(128, 96)])})
     settings = dict.fromkeys(("activation_dtype", "weight_dtype"), torch.float8_e4m3fn)
-    preference = KernelPreference.EMULATED
-    quantize_(module.bfloat16(), formats.MXDynamicActivationMXWeightConfig(kernel_preference=preference, **settings))
+    settings["kernel_preference"] = KernelPreference.EMULATED
+    quantize_(module.bfloat16(), formats.MXDynamicActivationMXWeightConfig(**settings))
     state = {name: getattr(value, "data", value) for name, value in module.state_dict().items()}
     assert state[NAMES[0]].is_swizzled_scales
     stored, metadata = support.flatten_tensor_state_dict(state)
@@ -157,8 +154,7 @@ def test_outputs_are_those_of_the_dequantized_weight(weight_only: bool, tmp_path
 def test_the_checkpoint_overrules_the_default_policy_and_the_recipe_its_activations(tmp_path: Path) -> None:
     weights = {NAMES[1]: WEIGHTS[NAMES[1]]}
     path = ck.save(tmp_path / "a.safetensors", weights, **{NAMES[0]: np.ones((128, 64), np.float32)})
-    model, report = rewritten(path, chain(head=True), recipe=Recipe(activations="bfloat16"))
-    ck.check_bytes(mxfp8_graph.unpack(model), weights)
+    report = check(path, chain(head=True), weights, recipe=Recipe(activations="bfloat16"))
     first, second = (site.decision for site in report.sites)
     assert (first.quantize, first.rule) == (False, "checkpoint")
     assert first.reason == "the checkpoint does not have it in MXFP8, and nothing else is quantized"
@@ -168,8 +164,7 @@ def test_the_checkpoint_overrules_the_default_policy_and_the_recipe_its_activati
 
 def test_what_the_recipe_excludes_stays_and_what_the_model_keeps_is_named(tmp_path: Path) -> None:
     path = ck.save(tmp_path / "a.safetensors", WEIGHTS, **{"layers.0.bias": np.ones(1, np.float32)})
-    model, report = rewritten(path, recipe=Recipe(exclude=["layers.0"]))
-    ck.check_bytes(mxfp8_graph.unpack(model), {NAMES[1]: WEIGHTS[NAMES[1]]})
+    report = check(path, weights={NAMES[1]: WEIGHTS[NAMES[1]]}, recipe=Recipe(exclude=["layers.0"]))
     assert report.sites[0].decision.rule == "exclude"
     assert report.notes[1] == f"the model keeps its own values for what is not MXFP8 in {path}: layers.0.bias"
 
@@ -179,50 +174,53 @@ def test_tables_are_taken_too(tmp_path: Path) -> None:
     shapes = {"ids": (np.int64, ["n"])}, {"y": (np.float32, ["n", 32])}
     model = b.model(nodes, *shapes, {"table": b.weight(50, 64), "w": b.weight(64, 32)})
     weights = {"table": ck.codes(50, 64), "w": ck.codes(32, 64, seed=1)}
-    ck.check_bytes(mxfp8_graph.unpack(rewritten(ck.save(tmp_path / "a.safetensors", weights), model)[0]), weights)
+    check(ck.save(tmp_path / "a.safetensors", weights), model, weights)
 
 
-def test_one_prefix_more_or_less_that_is_the_same_for_all(tmp_path: Path) -> None:
-    path = ck.save(tmp_path / "a.safetensors", {f"model.{name}": codes for name, codes in WEIGHTS.items()})
-    model, report = rewritten(path)
-    ck.check_bytes(mxfp8_graph.unpack(model), WEIGHTS)
-    assert report.sites[0].decision.reason.endswith(f", as 'model.{NAMES[0]}'")
-    inside = chain()
+def renamed(**parts: str) -> onnx.ModelProto:
+    """Returns the chain whose weights, nodes and modules have names with their number for "{}"."""
+    model = chain()
     for number in range(2):
-        tensor, node = inside.graph.initializer[number], inside.graph.node[2 * number]
-        tensor.name = node.input[1] = f"outer.{NAMES[number]}"
-    _, report = rewritten(ck.save(tmp_path / "c.safetensors", WEIGHTS), inside)
+        tensor, node = model.graph.initializer[number], model.graph.node[2 * number]
+        tensor.name = node.input[1] = parts["weight"].format(number)
+        node.name = parts.get("node", node.name).format(number)
+        if "module" in parts:
+            scopes = f"['', '{parts['module'].format(number)}', 'linear']"
+            node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=scopes)
+    return model
+
+
+def test_names_may_have_one_prefix_more_or_less_that_is_the_same_for_all(tmp_path: Path, path: Path) -> None:
+    inner = ck.save(tmp_path / "b.safetensors", {f"model.{name}": codes for name, codes in WEIGHTS.items()})
+    assert check(inner).sites[0].decision.reason.endswith(f", as 'model.{NAMES[0]}'")
+    _, report = rewritten(path, renamed(weight="outer.layers.{}.weight"))
     assert [site.decision.reason[-len(NAMES[0]) - 2 :] for site in report.sites] == [repr(name) for name in NAMES]
-    path = ck.save(tmp_path / "b.safetensors", {f"part{i}.{name}": WEIGHTS[name] for i, name in enumerate(NAMES)})
-    with pytest.raises(
-        ContractError, match=r"match the model's with several prefixes: 'part0.', 'part1.'; expected one prefix for all"
-    ):
-        rewritten(path)
+    several = {f"part{i}.{name}": WEIGHTS[name] for i, name in enumerate(NAMES)}
+    said = r"match the model's with several prefixes: 'part0.', 'part1.'; expected one prefix for all"
+    with pytest.raises(ContractError, match=said):
+        rewritten(ck.save(tmp_path / "c.safetensors", several))
 
 
-def test_weights_that_lost_their_names_are_found_by_their_nodes_or_modules(path: Path) -> None:
-    older, newer = chain(), chain()  # as torch's exporters name folded weights
-    for number in range(2):
-        tensor, node = older.graph.initializer[number], older.graph.node[2 * number]
-        tensor.name = node.input[1] = f"onnx::MatMul_{number}"
-        node.name = f"/layers.{number}/MatMul"
-        tensor, node = newer.graph.initializer[number], newer.graph.node[2 * number]
-        tensor.name = node.input[1] = f"val_{number}"
-        node.name = f"node_linear_{number}"
-        node.metadata_props.add(key="pkg.torch.onnx.name_scopes", value=f"['', 'layers.{number}', 'linear']")
-    for model in (older, newer):
-        result, _ = rewritten(path, model)
-        for name, weight in zip(NAMES, mxfp8_graph.unpack(result).values(), strict=True):
-            np.testing.assert_array_equal(weight.elements, WEIGHTS[name][0])
+@looped(
+    "parts",
+    [
+        {"weight": "onnx::MatMul_{}", "node": "/layers.{}/MatMul"},  # torch's older exporter
+        {"weight": "val_{}", "node": "node_linear_{}", "module": "layers.{}"},  # torch's newer exporter
+    ],
+)
+def test_weights_that_lost_their_names_are_found_by_their_nodes_or_modules(parts: Any, path: Path) -> None:
+    result, _ = rewritten(path, renamed(**parts))
+    for name, weight in zip(NAMES, mxfp8_graph.unpack(result).values(), strict=True):
+        np.testing.assert_array_equal(weight.elements, WEIGHTS[name][0])
 
 
-def test_explicit_names(tmp_path: Path) -> None:
+def test_explicit_names_come_as_a_mapping_or_in_a_file(tmp_path: Path) -> None:
     path = ck.save(tmp_path / "a.safetensors", {"a": WEIGHTS[NAMES[0]], "b": WEIGHTS[NAMES[1]]})
     names = {NAMES[0]: "a", "layers.1.linear": "b"}  # a weight, and a node
     file = tmp_path / "names.json"
     file.write_text(json.dumps(names))
-    for given in (names, file):
-        ck.check_bytes(mxfp8_graph.unpack(rewritten(path, weight_names=given)[0]), WEIGHTS)
+    for each in (names, file):
+        check(path, weight_names=each)
 
 
 @looped(
@@ -269,58 +267,39 @@ def test_what_does_not_fit_is_listed(tmp_path: Path) -> None:
 
 
 @looped(
-    "name",
+    "name, known",
     [
-        "layers.0.input_scale",  # a static scale of activations: modelopt, ComfyUI
-        "layers.0.weight_scale_2",  # NVFP4's second scale
-        "layers.0.weight_scale_inv",  # a second convention beside the first
-        "layers.0.pre_quant_scale",  # AWQ's factors of the input
-        "layers.0.input_global_scale",  # compressed-tensors, NVFP4
-        "layers.0.weight_zero_point",  # compressed-tensors
-        "layers.0.weight_shape",  # compressed-tensors, of packed formats
-        "layers.0.weight_g_idx",  # compressed-tensors: the order of columns
-        "layers.0.g_idx",  # GPTQ
-        "layers.0.qzeros",  # GPTQ, AWQ
-        "layers.0.some_quant",
-        "layers.0.scale_weight",  # ComfyUI's older form
-        "layers.0.input_quantizer._amax",  # modelopt before its export
-        "layers.0.k_scale",  # of a cache in FP8
-        "diffusion.scaled_fp8",  # ComfyUI's older form, once a file
-        "w_zero_point",
+        ("layers.0.input_scale", False),  # a static scale of activations: modelopt, ComfyUI
+        ("layers.0.weight_scale_2", False),  # NVFP4's second scale
+        ("layers.0.g_idx", False),  # GPTQ
+        ("layers.0.qzeros", False),  # GPTQ, AWQ
+        ("layers.0.input_quantizer._amax", False),  # modelopt before its export
+        ("diffusion.scaled_fp8", False),  # ComfyUI's older form, once a file
+        ("w_zero_point", False),
+        ("layers.0.bias", True),
+        ("layers.0._extra_state", True),  # TransformerEngine's: it has no state for MXFP8
+        ("layers.0.lora_A.weight", True),  # what a model is made of is checked where it is rewritten
+        ("layers.0.weight_2", True),  # as `export_safetensors` tells tensors of one name apart
+        ("layers.scale", True),
+        ("w_bias", True),
     ],
 )
-def test_what_says_that_a_weight_is_quantized_otherwise_is_refused(name: str, tmp_path: Path) -> None:
-    others = {name: np.ones(1, np.float32)}
-    path = ck.save(tmp_path / "a.safetensors", {**WEIGHTS, "w": ck.codes(64, 32)}, **others)
+def test_a_tensor_of_an_unknown_quantization_beside_a_weight_is_refused(name: str, known: bool, tmp_path: Path) -> None:
+    weights = {**WEIGHTS, "w": ck.codes(64, 32)}
+    path = ck.save(tmp_path / "a.safetensors", weights, **{name: np.ones(1, np.float32)})
+    if known:
+        ck.check_bytes(mxfp8_graph.import_safetensors(path), weights)
+        return
     for read in (rewritten, mxfp8_graph.import_safetensors):
         with pytest.raises(ContractError, match=re.escape(f"'{name}' (F32 [1]) of an unknown quantization")):
             read(path)
 
 
-@looped(
-    "name",
-    [
-        "layers.0.bias",
-        "layers.0._extra_state",  # TransformerEngine's: it has no state for MXFP8
-        "layers.0.lora_A.weight",  # what a model is made of is checked where it is rewritten
-        "layers.0.weight_2",  # as `export_safetensors` tells tensors of one name apart
-        "layers.scale",
-        "norm.scale",
-        "logit_scale",
-        "w_bias",
-    ],
-)
-def test_other_tensors_are_let_through(name: str, tmp_path: Path) -> None:
-    weights = {**WEIGHTS, "w": ck.codes(64, 32)}
-    path = ck.save(tmp_path / "a.safetensors", weights, **{name: np.ones(1, np.float32)})
-    ck.check_bytes(mxfp8_graph.import_safetensors(path), weights)
-
-
-def test_metadata_of_other_quantizations_are_refused(tmp_path: Path) -> None:
-    for told in ('{"quant_method": "awq"}', "{}", "[", "[]", '{"quant_method": []}'):
-        save_file(ck.tensors(WEIGHTS), tmp_path / "a.safetensors", {"quantization_config": told})
-        with pytest.raises(ContractError, match="'quantization_config' of the file"):
-            mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
+@looped("told", ['{"quant_method": "awq"}', "{}", "[", '{"quant_method": []}'])
+def test_metadata_of_another_quantization_are_refused(told: str, tmp_path: Path) -> None:
+    save_file(ck.tensors(WEIGHTS), tmp_path / "a.safetensors", {"quantization_config": told})
+    with pytest.raises(ContractError, match="'quantization_config' of the file"):
+        mxfp8_graph.import_safetensors(tmp_path / "a.safetensors")
 
 
 def test_a_weight_that_the_model_scales_is_refused(tmp_path: Path) -> None:
@@ -338,16 +317,14 @@ def test_values_that_are_not_finite_are_refused(what: str, index: int, tmp_path:
     path = ck.save(tmp_path / f"{what}.safetensors", weights)
     with pytest.raises(ContractError, match=f"weight 'layers.0.weight': a {what} that is NaN or Inf"):
         rewritten(path)
-    ck.check_bytes(mxfp8_graph.unpack(rewritten(path, allow_nonfinite=True)[0]), weights)
+    check(path, weights=weights, allow_nonfinite=True)
 
 
 def test_packed_models_names_alone_and_folders_without_a_checkpoint_are_refused(path: Path, tmp_path: Path) -> None:
     model, _ = rewritten(path)
     with pytest.raises(ContractError, match="has MXFP8 weights already; expected a model in high precision"):
         rewritten(path, model)
-    with pytest.raises(
-        ContractError, match="names of weights without a checkpoint; expected a checkpoint; pass weights too"
-    ):
+    with pytest.raises(ContractError, match=r"names of weights without a checkpoint; .*; pass weights too"):
         mxfp8_graph.rewrite(chain(), weight_names={"a": "b"})
     (tmp_path / "empty").mkdir()
     with pytest.raises(ContractError, match=r"a folder without a checkpoint; expected model\.safetensors"):
@@ -374,23 +351,21 @@ def test_programs_take_the_same_bytes(path: Path) -> None:
     torch = pytest.importorskip("torch")
     from torch_programs import export
 
-    layers = torch.nn.ModuleList([torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 96, bias=False)])
-
     class Chain(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = layers
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(64, 128, bias=False), torch.nn.ReLU(), torch.nn.Linear(128, 96, bias=False)
+            )
 
         def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x
+            return self.layers(x).relu()
 
-    program, report = rewritten(path, export(Chain(), torch.from_numpy(X)))
-    ck.check_bytes(mxfp8_graph.unpack(program), WEIGHTS)
+    original = export(Chain(), torch.from_numpy(X))
+    names = {"layers.2": NAMES[1]}
+    program, report = rewritten(path, original, weight_names=names)
     assert report.notes[0].startswith("2 matmuls take the bytes of 2 weights")
-    onnx_model, _ = rewritten(path)
-    (expected,) = oracle.run(onnx_model, {"x": X})
+    (expected,) = oracle.run(rewritten(path)[0], {"x": X})
     np.testing.assert_allclose(program.module()(torch.from_numpy(X)).numpy(), expected, rtol=1e-5, atol=1e-5)
     with pytest.raises(ContractError, match="weights of a checkpoint for training"):
-        mxfp8_graph.rewrite(export(Chain(), torch.from_numpy(X)), weights=path, training=True)
+        mxfp8_graph.rewrite(original, weights=path, training=True)

@@ -62,14 +62,6 @@ def run(program: str, model: str | Path, library: str | Path) -> subprocess.Comp
     return subprocess.run(arguments, input=X.tobytes(), capture_output=True, check=False)
 
 
-def check(program: str, model: str) -> None:
-    """Fails unless the program's outputs have the bits of a session in Python."""
-    done = run(program, model, cpu.library_path())
-    assert done.returncode == 0, done.stderr
-    expected = ort.session(model).run(None, {"x": X})[0]
-    np.testing.assert_array_equal(np.frombuffer(done.stdout, np.float32).reshape(expected.shape), expected)
-
-
 @pytest.fixture
 def model(own_folder: None) -> str:
     mxfp8_graph.rewrite(b.save(b.matmul_model(), Path("m.onnx")))
@@ -79,24 +71,25 @@ def model(own_folder: None) -> str:
 STRICT = ("-std=c99", "-Wall", "-Wextra", "-Werror")
 
 
-def test_a_c_program_on_the_declarations_beside_it(model: str) -> None:
-    check(build("cc", "run.c", MINIMAL, *STRICT), model)
+@pytest.mark.parametrize(
+    ("compiler", "source", "include", "flags"),
+    [
+        ("cc", "run.c", lambda: MINIMAL, STRICT),
+        ("cc", "run.c", published, ()),
+        ("c++", "run.cpp", published, ("-std=c++17",)),
+        # Triton's backend calls RegisterCustomOpsLibrary with `op_library_filename`, then CreateSession with the path.
+        ("cc", "run.c", lambda: MINIMAL, (*STRICT, "-DOLD_CALL")),
+    ],
+    ids=["C, the declarations beside it", "C, the published header", "C++, the published header", "Triton's call"],
+)
+def test_a_program_computes_what_a_session_in_python_does(model, compiler, source, include, flags) -> None:
+    done = run(build(compiler, source, include(), *flags), model, cpu.library_path())
+    assert done.returncode == 0, done.stderr
+    expected = ort.session(model).run(None, {"x": X})[0]
+    np.testing.assert_array_equal(np.frombuffer(done.stdout, np.float32).reshape(expected.shape), expected)
 
 
-def test_a_c_program_on_the_published_header(model: str) -> None:
-    check(build("cc", "run.c", published()), model)
-
-
-def test_a_cpp_program_on_the_published_header(model: str) -> None:
-    check(build("c++", "run.cpp", published(), "-std=c++17"), model)
-
-
-def test_the_call_that_triton_makes(model: str) -> None:
-    """Its backend calls RegisterCustomOpsLibrary with `op_library_filename`, then CreateSession with the path."""
-    check(build("cc", "run.c", MINIMAL, *STRICT, "-DOLD_CALL"), model)
-
-
-def test_a_program_is_told_what_is_wrong(model: str) -> None:
+def test_a_program_says_which_library_is_missing(model: str) -> None:
     done = run(build("cc", "run.c", MINIMAL), model, "none.so")
     assert (done.returncode, b"none.so" in done.stderr) == (1, True), done.stderr
 

@@ -38,12 +38,8 @@ def test_without_a_call_for_custom_ops_the_function_bodies_run(package: str) -> 
         pytest.skip(f"needs node and `npm install {package}`, with NODE_PATH set to its node_modules")
     mxfp8_graph.rewrite(b.chain_model(), output="m.onnx")
     x = np.random.default_rng(0).standard_normal((2, 64)).astype(np.float32)
-    done = subprocess.run(
-        [node, "-e", NODE, str(Path("m.onnx").resolve()), json.dumps(x.ravel().tolist()), package],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [node, "-e", NODE, str(Path("m.onnx").resolve()), json.dumps(x.ravel().tolist()), package]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = np.array(json.loads(done.stdout), np.float32).reshape(2, 64)
     expected = onnxruntime.InferenceSession("m.onnx").run(None, {"x": x})[0]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from grids import looped
 
 from mxfp8_graph.tools.metrics import METRICS, metric_called, score
 from mxfp8_ops.errors import ContractError, ShapeError
@@ -30,6 +31,10 @@ def test_each_metric_by_its_definition() -> None:
     assert value("sqnr", a, b) == pytest.approx(20 * math.log10(1 / error), rel=1e-12)
     assert value("max_error", a, b) == np.abs(b.astype(float) - a).max()
     assert value("top1", [[1, 3, 2], [9, 0, 0]], [[1, 3, 2], [0, 9, 0]]) == 0.5
+    rows = np.array([[1.0, 3, 2], [np.nan, 0, 0], [9, 0, 0]])  # a row with a NaN does not count
+    assert value("top1", rows, np.where(rows == 9, -9, rows)) == 0.5
+    with pytest.raises(ShapeError, match=r"outputs: y \[3, 1\]; expected one with two columns or more"):
+        value("top1", np.ones((3, 1)), np.ones((3, 1)))
 
 
 def test_cosine_and_kl_are_those_of_torch() -> None:
@@ -61,36 +66,24 @@ def test_a_nan_in_only_one_is_the_worst_there_is(name: str) -> None:
     assert found.to_dict()["mean"] is None
 
 
-@pytest.mark.parametrize("name", METRICS)
-@pytest.mark.parametrize(
-    ("original", "rewritten"),
-    [(np.full((2, 3), np.nan), np.full((2, 3), np.nan)), (np.zeros((0, 3)), np.zeros((0, 3))),
-     (np.ones((2, 3)), np.ones((1, 3))), (np.full((2, 3), np.inf), np.full((2, 3), -np.inf))],
-    ids=["nowhere finite", "empty", "another shape", "another infinity"],
-)  # fmt: skip
-def test_where_nothing_is_measured_there_is_no_number(name: str, original: Any, rewritten: Any) -> None:
+NAN, INF = np.full((2, 3), np.nan), np.full((2, 3), np.inf)
+
+
+@looped("original, rewritten", [(NAN, NAN), (np.zeros((0, 3)),) * 2, (np.ones((2, 3)), np.ones((1, 3))), (INF, -INF)])
+def test_where_nothing_is_measured_there_is_no_number(original: np.ndarray, rewritten: np.ndarray) -> None:
     a, b = pair()
-    found = score(METRICS[name], [{"y": a}, {"y": original}], [{"y": b}, {"y": rewritten}])
-    assert (math.isnan(found.mean), found.worst_sample) == (True, 1)
+    for metric in METRICS.values():
+        found = score(metric, [{"y": a}, {"y": original}], [{"y": b}, {"y": rewritten}])
+        assert (math.isnan(found.mean), found.worst_sample) == (True, 1), metric
 
 
-def test_an_output_without_values_does_not_count_beside_one_that_has_some() -> None:
+def test_the_worst_output_counts_and_not_one_without_values() -> None:
     a, b = pair()
     empty = np.zeros((0, 3))
     for name in METRICS:
         assert METRICS[name].of({"y": a, "z": empty}, {"y": b, "z": empty}) == value(name, a, b)
-
-
-def test_rows_with_a_nan_have_no_top1() -> None:
-    rows = np.array([[1.0, 3, 2], [np.nan, 0, 0], [9, 0, 0]])
-    assert value("top1", rows, np.where(rows == 9, -9, rows)) == 0.5
-
-
-def test_the_worst_output_counts() -> None:
-    a, b = pair()
-    outputs = {"y": a, "z": a}, {"y": a, "z": b}
-    assert METRICS["relative_l2"].of(*outputs) == value("relative_l2", a, b)
-    assert METRICS["cosine"].of(*outputs) == value("cosine", a, b)
+    for name in ("relative_l2", "cosine"):
+        assert METRICS[name].of({"y": a, "z": a}, {"y": a, "z": b}) == value(name, a, b)
 
 
 def test_a_score_has_the_mean_and_the_worst_sample() -> None:
@@ -98,11 +91,6 @@ def test_a_score_has_the_mean_and_the_worst_sample() -> None:
     found = score(METRICS["cosine"], [{"y": a}] * 3, [{"y": a}, {"y": b}, {"y": a}])
     assert (found.worst, found.worst_sample) == (found.values[1], 1)
     assert found.mean == pytest.approx((2 + found.values[1]) / 3)
-
-
-def test_top1_needs_columns() -> None:
-    with pytest.raises(ShapeError, match=r"outputs: y \[3, 1\]; expected one with two columns or more"):
-        value("top1", np.ones((3, 1)), np.ones((3, 1)))
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -113,8 +101,5 @@ def test_a_metric_of_the_users_own() -> None:
     assert [metric_called(f"own_metric:{n}").higher_is_better for n in ("mine", "better")] == [False, True]
     with pytest.raises(ContractError, match="own_metric:mine: raised KeyError: 'y'"):
         metric_called("own_metric:mine").of({}, {})
-
-
-def test_an_unknown_metric_lists_those_that_are_known() -> None:
     with pytest.raises(ContractError, match=r"metric: 'mse'; expected one of relative_l2, sqnr, .*, module:function"):
         metric_called("mse")

@@ -14,15 +14,13 @@ from mxfp8_graph.tools.compare.number_formats import E2M1, E2M3, E3M2, PEERS, Qu
 from mxfp8_ops import numpy_nodes
 from mxfp8_ops.formats import E4M3, Minifloat
 
-SIZES = [pytest.param(100_000, id="1e5"), pytest.param(1_000_000, id="1e6", marks=pytest.mark.slow)]
-K = 384
+COUNT, K = 50_000, 384
 
 
-def values(count: int, seed: int = 0) -> np.ndarray:
+def values() -> np.ndarray:
     """Returns [rows, K] float32: normal rows, heavy-tailed ones, ties, rows of all magnitudes, and one of zeros."""
-    rng = np.random.default_rng(seed)
-    rows = -(-count // K)
-    x = rng.standard_normal((rows, K)).astype(np.float32)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((-(-COUNT // K), K)).astype(np.float32)
     x[1::4] = rng.standard_t(2, x[1::4].shape)
     x[2::4] *= np.exp2(rng.integers(-60, 60, (len(x[2::4]), 1))).astype(np.float32)
     x[3::4] = rng.integers(-64, 65, x[3::4].shape) / np.float32(8)  # many are halfway between two elements
@@ -37,21 +35,19 @@ def assert_same_bits(found: np.ndarray, expected: Any, x: np.ndarray) -> None:
     assert not len(differing), f"{len(differing)} of {x.size} differ: " + "; ".join(shown)
 
 
-@pytest.mark.parametrize("count", SIZES)
 @looped("rounding, columns", [("ceil", K), ("floor", 70), ("even", K), ("ceil", 70)])
-def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int, count: int) -> None:
-    bits = np.random.default_rng(1).integers(0, 2**32, (count // K, K), dtype=np.uint64).astype(np.uint32)
-    for x in (values(count)[:, :columns].copy(), np.nan_to_num(bits.view(np.float32))[:, :columns].copy()):
+def test_mxfp8_is_what_the_reference_computes(rounding: ScaleRule, columns: int) -> None:
+    bits = np.random.default_rng(1).integers(0, 2**32, (COUNT // K, K), dtype=np.uint64).astype(np.uint32)
+    for x in (values()[:, :columns].copy(), np.nan_to_num(bits.view(np.float32))[:, :columns].copy()):
         found = fake_quantizer(Quantizer(E4M3, rounding, (1, 32)))(x)
         assert_same_bits(found, numpy_nodes.dequantize(*numpy_nodes.quantize(x, scale_rounding=rounding)), x)
 
 
-@pytest.mark.parametrize("count", SIZES)
 @looped(
     "element, block, rounding",
     pairwise(element=[E4M3, E3M2, E2M3, E2M1], block=[16, 32, 64], rounding=["floor", "even", "ceil"]),
 )
-def test_mx_formats_are_torchaos(element: Minifloat, block: int, rounding: ScaleRule, count: int) -> None:
+def test_mx_formats_are_torchaos(element: Minifloat, block: int, rounding: ScaleRule) -> None:
     mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
     torch = pytest.importorskip("torch")
     names = {
@@ -61,7 +57,7 @@ def test_mx_formats_are_torchaos(element: Minifloat, block: int, rounding: Scale
         "e2m1": torch.float4_e2m1fn_x2,
     }
     modes = {"floor": "FLOOR", "even": "EVEN", "ceil": "RCEIL"}
-    x = values(count)
+    x = values()
     x = x[np.abs(x).max(-1) > 0]  # torchao gives a block of zeros another scale; it stays zeros
     if rounding == "ceil":
         x = without_torchaos_defect(x, block, element)
@@ -84,11 +80,10 @@ def without_torchaos_defect(x: np.ndarray, block: int, element: Minifloat) -> np
     return blocks.reshape(x.shape)
 
 
-@pytest.mark.parametrize("count", SIZES)
-def test_nvfp4_is_torchaos(count: int) -> None:
+def test_nvfp4_is_torchaos() -> None:
     nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
     torch = pytest.importorskip("torch")
-    x = values(count)
+    x = values()
     x = np.where(np.abs(x) < 1e6, x, 0).astype(np.float32)  # the scale of the tensor is that of its largest value
     tensor = torch.from_numpy(x)
     whole = nvfp4.per_tensor_amax_to_scale(tensor.abs().max())
@@ -96,7 +91,6 @@ def test_nvfp4_is_torchaos(count: int) -> None:
     assert_same_bits(fake_quantizer(PEERS["nvfp4"].activations)(x), expected.numpy(), x)
 
 
-@pytest.mark.parametrize("count", SIZES)
 @looped(
     "element, dtype",
     [
@@ -106,54 +100,35 @@ def test_nvfp4_is_torchaos(count: int) -> None:
         (E2M1, ml_dtypes.float4_e2m1fn),
     ],
 )
-def test_elements_are_those_of_ml_dtypes(element: Minifloat, dtype: Any, count: int) -> None:
+def test_elements_are_those_of_ml_dtypes(element: Minifloat, dtype: Any) -> None:
     assert float(ml_dtypes.finfo(dtype).max) == element.max
-    x = np.clip(values(count), -element.max, element.max)
+    x = np.clip(values(), -element.max, element.max)
     x[:, ::32] = element.max  # so that every block has the scale 1
     found = fake_quantizer(Quantizer(element, "ceil", (1, 32)))(x)
     assert_same_bits(found, x.astype(dtype).astype(np.float32), x)
 
 
-@pytest.mark.parametrize("count", SIZES)
-def test_mxint8_is_gfloats(count: int) -> None:
-    gfloat = pytest.importorskip("gfloat")
-    from gfloat.formats import format_info_ocp_int8
-
-    x = values(count)
-    amax = np.abs(x.reshape(-1, 32)).max(-1, keepdims=True).astype(np.float64)
-    scale = np.exp2(np.floor(np.log2(np.where(amax, amax, 1))))
-    scaled = x.reshape(-1, 32) / scale
-    scaled = np.clip(scaled, -127 / 64, 127 / 64)  # -2 is not used
-    expected = gfloat.round_ndarray(format_info_ocp_int8, scaled, sat=True) * scale
-    # It has no negative zero.
-    found = fake_quantizer(PEERS["mxint8-block32"].activations)(x)
-    assert_same_bits(found + np.float32(0), expected.reshape(x.shape) + 0.0, x)
-    codes = numpy_nodes.quantize(x, element_format="int8", scale_rounding="floor")
-    assert_same_bits(numpy_nodes.dequantize(*codes, element_format="int8"), expected.reshape(x.shape) + 0.0, x)
-
-
 def test_mxint8_by_its_definition() -> None:
     """OCP MX v1.0, 6.3: the scale is the largest power of two in the block; elements are integers times 2^-6."""
-    x = values(10_000)
+    x = values()
     blocks = x.reshape(-1, 32).astype(np.float64)
     amax = np.abs(blocks).max(-1, keepdims=True)
     scale = np.exp2(np.floor(np.log2(np.where(amax, amax, 1))))
-    expected = np.clip(np.rint(blocks / scale * 64), -127, 127) / 64 * scale
-    assert np.array_equal(
-        fake_quantizer(PEERS["mxint8-block32"].activations)(x), expected.reshape(x.shape).astype(np.float32)
-    )
+    expected = (np.clip(np.rint(blocks / scale * 64), -127, 127) / 64 * scale).reshape(x.shape)  # -128 is not used
+    np.testing.assert_array_equal(fake_quantizer(PEERS["mxint8-block32"].activations)(x), expected)
+    codes = numpy_nodes.quantize(x, element_format="int8", scale_rounding="floor")
+    np.testing.assert_array_equal(numpy_nodes.dequantize(*codes, element_format="int8"), expected)
 
 
-@pytest.mark.parametrize("count", SIZES)
 @looped(
     "name, side",
     pairwise(name=["float8-current", "float8-block", "float8-block-float32"], side=["weights", "activations"]),
 )
-def test_transformer_engines_formats_by_their_definition(name: str, side: str, count: int) -> None:
+def test_transformer_engines_formats_by_their_definition(name: str, side: str) -> None:
     """TransformerEngine: scale = max / amax, its mantissa cleared on request; cast(x * scale) * (1 / scale)."""
     torch = pytest.importorskip("torch")
     quantizer = getattr(PEERS[name], side)
-    x = values(count)
+    x = values()
     n = len(x) // 128 * 128
     x = x[:n]
     rows, columns = quantizer.tile[0] or n, quantizer.tile[1] or K
@@ -167,18 +142,11 @@ def test_transformer_engines_formats_by_their_definition(name: str, side: str, c
     assert_same_bits(fake_quantizer(quantizer)(x), expected.reshape(x.shape).numpy(), x)
 
 
-@pytest.mark.parametrize("count", SIZES)
-def test_int8_per_row_is_torchs(count: int) -> None:
-    torch = pytest.importorskip("torch")
-    x = values(count)[1:]
-    scale = torch.from_numpy(x).abs().amax(-1) / 127
-    zeros = torch.zeros(len(x), dtype=torch.int32)
-    rounded = torch.round(torch.from_numpy(x) / scale[:, None]).clamp(-127, 127) * scale[:, None]
-    assert_same_bits(fake_quantizer(PEERS["int8"].weights)(x), rounded.numpy(), x)
-    # torch multiplies by the scale's reciprocal, so its ties may fall otherwise: at most a step apart.
-    theirs = torch.fake_quantize_per_channel_affine(torch.from_numpy(x), scale, zeros, 0, -127, 127)
-    assert bool(((theirs - rounded).abs() <= scale[:, None] * 1.001).all())
-    assert float((theirs != rounded).float().mean()) < 1e-3
+def test_int8_per_row_by_its_definition() -> None:
+    x = values()[1:]
+    scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
+    expected = np.clip(np.rint(x / scale), -127, 127) * scale
+    assert_same_bits(fake_quantizer(PEERS["int8"].weights)(x), expected, x)
 
 
 @looped("name", PEERS)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import builders as b
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 from commands import run
+from grids import looped
 
 from mxfp8_graph import Recipe, rewrite
 from mxfp8_graph.running.profile import NodeProfile, of_session
@@ -35,8 +38,13 @@ def test_what_a_node_multiplied(recipe, operands):
     assert profile(rewritten)["layers.0.linear"].operands == operands
 
 
-@pytest.mark.parametrize(
-    ("op", "dtypes", "operands"),
+def event(name: str, ts: int, dur: int, category: str = "Node", **args: Any) -> dict[str, Any]:
+    """Returns an entry of a profile of ONNX Runtime: times in microseconds."""
+    return {"name": name, "cat": category, "ts": ts, "dur": dur, "args": args}
+
+
+@looped(
+    "op, dtypes, operands",
     [
         ("MatMul", ["float", "float"], "float32 x float32"),
         ("QMoE", ["float16", "float", "uint8", "float16"], "float16 x uint8"),
@@ -45,88 +53,65 @@ def test_what_a_node_multiplied(recipe, operands):
     ],
 )
 def test_what_an_op_of_onnx_runtime_multiplied(op, dtypes, operands):
-    args = {"op_name": op, "input_type_shape": [{dtype: [2, 2]} for dtype in dtypes]}
-    events = [
-        {"name": "model_run", "cat": "Session", "ts": 0, "dur": 5},
-        {"name": "n_kernel_time", "cat": "Node", "ts": 1, "dur": 1, "args": args},
-    ]
-    (node,) = of_session(ir.from_proto(b.chain_model()), events, [], runs=1)
+    shapes = [{dtype: [2, 2]} for dtype in dtypes]
+    run = event("n_kernel_time", 1, 1, op_name=op, input_type_shape=shapes)
+    (node,) = of_session(ir.from_proto(b.chain_model()), [event("model_run", 0, 5, "Session"), run], [], runs=1)
     assert node.operands == operands
 
 
 def test_which_kernel_ran_depends_on_the_rows():
     rewritten, _ = rewrite(b.matmul_model())
+    weight_only, _ = rewrite(b.matmul_model(), recipe="mxfp8-weight-only")
+    wide = np.ones((1, 2, 64), np.float32)
+    wide[0, 0, :2] = 2.0**100, 2.0**-100  # values that span 2^97 do not fit into what gemm_skinny_f32 packs
     with native.forced_isa("portable"):
         few = profile(rewritten, shapes={"batch": 1, "seq": 4})["linear"]
         many = profile(rewritten, shapes={"batch": 1, "seq": 40})["linear"]
-    assert (few.isa, few.kernel) == ("portable", "gemm_skinny_f32")
-    assert (many.isa, many.kernel) == ("portable", "gemm_f32")
+        second = profile(weight_only, inputs={"x": wide})["linear"]
+    assert {node.isa for node in (few, many, second)} == {"portable"}
+    assert [node.kernel for node in (few, many, second)] == ["gemm_skinny_f32", "gemm_f32", "gemm_f32"]
 
 
-def test_a_second_kernel_for_rows_that_the_first_cannot_hold():
-    """Values that span 2^97 do not fit into what gemm_skinny_f32 packs."""
-    rewritten, _ = rewrite(b.matmul_model(), recipe="mxfp8-weight-only")
-    x = np.ones((1, 2, 64), np.float32)
-    x[0, 0, 0], x[0, 0, 1] = 2.0**100, 2.0**-100
-    with native.forced_isa("portable"):
-        assert profile(rewritten, inputs={"x": x})["linear"].kernel == "gemm_f32"
-
-
-def test_what_stays_in_float32_says_so():
-    rewritten, _ = rewrite(b.chain_model(), recipe=Recipe(exclude=("layers.1",)))
+def test_what_stays_in_float32_has_no_kernel_of_ours_and_names_come_through_as_they_are():
+    model = b.chain_model()
+    model.graph.node[0].name = name = "a\\n b\n'c'\t\\"
+    rewritten, _ = rewrite(model, recipe=Recipe(exclude=("layers.1",)))
     nodes = profile(rewritten)
     kept = nodes["layers.1.linear"]
     assert (kept.operands.split(" x ")[0], kept.kernel, kept.isa) == ("float32", "", "")
-    assert nodes["layers.0.linear"].isa == native.isa()
+    assert nodes[name].isa == native.isa()
+    assert nodes[name].kernel
 
 
 def test_times_are_the_mean_of_the_counted_runs():
     """A warm-up of 9 us and runs of 2 and 4, as ONNX Runtime writes them: when each began, and for how long."""
-
-    def event(name: str, ts: int, dur: int, category: str = "Node", **args: str) -> dict[str, object]:
-        return {"name": name, "cat": category, "ts": ts, "dur": dur, "args": args}
-
-    durations = (9, 2, 4)
     events = [event("model_run", 100 * run, 50, "Session") for run in range(3)]
-    events += [event("x_kernel_time", 100 * run + 1, dur, op_name="Relu") for run, dur in enumerate(durations)]
+    events += [event("x_kernel_time", 100 * run + 1, dur, op_name="Relu") for run, dur in enumerate((9, 2, 4))]
     (node,) = of_session(ir.from_proto(b.chain_model()), events, [], runs=2)
     assert (node.name, node.op, node.operands, node.kernel, node.isa) == ("x", "Relu", "", "", "")
     assert node.seconds == pytest.approx(3e-6)
 
 
-def test_nodes_in_bodies_of_branches():
-    inner = b.model(
-        [b.node("MatMul", "x w", "y", "inner")],
-        {"x": (np.float32, ["batch", 64])},
-        {"y": (np.float32, ["batch", 96])},
-        {"w": b.weight(64, 96)},
-    )
-    branch = inner.graph
-    del branch.input[:]
-    model = b.model(
-        [b.node("If", "c", "h", "choose", then_branch=branch, else_branch=branch), b.node("Relu", "h", "z")],
-        {"x": (np.float32, ["batch", 64]), "c": (np.bool_, [])},
-        {"z": (np.float32, ["batch", 96])},
-    )
+def test_nodes_in_bodies_of_branches_are_counted():
+    y = onnx.helper.make_empty_tensor_value_info("y")
+    stored = [onnx.numpy_helper.from_array(b.weight(64, 96), "w")]
+    branch = onnx.helper.make_graph(b.steps("inner:MatMul x w>y"), "branch", [], [y], stored)
+    choose = b.node("If", "c", "h", "choose", then_branch=branch, else_branch=branch)
+    inputs = {"x": (np.float32, ["batch", 64]), "c": (np.bool_, [])}
+    model = b.model([choose, *b.steps("Relu h>z")], inputs, {"z": (np.float32, ["batch", 96])})
     nodes = profile(rewrite(model)[0])
     assert "choose" not in nodes
     (kernel,) = (node.kernel for node in nodes.values() if node.operands == "e4m3 x e4m3")
     assert kernel in {"gemm_skinny_f32", "gemm_bf16", "gemm_amx"}  # as the processor has it
 
 
-def test_names_come_through_as_they_are():
-    model = b.chain_model()
-    model.graph.node[0].name = "a\\n b\n'c'\t\\"
-    rewritten, _ = rewrite(model)
-    assert profile(rewritten)["a\\n b\n'c'\t\\"].kernel
-
-
-def test_programs():
+def test_programs_have_the_same_profile():
     torch = pytest.importorskip("torch")
-    module = torch.nn.Sequential(
-        torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64), torch.nn.LayerNorm(64)
-    )
-    packed, _ = rewrite(torch.export.export(module.eval(), (torch.randn(4, 64),)), recipe=Recipe(exclude=("^2$",)))
+    from torch_programs import export
+
+    nn = torch.nn
+    module = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64), nn.LayerNorm(64))
+    packed, _ = rewrite(export(module, torch.randn(4, 64)), recipe=Recipe(exclude=("^2$",)))
     nodes = run_model(packed, repeat=2, profile=True).nodes
     seen = [(node.op, node.operands, node.kernel) for node in nodes if node.operands]
     assert [row[:2] for row in seen] == [("mxfp8::gemm", "e4m3 x e4m3"), ("linear", "float32 x float32")]

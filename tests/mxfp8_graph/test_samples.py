@@ -63,9 +63,6 @@ def test_synthesised_samples_differ_and_say_what_they_are() -> None:
     assert np.array_equal(second, make_samples(ONE, {"shapes": {"batch": 4}, "seed": 2}).feeds[0]["x"])
 
 
-# --- Texts -----------------------------------------------------------------------------------------------------------
-
-
 def of_tokens(tokens: int | str = "seq", batch: int | str = "n", **caches: Any) -> Signature:
     names = ("position_ids", "input_ids", "attention_mask", "token_type_ids")
     specs = [InputSpec(name, np.dtype(np.int64), (batch, tokens)) for name in names]
@@ -113,7 +110,7 @@ def test_a_long_text_is_cut(limit: int | None, length: int) -> None:
     assert feeds["input_ids"].shape == (1, length)
 
 
-def test_a_mask_without_room_for_the_tokens() -> None:
+def test_a_mask_without_room_for_the_tokens_is_refused() -> None:
     signature = of_tokens()
     signature.specs[2] = InputSpec("attention_mask", np.dtype(np.int64), ("n", 2))
     with pytest.raises(ShapeError, match="attention_mask has no room for 3 tokens"):
@@ -121,12 +118,12 @@ def test_a_mask_without_room_for_the_tokens() -> None:
 
 
 @pytest.mark.parametrize("line", [{"input_ids": [[1]]}, [1], {"text": 3}], ids=str)
-def test_what_is_no_text(line: Any) -> None:
+def test_a_line_without_a_text_is_refused(line: Any) -> None:
     with pytest.raises(ShapeError, match=r'data.jsonl line 2: no text in .*; expected {"text": "..."} or a string'):
         samples_of_texts(of_tokens(), "a", line)
 
 
-def test_a_tokenizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_that_is_missing_or_damaged_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tokenizers")
     assert "no tokenizer.json beside it or one folder above" in refusal(lines("a"), of_tokens())
     assert "no input called 'input_ids' for texts" in refusal(lines("a"))
@@ -138,38 +135,26 @@ def test_a_tokenizer_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         assert refusal(lines("a"), of_tokens(), BackendError).endswith("expected tokenizers; pip install tokenizers")
 
 
-# --- What does not fit -----------------------------------------------------------------------------------------------
+def npz(path: str, *arrays: Any, save: Any = np.savez) -> str:
+    with Path(path).open("wb") as file:  # a name that numpy would complete with .npz stays as it is
+        save(file, *arrays)
+    return path
 
 
-def test_no_samples() -> None:
+def test_files_without_samples_are_refused() -> None:
     Path("empty").mkdir()
     for inputs in ("empty", []):
         assert ": no samples; expected samples for the model" in refusal(inputs)
+    for name, kind in (("none.jsonl", ".jsonl"), ("none.npz", ".npz")):
+        assert refusal(name) == f"{name}: No such file or directory; expected a readable {kind} file; check the path"
+    Path("nothing.npz").write_bytes(b"")
+    Path("zip.npz").write_bytes(b"PK\x03\x04broken")
+    array = npz("array.npz", np.zeros(3), save=np.save)
+    pickle = npz("pickle.npz", np.array([{"a": 1}], object))
+    for path in ("nothing.npz", "zip.npz", array, pickle):
+        message = refusal(path)
+        assert message.startswith(f"{path}: no .npz file: ")
+        assert message.endswith("; expected plain arrays, one per input; save it with numpy.savez")
 
 
-def write(path: str, content: Any) -> None:
-    with Path(path).open("wb") as file:
-        file.write(content) if isinstance(content, bytes) else content(file)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"PK\x03\x04broken",
-        lambda file: np.save(file, np.zeros(3)),
-        lambda file: np.savez(file, ids=np.array([{"a": 1}], object)),
-    ],
-    ids=["empty", "broken zip", "npy", "pickle"],
-)
-def test_a_file_that_is_no_npz(content: Any) -> None:
-    write("data.npz", content)
-    message = refusal("data.npz")
-    assert message.startswith("data.npz: no .npz file: ")
-    assert message.endswith("; expected plain arrays, one per input; save it with numpy.savez")
-
-
-@pytest.mark.parametrize("name", ["none.jsonl", "none.npz"])
-def test_a_missing_file(name: str) -> None:
-    expected = f"{name}: No such file or directory; expected a readable {name[4:]} file; check the path"
-    assert refusal(name) == expected
+# --- What does not fit -----------------------------------------------------------------------------------------------

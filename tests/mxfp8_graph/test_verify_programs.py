@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from typer.testing import CliRunner  # noqa: E402
+from commands import run  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
-from mxfp8_graph.cli import app  # noqa: E402
 from mxfp8_graph.running.programs import TorchProgram  # noqa: E402
 from mxfp8_graph.running.runner import run_model  # noqa: E402
 from mxfp8_ops.errors import BackendError, ShapeError  # noqa: E402
@@ -34,6 +34,7 @@ class Block(torch.nn.Module):
         return {"logits": self.head(x + self.down(torch.relu(self.up(x)))), "embedded": x}
 
 
+@functools.cache
 def program(dtype: Any = torch.float32, classes: int = 10) -> Any:
     batch, length = torch.export.Dim("batch"), torch.export.Dim("length")
     inputs = (torch.zeros(2, 5, dtype=torch.int64), torch.ones(2, 5, 1, dtype=dtype))
@@ -41,24 +42,19 @@ def program(dtype: Any = torch.float32, classes: int = 10) -> Any:
     return torch.export.export(Block(classes).to(dtype).eval(), inputs, dynamic_shapes=(dims, dims))
 
 
-def test_a_rewritten_program_is_close_to_its_original() -> None:
-    original = program()
-    report = mxfp8_graph.verify(original, mxfp8_graph.rewrite(original)[0])
+@functools.cache
+def rewritten() -> Any:
+    return mxfp8_graph.rewrite(program())[0]
+
+
+def test_a_rewritten_program_is_close_to_its_original_and_its_onnx_file_agrees_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    assert TorchProgram(program()).signature.ranges == {"ids": range(50)}
+    report = mxfp8_graph.verify(program(), rewritten())
     assert report.passed, report.failures
     assert 0 < report.worst_relative_l2 < 0.05
     assert report.outputs[1].rewritten.max_abs == 0, "the rewrite does not touch it"
-
-
-def test_token_ids_stay_inside_the_embedding() -> None:
-    assert TorchProgram(program()).signature.ranges == {"ids": range(50)}
-
-
-def test_the_onnx_file_of_a_program_agrees_with_it(tmp_path: Path) -> None:
-    pytest.importorskip("onnxscript")
-    rewritten, _ = mxfp8_graph.rewrite(program())
-    path = tmp_path / "m.onnx"
-    mxfp8_graph.to_onnx(rewritten, path)
-    report = mxfp8_graph.verify(path, rewritten)
+    report = mxfp8_graph.verify(mxfp8_graph.to_onnx(rewritten(), tmp_path / "m.onnx"), rewritten())
     assert report.passed, report.failures
     assert report.worst_relative_l2 < 1e-6, report.outputs
 
@@ -75,30 +71,26 @@ def test_given_inputs_are_used() -> None:
     assert not outputs[1].any()
 
 
-def test_programs_with_other_inputs_are_refused() -> None:
-    other = torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(2, 64),))
-    with pytest.raises(ShapeError, match=r"inputs input float32 \[2, 64\]; expected those of program, ids int64 "):
-        mxfp8_graph.verify(program(), other)
-
-
 def test_outputs_of_another_shape_fail() -> None:
     report = mxfp8_graph.verify(program(), program(classes=11))
     assert report.failures == ("output 'linear_2': [2, 16, 11] float32; expected [2, 16, 10] float32",)
 
 
-def test_a_program_that_refuses_its_inputs_says_so() -> None:
+def test_inputs_that_a_program_does_not_take_are_refused() -> None:
+    other = torch.export.export(torch.nn.Linear(64, 64), (torch.zeros(2, 64),))
+    with pytest.raises(ShapeError, match=r"inputs input float32 \[2, 64\]; expected those of program, ids int64 "):
+        mxfp8_graph.verify(program(), other)
     inputs = {"ids": np.zeros((3, 4), np.int64), "scale": np.zeros((2, 4, 1), np.float32)}
     with pytest.raises((BackendError, ShapeError), match="scale"):
         run_model(program(), inputs=inputs, repeat=1)
 
 
 def test_the_command_line_rewrites_verifies_and_runs_a_pt2_file(tmp_path: Path) -> None:
-    mxfp8_graph.save(program(), tmp_path / "m.pt2")
-    runner = CliRunner()
-    original, rewritten = str(tmp_path / "m.pt2"), str(tmp_path / "m.mxfp8.pt2")
-    for command in (["rewrite", original], ["verify", original, rewritten], ["run", rewritten, "--repeat", "1"]):
-        result = runner.invoke(app, command)
-        assert result.exit_code == 0, (command, result.output)
-    failed = runner.invoke(app, ["verify", original, rewritten, "--max-rel-l2", "1e-9"])
+    original, result = str(tmp_path / "m.pt2"), str(tmp_path / "m.mxfp8.pt2")
+    mxfp8_graph.save(program(), original)
+    for command in (["rewrite", original], ["verify", original, result], ["run", result, "--repeat", "1"]):
+        done = run(*command)
+        assert done.exit_code == 0, (command, done.output)
+    failed = run("verify", original, result, "--max-rel-l2", "1e-9")
     assert failed.exit_code == 1
     assert "kernel vs body" not in failed.stdout  # a program has no function bodies, so the table no such column

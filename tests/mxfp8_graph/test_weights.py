@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -70,35 +69,26 @@ def check(result: Packed, w: np.ndarray, **options: Any) -> None:
     assert result.relative_l2 == pytest.approx(np.linalg.norm(exact - values) / np.linalg.norm(exact), rel=1e-6)
 
 
-SHAPES = [(96, 64), (97, 70), (33, 31), (1, 1), (2, 500)]
+SHAPES = [(96, 64), (97, 70), (33, 31), (1, 1), (2, 500), (2, 3, 70, 40)]
 
 
 @looped("dtype, transposed, shape, slices, external", pairwise(dtype=DTYPES, transposed=BOTH, shape=SHAPES, **WAYS))
-def test_a_matrix(packed_as, *, dtype, transposed, shape, slices, external):
+def test_a_matrix_or_a_stack(packed_as, *, dtype, transposed, shape, slices, external):
     w = weight(*shape, dtype=dtype)
-    check(packed_as(slices, external, w, transposed), np.ascontiguousarray(w.T) if transposed else w)
-
-
-@looped("transposed, slices, external", pairwise(transposed=BOTH, **WAYS))
-def test_a_stack(packed_as, transposed, slices, external):
-    w = weight(2, 3, 70, 40)
-    expected = np.ascontiguousarray(w.swapaxes(-1, -2)) if transposed else w
-    check(packed_as(slices, external, w, transposed), expected)
+    result = packed_as(slices, external, w, transposed)
+    check(result, np.ascontiguousarray(w.swapaxes(-1, -2)) if transposed else w)
+    assert packed_bytes(shape, transposed=transposed) == result.elements.nbytes + result.scales.nbytes
 
 
 OPTIONS = [{"element_format": "e5m2"}, {"scale_rounding": "floor"}, {"scale_rounding": "even"}]
 
 
 @looped("options, slices, external", pairwise(options=OPTIONS, **WAYS))
-def test_formats_and_roundings(packed_as, options, slices, external):
-    w = weight(70, 96)
-    check(packed_as(slices, external, w, True, **options), np.ascontiguousarray(w.T), **options)
-
-
-@looped("slices, external", pairwise(**WAYS))
-def test_a_factor_is_multiplied_before_rounding(packed_as, slices, external):
+def test_formats_and_roundings_and_a_factor_before_them(packed_as, options, slices, external):
     w = weight(70, 96, dtype=np.float16)
-    check(packed_as(slices, external, w, False, factor=0.3), w.astype(np.float32) * np.float32(0.3))
+    check(packed_as(slices, external, w, True, **options), np.ascontiguousarray(w.T), **options)
+    result = packed_as(slices, external, w, False, factor=0.3, **options)
+    check(result, w.astype(np.float32) * np.float32(0.3), **options)
 
 
 STEPS = {
@@ -139,13 +129,7 @@ def test_the_index_of_a_nan_does_not_depend_on_the_slices(packed_as, at, transpo
         packed_as(slices, external, w, transposed)
 
 
-@looped("transposed, shape", itertools.product(BOTH, [(96, 64), (33, 31), (1, 1), (2, 3, 70, 40)]))
-def test_packed_bytes_are_those_of_elements_and_scales(transposed, shape):
-    result = packed(weight(*shape), transposed, None)
-    assert packed_bytes(shape, transposed=transposed) == result.elements.nbytes + result.scales.nbytes
-
-
-def test_an_all_zero_weight_has_no_error(tmp_path):
+def test_an_all_zero_weight_has_no_error():
     assert packed(np.zeros((64, 64), np.float32), False, None).relative_l2 == 0.0
 
 

@@ -284,7 +284,8 @@ def check_node(edit: Edit, node: ir.Node) -> None:
         is_known, kind = not row.attributes or entry.name in row.attributes, _KINDS.get(entry.name, entry.type)
         expected = f"{', '.join(row.attributes)} alone, which are known to convert"
         edit.require(is_known, node, f"attribute {entry.name!r}", expected)
-        edit.require(entry.type == kind, node, f"{entry.name} of another type", kind.name.lower())
+        is_value = entry.type == kind and not entry.is_ref()  # a reference means something in a function alone
+        edit.require(is_value, node, f"{entry.name} of another type", kind.name.lower())
     axis, value = attribute(node, "axis", None), node.inputs[0]
     rank = None if value is None else rank_of(value)
     is_axis = axis is None or rank is None or -rank <= axis < max(rank, 1)
