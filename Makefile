@@ -10,7 +10,6 @@
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
-# make faults     kills a rewrite at random moments: counts which output is left
 # make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
 # make windows    the library for Windows and its test programs on Wine: a grid of gemms, stress, hostile arguments
@@ -26,7 +25,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize windows fuzz faults clean
+.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize windows fuzz clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -150,9 +149,6 @@ gpu-bench: gpu-library
 
 bench: $(VENV)/.installed
 	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out models growth scaling torch_linear training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
-
-faults: $(VENV)/.installed
-	$(BIN)/python tests/faults.py
 
 sanitize:
 	@for sanitizers in 'address;undefined' thread; do \
