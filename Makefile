@@ -10,9 +10,9 @@
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
-# make sanitize   the native library under stress and under hostile arguments, with Address-, UndefinedBehavior- and
+# make sanitize   the native library under a grid of gemms and under hostile arguments, with Address-, UndefinedBehavior- and
 #                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
-# make windows    the library for Windows and its test programs on Wine: a grid of gemms, stress, hostile arguments
+# make windows    the library for Windows and its test programs on Wine: a grid of gemms, hostile arguments
 #                 (needs cmake and the package wine; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
 # make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
@@ -154,9 +154,9 @@ sanitize:
 	@for sanitizers in 'address;undefined' thread; do \
 	  folder=build/sanitize-$${sanitizers%;*}; \
 	  cmake -S custom_ops -B $$folder -DMXFP8_TEST_PROGRAMS=ON "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
-	  cmake --build $$folder --parallel 2 --target mxfp8_stress --target mxfp8_hostile >/dev/null && \
+	  cmake --build $$folder --parallel 2 --target mxfp8_gemms --target mxfp8_hostile >/dev/null && \
 	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
-	  $$folder/mxfp8_stress 20 && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
+	  $$folder/mxfp8_gemms && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
 	done
 
 # Wine's settings are outside of this folder and go afterwards: they link to /, and the source distribution follows links.
@@ -168,7 +168,7 @@ windows: build/wheels/.installed
 	cmake --build build/windows --parallel 2 >/dev/null
 	@folder=$$(mktemp -d) && trap 'wineserver -k; rm -rf "$$folder"' EXIT && \
 	  export HOME=$$folder WINEPREFIX=$$folder/wine WINEDEBUG=-all && cd build/windows && \
-	  wine mxfp8_gemms.exe && wine mxfp8_stress.exe 20 && wine mxfp8_hostile.exe --calls 1000000
+	  wine mxfp8_gemms.exe && wine mxfp8_hostile.exe --calls 1000000
 
 FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0
