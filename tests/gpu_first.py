@@ -25,15 +25,6 @@ from process_groups import end_groups_on_sigterm, process_group
 ROOT = Path(__file__).parents[1]
 CALL_SECONDS = 540
 """The most seconds that a call may take."""
-COMPILE = """
-import sys
-from mxfp8_ops.cuda import build, system
-arch = sys.argv[1] if sys.argv[1:] else build.target(system.gpus()[0].capability)
-code = build.compile_kernel("finish", "finish<true>", arch).code
-print(f"NVRTC {build.nvrtc_version()} compiles for {arch}: {len(code)} bytes")
-"""
-"""For the architecture that is named, or that of the GPU."""
-
 
 PROBE = """
 echo "LD_LIBRARY_PATH=$LD_LIBRARY_PATH"
@@ -51,7 +42,7 @@ start = time.monotonic()
 with ThreadPoolExecutor() as pool:
     some = planner.kernels()[: 2 if sys.argv[1:] else None]
     codes = [*pool.map(lambda name: build.cubin(name.partition("<")[0], name, arch), some)]
-print(f"{len(codes)} kernels compiled for {arch} in {time.monotonic() - start:.1f} s")
+print(f"{len(codes)} kernels compiled by NVRTC {build.nvrtc_version()} for {arch} in {time.monotonic() - start:.1f} s")
 """
 """Fills the cache of compiled kernels, so that no later step waits for NVRTC. A dry run compiles two."""
 
@@ -106,7 +97,6 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
         (
             Step("probe", 15, ("sh", "-c", PROBE), ("sh", "-c", PROBE), "."),
             LIBRARY,
-            Step("compile", 20, ("{python}", "-c", COMPILE), ("{python}", "-c", COMPILE, "sm_90a"), "NVRTC", True),
             KERNELS,
             _tests(
                 "kernels-run",
@@ -157,11 +147,8 @@ def run(step: Step, seconds: float, out: Path, *, dry: bool) -> Result:
     """Runs a step, at most so many seconds; nothing that it started is left."""
     words = {"python": sys.executable, "out": str(out)}
     command = [re.sub(r"\{(python|out)\}", lambda found: words[found[1]], word) for word in _of(step, dry)]
-    environment = {**os.environ}
-    if step.name == "compile":
-        environment["LD_LIBRARY_PATH"] = without_nvrtc(os.environ.get("LD_LIBRARY_PATH", ""))
     paths = [str(ROOT), str(ROOT / "custom_ops"), str(ROOT / "build" / "gpu"), os.environ.get("PYTHONPATH", "")]
-    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     start, path, why = time.monotonic(), out / "output.part", ""
     with path.open("wb") as file:
         try:
@@ -176,15 +163,6 @@ def run(step: Step, seconds: float, out: Path, *, dry: bool) -> Result:
     output = path.read_text(encoding="utf-8", errors="replace")
     path.unlink()
     return Result(step, why, time.monotonic() - start, output)
-
-
-def without_nvrtc(paths: str) -> str:
-    """Returns LD_LIBRARY_PATH without the folders of a toolkit: the step `compile` is about the NVRTC of pip.
-
-    The other folders stay: in containers the driver's libcuda.so.1 is often in one of them, and nowhere else.
-    """
-    folders = filter(None, paths.split(os.pathsep))
-    return os.pathsep.join(folder for folder in folders if not any(Path(folder).glob("libnvrtc.so*")))
 
 
 def _of(step: Step, dry: bool) -> tuple[str, ...]:
