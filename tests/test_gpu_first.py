@@ -34,13 +34,13 @@ def test_a_dry_run_finds_every_test_section_and_script(tmp_path: Path, call: str
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     log = (tmp_path / f"first-{call}.txt").read_text()
     assert done.returncode == 0, log[-4000:]
-    for step in gpu_first.CALLS[call][1]:
+    for step in gpu_first.CALLS[call]:
         assert f"| {step.name} | ok |" in done.stdout
 
 
 @pytest.mark.parametrize("call", gpu_first.CALLS)
 def test_calls_end_in_time_and_leave_few_files(call: str) -> None:
-    steps = gpu_first.CALLS[call][1]
+    steps = gpu_first.CALLS[call]
     assert sum(step.seconds for step in steps) <= gpu_first.CALL_SECONDS < 570
     written = {"bench": 3}  # gpu.md, gpu.json, and gpu.jsonl of one that is killed
     logs = [word for step in steps for word in step.command if word.startswith("{out}/")]
@@ -52,7 +52,7 @@ def first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
     """Runs call A with other steps; returns the exit code and the summary."""
 
     def call(*steps: Step) -> tuple[int, str]:
-        monkeypatch.setattr(gpu_first, "CALLS", {"A": ("title", steps), "B": ("other", ())})
+        monkeypatch.setattr(gpu_first, "CALLS", {"A": steps, "B": ()})
         monkeypatch.setattr(sys, "argv", ["gpu_first.py", "A", "--out", str(tmp_path)])
         return gpu_first.main(), (tmp_path / "first-A.md").read_text()
 
@@ -60,7 +60,7 @@ def first(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tupl
 
 
 def step(name: str, script: str, seconds: float = 60, *, needed: bool = False) -> Step:
-    return Step(name, seconds, (sys.executable, "-c", script), (), numbers="TB/s", needed=needed)
+    return Step(name, seconds, (sys.executable, "-c", script), (), needed)
 
 
 def alive(pid: int) -> bool:
@@ -89,14 +89,14 @@ def test_a_step_that_fails_or_hangs_costs_no_other_step(first: Callable[..., tup
         step("bad", "raise SystemExit('no such GPU')"),
         Step("profile", 9, ("no-such-profiler",), ()),
         step("hang", FORKS.format(pids=tmp_path / "pids"), 3),
-        step("good", "print('3 TB/s'); print('noise')"),
+        step("good", "print('3 TB/s')"),
     )
     assert code == 1
     assert "| bad | exit code 1 |" in text
     assert "| profile | cannot be run: [Errno 2] No such file or directory: 'no-such-profiler' |" in text
     assert "| hang | took more than 3 s |" in text
     assert "no such GPU" in text
-    assert "## Numbers: good\n\n```\n3 TB/s\n```" in text
+    assert "## good\n\n```\n3 TB/s\n```" in text
     assert text.endswith("Next: mend bad, profile, hang, then: make gpu-first CALL=A STEP=bad\n")
     assert_all_end(tmp_path / "pids")
 
@@ -105,7 +105,7 @@ def test_a_call_ends_after_a_step_that_the_others_need(first: Callable[..., tupl
     code, text = first(step("library", "raise SystemExit(2)", needed=True), step("good", "pass"))
     assert code == 1
     assert "good" not in text
-    assert text.endswith("Next: mend library, then: make gpu-first CALL=A\n")
+    assert text.endswith("Next: mend library, then: make gpu-first CALL=A STEP=library\n")
     assert first(step("library", "pass", needed=True))[1].endswith("Next: make gpu-first CALL=B\n")
 
 
