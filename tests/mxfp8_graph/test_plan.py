@@ -151,5 +151,10 @@ def test_a_rule_that_decides_nothing_is_an_error(fields: dict[str, Any], what: s
     assert message.endswith("Matmuls: mlp.up.0, mlp.up.1, mlp.up.2, mlp.up.3, mlp.up.4, ... (7 in all)")
 
 
-def test_no_sites_no_decisions() -> None:
+def test_decisions_are_in_the_order_of_the_sites_and_do_not_depend_on_it() -> None:
+    recipe = Recipe(rules=(Rule(name="a", activations="unchanged"),))
+    sites = [site("c"), site("a"), site("b", role="output_projection")]
+    decisions = plan(sites, recipe)
+    assert [decision.site for decision in decisions] == sites
+    assert plan(sites[::-1], recipe) == decisions[::-1]
     assert plan([], Recipe()) == []

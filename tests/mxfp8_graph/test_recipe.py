@@ -49,8 +49,10 @@ ON = ("output_projections", "routers", "embeddings", "attention_scores", "attent
     ],
 )
 def test_a_preset_differs_from_the_default_in(name: str, settings: dict[str, object]) -> None:
-    assert load_recipe(name).model_dump(exclude_defaults=True, exclude={"name"}) == settings
-    assert load_recipe(name).name == name
+    preset = load_recipe(name)
+    assert preset.model_dump(exclude_defaults=True, exclude={"name"}) == settings
+    assert preset.name == name
+    assert Recipe.model_validate_json(preset.model_dump_json()) == preset
 
 
 @pytest.mark.parametrize("name", PRESETS)
