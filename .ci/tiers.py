@@ -12,7 +12,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 KERNELS = "custom_ops/mxfp8_ops/src/cpu/"
-TOOLS = ("fuzz/", "mutants/", "faults.py", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py")
+TOOLS = ("fuzz/", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py")
 PROCESSES = (
     "mxfp8_graph/distributed/",
     "mxfp8_graph/torch_pass/",

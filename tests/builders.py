@@ -158,25 +158,13 @@ def attention_model(hidden: int = 64, heads: int = 2, *, dtype: Any = np.float32
         "merged": np.array([0, 0, hidden], np.int64),
         "root": np.array((hidden // heads) ** 0.5, dtype),
     }
-    nodes = []
-    for seed, (letter, perm) in enumerate((("q", [0, 2, 1, 3]), ("k", [0, 2, 3, 1]), ("v", [0, 2, 1, 3]))):
-        weights[f"{letter}.weight"] = weight(hidden, hidden, seed=seed, dtype=dtype)
-        nodes += [
-            node("MatMul", f"x {letter}.weight", f"{letter}0", letter),
-            node("Reshape", f"{letter}0 heads", f"{letter}1"),
-            node("Transpose", f"{letter}1", f"{letter}2", perm=perm),
-        ]
-    weights["o.weight"] = weight(hidden, hidden, seed=3, dtype=dtype)
-    nodes += [
-        node("MatMul", "q2 k2", "s0", "scores"),
-        node("Div", "s0 root", "s1"),
-        node("Softmax", "s1", "p", axis=-1),
-        node("MatMul", "p v2", "a0", "values"),
-        node("Transpose", "a0", "a1", perm=[0, 2, 1, 3]),
-        node("Reshape", "a1 merged", "a2"),
-        node("MatMul", "a2 o.weight", "a3", "o"),
-        node("Add", "x a3", "y"),
-    ]
+    weights |= {f"{name}.weight": weight(hidden, hidden, seed=seed, dtype=dtype) for seed, name in enumerate("qkvo")}
+    text = "{0}:MatMul x {0}.weight>{0}0; Reshape {0}0 heads>{0}1; Transpose {0}1>{0}2|perm={1}; "
+    nodes = steps(
+        "".join(text.format(name, perm) for name, perm in (("q", "[0,2,1,3]"), ("k", "[0,2,3,1]"), ("v", "[0,2,1,3]")))
+        + "scores:MatMul q2 k2>s0; Div s0 root>s1; Softmax s1>p|axis=-1; values:MatMul p v2>a0; "
+        "Transpose a0>a1|perm=[0,2,1,3]; Reshape a1 merged>a2; o:MatMul a2 o.weight>a3; Add x a3>y"
+    )
     shape = ["batch", "seq", hidden]
     return model(nodes, {"x": (dtype, shape)}, {"y": (dtype, shape)}, weights)
 
@@ -191,19 +179,12 @@ def language_model(vocab: int = 100, hidden: int = 64, *, positions: int = 32) -
         "lm_head.weight": weight(hidden, vocab, seed=4),
         "last": np.array([-1], np.int64),
     }
-    nodes = [
-        node("Gather", "wte input_ids", "tokens"),
-        node("Gather", "wpe position_ids", "places"),
-        node("Add", "tokens places", "embedded"),
-        node("Cast", "attention_mask", "mask0", to=onnx.TensorProto.FLOAT),
-        node("Unsqueeze", "mask0 last", "mask"),
-        node("Mul", "embedded mask", "x"),
-        node("MatMul", "x ffn.up.weight", "up", "ffn.up"),
-        node("Relu", "up", "act"),
-        node("MatMul", "act ffn.down.weight", "down", "ffn.down"),
-        node("Add", "x down", "h"),
-        node("MatMul", "h lm_head.weight", "logits", "lm_head"),
-    ]
+    nodes = steps(
+        "Gather wte input_ids>tokens; Gather wpe position_ids>places; Add tokens places>embedded; "
+        "Cast attention_mask>mask0|to=1; Unsqueeze mask0 last>mask; Mul embedded mask>x; "
+        "ffn.up:MatMul x ffn.up.weight>up; Relu up>act; ffn.down:MatMul act ffn.down.weight>down; Add x down>h; "
+        "lm_head:MatMul h lm_head.weight>logits"
+    )
     ids = (np.int64, ["batch_size", "sequence_length"])
     inputs = {"input_ids": ids, "attention_mask": ids, "position_ids": ids}
     outputs = {"logits": (np.float32, ["batch_size", "sequence_length", vocab])}

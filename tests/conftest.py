@@ -42,7 +42,6 @@ LONGEST = (
     "test_torch_parity.py",
     "test_torch_programs.py",
     "test_to_onnx.py",
-    "test_cli_completion.py",
 )
 """Files that take longest. They come first, so that none is left to one process when the others are done."""
 

@@ -181,10 +181,9 @@ EXPORTS = {
     "sharp_gpt2_18": Export(lambda: gpt2(64, initializer_range=0.25), 18),
     "sharp_llama_18": Export(lambda: llama_with_cache(**SHARP), 18),
     "sharp_llama_23": Export(lambda: llama_with_cache(**SHARP), 23),
+    "minilm_eager_older_14": Export(lambda: wrap(*minilm(attention="eager"), outputs=2), 14, older=True),
 }
 
-
-EXPORTS["minilm_eager_older_14"] = Export(lambda: wrap(*minilm(attention="eager"), outputs=2), 14, older=True)
 LAYERS = {"minilm": 6, "minilm_1": 1}
 """Exports of MiniLM, by way of programs."""
 

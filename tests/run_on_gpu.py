@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import os
+import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from process_groups import end_groups_on_sigterm, process_group
 
 LOG = "MXFP8_GPU_TEST_LOG"
 """Environment variable: the log, for the process that runs the tests."""
@@ -67,6 +70,32 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         if lost():
             write("    The device is lost: the next tests run in a new process.")
             pytest.exit("the device is lost", returncode=LOST)
+
+
+# --- processes that end with those that they start -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def process_group(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """Starts a command as the leader of a process group; at the end of the `with`, nothing of the group is left.
+
+    Args:
+        command: program and arguments.
+        options: those of `subprocess.Popen`.
+    """
+    # A group suffices, and who ends the session then still ends the group. Before Python 3.11 it takes a session.
+    own: dict[str, Any] = {"process_group": 0} if sys.version_info >= (3, 11) else {"start_new_session": True}
+    with subprocess.Popen(command, **own, **options) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # it may be gone, with all that it started
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def end_groups_on_sigterm() -> None:
+    """Makes SIGTERM an exception, so that the groups of this process end with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 # --- the script ------------------------------------------------------------------------------------------------------

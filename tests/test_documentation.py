@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import os
 import re
 import shlex
@@ -39,7 +38,7 @@ PAGES = [path for path in (ROOT / "README.md", *DOCS) if blocks(path, "python")]
 
 
 SHELL = set("|&;<>()$`\\*?[]~{}\n")
-"""What no line has that is a command and its arguments alone, but for the end of the line."""
+"""Characters that a command and its arguments alone have not."""
 
 
 def run_block(block: str, folder: Path) -> None:
@@ -138,19 +137,6 @@ def test_files_that_pages_link_exist() -> None:
         if not (page.parent / link).exists()
     ]
     assert not missing
-
-
-def test_nothing_stands_below_a_table_without_an_empty_line() -> None:
-    """Such a line is a row of the table on the page: a word that a tool printed there was one."""
-    rows = []
-    for page in (ROOT / "README.md", *DOCS):
-        lines = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S).splitlines()
-        rows += [
-            f"{page.name}: {below}"
-            for above, below in itertools.pairwise(lines)
-            if above.startswith("|") and below and not below.startswith("|")
-        ]
-    assert not rows
 
 
 def test_every_sample_is_in_the_readme() -> None:

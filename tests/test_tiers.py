@@ -36,14 +36,6 @@ def test_a_changed_file_chooses_the_tiers_that_test_it(
     assert capsys.readouterr().out.split() == expected
 
 
-def test_all_tiers_run_after_a_commit_that_git_does_not_know(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("LAST_GREEN", "0" * 40)
-    tiers.main()
-    assert capsys.readouterr().out.split() == list(tiers.TIERS)
-
-
 def test_every_tier_is_a_target_and_its_sources_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target, starts in tiers.TIERS.items():

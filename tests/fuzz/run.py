@@ -1,38 +1,34 @@
-"""Rewrites damaged ONNX models and checks how each ends: `make fuzz`.
+"""Rewrites damaged ONNX models by the command, in forked processes, and checks how each ends: `make fuzz`.
 
-A file must end with exit code 0, 2, 3 or, fewer than one in 200 of them, 70, and leave a whole output or none. A forked
-worker calls the API for one file after the other. The command tries again what ended a worker, what the API ended with
-70, and some others: no signal and no stack trace may reach the shell. Exit code 1 if a file breaks a promise.
+A file must end with exit code 0, 2, 3 or, fewer than one in 200 of them, 70, and leave a whole output or none. No stack
+trace may reach the shell. Exit code 1 if a file breaks a promise.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import random
 import resource
-import subprocess
 import sys
 import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import onnx
 
-import mxfp8_graph
-from mxfp8_ops.errors import Mxfp8Error
+from mxfp8_graph import __main__, cli  # noqa: F401 - the command has loaded its modules before it is forked
 
 from .onnx_models import DATA, DATA_BYTES, RECIPE, mutate, seeds
 
 ROOT: Final = Path(__file__).parents[2]
 CORPUS: Final = sorted((ROOT / "tests" / "fuzz" / "corpus").iterdir())
 """Files that once ended wrongly, and one for each message that they or others are refused with."""
-ENDED, SLOW = -1, -2
-"""The codes of a file that ended its worker, and of one that takes too long, which breaks no promise."""
+SLOW: Final = -1
+"""The code of a file that takes too long, which breaks no promise."""
 
 
 class Result(NamedTuple):
@@ -49,14 +45,23 @@ def inputs(count: int, seed: int) -> list[bytes]:
     return [*(path.read_bytes() for path in CORPUS), *good, *(mutate(rng.choice(good), rng) for rng in rngs)]
 
 
-def attempt(data: bytes, folder: Path, *, command: bool = False) -> Result:
-    """Returns how the rewrite of a file ends, called here or as a command; `folder` is empty."""
+def attempt(data: bytes, folder: Path, *, seconds: float = 120) -> Result:
+    """Returns how the command ends on a file, within so many seconds; `folder` is empty."""
     files = {folder / "model.onnx": data, folder / DATA: DATA_BYTES}
     for path, content in files.items():
         path.write_bytes(content)
     output = folder / "output" / "model.onnx"
     output.parent.mkdir()
-    code, fault = (_command if command else _call)(folder / "model.onnx", output)
+    process = multiprocessing.get_context("fork").Process(target=_rewrite, args=(folder / "model.onnx", output))
+    process.start()
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+        return Result(SLOW)
+    code, printed = process.exitcode, output.with_suffix(".txt").read_text(errors="replace").strip()
+    output.with_suffix(".txt").unlink()
+    fault = "" if code in {0, 2, 3, 70} and "Traceback" not in printed and printed else f"ends with {code}: {printed}"
     written = {path.name for path in output.parent.iterdir()}
     if any(path.read_bytes() != content for path, content in files.items()):
         fault += "the input changed"
@@ -70,58 +75,21 @@ def attempt(data: bytes, folder: Path, *, command: bool = False) -> Result:
     return Result(code, fault)
 
 
-def _call(path: Path, output: Path) -> Result:
-    try:
-        mxfp8_graph.rewrite(path, RECIPE, output=output)
-    except mxfp8_graph.NothingEligibleError:
-        return Result(3)
-    except (Mxfp8Error, OSError):
-        return Result(2)
-    except Exception:
-        return Result(70)
-    return Result(0)
-
-
-def _command(path: Path, output: Path) -> Result:
-    (recipe := path.with_name("recipe.yaml")).write_text(RECIPE.model_dump_json())
-    words = [sys.executable, "-m", "mxfp8_graph", "rewrite", path, "--output", output, "--recipe", recipe]
-    run = subprocess.run(words, capture_output=True, text=True, errors="replace", check=False)
-    said = run.stderr.strip()
-    good = run.returncode in {0, 2, 3, 70} and "Traceback" not in said and (said or not run.returncode)
-    return Result(run.returncode, "" if good else f"the command ends with {run.returncode}: {said}")
-
-
-def _work(results: Connection, files: Sequence[bytes]) -> None:
-    warnings.simplefilter("ignore")
+def _rewrite(path: Path, output: Path) -> None:
+    """Runs the command in this process, which prints to a file beside `output`."""
+    sys.stdout = sys.stderr = output.with_suffix(".txt").open("a", buffering=1)
+    for descriptor in (1, 2):  # of C++
+        os.dup2(sys.stdout.fileno(), descriptor)
     resource.setrlimit(resource.RLIMIT_AS, (16 << 30, resource.RLIM_INFINITY))  # an allocation fails, not the machine
+    (recipe := path.with_name("recipe.yaml")).write_text(RECIPE.model_dump_json())
+    sys.argv = ["mxfp8-graph", "rewrite", str(path), "--output", str(output), "--recipe", str(recipe)]
+    __main__.main()
+
+
+def fuzz(files: Sequence[bytes]) -> Iterator[Result]:
     for data in files:
         with tempfile.TemporaryDirectory() as folder:
-            results.send(attempt(data, Path(folder)))
-
-
-def fuzz(files: Sequence[bytes], *, seconds: float = 120, every: int = 500) -> list[Result]:
-    """Returns how the files ended; one may take so many seconds, and the command tries one in `every` again."""
-    fork = multiprocessing.get_context("fork")
-    results: list[Result] = []
-    while len(results) < len(files):
-        reader, writer = fork.Pipe(duplex=False)
-        worker = fork.Process(target=_work, args=(writer, files[len(results) :]))
-        worker.start()
-        writer.close()
-        try:
-            while len(results) < len(files) and reader.poll(seconds):
-                results.append(reader.recv())
-            ended = SLOW
-        except EOFError:
-            ended = ENDED
-        worker.kill()
-        worker.join()
-        results += [Result(ended)] * (len(results) < len(files))
-    for number, result in enumerate(results):
-        if not result.fault and result.code != SLOW and (result.code in {ENDED, 70} or number % every == every - 1):
-            with tempfile.TemporaryDirectory() as folder:
-                results[number] = attempt(files[number], Path(folder), command=True)
-    return results
+            yield attempt(data, Path(folder))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -134,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     files = inputs(options.count, options.seed)
-    results = fuzz(files)
+    results = list(fuzz(files))
     codes = Counter(result.code for result in results)
     print(", ".join(f"{count} with {code}" for code, count in sorted(codes.items())))
     for number, (code, fault) in enumerate(results):

@@ -118,15 +118,9 @@ def report_text(report: dict[str, Any], folder: Path) -> str:
     report["recipe"] = {k: v for k, v in report["recipe"].items() if k not in defaults or defaults[k] != v}
     report |= {f"account {key}": value for key, value in report.pop("account").items()}
     lines = []
-    # What is rewritten already has our bodies in it, whose size may change.
-    left_out = {
-        "seconds",
-        "advice",
-        "source",
-        "output",
-        "bytes_after",
-        *(["bytes_before"] if report["already_rewritten"] else []),
-    }
+    left_out = {"seconds", "advice", "source", "output", "bytes_after"}
+    if report["already_rewritten"]:
+        left_out.add("bytes_before")  # with our function bodies, whose size may change
     for key, value in plain(report).items():
         rows = value if isinstance(value, list) else [value]
         lines += [f"{key} {json.dumps(row)}" for row in rows if key not in left_out]

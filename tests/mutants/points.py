@@ -16,29 +16,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 _OPERATORS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}  # fmt: skip
 
 _TRUTHS = (ast.Name, ast.Call, ast.Attribute)
 """Conditions that have no operator to change: they are negated."""
@@ -46,22 +28,9 @@ _TRUTHS = (ast.Name, ast.Call, ast.Attribute)
 # clang-format puts a space on both sides of a binary operator, and on neither side of a template's bracket, a pointer's
 # star or a reference.
 _CPP_OPERATORS = {
-    "<": "<=",
-    "<=": "<",
-    ">": ">=",
-    ">=": ">",
-    "==": "!=",
-    "!=": "==",
-    "+": "-",
-    "-": "+",
-    "*": "+",
-    "&&": "||",
-    "||": "&&",
-    "<<": ">>",
-    ">>": "<<",
-    "&": "|",
-    "|": "&",
-}
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "+": "-", "-": "+", "*": "+",
+    "&&": "||", "||": "&&", "<<": ">>", ">>": "<<", "&": "|", "|": "&",
+}  # fmt: skip
 _CPP_OPERATOR = re.compile(r" (<=|>=|==|!=|&&|\|\||<<|>>|[-<>+*&|]) ")
 _CPP_TEXT = re.compile(r'//.*|"(?:[^"\\]|\\.)*"|^\s*#.*|operator *\S+')
 

@@ -8,7 +8,7 @@ import builders as b
 import numpy as np
 import onnx
 import pytest
-from builders import model, node, weight
+from builders import steps, weight
 from commands import run, save
 
 import mxfp8_graph
@@ -20,11 +20,11 @@ EMBEDDING = "embedding: ids pick its rows; set embeddings: true to quantize it"
 HEAD = "output projection: its result is a graph output; set output_projections: true to quantize it"
 
 
-def kept(found: Account) -> list[tuple[str, int, str]]:
-    return [(tensor.name, tensor.byte_size, tensor.reason) for tensor in found.largest_kept]
+def kept(account: Account) -> list[tuple[str, int, str]]:
+    return [(tensor.name, tensor.byte_size, tensor.reason) for tensor in account.largest_kept]
 
 
-def test_the_three_largest_that_are_no_weight_of_a_rewritten_site() -> None:
+def test_the_three_largest_tensors_without_a_rewritten_site_are_listed() -> None:
     rewritten = Decision(site=MatMulSite(name="up", op="MatMul", weight="w"), kind="quantized", reason="linear")
     tiny = replace(rewritten, site=replace(rewritten.site, weight="small"), kind="tiny", reason="too small")
     stored = [
@@ -33,15 +33,16 @@ def test_the_three_largest_that_are_no_weight_of_a_rewritten_site() -> None:
         StoredTensor(("bias",), (64,), "float32", 256),
         StoredTensor(("alias", "small"), (4, 8), "bfloat16", 64),
         StoredTensor(("one",), (), "float16", 2),
-        StoredTensor(("shape",), (2,), "int64", 16),
         StoredTensor(("table",), (100, 64), "float32", 25600),
     ]
-    found = account([rewritten, tiny], 100_000, stored)
-    assert (found.bytes_before, found.bytes_after) == (100_000, 16384 + 4096 + 256 + 64 + 2 + 16 + 25600)
-    assert kept(found) == [("table", 25600, NO_MATMUL), ("bias", 256, NO_MATMUL), ("alias", 64, "too small")]
+    result = account([rewritten, tiny], 100_000, stored)
+    assert (result.bytes_before, result.bytes_after) == (100_000, 16384 + 4096 + 256 + 64 + 2 + 25600)
+    assert kept(result) == [("table", 25600, NO_MATMUL), ("bias", 256, NO_MATMUL), ("alias", 64, "too small")]
     # A weight that is packed for one site and stays for another.
     shared = replace(tiny, site=rewritten.site, reason="excluded")
     assert kept(account([rewritten, shared], 0, stored))[1] == ("w", 16384, "excluded")
+    alias = {"name": "alias", "shape": [4, 8], "dtype": "bfloat16", "byte_size": 64, "reason": "too small"}
+    assert result.to_dict()["largest_kept"][2] == alias
 
 
 def bytes_of(proto: onnx.ModelProto) -> int:
@@ -49,7 +50,7 @@ def bytes_of(proto: onnx.ModelProto) -> int:
     return sum(onnx.numpy_helper.to_array(t).nbytes for t in [*proto.graph.initializer, *constants])
 
 
-def test_of_an_onnx_model() -> None:
+def test_the_account_of_an_onnx_model() -> None:
     proto = b.language_model()
     rewritten, report = mxfp8_graph.rewrite(proto)
     assert mxfp8_graph.rewrite(proto, dry_run=True)[1].account == report.account
@@ -61,18 +62,19 @@ def test_of_an_onnx_model() -> None:
     }  # fmt: skip
 
 
-def test_a_tied_table_that_stays_is_named_with_what_packs_it() -> None:
-    nodes = [node("Gather", "table ids", "e"), node("Transpose", "table", "head", perm=[1, 0])]
-    nodes += [node("MatMul", "e w", "h"), node("Relu", "h", "r"), node("MatMul", "r head", "y", "lm_head")]
+def test_a_tied_table_is_kept_until_a_recipe_packs_all_its_uses() -> None:
+    nodes = steps(
+        "Gather table ids>e; Transpose table>head|perm=[1,0]; MatMul e w>h; Relu h>r; lm_head:MatMul r head>y"
+    )
     weights = {"table": weight(100, 64), "w": weight(64, 64)}
-    proto = model(nodes, {"ids": (np.int64, ["m"])}, {"y": (np.float32, ["m", 100])}, weights)
+    proto = b.model(nodes, {"ids": (np.int64, ["m"])}, {"y": (np.float32, ["m", 100])}, weights)
     assert kept(mxfp8_graph.rewrite(proto)[1].account)[0][0] == "table"
     report = mxfp8_graph.rewrite(proto, mxfp8_graph.Recipe(output_projections=True))[1]
     assert kept(report.account) == [("table", 25600, EMBEDDING)]
     assert mxfp8_graph.rewrite(proto, "all")[1].account.largest_kept == ()
 
 
-def test_of_a_program() -> None:
+def test_the_account_of_a_program() -> None:
     torch = pytest.importorskip("torch")
     from torch_programs import export
 
@@ -98,18 +100,8 @@ def test_of_a_program() -> None:
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_a_terminal_shows_it_after_the_reasons() -> None:
-    for option in ("--dry-run", "--verbose"):
-        lines = [
-            " ".join(line.split()) for line in run("rewrite", save(b.language_model()), option).stdout.splitlines()
-        ]
-        assert any(line.startswith("wpe 32 x 64 float32 8.2 kB embedding: ids pick its rows;") for line in lines)
-
-
-def test_its_json() -> None:
-    table = StoredTensor(("t", "u"), (2, 3), "float32", 24, "why")
-    assert Account(bytes_before=48, bytes_after=36, largest_kept=(table,)).to_dict() == {
-        "bytes_before": 48,
-        "bytes_after": 36,
-        "largest_kept": [{"name": "t", "shape": [2, 3], "dtype": "float32", "byte_size": 24, "reason": "why"}],
-    }
+@pytest.mark.parametrize("option", ["--dry-run", "--verbose"])
+def test_a_terminal_shows_the_largest_kept_tensors(option: str) -> None:
+    printed = run("rewrite", save(b.language_model()), option).stdout
+    lines = [" ".join(line.split()) for line in printed.splitlines()]
+    assert any(line.startswith("wpe 32 x 64 float32 8.2 kB embedding: ids pick its rows;") for line in lines)

@@ -1,4 +1,4 @@
-"""`mxfp8-graph verify | run | doctor`: what they print, and their exit codes."""
+"""`mxfp8-graph verify | run | doctor`: output and exit codes; help, and what a shell completes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from typer.testing import CliRunner
 
 import mxfp8_graph
 from mxfp8_graph import cli, doctor, rewriting
+from mxfp8_graph.policy.presets import PRESETS
 from mxfp8_ops import cpu, native
 
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-# --- verify ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -39,9 +37,11 @@ def test_verify(pair: tuple[str, str]) -> None:
     assert f"kernels  {cpu.isa()}" in lines
     assert f"nodes    2 MXFP8Quantize ({native.isa()}): kernel and function body give the same bytes" in lines
     assert lines[-1] == "Passed: 4 kernels agree with their nodes, and the relative L2 of y is 0.0641, limit 0.5."
+    assert run("verify", *pair).stdout == result.stdout
+    assert run("verify", *pair, "--seed", "1").stdout != result.stdout
 
 
-def test_verify_past_the_limit(pair: tuple[str, str]) -> None:
+def test_verify_above_the_limit_fails(pair: tuple[str, str]) -> None:
     result = run("verify", *pair, "--max-rel-l2", "0.001", "--report", "v.json")
     assert result.exit_code == 1
     assert json.loads(Path("v.json").read_text())["passed"] is False
@@ -49,16 +49,16 @@ def test_verify_past_the_limit(pair: tuple[str, str]) -> None:
     assert "is above the limit 0.001" in result.stdout
 
 
-def test_verify_of_a_model_without_an_output_to_judge() -> None:
-    """A classifier that returns labels alone: nothing says that the rewrite is right."""
+def test_verify_of_a_model_with_integer_outputs_alone_fails() -> None:
+    """A classifier that returns labels alone: no number says that the rewrite is right."""
     model = b.chain_model()
     model.graph.node.append(b.node("Cast", "y", "label", to=onnx.TensorProto.INT64))
-    model.graph.output[0].CopyFrom(onnx.helper.make_tensor_value_info("label", onnx.TensorProto.INT64, [None, 64]))
+    model.graph.output[0].CopyFrom(b.value("label", np.int64, [None, 64]))
     source = save(model)
     rewriting.rewrite(source)
     result = run("verify", source, "m.mxfp8.onnx")
-    last = result.stdout.splitlines()[-1]
     assert result.exit_code == 1
+    last = result.stdout.splitlines()[-1]
     assert last.startswith("Not judged: 0 of 1 outputs have a limit and a value; set --max-rel-l2 to judge integers, ")
 
 
@@ -66,47 +66,9 @@ def test_verify_on_several_samples(pair: tuple[str, str]) -> None:
     Path("data").mkdir()
     for name, value in (("a", 1), ("b", -3)):
         np.savez(f"data/{name}.npz", x=np.full((1, 64), value, np.float32))
-    result = run("verify", *pair, "--inputs", "data")
-    lines = result.stdout.splitlines()
-    assert [word in result.stdout for word in ("mean", "worst", "kernel")] == [True] * 3
+    lines = run("verify", *pair, "--inputs", "data").stdout.splitlines()
     assert f"{Path('data/')}" in next(line for line in lines if line.startswith("y "))
     assert "inputs   2 samples, from data; the first: x float32 [1, 64]" in lines
-
-
-def test_the_seed_changes_the_inputs(pair: tuple[str, str]) -> None:
-    first, same, other = (run("verify", *pair, "--seed", seed).stdout for seed in ("0", "0", "1"))
-    assert (first == same, first == other) == (True, False)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--inputs", "none.npz"],
-            "error: none.npz: No such file or directory; expected a readable .npz file; check the path",
-        ),
-        (
-            ["--dim", "bath=2"],
-            "error: m.onnx: size bath = 2; expected 0 or more, for one of batch (or INPUT.AXIS); correct or drop --dim",
-        ),
-        (
-            ["--dim", "batch=2", "--inputs", "data.npz"],
-            "error: m.onnx: sizes batch with given inputs; expected one or the other; drop --dim",
-        ),
-        (
-            ["--dim", "batch=1125899906842624"],
-            "error: m.onnx: input x float32 [batch, 64] would be (1125899906842624, 64); expected one that fits in "
-            "memory; pass smaller sizes, --dim NAME=SIZE",
-        ),
-        (["--report", "v.txt"], "error: v.txt: report with suffix '.txt'; expected .json or .html; rename it"),
-    ],
-    ids=["inputs", "dim", "both", "memory", "report"],
-)
-def test_verify_refuses(pair: tuple[str, str], arguments: list[str], message: str) -> None:
-    assert refused("verify", *pair, *arguments) == message
-
-
-# --- run, doctor, --version ------------------------------------------------------------------------------------------
 
 
 def test_run(pair: tuple[str, str]) -> None:
@@ -116,9 +78,6 @@ def test_run(pair: tuple[str, str]) -> None:
     assert f"kernels  {cpu.isa()}" in lines
     assert lines[-1].startswith("A run takes ")
     assert lines[-1].endswith(" ms, 3 runs after a warm-up).")
-
-
-def test_run_on_given_inputs(pair: tuple[str, str]) -> None:
     np.savez("data.npz", x=np.ones((5, 64), np.float32))
     assert "inputs   x float32 [5, 64]" in run("run", pair[1], "--inputs", "data.npz").stdout
 
@@ -126,12 +85,11 @@ def test_run_on_given_inputs(pair: tuple[str, str]) -> None:
 def test_doctor() -> None:
     result = run("doctor")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert [line.split("  ")[0] for line in result.stdout.splitlines() if line[0] != " "] == [
-        check.name for check in doctor.diagnose()
-    ]
+    names = [check.name for check in doctor.diagnose()]
+    assert [line.split("  ")[0] for line in result.stdout.splitlines() if line[0] != " "] == names
 
 
-def test_doctor_when_the_cpu_path_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_where_a_check_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     check = doctor.Check(name="session", state="failed", detail="no [library]", advice="pip install [it]")
     monkeypatch.setattr(doctor, "diagnose", lambda: [check])
     result = run("doctor")
@@ -142,17 +100,61 @@ def test_doctor_when_the_cpu_path_does_not_work(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_version() -> None:
+def test_version_and_help() -> None:
     result = run("--version")
     assert (result.exit_code, result.stdout) == (0, f"mxfp8-graph {mxfp8_graph.__version__}\n")
-
-
-def test_help_fits_80_columns() -> None:
+    assert "Rewrites exported models to MXFP8" in run().output
     lines = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "80"}).output.splitlines()
-    assert [line for line in lines[9:] if line.endswith("...") or len(line) > 80] == []
+    assert [line for line in lines[9:] if line.endswith("...") or len(line) > 80] == [], "it fits 80 columns"
 
 
-def test_a_wrong_choice_is_named() -> None:
-    assert run("rewrite", "m.onnx", "--for", "gpu").stderr.endswith(
-        "Invalid value for '--for': 'gpu' is not one of 'cpu'.\n"
-    )
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("rewrite", "Missing argument 'MODEL'"),
+        ("rewrit m.onnx", "No such command 'rewrit'"),
+        ("rewrite m.onnx --dry", "No such option"),
+        ("rewrite m.onnx --for gpu", "Invalid value for '--for': 'gpu' is not one of 'cpu'."),
+        ("verify a b --dim batch", "'batch'; expected NAME=SIZE, as in batch=4"),
+        ("verify a b --max-rel-l2 -1", "Invalid value for '--max-rel-l2'"),
+        ("run m.onnx --repeat 0", "Invalid value for '--repeat'"),
+        ("run m.onnx --seed -1", "Invalid value for '--seed'"),
+    ],
+)
+def test_wrong_usage_is_an_error(arguments: str, message: str) -> None:
+    assert message in refused(*arguments.split())
+
+
+def completions(typed: str, shell: str) -> str:
+    """Returns the words with which a shell completes `typed`."""
+    words = typed.split(" ")
+    environment = {
+        "_MXFP8_GRAPH_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": "\n".join(words),
+        "COMP_CWORD": str(len(words) - 1),
+        "_TYPER_COMPLETE_ARGS": typed,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    return CliRunner().invoke(cli.app, [], env=environment, prog_name="mxfp8-graph").stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("rew", ["rewrite"]),
+        ("rewrite --dry", ["--dry-run"]),
+        ("rewrite m.onnx --recipe mxfp8-", ["mxfp8-bf16", "mxfp8-weight-only"]),
+        ("rewrite m.onnx --external-data a", ["auto", "always"]),
+        *((f"{name} m.onnx --recipe ", [*PRESETS]) for name in ("rewrite", "analyze", "tune", "from-hf")),
+    ],
+)
+def test_a_shell_completes_commands_options_and_presets(shell: str, typed: str, expected: list[str]) -> None:
+    offered = completions(f"mxfp8-graph {typed}", shell)
+    assert [word for word in expected if word not in offered] == []
+
+
+@pytest.mark.parametrize("typed", ["mxfp8-graph rewrite mod", "mxfp8-graph rewrite m.onnx --recipe ./my"])
+def test_a_shell_completes_paths_itself(typed: str) -> None:
+    assert completions(typed, "bash").split() == []  # `complete -o default` then offers files
+    assert completions(typed, "zsh").strip() == "_files"

@@ -1,9 +1,8 @@
-"""`mxfp8-graph rewrite` on every kind of bad input: the message, the exit code, and no file left behind."""
+"""Commands on bad input: one line of error with the options of the command line, exit code 2 or 3, no file written."""
 
 from __future__ import annotations
 
 import os
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,14 +14,9 @@ import pytest
 import torch
 from commands import poison, refused, run, save
 
+from mxfp8_graph import rewriting
+
 pytestmark = pytest.mark.usefixtures("own_folder")
-
-
-# --- rewrite: bad input ----------------------------------------------------------------------------------------------
-
-
-def a_directory(path: Path) -> None:
-    path.mkdir()
 
 
 def truncated(path: Path) -> None:
@@ -30,17 +24,9 @@ def truncated(path: Path) -> None:
     os.truncate(path, 3000)
 
 
-def a_checkpoint(path: Path) -> None:
+def a_safetensors_file(path: Path) -> None:
     header = b'{"w":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-
-
-def a_state_dict(path: Path) -> None:
-    torch.save({"w": torch.zeros(3)}, path)
-
-
-def an_older_state_dict(path: Path) -> None:
-    torch.save({"w": torch.zeros(3)}, path, _use_new_zipfile_serialization=False)
 
 
 def a_program(path: Path) -> None:
@@ -53,214 +39,109 @@ def a_hugging_face_folder(path: Path) -> None:
     (path / "config.json").write_text("{}")
 
 
-MODULE = (
-    "a file of torch.save: weights or a module, without a graph; expected an ONNX model; load it in PyTorch, "
-    "torch.export.export(module, inputs), and save that with mxfp8_graph.save as .pt2"
-)
-
-
 def of_a_later_opset(path: Path) -> None:
     model = b.chain_model()
     model.opset_import[0].version = 99
     save(model, str(path))
 
 
+INCOMPLETE = "not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; check that the file is one"
+STATE_DICT = "a file of torch.save: weights or a module, without a graph; expected an ONNX model; load it in PyTorch"
+DIRECTORY = "a directory; expected an ONNX file; name the .onnx file inside it"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path: None, "No such file or directory; expected a readable ONNX file; check the path"),
-        (a_directory, "a directory; expected an ONNX file; name the .onnx file inside it"),
-        (lambda path: path.touch(), "the file is empty; expected an ONNX model; export it again"),
-        (
-            lambda path: path.write_text("hello"),
-            "not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; "
-            "check that the file is one and was copied whole",
+        pytest.param(lambda path: None, "No such file or directory; expected a readable ONNX file", id="missing"),
+        pytest.param(Path.mkdir, DIRECTORY, id="a folder"),
+        pytest.param(Path.touch, "the file is empty; expected an ONNX model; export it again", id="empty"),
+        pytest.param(lambda path: path.write_text("hello"), INCOMPLETE, id="text"),
+        pytest.param(truncated, INCOMPLETE, id="truncated"),
+        pytest.param(a_safetensors_file, "a safetensors checkpoint: weights without a graph;", id="safetensors"),
+        pytest.param(lambda path: torch.save({"w": torch.zeros(3)}, path), STATE_DICT, id="torch.save"),
+        pytest.param(
+            lambda path: torch.save({"w": torch.zeros(3)}, path, _use_new_zipfile_serialization=False),
+            STATE_DICT,
+            id="older torch.save",
         ),
-        (
-            truncated,
-            "not a complete ONNX file (protobuf cannot be decoded); expected an ONNX model; "
-            "check that the file is one and was copied whole",
-        ),
-        (
-            a_checkpoint,
-            "a safetensors checkpoint: weights without a graph; expected an ONNX model; pass it as --weights; "
-            "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER",
-        ),
-        (a_state_dict, MODULE),
-        (an_older_state_dict, MODULE),
-        (a_program, "a program of torch.export.save; expected an ONNX model; rename it to end in .pt2"),
-        (
+        pytest.param(a_program, "a program of torch.export.save; expected an ONNX model; rename it", id="program"),
+        pytest.param(
             a_hugging_face_folder,
-            "a directory; expected an ONNX file; name the .onnx file inside it; "
-            "for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER",
+            f"{DIRECTORY}; for a folder with MXFP8 weights: mxfp8-graph from-hf FOLDER",
+            id="a folder of Hugging Face",
         ),
-        (
-            lambda path: path.write_bytes(b"\x12\x04test"),
-            "not an ONNX model (no IR version or no graph); expected an ONNX model; export the model again",
-        ),
-        (
-            of_a_later_opset,
-            f"opset 99; expected 1 to {onnx.defs.onnx_opset_version()}, which onnx {onnx.__version__} knows; "
-            "upgrade onnx",
-        ),
-    ],
-    ids=[
-        "missing",
-        "directory",
-        "empty",
-        "not-ONNX",
-        "truncated",
-        "safetensors",
-        "torch.save",
-        "older-torch.save",
-        "program",
-        "HF",
-        "protobuf",
-        "opset",
+        pytest.param(lambda path: path.write_bytes(b"\x12\x04test"), "not an ONNX model (no IR", id="protobuf"),
+        pytest.param(of_a_later_opset, f"opset 99; expected 1 to {onnx.defs.onnx_opset_version()}, which", id="opset"),
     ],
 )
-def test_a_model_that_cannot_be_read(make: Callable[[Path], object], message: str) -> None:
+def test_a_file_that_is_no_onnx_model(make: Callable[[Path], object], message: str) -> None:
     make(Path("m.onnx"))
-    assert refused("rewrite", "m.onnx") == f"error: m.onnx: {message}"
+    assert refused("rewrite", "m.onnx").startswith(f"error: m.onnx: {message}")
 
 
-def test_external_data_that_is_missing() -> None:
-    source = save(b.chain_model(), external=True)
-    Path("m.onnx.data").unlink()
-    message = refused("rewrite", source)
-    assert message.startswith("error: m.onnx: tensor 'layers.0.weight': cannot read external file ")
-    assert message.endswith("No such file or directory; expected the file next to the model; copy it there")
-
-
-def test_external_data_that_is_short() -> None:
-    source = save(b.chain_model(), external=True)
-    os.truncate("m.onnx.data", 100)
-    message = refused("rewrite", source)
-    assert message.startswith("error: m.onnx: tensor 'layers.0.weight': needs bytes 0 to 32768 of ")
-    assert message.endswith("which has 100; expected the whole file; copy the external data again")
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_a_weight_that_is_not_finite(value: float) -> None:
-    source = save(poison(b.chain_model(), value))
-    assert refused("rewrite", source) == (
-        f"error: weight 'layers.0.weight': {value} at index [3, 5]; expected finite values; repair the checkpoint, "
-        "or pass --allow-nonfinite to let its block become NaN"
-    )
-
-
-def test_another_recipe_on_a_rewritten_model() -> None:
-    run("rewrite", save(b.chain_model()), "-o", "out.onnx", "--recipe", "ocp")
-    assert refused("rewrite", "out.onnx", "--recipe", "MXFP8BlockScaling") == (
-        "error: out.onnx: Recipe mismatch for 'x_mxfp8_quantize': packed with scale_rounding floor, asked for ceil; "
-        "expected the original model, since packed weights cannot be packed again; rewrite that one"
-    )
-
-
-def test_a_recipe_of_transformer_engine_that_is_not_mxfp8() -> None:
-    assert refused("rewrite", save(b.chain_model()), "--recipe", "Float8BlockScaling") == (
-        "error: recipe: Float8BlockScaling is FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight, "
-        "not MXFP8; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-bf16, mxint8-weight-only, all, auto, or a .yaml or .toml file; `mxfp8-graph compare` emulates it "
-        "and shows the error it makes on your model"
-    )
-
-
-@pytest.mark.parametrize("flags", [[], ["--overwrite"]], ids=str)
-def test_the_input_is_never_overwritten(flags: list[str]) -> None:
-    source = save(b.chain_model())
-    assert refused("rewrite", source, "-o", "m.onnx", *flags) == (
-        "error: m.onnx: is an input; expected another file; pass another path"
-    )
-
-
-def test_an_output_that_exists() -> None:
-    source = save(b.chain_model())
-    Path("m.mxfp8.onnx").write_text("old")
-    assert refused("rewrite", source) == (
-        "error: m.mxfp8.onnx: exists already; expected a new file; pass --overwrite or another path"
-    )
-    assert Path("m.mxfp8.onnx").read_text() == "old"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that even root cannot write to")
-@pytest.mark.skipif(not Path("/sys/kernel").exists(), reason="needs /sys, which is read-only")
-def test_a_read_only_folder() -> None:
-    message = refused("rewrite", save(b.chain_model()), "-o", "/sys/out.onnx")
-    assert message in {
-        f"error: /sys/out.onnx: cannot be written: {reason}; expected a writable folder with enough space; "
-        "free some space or pass another path"
-        for reason in ("Permission denied", "Read-only file system", "Operation not permitted")
-    }
-
-
-def test_an_output_folder_that_does_not_exist() -> None:
-    assert refused("rewrite", save(b.chain_model()), "-o", "none/out.onnx") == (
-        "error: none/out.onnx: folder none does not exist; expected a file in an existing folder; create the folder"
-    )
-
-
-def test_a_model_too_large_for_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxfp8_graph.onnx_pass.save.INLINE_LIMIT", 5_000)
-    assert refused("rewrite", save(b.chain_model()), "--external-data", "never") == (
-        "error: m.mxfp8.onnx: the model does not fit into one protobuf file (2 GB); expected external data; "
-        "pass --external-data always"
-    )
-
-
-def test_an_unknown_recipe() -> None:
-    assert refused("rewrite", save(b.chain_model()), "--recipe", "mxfp4") == (
-        "error: recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, mxfp8-weight-only, ocp, mxint8, "
-        "mxint8-bf16, mxint8-weight-only, all, auto, or a .yaml or .toml file; correct the name"
-    )
-
-
-def test_a_bad_regular_expression_with_brackets() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("rewrite m.onnx -o m.onnx --overwrite", "m.onnx: is an input; expected another file"),
+        ("rewrite m.json --report m.json", "m.json: is an input; expected another file"),
+        ("rewrite m.onnx --report ./m.onnx.json -o m.onnx.json", "m.onnx.json: is an input; expected another file"),
+        ("rewrite m.whl -o o.onnx", "m.whl: a Python wheel; expected an ONNX model; unzip it and name the .onnx file"),
+        ("rewrite m.onnx", "m.mxfp8.onnx: exists already; expected a new file; pass --overwrite or another path"),
+        ("rewrite m.onnx -o none/o.onnx", "none/o.onnx: folder none does not exist; expected a file in an existing"),
+        ("rewrite m.onnx -o .", ".: a directory; expected a file name; pass another path"),
+        ("rewrite m.onnx -o o.onnx --report none/r.json", "none/r.json: folder none does not exist; expected a file"),
+        ("rewrite m.onnx -o o.onnx --external-data never", "o.onnx: the model does not fit into one protobuf file (2"),
+        ("rewrite m.onnx -o o.onnx --recipe mxfp4", "recipe: 'mxfp4'; expected one of mxfp8, mxfp8-bf16, "),
+        ("rewrite m.onnx -o o.onnx --recipe r.yaml", "r.yaml: exclude.0: '[' is not a regular expression ("),
+        ("rewrite m.onnx -o o.onnx --exclude head", "recipe 'mxfp8 excluding head': exclude.0: 'head' matches none"),
+        ("rewrite m.onnx -o o.onnx --exclude [", "Recipe: exclude.0: '[' is not a regular expression ("),
+        ("rewrite m.mxfp8.onnx --recipe ocp", "m.mxfp8.onnx: Recipe mismatch for 'x_mxfp8_quantize': packed with"),
+        ("verify m.onnx m.mxfp8.onnx --inputs none.npz", "none.npz: No such file or directory; expected a readable"),
+        ("verify m.onnx m.mxfp8.onnx --dim bath=2", "m.onnx: size bath = 2; expected 0 or more, for one of batch (or"),
+        ("verify m.onnx m.mxfp8.onnx --dim batch=2 --inputs d.npz", "m.onnx: sizes batch with given inputs; expected"),
+        ("verify m.onnx m.mxfp8.onnx --dim batch=1125899906842624", "m.onnx: input x float32 [batch, 64] would be ("),
+        ("verify m.onnx m.mxfp8.onnx --report v.txt", "v.txt: report with suffix '.txt'; expected .json or .html"),
+        ("run m.onnx --inputs data.jsonl", "m.onnx: no input called 'input_ids' for texts; expected a model of tokens"),
+        (
+            "run fixed.onnx --dim b=3",
+            "fixed.onnx: size b = 3; expected none: all sizes are fixed; correct or drop --dim",
+        ),
+    ],
+    ids=lambda value: value if " -" in value else "",
+)
+def test_arguments_that_do_not_fit(arguments: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rewriting.rewrite(save(b.chain_model()))
+    save(b.model([b.node("Relu", "x", "y")], *[{name: (np.float32, [2])} for name in "xy"]), "fixed.onnx")
+    save(b.chain_model(), "m.json")
     Path("r.yaml").write_text("exclude: ['[']\n")
-    assert refused("rewrite", save(b.chain_model()), "--recipe", "r.yaml") == (
-        "error: r.yaml: exclude.0: '[' is not a regular expression (unterminated character set at position 0); "
-        "expected one; correct it"
-    )
+    with zipfile.ZipFile("m.whl", "w") as archive:
+        archive.writestr("m/__init__.py", "")
+    Path("data.jsonl").write_text('{"text": "a sentence"}\n')
+    monkeypatch.setattr("mxfp8_graph.onnx_pass.save.INLINE_LIMIT", 5_000)
+    assert refused(*arguments.split()).startswith(f"error: {message}")
 
 
-def test_a_rule_that_matches_nothing() -> None:
-    Path("r.yaml").write_text("exclude: [lm_head]\n")
-    assert refused("rewrite", save(b.chain_model()), "--recipe", "r.yaml") == (
-        "error: recipe 'r': exclude.0: 'lm_head' matches none of the model's matmuls; expected at least one; "
-        "correct or remove it. Matmuls: layers.0.linear, layers.1.linear"
-    )
+def test_a_weight_that_is_not_finite_needs_an_option() -> None:
+    message = refused("rewrite", save(poison(b.chain_model(), np.inf)))
+    assert message.startswith("error: weight 'layers.0.weight': inf at index [3, 5]; expected finite values; ")
+    assert "pass --allow-nonfinite" in message
+    assert run("rewrite", "m.onnx", "--allow-nonfinite").exit_code == 0
 
 
-@pytest.mark.parametrize("output", [".", "..", "/"])
-def test_an_output_that_is_a_folder(output: str) -> None:
-    assert refused("rewrite", save(b.chain_model()), "-o", output) == (
-        f"error: {output}: a directory; expected a file name; pass another path"
-    )
-
-
-def test_a_report_that_cannot_be_written_stops_before_the_work() -> None:
-    assert refused("rewrite", save(b.chain_model()), "--report", "none/r.json") == (
-        "error: none/r.json: folder none does not exist; expected a file in an existing folder; create the folder"
-    )
-
-
-# --- rewrite: nothing eligible ---------------------------------------------------------------------------------------
-
-
-def test_a_model_without_matmuls() -> None:
-    spec = {"x": (np.float32, [2])}, {"y": (np.float32, [2])}
-    model = b.model([b.node("Relu", "x", "y")], *spec)
+def test_a_model_without_matmuls_ends_with_3() -> None:
+    model = b.model([b.node("Relu", "x", "y")], *[{name: (np.float32, [2])} for name in "xy"])
     advice = "; expected at least one; nothing to rewrite"
     assert refused("rewrite", save(model), code=3) == f"error: m.onnx: no MatMul or Gemm in the model{advice}"
     linear = onnx.helper.make_node("LinearRegressor", ["x"], ["z"], domain="ai.onnx.ml", coefficients=[1.0, 1.0])
     model.graph.node.append(linear)
     model.opset_import.add(domain="ai.onnx.ml", version=1)
-    said = f"1 LinearRegressor: not rewritten, the weights are attributes and no tensors){advice}"
-    assert refused("rewrite", save(model), code=3).endswith(said)
+    note = f"1 LinearRegressor: not rewritten, the weights are attributes and no tensors){advice}"
+    assert refused("rewrite", save(model), code=3).endswith(note)
 
 
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]], ids=str)
-def test_when_all_sites_are_skipped_the_reasons_are_listed(flags: list[str]) -> None:
+def test_a_model_in_which_nothing_is_eligible_ends_with_3_and_the_reasons(flags: list[str]) -> None:
     source = save(b.chain_model((64, 100), head=True))
     message, header, row, *rest = refused("rewrite", source, *flags, code=3).splitlines()
     assert message == (
@@ -269,29 +150,3 @@ def test_when_all_sites_are_skipped_the_reasons_are_listed(flags: list[str]) -> 
     assert header.split() == ["site", "op", "M", "x", "N", "x", "K", "decision", "before", "rule", "reason"]
     reason = " ".join([row[row.index("output") :], *(line.strip() for line in rest)])
     assert reason == "output projection: its result is a graph output; set output_projections: true to quantize it"
-
-
-def test_a_matmul_over_nothing() -> None:
-    message = refused("rewrite", save(b.matmul_model(k=0)), code=3)
-    assert "the weight is empty (shape [0, 96]);" in message
-
-
-def test_a_python_wheel() -> None:
-    with zipfile.ZipFile("m.whl", "w") as archive:
-        archive.writestr("m/__init__.py", "")
-    message = "a Python wheel; expected an ONNX model; unzip it and name the .onnx file in it"
-    assert refused("rewrite", "m.whl", "-o", "m.onnx") == f"error: m.whl: {message}"
-
-
-def test_samples_of_text() -> None:
-    Path("data.jsonl").write_text('{"text": "a sentence"}\n')
-    message = refused("run", save(b.chain_model()), "--inputs", "data.jsonl")
-    assert message.startswith("error: m.onnx: no input called 'input_ids' for texts; expected a model of tokens")
-
-
-def test_a_size_where_every_dimension_is_fixed() -> None:
-    nodes = [b.node("MatMul", "x w", "y")]
-    source = save(b.model(nodes, {"x": (np.float32, [2, 64])}, {"y": (np.float32, [2, 64])}, {"w": b.weight(64, 64)}))
-    assert refused("run", source, "--dim", "b=3") == (
-        "error: m.onnx: size b = 3; expected none: all sizes are fixed; correct or drop --dim"
-    )

@@ -1,4 +1,4 @@
-"""The command line as a process: usage, defects, signals, pipes and terminals."""
+"""The command line as a process: defects, crashes, signals, pipes and terminals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import builders as b
 import onnx_ir as ir
 import pytest
-from commands import process, refused, run, save
+from commands import process, refused, save
 
 import mxfp8_graph
 from mxfp8_graph import __version__, rewriting
@@ -23,35 +23,6 @@ from mxfp8_ops.errors import Option
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 CHILD, PARENT = "kill(os.getpid()", "kill(os.getppid()"
-
-
-# --- Usage -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["rewrite"], "Missing argument 'MODEL'"),
-        (["rewrit", "m.onnx"], "No such command 'rewrit'"),
-        (["rewrite", "m.onnx", "--dry"], "No such option"),
-        (["rewrite", "m.onnx", "--external-data", "maybe"], "'maybe' is not one of 'auto', 'always', 'never'"),
-        (["verify", "m.onnx"], "Missing argument 'REWRITTEN'"),
-        (["verify", "a", "b", "--max-rel-l2", "-1"], "Invalid value for '--max-rel-l2'"),
-        (["verify", "a", "b", "--dim", "batch"], "'batch'; expected NAME=SIZE, as in batch=4"),
-        (["run", "m.onnx", "--repeat", "0"], "Invalid value for '--repeat'"),
-        (["run", "m.onnx", "--seed", "-1"], "Invalid value for '--seed'"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_usage_errors(arguments: list[str], message: str) -> None:
-    assert message in refused(*arguments)
-
-
-def test_no_arguments_print_the_help() -> None:
-    assert "Rewrites exported models to MXFP8" in run().output
-
-
-# --- What goes wrong inside ------------------------------------------------------------------------------------------
 
 
 def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,37 +62,47 @@ def test_an_advice_with_the_number_1_keeps_it() -> None:
     assert [guard._flag(Option("seed", value)) for value in (1, True, None)] == ["--seed 1", "--seed", "--seed"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+posix = pytest.mark.skipif(os.name == "nt", reason="signals and pty are POSIX's")
+
+
+def script(*lines: str, source: str = "m.onnx") -> subprocess.CompletedProcess[str]:
+    """Runs lines of Python and then `mxfp8-graph rewrite`, in a session of its own: killpg ends no test."""
+    words = ["rewrite", source, "--external-data", "always"]
+    code = [
+        "import contextlib, os, signal, sys, time",
+        "from mxfp8_graph import __main__, cli, rewriting",
+        *lines,
+        f"sys.argv[1:] = {words}",
+        "__main__.main()",
+    ]
+    command = [sys.executable, "-c", "\n".join(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
+
+
+@posix
 @pytest.mark.parametrize(
     ("name", "code", "call"),
     [
-        *((*signal, call) for signal in (("SIGINT", 130), ("SIGTERM", 143)) for call in (CHILD, PARENT, "killpg(0")),
+        ("SIGINT", 130, CHILD),
+        ("SIGINT", 130, "killpg(0"),  # as a terminal does
+        ("SIGTERM", 143, PARENT),
         pytest.param("SIGKILL", -9, PARENT, marks=pytest.mark.skipif(sys.platform != "linux", reason="prctl")),
     ],
 )
 def test_a_signal_leaves_no_half_file(name: str, code: int, call: str) -> None:
-    source = save(b.chain_model())
-    script = (
-        "import contextlib, os, signal, sys, time\n"
-        "from mxfp8_graph import __main__, cli\n"
-        "@contextlib.contextmanager\n"
-        "def progress():\n"
-        f"    yield lambda name, done, total: (os.{call}, signal.{name}), time.sleep(60))\n"
-        "cli.models.progress_bar = progress\n"
-        f"sys.argv[1:] = ['rewrite', {source!r}, '--external-data', 'always']\n"
-        "__main__.main()\n"
+    result = script(
+        "@contextlib.contextmanager",
+        "def progress():",
+        f"    yield lambda name, done, total: (os.{call}, signal.{name}), time.sleep(60))",
+        "cli.models.progress_bar = progress",
+        source=save(b.chain_model()),
     )
-    command = [sys.executable, "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, start_new_session=True)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        code,
-        "",
-        "interrupted\n" if name == "SIGINT" else "terminated\n",
-    )
+    message = "interrupted\n" if name == "SIGINT" else "terminated\n"
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", message)
     assert [p.name for p in Path.cwd().iterdir()] == ["m.onnx"]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+@posix
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -130,34 +111,19 @@ def test_a_signal_leaves_no_half_file(name: str, code: int, call: str) -> None:
     ],
 )
 def test_a_crash_is_one_line(name: str, message: str) -> None:
-    script = (
-        "import os, signal, sys\n"
-        "from mxfp8_graph import __main__, rewriting\n"
-        f"rewriting.rewrite = lambda *args, **options: os.kill(os.getpid(), signal.{name})\n"
-        "sys.argv[1:] = ['rewrite', 'm.onnx']\n"
-        "__main__.main()\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    result = script(f"rewriting.rewrite = lambda *args, **options: os.kill(os.getpid(), signal.{name})")
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert result.stderr.startswith(f"error: mxfp8-graph: {message}")
 
 
-# --- As a process ----------------------------------------------------------------------------------------------------
-
-
-def test_as_a_module() -> None:
-    result = process("rewrite", save(b.chain_model()))
-    assert (result.returncode, result.stderr) == (0, "")
-    assert "`mxfp8-graph verify m.onnx m.mxfp8.onnx`" in result.stdout
-
-
-def test_pipes_get_no_colour_and_100_columns() -> None:
+def test_a_pipe_gets_no_colour_and_100_columns() -> None:
     model = b.chain_model()
     model.graph.node[0].name = "a_name_that_is_longer_than_a_terminal_is_wide/" * 4
-    save(model)
-    result = process("rewrite", "m.onnx", "--dry-run", env={**os.environ, "COLUMNS": "40", "TERM": "xterm-256color"})
+    result = process("rewrite", save(model), "-v", env={**os.environ, "COLUMNS": "40", "TERM": "xterm-256color"})
+    assert (result.returncode, result.stderr) == (0, "")
+    *tables, last = result.stdout.splitlines()
+    assert "`mxfp8-graph verify m.onnx m.mxfp8.onnx`" in last
     assert "\x1b" not in result.stdout
-    *tables, _ = result.stdout.splitlines()
     assert 60 < max(map(len, tables)) <= 100
     assert result.stdout.count("wide/") + result.stdout.count("is_wide") >= 4, "folded, and whole"
 
@@ -195,26 +161,21 @@ def on_a_terminal(*arguments: str, columns: int, **environment: str) -> str:
     return output.decode()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
-def test_a_terminal_shows_progress() -> None:
+@posix
+def test_a_terminal_shows_progress_in_colour() -> None:
     save(b.chain_model())
-    output = on_a_terminal("rewrite", "m.onnx", columns=120)
+    output = on_a_terminal("rewrite", "m.onnx", "-v", columns=120)
     assert "100%" in output
     assert "layers.1.linear" in output
+    assert "\x1b[32m" in output
 
 
-@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
-def test_no_color() -> None:
-    save(b.chain_model())
-    assert "\x1b[32m" in on_a_terminal("rewrite", "m.onnx", "--dry-run", columns=120)
-    assert "\x1b[32m" not in on_a_terminal("rewrite", "m.onnx", "--dry-run", columns=120, NO_COLOR="1")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="pty is POSIX's")
-def test_a_narrow_terminal_cuts_no_names() -> None:
+@posix
+def test_a_narrow_terminal_shows_whole_names_without_colour_if_no_color_is_set() -> None:
     model = b.chain_model()
     model.graph.node[2].name = "a_long_name_of_the_layer_with_the_worst_error/MatMul"
     save(model)
-    output = on_a_terminal("rewrite", "m.onnx", columns=30)
+    output = on_a_terminal("rewrite", "m.onnx", "-v", columns=30, NO_COLOR="1")
     closing = output[output.index("weight error") :]
     assert model.graph.node[2].name in "".join(closing.split())
+    assert "\x1b[32m" not in output

@@ -1,13 +1,21 @@
-"""doctor: what it checks, and what it says when something is missing or does not work."""
+"""doctor: its checks, and what it says where something is missing or broken."""
 
+from __future__ import annotations
+
+import os
 import platform
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnxruntime
 import pytest
+from commands import process
 
 import mxfp8_graph
 from mxfp8_graph import doctor
@@ -21,11 +29,6 @@ def find(name: str) -> Check:
     return next(check for check in diagnose() if check.name == name)
 
 
-@pytest.fixture
-def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_system, "DRIVER", "libnothing.so.1")
-
-
 H200 = cuda_system.Gpu("NVIDIA H200", (9, 0), 132, 150_754_820_096)
 
 
@@ -35,25 +38,6 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[cuda_system.Gpu]:
     found: list[cuda_system.Gpu] = []
     monkeypatch.setattr(cuda_system, "gpus", lambda: found)
     return found
-
-
-@pytest.mark.usefixtures("no_driver")
-def test_the_checks_and_their_order() -> None:
-    assert [check.name for check in diagnose()] == [
-        "python",
-        "mxfp8-graph",
-        "numpy",
-        "ml_dtypes",
-        "onnx",
-        "onnx-graphsurgeon",
-        "onnxruntime",
-        "torch",
-        "native library",
-        "kernels",
-        "recipe",
-        "session",
-        "cuda",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -98,12 +82,8 @@ def test_a_library_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         raise BackendError("mxfp8_ops", "no library", expected="one", advice="install the project with pip")
 
     monkeypatch.setattr(cpu, "library_path", missing)
-    assert find("native library") == Check(
-        name="native library",
-        state="failed",
-        detail="mxfp8_ops: no library; expected one",
-        advice="install the project with pip",
-    )
+    detail = "mxfp8_ops: no library; expected one"
+    assert find("native library") == Check("native library", "failed", detail, "install the project with pip")
     assert find("session").state == "failed"
 
 
@@ -116,14 +96,15 @@ def test_kernels_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.advice == "report this, with the output of doctor"
 
 
-@pytest.mark.usefixtures("no_driver")
-def test_without_a_driver() -> None:
-    check = find("cuda")
-    assert check.state == "missing"
-    assert check.detail.startswith("no CUDA driver (libnothing.so.1: cannot open")
-    assert check.detail.endswith("; needed for CUDA kernels only")
-    assert check.advice == "install NVIDIA's driver, if this machine has a GPU"
-    assert healthy(diagnose())
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_system, "DRIVER", "libnothing.so.1")
+    checks = diagnose()
+    names = ["python", "mxfp8-graph", "numpy", "ml_dtypes", "onnx", "onnx-graphsurgeon", "onnxruntime", "torch"]
+    assert [check.name for check in checks] == [*names, "native library", "kernels", "recipe", "session", "cuda"]
+    assert checks[-1].state == "missing"
+    assert checks[-1].detail.startswith("no CUDA driver (libnothing.so.1: cannot open")
+    assert checks[-1].advice == "install NVIDIA's driver, if this machine has a GPU"
+    assert healthy(checks)
 
 
 def test_a_driver_without_a_gpu(gpus: list[cuda_system.Gpu]) -> None:
@@ -137,38 +118,27 @@ def test_each_gpu_says_whether_it_multiplies_mxfp8_itself(gpus: list[cuda_system
     assert (find("gpu 0").detail, find("gpu 1").detail) == (first, second)
 
 
-def test_a_session_on_the_gpu(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("works", [True, False])
+def test_a_session_on_the_gpu(gpus: list[cuda_system.Gpu], works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.append(H200)
-    devices, session = [], ort.session
+    devices, session, advice = [], ort.session, "pip install cupy-cuda13x"
 
     def on_the_processor(model: bytes, *, device: str) -> Any:
         devices.append(device)
+        if device != "cpu" and not works:
+            raise BackendError("cuda", "CuPy cannot be imported", expected="CuPy 14 or later", advice=advice)
         return session(model)
 
     monkeypatch.setattr(ort, "session", on_the_processor)
-    detail = "ONNX Runtime runs the kernels on 'cuda-copies', with the results of the reference"
-    assert find("gpu session") == Check("gpu session", "ok", detail)
+    check = find("gpu session")
     assert devices == ["cpu", "cuda-copies"]
-
-
-def test_a_session_on_the_gpu_that_does_not_run(gpus: list[cuda_system.Gpu], monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus.append(H200)
-
-    def fails(model: bytes, *, device: str) -> Any:
-        if device == "cpu":
-            return session(model)
-        advice = "pip install cupy-cuda13x"
-        raise BackendError("cuda", "CuPy cannot be imported", expected="CuPy 14 or later", advice=advice)
-
-    session = ort.session
-    monkeypatch.setattr(ort, "session", fails)
-    assert find("gpu session") == Check(
-        name="gpu session",
-        state="broken",
-        detail="cuda: CuPy cannot be imported; expected CuPy 14 or later",
-        advice="pip install cupy-cuda13x",
-    )
-    assert healthy(diagnose())
+    if works:
+        detail = "ONNX Runtime runs the kernels on 'cuda-copies', with the results of the reference"
+        assert check == Check("gpu session", "ok", detail)
+    else:
+        detail = "cuda: CuPy cannot be imported; expected CuPy 14 or later"
+        assert check == Check("gpu session", "broken", detail, advice)
+        assert healthy(diagnose())
 
 
 def test_the_driver_is_asked_for_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +172,82 @@ def test_the_driver_is_asked_for_its_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     driver.cuInit = lambda flags: 999
     with pytest.raises(BackendError, match="returns error 999; expected success; run nvidia-smi"):
         cuda_system.gpus()
+
+
+# --- Broken installations, in processes of their own -----------------------------------------------------------------
+
+
+@pytest.fixture
+def first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose modules come before all others; the one of torch, whose import is slow, is broken."""
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: \\x1b[31m')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    return tmp_path
+
+
+def lines(done: subprocess.CompletedProcess[str]) -> Mapping[str, str]:
+    """Returns the line of each check; fails for a defect or a control character."""
+    assert done.returncode in {0, 2}, (done.returncode, done.stderr)
+    assert "Traceback" not in done.stderr
+    assert all(c.isprintable() or c == "\n" for c in done.stdout)  # on stderr, ONNX Runtime writes too
+    rows = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+    return {line[:18].strip(): line[18:].strip() for line in rows}
+
+
+@pytest.mark.parametrize(("name", "raised"), [("onnx_graphsurgeon", "AttributeError"), ("onnxruntime", "OSError")])
+def test_a_needed_package_that_cannot_be_imported(first: Path, name: str, raised: str) -> None:
+    (first / f"{name}.py").write_text(f"raise {raised}('half of it is missing')")
+    done = process("doctor")
+    detail = lines(done)[name.replace("_", "-")]
+    assert detail.startswith("failed")
+    assert detail.endswith(", but it cannot be imported: half of it is missing")
+    assert done.returncode == 2
+
+
+def test_a_package_without_which_nothing_starts(first: Path) -> None:
+    (first / "numpy.py").write_text("raise ImportError('no numpy here')")
+    done = process("doctor")
+    expected = "error: no numpy here; expected the packages that mxfp8-graph needs; reinstall it with pip\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="names and formats of libraries")
+@pytest.mark.parametrize(
+    ("make", "detail"),
+    [
+        pytest.param(lambda path: path.write_text("hello " * 1000), "cannot be loaded", id="text"),
+        pytest.param(lambda path: path.write_bytes(cpu.library_path().read_bytes()[:4000]), "crashed", id="cut"),
+        pytest.param(
+            lambda path: path.symlink_to(np.linalg._umath_linalg.__file__), "has no mxfp8_last_error", id="another"
+        ),
+        pytest.param(Path.mkdir, None, id="a folder"),
+    ],
+)
+def test_a_broken_library_before_the_right_one(first: Path, make: Callable[[Path], object], detail: str | None) -> None:
+    real = cpu.library_path().parent
+    (first / "mxfp8_ops").mkdir()
+    make(first / "mxfp8_ops" / "libmxfp8_ops.so")
+    code = (
+        "import pathlib, sys, mxfp8_ops; from mxfp8_ops import native; "
+        f"mxfp8_ops.__path__[:] = [{str(first / 'mxfp8_ops')!r}, {str(real)!r}, *mxfp8_ops.__path__]; "
+        "sys.argv = ['mxfp8-graph', 'doctor']; from mxfp8_graph.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if detail == "crashed":
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith("error: mxfp8-graph: onnx or another native library crashed (")
+    elif detail is None:  # what is no file is passed over
+        assert lines(done)["kernels"].startswith("ok")
+        assert lines(done)["torch"].endswith(r", but it cannot be imported: libtorch.so: \x1b[31m")
+        assert done.returncode == 0
+    else:
+        assert detail in lines(done)["kernels"]
+        assert lines(done)["session"].startswith("failed")
+        assert done.returncode == 2
+
+
+def test_an_unknown_instruction_set(first: Path) -> None:
+    done = process("doctor", env={**os.environ, "MXFP8_ISA": "\x1b[31m"})
+    assert lines(done)["kernels"].startswith("failed")
+    assert done.returncode == 2

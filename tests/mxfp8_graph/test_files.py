@@ -1,15 +1,17 @@
-"""Written files are whole, never a model beside another's data, and leave no temporary files."""
+"""Written files are whole, never a model beside another's data, and replace no input; no temporary file stays."""
 
 from __future__ import annotations
 
 import os
 import stat
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import builders
 import pytest
 
+import mxfp8_graph
 from mxfp8_graph.files import check_output, data_path_of, output
 from mxfp8_ops.errors import ContractError
 
@@ -34,24 +36,19 @@ def write(folder: Path, new: dict[str, bytes], *, overwrite: bool) -> None:
         put(temporary, new)
 
 
-def refused(call: Callable[[], None]) -> str:
+def refused(call: Callable[..., object], *arguments: object, **options: object) -> str:
     with pytest.raises(ContractError) as caught:
-        call()
+        call(*arguments, **options)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("old", [{}, {"o": b"old"}, OLD], ids=["none", "one file", "a pair"])
-@pytest.mark.parametrize("new", [{"o": b"new"}, NEW], ids=["one file", "a pair"])
-def test_the_new_files_take_the_place_of_the_old_ones(tmp_path, old, new):
-    put(tmp_path, old)
-    write(tmp_path, new, overwrite=bool(old))
-    assert contents(tmp_path) == new
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(new)
-
-
 @pytest.mark.parametrize("old", [{}, OLD], ids=["none", "a pair"])
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_error_while_it_is_written_leaves_the_old_files_alone(tmp_path, old, error):
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [(KeyboardInterrupt(), KeyboardInterrupt), (OSError(28, "No space left on device"), ContractError)],
+    ids=["an interrupt", "a full disk"],
+)
+def test_an_error_while_it_is_written_leaves_the_old_files_alone(tmp_path, old, error, expected):
     put(tmp_path, old)
 
     def broken() -> None:
@@ -59,33 +56,12 @@ def test_an_error_while_it_is_written_leaves_the_old_files_alone(tmp_path, old, 
             put(folder, NEW)
             raise error
 
-    with pytest.raises(error):
+    with pytest.raises(expected) as caught:
         broken()
     assert contents(tmp_path) == old
     assert len(list(tmp_path.iterdir())) == len(old)
-
-
-def test_an_os_error_is_one_of_the_output(tmp_path):
-    def full() -> None:
-        with output(tmp_path / "o", overwrite=False):
-            raise OSError(28, "No space left on device")
-
-    assert refused(full) == (
-        f"{tmp_path / 'o'}: cannot be written: No space left on device; expected a writable folder with enough space; "
-        "free some space or pass another path"
-    )
-    assert list(tmp_path.iterdir()) == []
-
-
-def steps(kill: Callable[[int], None]) -> None:
-    """Lets `kill` be called with 0, 1, ... before each file is opened, renamed or removed, in this process."""
-    count = iter(range(sys.maxsize))
-
-    def hook(event: str, _: tuple[object, ...]) -> None:
-        if event in {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}:
-            kill(next(count))
-
-    sys.addaudithook(hook)
+    if expected is ContractError:
+        assert str(caught.value).startswith(f"{tmp_path / 'o'}: cannot be written: No space left on device; expected")
 
 
 @pytest.fixture(params=["pair over pair", "pair over one", "one over pair", "pair", "one"])
@@ -96,6 +72,13 @@ def case(request: pytest.FixtureRequest) -> tuple[dict[str, bytes], dict[str, by
     return sets[old][0], sets[new][1]
 
 
+def end_at(step: int) -> None:
+    """Ends this process before it opens, renames or removes a file for the `step`th time."""
+    count = iter(range(sys.maxsize))
+    events = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir"}
+    sys.addaudithook(lambda event, _: os._exit(9) if event in events and next(count) == step else None)
+
+
 def test_a_process_that_ends_at_any_step_leaves_no_model_beside_others_data(tmp_path, case):
     old, new = case
     for step in range(100):
@@ -104,7 +87,7 @@ def test_a_process_that_ends_at_any_step_leaves_no_model_beside_others_data(tmp_
         put(folder, old)
         pid = os.fork()
         if pid == 0:
-            steps(lambda now, step=step: os._exit(9) if now == step else None)
+            end_at(step)
             write(folder, new, overwrite=bool(old))
             os._exit(0)
         ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -127,63 +110,58 @@ def test_an_error_at_any_step_leaves_no_new_file_but_all_of_them(tmp_path, case,
         folder.mkdir()
         put(folder, old)
         count = iter(range(100))
+
+        def failing(name: str, step: int = step, count: Iterator[int] = count) -> Callable[..., object]:
+            real = getattr(Path, name)
+
+            def stepped(*arguments: object, **options: object) -> object:
+                if next(count) == step:
+                    raise error
+                return real(*arguments, **options)
+
+            return stepped
+
         with monkeypatch.context() as context:
             for name in ("replace", "unlink"):
-                context.setattr(
-                    Path, name, failing(getattr(Path, name), lambda count=count, step=step: next(count) == step, error)
-                )
+                context.setattr(Path, name, failing(name))
             try:
                 write(folder, new, overwrite=bool(old))
             except (ContractError, KeyboardInterrupt):
-                found = contents(folder)
-                assert found.items() <= old.items()
-                assert "o" not in found or found == old
-                assert len(list(folder.iterdir())) == len(found)
+                left = contents(folder)
+                assert left.items() <= old.items()
+                assert "o" not in left or left == old
+                assert len(list(folder.iterdir())) == len(left)
                 continue
         assert contents(folder) == new
+        assert len(list(folder.iterdir())) == len(new)
         return
     raise AssertionError("a writer without end")
 
 
-def failing(step: Callable[..., object], now: Callable[[], bool], error: type[BaseException]) -> Callable[..., object]:
-    """Returns `step`, which raises `error` instead if it is called `now`."""
+@pytest.mark.parametrize("name", ["o", "o.data"])
+def test_a_file_that_comes_meanwhile_is_kept(tmp_path, name):
+    def late() -> None:
+        with output(tmp_path / "o", overwrite=False) as folder:
+            put(folder, NEW)
+            put(tmp_path, {name: b"precious"})
 
-    def stepped(*arguments: object, **options: object) -> object:
-        if now():
-            raise error
-        return step(*arguments, **options)
-
-    return stepped
-
-
-def test_a_file_that_comes_meanwhile_is_kept(tmp_path):
-    for name in ("o", "o.data"):
-
-        def late(name: str = name) -> None:
-            with output(tmp_path / "o", overwrite=False) as folder:
-                put(folder, NEW)
-                put(tmp_path, {name: b"precious"})
-
-        found = refused(late)
-        assert found == f"{tmp_path / name}: exists already; expected a new file; pass overwrite=True or another path"
-        assert contents(tmp_path) == {name: b"precious"}
-        (tmp_path / name).unlink()
+    expected = f"{tmp_path / name}: exists already; expected a new file; pass overwrite=True or another path"
+    assert refused(late) == expected
+    assert contents(tmp_path) == {name: b"precious"}
 
 
 def test_data_that_the_old_model_does_not_name_stay(tmp_path):
     put(tmp_path, OLD)
+    expected = (
+        f"{tmp_path / 'o.data'}: exists already, and {tmp_path / 'o'} does not name it: it may be another model's"
+    )
 
     def over() -> None:
         with output(tmp_path / "o", overwrite=True) as folder:
             put(folder, NEW)
 
-    expected = (
-        f"{tmp_path / 'o.data'}: exists already, and {tmp_path / 'o'} does not name it: it may be another model's; "
-        "expected no file there; move it away or pass another path"
-    )
-    assert refused(over) == expected
-    beside = [tmp_path / "o.data"]
-    assert refused(lambda: check_output(tmp_path / "o", overwrite=True, beside=beside)) == expected
+    assert refused(over).startswith(expected)
+    assert refused(check_output, tmp_path / "o", overwrite=True, beside=[tmp_path / "o.data"]).startswith(expected)
     assert contents(tmp_path) == OLD
 
 
@@ -201,73 +179,58 @@ def test_an_input_is_never_replaced(tmp_path, name, monkeypatch):
     os.link(tmp_path / "same", tmp_path / "hard link")
     monkeypatch.chdir(tmp_path)
     for path in (Path(name), tmp_path / name):
-        found = refused(lambda path=path: check_output(path, overwrite=True, inputs=[Path("same"), tmp_path / "data"]))
-        assert found == f"{path}: is an input; expected another file; pass another path"
-    found = refused(
-        lambda: check_output(Path("new"), overwrite=True, inputs=[Path("data")], replaces=[tmp_path / "data"])
-    )
-    assert found.startswith(f"{tmp_path / 'data'}: is an input")
+        message = refused(check_output, path, overwrite=True, inputs=[Path("same"), tmp_path / "data"])
+        assert message == f"{path}: is an input; expected another file; pass another path"
+    data = tmp_path / "data"
+    message = refused(check_output, Path("new"), overwrite=True, inputs=[Path("data")], replaces=[data])
+    assert message.startswith(f"{data}: is an input")
 
 
 def test_a_link_is_replaced_and_its_target_kept(tmp_path):
     put(tmp_path, {"precious": b"precious"})
-    (tmp_path / "o").symlink_to("precious")
-    assert "exists already" in refused(lambda: check_output(tmp_path / "o", overwrite=False))
+    for target in ("nowhere", "precious"):
+        (tmp_path / "o").unlink(missing_ok=True)
+        (tmp_path / "o").symlink_to(target)
+        assert "exists already" in refused(check_output, tmp_path / "o", overwrite=False)
     write(tmp_path, {"o": b"new"}, overwrite=True)
     assert not (tmp_path / "o").is_symlink()
     assert contents(tmp_path) == {"o": b"new", "precious": b"precious"}
 
 
-def test_a_link_to_nowhere_is_something(tmp_path):
-    (tmp_path / "o").symlink_to("nowhere")
-    assert "exists already" in refused(lambda: check_output(tmp_path / "o", overwrite=False))
-
-
-@pytest.mark.parametrize("kind", ["folder", "fifo", "device"])
-def test_what_is_no_file_is_never_replaced(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (Path.mkdir, "a directory"),
+        (os.mkfifo, "not a regular file"),
+        (lambda path: path.symlink_to("/dev/null"), "not a regular file"),
+    ],
+    ids=["folder", "fifo", "device"],
+)
+def test_an_irregular_file_is_never_replaced(tmp_path, make, what):
     path = tmp_path / "o"
-    if kind == "folder":
-        path.mkdir()
-    elif kind == "fifo":
-        os.mkfifo(path)
-    else:
-        path.symlink_to("/dev/null")
-    what = "a directory" if kind == "folder" else "not a regular file"
-    for overwrite in (False, True):
-        found = refused(lambda overwrite=overwrite: check_output(path, overwrite=overwrite))
-        assert found == f"{path}: {what}; expected a file name; pass another path"
-    found = refused(lambda: check_output(tmp_path / "new", overwrite=True, beside=[path]))
-    assert found == f"{path}: {what}; expected a file name; pass another path"
+    make(path)
+    for output_path, options in (
+        (path, {"overwrite": False}),
+        (path, {"overwrite": True}),
+        (tmp_path / "new", {"overwrite": True, "beside": [path]}),
+    ):
+        message = refused(check_output, output_path, **options)
+        assert message == f"{path}: {what}; expected a file name; pass another path"
 
 
-def test_what_cannot_be_written_is_known_before_the_work(tmp_path):
-    assert refused(lambda: check_output(tmp_path / "none" / "o", overwrite=False)) == (
-        f"{tmp_path / 'none' / 'o'}: folder {tmp_path / 'none'} does not exist; expected a file in an existing folder; "
-        "create the folder"
-    )
+def test_a_path_that_cannot_be_written_is_an_error_before_the_work(tmp_path):
     (tmp_path / "file").touch()
-    assert "Not a directory" in refused(lambda: check_output(tmp_path / "file" / "o", overwrite=False))
-    assert "File name too long" in refused(lambda: check_output(tmp_path / ("a" * 300), overwrite=False))
+    for path, message in (
+        (tmp_path / "none" / "o", f"folder {tmp_path / 'none'} does not exist; expected a file in an existing folder"),
+        (tmp_path / "file" / "o", "cannot be written: Not a directory"),
+        (tmp_path / ("a" * 300), "cannot be written: File name too long"),
+    ):
+        assert refused(check_output, path, overwrite=False).startswith(f"{path}: {message}")
     check_output(tmp_path / ("a" * 255), overwrite=False)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_read_only_folder(tmp_path):
-    (tmp_path / "o").mkdir()
-    (tmp_path / "o").chmod(0o555)
-    tmp_path.chmod(0o755)
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        found = refused(lambda: check_output(tmp_path / "o" / "o", overwrite=False))
-    finally:
-        if root:
-            os.seteuid(0)
-    assert "cannot be written: Permission denied" in found
-
-
-@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
 def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
     before = os.umask(mask)
     try:
@@ -275,3 +238,59 @@ def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
     finally:
         os.umask(before)
     assert {stat.S_IMODE((tmp_path / name).stat().st_mode) for name in NEW} == {mode}
+
+
+# --- The functions that write pass their inputs, and the files that they replace -------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return builders.save(builders.chain_model(), tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("external", ["always", "never"])
+def test_external_data_go_with_the_model_that_names_them(tmp_path, model, external):
+    out, data = tmp_path / "o.onnx", tmp_path / "o.onnx.data"
+    mxfp8_graph.rewrite(model, "ocp", output=out, external_data="always")
+    out.rename(tmp_path / "other.onnx")  # it still names o.onnx.data
+    before = data.read_bytes()
+    if external == "always":
+        message = refused(mxfp8_graph.rewrite, model, output=out, overwrite=True, external_data="always")
+        assert message.startswith(f"{data}: exists already, and {out} does not name it: it may be another model's")
+        (tmp_path / "other.onnx").rename(out)
+        mxfp8_graph.rewrite(model, output=out, overwrite=True, external_data="always")
+        assert data.read_bytes() != before
+    else:
+        for _ in range(2):
+            mxfp8_graph.rewrite(model, output=out, overwrite=True, external_data="never")
+        assert data.read_bytes() == before
+
+
+def test_the_data_of_the_old_output_are_kept_if_the_input_has_them(tmp_path):
+    out = builders.save(builders.chain_model(), tmp_path / "o.onnx", external=True)
+    (tmp_path / "copy.onnx").write_bytes(out.read_bytes())
+    message = refused(mxfp8_graph.rewrite, tmp_path / "copy.onnx", output=out, overwrite=True, external_data="never")
+    assert message == f"{out}.data: is an input; expected another file; pass another path"
+
+
+def test_a_checkpoint_replaces_no_file_of_its_model(tmp_path):
+    path, _ = mxfp8_graph.rewrite(builders.matmul_model(), output=tmp_path / "m.onnx", external_data="always")
+    before = contents(tmp_path)
+    for name in ("m.onnx", "m.onnx.data"):
+        message = refused(mxfp8_graph.export_safetensors, path, tmp_path / name, overwrite=True)
+        assert message == f"{tmp_path / name}: is an input; expected another file; pass another path"
+    assert contents(tmp_path) == before
+
+
+def test_an_onnx_file_does_not_replace_its_program(tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "p.pt2"
+    path.touch()
+    message = refused(mxfp8_graph.to_onnx, path, path, overwrite=True)
+    assert message == f"{path}: is the program; expected another file; pass another path"
+
+
+def test_a_name_that_is_too_long_is_an_error_of_readers_too(tmp_path):
+    path = tmp_path / ("a" * 300)
+    assert "File name too long" in refused(mxfp8_graph.rewrite, path)
+    assert "File name too long" in refused(mxfp8_graph.unpack, path)

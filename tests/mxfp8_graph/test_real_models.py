@@ -58,31 +58,12 @@ CASES = {
     "llama_with_cache": LLAMA,
     # Encoder blocks have 6 linears and 4 activations, decoder blocks 10 and 7; all cross-attention keys and values
     # share the encoder's output: 2 * 4 + 2 * 6 + 1. Both sides look up words, and distances for their scores.
-    "t5": Case(
-        32,
-        21,
-        products(6, output_projection=1, embedding=4),
-        fused={"gemm + relu": 4},
-    ),
-    "vit": Case(
-        12,
-        8,
-        products(2, output_projection=1),
-        fused={
-            "gemm + gelu": 2,
-        },
-    ),
+    "t5": Case(32, 21, products(6, output_projection=1, embedding=4), fused={"gemm + relu": 4}),
+    "vit": Case(12, 8, products(2, output_projection=1), fused={"gemm + gelu": 2}),
     "mixtral": MIXTURE,
     "qwen_moe": MIXTURE,
     "granite_moe": MIXTURE,
-    "whisper": Case(
-        32,
-        21,
-        products(6, output_projection=1, embedding=2),
-        fused={
-            "gemm + gelu": 4,
-        },
-    ),
+    "whisper": Case(32, 21, products(6, output_projection=1, embedding=2), fused={"gemm + gelu": 4}),
 }
 
 
@@ -159,50 +140,42 @@ def test_the_older_exporter(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: Any) -> tuple[Path, Path, mxfp8_graph.RewriteReport]:
+    """The real all-MiniLM-L6-v2: six BERT blocks of six linears, and a pooler behind a Tanh."""
     path = tmp_path_factory.mktemp("minilm") / "minilm.onnx"
     onnx.save(structures.minilm(), path)
     return path, *mxfp8_graph.rewrite(path)
 
 
-class TestMiniLM:
-    """The real all-MiniLM-L6-v2: six BERT blocks of six linears, and a pooler behind a Tanh."""
+def test_all_36_block_linears_of_minilm_and_its_pooler_share_24_activations(minilm):
+    _, rewritten, report = minilm
+    ops = kinds(onnx.load(rewritten))
+    pooler = [s for s in report.rewritten if "pooler" in s.decision.site.module]
+    assert (ops["MXFP8Gemm"] + ops["MXFP8FusedGemm"], len(pooler)) == (37, 1)
+    assert ops["MXFP8Quantize"] - 1 <= 24
+    assert Counter(fusion.kind for fusion in report.fusions) == {"gemm + gelu": 6, "attention": 6}
+    assert {s.decision.site.role for s in report.kept} == {"attention_scores", "attention_values", "embedding"}
+    assert report.weight_error is not None
+    assert report.weight_error.worst < 0.03
 
-    def test_all_36_block_linears_and_the_pooler_on_at_most_24_activations(self, minilm):
-        _, rewritten, report = minilm
-        found = kinds(onnx.load(rewritten))
-        pooler = [s for s in report.rewritten if "pooler" in s.decision.site.module]
-        assert (found["MXFP8Gemm"] + found["MXFP8FusedGemm"], len(pooler)) == (37, 1)
-        assert found["MXFP8Quantize"] - 1 <= 24
-        assert Counter(fusion.kind for fusion in report.fusions) == {
-            "gemm + gelu": 6,
-            "attention": 6,
-        }
-        assert {s.decision.site.role for s in report.kept} == {"attention_scores", "attention_values", "embedding"}
-        assert report.weight_error is not None
-        assert report.weight_error.worst < 0.03
 
-    def test_with_its_embeddings_it_is_a_quarter_of_its_size(self, minilm):
-        recipe = mxfp8_graph.Recipe(name="embeddings", embeddings=True)
-        _, report = mxfp8_graph.rewrite(minilm[0], recipe, output=minilm[0].with_name("e.onnx"))
-        tables = {s.decision.site.module.rpartition(".")[2]: s.decision for s in report.sites if s.decision.site.n}
-        assert tables["word_embeddings"].quantize
-        assert tables["position_embeddings"].quantize
-        assert tables["token_type_embeddings"].reason.startswith("tiny: N = 2")
-        assert report.bytes_after is not None
-        assert report.bytes_after <= 25.5e6
+def test_minilm_with_its_embeddings_is_a_quarter_of_its_size(minilm):
+    recipe = mxfp8_graph.Recipe(name="embeddings", embeddings=True)
+    _, report = mxfp8_graph.rewrite(minilm[0], recipe, output=minilm[0].with_name("e.onnx"))
+    tables = {s.decision.site.module.rpartition(".")[2]: s.decision for s in report.sites if s.decision.site.n}
+    assert tables["word_embeddings"].quantize
+    assert tables["position_embeddings"].quantize
+    assert tables["token_type_embeddings"].reason.startswith("tiny: N = 2")
+    assert report.bytes_after is not None
+    assert report.bytes_after <= 25.5e6
 
-    def test_it_runs_the_same_with_and_without_the_library(self, minilm):
-        path, rewritten, _ = minilm
-        rng = np.random.default_rng(0)
-        tokens = rng.integers(1000, 30000, (3, 12))
-        feeds = {
-            "input_ids": tokens,
-            "attention_mask": np.ones_like(tokens),
-            "token_type_ids": np.zeros_like(tokens),
-        }
-        kernels, bodies = ort.session(rewritten).run(None, feeds), run(str(rewritten), feeds)
-        for kernel, body, exact in zip(kernels, bodies, run(str(path), feeds), strict=True):
-            error = np.linalg.norm(kernel - exact) / np.linalg.norm(exact)
-            assert 1e-3 < error < OUTPUT_ERROR
-            # Sums in another order move values across rounding boundaries of the next Quantize: less than its error.
-            assert np.linalg.norm(kernel - body) / np.linalg.norm(exact) < error
+
+def test_minilm_computes_the_same_with_and_without_the_library(minilm):
+    path, rewritten, _ = minilm
+    tokens = np.random.default_rng(0).integers(1000, 30000, (3, 12))
+    feeds = {"input_ids": tokens, "attention_mask": np.ones_like(tokens), "token_type_ids": np.zeros_like(tokens)}
+    kernels, bodies = ort.session(rewritten).run(None, feeds), run(str(rewritten), feeds)
+    for kernel, body, exact in zip(kernels, bodies, run(str(path), feeds), strict=True):
+        error = np.linalg.norm(kernel - exact) / np.linalg.norm(exact)
+        assert 1e-3 < error < OUTPUT_ERROR
+        # Sums in another order move values across rounding boundaries of the next Quantize: less than its error.
+        assert np.linalg.norm(kernel - body) / np.linalg.norm(exact) < error

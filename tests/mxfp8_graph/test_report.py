@@ -1,4 +1,4 @@
-"""The report as data, JSON and HTML: counts, groups, errors; and files that are whole or not there."""
+"""The report as data, text, JSON and HTML: counts, groups, errors, tables and charts."""
 
 import base64
 import hashlib
@@ -6,14 +6,13 @@ import io
 import json
 import math
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from full_disk import files, files_of_at_most
 from grids import looped
 from rich.console import Console
 
@@ -25,7 +24,6 @@ from mxfp8_graph.report.data import Account, RewriteReport, SiteReport
 from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import WIDTH, Section, number, plain_text
 from mxfp8_ops import system
-from mxfp8_ops.errors import Mxfp8Error
 
 
 def make_report(**fields: Any) -> RewriteReport:
@@ -55,10 +53,6 @@ def make_report(**fields: Any) -> RewriteReport:
     return RewriteReport(**{**defaults, **fields})
 
 
-def names(sites: tuple[SiteReport, ...]) -> list[str]:
-    return [site.decision.site.name for site in sites]
-
-
 REPORT = make_report()
 ANSWER = (
     "Rewrote 3 of 5 matmuls to MXFP8 with recipe mxfp8: 40.0 kB to 10.0 kB; check it with "
@@ -66,27 +60,25 @@ ANSWER = (
 )
 
 
-def test_rewritten_and_kept_and_groups_by_reason() -> None:
-    assert names(REPORT.rewritten) == ["up", "down[0]", "down[1]"]
-    assert names(REPORT.kept) == ["<head>", "small"]
-    assert {reason[:17]: names(sites) for reason, sites in REPORT.kept_by_reason.items()} == {
-        "output projection": ["<head>"],
-        "tiny: N = 8 is be": ["small"],
-    }
+def test_sites_are_rewritten_or_kept_by_reason() -> None:
+    def names(sites: tuple[SiteReport, ...]) -> list[str]:
+        return [site.decision.site.name for site in sites]
+
+    assert (names(REPORT.rewritten), names(REPORT.kept)) == (["up", "down[0]", "down[1]"], ["<head>", "small"])
+    groups = {reason[:17]: names(sites) for reason, sites in REPORT.kept_by_reason.items()}
+    assert groups == {"output projection": ["<head>"], "tiny: N = 8 is be": ["small"]}
 
 
-def test_the_error_counts_a_shared_weight_once_and_a_nan_is_the_worst() -> None:
+def test_the_weight_error_counts_a_shared_weight_once_and_a_nan_is_the_worst() -> None:
     error = REPORT.weight_error
     assert error is not None
     assert (error.mean, error.worst, error.worst_site) == (pytest.approx(0.02), 0.03, "down[0]")
     assert make_report(sites=REPORT.kept).weight_error is None
-    sites = tuple(
-        SiteReport(decision=s.decision, packed=s.packed, relative_l2=math.nan if i == 1 else s.relative_l2)
-        for i, s in enumerate(REPORT.sites)
-    )
-    error = make_report(sites=sites).weight_error
+    worse = [*REPORT.sites]
+    worse[0] = replace(worse[0], relative_l2=math.nan)
+    error = make_report(sites=tuple(worse)).weight_error
     assert error is not None
-    assert error.worst_site == "down[0]"
+    assert error.worst_site == "up"
 
 
 def test_the_dict() -> None:
@@ -112,56 +104,42 @@ def test_printed_it_is_a_summary() -> None:
     assert max(map(len, lines[:-1])) <= WIDTH
 
 
-def test_a_notebook_shows_the_page_in_a_frame() -> None:
-    frame = REPORT._repr_html_()
-    assert 'sandbox="allow-scripts"' in frame
-    (page,) = Page(frame).frames
-    assert page.split("<dt>date")[0] == REPORT.to_html().split("<dt>date")[0]
-
-
 @looped(
-    "formats, wanted",
+    "formats, names",
     [
         ((("int8", "int8"), ("int8", "unchanged")), "MXINT8"),
         ((("e4m3", "bfloat16"), ("e5m2", "e4m3")), "MXFP8"),
         ((("e4m3", "e4m3"), ("int8", "bfloat16")), "MXFP8 and MXINT8"),
     ],
 )
-def test_the_answer_names_the_formats(formats: tuple[tuple[str, str], ...], wanted: str) -> None:
+def test_the_answer_names_the_formats(formats: tuple[tuple[str, str], ...], names: str) -> None:
     sites = tuple(
         replace(site, decision=replace(site.decision, weight_format=weights, activations=activations))
         for site, (weights, activations) in zip(REPORT.rewritten, formats, strict=False)
     )
-    assert make_report(sites=sites).answer().startswith(f"Rewrote 2 of 2 matmuls to {wanted} with recipe mxfp8: ")
+    assert make_report(sites=sites).answer().startswith(f"Rewrote 2 of 2 matmuls to {names} with recipe mxfp8: ")
 
 
-def test_the_answers() -> None:
+def test_the_answer_names_sizes_and_the_next_command() -> None:
     assert REPORT.answer() == ANSWER
     assert make_report(source="model").answer().endswith("with recipe mxfp8: 40.0 kB to 10.0 kB.")
     account = Account(bytes_before=40_000, bytes_after=9000)
     planned = make_report(dry_run=True, output=None, bytes_after=None, account=account).answer()
-    sizes = "tensors of 40.0 kB to 9.0 kB; nothing is written."
-    assert planned == f"Would rewrite 3 of 5 matmuls to MXFP8 with recipe mxfp8: {sizes}"
-    assert make_report(already_rewritten=True).answer() == (
-        "m.onnx is already rewritten with recipe mxfp8; it is copied to m.mxfp8.onnx."
-    )
+    assert planned.startswith("Would rewrite 3 of 5 matmuls to MXFP8 with recipe mxfp8: ")
+    assert planned.endswith(": tensors of 40.0 kB to 9.0 kB; nothing is written.")
 
 
-def test_json_is_the_dict(tmp_path: Path) -> None:
-    assert json.loads(REPORT.to_json()) == REPORT.to_dict()
-    path = REPORT.write(tmp_path / "report.json")
-    assert json.loads(path.read_text(encoding="utf-8")) == REPORT.to_dict()
+def test_a_json_file_is_the_dict_and_replaces_an_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    assert REPORT.write(path) == path
+    assert json.loads(path.read_text(encoding="utf-8")) == json.loads(REPORT.to_json()) == REPORT.to_dict()
 
 
 def test_what_json_lacks_is_null_and_what_is_not_visible_is_escaped() -> None:
-    exact = SiteReport(decision=REPORT.sites[0].decision, packed="w", relative_l2=0.0)
-    assert json.loads(make_report(sites=(exact,)).to_json())["weight_error"] == {
-        "mean_relative_l2": 0.0,
-        "mean_sqnr_db": None,
-        "worst_relative_l2": 0.0,
-        "worst_sqnr_db": None,
-        "worst_site": "up",
-    }
+    exact = replace(REPORT.sites[0], relative_l2=0.0)
+    error = json.loads(make_report(sites=(exact,)).to_json())["weight_error"]
+    assert (error["worst_relative_l2"], error["worst_sqnr_db"], error["worst_site"]) == (0.0, None, "up")
     text = make_report(source="a\x1b\u2028\U000e0001b\n").to_json()
     assert '"source": "a\\u001b\\u2028\\udb40\\udc01b\\n"' in text
     assert json.loads(text)["source"] == "a\x1b\u2028\U000e0001b\n"
@@ -189,30 +167,30 @@ class Page(HTMLParser):
 
 
 def test_the_page(tmp_path: Path) -> None:
-    text = REPORT.write(tmp_path / "report.html").read_text(encoding="utf-8")
+    source = tmp_path / "m.onnx"
+    source.write_bytes(b"abc")
+    report = make_report(source=str(source), notes=("pack <head>",))
+    text = report.write(tmp_path / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128"} <= {cell.strip() for cell in page.cells}
-    assert f'<p class="answer">{ANSWER}</p>' in text
-    assert page.tags.isdisjoint({"link", "img", "iframe"})
+    cells = {cell.strip() for cell in page.cells}
+    assert {"<head>", "down[0]", "if/then_branch/small", "batch x 64 x 128", "none, Python API"} <= cells
+    for part in (f"{source}, 3 bytes", f"mxfp8-graph {__version__}", system.processor(), f"{datetime.now():%Y}-"):
+        assert part in " ".join(page.cells)
+    assert "<dt>note</dt><dd>pack &lt;head&gt;</dd>" in text.split("<table")[0], "notes come first"
     assert '<td class="number" data-sort="4000.0">4.0 kB</td>' in text  # numbers sort as numbers
+
+
+def test_the_page_runs_its_own_script_alone() -> None:
+    text = REPORT.to_html()
+    assert f'<p class="answer">{ANSWER}</p>' in text
+    assert Page(text).tags.isdisjoint({"link", "img", "iframe"})
     script = text.split("<script>")[1].split("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'" in text
-
-
-def test_the_page_begins_with_the_notes_however_long_its_tables_are() -> None:
-    assert "<dt>note</dt><dd>pack &lt;head&gt;</dd>" in make_report(notes=("pack <head>",)).to_html().split("<table")[0]
-
-
-def test_the_page_says_how_it_was_made(tmp_path: Path) -> None:
-    source = tmp_path / "m.onnx"
-    source.write_bytes(b"abc")
-    cells = " ".join(Page(make_report(source=str(source)).to_html()).cells)
-    assert f"{source}, 3 bytes" in cells
-    assert f"mxfp8-graph {__version__}" in cells
-    assert "none, Python API" in cells
-    assert system.processor() in cells
-    assert datetime.now(timezone.utc).strftime("%Y-") in cells
+    frame = REPORT._repr_html_()  # in a notebook
+    assert 'sandbox="allow-scripts"' in frame
+    (page,) = Page(frame).frames
+    assert page.split("<dt>date")[0] == text.split("<dt>date")[0]
 
 
 class Result(Report):
@@ -286,30 +264,3 @@ def test_labels_of_a_chart_are_apart(numbers: tuple[float, ...], places: int) ->
     assert min(np.diff(tops)) >= 14
     assert tops[0] > 10
     assert tops[-1] < 340
-
-
-def test_an_existing_report_is_replaced_or_left_where_it_cannot_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    path.write_text("old")
-    with files_of_at_most(100), pytest.raises(Mxfp8Error) as caught:
-        REPORT.write(path)
-    expected = "expected a writable folder with enough space; free some space or pass another path"
-    assert str(caught.value) == f"{path}: cannot be written: File too large; {expected}"
-    assert files(tmp_path) == ["report.json"]
-    assert path.read_bytes() == b"old"
-    REPORT.write(path)
-    assert files(tmp_path) == ["report.json"]
-    assert "old" not in path.read_text(encoding="utf-8")
-
-
-def test_where_a_report_cannot_go(tmp_path: Path) -> None:
-    (tmp_path / "folder.json").mkdir()
-    existing = "expected a file in an existing folder; create the folder"
-    for name, message in (
-        ("report.txt", "report with suffix '.txt'; expected .json or .html; rename it"),
-        ("none/report.json", f"folder {tmp_path}/none does not exist; {existing}"),
-        ("folder.json", "a directory; expected a file name; pass another path"),
-    ):
-        with pytest.raises(Mxfp8Error) as caught:
-            REPORT.write(tmp_path / name)
-        assert str(caught.value) == f"{tmp_path / name}: {message}"

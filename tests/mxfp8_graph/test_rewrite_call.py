@@ -1,4 +1,4 @@
-"""The call of rewrite: modules that it exports, the recipe for this processor, and the types that it returns."""
+"""The call of rewrite: modules, function bodies, the recipe for this processor, and the types that it returns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, get_args
 
 import builders as b
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
 from commands import run, save
 from grids import looped
@@ -18,7 +20,7 @@ import mxfp8_graph
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.reporter import better_preset
-from mxfp8_ops import cpu
+from mxfp8_ops import contract, cpu, ort
 from mxfp8_ops.errors import ContractError
 
 torch = pytest.importorskip("torch")
@@ -63,17 +65,41 @@ def test_dynamic_shapes_are_passed_on() -> None:
         (Scaled(), {}, r"model is a Scaled; .*; pass example_inputs=\(x,\) too"),
         (Scaled(), {"example_inputs": X}, r"example_inputs is a Tensor; expected a tuple of arguments.*; pass \(x,\)"),
         (Scaled(), {"example_inputs": (X,)}, r"Scaled: torch.export refuses it: TypeError: .*scale"),
-        (
-            b.matmul_model(),
-            {"example_inputs": (X,)},
-            "example inputs or dynamic shapes of a model that is exported already",
-        ),
+        (b.matmul_model(), {"example_inputs": (X,)}, "example inputs or dynamic shapes of a model that is exported"),
         (object(), {}, "model is a object; .*; load the model first"),
+        (b.matmul_model(), {"bodies": "tiny"}, "bodies: 'tiny'; expected one of folded, small, none; correct the name"),
     ],
 )
-def test_what_cannot_be_exported_is_an_error(model: Any, settings: Any, message: str) -> None:
+def test_arguments_that_do_not_fit_are_an_error(model: Any, settings: Any, message: str) -> None:
     with pytest.raises(ContractError, match=message):
         mxfp8_graph.rewrite(model, **settings)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxint8-weight-only"])
+def test_small_bodies_compute_the_same_and_keep_weights_in_8_bits(recipe: str, tmp_path: Path) -> None:
+    x = {"x": np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)}
+    results, sizes = [], []
+    for bodies in ("folded", "small"):
+        model, _ = mxfp8_graph.rewrite(b.chain_model(), recipe, bodies=bodies)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.optimized_model_filepath = str(tmp_path / f"{bodies}.onnx")
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
+        results.append(session.run(None, x)[0])
+        weight = max(onnx.load(options.optimized_model_filepath).graph.initializer, key=lambda t: len(t.raw_data))
+        sizes.append(len(weight.raw_data) // int(np.prod(weight.dims)))
+    np.testing.assert_array_equal(*results)
+    assert sizes == [4, 1], "bytes of a value of the weights in a session"
+
+
+def test_a_file_without_bodies_runs_with_our_library_only(tmp_path: Path) -> None:
+    path, _ = mxfp8_graph.rewrite(b.save(b.chain_model(), tmp_path / "m.onnx"), bodies="none")
+    whole, _ = mxfp8_graph.convert(onnx.load(path), "mxfp8")
+    functions = [{function.domain for function in model.functions} for model in (onnx.load(path), whole)]
+    assert functions == [set(), {contract.DOMAIN}]
+    ort.session(path)
+    with pytest.raises(Exception, match="mxfp8:MXFP8"):
+        onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
 @looped("isa", cpu.available_isas())

@@ -1,4 +1,4 @@
-"""Where torch is not installed, ONNX models are rewritten, and what needs torch says how to get it."""
+"""Without torch, ONNX models are rewritten, and functions that need torch give an error with its package."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import builders as b
 
-_WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 """A module that is None cannot be imported, as one that is not there."""
 
-_COMMANDS = f"""{_WITHOUT_TORCH}
+COMMANDS = f"""{WITHOUT_TORCH}
 import commands, json
 for arguments in json.loads(sys.argv[1]):
     result = commands.run(*arguments)
     print(json.dumps([result.exit_code, result.stdout, result.stderr]))
 """
 
-_CALLS = f"""{_WITHOUT_TORCH}
+CALLS = f"""{WITHOUT_TORCH}
 from mxfp8_graph import *
 from mxfp8_ops.errors import BackendError
 for call in (lambda: load('m.pt2'), lambda: unpack('m.pt2'), lambda: rewrite('m.pt2'), lambda: to_onnx('m.pt2', 'm')):
@@ -41,25 +40,17 @@ def python(script: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def commands(*lines: str) -> list[Any]:
-    return [json.loads(line) for line in python(_COMMANDS, json.dumps([line.split() for line in lines]))]
-
-
-def test_an_onnx_model_is_rewritten_and_verified(tmp_path: Path) -> None:
+def test_onnx_models_are_rewritten_verified_and_run_and_programs_are_an_error(tmp_path: Path) -> None:
     source, output = b.save(b.chain_model(), tmp_path / "m.onnx"), tmp_path / "m.mxfp8.onnx"
-    results = commands(f"rewrite {source}", f"verify {source} {output}", f"run {output}")
-    assert [(code, errors) for code, _, errors in results] == [(0, "")] * 3
+    lines = [f"rewrite {source}", f"verify {source} {output}", f"run {output}"]
+    lines += ["rewrite m.pt2", "run m.pt2", "verify m.pt2 n.pt2"]
+    results = [json.loads(line) for line in python(COMMANDS, json.dumps([line.split() for line in lines]))]
+    assert [(code, errors) for code, _, errors in results[:3]] == [(0, "")] * 3
+    message = "error: torch: not installed; expected it for exported programs and .pt2 files; pip install torch"
+    assert results[3:] == [[2, "", f"{message} onnxscript\n"]] * 3
 
 
-def test_a_program_needs_torch() -> None:
-    message = (
-        "error: torch: not installed; expected it for exported programs and .pt2 files; pip install torch onnxscript"
-    )
-    expected = [2, "", f"{message}\n"]
-    assert commands("rewrite m.pt2", "run m.pt2", "verify m.pt2 n.pt2") == [expected] * 3
-
-
-def test_a_star_import_and_calls_from_python_say_so_too() -> None:
-    lines = python(_CALLS)
+def test_functions_that_need_torch_give_an_error_when_they_are_called() -> None:
+    lines = python(CALLS)
     assert len(lines) == 4
     assert all("pip install torch onnxscript" in line for line in lines), lines
