@@ -12,9 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import FORMATS, ROUNDINGS, assert_same, heavy_tailed
+from compare import ROUNDINGS, assert_same, heavy_tailed
 from grids import instruction_sets, looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
+from scale_definition import boundary_values
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import UINT8
@@ -22,7 +23,7 @@ from mxfp8_ops.formats import ELEMENT_FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
-DTYPES = tuple(numerics.VALUE_DTYPES)
+DTYPES, FORMATS = tuple(numerics.VALUE_DTYPES), tuple(ELEMENT_FORMATS)
 CODES = {name: code for code, name in contract.VALUE_NAMES.items()}
 
 
@@ -133,7 +134,9 @@ def hard_blocks(dtype: str) -> np.ndarray:
     subnormal = (rng.integers(0, 1 << 23, 1 << 12, dtype=np.uint32) | (upper[: 1 << 12] % 2 << 31)).view(np.float32)
     # Random mantissas under every exponent, and blocks whose amax is one bit around a boundary of any rounding.
     spread = np.ldexp(rng.standard_normal((1 << 12, 32)), rng.integers(-149, 127, (1 << 12, 1))).astype(np.float32)
-    at = np.float32([m * 2.0**e for m in (1, 1.75, 1.875, 1.9375, 2 - 2.0**-23) for e in range(-126, 127)])
+    at = np.float32(
+        [m * 2.0**e for m in (1, 1.75, 1.875, 1.9375, 127 / 64, 255 / 128, 2 - 2.0**-23) for e in range(-126, 127)]
+    )
     around = np.stack([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(2) * at)]).reshape(-1, 1)
     boundary = around * rng.uniform(-1, 1, (len(around), 32)).astype(np.float32)
     boundary[:, 5] = -around[:, 0]
@@ -145,25 +148,36 @@ def hard_blocks(dtype: str) -> np.ndarray:
     return np.concatenate([part.reshape(-1, 32) for part in parts])
 
 
+LAYOUTS: dict[str, tuple[tuple[int, int], int]] = {
+    "blocks in rows": ((-1, 32), -1),
+    "blocks in columns": ((32, -1), 0),
+    "values alone in rows": ((-1, 1), -1),
+    "values alone in columns": ((1, -1), 0),
+}
+"""A shape and its blocked axis."""
+
+
 @functools.cache
-def hard_case(dtype: str, element_format: str, scale_rounding: str, *, alone: bool) -> tuple[np.ndarray, ...]:
-    """Returns hard blocks, or every leading pattern as the only value of its block, and the codes of `numpy_nodes`."""
-    x = hard_blocks(dtype)
-    x = x[:2048].reshape(-1, 1) if alone else x
-    return x, *numpy_nodes.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+def hard_case(dtype: str, element_format: str, scale_rounding: str, layout: str) -> tuple[np.ndarray, ...]:
+    """Returns hard blocks, or values at every step of a scale that stand alone, and the codes of `numpy_nodes`."""
+    shape, axis = LAYOUTS[layout]
+    x = boundary_values() if "alone" in layout and dtype == "float32" else hard_blocks(dtype)
+    x = (x[:2048] if "alone" in layout and dtype != "float32" else x).reshape(shape)
+    return x, *numpy_nodes.quantize(x, axis=axis, element_format=element_format, scale_rounding=scale_rounding)
 
 
 KINDS = [*itertools.product(DTYPES, FORMATS, ROUNDINGS)]
 
 
 @looped(
-    "dtype, element_format, scale_rounding, alone",
-    [(*kind, False) for kind in KINDS] + [(*kind, True) for kind in pairwise(a=DTYPES, b=FORMATS, c=ROUNDINGS)],
+    "dtype, element_format, scale_rounding, layout",
+    [(*kind, "blocks in rows") for kind in KINDS] + pairwise(a=DTYPES, b=FORMATS, c=ROUNDINGS, layout=[*LAYOUTS][1:]),
 )
-def test_quantize_gives_the_bytes_of_the_reference(backend, dtype, element_format, scale_rounding, alone):
-    x, elements, scales = hard_case(dtype, element_format, scale_rounding, alone=alone)
+def test_quantize_gives_the_bytes_of_the_reference(backend, dtype, element_format, scale_rounding, layout):
+    x, elements, scales = hard_case(dtype, element_format, scale_rounding, layout)
     assert (scales == 255).any()
-    got = backend.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+    axis = LAYOUTS[layout][1]
+    got = backend.quantize(x, axis=axis, element_format=element_format, scale_rounding=scale_rounding)
     assert_same(got[1], scales, "scales")
     assert_same(got[0], elements, "elements", x)
 

@@ -1,11 +1,10 @@
-"""The scale code of every bfloat16 and of float32 values around every power of two: definition, reference, kernels.
+"""The scale code of every bfloat16 and of float32 values around every power of two: the reference is the definition.
 
-The same values on emulated CUDA threads are in test_cuda_emulated.py.
+The kernels give the same codes in test_backends.py and, on emulated CUDA threads, in test_cuda_emulated.py.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from fractions import Fraction
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 from compare import ROUNDINGS, assert_same
 from grids import instruction_sets, looped
-from scale_definition import FIRST_NORMAL, alone_by_definition, boundary_values, near
+from scale_definition import FIRST_NORMAL, boundary_values, codes_by_definition, near
 
 from mxfp8_ops import cpu, numpy_nodes
 from mxfp8_ops.formats import ELEMENT_FORMATS
@@ -23,33 +22,15 @@ pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflo
 
 BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 KINDS = looped("fmt, rounding", itertools.product(ELEMENT_FORMATS, ROUNDINGS))
-LAYOUTS = [((-1, 1), -1), ((1, -1), 0), ((-1, 64), -1), ((64, -1), 0)]
-"""Shapes and the blocked axis: values alone in their blocks, and 32 beside each other; rows and columns."""
-
-
-@functools.cache
-def expected_of(dtype: str, fmt: str, rounding: str, layout: int) -> tuple[np.ndarray, ...]:
-    """The values, and what the reference makes of them."""
-    shape, axis = LAYOUTS[layout]
-    x = (BFLOAT16 if dtype == "bfloat16" else boundary_values()).reshape(shape)
-    return x, *numpy_nodes.quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
-
-
-def check(quantize, dtype: str, fmt: str, rounding: str) -> None:
-    for layout, (_, axis) in enumerate(LAYOUTS):
-        x, elements, scales = expected_of(dtype, fmt, rounding, layout)
-        got = quantize(x, axis=axis, element_format=fmt, scale_rounding=rounding)
-        assert_same(got[1], scales, f"scales of {x.shape}, axis {axis}", x)
-        assert_same(got[0], elements, f"elements of {x.shape}, axis {axis}", x)
 
 
 @KINDS
 def test_the_reference_is_the_definition(fmt: str, rounding: str) -> None:
     for x in (boundary_values(), BFLOAT16.astype(np.float32)):
         elements, scales = numpy_nodes.quantize(x[:, None], element_format=fmt, scale_rounding=rounding)
-        expected = alone_by_definition(x, ELEMENT_FORMATS[fmt], rounding)
-        assert_same(scales[:, 0], expected[1], "scales", x)
-        assert_same(elements[:, 0], expected[0], "elements", x)
+        expected = codes_by_definition(x[:, None], ELEMENT_FORMATS[fmt], rounding)
+        assert_same(scales, expected[1], "scales", x[:, None])
+        assert_same(elements, expected[0], "elements", x[:, None])
 
 
 @pytest.mark.parametrize(("rounding", "last"), [("ceil", 0x7F0000), ("even", 0x7F7FFF), ("floor", 0x7FFFFF)])
@@ -65,11 +46,6 @@ def test_a_subnormal_amax_takes_the_smallest_scale_that_the_definition_allows(ro
         assert [int(value * 2**133 + Fraction(1, 2)) for value in exact] == [127, 128]
 
 
-@looped("dtype, fmt, rounding", itertools.product(["bfloat16", "float32"], ELEMENT_FORMATS, ROUNDINGS))
-def test_kernels_give_the_bytes_of_the_reference(isa, dtype: str, fmt: str, rounding: str) -> None:
-    check(cpu.quantize, dtype, fmt, rounding)
-
-
 @KINDS
 def test_packing_gives_the_bytes_of_the_reference(isa, fmt: str, rounding: str) -> None:
     """Of finite values, by rows and transposed."""
@@ -83,18 +59,6 @@ def test_packing_gives_the_bytes_of_the_reference(isa, fmt: str, rounding: str) 
         assert_same(got.elements, np.ascontiguousarray(elements.T), f"elements, {transposed=}")
 
 
-@looped("dtype, fmt, rounding", itertools.product(["bfloat16", "float32"], ELEMENT_FORMATS, ROUNDINGS))
-def test_the_torch_op_gives_the_bytes_of_the_reference(dtype: str, fmt: str, rounding: str) -> None:
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("mxfp8_ops.torch_ops")
-
-    def quantize(x, **options):
-        tensor = torch.from_numpy(x.view(np.int16 if dtype == "bfloat16" else x.dtype)).view(getattr(torch, dtype))
-        return tuple(result.numpy() for result in torch.ops.mxfp8.quantize(tensor, **options))
-
-    check(quantize, dtype, fmt, rounding)
-
-
 @pytest.mark.slow
 @KINDS
 def test_kernels_give_the_definition_of_all_values_around_powers_of_two(fmt: str, rounding: str) -> None:
@@ -105,9 +69,9 @@ def test_kernels_give_the_definition_of_all_values_around_powers_of_two(fmt: str
         if exponent == 1:
             bits = np.concatenate([bits, near(FIRST_NORMAL, 0x20000)])
         x = bits[(bits >= 0)].astype(np.uint32).view(np.float32)
-        elements, scales = alone_by_definition(x, ELEMENT_FORMATS[fmt], rounding)
+        elements, scales = codes_by_definition(x[:, None], ELEMENT_FORMATS[fmt], rounding)
         for isa in instruction_sets():
             with cpu.forced_isa(isa):
                 got = cpu.quantize(x[:, None], element_format=fmt, scale_rounding=rounding)
-            assert_same(got[1][:, 0], scales, f"scales, {isa}, around 2^{exponent - 127}", x)
-            assert_same(got[0][:, 0], elements, f"elements, {isa}, around 2^{exponent - 127}", x)
+            assert_same(got[1], scales, f"scales, {isa}, around 2^{exponent - 127}", x[:, None])
+            assert_same(got[0], elements, f"elements, {isa}, around 2^{exponent - 127}", x[:, None])
