@@ -7,6 +7,7 @@ import pytest
 from compare import assert_within, heavy_tailed
 from grids import looped, pairwise
 from one_node import one_node_model, run
+from test_ort import check_fault
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import FLOAT
@@ -136,3 +137,25 @@ def test_the_bound_catches_another_epilogue():
     exact = numpy_nodes.fused_weight_gemm(x, *b, epilogue="gelu")
     wrong = np.abs(exact - numpy_nodes.fused_weight_gemm(x, *b, epilogue="gelu_tanh"))
     assert (wrong > numpy_nodes.fused_gemm_error_bound(x, numpy_nodes.dequantize(*b), epilogue="gelu")).any()
+
+
+X = np.ones((3, 64), np.float32)
+FAULTS = {
+    "epilogue": (
+        "FusedWeightGemm",
+        {"epilogue": "swish"},
+        {"x": X, "be": X, "bs": X[:, :2]},
+        "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu;",
+    ),
+    "factor": (
+        "GatedWeightGemm",
+        {},
+        {"x": X, "be": X, "bs": X[:, :2], "factor": X[0, :7]},
+        r"factor has shape \(7,\); expected \(3, 3\), .* of the result; broadcast it first",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_node_names_what_does_not_fit(fault):
+    check_fault(*FAULTS[fault])

@@ -1,25 +1,23 @@
-"""The nodes inside ONNX Runtime: shapes, places, sessions, and errors. Their results are in test_bodies.py."""
+"""The nodes inside ONNX Runtime: results, shapes, places and errors.
+
+test_ort_device.py runs these tests on a GPU too. The results of every node are in test_bodies.py.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from compare import assert_same, heavy_tailed
-from grids import looped
-from node_examples import example, model_of
-from one_node import from_ort, to_ort
+from compare import assert_same, assert_within, heavy_tailed
+from grids import looped, pairwise
 from onnx import TensorProto, helper, numpy_helper
-from releases import release
 
-from mxfp8_ops import contract, native, numpy_nodes, ort
-from mxfp8_ops.errors import BackendError, ContractError
+from mxfp8_ops import contract, formats, numerics, numpy_nodes, ort
 
+FORMATS = {fmt.onnx_dtype: name for name, fmt in formats.ELEMENT_FORMATS.items()}
 FLOAT, UINT8, E4M3 = TensorProto.FLOAT, TensorProto.UINT8, TensorProto.FLOAT8E4M3FN
 
 
@@ -54,6 +52,58 @@ def model(nodes, inputs, outputs, **initializers) -> bytes:
 
 def run(model_bytes: bytes, **feeds: np.ndarray) -> list[np.ndarray]:
     return ort.session(model_bytes).run(None, feeds)
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+@looped(
+    "x_dtype, b_format, y_dtype, with_bias",
+    pairwise(x=[*FORMATS, *contract.VALUES], b=FORMATS, y=contract.VALUES, with_bias=[False, True]),
+)
+def test_gemms_of_elements_and_of_values(x_dtype, b_format, y_dtype, with_bias):
+    x, b, bias = (
+        heavy_tailed((2, 5, 2048), 1),
+        heavy_tailed((33, 2048), 2),
+        heavy_tailed((33,), 3) if with_bias else None,
+    )
+    qb = numpy_nodes.quantize(b, element_format=FORMATS[b_format])
+    if x_dtype in FORMATS:
+        first, op = node("MXFP8Quantize", "x", "xe xs", output_dtype=x_dtype), ("MXFP8Gemm", "xe xs")
+        qx = numpy_nodes.quantize(x, element_format=FORMATS[x_dtype])
+        seen = numpy_nodes.dequantize(*qx, element_format=FORMATS[x_dtype])
+    else:
+        first, op = cast("x", "typed", x_dtype), ("MXFP8WeightGemm", "typed")
+        seen = x.astype(numerics.VALUE_DTYPES[contract.VALUE_NAMES[x_dtype]])
+    nodes = [
+        first,
+        node("MXFP8Quantize", "b", "be bs", output_dtype=b_format),
+        node(op[0], f"{op[1]} be bs" + " bias" * with_bias, "y", output_dtype=y_dtype),
+        cast("y", "wide", FLOAT),
+    ]
+    constants = {"b": b} if bias is None else {"b": b, "bias": bias}
+    graph = model(nodes, {"x": (FLOAT, ["n", None, 2048])}, {"wide": (FLOAT, None)}, **constants)
+    weight = numpy_nodes.dequantize(*qb, element_format=FORMATS[b_format])
+    bound = numpy_nodes.gemm_error_bound(seen, weight, contract.VALUE_NAMES[y_dtype], bias)
+    assert_within(run(graph, x=x)[0], numpy_nodes.weight_gemm(seen, *qb, bias, b_format=FORMATS[b_format]), bound)
+
+
+@looped("shape, v, d", [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 5), ((2, 1, 2), 3, 33)])
+def test_embeddings_of_any_shape(shape, v, d):
+    b, ids = heavy_tailed((v, d)), np.random.default_rng(0).integers(-v, v, shape)
+    nodes = [node("MXFP8Quantize", "b", "be bs"), node("MXFP8Embedding", "ids be bs", "y")]
+    for dims in ([None] * len(shape), None):
+        graph = model(nodes, {"ids": (TensorProto.INT64, dims)}, {"y": (FLOAT, None)}, b=b)
+        assert_same(run(graph, ids=ids)[0], numpy_nodes.embedding(ids, *numpy_nodes.quantize(b)))
+
+
+@looped("x_shape", [(64,), (3, 64), (2, 3, 64), (0, 64), (5, 1, 3, 64)])
+def test_leading_dimensions_broadcast_as_in_numpy(x_shape):
+    for b_shape in ((7, 64), (2, 7, 64), (5, 2, 7, 64)):
+        x, qb = heavy_tailed(x_shape, 1), numpy_nodes.quantize(heavy_tailed(b_shape, 2))
+        (y,) = run(weight_only([None] * x.ndim, b=heavy_tailed(b_shape, 2)), x=x)
+        bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*qb))
+        assert_within(y, numpy_nodes.weight_gemm(x, *qb), bound)
 
 
 # --- shapes ----------------------------------------------------------------------------------------------------------
@@ -164,8 +214,6 @@ FAULTS: dict[str, tuple[str, dict[str, Any], dict[str, np.ndarray], str]] = {
                         "output_dtype 11; expected 1 .*, 10 .* or 16"),
     "dtype of activations": ("WeightGemm", {"activation_dtype": 10}, {"x": X, "be": X, "bs": X[:, :2]},
                              r"activation_dtype 10; expected 1 \(float\) or 16 \(bfloat16\)"),
-    "epilogue": ("FusedWeightGemm", {"epilogue": "swish"}, {"x": X, "be": X, "bs": X[:, :2]},
-                 "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu;"),
     "axis": ("Quantize", {"axis": 1}, {"x": X[0]}, "axis 1 of a 1-D tensor; expected -1 <= axis < 1"),
     "scales": ("Dequantize", {}, {"e": X, "s": X[:, :1]}, r"scales has shape \(3, 1\); expected \(3, 2\)"),
     "K": ("WeightGemm", {}, {"x": X[:, :32], "be": X, "bs": X[:, :2]},
@@ -177,25 +225,15 @@ FAULTS: dict[str, tuple[str, dict[str, Any], dict[str, np.ndarray], str]] = {
                            r"operands \(2, 3, 64\) and \(5, 7, 64\); expected leading dimensions that broadcast"),
     "bias": ("WeightGemm", {}, {"x": X, "be": X, "bs": X[:, :2], "bias": X[0, :6]},
              r"bias has shape \(6,\); expected \(3,\), one value per output column"),
-    "factor": ("GatedWeightGemm", {}, {"x": X, "be": X, "bs": X[:, :2], "factor": X[0, :7]},
-               r"factor has shape \(7,\); expected \(3, 3\), .* of the result; broadcast it first"),
     "index above": ("Embedding", {}, {"ids": np.array([[0], [3]]), "be": X, "bs": X[:, :2]},
                     r"index 3 at \(1, 0\); expected -3 to 2, for a table of 3 rows; pass ids"),
     "index below": ("Embedding", {}, {"ids": np.array([0, -4]), "be": X, "bs": X[:, :2]}, r"index -4 at \(1,\)"),
     "index beyond int32": ("Embedding", {}, {"ids": np.array([2**40]), "be": X, "bs": X[:, :2]}, "index 1099511627776"),
-    "expert": ("GroupedWeightGemm", {}, {"x": X[:, None], "be": X[None], "bs": X[None, :, :2],
-                                         "experts": np.array([0, 1, 2])},
-               "expert 2 of 1; expected -1 to 0, or 1 for none; "),
-    "rows of experts": ("GroupedWeightGemm", {}, {"x": X[:, None], "be": X[None], "bs": X[None, :, :2],
-                                                  "experts": np.array([0, 0])},
-                        r"operands .*; expected leading dimensions that broadcast"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_node_names_what_does_not_fit(fault: str) -> None:
-    """The model has no shapes, so that only the kernel sees them. Elements and scales are cast from float32."""
-    op, attributes, operands, message = FAULTS[fault]
+def check_fault(op: str, attributes: dict[str, Any], operands: dict[str, np.ndarray], message: str) -> None:
+    """Fails unless a node ends with the error. Its model has no shapes; elements and scales are cast from float32."""
     nodes, inputs, feeds = [], {}, {}
     for name, value in operands.items():
         dtype = {"e": E4M3, "be": E4M3, "s": UINT8, "bs": UINT8}.get(name)
@@ -210,96 +248,13 @@ def test_a_node_names_what_does_not_fit(fault: str) -> None:
         run(graph, **feeds)
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_node_names_what_does_not_fit(fault: str) -> None:
+    check_fault(*FAULTS[fault])
+
+
 def test_a_narrow_output_of_an_input_without_rank_is_refused():
     nodes = [node("MXFP8Quantize", "b", "be bs"), node("MXFP8WeightGemm", "x be bs", "y", output_dtype=10)]
     graph = model([*nodes, cast("y", "z", 1)], {"x": (FLOAT, None)}, {"z": (FLOAT, None)}, b=heavy_tailed((7, 64)))
     with pytest.raises(Exception, match="'the_y': output_dtype 10 on an input of unknown rank; expected"):
         ort.session(graph)
-
-
-@looped("op, device", itertools.product(("MXFP8Attention", "MXFP8FusedGemm"), (None, "cuda", "cuda-copies")))
-def test_the_nodes_without_a_kernel_for_a_gpu_are_their_bodies_there(op, device):
-    """ONNX Runtime then takes the body apart, whose ops the CUDA provider has."""
-    one = example(op)
-    proto, fed = model_of([one])
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    if device is not None:
-        options.add_session_config_entry("mxfp8.device", device)
-    options.register_custom_ops_library(str(native.library_path()))
-
-    def session() -> onnxruntime.InferenceSession:
-        return onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-
-    if op == "MXFP8Attention":  # a fused node's body has gemms, which need a GPU on device "cuda-copies"
-        names = [output.name for output in proto.graph.output]
-        values = session().run_with_ort_values(
-            names, {port.name: to_ort(*fed[port.name]) for port in session().get_inputs()}
-        )
-        one.check([from_ort(value, dtype) for value, dtype in zip(values, one.outputs.values(), strict=True)])
-    del proto.functions[:]
-    if device is None:
-        session()
-    else:
-        with pytest.raises(Exception, match=rf"{op}\(-?1\) is not a registered function/op"):
-            session()
-
-
-# --- sessions --------------------------------------------------------------------------------------------------------
-
-
-def test_session_names_a_missing_file(tmp_path):
-    with pytest.raises(ContractError, match=r"model.onnx: no such file; expected an ONNX model; correct the path"):
-        ort.session(tmp_path / "model.onnx")
-
-
-def test_session_opens_a_file(tmp_path):
-    (tmp_path / "model.onnx").write_bytes(weight_only(["m", 64], b=heavy_tailed((7, 64))))
-    assert ort.session(tmp_path / "model.onnx").get_providers() == ["CPUExecutionProvider"]
-
-
-def test_registering_twice_says_what_to_do():
-    options = onnxruntime.SessionOptions()
-    ort.register(options)
-    with pytest.raises(BackendError, match=r"registered with them already; .* make one SessionOptions per session"):
-        ort.register(options)
-
-
-def test_an_onnxruntime_that_is_too_old_is_refused(monkeypatch):
-    monkeypatch.setattr(onnxruntime, "__version__", "1.19.2")
-    with pytest.raises(BackendError, match=r"onnxruntime 1\.19\.2: too old; expected 1\.20 or later"):
-        ort.register(onnxruntime.SessionOptions())
-
-
-SINCE = ort.FASTER_WITHOUT["SkipLayerNormFusion"]
-UNFUSED, FUSED = {"Add": 1, "LayerNormalization": 1}, {"SkipLayerNormalization": 1}
-
-
-@pytest.mark.parametrize(
-    ("version", "entry", "arguments", "ops"),
-    [
-        pytest.param(None, None, {}, UNFUSED, id="a release in which the fusion is slower", marks=pytest.mark.skipif(
-            release("onnxruntime") < SINCE, reason=f"the fusion is slower since {SINCE}")),
-        pytest.param("1.29.0", None, {}, FUSED, id="a release in which it is faster"),
-        pytest.param(None, "", {}, FUSED, id="an entry of the user"),
-        pytest.param(None, None, {"disabled_optimizers": ["GeluFusion"]}, FUSED, id="an argument of ONNX Runtime"),
-    ],
-)  # fmt: skip
-def test_a_session_leaves_out_a_fusion_that_is_slower_unless_the_user_decides(
-    version, entry, arguments, ops, *, tmp_path, monkeypatch
-):
-    nodes = [
-        helper.make_node("Add", ["x", "skip"], ["sum"]),
-        helper.make_node("LayerNormalization", ["sum", "scale", "bias"], ["y"], axis=-1),
-    ]
-    shape, ones = (FLOAT, [2, 4, 64]), np.ones(64, np.float32)
-    proto = model(nodes, {"x": shape, "skip": shape}, {"y": shape}, scale=ones, bias=ones)
-    if version is not None:
-        monkeypatch.setattr(onnxruntime, "__version__", version)
-    options = onnxruntime.SessionOptions()
-    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    options.log_severity_level = 3
-    if entry is not None:
-        options.add_session_config_entry(ort.DISABLE, entry)
-    ort.session(proto, session_options=options, **arguments)
-    assert Counter(node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node) == ops
