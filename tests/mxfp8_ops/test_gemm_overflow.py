@@ -12,7 +12,7 @@ from collections.abc import Callable
 import ml_dtypes
 import numpy as np
 import pytest
-from grids import looped
+from grids import looped, pairwise
 
 from mxfp8_ops import cpu, numpy_nodes
 
@@ -23,7 +23,6 @@ ONE = {"e4m3": 0x38, "e5m2": 0x3C, "int8": 64}
 LARGEST = float(np.finfo(np.float32).max)
 ROWS = (1, 2, 5, 7, 9, 16, 17, 200, 300)
 """For every kernel: of one row and few, of a tile, of many tiles, of two strips."""
-DEPTHS = (64, 70, 1100)
 Operand = tuple[np.ndarray, np.ndarray]
 
 
@@ -85,30 +84,28 @@ def test_a_product_that_overflows_is_not_lost_to_an_infinite_sum(isa, m, n):
         check(y, values((a, a_scales), fmt), values((b, b_scales), fmt))
 
 
-@looped("m, k, fmt", itertools.product(ROWS, DEPTHS, FORMATS))
+@looped("m, k, fmt", pairwise(m=ROWS, k=(64, 70, 1100), fmt=FORMATS))
 def test_sums_overflow_as_an_order_of_the_products_does(isa, m, k, fmt):
     a, b = operands(m, 33, k, fmt, m)
     check(cpu.gemm(*a, *b, a_format=fmt, b_format=fmt), values(a, fmt), values(b, fmt))
 
 
-@looped("m, dtype", itertools.product(ROWS, [np.float32, ml_dtypes.bfloat16]))
-def test_sums_of_values_overflow_alike(isa, m, dtype):
-    for fmt in FORMATS:
-        a, b = operands(m, 17, 96, fmt, m)
-        x = values(a, fmt).astype(dtype)
-        check(cpu.weight_gemm(x, *b, b_format=fmt), x, values(b, fmt))
+@looped("m, dtype, fmt", pairwise(m=ROWS, dtype=[np.float32, ml_dtypes.bfloat16], fmt=FORMATS))
+def test_sums_of_values_overflow_alike(isa, m, dtype, fmt):
+    a, b = operands(m, 17, 96, fmt, m)
+    x = values(a, fmt).astype(dtype)
+    check(cpu.weight_gemm(x, *b, b_format=fmt), x, values(b, fmt))
 
 
 @looped("m, fmt", itertools.product(ROWS, FORMATS))
-def test_the_ends_of_gemms_see_the_corrected_sums(isa, m, fmt):
-    """Fused and grouped: each stores its sums in a way of its own."""
+def test_fused_and_grouped_gemms_see_the_corrected_sums(isa, m, fmt):
+    """Each stores its sums in its own way."""
     a, b = operands(m, 40, 96, fmt, m)
     options = {"a_format": fmt, "b_format": fmt}
     x, w = values(a, fmt), values(b, fmt)
     y = cpu.fused_gemm(*a, *b, epilogue="relu", **options)
     check(y, x, w, lambda sums: np.maximum(sums, 0))
-    experts = np.zeros((), np.int64)
-    check(cpu.grouped_gemm(*a, b[0][None], b[1][None], experts, **options), x, w)
+    check(cpu.grouped_gemm(*a, b[0][None], b[1][None], np.zeros((), np.int64), **options), x, w)
 
 
 def test_float16_results_overflow_only_where_float16_does(isa):

@@ -1,6 +1,6 @@
-"""Gemms on 16-bit integers: exact whatever the elements are, those that are no integers among them.
+"""Gemms on integers: exact whatever the elements are, among them those that are no integers.
 
-What holds of every gemm is in test_cpu.py; here are the values that this kernel treats apart."""
+What holds of every gemm is in test_cpu.py; here are the values that these kernels treat apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
+from compare import assert_same
 from grids import instruction_sets, looped, pairwise
 
 from mxfp8_ops import cpu, numpy_nodes
@@ -21,8 +22,6 @@ FINITE = np.arange(0x7F, dtype=np.uint8)
 SMALL = FINITE[FINITE < 32]  # below 2^-3: no integers
 LEAST_ROWS = {"avx512_vnni": 9, "avx2_vnni": 12}  # fewer are for gemm_skinny_f32
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no processor with dot products of 16-bit integers")
-
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest):
@@ -30,10 +29,10 @@ def isa(request: pytest.FixtureRequest):
         yield request.param
 
 
-def multiply(*operands: np.ndarray, **options) -> tuple[np.ndarray, tuple[str, ...]]:
+def multiply(*operands: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """Returns cpu.gemm of them, and the kernels that ran."""
     with cpu.profiled() as profile:
-        y = cpu.gemm(*operands, **options)
+        y = cpu.gemm(*operands)
         return y, profile.calls()[-1].gemms
 
 
@@ -147,36 +146,17 @@ def test_columns_of_small_elements(isa, count, rows):
     assert kernels_of(a, b) == ("gemm_int16",)
 
 
-@looped("k", [5, 300])
-def test_a_nan_among_many_small_elements(isa, k):
-    a, b = ordinary((12, 600), 1), ordinary((40, 600), 2)
-    b[17, :256] = 3
-    scales = [np.full((len(x), 19), 127, np.uint8) for x in (a, b)]
-    clean = cpu.gemm(a, scales[0], b, scales[1])
-    b[17, k] = 0x7F
-    y = cpu.gemm(a, scales[0], b, scales[1])
-    nan = np.zeros(y.shape, bool)
-    nan[:, 17] = True
-    np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
-
-
-def test_a_result_does_not_depend_on_threads(isa):
-    rng = np.random.default_rng(0)
-    a, b = (numpy_nodes.quantize(rng.standard_normal((rows, 700)).astype(np.float32)) for rows in (90, 300))
-    one, three = (cpu.gemm(*a, *b, threads=threads) for threads in (1, 3))
-    np.testing.assert_array_equal(one, three)
-
-
-@looped("a_format, b_format", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
-def test_e5m2_has_too_wide_a_range(isa, a_format, b_format):
-    a, b = numpy_nodes.quantize(np.ones((12, 64), np.float32), element_format=a_format), np.full((9, 64), ONE)
-    _, kernels = multiply(*a, b, np.full((9, 2), 127, np.uint8), a_format=a_format, b_format=b_format)
-    assert kernels == ("gemm_f32",)
-
-
-def test_values_of_float32_are_for_another_kernel(isa):
+@pytest.mark.parametrize(
+    ("a_format", "b_format"), [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"), (None, "e4m3")]
+)
+def test_e5m2_and_float32_are_for_another_kernel(isa, a_format, b_format):
+    b = np.full((9, 64), ONE), np.full((9, 2), 127, np.uint8)
     with cpu.profiled() as profile:
-        cpu.weight_gemm(np.ones((12, 64), np.float32), np.full((9, 64), ONE), np.full((9, 2), 127, np.uint8))
+        if a_format is None:
+            cpu.weight_gemm(np.ones((12, 64), np.float32), *b)
+        else:
+            a = numpy_nodes.quantize(np.ones((12, 64), np.float32), element_format=a_format)
+            cpu.gemm(*a, *b, a_format=a_format, b_format=b_format)
         assert profile.calls()[-1].gemms == ("gemm_f32",)
 
 
@@ -196,15 +176,16 @@ def test_scales_of_a_beyond_that_are_for_another_kernel(isa, scale):
 
 
 def test_a_nan_is_in_its_row_or_column_and_others_are_the_same(isa):
-    rows = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32))
-    b = numpy_nodes.quantize(np.random.default_rng(1).standard_normal((50, 300)).astype(np.float32))
-    clean = cpu.gemm(*rows, *b)
-    rows[0][3, 299], rows[1][17, 2] = 0xFF, 255
-    b[0][20, 33], b[1][45, 9] = 0x7F, 255
-    y, kernels = multiply(*rows, *b)
+    rng = np.random.default_rng(0)
+    a, b = (numpy_nodes.quantize(rng.standard_normal((rows, 300)).astype(np.float32)) for rows in (40, 50))
+    b[0][12, :256] = b[0][20, :256] = 3  # many small elements are integers of their own
+    clean = cpu.gemm(*a, *b)
+    a[0][3, 299], a[1][17, 2] = 0xFF, 255
+    b[0][12, 5], b[0][20, 290], b[1][45, 9] = 0x7F, 0x7F, 255
+    y, kernels = multiply(*a, *b)
     assert kernels == ("gemm_int16",)
     nan = np.zeros(y.shape, bool)
-    nan[[3, 17]] = nan[:, [20, 45]] = True
+    nan[[3, 17]] = nan[:, [12, 20, 45]] = True
     np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
 
 
@@ -217,3 +198,26 @@ def test_all_combinations_of_few_rows_and_columns(isa):
         assert kernels_of(a, b) == ("gemm_int16",), (m, n)
     fewer = ordinary((LEAST_ROWS[isa] - 1, 64), 1)
     assert kernels_of(fewer, ordinary((16, 64), 2)) == ("gemm_skinny_f32",)
+
+
+# --- INT8: a block's sum is exact and added once, so every instruction set gives these bits ---------------------------
+
+HAVE_INT8 = [isa for isa in cpu.available_isas() if isa not in ("portable", "avx512", "amx_bf16")]
+
+
+@pytest.mark.parametrize("isa", HAVE_INT8)
+@pytest.mark.parametrize("codes", [(-128, 128), (-128, -127)], ids=["any", "all -128"])
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 64), (7, 33, 1056), (13, 70, 600)])
+def test_sums_of_blocks_are_exact_and_added_in_order(isa, codes, m, n, k):
+    rng = np.random.default_rng(m)
+    a, b = (rng.integers(*codes, (rows, k)).astype(np.int8) for rows in (m, n))
+    a_scales, b_scales = (rng.integers(117, 125, (rows, -(-k // 32)), dtype=np.uint8) for rows in (m, n))
+    expected = np.zeros((m, n), np.float32)
+    for block in range(a_scales.shape[1]):
+        x, w = (part[:, 32 * block : 32 * block + 32].astype(np.float64) / 64 for part in (a, b))
+        scales = np.ldexp(1.0, a_scales[:, block, None].astype(int) + b_scales[:, block].astype(int) - 254)
+        expected = (expected + (x @ w.T) * scales).astype(np.float32)  # in float64 the sum is exact
+    with cpu.forced_isa(isa), cpu.profiled() as profile:
+        y = cpu.gemm(a.view(np.uint8), a_scales, b.view(np.uint8), b_scales, a_format="int8", b_format="int8")
+        assert profile.calls()[-1].gemms == ("gemm_int8",)
+    assert_same(y, expected)
