@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from grids import looped, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from properties import DTYPES, arrays, shapes, values, views
 
-from mxfp8_ops import cpu, formats, numerics, numpy_nodes
+from mxfp8_ops import cpu, cuda, formats, numerics, numpy_nodes
 from mxfp8_ops.errors import Mxfp8Error
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
@@ -44,13 +46,17 @@ def same(actual: Any, expected: Any) -> None:
 
 
 @given(arrays((*DTYPES, np.dtype(np.float64))), AXES, FORMATS, ROUNDINGS)
-def test_quantize(x: np.ndarray, axis: int, element_format: str, scale_rounding: str) -> None:
+def test_quantize_gives_what_the_reference_gives(
+    x: np.ndarray, axis: int, element_format: str, scale_rounding: str
+) -> None:
     options = {"axis": axis, "element_format": element_format, "scale_rounding": scale_rounding}
     same(outcome(cpu.quantize, x, **options), outcome(numpy_nodes.quantize, x, **options))
 
 
 @given(st.data(), shapes(), AXES, FORMATS, RESULTS)
-def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format: str, dtype: str) -> None:
+def test_dequantize_gives_what_the_reference_gives(
+    data: Any, shape: tuple[int, ...], axis: int, element_format: str, dtype: str
+) -> None:
     rng = np.random.default_rng(len(shape))
     blocks = [*shape]
     if -len(shape) <= axis < len(shape) and not data.draw(st.booleans(), label="wrong scales"):
@@ -64,7 +70,7 @@ def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format
 
 
 @given(st.data(), st.integers(0, 9), st.sampled_from([0, 1, 31, 32, 33, 70]), FORMATS, RESULTS)
-def test_embedding(data: Any, v: int, d: int, b_format: str, dtype: str) -> None:
+def test_embedding_gives_what_the_reference_gives(data: Any, v: int, d: int, b_format: str, dtype: str) -> None:
     rng = np.random.default_rng(v)
     wrong = data.draw(st.booleans(), label="wrong indices")
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3), label="shape of the indices")
@@ -87,7 +93,7 @@ def products(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ..
 
 
 @given(st.data(), products(), FORMATS, RESULTS)
-def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None:
+def test_weight_gemm_gives_what_the_reference_gives(data: Any, product: Any, b_format: str, dtype: str) -> None:
     x_shape, shape, bias_shape = product
     x = data.draw(views(data.draw(values(x_shape, data.draw(st.sampled_from(DTYPES)), calm=True))))
     b = tuple(
@@ -106,3 +112,40 @@ def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None
     fits = np.abs(exact) < (60_000 if dtype == "float16" else 1e38)
     excess = (np.abs(actual - exact) - bound)[fits & np.isfinite(bound)]
     assert (excess <= 0).all(), f"{excess.max()} beyond the bound"
+
+
+# --- quantize(..., out=(elements, scales)) ---------------------------------------------------------------------------
+
+SHAPES = [((5, 96), -1), ((5, 70), -1), ((3, 40, 48), 1), ((37,), 0), ((0, 64), -1), ((4, 0), 1), ((70, 5), 0)]
+
+
+@pytest.mark.parametrize("quantize", [numpy_nodes.quantize, cpu.quantize], ids=["reference", "kernels"])
+@looped(
+    "shape_and_axis, dtype, kind, order",
+    pairwise(shape=SHAPES, dtype=numerics.VALUE_DTYPES, kind=[("e4m3", "ceil"), ("e5m2", "floor")], order="CF"),
+)
+def test_quantize_writes_the_same_bytes_into_given_arrays(
+    quantize: Callable[..., Any], shape_and_axis: tuple[tuple[int, ...], int], dtype: str, kind: Any, order: str
+) -> None:
+    (shape, axis), (element_format, scale_rounding) = shape_and_axis, kind
+    x = np.random.default_rng(0).standard_normal(shape).astype(numerics.value_dtype(dtype), order)
+    options = {"axis": axis, "element_format": element_format, "scale_rounding": scale_rounding}
+    expected = numpy_nodes.quantize(x, **options)
+    rooms = [np.full((3, *codes.shape), 0xAA, np.uint8) for codes in expected]  # with arrays before and behind
+    out = tuple(room[1] for room in rooms)
+    got = quantize(x, **options, out=out)
+    assert all(one is other for one, other in zip(got, out, strict=True))
+    for room, codes in zip(rooms, expected, strict=True):
+        np.testing.assert_array_equal(room[1], codes)
+        assert (room[::2] == 0xAA).all()
+
+
+@pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads"}), (cuda, set())])
+def test_a_backend_has_the_arguments_of_the_reference_in_its_order_and_some_of_its_own(backend: Any, more: set) -> None:
+    shared = [name for name in backend.__all__ if inspect.isfunction(getattr(numpy_nodes, name, None))]
+    assert "quantize" in shared
+    for name in shared:
+        theirs = inspect.signature(getattr(backend, name)).parameters.values()
+        ours = inspect.signature(getattr(numpy_nodes, name)).parameters.values()
+        alike = [(p.name, p.kind, p.default) for p in theirs if p.name not in more]
+        assert alike == [(p.name, p.kind, p.default) for p in ours], name
