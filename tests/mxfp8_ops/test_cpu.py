@@ -5,6 +5,8 @@ What other backends do alike is in test_backends.py and test_bad_calls.py; packi
 
 from __future__ import annotations
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -27,8 +29,14 @@ SHAPES = [
 ]
 
 
-def quantized(shape: tuple[int, ...], fmt: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
+@functools.cache
+def codes_of(shape: tuple[int, ...], fmt: str, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return numpy_nodes.quantize(heavy_tailed(shape, seed), element_format=fmt)
+
+
+def quantized(shape: tuple[int, ...], fmt: str, seed: int) -> tuple[np.ndarray, ...]:
+    """Returns codes that a test may change: every instruction set begins with the same."""
+    return tuple(codes.copy() for codes in codes_of(shape, fmt, seed))
 
 
 def check_gemm(a, b, bias, formats: tuple[str, str], dtype: str = "float32") -> None:
@@ -98,18 +106,18 @@ SIZES_OF_A = [(100, 2.0**-20), (20, 2.0**-60), (2, 2.0**-120)]
 """A scale code of quantized values, and a factor of others."""
 
 
-@looped("m, b_format, sizes", pairwise(m=[1, 6, 7, 16, 20, 200], b_format=FORMATS, sizes=SIZES_OF_A))
+@looped("m, b_format, sizes", pairwise(m=[1, 6, 7, 200], b_format=FORMATS, sizes=SIZES_OF_A))
 def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format, sizes):
     """Scales too small and too large for a shortcut, between ordinary ones; the values of A keep sums finite."""
     codes = [0, 1, 2, 3, 126, 127, 239 if b_format == "e5m2" else 246]
     rng = np.random.default_rng(m)
-    b = rng.integers(0, 0x7B, (70, 1600), dtype=np.uint8) | rng.choice([0, 0x80], (70, 1600)).astype(np.uint8)
-    b_scales = rng.choice(codes, (70, 50)).astype(np.uint8)
+    b = rng.integers(0, 0x7B, (70, 1120), dtype=np.uint8) | rng.choice([0, 0x80], (70, 1120)).astype(np.uint8)
+    b_scales = rng.choice(codes, (70, 35)).astype(np.uint8)
     b_scales[10:] = 120  # ordinary rows
-    b_scales[20, 49] = b_scales[40, 0] = 1
-    a = rng.integers(0, 0x7B, (m, 1600), dtype=np.uint8), np.full((m, 50), sizes[0], np.uint8)
+    b_scales[20, 34] = b_scales[40, 0] = 1
+    a = rng.integers(0, 0x7B, (m, 1120), dtype=np.uint8), np.full((m, 35), sizes[0], np.uint8)
     check_gemm(a, (b, b_scales), None, ("e4m3", b_format))
-    check_weight_gemm(heavy_tailed((m, 1600)) * np.float32(sizes[1]), (b, b_scales), b_format=b_format)
+    check_weight_gemm(heavy_tailed((m, 1120)) * np.float32(sizes[1]), (b, b_scales), b_format=b_format)
 
 
 @looped("m", [1, 8, 20])
