@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from onnx import TensorProto, helper
 from releases import release
 from scale_definition import codes_by_definition
 
-from mxfp8_ops import contract, numerics, numpy_nodes
+from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT16, UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS, ElementFormat
 from mxfp8_ops.function_body import STYLE, Style
@@ -185,16 +186,11 @@ def test_a_bad_value_anywhere_makes_its_block_nan_and_no_other(fmt: str, place: 
     itertools.product(FORMATS, contract.VALUES, ("inputs", "folded", "not folded", "standard ops")),
 )
 def test_dequantize_gives_every_element_at_the_ends_of_the_scales(fmt: str, output: int, place: str) -> None:
-    scales = np.array([0, 1, 6, 126, 127, 128, 253, 254, 255], np.uint8)[:, None]
+    scales = np.array([0, 1, 6, 126, 127, 128, 253, 254, 255], np.uint8)[:, None].repeat(8, 1)
     elements = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
-    scales = np.tile(scales, (1, 8))
-    code = ELEMENT_FORMATS[fmt].onnx_dtype
-    inputs = {"elements": (elements, code), "scales": (scales, UINT8)}
-    with np.errstate(over="ignore", invalid="ignore"):
-        exact = elements.view(ELEMENT_FORMATS[fmt].numpy_name).astype(np.float64)
-        exact = exact / (64 if fmt == "int8" else 1) * np.ldexp(1.0, scales.astype(int).repeat(32, 1) - 127)
-        exact[scales.repeat(32, 1) == 255] = np.nan
-        expected = exact.astype(np.float32).astype(numerics.value_dtype(contract.VALUE_NAMES[output]))
+    dtype = contract.VALUE_NAMES[output]
+    expected = np.ascontiguousarray(numpy_nodes.dequantize(elements, scales, element_format=fmt, dtype=dtype))
+    inputs = {"elements": (elements, ELEMENT_FORMATS[fmt].onnx_dtype), "scales": (scales, UINT8)}
     one = Example(
         "MXFP8Dequantize", inputs, {"Y": output}, {"output_dtype": output}, lambda got: assert_same(got[0], expected)
     )
@@ -215,9 +211,9 @@ HEADS = {"q_heads": 8, "kv_heads": 2}
 FUSED = [op for op in contract.OPS if contract.OPS[op].fuses[0] and contract.OPS[op].is_gemm]
 MIXED: dict[str, list[Example]] = {
     "quantize, formats of floats": of("Quantize", {}, {"fmt": "e5m2"}),
+    "quantize, roundings": of("Quantize", *({"rounding": each} for each in ROUNDINGS)),
     "quantize, all formats": of("Quantize", {}, {"fmt": "int8"}, {"fmt": "e5m2", "x": (2, 64)}),
     "quantize, whole int8 and e4m3": of("Quantize", {"x": (2, 64)}, {"fmt": "int8", "x": (5, 96)}),
-    "quantize, roundings": of("Quantize", *({"rounding": each} for each in ROUNDINGS)),
     "quantize, all at once": of(
         "Quantize",
         *({"fmt": f, "rounding": r, "axis": a, "dtype": d}
@@ -258,11 +254,11 @@ MIXED: dict[str, list[Example]] = {
         {"attention": Attention("boolean", mask=(2, 1, 9, 9), boolean=True)},
     ),
     "attention, a float mask and none": of("Attention", {"attention": Attention("float", mask=(9, 9))}, {}),
+    "attention, a past and none": of("Attention", {"attention": Attention("past", past=3)}, {}),
     "attention, masks of other dtypes": of(
         "Attention", {"dtype": FLOAT16}, {"dtype": FLOAT16, "attention": Attention("narrow", mask=(9,))},
         {"attention": Attention("wide", mask=(9,))},
     ),
-    "attention, a past and none": of("Attention", {"attention": Attention("past", past=3)}, {}),
     "attention, pasts of other dtypes": of(
         "Attention", {"attention": Attention("past", past=3)}, {"dtype": FLOAT16},
         {"dtype": BFLOAT16, "nan_guard": True},
@@ -329,48 +325,44 @@ def inner(one: Example, at: int, name: str, rows: str) -> onnx.GraphProto:
     outputs = [f"{port}_{at}" for port in one.outputs]
     node = helper.make_node(one.op, [rows], outputs, f"n{at}", domain=contract.DOMAIN, **one.attributes)
     cast = helper.make_node("Cast", outputs[:1], [f"wide_{at}"], to=FLOAT)
-    results = [(f"wide_{at}", FLOAT), (outputs[1], UINT8)]
-    return helper.make_graph(
-        [node, cast], name, [], [helper.make_tensor_value_info(*result, None) for result in results]
-    )
+    return helper.make_graph([node, cast], name, [], [info(f"wide_{at}", FLOAT), info(outputs[1], UINT8)])
+
+
+def info(name: str, dtype: int, shape: Sequence[int | str] | None = None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, shape)
 
 
 @looped("shapes, opset", itertools.product(("all", "ranks", "nothing"), one_node.OPSETS))
 def test_nodes_inside_if_and_loop(shapes: str, opset: int) -> None:
     """Three nodes of other formats and roundings: in the branches of an If, and over the rows in a Loop."""
-    x = numpy_nodes.dequantize(*numpy_nodes.quantize(with_amax(np.float32([1, 3, 1e-3])).repeat(2, 1)))
-    dims = {"all": [3, 64], "ranks": ["m", "k"], "nothing": None}[shapes]
     settings = [("e4m3", "ceil"), ("int8", "floor"), ("e5m2", "even")]
     examples = [example("MXFP8Quantize", fmt=fmt, rounding=rounding, x=(1, 32)) for fmt, rounding in settings]
     branches = [inner(one, at, f"branch_{at}", "X") for at, one in enumerate(examples[:2])]
     body = inner(examples[2], 2, "body", "row")
     body.node.insert(0, helper.make_node("Gather", ["X", "turn"], ["row"]))
     body.node.append(helper.make_node("Identity", ["more"], ["more_after"]))
-    for name, dtype in (("turn", TensorProto.INT64), ("more", TensorProto.BOOL)):
-        body.input.append(helper.make_tensor_value_info(name, dtype, []))
-    body.output.insert(0, helper.make_tensor_value_info("more_after", TensorProto.BOOL, []))
+    body.input.extend([info("turn", TensorProto.INT64, []), info("more", TensorProto.BOOL, [])])
+    body.output.insert(0, info("more_after", TensorProto.BOOL, []))
     nodes = [
         helper.make_node("If", ["first"], ["if_wide", "if_scales"], then_branch=branches[0], else_branch=branches[1]),
         helper.make_node("Loop", ["count", ""], ["loop_wide", "loop_scales"], body=body),
     ]
-    inputs = [("X", FLOAT, dims), ("first", TensorProto.BOOL, []), ("count", TensorProto.INT64, [])]
-    outputs = {"if_wide": FLOAT, "if_scales": UINT8, "loop_wide": FLOAT, "loop_scales": UINT8}
-    graph = helper.make_graph(
-        nodes, "nested", [helper.make_tensor_value_info(*port) for port in inputs],
-        [helper.make_tensor_value_info(*port, None) for port in outputs.items()],
-    )  # fmt: skip
+    dims = {"all": [3, 64], "ranks": ["m", "k"], "nothing": None}[shapes]
+    inputs = [info("X", FLOAT, dims), info("first", TensorProto.BOOL, []), info("count", TensorProto.INT64, [])]
+    ports = {"if_wide": FLOAT, "if_scales": UINT8, "loop_wide": FLOAT, "loop_scales": UINT8}
+    outputs = [info(*port) for port in ports.items()]
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    graph = helper.make_graph(nodes, "nested", inputs, outputs)
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     model.functions.extend(functions(model))
-    for first in (True, False):
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    for first, kernels in itertools.product((True, False), (False, True)):
         fed = {"X": (x, FLOAT), "first": (np.array(first), TensorProto.BOOL), "count": (np.array(3), TensorProto.INT64)}
-        for kernels in (False, True):
-            got = one_node.run(model, fed, kernels=kernels)
-            for at, (fmt, rounding) in ((0, settings[0 if first else 1]), (2, settings[2])):
-                elements, scales = numpy_nodes.quantize(x, element_format=fmt, scale_rounding=rounding)
-                assert_same(got[at + 1], scales, "scales")
-                wide = elements.view(ELEMENT_FORMATS[fmt].numpy_name).astype(np.float32)
-                assert_same(got[at], wide, "elements")
+        got = one_node.run(model, fed, kernels=kernels)
+        for at, (fmt, rounding) in ((0, settings[0 if first else 1]), (2, settings[2])):
+            elements, scales = numpy_nodes.quantize(x, element_format=fmt, scale_rounding=rounding)
+            assert_same(got[at + 1], scales, "scales")
+            assert_same(got[at], elements.view(ELEMENT_FORMATS[fmt].numpy_name).astype(np.float32), "elements")
 
 
 # --- Other ways to run them ------------------------------------------------------------------------------------------
@@ -380,8 +372,8 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import numpy as np
 import onnxruntime
-from node_examples import example, model_of, in_standard_ops
 import test_bodies
+from onnx import helper
 
 options = onnxruntime.SessionOptions()
 options.add_session_config_entry("session.set_denormal_as_zero", "1")
@@ -389,10 +381,9 @@ x = np.zeros((4, 70), np.float32)
 x[0, 1], x[1], x[2, 1], x[3, 1] = 1e-40, -0.0, 1, 2e-38
 for fmt in test_bodies.FORMATS:
     for place in ("inputs", "standard ops"):
-        one = example("MXFP8Quantize", fmt=fmt, x=(3, 70))
-        model, _ = test_bodies.built(one, 21, place)
-        model.graph.node.append(test_bodies.helper.make_node("Cast", ["elements_0"], ["wide"], to=1))
-        model.graph.output[0].CopyFrom(test_bodies.helper.make_tensor_value_info("wide", 1, None))
+        model, _ = test_bodies.built(test_bodies.example("MXFP8Quantize", fmt=fmt, x=(3, 70)), 21, place)
+        model.graph.node.append(helper.make_node("Cast", ["elements_0"], ["wide"], to=1))
+        model.graph.output[0].CopyFrom(helper.make_tensor_value_info("wide", 1, None))
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         wide, scales = session.run(None, {"X_0": x})
         print(fmt, place, np.abs(wide[:2]).max(), scales[:2].max(), wide[2, 1] > 0, end=" ")

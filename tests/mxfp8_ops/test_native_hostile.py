@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL, byref, c_char_p, c_double, c_int, c_int64, c_void_p, create_string_buffer, sizeof
 from pathlib import Path
 from typing import Any
@@ -176,16 +177,11 @@ def test_the_c_abi_refuses_what_is_no_array():
     assert run.stdout == "done\n"
 
 
-def test_a_text_belongs_to_the_thread_that_failed():
-    import threading
-
+def test_the_text_of_an_error_belongs_to_the_thread_that_failed():
     library = native.load()
     assert library.mxfp8_isa_force(b"none") == -3
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(library.mxfp8_last_error(0)))
-    thread.start()
-    thread.join()
-    assert found == [b""]
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(library.mxfp8_last_error, 0).result() == b""
     assert library.mxfp8_last_error(0).startswith(b"instruction set 'none'; expected one of ")
 
 
@@ -257,39 +253,33 @@ GEMM = planner.Gemm(16, E4M3, FLOAT32, x=256, x_scales=0, b=256, b_scales=256, b
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("place", "changed", "message"),
     [
-        ({"x": 0}, "x is NULL; expected the address of 384 bytes"),
-        ({"y": 258}, "y is at 0x102; expected a multiple of 4"),
-        ({"b": -256}, "b is at 0xffffffffffffff00 and has 1024 bytes; expected an array that ends inside"),
-        ({"n": -1}, "n is -1; expected 0 or more"),
-        ({"k": 2**62}, "x would have more than 281474976710656 bytes"),
-        ({"x_kind": E4M3}, "x_scales is NULL"),
-        ({"m": 2**29, "n": 32, "k": 32, "x_kind": FLOAT32}, "a plan of more than 1048576 steps"),
+        ({}, {"x": 0}, "x is NULL; expected the address of 384 bytes"),
+        ({}, {"y": 258}, "y is at 0x102; expected a multiple of 4"),
+        ({}, {"b": -256}, "b is at 0xffffffffffffff00 and has 1024 bytes; expected an array that ends inside"),
+        ({}, {"n": -1}, "n is -1; expected 0 or more"),
+        ({}, {"k": 2**62}, "x would have more than 281474976710656 bytes"),
+        ({}, {"x_kind": E4M3}, "x_scales is NULL"),
+        ({}, {"m": 2**29, "n": 32, "k": 32, "x_kind": FLOAT32}, "a plan of more than 1048576 steps"),
+        ({"processors": 2**63 - 1}, {}, "processors is 9223372036854775807; expected 1 to 1048576"),
     ],
 )
-def test_the_planner_refuses_what_is_no_array(changed, message):
+def test_the_planner_refuses_what_is_no_array_and_no_place(place, changed, message):
     with pytest.raises(ShapeError, match=f"gemm: {message}"):
-        planner.gemm(PLACE._replace(parts_bytes=1), GEMM._replace(**changed))
+        planner.gemm(PLACE._replace(**{"parts_bytes": 1, **place}), GEMM._replace(**changed))
 
 
 def test_an_empty_product_is_planned_whatever_its_other_sizes():
     assert planner.gemm(PLACE, GEMM._replace(m=0, n=2**62, k=2**62)).steps() == []
 
 
-def test_the_planner_refuses_a_place_that_is_none():
-    with pytest.raises(ShapeError, match="gemm: processors is 9223372036854775807; expected 1 to 1048576"):
-        planner.gemm(PLACE._replace(processors=2**63 - 1), GEMM)
-
-
-def test_the_library_takes_no_null_for_a_struct():
-    library = native.load()
-    for entry, missing in (("mxfp8_cuda_plan_quantize", "quantize"), ("mxfp8_cuda_plan_embedding", "embedding")):
-        plan = planner.Plan()
-        assert getattr(library, entry)(None, None, byref(plan)) == -1
-        assert library.mxfp8_last_error(0).decode().startswith(f"{missing} is NULL; expected the address of a struct")
+def test_the_planner_takes_no_null_for_a_struct_and_no_negative_size():
+    library, plan = native.load(), planner.Plan()
+    for entry in ("quantize", "embedding"):
+        assert getattr(library, f"mxfp8_cuda_plan_{entry}")(None, None, byref(plan)) == -1
+        assert library.mxfp8_last_error(0).decode().startswith(f"{entry} is NULL; expected the address of a struct")
     assert library.mxfp8_cuda_continue(None, byref(plan)) == -1
-    assert planner.swizzled_bytes(128, 128) == 512
     with pytest.raises(ShapeError, match="swizzled_bytes: k is -1"):
         planner.swizzled_bytes(1, -1)
 
@@ -300,12 +290,12 @@ def test_the_library_takes_no_null_for_a_struct():
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None or shutil.which("cmake") is None, reason="needs g++ and cmake")
 def test_hostile_arguments_under_sanitizers(tmp_path):
-    sources = Path(native.__file__).parents[1]
-    configure = ["cmake", "-S", sources, "-B", tmp_path, "-DMXFP8_TEST_PROGRAMS=ON"]
-    configure += ["-DMXFP8_SANITIZE=address;undefined"]
-    subprocess.run(configure, check=True, capture_output=True)
-    build = ["cmake", "--build", tmp_path, "--parallel", "2", "--target", "mxfp8_hostile"]
-    subprocess.run(build, check=True, capture_output=True)
+    options = ["-DMXFP8_TEST_PROGRAMS=ON", "-DMXFP8_SANITIZE=address;undefined"]
+    for command in (
+        ["cmake", "-S", Path(native.__file__).parents[1], "-B", tmp_path, *options],
+        ["cmake", "--build", tmp_path, "--parallel", "2", "--target", "mxfp8_hostile"],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
     run = subprocess.run(
         [tmp_path / "mxfp8_hostile", "--calls", "100000"], capture_output=True, text=True, check=False, timeout=600
     )
