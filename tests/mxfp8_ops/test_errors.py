@@ -33,8 +33,8 @@ MAPPED.winerror = 1224
         (ContractError.unwritable("none/f", MISSING),
          "none/f: folder none does not exist; expected a file in an existing folder; create the folder"),
         (ContractError.unwritable("f", MAPPED),
-         "f: cannot be written: The process cannot access the file (f.data); expected files that no program has open or "
-         "mapped; close them first"),
+         "f: cannot be written: The process cannot access the file (f.data); expected files that no program has open "
+         "or mapped; close them first"),
     ],
 )  # fmt: skip
 def test_the_message_of_common_errors_and_of_errors_with_few_parts(error: Mxfp8Error, message: str) -> None:

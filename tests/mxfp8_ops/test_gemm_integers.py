@@ -8,7 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from compare import assert_same
+from compare import assert_same, assert_within
 from grids import instruction_sets, looped, pairwise
 
 from mxfp8_ops import cpu, numpy_nodes
@@ -41,11 +41,7 @@ def kernels_of(a: np.ndarray, b: np.ndarray, a_scale: int = 127, b_scale: int = 
     scales = [np.full((len(x), -(-x.shape[1] // 32)), scale, np.uint8) for x, scale in ((a, a_scale), (b, b_scale))]
     actual, kernels = multiply(a, scales[0], b, scales[1])
     x, w = (numpy_nodes.dequantize(e, s).astype(np.float64) for e, s in ((a, scales[0]), (b, scales[1])))
-    expected, bound = x @ w.T, numpy_nodes.gemm_error_bound(x, w)
-    wrong = np.argwhere(~(np.abs(actual - expected) <= bound))
-    if len(wrong):
-        m, n = wrong[0]
-        pytest.fail(f"{len(wrong)} of {actual.size}; at {m, n} {actual[m, n]!r}, expected {expected[m, n]!r}")
+    assert_within(actual, x @ w.T, numpy_nodes.gemm_error_bound(x, w))
     return kernels
 
 

@@ -120,20 +120,20 @@ def test_activations_are_rounded_if_asked(function: Any) -> None:
 # --- The processor -------------------------------------------------------------------------------------------------
 
 
-@looped("name, a_format, b_format, threads", pairwise(name=CASES, a=FORMATS, b=FORMATS, threads=[1, 3]))
-def test_kernels_give_the_reference(name: str, a_format: str, b_format: str, threads: int, isa: str) -> None:
+@looped(
+    "name, a_format, b_format, dtype, threads",
+    pairwise(name=CASES, a=FORMATS, b=FORMATS, dtype=numerics.VALUE_DTYPES, threads=[1, 3]),
+)
+def test_kernels_give_the_reference(
+    name: str, a_format: str, b_format: str, dtype: str, *, threads: int, isa: str
+) -> None:
     case = Case(name, a_format, b_format)
     values = numpy_nodes.dequantize(*case.a, element_format=a_format)
     both = {"a_format": a_format, "b_format": b_format}
     got = cpu.grouped_gemm(*case.a, *case.b, case.experts, **both, threads=threads)
     assert_within(got, case.exact(values), case.bound(values))
-
-
-@looped("name, dtype", pairwise(name=CASES, dtype=numerics.VALUE_DTYPES))
-def test_weight_only_kernels_give_the_reference(name: str, dtype: str, isa: str) -> None:
-    case = Case(name)
     x = (case.x / 64).astype(numerics.value_dtype(dtype))  # so that float16 holds the results
-    got = cpu.grouped_weight_gemm(x, *case.b, case.experts, dtype=dtype, threads=2)
+    got = cpu.grouped_weight_gemm(x, *case.b, case.experts, b_format=b_format, dtype=dtype, threads=threads)
     assert got.dtype == x.dtype
     assert_within(got, case.exact(x.astype(np.float32)), case.bound(x.astype(np.float32), dtype))
 

@@ -126,11 +126,7 @@ def test_one_session_serves_every_batch_size():
 
 def test_output_shapes_and_symbols_are_inferred():
     graph = model(
-        [
-            node("MXFP8Quantize", "x", "e s"),
-            node("MXFP8Quantize", "b", "be bs"),
-            node("MXFP8Gemm", "e s be bs", "y"),
-        ],
+        [node("MXFP8Quantize", "x", "e s"), node("MXFP8Quantize", "b", "be bs"), node("MXFP8Gemm", "e s be bs", "y")],
         {"x": (FLOAT, ["batch", 10, 70])},
         {"s": (UINT8, None), "y": (FLOAT, None)},
         b=heavy_tailed((7, 70)),

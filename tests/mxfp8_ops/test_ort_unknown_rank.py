@@ -5,6 +5,8 @@ Unless a node sets the dtype of an output, ONNX Runtime assumes the first of the
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -43,12 +45,8 @@ def chain(name: str, fmt: str) -> list[onnx.NodeProto]:
     """Returns the nodes that quantize what is read in a format, then those of `CHAINS`."""
     read = " ".join(inputs for _, inputs, _, _ in CHAINS[name]).split()
     sources = {"e": ("r", "e s"), "w_e": ("w", "w_e w_s"), "stack_e": ("stack", "stack_e stack_s")}
-    quantized = [
-        node("MXFP8Quantize", *ports, output_dtype=FORMATS[fmt])
-        for element, ports in sources.items()
-        if element in read
-    ]
-    return quantized + [node(f"MXFP8{op}", *ports, **attributes) for op, *ports, attributes in CHAINS[name]]
+    nodes = [node("MXFP8Quantize", *sources[name], output_dtype=FORMATS[fmt]) for name in sources if name in read]
+    return nodes + [node(f"MXFP8{op}", *ports, **attributes) for op, *ports, attributes in CHAINS[name]]
 
 
 # --- how its rank is lost --------------------------------------------------------------------------------------------
@@ -88,16 +86,20 @@ def after_branches_of_different_ranks(nodes: Nodes) -> Nodes:
     return [helper.make_node("If", ["yes"], ["r"], **graphs), *nodes]
 
 
+@functools.cache
+def with_known_rank(name: str, fmt: str, shape: tuple[int, ...]) -> np.ndarray:
+    known = model(chain(name, fmt), {"r": (FLOAT, [None] * len(shape))}, {"y": (FLOAT, None)}, **WEIGHTS)
+    return run(known, r=heavy_tailed((6, K)).reshape(shape))[0]
+
+
 @pytest.mark.parametrize("way", [reshaped, loop_body, branch, after_branches_of_different_ranks])
-@looped("name, fmt", [(name, fmt) for name in CHAINS for fmt in FORMATS])
+@looped("name, fmt", itertools.product(CHAINS, FORMATS))
 def test_the_rank_is_taken_at_run_time(way, name, fmt):
-    x, nodes = heavy_tailed((6, K)), way(chain(name, fmt))
-    inputs = {"x": (FLOAT, [None, K]), "to": (INT64, ["rank"])}
-    unknown = ort.session(model(nodes, inputs, {nodes[-1].output[0]: (FLOAT, None)}, **WEIGHTS))
+    nodes, inputs = way(chain(name, fmt)), {"x": (FLOAT, [None, K]), "to": (INT64, ["rank"])}
+    session = ort.session(model(nodes, inputs, {nodes[-1].output[0]: (FLOAT, None)}, **WEIGHTS))
     for shape in ((6, K), (2, 3, K), (1, 2, 3, K)):
-        known = model(chain(name, fmt), {"r": (FLOAT, [None] * len(shape))}, {"y": (FLOAT, None)}, **WEIGHTS)
-        got = unknown.run(None, {"x": x, "to": np.array(shape)})[0]
-        assert_same(got, run(known, r=x.reshape(shape))[0], f"{name} {fmt} {shape}")
+        got = session.run(None, {"x": heavy_tailed((6, K)), "to": np.array(shape)})[0]
+        assert_same(got, with_known_rank(name, fmt, shape), f"{shape}")
 
 
 @looped("fmt", FORMATS)
