@@ -47,20 +47,16 @@ class Torch:
     def __getattr__(self, name: str) -> Any:
         torch = pytest.importorskip("torch")
         pytest.importorskip("mxfp8_ops.torch_ops")
+        import tensors  # here, because it needs torch
 
-        def tensor(array: np.ndarray) -> Any:
-            if array.dtype == ml_dtypes.bfloat16:
-                return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-            return torch.from_numpy(array)
-
-        def array(result: Any) -> np.ndarray:
-            is_bfloat16 = result.dtype == torch.bfloat16
-            return result.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else result.numpy()
+        def tensor(x: np.ndarray) -> Any:
+            is_bfloat16 = x.dtype == ml_dtypes.bfloat16
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(x)
 
         def call(*operands: np.ndarray, **options: Any) -> Any:
             named = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in options.items()}
             result = getattr(torch.ops.mxfp8, name)(*map(tensor, operands), **named)
-            return tuple(map(array, result)) if isinstance(result, tuple) else array(result)
+            return tuple(map(tensors.array, result)) if isinstance(result, tuple) else tensors.array(result)
 
         return call
 

@@ -158,9 +158,9 @@ def test_weight_gemm_shows_nan_and_inf_of_x_in_their_rows(isa, m, x_dtype):
 
 
 @looped("rows, fmt", pairwise(rows=[2, 20, 200], fmt=FORMATS))
-def test_gemm_shows_nan_and_inf_elements(isa, fmt, rows):
+def test_gemm_shows_nan_and_inf_of_elements_and_scales(isa, fmt, rows):
     a, b = quantized((rows, 64), "e4m3", 1), quantized((20, 64), fmt, 2)
-    a[0][1, 9] = 0xFF
+    a[0][1, 9], a[1][rows - 1, 1] = 0xFF, 255
     b[0][3, 40], b[0][4, 5], b[0][5, 6] = 0x7F, 0xFF, 0x7C  # 0x7c: infinity in e5m2, a number in e4m3
     assert_as_bad(cpu.gemm(*a, *b, b_format=fmt), numpy_nodes.gemm(*a, *b, b_format=fmt))
 
@@ -179,20 +179,6 @@ def test_gemms_with_blocks_of_zeros(isa, m):
 @looped("dtype", ["float16", "bfloat16"])
 def test_gemm_rounds_its_result_once(isa, dtype):
     check_gemm(quantized((5, 200), "e4m3", 1), quantized((40, 200), "e5m2", 2), heavy_tailed((40,), 3), FORMATS, dtype)
-
-
-def test_the_bound_catches_a_wrong_scale_of_one_block():
-    """So the tests above can fail: a scale one too high in one block of 64 is far outside the bound."""
-    a, b = quantized((3, 2048), "e4m3", 1), quantized((5, 2048), "e4m3", 2)
-    wrong = (b[0], b[1].copy())
-    wrong[1][:, 40] += 1
-    with pytest.raises(pytest.fail.Exception, match="off by"):
-        assert_within(
-            cpu.gemm(*a, *wrong),
-            numpy_nodes.gemm(*a, *b),
-            numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*b)),
-            "wrong",
-        )
 
 
 @looped("rows, b_format, a_format", pairwise(rows=[1, 20, 200], b_format=FORMATS, a_format=FORMATS))
@@ -218,18 +204,6 @@ def test_gemms_of_many_rows_a_few_of_which_need_the_exact_kernel(isa):
     x[300:303] = 2.0**-130
     check_weight_gemm(x, b)
     check_weight_gemm(x.astype(ml_dtypes.bfloat16), b)
-
-
-@looped("rows, which", pairwise(rows=[20, 200], which=["a", "b"]))
-def test_gemm_shows_a_nan_scale_in_its_row_or_column_only(isa, which, rows):
-    a, b = quantized((rows, 96), "e4m3", 1), quantized((30, 96), "e4m3", 2)
-    clean = cpu.gemm(*a, *b)
-    (a if which == "a" else b)[1][7, 1] = 255
-    y = cpu.gemm(*a, *b)
-    expected = np.zeros(y.shape, bool)
-    expected[(7, slice(None)) if which == "a" else (slice(None), 7)] = True
-    assert_same(np.isnan(y), expected, "where NaN is")
-    assert_same(np.where(expected, 0, y), np.where(expected, 0, clean), "the rest")
 
 
 def test_weight_gemm_bfloat16_subnormals_are_not_flushed(isa):

@@ -11,26 +11,34 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from compare import FORMATS, assert_same, heavy_tailed
+from compare import FORMATS, ROUNDINGS, assert_same, heavy_tailed
 from grids import looped, pairwise
+from scale_definition import boundary_values
 
 from mxfp8_ops import cpu, numerics, numpy_nodes
 from mxfp8_ops.errors import BackendError
+from mxfp8_ops.formats import ELEMENT_FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
 # --- pack ------------------------------------------------------------------------------------------------------------
 
 
-@looped("transposed, dtype", pairwise(transposed=[False, True], dtype=numerics.VALUE_DTYPES.values()))
-def test_pack_is_quantize_of_n_by_k(isa, dtype, transposed):
-    for rows, columns in ((70, 301), (301, 70), (1, 1), (5, 0)):
-        w = heavy_tailed((rows, columns + 3)).astype(dtype)[:, :columns]  # rows are strided
-        packed = cpu.pack(w, transposed=transposed)
-        weight = w.T if transposed else w
-        expected = numpy_nodes.quantize(np.ascontiguousarray(weight))
-        assert_same(packed.elements, expected[0], "elements")
-        assert_same(packed.scales, expected[1], "scales")
+@looped(
+    "transposed, dtype, fmt, rounding",
+    pairwise(transposed=[False, True], dtype=numerics.VALUE_DTYPES.values(), fmt=ELEMENT_FORMATS, rounding=ROUNDINGS),
+)
+def test_pack_is_quantize_of_n_by_k(isa, transposed, dtype, fmt, rounding):
+    steps = boundary_values()[np.isfinite(boundary_values())]  # of every scale code
+    steps = steps[: len(steps) // 64 * 64].reshape(-1, 64).astype(dtype)
+    steps[~np.isfinite(steps)] = 0
+    options = {"element_format": fmt, "scale_rounding": rounding}
+    for whole in (steps, *(heavy_tailed((n, k)).astype(dtype) for n, k in ((70, 304), (301, 73), (1, 4), (5, 3)))):
+        w = whole[:, 3:]  # rows are strided
+        packed = cpu.pack(w, transposed=transposed, **options)
+        elements, scales = numpy_nodes.quantize(np.ascontiguousarray(w.T if transposed else w), **options)
+        assert_same(packed.elements, elements, "elements")
+        assert_same(packed.scales, scales, "scales")
 
 
 @looped("transposed, k, fmt", pairwise(transposed=[False, True], k=[500, 544], fmt=FORMATS))

@@ -46,19 +46,6 @@ def test_a_subnormal_amax_takes_the_smallest_scale_that_the_definition_allows(ro
         assert [int(value * 2**133 + Fraction(1, 2)) for value in exact] == [127, 128]
 
 
-@KINDS
-def test_packing_gives_the_bytes_of_the_reference(isa, fmt: str, rounding: str) -> None:
-    """Of finite values, by rows and transposed."""
-    x = boundary_values()
-    x = x[np.isfinite(x)]
-    x = x[: len(x) // 64 * 64].reshape(64, -1)
-    elements, scales = numpy_nodes.quantize(x, axis=0, element_format=fmt, scale_rounding=rounding)
-    for weight, transposed in ((x, True), (np.ascontiguousarray(x.T), False)):
-        got = cpu.pack(weight, transposed=transposed, element_format=fmt, scale_rounding=rounding)
-        assert_same(got.scales, np.ascontiguousarray(scales.T), f"scales, {transposed=}")
-        assert_same(got.elements, np.ascontiguousarray(elements.T), f"elements, {transposed=}")
-
-
 @pytest.mark.slow
 @KINDS
 def test_kernels_give_the_definition_of_all_values_around_powers_of_two(fmt: str, rounding: str) -> None:
