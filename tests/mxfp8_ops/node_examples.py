@@ -54,8 +54,8 @@ class Setting:
     """How an example differs from the usual one. An op ignores what it does not have.
 
     `fmt` is the format of what it reads and writes, `b_fmt` the format of B if it is another; `dtype` is the dtype of
-    values it reads, `output` of values it writes; `x` is the shape of what it reads, `lead` the dimensions of B before N
-    and K.
+    values it reads, `output` of values it writes; `x` is the shape of what it reads, `lead` the dimensions of B before
+    N and K.
     """
 
     fmt: str = "e4m3"
