@@ -15,7 +15,7 @@ import pytest
 from compare import ROUNDINGS, assert_same, heavy_tailed
 from grids import instruction_sets, looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
-from scale_definition import boundary_values
+from scale_definition import FIRST_NORMAL, boundary_values, codes_by_definition, near
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import UINT8
@@ -176,6 +176,24 @@ def test_quantize_gives_the_bytes_of_the_reference(backend, dtype, element_forma
     got = backend.quantize(x, axis=axis, element_format=element_format, scale_rounding=scale_rounding)
     assert_same(got[1], scales, "scales")
     assert_same(got[0], elements, "elements", x)
+
+
+@pytest.mark.slow
+@looped("fmt, rounding", itertools.product(ELEMENT_FORMATS, ROUNDINGS))
+def test_kernels_give_the_definition_of_all_values_around_powers_of_two(fmt: str, rounding: str) -> None:
+    """2^24 float32 values: 2^16 around each power of two, and with them every subnormal where scale codes step."""
+    for exponent in range(256):
+        start = (exponent << 23) - (1 << 15)
+        bits = np.arange(start, start + (1 << 16))
+        if exponent == 1:
+            bits = np.concatenate([bits, near(FIRST_NORMAL, 0x20000)])
+        x = bits[(bits >= 0)].astype(np.uint32).view(np.float32)
+        elements, scales = codes_by_definition(x[:, None], ELEMENT_FORMATS[fmt], rounding)
+        for isa in instruction_sets():
+            with cpu.forced_isa(isa):
+                got = cpu.quantize(x[:, None], element_format=fmt, scale_rounding=rounding)
+            assert_same(got[1], scales, f"scales, {isa}, around 2^{exponent - 127}", x[:, None])
+            assert_same(got[0], elements, f"elements, {isa}, around 2^{exponent - 127}", x[:, None])
 
 
 SHAPES = [

@@ -1,5 +1,6 @@
 """The reference numerics, against written-out vectors, ml_dtypes, exact arithmetic and torchao."""
 
+import itertools
 from fractions import Fraction
 
 import ml_dtypes
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from compare import assert_same, random_values
 from grids import looped, pairwise
+from scale_definition import boundary_values, codes_by_definition
 
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.formats import E4M3, E5M2, ELEMENT_FORMATS, SCALE_ROUNDINGS, ElementFormat
@@ -115,6 +117,31 @@ def test_decode_scale_is_a_power_of_two_down_to_the_subnormal_one() -> None:
     values = numerics.decode_scale(np.arange(256, dtype=np.uint8))
     assert [Fraction(float(v)) for v in values[:255]] == [Fraction(2) ** (s - 127) for s in range(255)]
     assert np.isnan(values[255])
+
+
+BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
+
+
+@looped("fmt, rounding", itertools.product(ELEMENT_FORMATS, SCALE_ROUNDINGS))
+def test_the_reference_is_the_definition(fmt: str, rounding: str) -> None:
+    for x in (boundary_values(), BFLOAT16.astype(np.float32)):
+        elements, scales = numpy_nodes.quantize(x[:, None], element_format=fmt, scale_rounding=rounding)
+        expected = codes_by_definition(x[:, None], ELEMENT_FORMATS[fmt], rounding)
+        assert_same(scales, expected[1], "scales", x[:, None])
+        assert_same(elements, expected[0], "elements", x[:, None])
+
+
+@pytest.mark.parametrize(("rounding", "last"), [("ceil", 0x7F0000), ("even", 0x7F7FFF), ("floor", 0x7FFFFF)])
+def test_a_subnormal_amax_takes_the_smallest_scale_that_the_definition_allows(rounding: str, last: int) -> None:
+    """By fractions: with INT8, scale code 0 holds 127/64 * 2^-127, which has the bits 0x7f0000."""
+    amax = np.array([last, last + 1], np.uint32).view(np.float32)
+    scales = numpy_nodes.quantize(amax[:, None], element_format="int8", scale_rounding=rounding)[1]
+    assert scales[:, 0].tolist() == [0, 1]
+    exact = [Fraction(float(value)) for value in amax]
+    if rounding == "ceil":
+        assert exact[0] == Fraction(127, 64) * Fraction(1, 2**127)
+    if rounding == "even":  # the mantissa of 2^-127 has units of 2^-133
+        assert [int(value * 2**133 + Fraction(1, 2)) for value in exact] == [127, 128]
 
 
 # --- Blocks and shapes -------------------------------------------------------------------------------------------
