@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import CDLL, byref, c_char_p, c_double, c_int, c_int64, c_void_p, create_string_buffer, sizeof
+from ctypes import CDLL, addressof, byref, c_char_p, c_double, c_int, c_int64, c_void_p, create_string_buffer, sizeof
 from pathlib import Path
 from typing import Any
 
@@ -27,66 +27,53 @@ from mxfp8_ops.native import AttentionArguments
 HEADER = Path(__file__).parents[2] / "custom_ops/mxfp8_ops/src/mxfp8_ops.h"
 
 CODES = [0, 2, 18, 99, -1, 2**31 - 1]
-SIZES = [-1, -(2**63), 2**63 - 1, 2**62, 2**58, 2**49]
-"""Each alone makes a call one to refuse, whatever the other sizes are; of those that are not negative, if none is 0."""
+LARGE = [2**63 - 1, 2**62, 2**58, 2**49]
+"""Each is too large whatever the other sizes are, if none of them is 0."""
 ROOM = 4096
 FLOAT32, INT64, E4M3 = 1, 7, 17
 
-# name of the argument: (a value that is right, values that are not). A pointer's name says what it points to.
-CODE = {"value_dtype": (FLOAT32, [*CODES, 3, 17, 19]), "element_format": (E4M3, [*CODES, 1, 2, 10, 16]),
-        "activation_dtype": (FLOAT32, [*CODES, 10]), "scale_rounding": (0, [3, 99, -1]),
-        "epilogue": (2, [5, 99, -1])}  # fmt: skip
-THREADS = {"threads": (1, [-1, -(2**31)])}
-SIZE, BYTES, FLOATS, STRIDE = (2, SIZES), ("bytes", [None]), ("floats", [None, "odd"]), (2, [1, -1, -(2**63)])
-MAYBE = ("floats", ["odd"])
-A = {"a_format": CODE["element_format"], "a": BYTES, "a_scales": BYTES}
-B = {"b_format": CODE["element_format"], "b": BYTES, "b_scales": BYTES}
-X_ROWS = {"x_dtype": CODE["value_dtype"], "x": FLOATS}
-X_STRIDED, ACTIVATION = {**X_ROWS, "x_stride": STRIDE}, {"activation_dtype": CODE["activation_dtype"]}
-BIAS, EPILOGUE, GROUPS = {"bias": MAYBE}, {"epilogue": CODE["epilogue"]}, {"experts": FLOATS, "count": SIZE}
-FACTOR, MNK = {"factor_dtype": CODE["value_dtype"], "factor": MAYBE}, {"m": SIZE, "n": SIZE, "k": SIZE}
-Y, Y_STRIDE = {"y_dtype": CODE["value_dtype"], "y": FLOATS}, {"y_stride": STRIDE}
-ENTRIES: dict[str, dict[str, tuple[Any, list[Any]]]] = {
-    "mxfp8_quantize": {
-        "value_dtype": CODE["value_dtype"], "x": FLOATS, "outer": SIZE, "k": SIZE, "inner": SIZE,
-        "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
-        "elements": BYTES, "scales": BYTES, **THREADS,
-    },
-    "mxfp8_dequantize": {
-        "element_format": CODE["element_format"], "elements": BYTES, "scales": BYTES, "outer": SIZE, "k": SIZE,
-        "inner": SIZE, "value_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
-    },
-    "mxfp8_embedding": {
-        "index_dtype": (INT64, CODES), "indices": FLOATS, "count": SIZE, "b_format": CODE["element_format"],
-        "b": BYTES, "b_scales": BYTES, "v": SIZE, "d": SIZE, "y_dtype": CODE["value_dtype"], "y": FLOATS, **THREADS,
-    },
-    "mxfp8_gemm": {**A, **B, **BIAS, **MNK, **Y, **Y_STRIDE, **THREADS},
-    "mxfp8_weight_gemm": {**X_STRIDED, **ACTIVATION, **B, **BIAS, **MNK, **Y, **Y_STRIDE, **THREADS},
-    "mxfp8_grouped_gemm": {**A, **B, **GROUPS, **MNK, **Y, **THREADS},
-    "mxfp8_grouped_weight_gemm": {**X_ROWS, **ACTIVATION, **B, **GROUPS, **MNK, **Y, **THREADS},
-    "mxfp8_fused_gemm": {**A, **B, **BIAS, **EPILOGUE, **FACTOR, **MNK, **Y, **Y_STRIDE, **THREADS},
-    "mxfp8_fused_weight_gemm": {
-        **X_STRIDED, **ACTIVATION, **B, **BIAS, **EPILOGUE, **FACTOR, **MNK, **Y, **Y_STRIDE, **THREADS,
-    },
-    "mxfp8_pack": {
-        "value_dtype": CODE["value_dtype"], "w": FLOATS, "w_stride": STRIDE, "transposed": (0, []), "n": SIZE,
-        "k": SIZE, "element_format": CODE["element_format"], "scale_rounding": CODE["scale_rounding"],
-        "elements": BYTES, "scales": BYTES, "stats": FLOATS, **THREADS,
-    },
-}  # fmt: skip
-EMPTY = {
-    "mxfp8_quantize": ({"outer": 0, "k": 2**62, "inner": 2**62}, {"outer": 2**63 - 1, "k": 0}),
-    "mxfp8_dequantize": ({"inner": 0, "outer": 2**62},),
-    "mxfp8_embedding": ({"count": 0, "v": 2**62, "d": 2**62}, {"count": 0, "v": 0}),
-    "mxfp8_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
-    "mxfp8_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
-    "mxfp8_grouped_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "k": 2**62, "count": 2**62}),
-    "mxfp8_grouped_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62}),
-    "mxfp8_fused_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "n": 2**62, "y_stride": 2**62, "k": 2**62}),
-    "mxfp8_fused_weight_gemm": ({"m": 2**40, "n": 0}, {"m": 0, "k": 2**62, "x_stride": 2**62}),
-    "mxfp8_pack": ({"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}),
+
+def same(names: str, right: Any, wrong: list[Any]) -> dict[str, tuple[Any, list[Any]]]:
+    return dict.fromkeys(names.split(), (right, wrong))
+
+
+SIZES = same("outer inner m n k v d count", 2, [-1, -(2**63), *LARGE])
+STRIDES = same("x_stride y_stride w_stride", 2, [1, -1, -(2**63)])
+POINTERS = {
+    **same("elements scales a a_scales b b_scales", "bytes", [None]),
+    **same("x y w indices experts stats", "floats", [None, "odd"]),
+    **same("bias factor", "floats", ["odd"]),
 }
-"""Sizes of nothing: accepted without any memory, at once."""
+ARGUMENTS = {
+    **same("element_format a_format b_format", E4M3, [*CODES, 1, 2, 10, 16]),
+    **same("value_dtype x_dtype y_dtype factor_dtype", FLOAT32, [*CODES, 3, 17, 19]),
+    **same("activation_dtype", FLOAT32, [*CODES, 10]), **same("index_dtype", INT64, CODES),
+    **same("scale_rounding", 0, [3, 99, -1]), **same("epilogue", 2, [5, 99, -1]), **same("transposed", 0, []),
+    **same("threads", 1, [-1, -(2**31)]), **SIZES, **STRIDES, **POINTERS,
+}  # fmt: skip
+"""Name of the argument: a value that is right, and values that are not."""
+
+A, B, MNK, Y = "a_format a a_scales ", "b_format b b_scales ", "m n k ", "y_dtype y "
+X, ENDS, END = "x_dtype x x_stride activation_dtype ", "bias epilogue factor_dtype factor ", "y_stride threads"
+ENTRIES = {
+    "quantize": "value_dtype x outer k inner element_format scale_rounding elements scales threads",
+    "dequantize": "element_format elements scales outer k inner value_dtype y threads",
+    "embedding": f"index_dtype indices count {B} v d {Y} threads",
+    "pack": "value_dtype w w_stride transposed n k element_format scale_rounding elements scales stats threads",
+    "gemm": A + B + "bias " + MNK + Y + END,
+    "weight_gemm": X + B + "bias " + MNK + Y + END,
+    "fused_gemm": A + B + ENDS + MNK + Y + END,
+    "fused_weight_gemm": X + B + ENDS + MNK + Y + END,
+    "grouped_gemm": f"{A} {B} experts count {MNK} {Y} threads",
+    "grouped_weight_gemm": f"x_dtype x activation_dtype {B} experts count {MNK} {Y} threads",
+}
+EMPTY: dict[str, list[dict[str, int]]] = {
+    "quantize": [{"outer": 0, "k": 2**62, "inner": 2**62}, {"outer": 2**63 - 1, "k": 0}],
+    "dequantize": [{"inner": 0, "outer": 2**62}],
+    "embedding": [{"count": 0, "v": 2**62, "d": 2**62}, {"count": 0, "v": 0}],
+    "pack": [{"n": 0, "k": 2**62, "w_stride": 2**62}, {"n": 2**62, "k": 0}],
+}
+"""Sizes of nothing, which need no memory. A gemm has other ones."""
 
 MEMORY = np.zeros(4096, np.float32)
 ADDRESS, ODD = MEMORY.ctypes.data, MEMORY.ctypes.data + 1
@@ -111,20 +98,16 @@ ATTENTION: dict[str, Sequence[Any]] = {
 def call(library: CDLL, entry: str, changed: dict[str, Any]) -> tuple[int, str]:
     """Calls an entry point with arguments that are right but for those `changed`; returns its status and text."""
     # Not native.load(): what it says about argument types must not come in between.
-    rooms = [create_string_buffer(ROOM) for _ in ENTRIES[entry]]
-    arguments: list[Any] = []
-    for room, (name, (right, _)) in zip(rooms, ENTRIES[entry].items(), strict=True):
-        value = changed.get(name, right)
-        address = -(-np.frombuffer(room, np.uint8).ctypes.data // 16) * 16
-        if value is None or isinstance(value, str):
-            value = None if value is None else address + (value == "odd")
-            arguments.append(c_void_p(value))
-        elif name in CODE or name.endswith(("_dtype", "_format")) or name in ("threads", "transposed"):
-            arguments.append(value)
-        else:
-            arguments.append(c_int64(value))
+    rooms, arguments = [], []
+    for name in ENTRIES[entry].split():
+        value = changed.get(name, ARGUMENTS[name][0])
+        if name in POINTERS and value is not None:
+            rooms.append(create_string_buffer(ROOM))
+            value = -(-addressof(rooms[-1]) // 16) * 16 + (value == "odd")
+        kind = c_void_p if name in POINTERS else c_int64 if name in SIZES or name in STRIDES else c_int
+        arguments.append(kind(value))
     library.mxfp8_last_error.restype = c_char_p
-    return getattr(library, entry)(*arguments), library.mxfp8_last_error(0).decode()
+    return getattr(library, f"mxfp8_{entry}")(*arguments), library.mxfp8_last_error(0).decode()
 
 
 def attend(library: CDLL, threads: int = 1, **changed: Any) -> tuple[int, str]:
@@ -141,16 +124,17 @@ def attend(library: CDLL, threads: int = 1, **changed: Any) -> tuple[int, str]:
 def work() -> None:
     """The child's work: every single fault, and calls with empty arrays."""
     library = CDLL(str(native.library_path()))
-    for entry, parameters in ENTRIES.items():
+    for entry, names in ENTRIES.items():
         assert call(library, entry, {})[0] == 0, entry
-        for name, value in [(name, value) for name, (_, wrong) in parameters.items() for value in wrong]:
+        for name, value in [(each, wrong) for each in names.split() for wrong in ARGUMENTS[each][1]]:
             status, text = call(library, entry, {name: value})
             # A size that is too large shows in an array, or in a stride that is then too small.
             is_named = name in text or (isinstance(value, int) and value > 0)
             assert (status, is_named, "; expected " in text) == (-1, True, True), (entry, name, value, status, text)
-        pointers = {name: None for name, (right, _) in parameters.items() if isinstance(right, str) and name != "stats"}
-        for sizes in EMPTY[entry]:
-            assert call(library, entry, {**pointers, **sizes})[0] == 0, f"{entry}: {sizes}"
+        huge = dict.fromkeys([name for name in names.split() if name in SIZES or name in STRIDES], 2**62)
+        for sizes in EMPTY.get(entry, [{"m": 2**40, "n": 0}, {**huge, "m": 0}]):
+            nothing = dict.fromkeys(POINTERS.keys() - {"stats"})
+            assert call(library, entry, {**nothing, **sizes})[0] == 0, f"{entry}: {sizes}"
     assert attend(library)[0] == 0
     for name, value in [(name, value) for name, wrong in ATTENTION.items() for value in wrong]:
         status, text = attend(library, **{name: value})
@@ -203,8 +187,8 @@ def test_structs_are_as_large_as_the_header_says():
 
 # --- functions on NumPy arrays ---------------------------------------------------------------------------------------
 
-X = np.ones((4, 64), np.float32)
-CODES_OF_X = cpu.quantize(X)
+ONES = np.ones((4, 64), np.float32)
+CODES_OF_ONES = cpu.quantize(ONES)
 
 
 def test_functions_return_what_the_header_says():
@@ -240,7 +224,7 @@ def test_an_array_may_lie_in_memory_in_any_way(form):
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     for function in (
         lambda x: cpu.quantize(x, threads=2**70)[0],
-        lambda x: cpu.weight_gemm(x, *CODES_OF_X),
+        lambda x: cpu.weight_gemm(x, *CODES_OF_ONES),
         lambda x: cpu.pack(x).elements,
     ):
         np.testing.assert_array_equal(function(form(x)), function(x))
