@@ -204,7 +204,9 @@ def test_the_kernel_takes_scores_of_every_size(activation_dtype: str | None, siz
 
 
 @looped("nan_guard, rows, activation_dtype", pairwise(nan_guard=[False, True], rows=[4, 20], a=ROUNDINGS))
-def test_rows_without_a_softmax(nan_guard: bool, rows: int, activation_dtype: str | None, isa: str) -> None:
+def test_the_kernel_treats_rows_without_a_softmax_as_the_reference(
+    nan_guard: bool, rows: int, activation_dtype: str | None, isa: str
+) -> None:
     case = Case("bad rows", rows=rows, keys=300, mask=(rows, 300))
     q, k, v, mask, _ = case.operands()
     mask[0] = mask[3] = -np.inf
@@ -228,7 +230,7 @@ def test_a_row_hidden_with_the_lowest_number_is_a_mean(isa: str) -> None:
 
 
 @looped("differs", ["nothing", "the last row", "rows of the last batch", "the last batch"])
-def test_masks_of_rows_that_are_equal(differs: str, isa: str) -> None:
+def test_the_kernel_takes_masks_whose_rows_are_equal(differs: str, isa: str) -> None:
     case = Case("equal rows", rows=9, keys=40, mask=(2, 1, 9, 40), boolean=True)
     q, k, v, mask, _ = case.operands()
     if differs == "the last batch":
@@ -242,7 +244,7 @@ def test_masks_of_rows_that_are_equal(differs: str, isa: str) -> None:
     assert_within(y, expected, reference.attention_error_bound(q, k, v, mask, **case.settings))
 
 
-def test_operands_may_lie_anywhere(isa: str) -> None:
+def test_operands_may_lie_in_memory_in_any_way(isa: str) -> None:
     case = Case("strided", rows=10, keys=12, past=5, mask=(2, 4, 10, 17))
     q, k, v, mask, past = case.operands()
     scattered = tuple(np.asfortranarray(x) for x in (q, k, v, mask))

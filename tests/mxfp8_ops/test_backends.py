@@ -207,7 +207,7 @@ SHAPES = [
 
 
 @looped("shape_and_axis, kind", zip(2 * SHAPES, itertools.cycle(KINDS), strict=False))
-def test_any_shape_and_axis(backend, shape_and_axis, kind):
+def test_every_shape_and_axis_gives_the_bytes_of_the_reference(backend, shape_and_axis, kind):
     (shape, axis), (dtype, element_format, scale_rounding) = shape_and_axis, kind
     x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
     x.flat[5:6], x.flat[-1:] = np.nan, -np.inf
@@ -265,7 +265,7 @@ def test_embedding_gives_every_element_under_every_scale(backend, dtype, fmt, in
         index=[np.int32, np.int64],
     ),
 )
-def test_embeddings_of_any_shape(backend, d, shape, v, index):
+def test_embeddings_of_every_shape_give_the_bytes_of_the_reference(backend, d, shape, v, index):
     b = numpy_nodes.quantize(heavy_tailed((v, d)))
     ids = np.asarray(np.random.default_rng(0).integers(-v, v, shape), index)
     assert_same(backend.embedding(ids, *b), numpy_nodes.embedding(ids, *b))

@@ -333,7 +333,7 @@ def info(name: str, dtype: int, shape: Sequence[int | str] | None = None) -> onn
 
 
 @looped("shapes, opset", itertools.product(("all", "ranks", "nothing"), one_node.OPSETS))
-def test_nodes_inside_if_and_loop(shapes: str, opset: int) -> None:
+def test_nodes_inside_if_and_loop_give_what_they_give_outside(shapes: str, opset: int) -> None:
     """Three nodes of other formats and roundings: in the branches of an If, and over the rows in a Loop."""
     settings = [("e4m3", "ceil"), ("int8", "floor"), ("e5m2", "even")]
     examples = [example("MXFP8Quantize", fmt=fmt, rounding=rounding, x=(1, 32)) for fmt, rounding in settings]
@@ -402,7 +402,7 @@ def test_blocks_of_zeros_stay_zeros_where_subnormals_are_flushed() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # what a NaN is as int32
 @looped("fmt, op, k", itertools.product(FORMATS, ("MXFP8Quantize", "MXFP8Gemm", "MXFP8Embedding"), (64, 70)))
-def test_onnx_s_reference_evaluator(fmt: str, op: str, k: int) -> None:
+def test_the_reference_evaluator_of_onnx_runs_the_bodies(fmt: str, op: str, k: int) -> None:
     one = example(op, fmt=fmt, x=(3, k))
     model, fed = model_of([one], constants=one.weights)
     stored = {tensor.name for tensor in model.graph.initializer}

@@ -61,13 +61,13 @@ def check_weight_gemm(x, b, bias=None, b_format: str = "e4m3") -> None:
 
 
 @looped("shape, formats", pairwise(shape=SHAPES, formats=[("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")]))
-def test_gemm(isa, shape, formats):
+def test_gemm_of_every_shape_is_within_the_bound(isa, shape, formats):
     m, n, k = shape
     check_gemm(quantized((m, k), formats[0], 1), quantized((n, k), formats[1], 2), heavy_tailed((n,), 3), formats)
 
 
 @looped("shape, x_dtype", pairwise(shape=SHAPES, x_dtype=DTYPES))
-def test_weight_gemm(isa, shape, x_dtype):
+def test_weight_gemm_of_every_shape_is_within_the_bound(isa, shape, x_dtype):
     m, n, k = shape
     check_weight_gemm(heavy_tailed((m, k), 1).astype(x_dtype), quantized((n, k), "e4m3", 2), heavy_tailed((n,), 3))
 
@@ -77,7 +77,7 @@ ROW_COUNTS = (*range(1, 10), 11, 12, 13, 15, 16, 17, 18, 24, 25, 31, 33, 40, 63,
 
 
 @looped("m", ROW_COUNTS)
-def test_gemms_at_every_row_tile(isa, m):
+def test_gemms_are_within_the_bound_at_every_row_tile(isa, m):
     k = 600 if m < 100 else 70
     a, b = quantized((m, k), "e4m3", 1), quantized((5, k), "e4m3", 2)
     check_gemm(a, b, heavy_tailed((5,), 3), ("e4m3", "e4m3"))
@@ -86,7 +86,7 @@ def test_gemms_at_every_row_tile(isa, m):
 
 
 @looped("n", [1, 2, 15, 16, 17, 33, 48, 63, 65, 130])
-def test_gemms_at_every_column_tile(isa, n):
+def test_gemms_are_within_the_bound_at_every_column_tile(isa, n):
     for m in (1, 7, 17, 40, 200):
         a, b = quantized((m, 130), "e4m3", 1), quantized((n, 130), "e4m3", 2)
         check_gemm(a, b, None, ("e4m3", "e4m3"))
@@ -94,7 +94,7 @@ def test_gemms_at_every_column_tile(isa, n):
 
 
 @looped("m", [1, 5, 20, 200])
-def test_gemms_of_every_small_depth(isa, m):
+def test_gemms_are_within_the_bound_at_every_small_depth(isa, m):
     for k in range(1, 101):
         a, b = quantized((m, k), "e4m3", k), quantized((3, k), "e4m3", k + 1)
         check_gemm(a, b, None, ("e4m3", "e4m3"))
@@ -107,7 +107,7 @@ SIZES_OF_A = [(100, 2.0**-20), (20, 2.0**-60), (2, 2.0**-120)]
 
 
 @looped("m, b_format, sizes", pairwise(m=[1, 6, 7, 200], b_format=FORMATS, sizes=SIZES_OF_A))
-def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format, sizes):
+def test_gemms_take_every_kind_of_scale_in_one_row(isa, m, b_format, sizes):
     """Scales too small and too large for a shortcut, between ordinary ones; the values of A keep sums finite."""
     codes = [0, 1, 2, 3, 126, 127, 239 if b_format == "e5m2" else 246]
     rng = np.random.default_rng(m)
@@ -121,7 +121,7 @@ def test_gemms_with_every_kind_of_scale_in_one_row(isa, m, b_format, sizes):
 
 
 @looped("m", [1, 8, 20])
-def test_weight_gemm_of_values_that_span_all_of_float32(isa, m):
+def test_weight_gemm_takes_values_that_span_all_of_float32(isa, m):
     """No power of two brings these into the range where small products stay normal."""
     x = np.ldexp(heavy_tailed((m, 200)), np.random.default_rng(1).integers(-120, 90, (m, 200))).astype(np.float32)
     check_weight_gemm(x, quantized((9, 200), "e4m3", 2))
@@ -166,7 +166,7 @@ def test_gemm_shows_nan_and_inf_of_elements_and_scales(isa, fmt, rows):
 
 
 @looped("m", [1, 8, 20, 200])
-def test_gemms_with_blocks_of_zeros(isa, m):
+def test_blocks_of_zeros_add_nothing(isa, m):
     """Padding: scale code 0, all elements zero, in A, in B, in both; and the result is zero, not nearly."""
     x, w = heavy_tailed((m, 640), 1), heavy_tailed((70, 640), 2)
     x[:, 64:160], w[:, 128:256], w[5], w[33, :32] = 0, 0, 0, 0
@@ -195,7 +195,7 @@ def test_gemm_is_exact_at_the_ends_of_the_scale_range(isa, a_format, b_format, r
         check_gemm((a, a_scales), (b, b_scales), None, (a_format, b_format))
 
 
-def test_gemms_of_many_rows_a_few_of_which_need_the_exact_kernel(isa):
+def test_a_few_of_many_rows_may_need_the_exact_kernel(isa):
     # Rows are packed 256 or 512 at a time: of these strips one cannot be held in bfloat16, and the others can.
     a, b = quantized((1100, 96), "e4m3", 1), quantized((70, 96), "e4m3", 2)
     a[1][300:303] = 1
@@ -262,7 +262,7 @@ def check_rounded(x: np.ndarray, *b: np.ndarray, **options: str) -> None:
 
 
 @looped("shape, dtype, b_format", pairwise(shape=ROUNDED, dtype=["float32", "float16", BF16], b_format=FORMATS))
-def test_weight_gemm_of_rounded_activations(isa, shape, dtype, b_format):
+def test_weight_gemm_multiplies_rounded_activations(isa, shape, dtype, b_format):
     m, n, k = shape
     x = heavy_tailed((m, k)).astype(dtype)
     x[0, :5] = [0.0, -0.0, 1e-6, -65504.0, 2.0**-24]

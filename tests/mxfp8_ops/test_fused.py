@@ -105,12 +105,12 @@ def check_gemm(
     "epilogue, dtype, factor",
     pairwise(epilogue=contract.EPILOGUES, dtype=numerics.VALUE_DTYPES, factor=[None, *numerics.VALUE_DTYPES]),
 )
-def test_fused_gemms_of_every_dtype(isa, epilogue, dtype, factor):
+def test_fused_gemms_are_within_the_bound_for_every_dtype(isa, epilogue, dtype, factor):
     check_gemm((5, 70, 96), epilogue, dtype, factor)
 
 
 @looped("epilogue, shape", pairwise(epilogue=contract.EPILOGUES, shape=SHAPES))
-def test_fused_gemms_of_every_kernel(isa, epilogue, shape):
+def test_fused_gemms_are_within_the_bound_in_every_kernel(isa, epilogue, shape):
     check_gemm(shape, epilogue)
 
 

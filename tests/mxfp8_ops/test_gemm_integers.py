@@ -79,7 +79,7 @@ def test_no_sum_overflows_however_many_elements_there_are(isa, count, rows):
     "rows, operand, code",
     pairwise(rows=[12, 64], operand=["a", "b"], code=[*SMALL[1:], 32, 39, 40, 47, 48, 55, 56, 63, 64]),
 )
-def test_one_small_element_among_large_ones(isa, operand, code, rows):
+def test_one_small_element_among_large_ones_is_not_lost(isa, operand, code, rows):
     """Its product must not be lost, whatever it is multiplied with: the large elements meet zeros."""
     others = np.array([0, ONE, LARGEST, 1, 31, 32, 0x80 | 40], np.uint8)
     some = np.full((rows, 64), 0x7B, np.uint8)
@@ -91,7 +91,7 @@ def test_one_small_element_among_large_ones(isa, operand, code, rows):
 
 
 @looped("shape", [(12, 16, 130), (70, 40, 300), (200, 130, 600), (300, 33, 800)])
-def test_small_elements_in_every_chunk_and_panel(isa, shape):
+def test_small_elements_in_every_chunk_and_panel_are_not_lost(isa, shape):
     """Large elements meet zeros, so that a small product that is lost shows."""
     m, n, k = shape
     a, b = ordinary((m, k), 1), ordinary((n, k), 2)
@@ -104,7 +104,7 @@ def test_small_elements_in_every_chunk_and_panel(isa, shape):
     assert kernels_of(a, b) == ("gemm_int16",)
 
 
-def test_every_element_times_every_element(isa):
+def test_every_element_times_every_element_is_exact(isa):
     """One element of each block is not zero, so that each product stands alone."""
     codes = np.array([*FINITE, *(FINITE | 0x80)], np.uint8)
     a, b = np.zeros((len(codes), 32), np.uint8), np.zeros((len(codes), 32), np.uint8)
@@ -130,7 +130,7 @@ def test_too_many_small_elements_of_a_are_for_another_kernel(isa, more, kernel):
 
 
 @looped("rows, count", pairwise(rows=[12, 70], count=[11, 12, 13, 14, 100, 256]))
-def test_columns_of_small_elements(isa, count, rows):
+def test_no_small_element_of_a_column_is_lost(isa, count, rows):
     """From 13 of a column on they are integers of their own; the large elements of A meet zeros."""
     rng = np.random.default_rng(count)
     a, b = ordinary((rows, 600), 1), ordinary((40, 600), 2)
@@ -157,7 +157,7 @@ def test_e5m2_and_float32_are_for_another_kernel(isa, a_format, b_format):
 
 
 @looped("scales", [(70, 70), (173, 173), (70, 173), (173, 70), (127, 69), (127, 174)])
-def test_scales_at_the_ends_of_what_the_kernel_takes(isa, scales):
+def test_scales_at_the_ends_of_what_the_kernel_takes_are_exact(isa, scales):
     """Of B it takes any, one by one where a product with them may be no normal number."""
     a, b = ordinary((12, 96), 1), ordinary((17, 96), 2)
     a[3], b[5] = 0, 0
@@ -185,7 +185,7 @@ def test_a_nan_is_in_its_row_or_column_and_others_are_the_same(isa):
     np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
 
 
-def test_all_combinations_of_few_rows_and_columns(isa):
+def test_all_combinations_of_few_rows_and_columns_are_exact(isa):
     """Tiles of one to twelve rows, panels of one register and two, tails of rows and of columns."""
     rng = np.random.default_rng(5)
     for m, n in itertools.product((*range(LEAST_ROWS[isa], 20), 23, 25), (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)):

@@ -42,7 +42,7 @@ def test_pack_is_quantize_of_n_by_k(isa, transposed, dtype, fmt, rounding):
 
 
 @looped("transposed, k, fmt", pairwise(transposed=[False, True], k=[500, 544], fmt=FORMATS))
-def test_pack_measures_its_error(isa, transposed, fmt, k):
+def test_pack_measures_the_error_of_its_rounding(isa, transposed, fmt, k):
     w = heavy_tailed((300, 550))[:, :k]  # rows are strided
     packed = cpu.pack(w, transposed=transposed, element_format=fmt)
     back = numpy_nodes.dequantize(packed.elements, packed.scales, element_format=fmt).astype(np.float64)

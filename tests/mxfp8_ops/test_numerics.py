@@ -66,7 +66,9 @@ VECTORS = [
     ("values", "scale_rounding", "scale", "elements"),
     [pytest.param(*vector, id=f"{name}, {vector[1]}") for name, *vector in VECTORS],
 )
-def test_vector(values: list[float], scale_rounding: str, scale: int, elements: str) -> None:
+def test_a_written_out_block_has_these_codes(
+    values: list[float], scale_rounding: str, scale: int, elements: str
+) -> None:
     got, scales = numpy_nodes.quantize(block(*values), scale_rounding=scale_rounding)
     expected = bytes.fromhex(elements)
     assert scales.tolist() == [scale]
@@ -182,7 +184,7 @@ def test_dequantize_is_exact_for_every_code_at_the_edges_of_the_scale(fmt: Eleme
 # --- Gemm --------------------------------------------------------------------------------------------------------
 
 
-def test_gemm_by_hand() -> None:
+def test_a_small_gemm_has_the_results_of_a_hand_calculation() -> None:
     a = numpy_nodes.quantize(np.float32([[1, 2, 3], [0, -1, 0.5]]))
     b = numpy_nodes.quantize(np.float32([[1, 1, 1], [2, 0, -4]]))
     bias = np.float32([10, 20])

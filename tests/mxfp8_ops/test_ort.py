@@ -61,7 +61,7 @@ def run(model_bytes: bytes, **feeds: np.ndarray) -> list[np.ndarray]:
     "x_dtype, b_format, y_dtype, with_bias",
     pairwise(x=[*FORMATS, *contract.VALUES], b=FORMATS, y=contract.VALUES, with_bias=[False, True]),
 )
-def test_gemms_of_elements_and_of_values(x_dtype, b_format, y_dtype, with_bias):
+def test_gemms_of_elements_and_of_values_are_within_the_bound(x_dtype, b_format, y_dtype, with_bias):
     x, b, bias = (
         heavy_tailed((2, 5, 2048), 1),
         heavy_tailed((33, 2048), 2),
@@ -89,7 +89,7 @@ def test_gemms_of_elements_and_of_values(x_dtype, b_format, y_dtype, with_bias):
 
 
 @looped("shape, v, d", [((), 1, 33), ((0,), 3, 32), ((2, 0), 3, 5), ((2, 1, 2), 3, 33)])
-def test_embeddings_of_any_shape(shape, v, d):
+def test_indices_of_an_embedding_have_any_shape(shape, v, d):
     b, ids = heavy_tailed((v, d)), np.random.default_rng(0).integers(-v, v, shape)
     nodes = [node("MXFP8Quantize", "b", "be bs"), node("MXFP8Embedding", "ids be bs", "y")]
     for dims in ([None] * len(shape), None):

@@ -172,7 +172,7 @@ def test_nodes_are_captured_into_a_cuda_graph(gpu: Driver, runtime: Runtime) -> 
 
 
 @emulated
-def test_weights_that_are_kept(gpu: Driver, runtime: Runtime) -> None:
+def test_kept_weights_are_decoded_once(gpu: Driver, runtime: Runtime) -> None:
     before, session = runtime.products, ort.session(square(), device="cuda", keep_wide=True)
     assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["dequantize"]
     for m in (3, 70):
@@ -185,7 +185,7 @@ def test_weights_that_are_kept(gpu: Driver, runtime: Runtime) -> None:
 
 
 @emulated
-def test_concurrent_runs(gpu: Driver) -> None:
+def test_runs_from_several_threads_do_not_disturb_each_other(gpu: Driver) -> None:
     session = ort.session(square(), device="cuda")
     inputs = [heavy_tailed((m, 64), m) for m in (1, 7, 70, 100, 3, 64, 65, 128)]
     with ThreadPoolExecutor(4) as pool:
@@ -195,7 +195,7 @@ def test_concurrent_runs(gpu: Driver) -> None:
 
 @emulated
 @pytest.mark.parametrize("axis", [0, 1])
-def test_the_bytes_of_the_reference(gpu: Driver, axis: int) -> None:
+def test_nodes_give_the_bytes_of_the_reference(gpu: Driver, axis: int) -> None:
     x = heavy_tailed((40, 70))
     nodes = [node("MXFP8Quantize", "x", "e s", axis=axis), node("MXFP8Dequantize", "e s", "y", axis=axis)]
     graph = model(nodes, {"x": (contract.FLOAT, [40, 70])}, {"s": (contract.UINT8, None), "y": (contract.FLOAT, None)})

@@ -26,12 +26,12 @@ from mxfp8_ops import contract, native, ort
 from mxfp8_ops.errors import BackendError, ContractError
 
 
-def test_session_names_a_missing_file(tmp_path):
+def test_a_session_names_a_missing_file(tmp_path):
     with pytest.raises(ContractError, match=r"model.onnx: no such file; expected an ONNX model; correct the path"):
         ort.session(tmp_path / "model.onnx")
 
 
-def test_session_opens_a_file(tmp_path):
+def test_a_session_opens_a_file(tmp_path):
     (tmp_path / "model.onnx").write_bytes(weight_only(["m", 64], b=heavy_tailed((7, 64))))
     assert ort.session(tmp_path / "model.onnx").get_providers() == ["CPUExecutionProvider"]
 

@@ -65,7 +65,7 @@ def small_model(weight: np.ndarray) -> bytes:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("release", RELEASES)
-def test_the_same_library_runs_in(release: str, tmp_path: Path):
+def test_one_library_runs_in_every_release(release: str, tmp_path: Path):
     environment, path, data = tmp_path / "environment", tmp_path / "model.onnx", tmp_path / "data.npz"
     venv.create(environment, with_pip=True)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"

@@ -74,14 +74,14 @@ def products(shape: tuple[int, int], kind: str, fmt: str) -> tuple[Product, ...]
     "shape, kind, fmt, prepack",
     pairwise(shape=SHAPES, kind=KINDS, fmt=["e4m3", "e5m2", "int8"], prepack=native.PREPACK),
 )
-def test_products_with_a_constant_weight(isa, shape, kind, fmt, prepack):
+def test_products_with_a_constant_weight_are_within_the_bound(isa, shape, kind, fmt, prepack):
     b, weight = weight_of(shape, fmt), native.ConstantWeight(prepack)
     for each in products(shape, kind, fmt):
         check(weight, b, each)
 
 
 @looped("codes, fmt", pairwise(codes=[(0,), (1, 2), (250,), (254,), (255,), (60, 200)], fmt=["e4m3", "int8"]))
-def test_scales_that_no_panel_holds(isa, codes, fmt):
+def test_columns_with_scales_that_no_panel_holds_leave_the_others_as_they_are(isa, codes, fmt):
     """Columns with such scales are read from the weight, or by another kernel: the others keep their bits."""
     b, x = weight_of((70, 640), fmt), heavy_tailed((20, 640), 3)
     a = numpy_nodes.quantize(x, element_format=fmt)
@@ -106,7 +106,7 @@ def test_scales_that_no_panel_holds(isa, codes, fmt):
 
 
 @looped("kind, m", pairwise(kind=["e4m3", "float32"], m=[20, 200]))
-def test_products_that_are_subnormal(isa, kind, m):
+def test_subnormal_products_are_not_flushed(isa, kind, m):
     """Dot products of bfloat16 flush them: a weight may be decoded for one call and not exact for the next."""
     b, weight = numpy_nodes.quantize(np.ldexp(heavy_tailed((40, 640), 1), -62)), native.ConstantWeight("decoded")
     for power in (0, -66):
@@ -173,7 +173,7 @@ def test_rows_that_are_multiplied_with_panels(isa):
     assert [m for m in (1, 2, 3, 4) if gemms(m) == kernel] == rows
 
 
-def test_unknown_prepack():
+def test_an_unknown_number_of_prepack_is_refused():
     with pytest.raises(ShapeError, match=r"prepack is 3; expected 0 to 2"):
         native.check("prepack", native.load().mxfp8_weight_new(3, None))
 
@@ -201,7 +201,7 @@ def check_session(session: onnxruntime.InferenceSession, m: int, b: Packed) -> N
         assert_within(y, expected, bound, f"{m} rows")
 
 
-def test_sessions_by_their_setting():
+def test_sessions_of_every_setting_are_within_the_bound():
     b = weight_of((70, 200), "int8")
     for prepack in native.PREPACK:
         session = ort.session(linear(b, nodes=2), prepack=prepack)
@@ -209,7 +209,7 @@ def test_sessions_by_their_setting():
             check_session(session, m, b)
 
 
-def test_wrong_setting_of_a_session():
+def test_a_wrong_setting_of_a_session_is_refused():
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("mxfp8.prepack", "always")
     with pytest.raises(BackendError, match=r"mxfp8\.prepack: 'always'; expected auto, never or decoded"):
@@ -218,7 +218,7 @@ def test_wrong_setting_of_a_session():
         ort.session(linear(weight_of((32, 64), "int8")), prepack="always")
 
 
-def test_threads_that_share_a_session():
+def test_threads_may_share_a_session():
     """The first calls of all come at once: one of them makes the panels."""
     b = weight_of((256, 512), "int8")
     session = ort.session(linear(b, nodes=4))

@@ -99,7 +99,7 @@ def cases(proto) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     return [(x, one.run(None, {"x": x})) for x in inputs]
 
 
-def test_many_sessions_at_once(own_pool, proto, cases):
+def test_many_sessions_run_at_once(own_pool, proto, cases):
     """Half of them run nodes side by side; each runs from its own thread, and sessions come and go meanwhile."""
 
     def work(index: int) -> None:
@@ -112,7 +112,7 @@ def test_many_sessions_at_once(own_pool, proto, cases):
         list(pool.map(work, range(6)))
 
 
-def test_sessions_and_direct_calls_at_once(own_pool, proto, cases):
+def test_sessions_and_direct_calls_run_at_once(own_pool, proto, cases):
     one = session(proto, inter=4)
     x = np.random.default_rng(1).standard_normal((700, 1024), np.float32)
     expected = cpu.quantize(x, threads=1)
@@ -162,7 +162,7 @@ def test_the_pool_never_grows_beyond_what_one_call_asks_for(own_pool):
 
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork")
-def test_a_fork_while_other_threads_call(own_pool):
+def test_a_fork_may_come_while_other_threads_call(own_pool):
     """A fork may catch the pool at any moment."""
     x = np.random.default_rng(0).standard_normal((600, 1024), np.float32)
     elements = cpu.quantize(x, threads=1)[0]
