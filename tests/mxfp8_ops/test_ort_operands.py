@@ -5,11 +5,8 @@ Values are such that every sum is exact in float32, in any order: results are eq
 
 from __future__ import annotations
 
-import multiprocessing
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import cache
 from typing import NamedTuple
 
@@ -170,37 +167,9 @@ def _in_words(outcome: list[np.ndarray] | str) -> str:
     return f"refused, {outcome}" if isinstance(outcome, str) else f"gives {[array.shape for array in outcome]}"
 
 
-class Child:
-    """A process of its own: a kernel that crashes must fail a test, not end it."""
-
-    def __init__(self) -> None:
-        self._pool = self._start()
-
-    def _start(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-
-    def difference(self, case: Case) -> str:
-        """Returns how the kernels differ from the bodies, or that they crash."""
-        try:
-            return self._pool.submit(difference, case).result()
-        except BrokenProcessPool:
-            self._pool = self._start()
-            return "the process crashes"
-
-    def end(self) -> None:
-        self._pool.shutdown()
-
-
-@pytest.fixture(scope="module")
-def child() -> Iterator[Child]:
-    child = Child()
-    yield child
-    child.end()
-
-
 @pytest.mark.parametrize("op", contract.OPS.values(), ids=lambda op: op.name)
-def test_kernels_do_as_bodies_do(child, op):
-    told = {case.changed: child.difference(case) for case in cases(op)}
+def test_kernels_do_as_bodies_do(op):
+    told = {case.changed: difference(case) for case in cases(op)}
     differences = {changed: text for changed, text in told.items() if text and not is_broadcast_bias(changed, text)}
     assert differences == {}
 
