@@ -114,6 +114,17 @@ def test_weight_gemm_gives_what_the_reference_gives(data: Any, product: Any, b_f
     assert (excess <= 0).all(), f"{excess.max()} beyond the bound"
 
 
+@given(arrays(least=2, most=2), st.booleans(), FORMATS, ROUNDINGS)
+def test_pack_gives_what_the_reference_gives(
+    w: np.ndarray, transposed: bool, element_format: str, rounding: str
+) -> None:
+    options = {"element_format": element_format, "scale_rounding": rounding}
+    packed = cpu.pack(w, transposed=transposed, **options)
+    same((packed.elements, packed.scales), numpy_nodes.quantize(w.T if transposed else w, **options))
+    bad = np.argwhere(~np.isfinite(w.astype(np.float32)))
+    assert packed.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
+
+
 # --- quantize(..., out=(elements, scales)) ---------------------------------------------------------------------------
 
 SHAPES = [((5, 96), -1), ((5, 70), -1), ((3, 40, 48), 1), ((37,), 0), ((0, 64), -1), ((4, 0), 1), ((70, 5), 0)]
