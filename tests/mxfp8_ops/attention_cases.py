@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from one_node import NUMPY, one_node_model, run
+from one_node import NUMPY, one_node_model
 from onnx import TensorProto
 
 from mxfp8_ops import contract, numerics
@@ -151,10 +151,3 @@ def node_model(
         model.graph.node[0].output[1:] = ["", ""]
         del model.graph.output[1:]
     return model
-
-
-def run_stock(case: Case, opset: int, *, operands: Operands | None = None, **settings: Any) -> list[np.ndarray]:
-    """Returns what ONNX Runtime without the library makes of a node."""
-    given = case.operands() if operands is None else operands
-    results: list[np.ndarray] = run(node_model(case, opset, operands=given, **settings), feeds(given))
-    return results

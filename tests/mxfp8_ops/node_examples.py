@@ -51,21 +51,21 @@ class Example:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How an example differs from the usual one. An op ignores what it does not have."""
+    """How an example differs from the usual one. An op ignores what it does not have.
+
+    `fmt` is the format of what it reads and writes, `b_fmt` the format of B if it is another; `dtype` is the dtype of
+    values it reads, `output` of values it writes; `x` is the shape of what it reads, `lead` the dimensions of B before
+    N and K.
+    """
 
     fmt: str = "e4m3"
-    """That of what it reads and of what it writes."""
     b_fmt: str = ""
-    """That of B, if it is another."""
     rounding: str = "ceil"
     dtype: int = FLOAT
-    """That of values it reads."""
     output: int = FLOAT
     x: tuple[int, ...] = (3, 5, 70)
-    """The shape of what it reads."""
     n: int = 40
     lead: tuple[int, ...] = ()
-    """Dimensions of B before N and K."""
     axis: int = -1
     biased: bool = True
     epilogue: str = "none"
@@ -87,7 +87,8 @@ class Setting:
 
 def example(op: str, **changes: Any) -> Example:
     """Returns a node of `op`; see `Setting`."""
-    return _MAKERS[op](op, Setting(**changes))
+    make = _gemm if contract.OPS[op].is_gemm else _OTHERS[op]
+    return make(op, Setting(**changes))
 
 
 def _values(s: Setting, shape: Sequence[int], dtype: int, seed: int) -> np.ndarray:
@@ -190,18 +191,12 @@ def _attention(op: str, s: Setting) -> Example:
     return Example(op, attention_feeds(operands), outputs, attributes, check)
 
 
-def _maker(op: contract.Op) -> Callable[[str, Setting], Example]:
-    if op.is_gemm:
-        return _gemm
-    return {
-        "MXFP8Quantize": _quantize,
-        "MXFP8Dequantize": _dequantize,
-        "MXFP8Embedding": _embedding,
-        "MXFP8Attention": _attention,
-    }[op.name]
-
-
-_MAKERS = {op.name: _maker(op) for op in contract.OPS.values()}
+_OTHERS = {
+    "MXFP8Quantize": _quantize,
+    "MXFP8Dequantize": _dequantize,
+    "MXFP8Embedding": _embedding,
+    "MXFP8Attention": _attention,
+}
 
 
 # --- Models

@@ -1,4 +1,4 @@
-"""Quantization of one value alone in its block, from the definitions in docs/numerics.md, in exact arithmetic.
+"""Quantization of blocks, from the definitions in docs/numerics.md, in exact arithmetic.
 
 float64 holds every float32, every product of one with a power of two, and every bound below without rounding: nothing
 here looks at bits, as `numpy_nodes.quantize` does.
@@ -54,13 +54,13 @@ def scale_by_definition(amax: npt.NDArray[np.float64], fmt: ElementFormat, scale
     return np.where(amax == 0, 0, np.clip(exponent - 1 - fmt.emax + 127, 0, 254))
 
 
-def alone_by_definition(
+def codes_by_definition(
     x: npt.NDArray[np.float32], fmt: ElementFormat, scale_rounding: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """Returns the elements and scales of values each of which is a block."""
-    finite = np.isfinite(x)
+    """Returns the elements [n, size] and scales [n, 1] of blocks; a block with a NaN or an infinity is all NaN."""
+    finite = np.isfinite(x).all(-1, keepdims=True)
     values = np.where(finite, x, 0).astype(np.float64)
-    scales = scale_by_definition(abs(values), fmt, scale_rounding)
+    scales = scale_by_definition(abs(values).max(-1, keepdims=True), fmt, scale_rounding)
     scaled = np.clip(np.ldexp(values, 127 - scales), -fmt.max, fmt.max)
     if fmt is INT8:
         codes = np.rint(scaled * 64).astype(np.int8).view(np.uint8)

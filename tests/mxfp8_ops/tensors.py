@@ -5,6 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
+from compare import assert_within
 
 from mxfp8_ops import numpy_nodes
 
@@ -50,8 +51,4 @@ def assert_is_mxfp8_product(
     expected = operands[0].astype(np.float64) @ operands[1].T.astype(np.float64)
     expected = expected if wide_bias is None else expected + wide_bias
     bound = numpy_nodes.gemm_error_bound(*operands, dtype, wide_bias)
-    error = np.abs(array(got).astype(np.float64) - expected)
-    assert error.shape == expected.shape
-    if error.size and (error - bound).max() > 0:
-        at = np.unravel_index(int((error - bound).argmax()), error.shape)
-        pytest.fail(f"at {at}: {array(got)[at]!r}, not {expected[at]!r} within {bound[at]:.3e}")
+    assert_within(array(got), expected, bound, "product")

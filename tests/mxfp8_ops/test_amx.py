@@ -12,7 +12,7 @@ import pytest
 from mxfp8_ops import cpu
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f"tests/mxfp8_ops/test_{name}.py" for name in ("prepack", "cpu", "attention_cpu")]
+TESTS = [f"tests/mxfp8_ops/test_{name}.py" for name in ("prepack", "cpu", "attention")]
 
 # In a process of its own, which loads the library from the folder that is its first argument.
 RUN = """

@@ -1,17 +1,19 @@
-"""Whatever the arrays are, the kernels do as `numpy_nodes` does; and what quantizing must be for any of them."""
+"""Whatever the arrays are, the kernels and `numpy_nodes` give the same arrays or the same errors."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from grids import looped, pairwise
+from hypothesis import given
 from hypothesis import strategies as st
 from properties import DTYPES, arrays, shapes, values, views
 
-from mxfp8_ops import cpu, formats, numerics, numpy_nodes
+from mxfp8_ops import cpu, cuda, formats, numerics, numpy_nodes
 from mxfp8_ops.errors import Mxfp8Error
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
@@ -43,17 +45,18 @@ def same(actual: Any, expected: Any) -> None:
         assert not differ.any(), f"at {np.argwhere(differ)[0]}: {one[differ][0]!r}, expected {other[differ][0]!r}"
 
 
-# --- The native functions are those of numerics ------------------------------------------------------------------
-
-
 @given(arrays((*DTYPES, np.dtype(np.float64))), AXES, FORMATS, ROUNDINGS)
-def test_quantize(x: np.ndarray, axis: int, element_format: str, scale_rounding: str) -> None:
+def test_quantize_gives_what_the_reference_gives(
+    x: np.ndarray, axis: int, element_format: str, scale_rounding: str
+) -> None:
     options = {"axis": axis, "element_format": element_format, "scale_rounding": scale_rounding}
     same(outcome(cpu.quantize, x, **options), outcome(numpy_nodes.quantize, x, **options))
 
 
 @given(st.data(), shapes(), AXES, FORMATS, RESULTS)
-def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format: str, dtype: str) -> None:
+def test_dequantize_gives_what_the_reference_gives(
+    data: Any, shape: tuple[int, ...], axis: int, element_format: str, dtype: str
+) -> None:
     rng = np.random.default_rng(len(shape))
     blocks = [*shape]
     if -len(shape) <= axis < len(shape) and not data.draw(st.booleans(), label="wrong scales"):
@@ -67,7 +70,7 @@ def test_dequantize(data: Any, shape: tuple[int, ...], axis: int, element_format
 
 
 @given(st.data(), st.integers(0, 9), st.sampled_from([0, 1, 31, 32, 33, 70]), FORMATS, RESULTS)
-def test_embedding(data: Any, v: int, d: int, b_format: str, dtype: str) -> None:
+def test_embedding_gives_what_the_reference_gives(data: Any, v: int, d: int, b_format: str, dtype: str) -> None:
     rng = np.random.default_rng(v)
     wrong = data.draw(st.booleans(), label="wrong indices")
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3), label="shape of the indices")
@@ -90,7 +93,7 @@ def products(draw: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ..
 
 
 @given(st.data(), products(), FORMATS, RESULTS)
-def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None:
+def test_weight_gemm_gives_what_the_reference_gives(data: Any, product: Any, b_format: str, dtype: str) -> None:
     x_shape, shape, bias_shape = product
     x = data.draw(views(data.draw(values(x_shape, data.draw(st.sampled_from(DTYPES)), calm=True))))
     b = tuple(
@@ -111,79 +114,49 @@ def test_weight_gemm(data: Any, product: Any, b_format: str, dtype: str) -> None
     assert (excess <= 0).all(), f"{excess.max()} beyond the bound"
 
 
-@given(st.data(), st.sampled_from([(3, 70), (1, 32), (2, 3, 33), (0, 31), (5, 0)]), st.sampled_from([0, 1, 7]), FORMATS)
-def test_gemm(data: Any, shape: tuple[int, ...], n: int, b_format: str) -> None:
-    a, b = (
-        numpy_nodes.quantize(data.draw(values(s, calm=True)), element_format=b_format) for s in (shape, (n, shape[-1]))
-    )
-    a, b = (tuple(data.draw(views(codes)) for codes in operand) for operand in (a, b))
-    actual = cpu.gemm(*a, *b, a_format=b_format, b_format=b_format)
-    exact = numpy_nodes.gemm(*a, *b, a_format=b_format, b_format=b_format)
-    bound = numpy_nodes.gemm_error_bound(*(numpy_nodes.dequantize(*o, element_format=b_format) for o in (a, b)))
-    assert (actual.shape, actual.dtype) == (exact.shape, exact.dtype)
-    assert (np.isnan(actual) == np.isnan(exact)).all()
-    assert (np.abs(actual.astype(np.float64) - exact) <= bound)[np.isfinite(bound)].all()
-
-
 @given(arrays(least=2, most=2), st.booleans(), FORMATS, ROUNDINGS)
-def test_pack(w: np.ndarray, transposed: bool, element_format: str, scale_rounding: str) -> None:
-    options = {"element_format": element_format, "scale_rounding": scale_rounding}
+def test_pack_gives_what_the_reference_gives(
+    w: np.ndarray, transposed: bool, element_format: str, rounding: str
+) -> None:
+    options = {"element_format": element_format, "scale_rounding": rounding}
     packed = cpu.pack(w, transposed=transposed, **options)
     same((packed.elements, packed.scales), numpy_nodes.quantize(w.T if transposed else w, **options))
     bad = np.argwhere(~np.isfinite(w.astype(np.float32)))
     assert packed.first_nonfinite == (tuple(bad[0].tolist()) if len(bad) else None)
 
 
-# --- What quantizing must be -------------------------------------------------------------------------------------
+# --- quantize(..., out=(elements, scales)) ---------------------------------------------------------------------------
+
+SHAPES = [((5, 96), -1), ((5, 70), -1), ((3, 40, 48), 1), ((37,), 0), ((0, 64), -1), ((4, 0), 1), ((70, 5), 0)]
 
 
-@given(values((4, 70)), FORMATS, ROUNDINGS)
-def test_quantizing_what_was_dequantized_changes_no_value(x: np.ndarray, element_format: str, rounding: str) -> None:
-    once = numpy_nodes.dequantize(
-        *numpy_nodes.quantize(x, element_format=element_format, scale_rounding=rounding), element_format=element_format
-    )
-    assume(np.isfinite(once).all())
-    twice = numpy_nodes.dequantize(
-        *numpy_nodes.quantize(once, element_format=element_format), element_format=element_format
-    )
-    assert twice.tobytes() == once.tobytes()
-
-
-@given(values((8, 32), finite=True), st.integers(0, 31), st.floats(1, 1e6, width=32), FORMATS, ROUNDINGS)
-def test_a_larger_value_never_has_a_smaller_scale(
-    x: np.ndarray, at: int, factor: float, element_format: str, rounding: str
+@pytest.mark.parametrize("quantize", [numpy_nodes.quantize, cpu.quantize], ids=["reference", "kernels"])
+@looped(
+    "shape_and_axis, dtype, kind, order",
+    pairwise(shape=SHAPES, dtype=numerics.VALUE_DTYPES, kind=[("e4m3", "ceil"), ("e5m2", "floor")], order="CF"),
+)
+def test_quantize_writes_the_same_bytes_into_given_arrays(
+    quantize: Callable[..., Any], shape_and_axis: tuple[tuple[int, ...], int], dtype: str, kind: Any, order: str
 ) -> None:
-    larger = x.copy()
-    larger[:, at] *= factor
-    assume(np.isfinite(larger).all())
-    before, after = (
-        numpy_nodes.quantize(v, element_format=element_format, scale_rounding=rounding)[1] for v in (x, larger)
-    )
-    assert (before <= after).all()
+    (shape, axis), (element_format, scale_rounding) = shape_and_axis, kind
+    x = np.random.default_rng(0).standard_normal(shape).astype(numerics.value_dtype(dtype), order)
+    options = {"axis": axis, "element_format": element_format, "scale_rounding": scale_rounding}
+    expected = numpy_nodes.quantize(x, **options)
+    rooms = [np.full((3, *codes.shape), 0xAA, np.uint8) for codes in expected]  # with arrays before and behind
+    out = tuple(room[1] for room in rooms)
+    got = quantize(x, **options, out=out)
+    assert all(one is other for one, other in zip(got, out, strict=True))
+    for room, codes in zip(rooms, expected, strict=True):
+        np.testing.assert_array_equal(room[1], codes)
+        assert (room[::2] == 0xAA).all()
 
 
-@given(values((8, 70), finite=True), FORMATS, ROUNDINGS)
-def test_the_error_is_half_a_step_or_what_saturates(x: np.ndarray, element_format: str, rounding: str) -> None:
-    fmt = formats.element_format(element_format)
-    elements, scales = numpy_nodes.quantize(x, element_format=element_format, scale_rounding=rounding)
-    scale = np.repeat(numerics.decode_scale(scales).astype(np.float64), 32, -1)[:, :70]
-    error = np.abs(numerics.decode(elements, fmt) * scale - x)
-    half_step = np.maximum(np.abs(x) * 2.0 ** -(fmt.mantissa_bits + 1), fmt.min_subnormal / 2 * scale)
-    saturates = (elements & 0x7F) == fmt.max_code
-    assert (error <= np.where(saturates, np.maximum(half_step, np.abs(x) - fmt.max * scale), half_step)).all()
-    if rounding == "ceil":
-        assert (np.abs(x) <= fmt.max * scale).all()
-
-
-@given(values((3, 70), finite=True), FORMATS, ROUNDINGS)
-def test_the_sign_of_a_value_is_the_sign_of_its_element(x: np.ndarray, element_format: str, rounding: str) -> None:
-    options = {"element_format": element_format, "scale_rounding": rounding}
-    (plus, scales), (minus, same_scales) = numpy_nodes.quantize(x, **options), numpy_nodes.quantize(-x, **options)
-    assert scales.tolist() == same_scales.tolist()
-    # The negative of an INT8 code is its two's complement; a code of NaN has no sign there.
-    if formats.element_format(element_format).twos_complement:
-        finite = np.repeat(scales != formats.SCALE_NAN, formats.BLOCK_SIZE, -1)[..., : x.shape[-1]]
-        plus, minus = plus[finite].view(np.int8), minus[finite].view(np.int8)
-        assert (-plus).tolist() == minus.tolist()
-    else:
-        assert (plus ^ 0x80).tolist() == minus.tolist()
+@pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads"}), (cuda, set())])
+def test_a_backend_has_the_arguments_of_the_reference_in_its_order_and_some_of_its_own(backend: Any, more: set) -> None:
+    shared = [name for name in backend.__all__ if inspect.isfunction(getattr(numpy_nodes, name, None))]
+    assert "quantize" in shared
+    for name in shared:
+        theirs = inspect.signature(getattr(backend, name)).parameters.values()
+        ours = inspect.signature(getattr(numpy_nodes, name)).parameters.values()
+        alike = [(p.name, p.kind, p.default) for p in theirs if p.name not in more]
+        assert alike == [(p.name, p.kind, p.default) for p in ours], name

@@ -12,9 +12,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import FORMATS, ROUNDINGS, assert_same, heavy_tailed
+from compare import ROUNDINGS, assert_same, heavy_tailed
 from grids import instruction_sets, looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
+from scale_definition import FIRST_NORMAL, boundary_values, codes_by_definition, near
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import UINT8
@@ -22,7 +23,7 @@ from mxfp8_ops.formats import ELEMENT_FORMATS
 
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
 
-DTYPES = tuple(numerics.VALUE_DTYPES)
+DTYPES, FORMATS = tuple(numerics.VALUE_DTYPES), tuple(ELEMENT_FORMATS)
 CODES = {name: code for code, name in contract.VALUE_NAMES.items()}
 
 
@@ -46,20 +47,16 @@ class Torch:
     def __getattr__(self, name: str) -> Any:
         torch = pytest.importorskip("torch")
         pytest.importorskip("mxfp8_ops.torch_ops")
+        import tensors  # here, because it needs torch
 
-        def tensor(array: np.ndarray) -> Any:
-            if array.dtype == ml_dtypes.bfloat16:
-                return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-            return torch.from_numpy(array)
-
-        def array(result: Any) -> np.ndarray:
-            is_bfloat16 = result.dtype == torch.bfloat16
-            return result.view(torch.int16).numpy().view(ml_dtypes.bfloat16) if is_bfloat16 else result.numpy()
+        def tensor(x: np.ndarray) -> Any:
+            is_bfloat16 = x.dtype == ml_dtypes.bfloat16
+            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(x)
 
         def call(*operands: np.ndarray, **options: Any) -> Any:
             named = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in options.items()}
             result = getattr(torch.ops.mxfp8, name)(*map(tensor, operands), **named)
-            return tuple(map(array, result)) if isinstance(result, tuple) else array(result)
+            return tuple(map(tensors.array, result)) if isinstance(result, tuple) else tensors.array(result)
 
         return call
 
@@ -133,7 +130,9 @@ def hard_blocks(dtype: str) -> np.ndarray:
     subnormal = (rng.integers(0, 1 << 23, 1 << 12, dtype=np.uint32) | (upper[: 1 << 12] % 2 << 31)).view(np.float32)
     # Random mantissas under every exponent, and blocks whose amax is one bit around a boundary of any rounding.
     spread = np.ldexp(rng.standard_normal((1 << 12, 32)), rng.integers(-149, 127, (1 << 12, 1))).astype(np.float32)
-    at = np.float32([m * 2.0**e for m in (1, 1.75, 1.875, 1.9375, 2 - 2.0**-23) for e in range(-126, 127)])
+    at = np.float32(
+        [m * 2.0**e for m in (1, 1.75, 1.875, 1.9375, 127 / 64, 255 / 128, 2 - 2.0**-23) for e in range(-126, 127)]
+    )
     around = np.stack([np.nextafter(at, np.float32(0)), at, np.nextafter(at, np.float32(2) * at)]).reshape(-1, 1)
     boundary = around * rng.uniform(-1, 1, (len(around), 32)).astype(np.float32)
     boundary[:, 5] = -around[:, 0]
@@ -145,27 +144,56 @@ def hard_blocks(dtype: str) -> np.ndarray:
     return np.concatenate([part.reshape(-1, 32) for part in parts])
 
 
+LAYOUTS: dict[str, tuple[tuple[int, int], int]] = {
+    "blocks in rows": ((-1, 32), -1),
+    "blocks in columns": ((32, -1), 0),
+    "values alone in rows": ((-1, 1), -1),
+    "values alone in columns": ((1, -1), 0),
+}
+"""A shape and its blocked axis."""
+
+
 @functools.cache
-def hard_case(dtype: str, element_format: str, scale_rounding: str, *, alone: bool) -> tuple[np.ndarray, ...]:
-    """Returns hard blocks, or every leading pattern as the only value of its block, and the codes of `numpy_nodes`."""
-    x = hard_blocks(dtype)
-    x = x[:2048].reshape(-1, 1) if alone else x
-    return x, *numpy_nodes.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+def hard_case(dtype: str, element_format: str, scale_rounding: str, layout: str) -> tuple[np.ndarray, ...]:
+    """Returns hard blocks, or values at every step of a scale that stand alone, and the codes of `numpy_nodes`."""
+    shape, axis = LAYOUTS[layout]
+    x = boundary_values() if "alone" in layout and dtype == "float32" else hard_blocks(dtype)
+    x = (x[:2048] if "alone" in layout and dtype != "float32" else x).reshape(shape)
+    return x, *numpy_nodes.quantize(x, axis=axis, element_format=element_format, scale_rounding=scale_rounding)
 
 
 KINDS = [*itertools.product(DTYPES, FORMATS, ROUNDINGS)]
 
 
 @looped(
-    "dtype, element_format, scale_rounding, alone",
-    [(*kind, False) for kind in KINDS] + [(*kind, True) for kind in pairwise(a=DTYPES, b=FORMATS, c=ROUNDINGS)],
+    "dtype, element_format, scale_rounding, layout",
+    [(*kind, "blocks in rows") for kind in KINDS] + pairwise(a=DTYPES, b=FORMATS, c=ROUNDINGS, layout=[*LAYOUTS][1:]),
 )
-def test_quantize_gives_the_bytes_of_the_reference(backend, dtype, element_format, scale_rounding, alone):
-    x, elements, scales = hard_case(dtype, element_format, scale_rounding, alone=alone)
+def test_quantize_gives_the_bytes_of_the_reference(backend, dtype, element_format, scale_rounding, layout):
+    x, elements, scales = hard_case(dtype, element_format, scale_rounding, layout)
     assert (scales == 255).any()
-    got = backend.quantize(x, element_format=element_format, scale_rounding=scale_rounding)
+    axis = LAYOUTS[layout][1]
+    got = backend.quantize(x, axis=axis, element_format=element_format, scale_rounding=scale_rounding)
     assert_same(got[1], scales, "scales")
     assert_same(got[0], elements, "elements", x)
+
+
+@pytest.mark.slow
+@looped("fmt, rounding", itertools.product(ELEMENT_FORMATS, ROUNDINGS))
+def test_kernels_give_the_definition_of_all_values_around_powers_of_two(fmt: str, rounding: str) -> None:
+    """2^24 float32 values: 2^16 around each power of two, and with them every subnormal where scale codes step."""
+    for exponent in range(256):
+        start = (exponent << 23) - (1 << 15)
+        bits = np.arange(start, start + (1 << 16))
+        if exponent == 1:
+            bits = np.concatenate([bits, near(FIRST_NORMAL, 0x20000)])
+        x = bits[(bits >= 0)].astype(np.uint32).view(np.float32)
+        elements, scales = codes_by_definition(x[:, None], ELEMENT_FORMATS[fmt], rounding)
+        for isa in instruction_sets():
+            with cpu.forced_isa(isa):
+                got = cpu.quantize(x[:, None], element_format=fmt, scale_rounding=rounding)
+            assert_same(got[1], scales, f"scales, {isa}, around 2^{exponent - 127}", x[:, None])
+            assert_same(got[0], elements, f"elements, {isa}, around 2^{exponent - 127}", x[:, None])
 
 
 SHAPES = [
@@ -179,7 +207,7 @@ SHAPES = [
 
 
 @looped("shape_and_axis, kind", zip(2 * SHAPES, itertools.cycle(KINDS), strict=False))
-def test_any_shape_and_axis(backend, shape_and_axis, kind):
+def test_every_shape_and_axis_gives_the_bytes_of_the_reference(backend, shape_and_axis, kind):
     (shape, axis), (dtype, element_format, scale_rounding) = shape_and_axis, kind
     x = heavy_tailed(shape).astype(numerics.value_dtype(dtype))
     x.flat[5:6], x.flat[-1:] = np.nan, -np.inf
@@ -237,7 +265,7 @@ def test_embedding_gives_every_element_under_every_scale(backend, dtype, fmt, in
         index=[np.int32, np.int64],
     ),
 )
-def test_embeddings_of_any_shape(backend, d, shape, v, index):
+def test_embeddings_of_every_shape_give_the_bytes_of_the_reference(backend, d, shape, v, index):
     b = numpy_nodes.quantize(heavy_tailed((v, d)))
     ids = np.asarray(np.random.default_rng(0).integers(-v, v, shape), index)
     assert_same(backend.embedding(ids, *b), numpy_nodes.embedding(ids, *b))

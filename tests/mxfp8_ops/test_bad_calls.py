@@ -12,11 +12,7 @@ from test_backends import Torch
 from mxfp8_ops import cpu, numpy_nodes
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
 
-FRONT_ENDS: dict[str, Any] = {
-    "reference": numpy_nodes,
-    "cpu": cpu,
-    "torch": Torch(),
-}
+FRONT_ENDS: dict[str, Any] = {"reference": numpy_nodes, "cpu": cpu, "torch": Torch()}
 ALL, NUMPY, CPU = ("reference", "cpu", "torch"), ("reference", "cpu"), ("cpu",)
 
 X = np.ones((4, 64), np.float32)
@@ -54,8 +50,6 @@ CALLS: list[Call] = [
     (ALL, lambda f: f.quantize(X, scale_rounding="up"), ContractError, "scale_rounding: 'up'; expected one of ceil,"),
     (CPU, lambda f: f.quantize(X.astype(">f4")), ShapeError, "quantize: x has dtype >f4, in another byte order"),
     (CPU, lambda f: f.quantize(X.tolist()), ShapeError, "quantize: x is a list; expected a NumPy array"),
-    (CPU, lambda f: f.quantize(X.astype(object)), ShapeError, "quantize: dtype object; expected one of float32"),
-    (CPU, lambda f: f.quantize(np.float32(1)), ShapeError, "quantize: x is a float32; expected a NumPy array"),
     (CPU, lambda f: f.quantize(X, threads=-1), ShapeError, "quantize: threads is -1; expected 0 (all processors)"),
     (CPU, lambda f: f.quantize(X, threads="all"), ShapeError, "quantize: threads is 'all'"),
     (CPU, lambda f: f.quantize(HUGE), BackendError, "quantize: no memory for an array of shape (1048576, "),
@@ -93,8 +87,6 @@ CALLS: list[Call] = [
     (ALL, lambda f: f.embedding(ids([[1, 2], [7, 9]]), *TABLE), ShapeError,
      "embedding: index 7 at (1, 0); expected -7 to 6, for a table of 7 rows; "),
     (ALL, lambda f: f.embedding(np.array([[1, 2], [-8, 9]], np.int32), *TABLE), ShapeError, "index -8 at (1, 0)"),
-    (ALL, lambda f: f.embedding(ids(-8), *TABLE), ShapeError, "index -8 at ()"),
-    (ALL, lambda f: f.embedding(ids([2**31 - 1]), *TABLE), ShapeError, "index 2147483647 at (0,)"),
     (ALL, lambda f: f.embedding(ids([0]), TABLE[0][:0], TABLE[1][:0]), ShapeError,
      "index 0 at (0,); expected none: the table has no rows"),
     (NUMPY, lambda f: f.embedding(np.zeros(1, np.uint8), *TABLE), ShapeError,
@@ -128,7 +120,6 @@ CALLS: list[Call] = [
      "3 heads of Q and 2 of K and V; expected 1 or more of each"),
     (NUMPY, lambda f: attend(f, heads=(4, 0)), ShapeError, "4 heads of Q and 0 of K and V; expected"),
     (NUMPY, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "K (2, 7, 20)"),
-    (NUMPY, lambda f: attend(f, (2, 5, 64), (2, 7, 20)), ShapeError, "; expected [B, S, Hq * D]"),
     (NUMPY, lambda f: attend(f, (2, 5, 64), (2, 7, 32), (2, 6, 32)), ShapeError, "V (2, 6, 32)"),
     (NUMPY, lambda f: attend(f, (64,)), ShapeError, "Q (64,), "),
     (NUMPY, lambda f: attend(f, mask=floats(2, 1, 3, 7)), ShapeError,
@@ -196,18 +187,11 @@ def test_arrays_that_do_not_fit_are_refused(change: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("module", [numpy_nodes, cpu])
-def test_options_of_attention_that_are_misspelt_or_missing_are_type_errors_of_attention(module: Any) -> None:
+def test_a_misspelt_or_missing_option_is_a_type_error(module: Any) -> None:
     x = floats(1, 2, 8)
-    with pytest.raises(TypeError, match=r"^attention\(\) got an unexpected keyword argument 'scal'"):
-        module.attention(x, x, x, q_num_heads=1, kv_num_heads=1, scal=1.0)
     with pytest.raises(TypeError, match=r"^attention\(\) missing 1 required .*argument: 'kv_num_heads'"):
         module.attention(x, x, x, q_num_heads=1)
-
-
-@pytest.mark.parametrize("module", [numpy_nodes, cpu])
-def test_a_misspelt_option_is_a_type_error(module: Any) -> None:
-    of_elements, of_values = (module.gemm, module.fused_gemm), (module.weight_gemm, module.fused_weight_gemm)
-    calls = [lambda f=f: f(E, S, E, S, dtyp="float16") for f in of_elements]
-    for call in (*calls, *(lambda f=f: f(X, E, S, dtyp="float16") for f in of_values)):
-        with pytest.raises(TypeError, match=r"gemm\(\) got an unexpected keyword argument 'dtyp'"):
-            call()
+    calls = [(module.gemm, E, S, E, S), (module.fused_gemm, E, S, E, S), (module.weight_gemm, X, E, S)]
+    for function, *operands in (*calls, (module.fused_weight_gemm, X, E, S), (module.attention, x, x, x)):
+        with pytest.raises(TypeError, match=r"(gemm|attention)\(\) got an unexpected keyword argument 'dtyp'"):
+            function(*operands, dtyp="float16")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,9 @@ from grids import looped, pairwise
 from node_examples import Example, check_all, example, in_standard_ops, model_of
 from onnx import TensorProto, helper
 from releases import release
+from scale_definition import codes_by_definition
 
-from mxfp8_ops import contract, numerics, numpy_nodes
+from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT16, UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS, ElementFormat
 from mxfp8_ops.function_body import STYLE, Style
@@ -66,21 +65,6 @@ def built(one: Example, opset: int, place: str, shapes: str = "ranks") -> tuple[
     ),
 )
 def test_a_body_and_a_kernel_give_what_the_reference_gives(op, opset, place, k, shapes, **changes) -> None:
-    check(op, opset, place, k, shapes, **changes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op", contract.OPS)
-@looped(
-    "fmt, rounding, dtype, output, opset, place, k",
-    itertools.product(FORMATS, ROUNDINGS, contract.VALUES, contract.VALUES, one_node.OPSETS, PLACES, [70, 64]),
-)
-def test_a_body_and_a_kernel_in_every_combination(op, opset, place, k, **changes) -> None:
-    check(op, opset, place, k, "all", **changes)
-
-
-def check(op: str, opset: int, place: str, k: int, shapes: str, **changes: Any) -> None:
-    """Fails unless the body and the kernel of a node give what they must."""
     one = example(op, x=(3, 5, k), **changes)
     model, fed = built(one, opset, place, shapes)
     check_all([one], model, fed)
@@ -113,7 +97,8 @@ LEADS = [((70,), (3,)), ((5, 64), (2, 1)), ((3, 2, 33), (3,)), ((2, 1, 3, 64), (
 @looped("op, shapes", itertools.product(GEMMS, LEADS))
 def test_gemms_broadcast_the_dimensions_of_both_operands(op: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     one = example(op, x=shapes[0], lead=shapes[1], n=7)
-    check_all([one], *built(one, 21, "inputs"))
+    for kernels in (False, True):
+        check_all([one], *built(one, 21, "inputs"), kernels=kernels)
 
 
 @looped("op, x, n", [(op, *sizes) for op in GEMMS for sizes in (((3, 64), 0), *[((3, 0), 7)] * TAKES_K_OF_0)])
@@ -138,40 +123,6 @@ def test_blocks_lie_along_any_axis(op: str, axis: int, x: tuple[int, ...], place
 
 
 # --- The ends of the range -------------------------------------------------------------------------------------------
-
-
-def log2_floor(x: Fraction) -> int:
-    """Returns the largest i with 2^i <= x."""
-    i = x.numerator.bit_length() - x.denominator.bit_length()
-    return i if Fraction(2) ** i <= x else i - 1
-
-
-def scale_by_definition(amax: float, fmt: ElementFormat, rounding: str) -> int:
-    """Returns the scale code as `formats.SCALE_ROUNDINGS` puts it in words, in exact arithmetic."""
-    if amax == 0:
-        return 0
-    exact = Fraction(float(amax))
-    if rounding == "ceil":
-        ratio = exact / Fraction(fmt.max)
-        i = log2_floor(ratio)
-        i += ratio > Fraction(2) ** i
-    else:
-        if rounding == "even":
-            step = Fraction(2) ** (log2_floor(exact) - fmt.mantissa_bits)
-            exact = step * math.floor(exact / step + Fraction(1, 2))
-        i = log2_floor(exact) - fmt.emax
-    return min(max(i + 127, 0), 254)
-
-
-def codes_by_definition(x: np.ndarray, fmt: ElementFormat, rounding: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (elements, scales) of finite blocks [n, 32]; every product below is exact in float64."""
-    scales = np.array([scale_by_definition(amax, fmt, rounding) for amax in np.abs(x).max(1)], np.uint8)
-    scaled = np.ldexp(x.astype(np.float64), 127 - scales.astype(int)[:, None])
-    if fmt.twos_complement:
-        codes = np.clip(np.rint(scaled * 64), -127, 127).astype(np.int8).view(np.uint8)
-    else:
-        codes = np.clip(scaled, -fmt.max, fmt.max).astype(fmt.numpy_name).view(np.uint8)
-    return codes, scales[:, None]
 
 
 def quantized(x: np.ndarray, fmt: str, rounding: str, place: str, *, whole: bool = True) -> list[np.ndarray]:
@@ -230,29 +181,16 @@ def test_a_bad_value_anywhere_makes_its_block_nan_and_no_other(fmt: str, place: 
     assert_same(elements, expected[0], "elements", x)
 
 
-@looped("rounding, place, amax", itertools.product(ROUNDINGS, ("inputs", "standard ops"), (127 / 64, 2, 3.4028235e38)))
-def test_int8_saturates_at_minus_127(rounding: str, place: str, amax: float) -> None:
-    largest = np.nextafter(np.float32(amax), np.float32(0))
-    x = np.float32([[-largest, largest, *[0] * 30]])
-    elements, _ = quantized(x, "int8", rounding, place)
-    assert elements[0, :2].tolist() in ([0x81, 0x7F], [0xC0, 0x40])
-
-
 @looped(
     "fmt, output, place",
     itertools.product(FORMATS, contract.VALUES, ("inputs", "folded", "not folded", "standard ops")),
 )
 def test_dequantize_gives_every_element_at_the_ends_of_the_scales(fmt: str, output: int, place: str) -> None:
-    scales = np.array([0, 1, 6, 126, 127, 128, 253, 254, 255], np.uint8)[:, None]
+    scales = np.array([0, 1, 6, 126, 127, 128, 253, 254, 255], np.uint8)[:, None].repeat(8, 1)
     elements = np.tile(np.arange(256, dtype=np.uint8), (len(scales), 1))
-    scales = np.tile(scales, (1, 8))
-    code = ELEMENT_FORMATS[fmt].onnx_dtype
-    inputs = {"elements": (elements, code), "scales": (scales, UINT8)}
-    with np.errstate(over="ignore", invalid="ignore"):
-        exact = elements.view(ELEMENT_FORMATS[fmt].numpy_name).astype(np.float64)
-        exact = exact / (64 if fmt == "int8" else 1) * np.ldexp(1.0, scales.astype(int).repeat(32, 1) - 127)
-        exact[scales.repeat(32, 1) == 255] = np.nan
-        expected = exact.astype(np.float32).astype(numerics.value_dtype(contract.VALUE_NAMES[output]))
+    dtype = contract.VALUE_NAMES[output]
+    expected = np.ascontiguousarray(numpy_nodes.dequantize(elements, scales, element_format=fmt, dtype=dtype))
+    inputs = {"elements": (elements, ELEMENT_FORMATS[fmt].onnx_dtype), "scales": (scales, UINT8)}
     one = Example(
         "MXFP8Dequantize", inputs, {"Y": output}, {"output_dtype": output}, lambda got: assert_same(got[0], expected)
     )
@@ -273,9 +211,9 @@ HEADS = {"q_heads": 8, "kv_heads": 2}
 FUSED = [op for op in contract.OPS if contract.OPS[op].fuses[0] and contract.OPS[op].is_gemm]
 MIXED: dict[str, list[Example]] = {
     "quantize, formats of floats": of("Quantize", {}, {"fmt": "e5m2"}),
+    "quantize, roundings": of("Quantize", *({"rounding": each} for each in ROUNDINGS)),
     "quantize, all formats": of("Quantize", {}, {"fmt": "int8"}, {"fmt": "e5m2", "x": (2, 64)}),
     "quantize, whole int8 and e4m3": of("Quantize", {"x": (2, 64)}, {"fmt": "int8", "x": (5, 96)}),
-    "quantize, roundings": of("Quantize", *({"rounding": each} for each in ROUNDINGS)),
     "quantize, all at once": of(
         "Quantize",
         *({"fmt": f, "rounding": r, "axis": a, "dtype": d}
@@ -316,11 +254,11 @@ MIXED: dict[str, list[Example]] = {
         {"attention": Attention("boolean", mask=(2, 1, 9, 9), boolean=True)},
     ),
     "attention, a float mask and none": of("Attention", {"attention": Attention("float", mask=(9, 9))}, {}),
+    "attention, a past and none": of("Attention", {"attention": Attention("past", past=3)}, {}),
     "attention, masks of other dtypes": of(
         "Attention", {"dtype": FLOAT16}, {"dtype": FLOAT16, "attention": Attention("narrow", mask=(9,))},
         {"attention": Attention("wide", mask=(9,))},
     ),
-    "attention, a past and none": of("Attention", {"attention": Attention("past", past=3)}, {}),
     "attention, pasts of other dtypes": of(
         "Attention", {"attention": Attention("past", past=3)}, {"dtype": FLOAT16},
         {"dtype": BFLOAT16, "nan_guard": True},
@@ -346,14 +284,10 @@ def test_nodes_that_differ_each_give_what_they_give_alone(opset: int, name: str,
 
 
 @looped("name", MIXED)
-def test_each_of_them_where_nothing_is_optimized_and_onnx_infers_types(name: str) -> None:
+def test_nodes_that_differ_give_the_same_without_optimizations_and_in_standard_ops(name: str) -> None:
     model, fed = model_of(MIXED[name])
     check_all(MIXED[name], model, fed, optimized=False)
     onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-
-
-@looped("name", MIXED)
-def test_each_of_them_in_standard_ops(name: str) -> None:
     model, fed = model_of(MIXED[name], constants=("B", "B_scales"))
     check_all(MIXED[name], in_standard_ops(model), fed)
 
@@ -361,25 +295,17 @@ def test_each_of_them_in_standard_ops(name: str) -> None:
 # --- What a model says of its values ---------------------------------------------------------------------------------
 
 
-def joined(examples: Sequence[Example], links: dict[str, str]) -> tuple[onnx.ModelProto, dict[str, Any]]:
-    """Returns the model of these nodes, in which values are inputs of others and the model says nothing of them."""
-    model, fed = model_of(examples)
-    for node in model.graph.node:
-        node.input[:] = [links.get(name, name) for name in node.input]
-    for ports, gone in ((model.graph.input, links.keys()), (model.graph.output, links.values())):
-        kept = [port for port in ports if port.name not in gone]
-        del ports[:]
-        ports.extend(kept)
-    del model.functions[:]
-    model.functions.extend(functions(model))
-    return model, fed
-
-
 @looped("dtype", contract.VALUES)
-def test_the_dtype_of_an_attention_is_that_of_q(dtype: int) -> None:
+def test_the_dtype_of_an_attention_is_the_dtype_of_its_q(dtype: int) -> None:
+    """A Quantize reads the attention's result, and the model has no type for it."""
     attention, quantize = example("MXFP8Attention", dtype=dtype), example("MXFP8Quantize", dtype=dtype)
     y = one_node.run(*model_of([attention]))[0]
-    model, fed = joined([attention, quantize], {"X_1": "Y_0"})
+    model, fed = model_of([attention, quantize])
+    model.graph.node[1].input[0] = "Y_0"
+    for ports, name in ((model.graph.input, "X_1"), (model.graph.output, "Y_0")):
+        ports.remove(next(port for port in ports if port.name == name))
+    del model.functions[:]
+    model.functions.extend(functions(model))
     for got, expected in zip(one_node.run(model, fed)[2:], numpy_nodes.quantize(y), strict=True):
         assert_same(got, expected)
 
@@ -399,47 +325,44 @@ def inner(one: Example, at: int, name: str, rows: str) -> onnx.GraphProto:
     outputs = [f"{port}_{at}" for port in one.outputs]
     node = helper.make_node(one.op, [rows], outputs, f"n{at}", domain=contract.DOMAIN, **one.attributes)
     cast = helper.make_node("Cast", outputs[:1], [f"wide_{at}"], to=FLOAT)
-    results = [(f"wide_{at}", FLOAT), (outputs[1], UINT8)]
-    return helper.make_graph(
-        [node, cast], name, [], [helper.make_tensor_value_info(*result, None) for result in results]
-    )
+    return helper.make_graph([node, cast], name, [], [info(f"wide_{at}", FLOAT), info(outputs[1], UINT8)])
+
+
+def info(name: str, dtype: int, shape: Sequence[int | str] | None = None) -> onnx.ValueInfoProto:
+    return helper.make_tensor_value_info(name, dtype, shape)
 
 
 @looped("shapes, opset", itertools.product(("all", "ranks", "nothing"), one_node.OPSETS))
-def test_nodes_inside_if_and_loop(shapes: str, opset: int) -> None:
+def test_nodes_inside_if_and_loop_give_what_they_give_outside(shapes: str, opset: int) -> None:
     """Three nodes of other formats and roundings: in the branches of an If, and over the rows in a Loop."""
-    x = numpy_nodes.dequantize(*numpy_nodes.quantize(with_amax(np.float32([1, 3, 1e-3])).repeat(2, 1)))
-    dims = {"all": [3, 64], "ranks": ["m", "k"], "nothing": None}[shapes]
     settings = [("e4m3", "ceil"), ("int8", "floor"), ("e5m2", "even")]
     examples = [example("MXFP8Quantize", fmt=fmt, rounding=rounding, x=(1, 32)) for fmt, rounding in settings]
     branches = [inner(one, at, f"branch_{at}", "X") for at, one in enumerate(examples[:2])]
     body = inner(examples[2], 2, "body", "row")
     body.node.insert(0, helper.make_node("Gather", ["X", "turn"], ["row"]))
     body.node.append(helper.make_node("Identity", ["more"], ["more_after"]))
-    for name, dtype in (("turn", TensorProto.INT64), ("more", TensorProto.BOOL)):
-        body.input.append(helper.make_tensor_value_info(name, dtype, []))
-    body.output.insert(0, helper.make_tensor_value_info("more_after", TensorProto.BOOL, []))
+    body.input.extend([info("turn", TensorProto.INT64, []), info("more", TensorProto.BOOL, [])])
+    body.output.insert(0, info("more_after", TensorProto.BOOL, []))
     nodes = [
         helper.make_node("If", ["first"], ["if_wide", "if_scales"], then_branch=branches[0], else_branch=branches[1]),
         helper.make_node("Loop", ["count", ""], ["loop_wide", "loop_scales"], body=body),
     ]
-    inputs = [("X", FLOAT, dims), ("first", TensorProto.BOOL, []), ("count", TensorProto.INT64, [])]
-    outputs = {"if_wide": FLOAT, "if_scales": UINT8, "loop_wide": FLOAT, "loop_scales": UINT8}
-    graph = helper.make_graph(
-        nodes, "nested", [helper.make_tensor_value_info(*port) for port in inputs],
-        [helper.make_tensor_value_info(*port, None) for port in outputs.items()],
-    )  # fmt: skip
+    dims = {"all": [3, 64], "ranks": ["m", "k"], "nothing": None}[shapes]
+    inputs = [info("X", FLOAT, dims), info("first", TensorProto.BOOL, []), info("count", TensorProto.INT64, [])]
+    ports = {"if_wide": FLOAT, "if_scales": UINT8, "loop_wide": FLOAT, "loop_scales": UINT8}
+    outputs = [info(*port) for port in ports.items()]
     imports = [helper.make_opsetid("", opset), helper.make_opsetid(contract.DOMAIN, contract.VERSION)]
+    graph = helper.make_graph(nodes, "nested", inputs, outputs)
     model = helper.make_model(graph, opset_imports=imports, ir_version=10)
     model.functions.extend(functions(model))
-    for first in (True, False):
+    x = np.random.default_rng(0).standard_normal((3, 64)).astype(np.float32)
+    for first, kernels in itertools.product((True, False), (False, True)):
         fed = {"X": (x, FLOAT), "first": (np.array(first), TensorProto.BOOL), "count": (np.array(3), TensorProto.INT64)}
-        got = one_node.run(model, fed)
+        got = one_node.run(model, fed, kernels=kernels)
         for at, (fmt, rounding) in ((0, settings[0 if first else 1]), (2, settings[2])):
             elements, scales = numpy_nodes.quantize(x, element_format=fmt, scale_rounding=rounding)
             assert_same(got[at + 1], scales, "scales")
-            wide = elements.view(ELEMENT_FORMATS[fmt].numpy_name).astype(np.float32)
-            assert_same(got[at], wide, "elements")
+            assert_same(got[at], elements.view(ELEMENT_FORMATS[fmt].numpy_name).astype(np.float32), "elements")
 
 
 # --- Other ways to run them ------------------------------------------------------------------------------------------
@@ -449,8 +372,8 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import numpy as np
 import onnxruntime
-from node_examples import example, model_of, in_standard_ops
 import test_bodies
+from onnx import helper
 
 options = onnxruntime.SessionOptions()
 options.add_session_config_entry("session.set_denormal_as_zero", "1")
@@ -458,10 +381,9 @@ x = np.zeros((4, 70), np.float32)
 x[0, 1], x[1], x[2, 1], x[3, 1] = 1e-40, -0.0, 1, 2e-38
 for fmt in test_bodies.FORMATS:
     for place in ("inputs", "standard ops"):
-        one = example("MXFP8Quantize", fmt=fmt, x=(3, 70))
-        model, _ = test_bodies.built(one, 21, place)
-        model.graph.node.append(test_bodies.helper.make_node("Cast", ["elements_0"], ["wide"], to=1))
-        model.graph.output[0].CopyFrom(test_bodies.helper.make_tensor_value_info("wide", 1, None))
+        model, _ = test_bodies.built(test_bodies.example("MXFP8Quantize", fmt=fmt, x=(3, 70)), 21, place)
+        model.graph.node.append(helper.make_node("Cast", ["elements_0"], ["wide"], to=1))
+        model.graph.output[0].CopyFrom(helper.make_tensor_value_info("wide", 1, None))
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         wide, scales = session.run(None, {"X_0": x})
         print(fmt, place, np.abs(wide[:2]).max(), scales[:2].max(), wide[2, 1] > 0, end=" ")
@@ -480,7 +402,7 @@ def test_blocks_of_zeros_stay_zeros_where_subnormals_are_flushed() -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast:RuntimeWarning")  # what a NaN is as int32
 @looped("fmt, op, k", itertools.product(FORMATS, ("MXFP8Quantize", "MXFP8Gemm", "MXFP8Embedding"), (64, 70)))
-def test_onnx_s_reference_evaluator(fmt: str, op: str, k: int) -> None:
+def test_the_reference_evaluator_of_onnx_runs_the_bodies(fmt: str, op: str, k: int) -> None:
     one = example(op, fmt=fmt, x=(3, k))
     model, fed = model_of([one], constants=one.weights)
     stored = {tensor.name for tensor in model.graph.initializer}

@@ -87,7 +87,7 @@ def test_quantize_rows_every_upper_16_bit_pattern(dtype, fmt):
 
 @looped("fmt, rounding", [*itertools.product(FORMATS, ROUNDINGS)])
 def test_quantize_where_scale_codes_step(fmt, rounding):
-    """float32 and bfloat16 alone in their blocks, by rows and by columns; see test_scale_patterns.py."""
+    """float32 and bfloat16 alone in their blocks, by rows and by columns; see test_backends.py."""
     bfloat16 = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16)
     for x in (boundary_values(), bfloat16):
         check_quantize(x[:, None], fmt, rounding)

@@ -13,6 +13,11 @@ def test_the_parts_make_the_message() -> None:
     assert str(error) == "m.onnx: a scalar; expected a matrix; reshape it"
 
 
+FULL, MISSING = OSError(28, "No space left on device"), FileNotFoundError(2, "No such file or directory")
+MAPPED = PermissionError(13, "The process cannot access the file", "f.data")
+MAPPED.winerror = 1224
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -20,9 +25,19 @@ def test_the_parts_make_the_message() -> None:
         (Mxfp8Error("node 'a'", "is broken"), "node 'a': is broken"),
         (Mxfp8Error("device 'x'", expected="cpu"), "device 'x'; expected cpu"),
         (Mxfp8Error("here", "it is", advice="mend it"), "here: it is; mend it"),
+        (ContractError.unknown("preset", "x", ("a", "b")), "preset: 'x'; expected one of a, b; correct the name"),
+        (BackendError.unreadable("f", MISSING, "a readable library"),
+         "f: No such file or directory; expected a readable library; check the path"),
+        (ContractError.unwritable("f", FULL),
+         "f: cannot be written: No space left on device; expected a writable folder with enough space; choose another"),
+        (ContractError.unwritable("none/f", MISSING),
+         "none/f: folder none does not exist; expected a file in an existing folder; create the folder"),
+        (ContractError.unwritable("f", MAPPED),
+         "f: cannot be written: The process cannot access the file (f.data); expected files that no program has open "
+         "or mapped; close them first"),
     ],
-)
-def test_parts_may_be_missing(error: Mxfp8Error, message: str) -> None:
+)  # fmt: skip
+def test_the_message_of_common_errors_and_of_errors_with_few_parts(error: Mxfp8Error, message: str) -> None:
     assert str(error) == message
 
 
@@ -34,7 +49,6 @@ def test_parts_may_be_missing(error: Mxfp8Error, message: str) -> None:
         (Option("external_data", "always"), 'external_data="always"'),
         (Option("shapes", {"batch": 2, "ids.1": 16}), 'shapes={"batch": 2, "ids.1": 16}'),
     ],
-    ids=lambda value: value.name if isinstance(value, Option) else "",
 )
 def test_an_option_as_python_has_it(option: Option, python: str) -> None:
     assert str(option) == python
@@ -47,27 +61,4 @@ def test_an_advice_names_options_for_whoever_asks() -> None:
     assert str(error) == f"m.onnx: exists already; expected a new file; {error.advice}"
     assert error.message(lambda option: f"--{option.name}") == (
         "m.onnx: exists already; expected a new file; pass --overwrite or another --output"
-    )
-
-
-def test_common_errors() -> None:
-    missing = FileNotFoundError(2, "No such file or directory")
-    assert (
-        str(ContractError.unknown("preset", "x", ("a", "b"))) == "preset: 'x'; expected one of a, b; correct the name"
-    )
-    assert str(BackendError.unreadable("f", missing, "a readable library")) == (
-        "f: No such file or directory; expected a readable library; check the path"
-    )
-    full = OSError(28, "No space left on device")
-    assert str(ContractError.unwritable("f", full)) == (
-        "f: cannot be written: No space left on device; expected a writable folder with enough space; choose another"
-    )
-    assert str(ContractError.unwritable("none/f", missing)) == (
-        "none/f: folder none does not exist; expected a file in an existing folder; create the folder"
-    )
-    mapped = PermissionError(13, "The process cannot access the file", "f.data")
-    mapped.winerror = 1224
-    assert str(ContractError.unwritable("f", mapped)) == (
-        "f: cannot be written: The process cannot access the file (f.data); expected files that no program has open or "
-        "mapped; close them first"
     )

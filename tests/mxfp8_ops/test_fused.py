@@ -1,13 +1,16 @@
-"""The kernels of the fused nodes against the reference, on every instruction set this machine has."""
+"""The fused nodes: their kernels against the reference on every instruction set, and bad values in their bodies."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from compare import assert_same, assert_within, heavy_tailed
+from compare import assert_within, heavy_tailed
 from grids import looped, pairwise
+from one_node import one_node_model, run
+from test_ort import check_fault
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
+from mxfp8_ops.contract import FLOAT
 from mxfp8_ops.nodes.fused_gemm import FUNCTIONS, UNIT
 
 ONE = numpy_nodes.quantize(np.eye(1, 32, dtype=np.float32))
@@ -59,14 +62,22 @@ def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
 
 @looped("epilogue", contract.EPILOGUES)
 def test_bad_sums_are_as_bad_as_the_composition_makes_them(isa, epilogue):
-    values = np.float32([np.nan, np.inf, -np.inf, 0, -0.0])
-    x = as_sums(values)
-    got, expected = (
-        f(x, *ONE, epilogue=epilogue)[:, 0] for f in (cpu.fused_weight_gemm, numpy_nodes.fused_weight_gemm)
-    )
-    np.testing.assert_array_equal(got, expected)
-    assert np.isnan(got[0])
-    assert got[1] == np.inf
+    x = as_sums(np.float32([np.nan, np.inf, -np.inf, 0, -0.0]))
+    expected = numpy_nodes.fused_weight_gemm(x, *ONE, epilogue=epilogue)
+    np.testing.assert_array_equal(cpu.fused_weight_gemm(x, *ONE, epilogue=epilogue), expected)
+    assert np.isnan(expected[0, 0])
+    assert expected[1, 0] == np.inf
+
+
+@looped("epilogue", contract.EPILOGUES)
+def test_a_body_gives_bad_values_where_the_reference_does(epilogue):
+    x = as_sums(np.float32([np.nan, np.inf, -np.inf, 300, -300]))
+    inputs = {"X": (x, FLOAT), "B": (ONE[0], contract.FLOAT8E4M3FN), "B_scales": (ONE[1], contract.UINT8)}
+    model = one_node_model("MXFP8FusedWeightGemm", inputs, {"Y": FLOAT}, 23, {"epilogue": epilogue})
+    got, expected = run(model, inputs)[0], numpy_nodes.fused_weight_gemm(x, *ONE, epilogue=epilogue)
+    finite = np.isfinite(expected)
+    assert np.isfinite(got).tolist() == finite.tolist(), (got, expected)
+    np.testing.assert_allclose(got[finite], expected[finite], rtol=0, atol=1e-5)
 
 
 # --- gemms ---------------------------------------------------------------------------------------------------------
@@ -94,12 +105,12 @@ def check_gemm(
     "epilogue, dtype, factor",
     pairwise(epilogue=contract.EPILOGUES, dtype=numerics.VALUE_DTYPES, factor=[None, *numerics.VALUE_DTYPES]),
 )
-def test_fused_gemms_of_every_dtype(isa, epilogue, dtype, factor):
+def test_fused_gemms_are_within_the_bound_for_every_dtype(isa, epilogue, dtype, factor):
     check_gemm((5, 70, 96), epilogue, dtype, factor)
 
 
 @looped("epilogue, shape", pairwise(epilogue=contract.EPILOGUES, shape=SHAPES))
-def test_fused_gemms_of_every_kernel(isa, epilogue, shape):
+def test_fused_gemms_are_within_the_bound_in_every_kernel(isa, epilogue, shape):
     check_gemm(shape, epilogue)
 
 
@@ -112,7 +123,7 @@ def test_fused_gemms_broadcast_leading_dimensions(isa):
 
 
 def test_a_fused_gemm_of_a_vector_rounds_its_activation(isa):
-    x, b, factor = heavy_tailed((40,)), numpy_nodes.quantize(heavy_tailed((5, 40), 1)), heavy_tailed((5,), 2)
+    x, b, factor = heavy_tailed((40,)), numpy_nodes.quantize(heavy_tailed((5, 40), 1)), heavy_tailed((10,), 2)[::2]
     options = {"epilogue": "silu", "factor": factor}
     rounded = x.astype(numerics.value_dtype("bfloat16"))
     got = cpu.fused_weight_gemm(x, *b, activation_dtype="bfloat16", **options)
@@ -128,8 +139,23 @@ def test_the_bound_catches_another_epilogue():
     assert (wrong > numpy_nodes.fused_gemm_error_bound(x, numpy_nodes.dequantize(*b), epilogue="gelu")).any()
 
 
-def test_operands_in_another_layout_are_copied(isa):
-    x, factor = heavy_tailed((64, 6)).T, heavy_tailed((3, 6), 1).T
-    got = cpu.fused_weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor)
-    again = cpu.fused_weight_gemm(x, *numpy_nodes.quantize(heavy_tailed((3, 64), 2)), factor=factor.copy())
-    assert_same(got, again, "factor")
+X = np.ones((3, 64), np.float32)
+FAULTS = {
+    "epilogue": (
+        "FusedWeightGemm",
+        {"epilogue": "swish"},
+        {"x": X, "be": X, "bs": X[:, :2]},
+        "epilogue 'swish'; expected none, relu, gelu, gelu_tanh or silu;",
+    ),
+    "factor": (
+        "GatedWeightGemm",
+        {},
+        {"x": X, "be": X, "bs": X[:, :2], "factor": X[0, :7]},
+        r"factor has shape \(7,\); expected \(3, 3\), .* of the result; broadcast it first",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_node_names_what_does_not_fit(fault):
+    check_fault(*FAULTS[fault])

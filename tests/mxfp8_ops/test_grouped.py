@@ -8,12 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from compare import FORMATS, assert_same, assert_within, random_values
+from compare import FORMATS, assert_within, random_values
 from grids import looped, pairwise
 from one_node import Feed, one_node_model, run
+from test_ort import check_fault
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
-from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT8E4M3FN, FLOAT16, INT64, UINT8
+from mxfp8_ops.contract import FLOAT, FLOAT8E4M3FN, INT64, UINT8
 
 CASES: dict[str, tuple[tuple[int, ...], int, int, Any]] = {
     # shape of A, N, E, experts
@@ -64,38 +65,38 @@ class Case:
         return np.where((self.experts == count)[..., None, None], 0, bound)
 
 
-def nodes(op: str, case: Case, opset: int = 0, *, x_dtype: int = FLOAT, **attributes: Any) -> np.ndarray:
+def nodes(op: str, case: Case, opset: int = 0) -> np.ndarray:
     """Returns what `op` gives, with the weights as initializers: by its body for an opset, or by the kernel."""
-    activations: dict[str, Feed] = {"A": (case.a[0], FLOAT8E4M3FN), "A_scales": (case.a[1], UINT8)}
+    inputs: dict[str, Feed] = {"A": (case.a[0], FLOAT8E4M3FN), "A_scales": (case.a[1], UINT8)}
     if op == contract.GROUPED_WEIGHT_GEMM.name:
-        activations = {"X": (case.x.astype(numerics.value_dtype(contract.VALUE_NAMES[x_dtype])), x_dtype)}
-    weights = {"B": (case.b[0], FLOAT8E4M3FN), "B_scales": (case.b[1], UINT8)}
-    inputs = {**activations, **weights, "experts": (case.experts, INT64)}
-    dtype = attributes.setdefault("output_dtype", FLOAT)
-    model = one_node_model(op, inputs, {"Y": dtype}, opset or contract.MIN_OPSET, attributes, constants=tuple(weights))
+        inputs = {"X": (case.x, FLOAT)}
+    inputs |= {"B": (case.b[0], FLOAT8E4M3FN), "B_scales": (case.b[1], UINT8), "experts": (case.experts, INT64)}
+    model = one_node_model(op, inputs, {"Y": FLOAT}, opset or contract.MIN_OPSET, {}, constants=("B", "B_scales"))
     if not opset:
         del model.functions[:]
     return run(model, inputs, kernels=not opset)[0]
 
 
-IMPLEMENTATIONS: dict[str, tuple[Any, Any]] = {
-    "reference": (numpy_nodes.grouped_gemm, numpy_nodes.grouped_weight_gemm),
-    "kernels": (functools.partial(cpu.grouped_gemm, threads=3), functools.partial(cpu.grouped_weight_gemm, threads=3)),
+OF_NODES = {
+    f"{opset or 'node'}": tuple(
+        functools.partial(nodes, op, opset=opset) for op in ("MXFP8GroupedGemm", "MXFP8GroupedWeightGemm")
+    )
+    for opset in (0, 21, 23, 26)
 }
 
 
-@pytest.mark.parametrize("implementation", ["reference", "kernels", 0, 21, 23, 26], ids=lambda at: f"{at or 'node'}")
+@pytest.mark.parametrize("implementation", ["reference", *OF_NODES])
 @looped("name", CASES)
-def test_every_case_is_one_product_per_expert(name: str, implementation: str | int) -> None:
+def test_every_case_is_one_product_per_expert(name: str, implementation: str) -> None:
     case = Case(name)
     values = numpy_nodes.dequantize(*case.a)
-    if isinstance(implementation, int):
-        got = [nodes(op, case, implementation) for op in ("MXFP8GroupedGemm", "MXFP8GroupedWeightGemm")]
+    if implementation == "reference":
+        gemm = numpy_nodes.grouped_gemm(*case.a, *case.b, case.experts)
+        weight_gemm = numpy_nodes.grouped_weight_gemm(case.x, *case.b, case.experts)
     else:
-        gemm, weight_gemm = IMPLEMENTATIONS[implementation]
-        got = [gemm(*case.a, *case.b, case.experts), weight_gemm(case.x, *case.b, case.experts)]
-    assert_within(got[0], case.exact(values), case.bound(values))
-    assert_within(got[1], case.exact(case.x), case.bound(case.x))
+        gemm, weight_gemm = (node(case) for node in OF_NODES[implementation])
+    assert_within(gemm, case.exact(values), case.bound(values))
+    assert_within(weight_gemm, case.exact(case.x), case.bound(case.x))
 
 
 @pytest.mark.parametrize("function", [numpy_nodes.grouped_weight_gemm, cpu.grouped_weight_gemm])
@@ -107,101 +108,53 @@ def test_rows_without_an_expert_are_not_read(function: Any) -> None:
     assert np.isfinite(y).all()
 
 
-# --- The reference and the function bodies ---------------------------------------------------------------------------
-
-
-def test_reference_rounds_activations_if_asked() -> None:
+@pytest.mark.parametrize("function", [numpy_nodes.grouped_weight_gemm, cpu.grouped_weight_gemm])
+def test_activations_are_rounded_if_asked(function: Any) -> None:
     case = Case("any order, one row each")
-    got = numpy_nodes.grouped_weight_gemm(case.x, *case.b, case.experts, activation_dtype="bfloat16")
-    rounded = case.x.astype(numerics.value_dtype("bfloat16")).astype(np.float32)
+    got = function(case.x, *case.b, case.experts, activation_dtype="bfloat16")
+    rounded = case.x.astype(ml_dtypes.bfloat16).astype(np.float32)
     assert_within(got, case.exact(rounded), case.bound(rounded))
     assert (np.abs(got - case.exact(case.x)) > case.bound(case.x)).any()
-
-
-@pytest.mark.parametrize("dtype", [FLOAT16, BFLOAT16], ids=contract.VALUE_NAMES.get)
-def test_bodies_round_to_the_result_dtype(dtype: int) -> None:
-    case = Case("any order, one row each")
-    case.x /= 64  # so that float16 holds the results
-    got = nodes("MXFP8GroupedWeightGemm", case, 21, output_dtype=dtype)
-    assert_within(got, case.exact(case.x), case.bound(case.x, contract.VALUE_NAMES[dtype]))
-
-
-def test_bodies_round_activations_if_asked() -> None:
-    case = Case("any order, one row each")
-    rounded = case.x.astype(numerics.value_dtype("bfloat16")).astype(np.float32)
-    got = nodes("MXFP8GroupedWeightGemm", case, 21, activation_dtype=BFLOAT16)
-    assert_within(got, case.exact(rounded), case.bound(rounded))
-    assert (np.abs(got - case.exact(case.x)) > case.bound(case.x)).any()
-
-
-@pytest.mark.parametrize("index", [5, -5, 2**40])
-@pytest.mark.parametrize("op", ["MXFP8GroupedGemm", "MXFP8GroupedWeightGemm"])
-def test_bodies_fail_on_an_index_beyond_the_experts(op: str, index: int) -> None:
-    case = Case("one expert for all")
-    case.experts = np.array([index])
-    with pytest.raises(Exception, match="out of data bounds"):
-        nodes(op, case, 21)
 
 
 # --- The processor -------------------------------------------------------------------------------------------------
 
 
-@looped("name, a_format, b_format, threads", pairwise(name=CASES, a=FORMATS, b=FORMATS, threads=[1, 3]))
-def test_kernels_give_the_reference(name: str, a_format: str, b_format: str, threads: int, isa: str) -> None:
+@looped(
+    "name, a_format, b_format, dtype, threads",
+    pairwise(name=CASES, a=FORMATS, b=FORMATS, dtype=numerics.VALUE_DTYPES, threads=[1, 3]),
+)
+def test_kernels_give_the_reference(
+    name: str, a_format: str, b_format: str, dtype: str, *, threads: int, isa: str
+) -> None:
     case = Case(name, a_format, b_format)
     values = numpy_nodes.dequantize(*case.a, element_format=a_format)
     both = {"a_format": a_format, "b_format": b_format}
     got = cpu.grouped_gemm(*case.a, *case.b, case.experts, **both, threads=threads)
     assert_within(got, case.exact(values), case.bound(values))
-
-
-@looped("name, dtype", pairwise(name=CASES, dtype=numerics.VALUE_DTYPES))
-def test_weight_only_kernels_give_the_reference(name: str, dtype: str, isa: str) -> None:
-    case = Case(name)
     x = (case.x / 64).astype(numerics.value_dtype(dtype))  # so that float16 holds the results
-    got = cpu.grouped_weight_gemm(x, *case.b, case.experts, dtype=dtype, threads=2)
+    got = cpu.grouped_weight_gemm(x, *case.b, case.experts, b_format=b_format, dtype=dtype, threads=threads)
     assert got.dtype == x.dtype
     assert_within(got, case.exact(x.astype(np.float32)), case.bound(x.astype(np.float32), dtype))
 
 
-@looped("dtype", numerics.VALUE_DTYPES)
-def test_kernels_round_activations_as_numpy_does(dtype: str, isa: str) -> None:
-    # One weight of 1 per output column makes the result the rounded activation itself.
-    bits = np.arange(1 << 16, dtype=np.uint16)
-    wide = (bits.astype(np.uint32) << 16 | np.array([0, 0x7FFF, 0x8000, 0x8001], np.uint32)[:, None]).view(np.float32)
-    x = {"float16": bits.view(np.float16), "bfloat16": bits.view(ml_dtypes.bfloat16)}.get(dtype, wide).reshape(-1, 1, 1)
-    one = numpy_nodes.quantize(np.ones((2, 1, 1), np.float32))
-    experts = np.arange(len(x)) % 2
-    got = cpu.grouped_weight_gemm(x, *one, experts, activation_dtype="bfloat16")
-    with np.errstate(over="ignore", invalid="ignore"):
-        rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
-    assert_same(got, np.where(rounded == 0, np.float32(0), rounded), source=x)  # sums begin with +0
+X = np.ones((3, 1, 64), np.float32)
+FAULTS = {
+    "expert": (
+        "GroupedWeightGemm",
+        {},
+        {"x": X, "be": X.swapaxes(0, 1), "bs": X.swapaxes(0, 1)[..., :2], "experts": np.array([0, 1, 2])},
+        "expert 2 of 1; expected -1 to 0, or 1 for none; ",
+    ),
+    "rows of experts": (
+        "GroupedWeightGemm",
+        {},
+        {"x": X, "be": X.swapaxes(0, 1), "bs": X.swapaxes(0, 1)[..., :2], "experts": np.array([0, 0])},
+        r"operands .*; expected leading dimensions that broadcast",
+    ),
+}
 
 
-# --- ONNX Runtime with our library -----------------------------------------------------------------------------------
-
-
-@looped(
-    "x_dtype, y_dtype, activation_dtype", pairwise(x=contract.VALUES, y=contract.VALUES, activation=[FLOAT, BFLOAT16])
-)
-def test_nodes_of_every_dtype(x_dtype: int, y_dtype: int, activation_dtype: int) -> None:
-    case = Case("any order, one row each")
-    case.x /= 64  # so that float16 holds the results
-    attributes = {"output_dtype": y_dtype, "activation_dtype": activation_dtype}
-    got = nodes("MXFP8GroupedWeightGemm", case, x_dtype=x_dtype, **attributes).astype(np.float32)
-    x = case.x.astype(numerics.value_dtype(contract.VALUE_NAMES[x_dtype]))
-    x = x.astype(numerics.value_dtype(contract.VALUE_NAMES[activation_dtype])).astype(np.float32)
-    assert_within(got, case.exact(x), case.bound(x, contract.VALUE_NAMES[y_dtype]))
-
-
-def test_nodes_say_what_is_wrong() -> None:
-    case = Case("any order, one row each")
-    case.experts = case.experts + 3
-    with pytest.raises(Exception, match=r"MXFP8GroupedGemm 'one': expert 6 of 4; expected -4 to 3, or 4 for none; "):
-        nodes("MXFP8GroupedGemm", case)
-    case = Case("any order, one row each")
-    with pytest.raises(Exception, match=r"activation_dtype 10; expected 1 \(float\) or 16 \(bfloat16\)"):
-        nodes("MXFP8GroupedWeightGemm", case, activation_dtype=FLOAT16)
-    case.x = case.x[:3]
-    with pytest.raises(Exception, match=r"expected leading dimensions that broadcast"):
-        nodes("MXFP8GroupedWeightGemm", case)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_node_names_what_does_not_fit(fault: str) -> None:
+    check_fault(*FAULTS[fault])

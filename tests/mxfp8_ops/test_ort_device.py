@@ -66,7 +66,7 @@ class TestOnTheProvider(TestWithCopies):
 
 
 for _name, _test in inspect.getmembers(test_ort, inspect.isfunction):
-    if _name.startswith("test_") and _name != "test_session_opens_a_file":  # which names the provider
+    if _name.startswith("test_"):
         setattr(TestWithCopies, _name, staticmethod(_test))
 
 

@@ -138,47 +138,41 @@ def test_nodes_run_on_the_provider_with_its_stream_and_its_cublas(gpu: Driver, r
     assert (runtime.launches_of_others, len(gpu.loaded)) == (0, loaded)
 
 
+def bound(session: onnxruntime.InferenceSession, x: np.ndarray) -> tuple[Any, onnxruntime.OrtValue]:
+    """Returns a binding of x and y in the memory of the GPU, and y."""
+    value, binding = onnxruntime.OrtValue, session.io_binding()
+    y = value.ortvalue_from_shape_and_type(x.shape, np.float32, "cuda", 0)
+    binding.bind_ortvalue_input("x", value.ortvalue_from_numpy(x, "cuda", 0))
+    binding.bind_ortvalue_output("y", y)
+    return binding, y
+
+
 @emulated
 def test_nothing_is_allocated_or_copied_once_a_shape_has_run(gpu: Driver, runtime: Runtime) -> None:
-    session, value = ort.session(square(), device="cuda"), onnxruntime.OrtValue
-    start = heavy_tailed((70, 64))
-    x = value.ortvalue_from_numpy(start, "cuda", 0)
-    y = value.ortvalue_from_shape_and_type(start.shape, np.float32, "cuda", 0)
-
-    def run() -> None:
-        binding = session.io_binding()
-        binding.bind_ortvalue_input("x", x)
-        binding.bind_ortvalue_output("y", y)
-        session.run_with_iobinding(binding)
-
-    run()
+    session, x = ort.session(square(), device="cuda"), heavy_tailed((70, 64))
+    binding, y = bound(session, x)
+    session.run_with_iobinding(binding)
     before = runtime.allocations, runtime.copies
     for _ in range(3):
-        run()
+        session.run_with_iobinding(binding)
     assert (runtime.allocations, runtime.copies) == before
-    check(start, y.numpy())
+    check(x, y.numpy())
 
 
 @emulated
 def test_nodes_are_captured_into_a_cuda_graph(gpu: Driver, runtime: Runtime) -> None:
-    session = ort.session(
-        square(),
-        device="cuda",
-        providers=[("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"],
-    )
-    start, value = heavy_tailed((70, 64)), onnxruntime.OrtValue
-    binding, y = session.io_binding(), value.ortvalue_from_shape_and_type((70, 64), np.float32, "cuda", 0)
-    binding.bind_ortvalue_input("x", value.ortvalue_from_numpy(start, "cuda", 0))
-    binding.bind_ortvalue_output("y", y)
+    providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"}), "CPUExecutionProvider"]
+    session, x = ort.session(square(), device="cuda", providers=providers), heavy_tailed((70, 64))
+    binding, y = bound(session, x)
     for _ in range(4):
         session.run_with_iobinding(binding)
     assert runtime.graphs == 1
     assert runtime.forbidden == 0, "something was allocated or waited for during the capture"
-    check(start, y.numpy())
+    check(x, y.numpy())
 
 
 @emulated
-def test_weights_that_are_kept(gpu: Driver, runtime: Runtime) -> None:
+def test_kept_weights_are_decoded_once(gpu: Driver, runtime: Runtime) -> None:
     before, session = runtime.products, ort.session(square(), device="cuda", keep_wide=True)
     assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["dequantize"]
     for m in (3, 70):
@@ -191,7 +185,7 @@ def test_weights_that_are_kept(gpu: Driver, runtime: Runtime) -> None:
 
 
 @emulated
-def test_concurrent_runs(gpu: Driver) -> None:
+def test_runs_from_several_threads_do_not_disturb_each_other(gpu: Driver) -> None:
     session = ort.session(square(), device="cuda")
     inputs = [heavy_tailed((m, 64), m) for m in (1, 7, 70, 100, 3, 64, 65, 128)]
     with ThreadPoolExecutor(4) as pool:
@@ -201,7 +195,7 @@ def test_concurrent_runs(gpu: Driver) -> None:
 
 @emulated
 @pytest.mark.parametrize("axis", [0, 1])
-def test_the_bytes_of_the_reference(gpu: Driver, axis: int) -> None:
+def test_nodes_give_the_bytes_of_the_reference(gpu: Driver, axis: int) -> None:
     x = heavy_tailed((40, 70))
     nodes = [node("MXFP8Quantize", "x", "e s", axis=axis), node("MXFP8Dequantize", "e s", "y", axis=axis)]
     graph = model(nodes, {"x": (contract.FLOAT, [40, 70])}, {"s": (contract.UINT8, None), "y": (contract.FLOAT, None)})

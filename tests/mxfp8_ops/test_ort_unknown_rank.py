@@ -5,7 +5,9 @@ Unless a node sets the dtype of an output, ONNX Runtime assumes the first of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -15,52 +17,36 @@ from grids import looped
 from onnx import TensorProto, helper
 from test_ort import cast, model, node, run
 
-from mxfp8_ops import contract, formats, numpy_nodes, ort
+from mxfp8_ops import formats, numpy_nodes, ort
 
 FLOAT, INT64, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 FORMATS = {name: fmt.onnx_dtype for name, fmt in formats.ELEMENT_FORMATS.items()}
 N, K = 40, 64
-SHAPES = ((6, K), (2, 3, K), (1, 2, 3, K))
 WEIGHTS = {"w": heavy_tailed((N, K), 1), "stack": heavy_tailed((3, N, K), 3)}
-WEIGHTS |= {"experts": np.array([2]), "shape": np.int64([-1, K])}
+WEIGHTS |= {"experts": np.array([2]), "shape": np.int64([-1, K]), "once": np.array(1), "yes": np.array(True)}
 Nodes = Sequence[onnx.NodeProto]
 
 # --- what is done with r, to y ---------------------------------------------------------------------------------------
 
-
-def quantized(name: str, code: int) -> onnx.NodeProto:
-    return node("MXFP8Quantize", name, f"{name}_e {name}_s", output_dtype=code)
-
-
-def product(op: str, code: int, more: str = "", **attributes: str) -> list[onnx.NodeProto]:
-    return [quantized("w", code), node(op, f"e s w_e w_s{more}", "y", **attributes)]
-
-
-def first(code: int) -> onnx.NodeProto:
-    return node("MXFP8Quantize", "r", "e s", output_dtype=code)
-
-
-def gated(code: int) -> list[onnx.NodeProto]:
-    factor = node("MXFP8Gemm", "e s w_e w_s", "factor")
-    gemm = node("MXFP8GatedGemm", "e s w_e w_s factor", "y", epilogue="silu")
-    return [first(code), quantized("w", code), factor, gemm]
-
-
-def grouped(code: int) -> list[onnx.NodeProto]:
-    return [first(code), quantized("stack", code), node("MXFP8GroupedGemm", "e s stack_e stack_s experts", "y")]
-
-
-CHAINS: dict[str, Callable[[int], Nodes]] = {
-    "MXFP8Dequantize": lambda code: [first(code), node("MXFP8Dequantize", "e s", "y")],
-    "MXFP8Gemm": lambda code: [first(code), *product("MXFP8Gemm", code)],
-    "MXFP8FusedGemm": lambda code: [first(code), *product("MXFP8FusedGemm", code, epilogue="gelu")],
-    "MXFP8GatedGemm": gated,
-    "MXFP8GroupedGemm": grouped,
-    "MXFP8WeightGemm": lambda code: [quantized("w", code), node("MXFP8WeightGemm", "r w_e w_s", "y")],
-    "MXFP8FusedWeightGemm": lambda code: [
-        quantized("w", code), node("MXFP8FusedWeightGemm", "r w_e w_s", "y", epilogue="relu")
+CHAINS: dict[str, list[tuple[str, str, str, dict[str, str]]]] = {
+    "Dequantize": [("Dequantize", "e s", "y", {})],
+    "Gemm": [("Gemm", "e s w_e w_s", "y", {})],
+    "FusedGemm": [("FusedGemm", "e s w_e w_s", "y", {"epilogue": "gelu"})],
+    "GatedGemm": [
+        ("Gemm", "e s w_e w_s", "factor", {}), ("GatedGemm", "e s w_e w_s factor", "y", {"epilogue": "silu"}),
     ],
+    "GroupedGemm": [("GroupedGemm", "e s stack_e stack_s experts", "y", {})],
+    "WeightGemm": [("WeightGemm", "r w_e w_s", "y", {})],
+    "FusedWeightGemm": [("FusedWeightGemm", "r w_e w_s", "y", {"epilogue": "relu"})],
 }  # fmt: skip
+
+
+def chain(name: str, fmt: str) -> list[onnx.NodeProto]:
+    """Returns the nodes that quantize what is read in a format, then those of `CHAINS`."""
+    read = " ".join(inputs for _, inputs, _, _ in CHAINS[name]).split()
+    sources = {"e": ("r", "e s"), "w_e": ("w", "w_e w_s"), "stack_e": ("stack", "stack_e stack_s")}
+    nodes = [node("MXFP8Quantize", *sources[name], output_dtype=FORMATS[fmt]) for name in sources if name in read]
+    return nodes + [node(f"MXFP8{op}", *ports, **attributes) for op, *ports, attributes in CHAINS[name]]
 
 
 # --- how its rank is lost --------------------------------------------------------------------------------------------
@@ -70,63 +56,59 @@ def value(name: str, dtype: int = FLOAT, shape: Sequence[int] | None = None) -> 
     return helper.make_tensor_value_info(name, dtype, shape)
 
 
+def reshape(target: str, shape: str = "to") -> onnx.NodeProto:
+    return helper.make_node("Reshape", ["x", shape], [target])
+
+
+def subgraph(name: str, nodes: Nodes, output: str = "y") -> onnx.GraphProto:
+    return helper.make_graph(nodes, name, [], [value(output)])
+
+
 def reshaped(nodes: Nodes) -> Nodes:
-    return [helper.make_node("Reshape", ["x", "to"], ["r"]), *nodes]
+    return [reshape("r"), *nodes]
 
 
 def loop_body(nodes: Nodes) -> Nodes:
-    body = [helper.make_node("Identity", ["go"], ["on"]), *nodes]
-    inputs = [value("i", INT64, []), value("go", BOOL, []), value("r")]
-    graph = helper.make_graph(body, "body", inputs, [value("on", BOOL, []), value("y")])
-    loop = helper.make_node("Loop", ["once", "", "start"], ["z"], body=graph)
-    return [helper.make_node("Reshape", ["x", "to"], ["start"]), loop]
+    body = subgraph("body", [helper.make_node("Identity", ["go"], ["on"]), *nodes])
+    body.input.extend([value("i", INT64, []), value("go", BOOL, []), value("r")])
+    body.output.insert(0, value("on", BOOL, []))
+    return [reshape("start"), helper.make_node("Loop", ["once", "", "start"], ["z"], body=body)]
 
 
 def branch(nodes: Nodes) -> Nodes:
-    graphs = [helper.make_graph(list(nodes), name, [], [value("y")]) for name in ("this", "that")]
-    choice = helper.make_node("If", ["yes"], ["z"], then_branch=graphs[0], else_branch=graphs[1])
-    return [helper.make_node("Reshape", ["x", "to"], ["r"]), choice]
+    graphs = {f"{name}_branch": subgraph(name, nodes) for name in ("then", "else")}
+    return [reshape("r"), helper.make_node("If", ["yes"], ["z"], **graphs)]
 
 
-def after_branches(nodes: Nodes) -> Nodes:
-    """The branches give different ranks."""
-    this = helper.make_graph([helper.make_node("Reshape", ["x", "to"], ["t"])], "this", [], [value("t")])
-    that = helper.make_graph([helper.make_node("Reshape", ["x", "shape"], ["u"])], "that", [], [value("u")])
-    return [helper.make_node("If", ["yes"], ["r"], then_branch=this, else_branch=that), *nodes]
+def after_branches_of_different_ranks(nodes: Nodes) -> Nodes:
+    graphs = {"then_branch": subgraph("this", [reshape("t")], "t")}
+    graphs["else_branch"] = subgraph("that", [reshape("u", "shape")], "u")
+    return [helper.make_node("If", ["yes"], ["r"], **graphs), *nodes]
 
 
-def results(way: Callable[[Nodes], Nodes], chain: Nodes, shape: Sequence[int], x: np.ndarray) -> np.ndarray:
-    nodes = way(chain)
-    name = nodes[-1].output[0]
-    constants = {**WEIGHTS, "once": np.array(1), "yes": np.array(True)}
-    graph = model(nodes, {"x": (FLOAT, [None, K]), "to": (INT64, ["rank"])}, {name: (FLOAT, None)}, **constants)
-    return run(graph, x=x, to=np.array(shape))[0]
+@functools.cache
+def with_known_rank(name: str, fmt: str, shape: tuple[int, ...]) -> np.ndarray:
+    known = model(chain(name, fmt), {"r": (FLOAT, [None] * len(shape))}, {"y": (FLOAT, None)}, **WEIGHTS)
+    return run(known, r=heavy_tailed((6, K)).reshape(shape))[0]
 
 
-@pytest.mark.parametrize("way", [reshaped, loop_body, branch, after_branches])
-@looped("op, fmt", [(op, fmt) for op in CHAINS for fmt in FORMATS])
-def test_the_rank_is_taken_at_run_time(way, op, fmt):
-    chain = CHAINS[op](FORMATS[fmt])
-    x = heavy_tailed((6, K))
-    for shape in SHAPES:
-        known = model(chain, {"r": (FLOAT, [None] * len(shape))}, {"y": (FLOAT, None)}, **WEIGHTS)
-        expected = run(known, r=x.reshape(shape))[0]
-        assert_same(results(way, chain, shape, x), expected, f"{op} {fmt} {shape}")
+@pytest.mark.parametrize("way", [reshaped, loop_body, branch, after_branches_of_different_ranks])
+@looped("name, fmt", itertools.product(CHAINS, FORMATS))
+def test_the_rank_is_taken_at_run_time(way, name, fmt):
+    nodes, inputs = way(chain(name, fmt)), {"x": (FLOAT, [None, K]), "to": (INT64, ["rank"])}
+    session = ort.session(model(nodes, inputs, {nodes[-1].output[0]: (FLOAT, None)}, **WEIGHTS))
+    for shape in ((6, K), (2, 3, K), (1, 2, 3, K)):
+        got = session.run(None, {"x": heavy_tailed((6, K)), "to": np.array(shape)})[0]
+        assert_same(got, with_known_rank(name, fmt, shape), f"{shape}")
 
 
 @looped("fmt", FORMATS)
 def test_elements_that_are_results_have_their_dtype(fmt):
-    nodes = reshaped([first(FORMATS[fmt]), cast("e", "wide", FLOAT)])
+    quantize = node("MXFP8Quantize", "r", "e s", output_dtype=FORMATS[fmt])
     inputs = {"x": (FLOAT, [None, K]), "to": (INT64, ["rank"])}
-    session = ort.session(model(nodes, inputs, {"e": (FORMATS[fmt], None), "wide": (FLOAT, None)}))
+    outputs = {"e": (FORMATS[fmt], None), "wide": (FLOAT, None)}
+    session = ort.session(model(reshaped([quantize, cast("e", "wide", FLOAT)]), inputs, outputs))
     x = heavy_tailed((6, K))
     wide = session.run(["wide"], {"x": x, "to": np.array([2, 3, K])})[0]
     codes = numpy_nodes.quantize(x.reshape(2, 3, K), element_format=fmt)[0]
     assert_same(wide, codes.view(formats.ELEMENT_FORMATS[fmt].numpy_name).astype(np.float32))
-
-
-def test_every_node_with_elements_of_an_activation_is_tried():
-    """MXFP8Quantize is in nearly every chain."""
-    values = {"MXFP8Embedding", "MXFP8Attention"}  # of indices; of rank 3 always
-    weights = {"MXFP8GatedWeightGemm", "MXFP8GroupedWeightGemm"}  # with no elements but the weight's
-    assert set(CHAINS) == set(contract.OPS) - {"MXFP8Quantize"} - values - weights

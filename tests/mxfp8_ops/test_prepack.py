@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import threading
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import onnxruntime
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto
+from test_ort import model, node
 
 from mxfp8_ops import cpu, native, numpy_nodes, ort
 from mxfp8_ops.errors import BackendError, ShapeError
@@ -18,6 +22,7 @@ SHAPES = [(1, 32), (16, 70), (33, 513), (70, 1100)]
 """N and K: one panel, a part of one, several; a whole block, a part of one, several chunks."""
 ROWS = (3, 1, 2, 5, 7, 13, 200)
 """Those of the first call make the panels."""
+Packed = tuple[np.ndarray, np.ndarray]
 KINDS = ["e4m3", "e5m2", "int8", "bfloat16", "float32"]
 
 
@@ -27,41 +32,56 @@ def isa(request: pytest.FixtureRequest):
         yield request.param
 
 
-def weight_of(shape: tuple[int, int], fmt: str, seed: int = 2) -> tuple[np.ndarray, np.ndarray]:
+def weight_of(shape: tuple[int, int], fmt: str, seed: int = 2) -> Packed:
     return numpy_nodes.quantize(heavy_tailed(shape, seed), element_format=fmt)
 
 
-def check(
-    weight: native.ConstantWeight, m: int, b: tuple[np.ndarray, np.ndarray], kind: str, fmt: str, *, power: int = 0
-) -> None:
-    """Fails if the product of M rows of some kind, times 2^power, with a weight is out of the bound."""
+class Product(NamedTuple):
+    """A product with a weight: the function with all operands but the weight, the result, and its bound."""
+
+    run: Callable[..., np.ndarray]
+    expected: np.ndarray
+    bound: np.ndarray
+
+
+def product(b: Packed, m: int, kind: str, fmt: str, *, power: int = 0) -> Product:
+    """Returns the product of M rows of some kind, times 2^power, with a weight."""
     x = np.ldexp(heavy_tailed((m, b[0].shape[1]), m), power)
     wide = numpy_nodes.dequantize(*b, element_format=fmt)
-    weight.use()
     if kind in ("bfloat16", "float32"):
-        dtype = "bfloat16" if kind == "bfloat16" else None
-        y = cpu.weight_gemm(x, *b, b_format=fmt, activation_dtype=dtype)
-        expected = numpy_nodes.weight_gemm(x, *b, b_format=fmt, activation_dtype=dtype)
+        options = {"b_format": fmt, "activation_dtype": "bfloat16" if kind == "bfloat16" else None}
+        run, expected = functools.partial(cpu.weight_gemm, x, **options), numpy_nodes.weight_gemm(x, *b, **options)
     else:
-        a = numpy_nodes.quantize(x, element_format=kind)
-        y = cpu.gemm(*a, *b, a_format=kind, b_format=fmt)
-        expected = numpy_nodes.gemm(*a, *b, a_format=kind, b_format=fmt)
+        a, options = numpy_nodes.quantize(x, element_format=kind), {"a_format": kind, "b_format": fmt}
+        run, expected = functools.partial(cpu.gemm, *a, **options), numpy_nodes.gemm(*a, *b, **options)
         x = numpy_nodes.dequantize(*a, element_format=kind)
-    assert_within(y, expected, numpy_nodes.gemm_error_bound(x, wide), f"{m} rows of {kind}")
+    return Product(run, expected, numpy_nodes.gemm_error_bound(x, wide))
+
+
+def check(weight: native.ConstantWeight, b: Packed, of: Product) -> None:
+    """Fails if the product with a constant weight is out of the bound."""
+    weight.use()
+    assert_within(of.run(*b), of.expected, of.bound, f"{len(of.expected)} rows")
+
+
+@functools.cache
+def products(shape: tuple[int, int], kind: str, fmt: str) -> tuple[Product, ...]:
+    """Every instruction set has the same."""
+    return tuple(product(weight_of(shape, fmt), m, kind, fmt) for m in ROWS)
 
 
 @looped(
     "shape, kind, fmt, prepack",
     pairwise(shape=SHAPES, kind=KINDS, fmt=["e4m3", "e5m2", "int8"], prepack=native.PREPACK),
 )
-def test_products_with_a_constant_weight(isa, shape, kind, fmt, prepack):
+def test_products_with_a_constant_weight_are_within_the_bound(isa, shape, kind, fmt, prepack):
     b, weight = weight_of(shape, fmt), native.ConstantWeight(prepack)
-    for m in ROWS:
-        check(weight, m, b, kind, fmt)
+    for each in products(shape, kind, fmt):
+        check(weight, b, each)
 
 
 @looped("codes, fmt", pairwise(codes=[(0,), (1, 2), (250,), (254,), (255,), (60, 200)], fmt=["e4m3", "int8"]))
-def test_scales_that_no_panel_holds(isa, codes, fmt):
+def test_columns_with_scales_that_no_panel_holds_leave_the_others_as_they_are(isa, codes, fmt):
     """Columns with such scales are read from the weight, or by another kernel: the others keep their bits."""
     b, x = weight_of((70, 640), fmt), heavy_tailed((20, 640), 3)
     a = numpy_nodes.quantize(x, element_format=fmt)
@@ -81,24 +101,16 @@ def test_scales_that_no_panel_holds(isa, codes, fmt):
         scale = np.abs(numpy_nodes.dequantize(*b, element_format=fmt)).max(
             1, where=np.isfinite(never).all(0)[:, None], initial=1
         )
-        assert np.abs(np.where(finite, kept - never, 0) / scale).max() <= 1e-3 * np.abs(x).max()
-
-
-def test_blocks_of_zeros_take_any_scale(isa):
-    """As quantization writes them: code 0, which must not keep a weight from having panels."""
-    w = heavy_tailed((70, 640), 2)
-    w[5], w[33, :32], w[:, 64:160] = 0, 0, 0
-    b, weight = numpy_nodes.quantize(w), native.ConstantWeight("decoded")
-    for m in (20, 3):
-        check(weight, m, b, "e4m3", "e4m3")
+        kept, never = np.where(finite, kept, 0), np.where(finite, never, 0)
+        assert np.abs((kept - never) / scale).max() <= 1e-3 * np.abs(x).max()
 
 
 @looped("kind, m", pairwise(kind=["e4m3", "float32"], m=[20, 200]))
-def test_products_that_are_subnormal(isa, kind, m):
+def test_subnormal_products_are_not_flushed(isa, kind, m):
     """Dot products of bfloat16 flush them: a weight may be decoded for one call and not exact for the next."""
     b, weight = numpy_nodes.quantize(np.ldexp(heavy_tailed((40, 640), 1), -62)), native.ConstantWeight("decoded")
     for power in (0, -66):
-        check(weight, m, b, kind, "e4m3", power=power)
+        check(weight, b, product(b, m, kind, "e4m3", power=power))
 
 
 @pytest.mark.parametrize("prepack", ["auto", "decoded"])
@@ -131,7 +143,7 @@ def test_a_weight_is_that_of_its_first_call(isa):
     """Another b, other sizes and another format are read as they are given."""
     b, other, weight = weight_of((40, 96), "int8", 1), weight_of((40, 96), "int8", 2), native.ConstantWeight()
     for each, fmt in ((b, "int8"), (other, "int8"), (b, "e4m3"), ((b[0][:8], b[1][:8]), "int8"), (b, "int8")):
-        check(weight, 20, each, "bfloat16", fmt)
+        check(weight, each, product(each, 20, "bfloat16", fmt))
 
 
 def test_only_the_next_call_uses_a_weight(isa):
@@ -161,70 +173,54 @@ def test_rows_that_are_multiplied_with_panels(isa):
     assert [m for m in (1, 2, 3, 4) if gemms(m) == kernel] == rows
 
 
-def test_unknown_prepack():
+def test_an_unknown_number_of_prepack_is_refused():
     with pytest.raises(ShapeError, match=r"prepack is 3; expected 0 to 2"):
         native.check("prepack", native.load().mxfp8_weight_new(3, None))
-    with pytest.raises(BackendError, match="prepack 'always'; expected one of auto, never, decoded"):
-        ort.session(model(weight_of((32, 64), "int8")), prepack="always")
 
 
 # --- sessions --------------------------------------------------------------------------------------------------------
 
 
-def model(b: tuple[np.ndarray, np.ndarray], nodes: int = 1) -> bytes:
+def linear(b: Packed, nodes: int = 1) -> bytes:
     """Returns x [M, K] times an INT8 weight [N, K], in as many nodes that share it."""
     n, k = b[0].shape
-    constants = [
-        helper.make_tensor("b", TensorProto.INT8, (n, k), b[0].tobytes(), raw=True),
-        numpy_helper.from_array(b[1], "b_scales"),
+    products = [
+        node("MXFP8WeightGemm", "x b b_scales", f"y{i}", activation_dtype=TensorProto.BFLOAT16) for i in range(nodes)
     ]
-    body = [
-        helper.make_node("MXFP8WeightGemm", ["x", "b", "b_scales"], [f"y{i}"], domain="mxfp8", name=f"node{i}")
-        for i in range(nodes)
-    ]
-    for node in body:
-        node.attribute.append(helper.make_attribute("activation_dtype", TensorProto.BFLOAT16))
-    x = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["M", k])
-    outputs = [helper.make_tensor_value_info(f"y{i}", TensorProto.FLOAT, ["M", n]) for i in range(nodes)]
-    graph = helper.make_graph(body, "g", [x], outputs, constants)
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("mxfp8", 1)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    outputs = {f"y{i}": (TensorProto.FLOAT, ["M", n]) for i in range(nodes)}
+    constants = {"b": b[0].view(np.int8), "b_scales": b[1]}
+    return model(products, {"x": (TensorProto.FLOAT, ["M", k])}, outputs, **constants)
 
 
-def test_sessions_by_their_setting():
+def check_session(session: onnxruntime.InferenceSession, m: int, b: Packed) -> None:
+    """Fails if an output of `linear` is out of the bound for M rows."""
+    x = heavy_tailed((m, b[0].shape[1]), m)
+    expected = numpy_nodes.weight_gemm(x, *b, b_format="int8", activation_dtype="bfloat16")
+    bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b, element_format="int8"))
+    for y in session.run(None, {"x": x}):
+        assert_within(y, expected, bound, f"{m} rows")
+
+
+def test_sessions_of_every_setting_are_within_the_bound():
     b = weight_of((70, 200), "int8")
     for prepack in native.PREPACK:
-        session = ort.session(model(b, nodes=2), prepack=prepack)
+        session = ort.session(linear(b, nodes=2), prepack=prepack)
         for m in ROWS:
-            x = heavy_tailed((m, 200), m)
-            expected = numpy_nodes.weight_gemm(x, *b, b_format="int8", activation_dtype="bfloat16")
-            bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b, element_format="int8"))
-            for y in session.run(None, {"x": x}):
-                assert_within(y, expected, bound, f"{prepack}, {m} rows")
+            check_session(session, m, b)
 
 
-def test_wrong_setting_of_a_session():
+def test_a_wrong_setting_of_a_session_is_refused():
     options = onnxruntime.SessionOptions()
     options.add_session_config_entry("mxfp8.prepack", "always")
     with pytest.raises(BackendError, match=r"mxfp8\.prepack: 'always'; expected auto, never or decoded"):
-        ort.session(model(weight_of((32, 64), "int8")), session_options=options)
+        ort.session(linear(weight_of((32, 64), "int8")), session_options=options)
+    with pytest.raises(BackendError, match="prepack 'always'; expected one of auto, never, decoded"):
+        ort.session(linear(weight_of((32, 64), "int8")), prepack="always")
 
 
-def test_threads_that_share_a_session():
+def test_threads_may_share_a_session():
     """The first calls of all come at once: one of them makes the panels."""
-    b, x = weight_of((256, 512), "int8"), heavy_tailed((64, 512), 1)
-    expected = numpy_nodes.weight_gemm(x, *b, b_format="int8", activation_dtype="bfloat16")
-    bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*b, element_format="int8"))
-    session, results = ort.session(model(b, nodes=4)), []
-
-    def call() -> None:
-        results.extend(session.run(None, {"x": x}))
-
-    threads = [threading.Thread(target=call) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 32
-    for y in results:
-        assert_within(y, expected, bound, "a thread's result")
+    b = weight_of((256, 512), "int8")
+    session = ort.session(linear(b, nodes=4))
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: check_session(session, 64, b), range(8)))

@@ -1,6 +1,6 @@
-"""Gemms on 16-bit integers: exact whatever the elements are, those that are no integers among them.
+"""Gemms on integers: exact whatever the elements are, among them those that are no integers.
 
-What holds of every gemm is in test_cpu.py; here are the values that this kernel treats apart."""
+What holds of every gemm is in test_cpu.py; here are the values that these kernels treat apart."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
+from compare import assert_same, assert_within
 from grids import instruction_sets, looped, pairwise
 
 from mxfp8_ops import cpu, numpy_nodes
@@ -21,8 +22,6 @@ FINITE = np.arange(0x7F, dtype=np.uint8)
 SMALL = FINITE[FINITE < 32]  # below 2^-3: no integers
 LEAST_ROWS = {"avx512_vnni": 9, "avx2_vnni": 12}  # fewer are for gemm_skinny_f32
 
-pytestmark = pytest.mark.skipif(not ISAS, reason="no processor with dot products of 16-bit integers")
-
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest):
@@ -30,10 +29,10 @@ def isa(request: pytest.FixtureRequest):
         yield request.param
 
 
-def multiply(*operands: np.ndarray, **options) -> tuple[np.ndarray, tuple[str, ...]]:
+def multiply(*operands: np.ndarray) -> tuple[np.ndarray, tuple[str, ...]]:
     """Returns cpu.gemm of them, and the kernels that ran."""
     with cpu.profiled() as profile:
-        y = cpu.gemm(*operands, **options)
+        y = cpu.gemm(*operands)
         return y, profile.calls()[-1].gemms
 
 
@@ -42,11 +41,7 @@ def kernels_of(a: np.ndarray, b: np.ndarray, a_scale: int = 127, b_scale: int = 
     scales = [np.full((len(x), -(-x.shape[1] // 32)), scale, np.uint8) for x, scale in ((a, a_scale), (b, b_scale))]
     actual, kernels = multiply(a, scales[0], b, scales[1])
     x, w = (numpy_nodes.dequantize(e, s).astype(np.float64) for e, s in ((a, scales[0]), (b, scales[1])))
-    expected, bound = x @ w.T, numpy_nodes.gemm_error_bound(x, w)
-    wrong = np.argwhere(~(np.abs(actual - expected) <= bound))
-    if len(wrong):
-        m, n = wrong[0]
-        pytest.fail(f"{len(wrong)} of {actual.size}; at {m, n} {actual[m, n]!r}, expected {expected[m, n]!r}")
+    assert_within(actual, x @ w.T, numpy_nodes.gemm_error_bound(x, w))
     return kernels
 
 
@@ -84,7 +79,7 @@ def test_no_sum_overflows_however_many_elements_there_are(isa, count, rows):
     "rows, operand, code",
     pairwise(rows=[12, 64], operand=["a", "b"], code=[*SMALL[1:], 32, 39, 40, 47, 48, 55, 56, 63, 64]),
 )
-def test_one_small_element_among_large_ones(isa, operand, code, rows):
+def test_one_small_element_among_large_ones_is_not_lost(isa, operand, code, rows):
     """Its product must not be lost, whatever it is multiplied with: the large elements meet zeros."""
     others = np.array([0, ONE, LARGEST, 1, 31, 32, 0x80 | 40], np.uint8)
     some = np.full((rows, 64), 0x7B, np.uint8)
@@ -96,7 +91,7 @@ def test_one_small_element_among_large_ones(isa, operand, code, rows):
 
 
 @looped("shape", [(12, 16, 130), (70, 40, 300), (200, 130, 600), (300, 33, 800)])
-def test_small_elements_in_every_chunk_and_panel(isa, shape):
+def test_small_elements_in_every_chunk_and_panel_are_not_lost(isa, shape):
     """Large elements meet zeros, so that a small product that is lost shows."""
     m, n, k = shape
     a, b = ordinary((m, k), 1), ordinary((n, k), 2)
@@ -109,7 +104,7 @@ def test_small_elements_in_every_chunk_and_panel(isa, shape):
     assert kernels_of(a, b) == ("gemm_int16",)
 
 
-def test_every_element_times_every_element(isa):
+def test_every_element_times_every_element_is_exact(isa):
     """One element of each block is not zero, so that each product stands alone."""
     codes = np.array([*FINITE, *(FINITE | 0x80)], np.uint8)
     a, b = np.zeros((len(codes), 32), np.uint8), np.zeros((len(codes), 32), np.uint8)
@@ -135,7 +130,7 @@ def test_too_many_small_elements_of_a_are_for_another_kernel(isa, more, kernel):
 
 
 @looped("rows, count", pairwise(rows=[12, 70], count=[11, 12, 13, 14, 100, 256]))
-def test_columns_of_small_elements(isa, count, rows):
+def test_no_small_element_of_a_column_is_lost(isa, count, rows):
     """From 13 of a column on they are integers of their own; the large elements of A meet zeros."""
     rng = np.random.default_rng(count)
     a, b = ordinary((rows, 600), 1), ordinary((40, 600), 2)
@@ -147,41 +142,22 @@ def test_columns_of_small_elements(isa, count, rows):
     assert kernels_of(a, b) == ("gemm_int16",)
 
 
-@looped("k", [5, 300])
-def test_a_nan_among_many_small_elements(isa, k):
-    a, b = ordinary((12, 600), 1), ordinary((40, 600), 2)
-    b[17, :256] = 3
-    scales = [np.full((len(x), 19), 127, np.uint8) for x in (a, b)]
-    clean = cpu.gemm(a, scales[0], b, scales[1])
-    b[17, k] = 0x7F
-    y = cpu.gemm(a, scales[0], b, scales[1])
-    nan = np.zeros(y.shape, bool)
-    nan[:, 17] = True
-    np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
-
-
-def test_a_result_does_not_depend_on_threads(isa):
-    rng = np.random.default_rng(0)
-    a, b = (numpy_nodes.quantize(rng.standard_normal((rows, 700)).astype(np.float32)) for rows in (90, 300))
-    one, three = (cpu.gemm(*a, *b, threads=threads) for threads in (1, 3))
-    np.testing.assert_array_equal(one, three)
-
-
-@looped("a_format, b_format", [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")])
-def test_e5m2_has_too_wide_a_range(isa, a_format, b_format):
-    a, b = numpy_nodes.quantize(np.ones((12, 64), np.float32), element_format=a_format), np.full((9, 64), ONE)
-    _, kernels = multiply(*a, b, np.full((9, 2), 127, np.uint8), a_format=a_format, b_format=b_format)
-    assert kernels == ("gemm_f32",)
-
-
-def test_values_of_float32_are_for_another_kernel(isa):
+@pytest.mark.parametrize(
+    ("a_format", "b_format"), [("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2"), (None, "e4m3")]
+)
+def test_e5m2_and_float32_are_for_another_kernel(isa, a_format, b_format):
+    b = np.full((9, 64), ONE), np.full((9, 2), 127, np.uint8)
     with cpu.profiled() as profile:
-        cpu.weight_gemm(np.ones((12, 64), np.float32), np.full((9, 64), ONE), np.full((9, 2), 127, np.uint8))
+        if a_format is None:
+            cpu.weight_gemm(np.ones((12, 64), np.float32), *b)
+        else:
+            a = numpy_nodes.quantize(np.ones((12, 64), np.float32), element_format=a_format)
+            cpu.gemm(*a, *b, a_format=a_format, b_format=b_format)
         assert profile.calls()[-1].gemms == ("gemm_f32",)
 
 
 @looped("scales", [(70, 70), (173, 173), (70, 173), (173, 70), (127, 69), (127, 174)])
-def test_scales_at_the_ends_of_what_the_kernel_takes(isa, scales):
+def test_scales_at_the_ends_of_what_the_kernel_takes_are_exact(isa, scales):
     """Of B it takes any, one by one where a product with them may be no normal number."""
     a, b = ordinary((12, 96), 1), ordinary((17, 96), 2)
     a[3], b[5] = 0, 0
@@ -196,19 +172,20 @@ def test_scales_of_a_beyond_that_are_for_another_kernel(isa, scale):
 
 
 def test_a_nan_is_in_its_row_or_column_and_others_are_the_same(isa):
-    rows = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((40, 300)).astype(np.float32))
-    b = numpy_nodes.quantize(np.random.default_rng(1).standard_normal((50, 300)).astype(np.float32))
-    clean = cpu.gemm(*rows, *b)
-    rows[0][3, 299], rows[1][17, 2] = 0xFF, 255
-    b[0][20, 33], b[1][45, 9] = 0x7F, 255
-    y, kernels = multiply(*rows, *b)
+    rng = np.random.default_rng(0)
+    a, b = (numpy_nodes.quantize(rng.standard_normal((rows, 300)).astype(np.float32)) for rows in (40, 50))
+    b[0][12, :256] = b[0][20, :256] = 3  # many small elements are integers of their own
+    clean = cpu.gemm(*a, *b)
+    a[0][3, 299], a[1][17, 2] = 0xFF, 255
+    b[0][12, 5], b[0][20, 290], b[1][45, 9] = 0x7F, 0x7F, 255
+    y, kernels = multiply(*a, *b)
     assert kernels == ("gemm_int16",)
     nan = np.zeros(y.shape, bool)
-    nan[[3, 17]] = nan[:, [20, 45]] = True
+    nan[[3, 17]] = nan[:, [12, 20, 45]] = True
     np.testing.assert_array_equal(y, np.where(nan, np.nan, clean))
 
 
-def test_all_combinations_of_few_rows_and_columns(isa):
+def test_all_combinations_of_few_rows_and_columns_are_exact(isa):
     """Tiles of one to twelve rows, panels of one register and two, tails of rows and of columns."""
     rng = np.random.default_rng(5)
     for m, n in itertools.product((*range(LEAST_ROWS[isa], 20), 23, 25), (1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65)):
@@ -217,3 +194,26 @@ def test_all_combinations_of_few_rows_and_columns(isa):
         assert kernels_of(a, b) == ("gemm_int16",), (m, n)
     fewer = ordinary((LEAST_ROWS[isa] - 1, 64), 1)
     assert kernels_of(fewer, ordinary((16, 64), 2)) == ("gemm_skinny_f32",)
+
+
+# --- INT8: a block's sum is exact and added once, so every instruction set gives these bits ---------------------------
+
+HAVE_INT8 = [isa for isa in cpu.available_isas() if isa not in ("portable", "avx512", "amx_bf16")]
+
+
+@pytest.mark.parametrize("isa", HAVE_INT8)
+@pytest.mark.parametrize("codes", [(-128, 128), (-128, -127)], ids=["any", "all -128"])
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 5, 64), (7, 33, 1056), (13, 70, 600)])
+def test_sums_of_blocks_are_exact_and_added_in_order(isa, codes, m, n, k):
+    rng = np.random.default_rng(m)
+    a, b = (rng.integers(*codes, (rows, k)).astype(np.int8) for rows in (m, n))
+    a_scales, b_scales = (rng.integers(117, 125, (rows, -(-k // 32)), dtype=np.uint8) for rows in (m, n))
+    expected = np.zeros((m, n), np.float32)
+    for block in range(a_scales.shape[1]):
+        x, w = (part[:, 32 * block : 32 * block + 32].astype(np.float64) / 64 for part in (a, b))
+        scales = np.ldexp(1.0, a_scales[:, block, None].astype(int) + b_scales[:, block].astype(int) - 254)
+        expected = (expected + (x @ w.T) * scales).astype(np.float32)  # in float64 the sum is exact
+    with cpu.forced_isa(isa), cpu.profiled() as profile:
+        y = cpu.gemm(a.view(np.uint8), a_scales, b.view(np.uint8), b_scales, a_format="int8", b_format="int8")
+        assert profile.calls()[-1].gemms == ("gemm_int8",)
+    assert_same(y, expected)
