@@ -125,7 +125,7 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
             LIBRARY,
             KERNELS,
             _tests("tests", 270, ("test_cuda_device", "test_cuda_device_fp8", "test_ort_device")),
-            _tests("memcheck", 115, ("test_cuda_device_sanitizer",), "memcheck"),
+            _tests("memcheck", 115, ("test_cuda_sanitized",), "memcheck"),
         ),
     ),
     "C": (
@@ -138,7 +138,7 @@ CALLS: dict[str, tuple[str, tuple[Step, ...]]] = {
     ),
     "D": (
         "races and barriers",
-        (LIBRARY, KERNELS, _tests("races", 380, ("test_cuda_device_sanitizer",), "synccheck or racecheck")),
+        (LIBRARY, KERNELS, _tests("races", 380, ("test_cuda_sanitized",), "synccheck or racecheck")),
     ),
 }
 

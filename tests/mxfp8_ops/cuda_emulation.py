@@ -100,8 +100,6 @@ class EmulatedDevice:
         self.indices = {kernel: i for i, kernel in enumerate(names)}
         self.launched: list[str] = []
         self.ever_launched: set[str] = set()
-        self.repairs: list[int] = []
-        """The words that said whether a product had to be done again."""
         # Alive as long as the device: the driver and the native library call them.
         self._callbacks = (
             _EMULATE(self._launched),
@@ -150,8 +148,6 @@ class EmulatedDevice:
         assert 0 < grid < 2**31
         self.launched.append(kernel)
         self.ever_launched.add(kernel)
-        if source_of(kernel) == "gemm_float32" and arguments[-1]:
-            self.repairs.append(ctypes.c_uint32.from_address(arguments[-1]).value)
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
         assert self.library.emulate(self.indices[kernel], grid, 256, values) == 0
 

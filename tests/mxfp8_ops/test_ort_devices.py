@@ -26,6 +26,8 @@ from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
+pytestmark = pytest.mark.cuda
+
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Driver]:
@@ -50,41 +52,40 @@ def model() -> bytes:
     return weight_only(["m", 64], b=heavy_tailed((7, 64)))
 
 
-def test_a_device_that_does_not_exist():
-    with pytest.raises(BackendError, match="device 'gpu'; expected one of cpu, cuda, cuda-copies; correct the name"):
-        ort.session(model(), device="gpu")
+def no_nvrtc() -> None:
+    fail("cuda: no NVRTC; pip install it")
 
 
-def test_cuda_in_an_onnxruntime_without_it(gpu):
-    with pytest.raises(
-        BackendError, match=r"has no CUDAExecutionProvider; .* pip install onnxruntime-gpu, or use device"
-    ):
-        ort.session(model(), device="cuda")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda-copies"])
-def test_without_a_gpu_the_device_says_why(with_provider, monkeypatch, device):
-    cuda_loader.connect.cache_clear()
-    monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
-    with pytest.raises(BackendError, match="cuda: no GPU; expected a CUDA device; use the CPU kernels"):
+@pytest.mark.parametrize(
+    ("device", "attribute", "value", "message"),
+    {
+        "a device that does not exist": ("gpu", None, None, "'gpu'; expected one of cpu, cuda, cuda-copies; correct"),
+        "an onnxruntime without CUDA": ("cuda", None, None, "has no CUDAExecutionProvider; .* install onnxruntime-gpu"),
+        "no GPU": ("cuda-copies", (cuda_device, "cupy_module"), no_gpu, "cuda: no GPU; expected a CUDA device; use"),
+        "no driver": (
+            "cuda-copies",
+            (cuda_loader, "DRIVER"),
+            "libnothing.so.1",
+            r"cuda: no driver \(libnothing\.so\.1: cannot open .*\); .*install the driver",
+        ),
+        "a driver of another kind": (
+            "cuda-copies",
+            (cuda_loader, "DRIVER"),
+            str(cpu.library_path()),
+            r"cuda: no driver \(.* has no cuCtxPushCurrent_v2\); expected NVIDIA's",
+        ),
+        "no NVRTC": ("cuda-copies", (build, "nvrtc_version"), no_nvrtc, "cuda: no NVRTC; pip install it"),
+    }.values(),
+)
+def test_a_device_that_cannot_be_used_says_why(request, monkeypatch, device, attribute, value, message):  # noqa: PLR0917
+    if value is no_gpu:
+        cuda_loader.connect.cache_clear()
+    else:
+        request.getfixturevalue("gpu")
+    if attribute is not None:
+        monkeypatch.setattr(*attribute, value)
+    with pytest.raises(BackendError, match=message):
         ort.session(model(), device=device)
-
-
-def test_without_a_driver_the_device_says_why(gpu, monkeypatch):
-    monkeypatch.setattr(cuda_loader, "DRIVER", "libnothing.so.1")
-    with pytest.raises(
-        BackendError, match=r"cuda: no driver \(libnothing\.so\.1: cannot open .*\); .*install the driver"
-    ):
-        ort.session(model(), device="cuda-copies")
-    monkeypatch.setattr(cuda_loader, "DRIVER", str(cpu.library_path()))
-    with pytest.raises(BackendError, match=r"cuda: no driver \(.* has no cuCtxPushCurrent_v2\); expected NVIDIA's"):
-        ort.session(model(), device="cuda-copies")
-
-
-def test_without_nvrtc_the_device_says_what_to_install(gpu, monkeypatch):
-    monkeypatch.setattr(build, "nvrtc_version", lambda: fail("cuda: no NVRTC; pip install it"))
-    with pytest.raises(BackendError, match="cuda: no NVRTC; pip install it"):
-        ort.session(model(), device="cuda-copies")
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available:UserWarning")
