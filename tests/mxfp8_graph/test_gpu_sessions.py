@@ -13,6 +13,8 @@ from cuda_driver_emulation import Driver, machine
 import mxfp8_graph
 from mxfp8_ops import ort
 
+pytestmark = pytest.mark.cuda
+
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:

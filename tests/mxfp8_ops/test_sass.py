@@ -10,6 +10,8 @@ import pytest
 from mxfp8_ops.cuda import build
 from mxfp8_ops.errors import BackendError
 
+pytestmark = pytest.mark.cuda
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 LISTING = """
 .text.kernel:
