@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from compare import assert_within, heavy_tailed
-from cuda_emulation import FORMATS, aligned, device, launch, plan_gemm, products, queue, sampled, source_of
+from cuda_emulation import FORMATS, aligned, device, plan_gemm, products, queue, sampled, source_of
 from grids import looped
 from test_cuda_emulated import DTYPES, edges, placed
 
@@ -130,11 +130,6 @@ def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
     assert splits(1, 16, 32) == 1
 
 
-@looped("x_kind, fmt", [*zip(EVERY_KIND, ("e4m3",) * 5 + ("int8",), strict=True)])
-def test_skinny_gemm_splits_k_by_that_rule(x_kind, fmt):
-    assert check_gemm(2, 16, 8192, x_kind, fmt, "bfloat16") == ["gemm_skinny", "finish"]
-
-
 @KINDS
 def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
     """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them.
@@ -206,16 +201,6 @@ def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
         assert (device().mmas() == 64) == (code in codes[0 if fmt == "int8" else 1 : 3])
 
 
-def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
-    b, b_scales = (placed(codes) for codes in numpy_nodes.quantize(heavy_tailed((5, 32))))
-    x, flag, y = placed(heavy_tailed((3, 32))), aligned(16), aligned(3 * 5 * 4)
-    at = (x.ctypes.data, 0, b.ctypes.data, b_scales.ctypes.data, 0, y.ctypes.data)
-    for asked in (0, 1):
-        flag[:] = asked
-        launch("gemm_float32<F32, E4M3>", 1, *at, 3, 5, 32, CODES["float32"], flag.ctypes.data)
-        assert (y != 0xAA).any() == bool(asked)
-
-
 @EVERY_KINDS
 def test_float32_gemm(x_kind, fmt):
     for (m, n, k), dtype in zip(((3, 70, 50), (66, 5, 33), (130, 65, 16)), DTYPES, strict=True):
@@ -264,15 +249,6 @@ def test_gemm_by_parts(x_kind, fmt):
             continue
         inner = ["dequantize", "matmul_bf16 float32", "gemm_float32"]
         assert names == ["bfloat16_parts", *inner, "finish", "gemm_float32"]
-
-
-def test_gemm_by_parts_of_few_rows_when_it_must():
-    """gemm_skinny wants x aligned, and takes the parts, which are."""
-    with dispatch.forced_route("parts"):
-        for m, k in ((5, 96), (2, 8192)):
-            names = check_gemm(m, 16, k, "float32", "e4m3", "float32")
-            splits = ["finish"] if k == 8192 else []
-            assert names == ["bfloat16_parts", "gemm_skinny", *splits, "finish", "gemm_float32"]
 
 
 @WIDE_KINDS

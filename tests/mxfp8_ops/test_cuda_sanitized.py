@@ -50,25 +50,6 @@ def test_no_emulated_kernel_reads_or_writes_outside_an_operand():
 
 
 @pytest.mark.cuda
-@pytest.mark.slow
-def test_the_sanitizer_would_see_one_byte_too_many():
-    script = """
-from cuda_emulation import aligned, queue
-from mxfp8_ops.cuda import execution, planner
-x, elements, scales = aligned(4 * 1000 * 32), aligned(1000 * 32 - 1), aligned(1000)
-x[:] = 1
-at = (array.ctypes.data for array in (elements, scales))
-request = planner.Quantize(1, 17, 0x1FFFFF, planner.PLAIN, x.ctypes.data, 1000, 32, 1, *at)
-execution.run(planner.plan(request), queue())
-print("not seen")
-"""
-    done = run_sanitized("-c", script)
-    assert done.returncode != 0
-    assert "not seen" not in done.stdout
-    assert "heap-buffer-overflow" in done.stderr
-
-
-@pytest.mark.cuda
 def test_the_small_launches_for_a_gpu_run_every_source(monkeypatch, capsys):
     from test_cuda_frontends import stand_in  # here, because it needs torch
 

@@ -7,7 +7,6 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 
 import compare
@@ -166,24 +165,6 @@ def test_flushing_denormals_changes_no_byte() -> None:
         assert_same(t, reference.numpy(), "with denormals flushed")
 
 
-def test_two_threads_get_the_same_results_as_one() -> None:
-    x = values(64, 512)
-    b = ops.quantize(values(96, 512, seed=1))
-    expected = ops.weight_gemm(x, *b), *ops.quantize(x.t())
-    results: list[bool] = []
-
-    def work() -> None:
-        for _ in range(50):
-            results.append(all(map(torch.equal, (ops.weight_gemm(x, *b), *ops.quantize(x.t())), expected)))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [True] * 100
-
-
 @looped("dtype", DTYPES)
 def test_weight_gemm_of_values_rounded_to_bfloat16_is_that_of_bfloat16(dtype: torch.dtype) -> None:
     x, b = values(6, 70).to(dtype), ops.quantize(values(8, 70, seed=1))
@@ -290,24 +271,6 @@ def test_negative_conjugate_and_functional_tensors_are_read_as_what_they_stand_f
     assert_equal(torch.func.functionalize(run)(plain), run(plain))
     with pytest.raises(ShapeError, match="quantize: dtype complex64; expected one of"):
         ops.quantize(z.conj())
-
-
-@looped(
-    "layout",
-    [
-        torch.Tensor.to_sparse,
-        torch.Tensor.to_sparse_csr,
-        torch.Tensor.to_mkldnn,
-        lambda x: torch.nested.nested_tensor([x, x]),
-        lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
-        lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
-    ],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_a_layout_without_a_kernel_is_refused_by_torch(layout: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for call in (ops.quantize, lambda t: ops.weight_gemm(t, *B), lambda t: ops.linear_train(t, W)):
-        with pytest.raises((NotImplementedError, ShapeError), match=r"mxfp8|linear_train: dtype qint8; expected"):
-            call(layout(X))
 
 
 @looped("name", ["quantize", "dequantize", "gemm", "weight_gemm"])

@@ -149,20 +149,6 @@ def test_the_gradient_of_x_passes_its_rounding_to_bfloat16() -> None:
     assert torch.equal(rounded, plain)
 
 
-def test_an_adapter_on_a_packed_weight_trains_the_same_compiled() -> None:
-    elements, scales = ops.quantize(values(8, 45))
-    down, up = values(2, 45, seed=1).requires_grad_(), values(8, 2, seed=2).requires_grad_()
-
-    def adapted(x: torch.Tensor) -> torch.Tensor:
-        return ops.weight_gemm(torch.tanh(x @ down.t() @ up.t()) @ up @ down, elements, scales)
-
-    x = values(6, 45) / 64
-    wanted, got = (
-        torch.autograd.grad(f(x).sum(), (down, up)) for f in (adapted, torch.compile(adapted, backend="aot_eager"))
-    )
-    assert_equal(got, wanted)
-
-
 PACKED = *ops.quantize(values(6, 45)), *ops.quantize(values(8, 45, seed=1))
 LOSSES: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
     "weight_gemm": (
