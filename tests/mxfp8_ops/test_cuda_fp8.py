@@ -163,7 +163,7 @@ class CublasLt(types.ModuleType):
     MatmulMatrixScale = types.SimpleNamespace(VEC32_UE8M0=2)
     MatmulPreferenceAttribute = Names({f"MIN_ALIGNMENT_{c}_BYTES": 5 + i for i, c in enumerate("ABCD")})
     BYTES = types.MappingProxyType({3: 4, 17: 8, 18: 8, 31: 4, 32: 4})
-    found = 1
+    algorithms = 1
 
     def __init__(self) -> None:
         super().__init__("nvmath.bindings.cublasLt")
@@ -216,22 +216,22 @@ class CublasLt(types.ModuleType):
 
     def matmul_algo_get_heuristic(self, handle, of, a, b, c, d, preference, count, results, returned):  # noqa: PLR0917
         assert (self.objects[handle], self.objects[preference], c, results) == ("handle", "preference", d, 99)
-        ctypes.c_int32.from_address(returned).value = self.found
+        ctypes.c_int32.from_address(returned).value = self.algorithms
 
     def matmul(self, handle, of, alpha, a, al, b, bl, beta, c, cl, d, dl, algo, workspace, size, stream):  # noqa: PLR0917
         assert (self.objects[handle], c, cl, size) == ("handle", d, dl, 1024)
         assert workspace
         assert (matrix(alpha, np.float32, 1)[0], matrix(beta, np.float32, 1)[0]) == (1, 0)
-        said = self.objects[of]
-        self.calls.append(said)
-        assert said[3] == 1  # a is transposed, b is not
+        description = self.objects[of]
+        self.calls.append(description)
+        assert description[3] == 1  # a is transposed, b is not
         (a_type, k, n), (b_type, bk, m), (d_type, dn, dm) = (self.objects[layout] for layout in (al, bl, dl))
         assert (k, n, m) == (bk, dn, dm)
         factors = []
         for address, kind, columns, mode, at in ((a, a_type, n, 31, 17), (b, b_type, m, 32, 18)):
-            assert said[mode] == 2
+            assert description[mode] == 2
             dtype = {28: ml_dtypes.float8_e4m3fn, 29: ml_dtypes.float8_e5m2}[kind]
-            scales = matrix(said[at], np.uint8, -(-columns // 128) * 128 * (-(-k // 128) * 4))
+            scales = matrix(description[at], np.uint8, -(-columns // 128) * 128 * (-(-k // 128) * 4))
             factors.append(matrix(address, dtype, columns, k).astype(np.float64) * wide_scales(scales, columns, k))
         y = (factors[1] @ factors[0].T).astype(np.float32)
         y = y.astype({0: np.float32, 2: np.float16, 14: ml_dtypes.bfloat16}[d_type])
@@ -265,7 +265,7 @@ def test_cupy_block_scaled_products_on_blackwell(monkeypatch, cublaslt, dtype, w
 
 def test_nvmath_that_cannot_be_imported_or_refuses_is_an_error(monkeypatch, cublaslt):
     on_a(monkeypatch, (12, 0))
-    cublaslt.found = 0
+    cublaslt.algorithms = 0
     with pytest.raises(BackendError, match=r"cuBLASLt 130100 refuses e4m3 times e4m3 -> float32, M = 70, N = 48"):
         cuda.gemm(*map(array, operands()[0]))
     monkeypatch.undo()

@@ -20,9 +20,9 @@ from mxfp8_ops.errors import BackendError
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[system.Gpu]:
     """The GPUs of this machine: a list to fill."""
-    found: list[system.Gpu] = []
-    monkeypatch.setattr(system, "gpus", lambda: found)
-    return found
+    gpus: list[system.Gpu] = []
+    monkeypatch.setattr(system, "gpus", lambda: gpus)
+    return gpus
 
 
 def gpu(name: str, capability: tuple[int, int]) -> system.Gpu:
@@ -113,8 +113,8 @@ def test_asking_loads_neither_torch_nor_cupy_nor_a_library_of_ours() -> None:
         "heavy = [m for m in ('torch', 'cupy', 'onnx', 'onnxruntime') if m in sys.modules]; "
         "print(before, heavy, native.load.cache_info().currsize)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "False [] 0"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "False [] 0"
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

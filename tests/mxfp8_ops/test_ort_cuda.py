@@ -215,17 +215,17 @@ def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind, fmt):
 
     quantized = kind in FORMATS
     constants = frozenset({2, 3} if quantized else {1, 2})
-    made: list[str] = []
+    at_creation: list[str] = []
 
     def created() -> None:
-        made[:] = sources(gpu)
+        at_creation[:] = sources(gpu)
         gpu.start(STREAM)
 
     for change, m in itertools.product((None, edge), (3, 70)):
         gpu.start(LEGACY_STREAM)
         keeping.created = created
         check_gemm(keeping, ((m, 64), (40, 64)), (kind, fmt), "bfloat16", change=change, constants=constants)
-        assert made == ["dequantize"]
+        assert at_creation == ["dequantize"]
         names = sources(gpu)
         assert names.count("dequantize") == (quantized and m == 70)
 

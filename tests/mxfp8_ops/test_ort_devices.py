@@ -1,4 +1,4 @@
-"""Where `ort` lets the nodes run: devices, what is said when one cannot be used, what the native library is given."""
+"""Where `ort` lets the nodes run: devices, the error where one cannot be used, what the native library gets."""
 
 from __future__ import annotations
 
@@ -146,15 +146,15 @@ def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     monkeypatch.setattr(build, "entry", lambda code: "entry")
     monkeypatch.setattr(cuda_loader, "_cublas", lambda: {"cublasGemmEx": 0xCB})
     gpu, function, message = cuda_loader._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
-    loader, names, said = cuda_loader._LOADER, (ctypes.c_char_p * 1)(b"finish<true>"), ctypes.addressof(message)
-    assert loader.gpu(2, ctypes.byref(gpu), said, 100) == 0
+    loader, names, buffer = cuda_loader._LOADER, (ctypes.c_char_p * 1)(b"finish<true>"), ctypes.addressof(message)
+    assert loader.gpu(2, ctypes.byref(gpu), buffer, 100) == 0
     assert (gpu.context, gpu.processors, gpu.cublasGemmEx, gpu.cublasSetMathMode) == (0xC0, 132, 0xCB, None)
     assert gpu.capability == 90
-    assert loader.kernels(2, 1, names, ctypes.byref(function), said, 100) == 0
+    assert loader.kernels(2, 1, names, ctypes.byref(function), buffer, 100) == 0
     assert function.value == 0xF00
     assert entered == [2, -1, 2, -1]
     monkeypatch.setattr(build, "cubin", fail)
-    assert loader.kernels(2, 1, names, ctypes.byref(function), said, 100) == 1
+    assert loader.kernels(2, 1, names, ctypes.byref(function), buffer, 100) == 1
     assert message.value.startswith(b"cuda: what is missing xxx")
     assert len(message.value) == 99, "the message is cut at the size of the buffer"
 

@@ -35,8 +35,8 @@ def test_the_committed_counts_are_those_of_the_kernels(sass, arch):
     if nvdisasm is None or f"NVRTC {version}." not in table["notes"][0]:
         pytest.skip("needs nvdisasm and the NVRTC of benchmarks/results/sass.md")
     committed = {row[0]: (float(row[2]), row[4], row[5]) for row in table["rows"] if row[1] == arch}
-    found = {}
+    counted = {}
     for row in sass.KERNELS:
         instructions, registers, spills = sass.counted(row, arch, nvdisasm)
-        found[row.kernel] = (round(instructions), registers, spills)
-    assert found == committed
+        counted[row.kernel] = (round(instructions), registers, spills)
+    assert counted == committed

@@ -69,9 +69,8 @@ def test_what_a_gpu_runs_gives_the_same(ids: torch.Tensor, dtype: torch.dtype) -
 # --- What torch asks of an op -------------------------------------------------------------------------------------
 
 
-@looped("ids", [IDS, IDS.int(), IDS[0, 0], IDS[:0]])
+@looped("ids", [IDS, IDS.int()[0, 0], IDS[:0]])
 def test_opcheck(ids: torch.Tensor) -> None:
-    torch.library.opcheck(ops.embedding.default, (ids, *TABLE))
     torch.library.opcheck(ops.embedding.default, (ids, *ops.quantize(values(7, 45), -1, "e5m2"), "e5m2", torch.half))
 
 

@@ -150,34 +150,12 @@ def test_quantize_and_weight_gemm_do_not_copy_strided_matrices(layout: str) -> N
         assert not names & {"aten::contiguous", "aten::clone", "aten::copy_"}, names
 
 
-def test_flushing_denormals_changes_no_byte() -> None:
-    x = values(64, 160) * torch.logspace(-44, 0, 64)[:, None]
-    pairs = ops.quantize(x)
-    tiny = (pairs[0], torch.zeros_like(pairs[1]))
-    run = lambda: [*ops.quantize(x), ops.dequantize(*tiny), ops.gemm(*pairs, *tiny), ops.weight_gemm(x, *tiny)]  # noqa: E731
-    expected = run()
-    assert torch.set_flush_denormal(True)
-    try:
-        got = run()
-    finally:
-        torch.set_flush_denormal(False)
-    for t, reference in zip(got, expected, strict=True):
-        assert_same(t, reference.numpy(), "with denormals flushed")
-
-
 @looped("dtype", DTYPES)
 def test_weight_gemm_of_values_rounded_to_bfloat16_is_that_of_bfloat16(dtype: torch.dtype) -> None:
     x, b = values(6, 70).to(dtype), ops.quantize(values(8, 70, seed=1))
     got = ops.weight_gemm(x, *b, activation_dtype=torch.bfloat16)
     assert got.dtype == dtype
     assert torch.equal(got, ops.weight_gemm(x.bfloat16(), *b, dtype=dtype))
-
-
-@looped("a, b", [((2**40, 0, 64), (1, 8, 64)), ((1, 6, 64), (2**40, 0, 64))])
-def test_many_products_of_nothing_take_no_time(a: tuple[int, ...], b: tuple[int, ...]) -> None:
-    """One after the other, 2^40 would never end."""
-    y = ops.gemm(*ops.quantize(torch.empty(a)), *ops.quantize(torch.empty(b)))
-    assert y.shape == (2**40, a[1], b[1])
 
 
 # --- Tensors that are not what they seem -----------------------------------------------------------------------------
@@ -222,13 +200,13 @@ OPERANDS = [(op.name, argument) for op in torch_ops.OPS for argument in operands
 
 @looped("op, argument, kept", [(*each, kept) for each in OPERANDS for kept in ("nothing", "all but a byte")])
 def test_a_storage_without_its_tensors_values_is_refused(op: str, argument: str, kept: str) -> None:
-    given = operands(op)
-    storage = given[argument].untyped_storage()
+    arguments = operands(op)
+    storage = arguments[argument].untyped_storage()
     storage.resize_(0 if kept == "nothing" else storage.nbytes() - 1)
     with pytest.raises(
         ShapeError, match=r"the storage of \w+ has \d+ bytes; expected \d+ for shape .*; give the storage"
     ):
-        getattr(ops, op)(**given)
+        getattr(ops, op)(**arguments)
 
 
 @looped("view", [lambda x: x.t(), lambda x: x[2:], lambda x: x[:, 1:], lambda x: x[:1].expand(3, -1)])
@@ -250,12 +228,12 @@ def test_a_tensor_without_values_needs_no_storage() -> None:
 @looped("op, argument", OPERANDS)
 def test_operands_on_two_devices_are_refused(op: str, argument: str) -> None:
     """Without the error, the result would be memory that was never written."""
-    given = operands(op)
-    moved = given | {argument: given[argument].to("meta")}
+    arguments = operands(op)
+    moved = arguments | {argument: arguments[argument].to("meta")}
     if argument == "offs":
         # As torch has it: offsets may be elsewhere, and here have no data.
         assert not getattr(ops, op)(**moved)[0].is_meta
-    elif given.keys() <= {argument, "offs"}:
+    elif arguments.keys() <= {argument, "offs"}:
         assert getattr(ops, op)(**moved)[0].device.type == "meta"
     else:
         with pytest.raises(ShapeError, match="tensors on cpu, meta; expected one device"):
@@ -291,7 +269,7 @@ import os, sys, mxfp8_ops
 assert "torch" not in sys.modules
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-for mode in (FakeTensorMode(), torch.inference_mode(), torch.device("meta"), torch.no_grad()):
+for mode in (FakeTensorMode(), torch.inference_mode()):
     if (child := os.fork()) == 0:
         with mode:
             import mxfp8_ops.torch_ops
