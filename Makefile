@@ -2,9 +2,11 @@
 # make test   the product's tests   make check  lint, types, layers        make bench  benchmarks
 # make test-tools  developers' tooling   make samples  the shell blocks of samples   make test-slow  what takes minutes
 # make test-processes  training and inference in several processes
-# make test-isas  the kernels on every instruction set   make test-cuda  slow tests of CUDA   make test-exports  models exported
-#                 again and compared with the committed ones
-# make mutants    changes the product in 150 places and counts which changes `make test` notices (an hour or two)
+# make test-isas  the kernels on every instruction set   make test-emulation  the CUDA kernels on emulated threads
+# make test-cuda  the same with every case (more than five minutes)   make test-exports  models exported again and compared
+#                 with the committed ones
+# make mutants    changes the product in 150 places and counts which changes `make test` and `make test-emulation` notice
+#                 (an hour or two)
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
@@ -25,7 +27,7 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-tools test-processes samples test-isas test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize windows fuzz clean
+.PHONY: demo test test-tools test-processes samples test-isas test-emulation test-cuda test-exports test-slow mutants test-hosts check format docs wheels versions aarch64 aarch64-tests gpu-library gpu-test gpu-sanitize gpu-first gpu-bench bench sanitize windows fuzz clean
 
 # One stamp per set of extras: a changed pyproject.toml or C++ source installs again.
 SOURCES := pyproject.toml constraints.txt custom_ops/CMakeLists.txt $(shell find custom_ops/mxfp8_ops/src -name '*.cpp' -o -name '*.h')
@@ -54,7 +56,7 @@ demo: $(if $(wildcard $(VENV)/.installed),$(VENV)/.installed,$(VENV)/.demo)
 
 # The tiers of tests; docs/contributing.md says what is in each. .ci/tiers.py chooses among them by what changed.
 PYTEST := $(BIN)/python -m pytest
-QUICK := not slow and not gpu and not tools and not samples and not processes
+QUICK := not slow and not gpu and not tools and not samples and not processes and not cuda
 
 test: $(VENV)/.installed
 	$(PYTEST) -m '$(QUICK)' -n 2 --dist loadfile --no-loadscope-reorder
@@ -69,10 +71,13 @@ samples: $(VENV)/.installed
 	$(PYTEST) -m 'samples and not slow and not gpu' tests/test_documentation.py
 
 test-isas: $(VENV)/.installed
-	MXFP8_TEST_ISAS=all $(PYTEST) -m '$(QUICK)' -n 2 --dist loadfile tests/mxfp8_ops -k 'not cuda'
+	MXFP8_TEST_ISAS=all $(PYTEST) -m '$(QUICK)' -n 2 --dist loadfile tests/mxfp8_ops
+
+test-emulation: $(VENV)/.installed
+	$(PYTEST) -m 'cuda and not slow and not gpu' -n 2 --dist loadfile
 
 test-cuda: $(VENV)/.installed
-	$(PYTEST) -m 'slow and not gpu' -n 2 --dist loadfile tests/mxfp8_ops -k cuda
+	$(PYTEST) -m 'cuda and slow and not gpu' -n 2 --dist loadfile
 
 test-exports: $(VENV)/.installed
 	$(PYTEST) -m slow tests/test_structures.py
@@ -146,7 +151,7 @@ gpu-test: gpu-library
 
 gpu-sanitize: gpu-library
 	PYTHONPATH=.:custom_ops:build/gpu $(PYTHON) tests/run_on_gpu.py --log $${OUT:-build/gpu}/gpu-sanitize.txt \
-	  tests/mxfp8_ops/test_cuda_device_sanitizer.py
+	  tests/mxfp8_ops/test_cuda_sanitized.py
 
 # The first half hour on a GPU: CALL=A, then what its summary says. STEP names one step, DRY_RUN=1 needs no GPU.
 CALL ?= A

@@ -11,8 +11,8 @@ import subprocess
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-KERNELS = "custom_ops/mxfp8_ops/src/cpu/"
 TOOLS = ("fuzz/", "gpu_first.py", "run_on_gpu.py", "test_benchmarks.py")
+OPS = "custom_ops/mxfp8_ops/"
 PROCESSES = (
     "mxfp8_graph/distributed/",
     "mxfp8_graph/torch_pass/",
@@ -25,9 +25,14 @@ PROCESSES = (
 
 TIERS = {
     "test-tools": ("benchmarks/", ".ci/", *(f"tests/{name}" for name in TOOLS)),
-    "test-processes": (*PROCESSES, "custom_ops/mxfp8_ops/torch_ops/"),
+    "test-processes": (*PROCESSES, f"{OPS}torch_ops/"),
     "samples": ("samples/", "mxfp8_graph/cli/"),
-    "test-isas": (KERNELS, "tests/mxfp8_ops/", "custom_ops/CMakeLists.txt"),
+    "test-isas": (f"{OPS}src/cpu/", "tests/mxfp8_ops/", "custom_ops/CMakeLists.txt"),
+    "test-emulation": (
+        *(f"{OPS}{name}" for name in ("src/cuda", "src/ort/", "cuda/", "ort/", "torch_ops/")),
+        *(f"tests/mxfp8_ops/{name}" for name in ("cuda_", "ort_emulation", "test_cuda", "test_ort")),
+        "tests/mxfp8_graph/test_gpu_sessions",
+    ),
     "test-exports": ("tests/structures", "constraints.txt"),
 }
 """The start of the paths that a tier tests and `make test` does not, or not wholly."""

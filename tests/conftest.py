@@ -20,8 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 LONGEST = (
     "test_cuda_gemms.py",
     "test_cuda_build.py",
-    "test_cuda_fused.py",
-    "test_torch_training.py",
+    "test_torch_training_run.py",
     "test_distributed.py",
     "test_torch_models.py",
     "test_random_graphs.py",

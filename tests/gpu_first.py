@@ -96,14 +96,14 @@ CALLS: dict[str, tuple[Step, ...]] = {
         LIBRARY,
         KERNELS,
         _tests("tests", 270, "cuda_device cuda_device_fp8 ort_device"),
-        _tests("memcheck", 115, "cuda_device_sanitizer", "memcheck"),
+        _tests("memcheck", 115, "cuda_sanitized", "memcheck"),
     ),
     "C": (
         LIBRARY,
         _bench(370, "many_rows small_weights wide_activations training cuts"),
         _profile("columns", "quantize_columns"),
     ),
-    "D": (LIBRARY, KERNELS, _tests("races", 380, "cuda_device_sanitizer", "synccheck or racecheck")),
+    "D": (LIBRARY, KERNELS, _tests("races", 380, "cuda_sanitized", "synccheck or racecheck")),
 }
 
 

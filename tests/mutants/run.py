@@ -1,6 +1,6 @@
-"""Counts the mutants that `make test` kills: `make mutants`, an hour or two on two cores.
+"""Counts the mutants that `make test` and `make test-emulation` kill: `make mutants`, an hour or two on two cores.
 
-First it runs `make test` once and notes which tests run which lines. Then it changes the product in one place at a time
+First it runs these tests once and notes which tests run which lines. Then it changes the product in one place at a time
 and runs the tests that reach this place: quick tests first, until one fails. A change of C++ is compiled into a library
 of its own, and the tests of custom_ops run against it. Finished mutants are in build/mutants/results.json, so that a
 stopped run goes on; remove the folder to begin again.
@@ -29,7 +29,7 @@ from mutants.points import Mutant, mutants, mutated_cpp, sample
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 TIER = "not slow and not gpu and not tools and not samples and not processes"
-"""Which tests `make test` runs."""
+"""Which tests `make test` and `make test-emulation` run: only emulated threads notice a change of the CUDA code."""
 
 AREAS = {
     "policy": (18, "mxfp8_graph/policy/*.py"),

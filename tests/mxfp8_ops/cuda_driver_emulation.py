@@ -25,9 +25,6 @@ ANY_STREAM = 2**64 - 1
 THREAD_STREAM = 2
 """CU_STREAM_PER_THREAD, the stream of device "cuda-copies"."""
 
-CLEAR = "clear"
-"""Stands for a kernel where words were cleared: `grid` of them."""
-
 
 class _Launch(ctypes.Structure):
     _fields_ = (
@@ -79,19 +76,16 @@ class Driver:
         self.loaded.clear()
 
     @property
-    def work(self) -> list[Launched]:
-        """Returns the launches, and where memory was cleared, in order."""
-        found = []
+    def launches(self) -> list[Launched]:
+        """Returns the launches of kernels, in order; where memory was cleared is left out."""
+        launches = []
         for i in range(self.library.launch_count()):
             launch = self.library.launch(i)[0]
-            kernel = CLEAR if launch.kernel < 0 else self.kernels[launch.kernel]
-            count = 1 if launch.kernel < 0 else self.emulation.parameters(int(launch.kernel))
-            found.append(Launched(kernel, launch.grid, tuple(launch.parameters[:count]), launch.stream))
-        return found
-
-    @property
-    def launches(self) -> list[Launched]:
-        return [work for work in self.work if work.kernel != CLEAR]
+            if launch.kernel >= 0:
+                count = self.emulation.parameters(int(launch.kernel))
+                kernel, parameters = self.kernels[launch.kernel], tuple(launch.parameters[:count])
+                launches.append(Launched(kernel, launch.grid, parameters, launch.stream))
+        return launches
 
     @property
     def allocations(self) -> int:

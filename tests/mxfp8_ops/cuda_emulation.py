@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import inspect
 import itertools
 import math
 import os
@@ -22,7 +21,6 @@ import compiled
 import ml_dtypes
 import numpy as np
 import pytest
-from grids import looped
 
 from mxfp8_ops import formats, native, numerics
 from mxfp8_ops.cuda import build as cuda_build
@@ -100,8 +98,6 @@ class EmulatedDevice:
         self.indices = {kernel: i for i, kernel in enumerate(names)}
         self.launched: list[str] = []
         self.ever_launched: set[str] = set()
-        self.repairs: list[int] = []
-        """The words that said whether a product had to be done again."""
         # Alive as long as the device: the driver and the native library call them.
         self._callbacks = (
             _EMULATE(self._launched),
@@ -150,8 +146,6 @@ class EmulatedDevice:
         assert 0 < grid < 2**31
         self.launched.append(kernel)
         self.ever_launched.add(kernel)
-        if source_of(kernel) == "gemm_float32" and arguments[-1]:
-            self.repairs.append(ctypes.c_uint32.from_address(arguments[-1]).value)
         values = (ctypes.c_uint64 * len(arguments))(*arguments)
         assert self.library.emulate(self.indices[kernel], grid, 256, values) == 0
 
@@ -215,22 +209,10 @@ def route(kinds: tuple[str, str], sizes: tuple[int, int, int], **options: Any) -
     return planner.routes()[plan_gemm((*kinds, "float32"), sizes, **options).route].kernel
 
 
-def sampled(names: str, some: Sequence[Any], every: Sequence[Any]) -> Callable[[Callable[..., None]], Any]:
-    """Like `looped` over some cases. A slow test of the same name runs over every case: emulated threads take time."""
-
-    def decorate(test: Callable[..., None]) -> Any:
-        loops = {"some": looped(names, some)(test), "every": looped(names, every)(test)}
-
-        @functools.wraps(test)
-        def chosen(cases: str, **fixtures: Any) -> None:
-            loops[cases](**fixtures)
-
-        parameter = inspect.Parameter("cases", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        fixtures = inspect.signature(loops["some"]).parameters.values()
-        chosen.__signature__ = inspect.Signature([parameter, *fixtures])  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("cases", ["some", pytest.param("every", marks=pytest.mark.slow)])(chosen)
-
-    return decorate
+def sampled(names: str, some: Sequence[Any], every: Sequence[Any]) -> pytest.MarkDecorator:
+    """Parametrizes a test with some cases, and with all others in `make test-cuda`: emulated threads take time."""
+    rest = [pytest.param(*case, marks=pytest.mark.slow) for case in every if case not in some]
+    return pytest.mark.parametrize(names, [*some, *rest])
 
 
 def aligned(size: int, offset: int = 0) -> np.ndarray:

@@ -94,7 +94,6 @@ class CudaProvider:
         self.freed = 0
         self.asked_allocators = self.released_allocators = 0
         self.keep: list[Any] = []
-        self.memory: dict[str, tuple[int, int]] = {}  # operands of the last node: name -> address, bytes
         self.created: Callable[[], None] = lambda: None  # called between making a node and running it
         self.api = (c_void_p * 300)()
         self._fill()
@@ -125,7 +124,6 @@ class CudaProvider:
         found, kernel = self.find(op.name, [*dtypes], outputs), c_void_p()
         tensors = [self.put(x, dtype) for x, dtype in zip(inputs, dtypes, strict=True)]
         node = Node(attributes, tensors, outputs, wanted, constants)
-        self.memory = {f"input {i}": (tensors[i].address, x.nbytes) for i, x in enumerate(inputs)}
         handle = self.handle(node)
         try:
             self.check(self.call(found, CREATE_V2, c_void_p)(found, self.api, handle, ctypes.byref(kernel)))
@@ -275,7 +273,6 @@ class CudaProvider:
             shape, dtype = tuple(dims[:rank]), node.output_dtypes[index]
             size = int(np.prod(shape)) * dtype_of(dtype).itemsize
             node.outputs[index] = Tensor(dtype, shape, self.driver.allocate(size) if size else 0)
-            self.memory[f"output {index}"] = (node.outputs[index].address, size)
             return self.handle(node.outputs[index])
 
         gives(91, HANDLE, c_size_t, POINTER(c_int64), c_size_t, OUT)(output)
@@ -311,8 +308,7 @@ class CudaProvider:
         def scratch(context: int, info: int, size: int) -> int:
             assert info == MEMORY_INFO
             self.scratch += size
-            self.memory["scratch"] = (self.driver.allocate(size), size)
-            return self.memory["scratch"][0]
+            return self.driver.allocate(size)
 
         gives(277, HANDLE, HANDLE, c_size_t, OUT)(scratch)
 
@@ -343,7 +339,6 @@ class Cublas:
     def __init__(self) -> None:
         self.mode = 3
         self.modes: list[int] = []
-        self.products: list[tuple[int, ...]] = []  # x, w, y, m, n, k, type of y
         self.status = 0
         i, p = c_int, c_void_p
         scalar = POINTER(c_float)
@@ -371,6 +366,5 @@ class Cublas:
         handle, ta, tb, m, n, k, alpha, a, a_type, lda, b, b_type, ldb, beta, c, c_type, ldc, compute, _ = arguments
         assert (handle, self.mode, ta, tb, a_type, b_type, compute) == (CUBLAS, 16, 1, 0, 14, 14, 68)
         assert (alpha[0], beta[0], lda, ldb, ldc) == (1, 0, k, k, m)
-        self.products.append((b, a, c, n, m, k, c_type))
         cuda_emulation.multiply(b, a, c, (n, m, k), "float32" if c_type == 0 else "bfloat16")
         return self.status

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -52,3 +55,26 @@ def assert_is_mxfp8_product(
     expected = expected if wide_bias is None else expected + wide_bias
     bound = numpy_nodes.gemm_error_bound(*operands, dtype, wide_bias)
     assert_within(array(got), expected, bound, "product")
+
+
+def saved_by(call: Callable[[], Any]) -> list[torch.Tensor]:
+    """Returns the tensors that autograd saves for the backward pass of `call`."""
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        call()
+    return saved
+
+
+def step(module: Callable[..., torch.Tensor], net: torch.nn.Module, x: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
+    """Returns the result of `module`, and the gradients of its sum of squares: of x and the parameters of `net`."""
+    x = x.clone().requires_grad_()
+    net.zero_grad()
+    y = module(x, *rest)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad.clone() for p in net.parameters())]
+
+
+def assert_equal(got: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:
+    """Fails with the number of the first tensor that differs, and by how much."""
+    for i, (a, b) in enumerate(zip(got, wanted, strict=True)):
+        assert torch.equal(a, b), f"tensor {i}: differs by {float((a.double() - b.double()).abs().max())}"

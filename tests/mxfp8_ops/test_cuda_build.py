@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import collections
+import os
 import re
 import shutil
 import struct
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import compiled
@@ -14,15 +18,23 @@ import pytest
 from cuda_emulation import source_of
 from grids import looped
 
+from mxfp8_ops import native
 from mxfp8_ops.cuda import build, planner
 from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.errors import BackendError
 
+pytestmark = pytest.mark.cuda
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 LOAD, STORE, LOAD_LOCAL, STORE_LOCAL = 0x981, 0x986, 0x983, 0x387
 """Opcodes of LDG, STG, LDL and STL: the low 12 bits of a machine instruction, the same from sm_80 to sm_120."""
 
 SIXTEEN_BYTES = 6
 """Bits 73..75 of a memory instruction: 0, 1 one byte; 2, 3 two; 4 four; 5 eight; 6 sixteen."""
+
+OLD_NVRTC = "13.0.88"
+"""The oldest NVRTC 13 that PyTorch brings: PyTorch 2.11 is built with CUDA 13.0. Its libnvrtc.so.13 has no RPATH."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,22 +47,33 @@ def nvrtc():
         pytest.skip(f"NVRTC {version[0]}.{version[1]} does not know sm_100a and sm_120a")
 
 
+# --- What the machine code is ----------------------------------------------------------------------------------------
+
+
 def memory_instructions(code: bytes) -> collections.Counter[tuple[int, int]]:
     """Returns how often each (opcode, width) occurs in the one kernel of a cubin. An instruction has 16 bytes."""
     text = build.sections(code)[f".text.{build.entry(code)}"]
     return collections.Counter((low & 0xFFF, high >> 9 & 7) for low, high in struct.iter_unpack("<QQ", text))
 
 
-def resources(log: str) -> dict[str, int]:
-    """Returns what ptxas -v reported of one kernel: registers, stack, spill_stores, spill_loads, shared (bytes)."""
-    patterns = {
-        "registers": r"Used (\d+) registers",
-        "stack": r"(\d+) bytes stack frame",
-        "spill_stores": r"(\d+) bytes spill stores",
-        "spill_loads": r"(\d+) bytes spill loads",
-        "shared": r"(\d+) bytes smem",
-    }
-    return {name: int(found[1]) for name, pattern in patterns.items() if (found := re.search(pattern, log))}
+def check(kernel: str, arch: str) -> None:
+    """Checks what ptxas reports, and which memory instructions the machine code really has."""
+    source, what = source_of(kernel), f"{kernel}, {arch}"
+    cubin = compiled.cubin(source, kernel, arch, ("--ptxas-options=-v",))
+    assert int(re.search(r"Used (\d+) registers", cubin.log)[1]) <= 255, what
+    assert re.search("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads", cubin.log), what + cubin.log
+    counts = memory_instructions(cubin.code)
+    assert not {op for op, _ in counts} & {LOAD_LOCAL, STORE_LOCAL}, f"{what} uses local memory"
+    assert any(op == STORE for op, _ in counts), what
+    # gemm_float32 and the ragged ones take any address; group_rows counts indices, one a thread.
+    if source in {"gemm_float32", "group_rows"} or kernel.endswith("true>"):
+        return
+    if source != "swizzle_scales":  # it reads 4 bytes of each of 4 places
+        assert counts[LOAD, SIXTEEN_BYTES], f"{what}: {counts}"
+    if source not in {"gemm_skinny", "gemm_grouped"}:
+        assert counts[STORE, SIXTEEN_BYTES], f"{what}: {counts}"
+    if source.startswith("quantize"):
+        assert not sum(n for (op, width), n in counts.items() if op == LOAD and width != SIXTEEN_BYTES), what
 
 
 SAMPLE = (
@@ -74,7 +97,6 @@ SAMPLE = (
 @looped("kernel", SAMPLE)
 def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
     """With the oldest and the newest instructions."""
-    assert kernel in planner.kernels()
     check(kernel, arch)
 
 
@@ -83,33 +105,6 @@ def test_kernels_compile_without_spills_and_access_16_bytes(arch, kernel):
 def test_every_kernel_compiles_without_spills_and_accesses_16_bytes(arch):
     for kernel in planner.kernels():
         check(kernel, arch)
-
-
-def check(kernel: str, arch: str) -> None:
-    """What ptxas reports, and which memory instructions the machine code really has."""
-    source = source_of(kernel)
-    cubin = compiled.cubin(source, kernel, arch, ("--ptxas-options=-v",))
-    used = resources(cubin.log)
-    assert used["registers"] <= 255, kernel
-    assert used["stack"] == used["spill_stores"] == used["spill_loads"] == 0, f"{kernel}, {arch}: {used}"
-    found = memory_instructions(cubin.code)
-    local = [op for op, _ in found if op in (LOAD_LOCAL, STORE_LOCAL)]
-    assert not local, f"{kernel}, {arch} uses local memory"
-    assert any(op == STORE for op, _ in found), kernel
-    if source == "gemm_float32" or kernel.endswith("true>"):  # the ragged ones
-        return
-    if source == "group_rows":  # it counts indices, one a thread
-        return
-    if source == "swizzle_scales":  # it reads 4 bytes of each of 4 places
-        assert found[STORE, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
-        return
-    assert found[LOAD, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
-    if source in {"gemm_skinny", "gemm_grouped"}:
-        return
-    assert found[STORE, SIXTEEN_BYTES], f"{kernel}, {arch}: {found}"
-    if source.startswith("quantize"):
-        narrow = sum(n for (op, width), n in found.items() if op == LOAD and width != SIXTEEN_BYTES)
-        assert narrow == 0, f"{kernel}, {arch}: {found}"
 
 
 @looped("arch", build.TARGETS)
@@ -126,48 +121,46 @@ def test_the_skinny_gemm_is_on_tensor_cores():
     assert ".ftz" not in ptx
 
 
-def test_a_cubin_is_compiled_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    code = build.cubin("finish", "finish<true>", "sm_90a")
-    (kept,) = (tmp_path / "mxfp8-graph" / "cuda").iterdir()
-    assert kept.read_bytes() == code
-    assert kept.name.startswith("finish-sm_90a-")
-    monkeypatch.setattr(build, "compile_kernel", None)
-    assert build.cubin("finish", "finish<true>", "sm_90a") == code
+# --- The oldest NVRTC, out of its pip package alone ------------------------------------------------------------------
 
 
-def test_the_cache_tells_kernels_architectures_and_sources_apart(tmp_path, monkeypatch):
-    keys = {build._key("finish", "finish<true>", "sm_90a"), build._key("finish", "finish<true>", "sm_80")}
-    shutil.copytree(build.SOURCES, tmp_path, dirs_exist_ok=True)
-    monkeypatch.setattr(build, "SOURCES", tmp_path)
-    assert build._key("finish", "finish<true>", "sm_90a") in keys
-    (tmp_path / "codec.cuh").write_bytes((tmp_path / "codec.cuh").read_bytes() + b"\n")
-    assert build._key("finish", "finish<true>", "sm_90a") not in keys
+@pytest.fixture(scope="module")
+def old_nvrtc() -> Path:
+    """Installs it once. pip installs one version of a package, so it comes into a folder of its own."""
+    folder = ROOT / "build" / f"nvrtc-{OLD_NVRTC}"
+    if not folder.is_dir():
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as temporary:
+            target = Path(temporary) / "target"
+            command = [sys.executable, "-m", "pip", "install", "--no-deps", "--only-binary=:all:", "--quiet"]
+            command += ["--disable-pip-version-check", "--target", str(target), f"nvidia-cuda-nvrtc=={OLD_NVRTC}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                pytest.skip(f"needs nvidia-cuda-nvrtc {OLD_NVRTC}, which pip cannot install: {done.stderr[-200:]}")
+            if not folder.is_dir():  # another process may have been faster
+                target.rename(folder)
+    return folder
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert build.cubin("finish", "finish<true>", "sm_90a")
-    assert "compiled again next time" in capsys.readouterr().err
-
-
-def test_what_does_not_compile_says_why():
-    with pytest.raises(BackendError, match=r"finish\.cu, nothing, does not compile for sm_90a:\n.*nothing"):
-        build.compile_kernel("finish", "nothing", "sm_90a")
-
-
-def test_targets():
-    assert [build.target(c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [*build.TARGETS]
-    with pytest.raises(BackendError, match=r"compute capability 7\.5; expected 8\.0"):
-        build.target((7, 5))
-
-
-def test_without_nvrtc_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(build, "_VERSIONS", ("0",))
-    monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc"):
-        build._nvrtc.__wrapped__()
+@pytest.mark.parametrize("arch", [None, *(pytest.param(arch, marks=pytest.mark.slow) for arch in build.TARGETS)])
+def test_kernels_compile_with_the_old_nvrtc_alone(old_nvrtc, arch):
+    """In a process whose loader knows no CUDA and that has not imported torch: a kernel of every source, or all."""
+    script = """
+import sys, test_cuda_build
+from mxfp8_ops.cuda import build
+assert build.nvrtc_version() == (13, 0), build.nvrtc_version()
+for kernel in sys.argv[2:]:
+    test_cuda_build.check(kernel, sys.argv[1])
+assert "torch" not in sys.modules
+"""
+    one_each = {source_of(kernel): kernel for kernel in planner.kernels()}
+    assert {*one_each} == {path.stem for path in build.SOURCES.glob("*.cu")}
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    paths = (old_nvrtc, ROOT, ROOT / "custom_ops", HERE, HERE.parent, native.library_path().parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, paths))
+    command = [sys.executable, "-c", script, arch or "sm_90a", *(planner.kernels() if arch else one_each.values())]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.mark.parametrize(("driver", "tried"), [((12, 8), ("12",)), ((13, 1), ("13", "12")), (None, ("13", "12"))])
@@ -181,7 +174,44 @@ def test_no_nvrtc_is_newer_than_the_driver(monkeypatch, driver, tried):
     assert build._versions() == tried
 
 
-def test_a_kernel_that_the_driver_refuses_names_both_versions(monkeypatch):
+# --- The cache and the errors ----------------------------------------------------------------------------------------
+
+
+def test_a_cubin_is_compiled_once_for_each_kernel_architecture_and_source(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code = build.cubin("finish", "finish<true>", "sm_90a")
+    (kept,) = (tmp_path / "mxfp8-graph" / "cuda").iterdir()
+    assert kept.read_bytes() == code
+    assert kept.name.startswith("finish-sm_90a-")
+    monkeypatch.setattr(build, "compile_kernel", None)
+    assert build.cubin("finish", "finish<true>", "sm_90a") == code
+    keys = {build._key("finish", "finish<true>", arch) for arch in ("sm_90a", "sm_80")}
+    shutil.copytree(build.SOURCES, tmp_path / "sources")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "sources")
+    assert build._key("finish", "finish<true>", "sm_90a") in keys
+    with (tmp_path / "sources" / "codec.cuh").open("a") as file:
+        file.write("\n")
+    keys.add(build._key("finish", "finish<true>", "sm_90a"))
+    assert len(keys) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert build.cubin("finish", "finish<true>", "sm_90a")
+    assert "compiled again next time" in capsys.readouterr().err
+
+
+def test_targets():
+    assert [build.target(c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))] == [*build.TARGETS]
+    with pytest.raises(BackendError, match=r"compute capability 7\.5; expected 8\.0"):
+        build.target((7, 5))
+
+
+def test_a_kernel_that_does_not_compile_or_load_and_a_missing_nvrtc_are_errors(monkeypatch):
+    with pytest.raises(BackendError, match=r"finish\.cu, nothing, does not compile for sm_90a:\n.*nothing"):
+        build.compile_kernel("finish", "nothing", "sm_90a")
+
     class Module:
         def load(self, code: bytes) -> None:
             raise RuntimeError("CUDA_ERROR_INVALID_IMAGE: device kernel image is invalid")
@@ -190,7 +220,9 @@ def test_a_kernel_that_the_driver_refuses_names_both_versions(monkeypatch):
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(build, "nvrtc_version", lambda: (13, 0))
     monkeypatch.setattr(build.system, "driver_version", lambda: (12, 8))
-    with pytest.raises(
-        BackendError, match=r"driver \(CUDA 12\.8\) refuses finish, compiled by NVRTC 13\.0: CUDA_ERROR"
-    ):
+    with pytest.raises(BackendError, match=r"driver \(CUDA 12\.8\) refuses finish, compiled by NVRTC 13\.0: CUDA_E"):
         cuda_device._load("finish", b"")
+    monkeypatch.setattr(build, "_VERSIONS", ("0",))
+    monkeypatch.setattr(sys, "path", [])
+    with pytest.raises(BackendError, match="pip install nvidia-cuda-nvrtc"):
+        build._nvrtc.__wrapped__()

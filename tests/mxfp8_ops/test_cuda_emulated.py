@@ -8,16 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
-from cuda_emulation import (
-    FORMATS,
-    aligned,
-    device,
-    launch,
-    products,
-    queue,
-    sampled,
-    swizzle,
-)
+from cuda_emulation import FORMATS, aligned, device, launch, products, queue, swizzle
 from grids import looped, pairwise
 from grouped_request import Grouped
 from scale_definition import boundary_values
@@ -31,7 +22,10 @@ ROUNDINGS = ("ceil", "floor", "even")
 DTYPES = tuple(numerics.VALUE_DTYPES)
 KINDS = looped("dtype, fmt", [*itertools.product(DTYPES, FORMATS)])
 
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
+]
 
 
 def edges(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -95,11 +89,7 @@ def test_quantize_where_scale_codes_step(fmt, rounding):
     check_quantize(bfloat16[:256].reshape(-1, 64), fmt, rounding)
 
 
-@sampled(
-    "dtype, fmt, rounding",
-    pairwise(dtype=DTYPES, fmt=FORMATS, rounding=ROUNDINGS),
-    [*itertools.product(DTYPES, FORMATS, ROUNDINGS)],
-)
+@looped("dtype, fmt, rounding", [*itertools.product(DTYPES, FORMATS, ROUNDINGS)])
 def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
     for shape in ((40, 96), (37, 50), (3, 16), (1, 1), (65, 544)):
         x = edges(shape, dtype, seed=sum(shape))
@@ -107,19 +97,15 @@ def test_quantize_edges_on_both_axes(dtype, fmt, rounding):
         check_quantize(x, fmt, rounding, axis=0)
     check_quantize(edges((3, 40, 48), dtype), fmt, rounding, axis=1)
     check_quantize(edges((2, 33, 5), dtype), fmt, rounding, axis=1)
+    x = edges((9, 64), dtype)
+    for axis in (0, 1):
+        check_quantize(x, fmt, rounding, axis=axis, offset=x.itemsize)  # not aligned to 16 bytes
 
 
 @KINDS
 def test_quantize_columns_transposed(dtype, fmt):
     for shape in ((32, 16), (96, 528), (64, 1040), (37, 50), (33, 544), (160, 5), (1, 2)):
         check_quantize(edges(shape, dtype, seed=sum(shape)), fmt, "ceil", axis=0, transposed=True)
-
-
-@looped("dtype", DTYPES)
-def test_quantize_from_unaligned_memory(dtype):
-    x = edges((9, 64), dtype)
-    for axis in (0, 1):
-        check_quantize(x, "e4m3", "ceil", axis=axis, offset=x.itemsize)
 
 
 @KINDS
@@ -182,43 +168,26 @@ def test_blocks_of_zeros_are_no_reason_to_repair_a_product(fmt):
     check_dequantize(elements, scales, fmt, "bfloat16", 1)
 
 
-def test_bfloat16_holds_every_element_from_the_code_the_kernels_assume():
-    for fmt, first_exact in (("e4m3", 3), ("e5m2", 10), ("int8", 0)):
-        codes = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 256)).T
-        scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, 1)
-        wide = numpy_nodes.dequantize(codes, scales, element_format=fmt)
-        same = (wide.astype(ml_dtypes.bfloat16).astype(np.float32) == wide) | np.isnan(wide)
-        assert np.flatnonzero(~same.all(1)).tolist() == [*range(first_exact)]
-
-
 # --- rows of tables, scales for Blackwell, the end of a product ---------------------------------------------------
 
 
 @looped("fmt, dtype", pairwise(fmt=FORMATS, dtype=DTYPES))
 def test_embedding(fmt, dtype):
-    """Rows by either kind of index, a few of which count from the end or name no row; aligned, and not."""
+    """A negative index counts from the end. One that names no row gives NaN, as every index of an empty table does."""
     for (v, d), index_dtype, offset in (((7, 96), np.int64, 0), ((300, 37), np.int32, 0), ((5, 48), np.int32, 8)):
         table = numpy_nodes.quantize(heavy_tailed((v, d)), element_format=fmt)
         indices = np.array([0, v - 1, -1, -v, 2, v, -v - 1, 2**31 - 1], index_dtype)
         expected = numpy_nodes.embedding(indices[:5], *table, b_format=fmt, dtype=dtype)
         held = [placed(array, shift) for array, shift in zip((indices, *table), (0, offset, 0), strict=True)]
-        y = aligned(len(indices) * d * expected.dtype.itemsize, offset)
         code = contract.INT32 if index_dtype is np.int32 else contract.INT64
-        at = dict(zip(("indices", "b", "b_scales"), (array.ctypes.data for array in held), strict=True))
-        sizes = {"count": len(indices), "v": v, "d": d, "y": y.ctypes.data}
-        plan = planner.plan(planner.Embedding(code, CODES[fmt], CODES[dtype], **at, **sizes))
-        execution.run(plan, queue())
-        got = y.view(expected.dtype).reshape(-1, d)
-        assert_same(got[:5], expected, f"{v}x{d} {index_dtype}")
-        assert np.isnan(got[5:].astype(np.float32)).all()
-
-
-def test_embedding_of_an_empty_table_is_nan():
-    indices, y = np.array([0, -1]), np.zeros((2, 32), np.float32)
-    kinds = {"index_dtype": contract.INT64, "b_format": CODES["e4m3"], "y_dtype": 1}
-    at = {"indices": indices.ctypes.data, "b": 0, "b_scales": 0, "y": y.ctypes.data}
-    execution.run(planner.plan(planner.Embedding(**kinds, **at, count=2, v=0, d=32)), queue())
-    assert np.isnan(y).all()
+        kinds, at = (code, CODES[fmt], CODES[dtype]), [array.ctypes.data for array in held]
+        for rows in (v, 0):
+            y = aligned(len(indices) * d * expected.dtype.itemsize, offset)
+            plan = planner.plan(planner.Embedding(*kinds, *at, count=len(indices), v=rows, d=d, y=y.ctypes.data))
+            execution.run(plan, queue())
+            got, known = y.view(expected.dtype).reshape(-1, d), 5 if rows else 0
+            assert_same(got[:known], expected[:known], f"{v}x{d} {index_dtype}")
+            assert np.isnan(got[known:].astype(np.float32)).all()
 
 
 @looped("kind, fmt, tiles", [(*kinds, tiles) for kinds in products((*DTYPES, *FORMATS)) for tiles in (1, 2, 4, 8)])
@@ -264,57 +233,18 @@ def finish(sums, y, dtype, *, parts=(1, 0), bias=0, inexact=0):
 
 
 @looped("n, dtype", [*itertools.product((40, 37), DTYPES)])
-def test_finish(n, dtype):
+def test_finish_adds_the_bias_and_rounds(n, dtype):
     sums, bias = heavy_tailed((5, n)), heavy_tailed((n,), 1)
     held = [placed(array) for array in (sums, bias)]
     for with_bias in (False, True):
         y = aligned(5 * n * numerics.value_dtype(dtype).itemsize).view(numerics.value_dtype(dtype)).reshape(5, n)
         finish(held[0].ctypes.data, y, dtype, bias=held[1].ctypes.data * with_bias)
         expected = (sums + (bias if with_bias else np.float32(-0.0))).astype(numerics.value_dtype(dtype))
-        assert_same(y, expected, f"{with_bias}")
-
-
-# --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
-
-
-ROWS_OF_VALUES = looped(
-    "dtype, total, offset", [(dtype, *row) for dtype in DTYPES[:2] for row in ((4096, 0), (1000, 0), (64, 4))]
-)
-
-
-@ROWS_OF_VALUES
-def test_parts_add_up_to_every_finite_value(dtype, total, offset):
-    count = 3 if dtype == "float32" else 2
-    for seed in range(20):
-        x = edges((total,), dtype, seed)
-        x[:8] = [0, -0.0, np.finfo(dtype).max, -np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal, 1, np.inf, 3]
-        source, parts = placed(x, offset), aligned(2 * count * total)
-        kind, ragged = {"float32": "F32", "float16": "F16"}[dtype], "true" if offset or total % 16 else "false"
-        launch(f"bfloat16_parts<{kind}, {ragged}>", 1, source.ctypes.data, parts.ctypes.data, total)
-        got = parts.view(ml_dtypes.bfloat16).reshape(count, total).astype(np.float64)
-        total_of_parts = sum(got[i] * 2.0 ** (-8 * i) for i in range(count))
-        finite = np.isfinite(x)
-        np.testing.assert_array_equal(total_of_parts[finite], x[finite].astype(np.float64))
-        assert np.isnan(total_of_parts[~finite]).all()
-        assert (got[:, finite] * np.sign(x[finite].astype(np.float64)) >= 0).all()  # so their magnitudes add up
-
-
-@ROWS_OF_VALUES
-def test_values_are_rounded_to_nearest_even(dtype, total, offset):
-    for seed in range(20):
-        x = edges((total,), dtype, seed)
-        x[:5] = [0, -0.0, np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal, np.inf]
-        ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x80018000], np.uint32).view(np.float32)
-        x[5:10] = ties if dtype == "float32" else 1
-        source, y = placed(x, offset), aligned(2 * total)
-        kind, ragged = {"float32": "F32", "float16": "F16"}[dtype], "true" if offset or total % 16 else "false"
-        launch(f"bfloat16_rounded<{kind}, {ragged}>", 1, source.ctypes.data, y.ctypes.data, total)
-        with np.errstate(over="ignore"):
-            assert_same(y.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16), "rounded")
+        assert_same(y, expected, f"{with_bias=}")
 
 
 @looped("n, parts", [*itertools.product((40, 37), (1, 3))])
-def test_finish_says_whether_a_sum_is_not_finite(n, parts):
+def test_finish_adds_parts_and_says_whether_a_sum_is_not_finite(n, parts):
     for value in (1.0, np.inf, np.nan):
         sums = heavy_tailed((parts, 5, n))
         sums[-1, 3, 20] = value
@@ -326,6 +256,30 @@ def test_finish_says_whether_a_sum_is_not_finite(n, parts):
         for i in range(parts - 2, -1, -1):
             expected = expected * np.float32(2.0**-8) + sums[i]
         assert_same(y, expected, "sums")
+
+
+# --- float32 and float16 in bfloat16 parts ---------------------------------------------------------------------------
+
+
+@looped("dtype, total, offset", [(dtype, *row) for dtype in DTYPES[:2] for row in ((4096, 0), (1000, 0), (64, 4))])
+def test_values_in_bfloat16_add_up_as_parts_or_are_rounded_to_nearest_even(dtype, total, offset):
+    count, kind = {"float32": (3, "F32"), "float16": (2, "F16")}[dtype]
+    instance = f"<{kind}, {'true' if offset or total % 16 else 'false'}>"
+    ties = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF, 0x80018000], np.uint32).view(np.float32)
+    for seed in range(20):
+        x = edges((total,), dtype, seed)
+        x[:8] = [0, -0.0, np.finfo(dtype).max, -np.finfo(dtype).max, np.finfo(dtype).smallest_subnormal, 1, np.inf, 3]
+        x[8:13] = ties if dtype == "float32" else 1
+        source, rounded, parts = placed(x, offset), aligned(2 * total), aligned(2 * count * total)
+        for kernel, y in (("bfloat16_rounded", rounded), ("bfloat16_parts", parts)):
+            launch(kernel + instance, 1, source.ctypes.data, y.ctypes.data, total)
+        with np.errstate(over="ignore"):
+            assert_same(rounded.view(ml_dtypes.bfloat16), x.astype(ml_dtypes.bfloat16), "rounded")
+        got, finite = parts.view(ml_dtypes.bfloat16).reshape(count, total).astype(np.float64), np.isfinite(x)
+        sums = sum(got[i] * 2.0 ** (-8 * i) for i in range(count))
+        np.testing.assert_array_equal(sums[finite], x[finite].astype(np.float64))
+        assert np.isnan(sums[~finite]).all()
+        assert (got[:, finite] * np.sign(x[finite].astype(np.float64)) >= 0).all()  # so their magnitudes add up
 
 
 def test_every_kernel_ran():

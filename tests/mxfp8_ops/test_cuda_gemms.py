@@ -7,17 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from compare import assert_within, heavy_tailed
-from cuda_emulation import (
-    FORMATS,
-    aligned,
-    device,
-    launch,
-    plan_gemm,
-    products,
-    queue,
-    sampled,
-    source_of,
-)
+from cuda_emulation import FORMATS, aligned, device, plan_gemm, products, queue, sampled, source_of
 from grids import looped
 from test_cuda_emulated import DTYPES, edges, placed
 
@@ -25,46 +15,41 @@ from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.cuda import dispatch, execution, planner
 from mxfp8_ops.cuda.planner import CODES
 
-pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning")
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
+]
 
 
-def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, on=None, wide=False, rounds=False):  # noqa: PLR0917
-    """One product with heavy-tailed operands; `change(x_scales or None, b, b_scales)` may put edge codes in.
+def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, wide=False, rounds=False):  # noqa: PLR0917
+    """Checks one product with heavy-tailed operands; returns the names of the launched kernels.
 
-    With `rounds` the values of x are rounded to bfloat16 first.
+    `change(x, x_scales or None, b, b_scales)` may write codes at the edges. With `rounds` the values of x are rounded
+    to bfloat16 first, with `wide` the weight is kept in bfloat16.
     """
-    on = on or device()
-    x, w = heavy_tailed((m, k), seed=1), heavy_tailed((n, k), seed=2)
-    b, b_scales = numpy_nodes.quantize(w, element_format=fmt)
-    x_scales = None
-    if x_kind in FORMATS:
+    on, quantized = device(), x_kind in FORMATS
+    b, b_scales = numpy_nodes.quantize(heavy_tailed((n, k), seed=2), element_format=fmt)
+    x, x_scales = heavy_tailed((m, k), seed=1), None
+    if quantized:
         x, x_scales = numpy_nodes.quantize(x, element_format=x_kind)
     else:
         x = x.astype(numerics.value_dtype(x_kind))
     if change is not None:
         change(x, x_scales, b, b_scales)
     bias = heavy_tailed((n,), seed=3) if bias else None
-    if x_scales is None:
-        values = x.astype(numerics.value_dtype("bfloat16")) if rounds else x
-        expected = numpy_nodes.weight_gemm(values, b, b_scales, bias, b_format=fmt)
-    else:
-        expected = numpy_nodes.gemm(x, x_scales, b, b_scales, bias, a_format=x_kind, b_format=fmt)
-        values = numpy_nodes.dequantize(x, x_scales, element_format=x_kind)
+    values = numpy_nodes.dequantize(x, x_scales, element_format=x_kind) if quantized else x
+    if rounds:
+        values = x.astype(numerics.value_dtype("bfloat16"))
+    expected = numpy_nodes.weight_gemm(values, b, b_scales, bias, b_format=fmt)
     bound = numpy_nodes.gemm_error_bound(values, numpy_nodes.dequantize(b, b_scales, element_format=fmt), dtype, bias)
-    held = [placed(array) for array in (x, b)] + [placed(s) for s in (x_scales, b_scales, bias) if s is not None]
-    y = aligned(m * n * numerics.value_dtype(dtype).itemsize)
-    addresses = [array.ctypes.data for array in held]
-    x_scale_address = addresses[2] if x_scales is not None else 0
-    rest = addresses[2 + (x_scales is not None) :]
-    to, weight = queue(on), (addresses[1], rest[0])
-    kept = execution.wide_weight(to, fmt, weight, (n, k)) if wide else (0, 0)
+    held = [None if array is None else placed(array) for array in (x, x_scales, b, b_scales, bias)]
+    at = [0 if array is None else array.ctypes.data for array in held]
+    y, to = aligned(m * n * numerics.value_dtype(dtype).itemsize), queue(on)
+    kept = execution.wide_weight(to, fmt, at[2:4], (n, k)) if wide else (0, 0)
     on.launched.clear()
-    on.repairs.clear()
-    product = planner.Gemm(
-        CODES[x_kind], CODES[fmt], CODES[dtype], addresses[0], x_scale_address, *weight,
-        rest[1] if bias is not None else 0, y.ctypes.data, m, n, k, *kept[:2],
-        activation_dtype=CODES["bfloat16" if rounds else "float32"],
-    )  # fmt: skip
+    kinds = (CODES[x_kind], CODES[fmt], CODES[dtype])
+    activations = CODES["bfloat16" if rounds else "float32"]
+    product = planner.Gemm(*kinds, *at, y.ctypes.data, m, n, k, *kept[:2], activation_dtype=activations)
     execution.run(planner.gemm(dispatch.place(on, planner.CUBLAS), product), to)
     actual = y.view(numerics.value_dtype(dtype)).reshape(m, n)
     assert_within(actual, expected, bound, f"{m}x{n}x{k} {x_kind} {fmt} {dtype} {on.launched}")
@@ -145,11 +130,6 @@ def test_k_is_split_only_where_n_leaves_multiprocessors_idle_and_k_is_long():
     assert splits(1, 16, 32) == 1
 
 
-@looped("x_kind, fmt", [*zip(EVERY_KIND, ("e4m3",) * 5 + ("int8",), strict=True)])
-def test_skinny_gemm_splits_k_by_that_rule(x_kind, fmt):
-    assert check_gemm(2, 16, 8192, x_kind, fmt, "bfloat16") == ["gemm_skinny", "finish"]
-
-
 @KINDS
 def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
     """n = 16 and k = 2048: two steps of eight warps, each with 8 mma; one scale or element takes one warp off them.
@@ -178,20 +158,9 @@ def test_skinny_gemm_leaves_tensor_cores_only_where_it_must(x_kind, fmt):
         assert device().mmas() == expected
 
 
-def test_skinny_gemm_with_more_blocks_than_it_needs():
-    """Those past the end of n do nothing: who does not know the tiles may launch ceil(n / 16)."""
-    x, w = heavy_tailed((10, 64)), heavy_tailed((40, 64), 1)
-    codes = [*numpy_nodes.quantize(x), *numpy_nodes.quantize(w)]
-    held, y = [placed(array) for array in codes], aligned(10 * 40 * 4)
-    at = (array.ctypes.data for array in held)
-    launch("gemm_skinny<E4M3, E4M3, 2>", 3, *at, 0, y.ctypes.data, 10, 40, 64, CODES["float32"], 1)
-    bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*codes[:2]), numpy_nodes.dequantize(*codes[2:]))
-    assert_within(y.view(np.float32).reshape(10, 40), numpy_nodes.gemm(*codes), bound, "y")
-
-
 @KINDS
-def test_skinny_gemm_with_scales_outside_the_fast_range(x_kind, fmt):
-    def change(x, x_scales, b, b_scales):
+def test_skinny_gemm_with_codes_at_the_edges(x_kind, fmt):
+    def scales(x, x_scales, b, b_scales):
         b_scales[3, :5] = [0, 1, 2, 9, 255]
         b_scales[4, 6:9] = [143, 200, 0]
         if x_scales is not None:
@@ -204,22 +173,16 @@ def test_skinny_gemm_with_scales_outside_the_fast_range(x_kind, fmt):
         else:
             x_scales[:] = 230
 
-    for edit in (change, tiny):
-        assert check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=edit) == ["gemm_skinny"]
-
-
-@KINDS
-def test_skinny_gemm_with_nan_and_inf_elements(x_kind, fmt):
-    def change(x, x_scales, b, b_scales):
+    def not_finite(x, x_scales, b, b_scales):
         b[2, 40] = 0x7F
         b[5, 900] = 0xFC if fmt == "e5m2" else 0xFF
-        if x_scales is not None:
-            x[1, 7] = 0x7C if x_kind == "e5m2" else 0x7F
+        if x_scales is None:
+            x[1, 7], x[2, 8] = np.inf, np.nan
         else:
-            x[1, 7] = np.inf
-            x[2, 8] = np.nan
+            x[1, 7] = 0x7C if x_kind == "e5m2" else 0x7F
 
-    assert check_gemm(5, 18, 1024, x_kind, fmt, "float32", change=change) == ["gemm_skinny"]
+    for change in (scales, tiny, not_finite):
+        assert check_gemm(5, 18, 1056, x_kind, fmt, "float32", change=change) == ["gemm_skinny"]
 
 
 @looped("fmt", FORMATS)
@@ -236,16 +199,6 @@ def test_skinny_gemm_at_the_ends_of_the_fast_range(fmt):
 
         assert check_gemm(2, 8, 32, "bfloat16", fmt, "float32", bias=False, change=change) == ["gemm_skinny"]
         assert (device().mmas() == 64) == (code in codes[0 if fmt == "int8" else 1 : 3])
-
-
-def test_the_repair_of_a_large_gemm_writes_only_if_it_is_asked_to():
-    b, b_scales = (placed(codes) for codes in numpy_nodes.quantize(heavy_tailed((5, 32))))
-    x, flag, y = placed(heavy_tailed((3, 32))), aligned(16), aligned(3 * 5 * 4)
-    at = (x.ctypes.data, 0, b.ctypes.data, b_scales.ctypes.data, 0, y.ctypes.data)
-    for asked in (0, 1):
-        flag[:] = asked
-        launch("gemm_float32<F32, E4M3>", 1, *at, 3, 5, 32, CODES["float32"], flag.ctypes.data)
-        assert (y != 0xAA).any() == bool(asked)
 
 
 @EVERY_KINDS
@@ -280,8 +233,8 @@ def test_large_gemm_repairs_what_bfloat16_cannot_hold(x_kind, fmt):
         if x_scales is not None:
             x_scales[:], b_scales[:] = 0, 230
 
-    check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_weight)
-    check_gemm(70, 20, 64, x_kind, fmt, "float32", change=tiny_x)
+    for change in (tiny_weight, tiny_x):
+        check_gemm(70, 20, 64, x_kind, fmt, "float32", change=change)
 
 
 @WIDE_KINDS
@@ -296,15 +249,6 @@ def test_gemm_by_parts(x_kind, fmt):
             continue
         inner = ["dequantize", "matmul_bf16 float32", "gemm_float32"]
         assert names == ["bfloat16_parts", *inner, "finish", "gemm_float32"]
-
-
-def test_gemm_by_parts_of_few_rows_when_it_must():
-    """gemm_skinny wants x aligned, and takes the parts, which are."""
-    with dispatch.forced_route("parts"):
-        for m, k in ((5, 96), (2, 8192)):
-            names = check_gemm(m, 16, k, "float32", "e4m3", "float32")
-            splits = ["finish"] if k == 8192 else []
-            assert names == ["bfloat16_parts", "gemm_skinny", *splits, "finish", "gemm_float32"]
 
 
 @WIDE_KINDS
@@ -336,8 +280,7 @@ def test_gemm_by_parts_with_every_value(x_kind, fmt):
 def test_gemm_by_parts_in_slices():
     with dispatch.fixed_cut(parts_bytes=1):
         names = check_gemm(150, 40, 96, "float32", "e4m3", "bfloat16")
-    assert names.count("bfloat16_parts") == names.count("finish") == 3
-    assert names[-1] == "gemm_float32"
+    assert (names.count("bfloat16_parts"), names.count("finish"), names[-1]) == (3, 3, "gemm_float32")
 
 
 @looped("x_kind", WIDE)
@@ -348,16 +291,10 @@ def test_gemm_of_values_rounded_to_bfloat16(x_kind):
         assert check_gemm(m, n, k, x_kind, "e4m3", dtype, rounds=True) == ["bfloat16_rounded", *plain]
 
 
-def test_a_gemm_of_bfloat16_values_has_nothing_to_round():
-    assert check_gemm(5, 20, 160, "bfloat16", "e4m3", "float32", rounds=True) == ["gemm_skinny"]
-
-
-def test_gemm_of_rounded_values_without_k_gives_the_bias():
-    assert check_gemm(3, 5, 0, "float32", "e4m3", "float32", rounds=True) == ["gemm_float32"]
-
-
-def test_gemm_without_k_gives_the_bias():
-    assert check_gemm(3, 5, 0, "bfloat16", "e4m3", "float32") == ["gemm_float32"]
+@looped("k, kernel", [(160, "gemm_skinny"), (0, "gemm_float32")])
+def test_bfloat16_values_are_not_rounded_again_and_a_gemm_without_k_gives_the_bias(k, kernel):
+    for rounds, x_kind in ((True, "bfloat16"), (False, "bfloat16"), *([] if k else [(True, "float32")])):
+        assert check_gemm(3, 5, k, x_kind, "e4m3", "float32", rounds=rounds) == [kernel]
 
 
 @pytest.mark.slow

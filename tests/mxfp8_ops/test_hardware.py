@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from grids import looped, pairwise
+from grids import looped
 
 import mxfp8_ops
 from mxfp8_ops import cpu, is_mxfp8_available, is_mxfp8_native, native, native_reason
@@ -20,9 +20,9 @@ from mxfp8_ops.errors import BackendError
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[system.Gpu]:
     """The GPUs of this machine: a list to fill."""
-    found: list[system.Gpu] = []
-    monkeypatch.setattr(system, "gpus", lambda: found)
-    return found
+    gpus: list[system.Gpu] = []
+    monkeypatch.setattr(system, "gpus", lambda: gpus)
+    return gpus
 
 
 def gpu(name: str, capability: tuple[int, int]) -> system.Gpu:
@@ -57,20 +57,20 @@ def test_a_gpu_answers_by_its_capability_as_transformer_engine_does(
 
 def test_every_gpu_answers_for_itself(gpus: list[system.Gpu]) -> None:
     gpus += [gpu("NVIDIA H200", (9, 0)), gpu("NVIDIA B200", (10, 0))]
-    assert [is_mxfp8_native(device) for device in ("cuda", "cuda:0", "cuda:1")] == [False, False, True]
-    assert not is_mxfp8_native("cuda:2")
+    assert [is_mxfp8_native(device) for device in ("cuda", "cuda:0", "cuda:1", "cuda:2")] == [False, False, True, False]
     assert native_reason("cuda:2") == "the CUDA driver shows 2 GPUs, none with number 2"
+    torch = pytest.importorskip("torch")
+    assert not is_mxfp8_native(torch.device("cpu"))
+    assert is_mxfp8_native(torch.device("cuda", 1))
 
 
+@pytest.mark.parametrize(("capability", "native", "why"), [((10, 0), True, YES), ((9, 0), False, BEFORE)])
 def test_transformer_engines_function_answers_for_the_first_gpu_with_a_reason_or_without(
-    gpus: list[system.Gpu],
+    gpus: list[system.Gpu], capability: tuple[int, int], native: bool, why: str
 ) -> None:
-    gpus += [gpu("NVIDIA B200", (10, 0)), gpu("NVIDIA H200", (9, 0))]
-    reason = f"NVIDIA B200 has compute capability 10.0, {YES}"
-    assert (is_mxfp8_available(), is_mxfp8_available(return_reason=True)) == (True, (True, reason))
-    del gpus[0]
-    reason = f"NVIDIA H200 has compute capability 9.0, {BEFORE}"
-    assert (is_mxfp8_available(), is_mxfp8_available(return_reason=True)) == (False, (False, reason))
+    gpus += [gpu("NVIDIA X", capability), gpu("NVIDIA Y", (19 - capability[0], 0))]
+    reason = f"NVIDIA X has compute capability {capability[0]}.0, {why}"
+    assert (is_mxfp8_available(), is_mxfp8_available(return_reason=True)) == (native, (native, reason))
 
 
 def test_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,20 +98,8 @@ def test_whether_the_processor_is_native_needs_no_library(monkeypatch: pytest.Mo
         native_reason("cpu")
 
 
-def test_a_torch_device_is_a_device(gpus: list[system.Gpu]) -> None:
-    torch = pytest.importorskip("torch")
-    gpus += [gpu("NVIDIA H200", (9, 0)), gpu("NVIDIA B200", (10, 0))]
-    devices = [torch.device("cpu"), torch.device("cuda"), torch.device("cuda", 1)]
-    assert [is_mxfp8_native(device) for device in devices] == [False, False, True]
-
-
-@looped(
-    "device, ask",
-    pairwise(
-        device=["tpu", "cuda:", "cuda:-1", "cuda:x", "", 0, None, SimpleNamespace(name="cuda")],
-        ask=[is_mxfp8_native, native_reason],
-    ),
-)
+@pytest.mark.parametrize("ask", [is_mxfp8_native, native_reason])
+@looped("device", ["tpu", "cuda:", "cuda:-1", "cuda:x", "", 0, None, SimpleNamespace(name="cuda")])
 def test_another_device_is_refused(ask: Any, device: object) -> None:
     with pytest.raises(BackendError) as caught:
         ask(device)
@@ -125,8 +113,8 @@ def test_asking_loads_neither_torch_nor_cupy_nor_a_library_of_ours() -> None:
         "heavy = [m for m in ('torch', 'cupy', 'onnx', 'onnxruntime') if m in sys.modules]; "
         "print(before, heavy, native.load.cache_info().currsize)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == "False [] 0"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.strip() == "False [] 0"
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:

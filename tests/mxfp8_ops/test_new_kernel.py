@@ -1,6 +1,4 @@
-"""A new node with a kernel for the processor is nine files, FILES, CHANGES and a test like this one; with one for CUDA
-too it is fourteen: five more in ON_CUDA.
-"""
+"""A node with a kernel for the processor is nine files: FILES, CHANGES and a test like this one."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ def multiple(elements: np.ndarray, scales: np.ndarray, *, times: float = 2.0) ->
 
 
 def _body(g: Body) -> None:
-    g("Mul", g.values("elements", "scales"), g.number("times"), out="Y")
+    g("Mul", g.values("elements", "scales", g.known("elements")), g.number("times"), out="Y")
 
 
 MULTIPLE = Op(
@@ -196,191 +194,39 @@ CHANGES = {
     ],
 }
 
-ON_CUDA = {
-    "src/cuda/multiple.cu": """
-#include "codec.cuh"
-
-template <class F>
-__global__ void multiple(const u8* elements, const u8* scales, float* y, i64 rows, i64 k, i64 times_bits) {
-  const i64 i = static_cast<i64>(blockIdx.x) * 256 + threadIdx.x, row = i / k;
-  if (row >= rows) return;
-  const u32 scale = scales[row * ((k + 31) >> 5) + ((i - row * k) >> 5)];
-  y[i] = decode<F>(elements[i]) * decode_scale(scale) * float_of(static_cast<u32>(times_bits));
-}
-""",
-    "src/cuda_host/multiple.cpp": """
-#include "kernels.h"
-#include "requests.h"
-#include "steps.h"
-
-namespace mxfp8::cuda {
-namespace {
-
-const Kernel kMultiple("multiple", {formats()});
-
-mxfp8_cuda_multiple checked(const mxfp8_cuda_multiple* request) {
-  mxfp8_cuda_multiple r = not_null("multiple", request);
-  check_element_format("format", r.format);
-  check_sizes({{"rows", r.rows}, {"k", r.k}});
-  check_array(at("elements", r.elements, 1), {r.rows, r.k});
-  check_array(at("y", r.y, 4), {r.rows, r.k});
-  return r;
-}
-
-}  // namespace
-
-template <>
-Plan plan(const mxfp8_cuda_multiple& r) {
-  Steps steps;
-  if (volume({r.rows, r.k}) == 0) return steps.finished();
-  steps.launch(kMultiple({format_choice(element_kind(r.format))}), ceil_div(r.rows * r.k, kThreads),
-               {r.elements, r.scales, r.y, r.rows, r.k, r.times_bits});
-  return steps.finished();
-}
-
-template <>
-std::vector<int> kernels<mxfp8_cuda_multiple>(int64_t format, int64_t) {
-  std::vector<int> numbers;
-  kMultiple.append(&numbers, {format_choice(element_kind(format))});
-  return numbers;
-}
-
-}  // namespace mxfp8::cuda
-
-MXFP8_CUDA_PLAN(multiple)
-""",
-    "cuda/multiple.py": '''
-"""MXFP8Multiple on CuPy arrays."""
-
-from collections import namedtuple
-import numpy as np
-from mxfp8_ops.cuda import cupy_arrays, device, execution, planner
-from mxfp8_ops.cuda.planner import CODES
-
-Multiple = namedtuple("Multiple", "format elements scales rows k times_bits y")
-
-
-def multiple(elements, scales, *, times=2.0):
-    y, queue = device.cupy_module().empty(elements.shape, np.float32), cupy_arrays._queue()
-    at, bits = (elements.data.ptr, scales.data.ptr), int(np.float32(times).view(np.uint32))
-    request = Multiple(CODES["e4m3"], *at, *elements.shape, bits, y.data.ptr)
-    execution.run(planner.plan(request, queue.packed), queue)
-    return y
-''',
-}
-CHANGES_ON_CUDA = {
-    "src/cuda_host/mxfp8_cuda_plan.h": [
-        (
-            "// y [count, d] = the rows of b",
-            "typedef struct {\n"
-            "  int64_t format, elements, scales, rows, k, times_bits, y;\n"
-            "} mxfp8_cuda_multiple;\n\n"
-            "// y [count, d] = the rows of b",
-        ),
-        (
-            "MXFP8_API int mxfp8_cuda_plan_embedding(",
-            "MXFP8_API int mxfp8_cuda_plan_multiple(const mxfp8_cuda_multiple*, const mxfp8_cuda_queue*,"
-            " mxfp8_cuda_plan*);\nMXFP8_API int mxfp8_cuda_plan_embedding(",
-        ),
-    ],
-    "src/cuda/README.md": [
-        ("| `embedding` | rows", "| `multiple` | dequantizes, times a number | |\n| `embedding` | rows"),
-    ],
-}
-"""Besides, `plan` and `kernels` in src/ort/multiple.cpp, which is counted already."""
-
-ORT_ON_CUDA = (
-    (
-        "{infer, compute, nullptr}",
-        """{infer, compute, [](const Overload& node, bool) {
-                                       return cuda::kernels<mxfp8_cuda_multiple>(node.inputs[0], 0);
-                                     }}""",
-    ),
-    (
-        "multiple(kernels, parallel, args); }",
-        """multiple(kernels, parallel, args); }
-  cuda::Plan plan(const mxfp8_cuda_place&, const WideWeight&) const override {
-    return cuda::plan(mxfp8_cuda_multiple{args.format, address(args.elements), address(args.scales), args.rows, args.k,
-                                          int64_t(bits_of(args.times)), address(args.y)});
-  }""",
-    ),
-    (
-        "namespace mxfp8::ort {\nnamespace {",
-        """#include <cstring>
-
-namespace mxfp8::ort {
-namespace {
-
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}""",
-    ),
-)
-
 # Runs in a process of its own, on the changed package.
 CHECK = """
-import ml_dtypes, numpy as np, onnxruntime
-from onnx import TensorProto, helper
-from mxfp8_ops import contract, cpu, native, numpy_nodes
-from mxfp8_ops.cpu.multiple import multiple
-from mxfp8_ops.nodes import multiple as node
-
-rng = np.random.default_rng(0)
-elements, scales = numpy_nodes.quantize(rng.standard_normal((5, 70)).astype(np.float32))
-expected = node.multiple(elements, scales, times=3.0)
-for isa in cpu.available_isas():
-    with cpu.forced_isa(isa):
-        np.testing.assert_array_equal(multiple(elements, scales, times=3.0), expected, err_msg=isa)
-ports = [helper.make_tensor_value_info(n, t, s) for n, t, s in (
-    ("codes", TensorProto.FLOAT, ["m", "k"]), ("scales", TensorProto.UINT8, ["m", "b"]))]
-graph = helper.make_graph([
-    helper.make_node("Cast", ["codes"], ["elements"], to=TensorProto.FLOAT8E4M3FN),
-    helper.make_node("MXFP8Multiple", ["elements", "scales"], ["y"], domain=contract.DOMAIN, times=3.0)],
-    "g", ports, [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["m", "k"])])
-model = helper.make_model(graph, ir_version=10,
-    opset_imports=[helper.make_opsetid("", 21), helper.make_opsetid(contract.DOMAIN, contract.VERSION)])
-options = onnxruntime.SessionOptions()
-options.register_custom_ops_library(str(native.library_path()))
-session = onnxruntime.InferenceSession(model.SerializeToString(), options)
-values = elements.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-np.testing.assert_array_equal(session.run(None, {"codes": values, "scales": scales})[0], expected)
-print("equal on", len(cpu.available_isas()), "sets and in ONNX Runtime")
-"""
-
-# The same, on emulated CUDA threads; `arguments` are those of CudaProvider.run.
-CHECK_ON_CUDA = """
 import sys
 sys.path[:0] = sys.argv[1:]
 import numpy as np
-from cuda_emulation import EmulatedDevice, queue
-from test_cuda_frontends import array, stand_in
-from mxfp8_ops import numpy_nodes
-from mxfp8_ops.cuda import cupy_arrays, device
-from mxfp8_ops.cuda.multiple import multiple
+from one_node import one_node_model, run
+from mxfp8_ops import contract, cpu, numpy_nodes
+from mxfp8_ops.cpu.multiple import multiple
 from mxfp8_ops.nodes import multiple as node
 
-gpu = EmulatedDevice(["multiple<E4M3>"])
-cupy_arrays._queue, device.cupy_module = lambda: queue(gpu), stand_in
-elements, scales = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((5, 70)).astype(np.float32))
-y = multiple(array(elements), array(scales), times=3.0)
-np.testing.assert_array_equal(np.asarray(y), node.multiple(elements, scales, times=3.0))
-print("equal on", *gpu.launched)
+pair = numpy_nodes.quantize(np.random.default_rng(0).standard_normal((5, 70)).astype(np.float32))
+expected = node.multiple(*pair, times=3.0)
+for isa in cpu.available_isas():
+    with cpu.forced_isa(isa):
+        np.testing.assert_array_equal(multiple(*pair, times=3.0), expected, err_msg=isa)
+feeds = {"elements": (pair[0], contract.FLOAT8E4M3FN), "scales": (pair[1], contract.UINT8)}
+model = one_node_model("MXFP8Multiple", feeds, {"Y": contract.FLOAT}, 21, {"times": 3.0})
+for kernels in (False, True):
+    np.testing.assert_array_equal(run(model, feeds, kernels=kernels)[0], expected, err_msg=f"{kernels=}")
+print("equal on", len(cpu.available_isas()), "sets and in ONNX Runtime")
 """
 
 
 @pytest.mark.slow
-def test_its_kernels_run_on_every_instruction_set_in_onnx_runtime_and_on_cuda(tmp_path: Path) -> None:
+def test_its_kernels_run_on_every_instruction_set_and_in_onnx_runtime(tmp_path: Path) -> None:
     assert len(FILES) + len(CHANGES) == 8
-    assert len(ON_CUDA) + len(CHANGES_ON_CUDA) == 5
     shutil.copytree(ROOT / "custom_ops", tmp_path / "custom_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     (tmp_path / "docs").mkdir()
     shutil.copy(ROOT / "docs/node_contract.md", tmp_path / "docs")
     package = tmp_path / "custom_ops/mxfp8_ops"
-    for name, text in (FILES | ON_CUDA).items():
+    for name, text in FILES.items():
         (package / name).write_text(text.lstrip(), encoding="utf-8")
-    for name, changes in (CHANGES | CHANGES_ON_CUDA | {"src/ort/multiple.cpp": ORT_ON_CUDA}).items():
+    for name, changes in CHANGES.items():
         text = (package / name).read_text(encoding="utf-8")
         for before, after in changes:
             assert text.count(before) == 1, (name, before)
@@ -400,6 +246,5 @@ def test_its_kernels_run_on_every_instruction_set_in_onnx_runtime_and_on_cuda(tm
     run("cmake", "-S", ".", "-B", "build", "-DCMAKE_BUILD_TYPE=Release")
     run("cmake", "--build", "build", "--parallel", "2")
     shutil.copy(tmp_path / "custom_ops/build/libmxfp8_ops.so", package)
-    assert "equal on" in run(sys.executable, "-S", "-c", CHECK)
     tests = str(ROOT / "tests"), str(ROOT / "tests/mxfp8_ops")
-    assert "equal on multiple<E4M3>" in run(sys.executable, "-S", "-c", CHECK_ON_CUDA, *tests)
+    assert "in ONNX Runtime" in run(sys.executable, "-S", "-c", CHECK, *tests)

@@ -19,7 +19,14 @@ from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.cuda.planner import CODES
 
+pytestmark = pytest.mark.cuda
+
 UINT8 = contract.UINT8
+
+
+def sources(gpu: Driver) -> list[str]:
+    """Returns the kernels that ran, without their template arguments."""
+    return [launch.kernel.partition("<")[0] for launch in gpu.launches]
 
 
 @pytest.fixture
@@ -93,14 +100,6 @@ def test_every_grouped_product(provider, name, kinds):
     assert_within(grouped(provider, case, kinds), case.exact(values), case.bound(values), name)
 
 
-@looped("kind, dtype", [("float16", "float16"), ("bfloat16", "bfloat16"), ("float16", "float32")])
-def test_grouped_products_of_other_dtypes(provider, kind, dtype):
-    case = Case("many rows")
-    case.x = (case.x / 64).astype(numerics.value_dtype(kind)).astype(np.float32)
-    got = grouped(provider, case, (kind, "e4m3"), dtype)
-    assert_within(got, case.exact(case.x), case.bound(case.x, dtype), kind)
-
-
 def test_grouped_products_round_activations_if_asked(provider):
     case = Case("any order, one row each")
     rounded = case.x.astype(numerics.value_dtype("bfloat16")).astype(np.float32)
@@ -138,23 +137,13 @@ def test_experts_that_broadcast_in_too_many_runs_are_refused(provider):
         grouped(provider, case, ("float32", "e4m3"))
 
 
-def test_outputs_that_nobody_asked_for(provider):
+def test_an_output_that_is_absent_is_not_returned(provider):
     x = heavy_tailed((5, 96))
     for wanted in ((True, False), (False, True)):
         got = provider.run(contract.QUANTIZE, [x], [contract.FLOAT], wanted=wanted)
         for a, b, asked in zip(got, numpy_nodes.quantize(x), wanted, strict=True):
             assert a is None if not asked else (a == b).all()
     assert provider.freed == 2
-
-
-def gemm(provider: CudaProvider, operands: Any, bias: Any, kinds: tuple[str, str], dtype: str, **options: Any) -> Any:
-    a, b = operands
-    op = contract.GEMM if len(a) == 2 else contract.WEIGHT_GEMM
-    dtypes = [CODES[kinds[0]], *[UINT8] * (len(a) - 1), CODES[kinds[1]], UINT8]
-    if bias is not None:
-        dtypes.append(contract.FLOAT)
-    inputs = [*a, *b, *([] if bias is None else [bias])]
-    return provider.run(op, inputs, dtypes, output_dtype=CODES[dtype], **options)[0]
 
 
 def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **options):
@@ -171,7 +160,10 @@ def check_gemm(provider, shapes, kinds, dtype, *, bias=True, change=None, **opti
         weight = numpy_nodes.dequantize(*b, element_format=fmt)
         expected = numpy_nodes.weight_gemm(values, *b, bias, b_format=fmt)
         bound = numpy_nodes.gemm_error_bound(values, weight, dtype, bias)
-    got = gemm(provider, (a, b), bias, kinds, dtype, **options)
+    op = contract.GEMM if quantized else contract.WEIGHT_GEMM
+    inputs = [*a, *b, *([] if bias is None else [bias])]
+    dtypes = [CODES[kind], *[UINT8] * quantized, CODES[fmt], UINT8, contract.FLOAT][: len(inputs)]
+    (got,) = provider.run(op, inputs, dtypes, output_dtype=CODES[dtype], **options)
     assert_within(got, expected, bound, f"{shapes} {kinds} {dtype}")
 
 
@@ -198,7 +190,7 @@ def test_many_rows_go_through_cublas_and_are_repaired(provider, gpu, cublas, dty
     for kind in ("bfloat16", "e4m3"):
         gpu.start(STREAM)
         check_gemm(provider, ((70, 64), (40, 64)), (kind, "e4m3"), dtype, bias=bias, change=edge)
-        names = [launch.kernel.partition("<")[0] for launch in gpu.launches]
+        names = sources(gpu)
         operands = 1 + (kind == "e4m3")
         finish = ["finish"] if bias or dtype == "float16" else []
         assert names == ["dequantize"] * operands + finish + ["gemm_float32"]
@@ -223,79 +215,68 @@ def test_constant_weights_are_kept_in_bfloat16(keeping, gpu, kind, fmt):
 
     quantized = kind in FORMATS
     constants = frozenset({2, 3} if quantized else {1, 2})
-    made: list[str] = []
+    at_creation: list[str] = []
 
     def created() -> None:
-        made[:] = [launch.kernel.partition("<")[0] for launch in gpu.launches]
+        at_creation[:] = sources(gpu)
         gpu.start(STREAM)
 
     for change, m in itertools.product((None, edge), (3, 70)):
         gpu.start(LEGACY_STREAM)
         keeping.created = created
         check_gemm(keeping, ((m, 64), (40, 64)), (kind, fmt), "bfloat16", change=change, constants=constants)
-        assert made == ["dequantize"]
-        names = [launch.kernel.partition("<")[0] for launch in gpu.launches]
+        assert at_creation == ["dequantize"]
+        names = sources(gpu)
         assert names.count("dequantize") == (quantized and m == 70)
 
 
-def test_weights_that_are_no_constant_matrix_are_not_kept(keeping, gpu):
+def test_only_constant_matrices_are_kept_and_only_with_cublas(keeping, gpu, monkeypatch):
+    kinds = ("bfloat16", "e4m3")
     for shape, constants in (((40, 64), frozenset()), ((40, 64), frozenset({1})), ((2, 40, 64), frozenset({1, 2}))):
         gpu.start(STREAM)
-        check_gemm(keeping, ((*shape[:-2], 70, 64), shape), ("bfloat16", "e4m3"), "float32", constants=constants)
-        assert gpu.launches[0].kernel.startswith("dequantize")
-
-
-def test_a_weight_cannot_be_kept_without_cublas(keeping, gpu, monkeypatch):
+        check_gemm(keeping, ((*shape[:-2], 70, 64), shape), kinds, "float32", constants=constants)
+        assert sources(gpu)[0] == "dequantize"
     gpu.start(LEGACY_STREAM)
     monkeypatch.setattr(cuda_loader, "_cublas", dict)
     with pytest.raises(NodeError, match=r"'the node': keep_wide needs cuBLAS, which is not loaded"):
-        check_gemm(keeping, ((3, 64), (40, 64)), ("bfloat16", "e4m3"), "float32", constants=frozenset({1, 2}))
+        check_gemm(keeping, ((3, 64), (40, 64)), kinds, "float32", constants=frozenset({1, 2}))
 
 
-def test_many_rows_without_cublas_go_in_slices(gpu, monkeypatch):
+@looped("kind, dtype", [("bfloat16", "float32"), ("e4m3", "float16")])
+def test_many_rows_without_cublas_go_in_slices_and_a_long_k_is_split(gpu, monkeypatch, kind, dtype):
     monkeypatch.setattr(cuda_loader, "_cublas", dict)
     gpu.start(STREAM)
     provider = CudaProvider(own_library(), gpu, cublas=0)
     cuda_loader.give(provider.library)
-    for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
-        gpu.start(STREAM)
-        check_gemm(provider, ((150, 64), (40, 64)), (kind, "e5m2"), dtype)
-        assert [(launch.kernel.split(", ")[2][0], launch.parameters[6]) for launch in gpu.launches] == [
-            ("8", 64),
-            ("8", 64),
-            ("4", 22),
-        ]
+    check_gemm(provider, ((150, 64), (40, 64)), (kind, "e5m2"), dtype)
+    slices = [(launch.kernel.split(", ")[2][0], launch.parameters[6]) for launch in gpu.launches]
+    assert slices == [("8", 64), ("8", 64), ("4", 22)]
     assert provider.scratch == 0
-
-
-def test_few_columns_and_a_long_k_are_split(provider, gpu):
-    for kind, dtype in (("bfloat16", "float32"), ("e4m3", "float16")):
-        gpu.start(STREAM)
-        check_gemm(provider, ((2, 8192), (13, 8192)), (kind, "e4m3"), dtype)
-        assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["gemm_skinny", "finish"]
-    assert provider.freed == 2
+    gpu.start(STREAM)
+    check_gemm(provider, ((2, 8192), (13, 8192)), (kind, "e4m3"), dtype)
+    assert sources(gpu) == ["gemm_skinny", "finish"]
+    assert provider.freed == 1
 
 
 def test_what_cannot_run_is_an_error_of_the_node(provider, gpu, cublas, monkeypatch):
-    x = heavy_tailed((3, 64))
+    def run() -> None:
+        provider.run(contract.QUANTIZE, [heavy_tailed((3, 64))], [contract.FLOAT])
+
     provider.gpu = 1
     with pytest.raises(NodeError, match=r"MXFP8Quantize 'the node': cuda: GPU 1: no such device; expected"):
-        provider.run(contract.QUANTIZE, [x], [contract.FLOAT])
+        run()
     provider.gpu = 0
     with monkeypatch.context() as patch:
         patch.setattr(gpu, "kernels", gpu.kernels[:3])
         with pytest.raises(NodeError, match=r"'the node': cuda: quantize_rows\.cu, .*, does not compile"):
-            provider.run(contract.QUANTIZE, [x], [contract.FLOAT])
-    gpu.start(STREAM + 1)
-    with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot launch: CUDA error CUDA_ERROR_INVALID_CONTEXT; "):
-        provider.run(contract.QUANTIZE, [x], [contract.FLOAT])
-
-
-def test_a_cublas_that_fails_is_an_error_of_the_node(provider, cublas):
+            run()
     cublas.status = 13
     with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot multiply: cuBLAS error 13; expected"):
         check_gemm(provider, ((70, 64), (40, 64)), ("bfloat16", "e4m3"), "float32")
     assert cublas.modes == [16, 3]
+    gpu.start(STREAM + 1)
+    with pytest.raises(NodeError, match=r"'the node': GPU 0: cannot launch: CUDA error CUDA_ERROR_INVALID_CONTEXT; "):
+        run()
 
 
 def test_a_driver_that_was_not_opened_is_an_error(gpu):

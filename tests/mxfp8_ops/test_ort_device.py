@@ -192,7 +192,7 @@ def provider(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaProv
 
 
 test_quantize_and_dequantize = test_ort_cuda.test_quantize_and_dequantize
-test_outputs_that_nobody_asked_for = test_ort_cuda.test_outputs_that_nobody_asked_for
+test_an_output_that_is_absent_is_not_returned = test_ort_cuda.test_an_output_that_is_absent_is_not_returned
 test_gemms = test_ort_cuda.test_gemms
 
 

@@ -1,7 +1,8 @@
-"""Where `ort` lets the nodes run: devices, what is said when one cannot be used, what the native library is given."""
+"""Where `ort` lets the nodes run: devices, the error where one cannot be used, what the native library gets."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
@@ -26,6 +27,8 @@ from mxfp8_ops.cuda import loader as cuda_loader
 from mxfp8_ops.cuda.planner import CODES
 from mxfp8_ops.errors import BackendError
 
+pytestmark = pytest.mark.cuda
+
 
 @pytest.fixture
 def gpu(monkeypatch) -> Iterator[Driver]:
@@ -33,12 +36,8 @@ def gpu(monkeypatch) -> Iterator[Driver]:
         yield gpu
 
 
-def fail(message: str) -> None:
-    raise BackendError(message)
-
-
-def no_gpu() -> None:
-    fail("cuda: no GPU; expected a CUDA device; use the CPU kernels")
+def fail(*_: Any) -> None:
+    raise BackendError("cuda: what is missing " + "x" * 200)
 
 
 @pytest.fixture
@@ -50,48 +49,37 @@ def model() -> bytes:
     return weight_only(["m", 64], b=heavy_tailed((7, 64)))
 
 
-def test_a_device_that_does_not_exist():
-    with pytest.raises(BackendError, match="device 'gpu'; expected one of cpu, cuda, cuda-copies; correct the name"):
-        ort.session(model(), device="gpu")
+CPU_LIBRARY = str(cpu.library_path())
+UNUSABLE = {
+    "no such device": ("gpu", (), "device 'gpu'; expected one of cpu, cuda, cuda-copies; correct the name"),
+    "an onnxruntime without CUDA": ("cuda", (), r"has no CUDAExecutionProvider; .* pip install onnxruntime-gpu"),
+    "no GPU": ("cuda-copies", (cuda_device, "available", fail), "cuda: what is missing"),
+    "no NVRTC": ("cuda-copies", (build, "nvrtc_version", fail), "cuda: what is missing"),
+    "no driver": (
+        "cuda-copies",
+        (cuda_loader, "DRIVER", "libnothing.so.1"),
+        r"cuda: no driver \(libnothing\.so\.1: cannot open .*\); .*install the driver",
+    ),
+    "a library that is no driver": (
+        "cuda-copies",
+        (cuda_loader, "DRIVER", CPU_LIBRARY),
+        r"cuda: no driver \(.* has no cuCtxPushCurrent_v2\); expected NVIDIA's",
+    ),
+}
 
 
-def test_cuda_in_an_onnxruntime_without_it(gpu):
-    with pytest.raises(
-        BackendError, match=r"has no CUDAExecutionProvider; .* pip install onnxruntime-gpu, or use device"
-    ):
-        ort.session(model(), device="cuda")
-
-
-@pytest.mark.parametrize("device", ["cuda", "cuda-copies"])
-def test_without_a_gpu_the_device_says_why(with_provider, monkeypatch, device):
-    cuda_loader.connect.cache_clear()
-    monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
-    with pytest.raises(BackendError, match="cuda: no GPU; expected a CUDA device; use the CPU kernels"):
+@pytest.mark.parametrize(("device", "missing", "message"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_device_that_cannot_be_used_says_why(gpu, monkeypatch, device, missing, message):
+    if missing:
+        monkeypatch.setattr(*missing)
+    with pytest.raises(BackendError, match=message):
         ort.session(model(), device=device)
 
 
-def test_without_a_driver_the_device_says_why(gpu, monkeypatch):
-    monkeypatch.setattr(cuda_loader, "DRIVER", "libnothing.so.1")
-    with pytest.raises(
-        BackendError, match=r"cuda: no driver \(libnothing\.so\.1: cannot open .*\); .*install the driver"
-    ):
-        ort.session(model(), device="cuda-copies")
-    monkeypatch.setattr(cuda_loader, "DRIVER", str(cpu.library_path()))
-    with pytest.raises(BackendError, match=r"cuda: no driver \(.* has no cuCtxPushCurrent_v2\); expected NVIDIA's"):
-        ort.session(model(), device="cuda-copies")
-
-
-def test_without_nvrtc_the_device_says_what_to_install(gpu, monkeypatch):
-    monkeypatch.setattr(build, "nvrtc_version", lambda: fail("cuda: no NVRTC; pip install it"))
-    with pytest.raises(BackendError, match="cuda: no NVRTC; pip install it"):
-        ort.session(model(), device="cuda-copies")
-
-
 @pytest.mark.filterwarnings("ignore:Specified provider 'CUDAExecutionProvider' is not in available:UserWarning")
-def test_a_cuda_provider_without_a_gpu_warns_and_runs_on_the_processor(with_provider, monkeypatch):
-    cuda_loader.connect.cache_clear()
-    monkeypatch.setattr(cuda_device, "cupy_module", no_gpu)
-    with pytest.warns(UserWarning, match="the MXFP8 nodes run on the CPU: cuda: no GPU; expected a CUDA device"):
+def test_a_cuda_provider_without_a_gpu_warns_and_runs_on_the_processor(with_provider, gpu, monkeypatch):
+    monkeypatch.setattr(cuda_device, "available", fail)
+    with pytest.warns(UserWarning, match="the MXFP8 nodes run on the CPU: cuda: what is missing"):
         session = ort.session(model(), providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
     assert session.run(None, {"x": heavy_tailed((3, 64))})[0].shape == (3, 7)
 
@@ -103,112 +91,84 @@ def test_nodes_that_the_cuda_provider_does_not_take_run_on_the_processor(with_pr
     (y,) = onnxruntime.InferenceSession(model(), options, providers=["CPUExecutionProvider"]).run(None, {"x": x})
     np.testing.assert_array_equal(y, ort.session(model()).run(None, {"x": x})[0])
     assert gpu.launches == []
+    with pytest.raises(BackendError, match="the session has the providers CPUExecutionProvider; expected CUDAExec"):
+        ort.session(model(), device="cuda", providers=["CPUExecutionProvider"])
 
 
 def test_weights_are_kept_only_on_the_cuda_provider(gpu):
     for device in ("cpu", "cuda-copies"):
         with pytest.raises(BackendError, match=f"keep_wide on device '{device}'; expected device 'cuda'"):
             ort.session(model(), device=device, keep_wide=True)
+
+
+@pytest.mark.parametrize(
+    ("entry", "value", "message"),
+    [
+        ("mxfp8.keep_wide", "1", r"mxfp8\.keep_wide: '1' with mxfp8\.device ''; expected 1 with cuda"),
+        ("mxfp8.device", "tpu", r"session option mxfp8\.device: 'tpu'; expected cuda or cuda-copies"),
+    ],
+)
+def test_session_options_that_make_no_sense_are_refused(entry, value, message):
     options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("mxfp8.keep_wide", "1")
-    with pytest.raises(BackendError, match=r"mxfp8\.keep_wide: '1' with mxfp8\.device ''; expected 1 with cuda"):
+    options.add_session_config_entry(entry, value)
+    with pytest.raises(BackendError, match=message):
         ort.register(options)
-
-
-def test_copies_of_a_product_whose_k_is_split(gpu):
-    codes = numpy_nodes.quantize(heavy_tailed((13, 8192)))
-    nodes = [node("MXFP8Quantize", "x", "a as"), node("MXFP8Gemm", "a as b bs", "y")]
-    weights = {"b": codes[0].view(ml_dtypes.float8_e4m3fn), "bs": codes[1]}
-    packed = onnx_model(nodes, {"x": (contract.FLOAT, [None, 8192])}, {"y": (contract.FLOAT, None)}, **weights)
-    x = heavy_tailed((2, 8192))
-    (y,) = ort.session(packed, device="cuda-copies").run(None, {"x": x})
-    assert [launch.kernel.partition("<")[0] for launch in gpu.launches] == ["quantize_rows", "gemm_skinny", "finish"]
-    a = numpy_nodes.quantize(x)
-    bound = numpy_nodes.gemm_error_bound(numpy_nodes.dequantize(*a), numpy_nodes.dequantize(*codes))
-    assert_within(y, numpy_nodes.gemm(*a, *codes), bound)
-
-
-def test_a_session_without_the_provider_that_was_asked_for(with_provider, gpu):
-    with pytest.raises(BackendError, match="the session has the providers CPUExecutionProvider; expected CUDAExec"):
-        ort.session(model(), device="cuda", providers=["CPUExecutionProvider"])
-
-
-def test_an_unknown_device_in_the_options_is_refused():
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("mxfp8.device", "tpu")
-    with pytest.raises(BackendError, match=r"session option mxfp8\.device: 'tpu'; expected cuda or cuda-copies"):
-        ort.register(options)
-
-
-# --- what the library is given ---------------------------------------------------------------------------------------
 
 
 def test_the_loader_asks_cupy_on_the_gpu_in_question(monkeypatch):
     entered: list[int] = []
 
-    class Device:
+    class Device(contextlib.AbstractContextManager):
         def __init__(self, index: int) -> None:
-            self.index = index
-
-        def __enter__(self) -> None:
-            entered.append(self.index)
+            entered.append(index)
 
         def __exit__(self, *error: object) -> None:
             entered.append(-1)
 
-    class Module:
-        def load(self, code: bytes) -> None:
-            self.code = code
-
-        def get_function(self, name: str) -> Any:
-            return types.SimpleNamespace(ptr=0xF00)
-
+    module = types.SimpleNamespace(load=lambda code: None, get_function=lambda name: types.SimpleNamespace(ptr=0xF00))
     properties = {"major": 9, "minor": 0, "multiProcessorCount": 132, "name": b"stand-in"}
-    cupy = types.SimpleNamespace(
-        cuda=types.SimpleNamespace(
-            Device=Device,
-            driver=types.SimpleNamespace(ctxGetCurrent=lambda: 0xC0),
-            function=types.SimpleNamespace(Module=Module),
-            runtime=types.SimpleNamespace(
-                getDevice=lambda: 0,
-                getDeviceProperties=lambda i: properties,
-                CUDARuntimeError=RuntimeError,
-                free=lambda address: None,
-            ),
-        )
+    runtime = types.SimpleNamespace(
+        getDevice=lambda: 0,
+        getDeviceProperties=lambda i: properties,
+        CUDARuntimeError=RuntimeError,
+        free=lambda address: None,
     )
+    parts = {
+        "Device": Device,
+        "driver": types.SimpleNamespace(ctxGetCurrent=lambda: 0xC0),
+        "function": types.SimpleNamespace(Module=lambda: module),
+        "runtime": runtime,
+    }
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(**parts))
     monkeypatch.setattr(cuda_device, "cupy_module", lambda: cupy)
     monkeypatch.setattr(cuda_device, "device", cuda_device.CudaDevice)
     monkeypatch.setattr(build, "cubin", lambda source, kernel, arch: f"{source} {kernel} {arch}".encode())
     monkeypatch.setattr(build, "entry", lambda code: "entry")
     monkeypatch.setattr(cuda_loader, "_cublas", lambda: {"cublasGemmEx": 0xCB})
     gpu, function, message = cuda_loader._Gpu(), ctypes.c_void_p(), ctypes.create_string_buffer(100)
-    loader, names = cuda_loader._LOADER, (ctypes.c_char_p * 1)(b"finish<true>")
-    assert loader.gpu(2, ctypes.byref(gpu), ctypes.addressof(message), 100) == 0
+    loader, names, buffer = cuda_loader._LOADER, (ctypes.c_char_p * 1)(b"finish<true>"), ctypes.addressof(message)
+    assert loader.gpu(2, ctypes.byref(gpu), buffer, 100) == 0
     assert (gpu.context, gpu.processors, gpu.cublasGemmEx, gpu.cublasSetMathMode) == (0xC0, 132, 0xCB, None)
     assert gpu.capability == 90
-    assert loader.kernels(2, 1, names, ctypes.byref(function), ctypes.addressof(message), 100) == 0
+    assert loader.kernels(2, 1, names, ctypes.byref(function), buffer, 100) == 0
     assert function.value == 0xF00
     assert entered == [2, -1, 2, -1]
-    monkeypatch.setattr(build, "cubin", lambda *names: fail("cuda: no NVRTC; " + "x" * 200))
-    assert loader.kernels(2, 1, names, ctypes.byref(function), ctypes.addressof(message), 100) == 1
-    assert message.value.startswith(b"cuda: no NVRTC; xxx")
-    assert len(message.value) == 99
+    monkeypatch.setattr(build, "cubin", fail)
+    assert loader.kernels(2, 1, names, ctypes.byref(function), buffer, 100) == 1
+    assert message.value.startswith(b"cuda: what is missing xxx")
+    assert len(message.value) == 99, "the message is cut at the size of the buffer"
 
 
 # --- device "cuda-copies", over an emulated CUDA driver --------------------------------------------------------------
 
 
-def weight_gemm(n: int, k: int) -> bytes:
-    """Returns a model y = x w^T whose packed weight [n, k] is a constant."""
+def weight_gemm(n: int, k: int, **constants: np.ndarray) -> bytes:
+    """Returns a model y = x w^T (+ bias) whose packed weight [n, k] is a constant."""
     elements, scales = numpy_nodes.quantize(heavy_tailed((n, k)))
-    return onnx_model(
-        [node("MXFP8WeightGemm", "x be bs", "y")],
-        {"x": (contract.FLOAT, [None, k])},
-        {"y": (contract.FLOAT, None)},
-        be=elements.view(ml_dtypes.float8_e4m3fn),
-        bs=scales,
-    )
+    inputs = " ".join(["x", "be", "bs", *constants])
+    constants |= {"be": elements.view(ml_dtypes.float8_e4m3fn), "bs": scales}
+    nodes = [node("MXFP8WeightGemm", inputs, "y")]
+    return onnx_model(nodes, {"x": (contract.FLOAT, [None, k])}, {"y": (contract.FLOAT, None)}, **constants)
 
 
 class TestEverythingTheCpuKernelsDo:
@@ -269,27 +229,21 @@ def test_a_gpu_that_is_full_is_an_error(gpu):
     assert session.run(None, {"x": np.ones((3, 64), np.float32)})[0].shape == (3, 7)
 
 
-def test_a_weight_that_does_not_fit_is_an_error(gpu):
-    gpu.library.set_most(100)
-    with pytest.raises(Exception, match=r"'the_y': GPU 0: cannot allocate memory for a weight: .*OUT_OF_MEMORY"):
-        ort.session(weight_gemm(7, 64), device="cuda-copies")
-
-
 def test_a_node_that_cannot_keep_all_its_constants_keeps_none(gpu):
-    elements, scales = numpy_nodes.quantize(heavy_tailed((40, 1)))
-    model = onnx_model(
-        [node("MXFP8WeightGemm", "x be bs bias", "y")],
-        {"x": (contract.FLOAT, [None, 1])},
-        {"y": (contract.FLOAT, None)},
-        be=elements.view(ml_dtypes.float8_e4m3fn),
-        bs=scales,
-        bias=np.ones(40, np.float32),
-    )
     before = gpu.allocations
     gpu.library.set_most(100)  # the elements and the scales fit, the 160 bytes of the bias do not
-    with pytest.raises(Exception, match="cannot allocate memory for a weight"):
-        ort.session(model, device="cuda-copies")
+    with pytest.raises(Exception, match=r"'the_y': GPU 0: cannot allocate memory for a weight: .*OUT_OF_MEMORY"):
+        ort.session(weight_gemm(40, 1, bias=np.ones(40, np.float32)), device="cuda-copies")
     assert gpu.allocations == before
+
+
+def test_a_product_whose_k_is_split_has_scratch_memory(gpu):
+    x = heavy_tailed((2, 8192))
+    (y,) = ort.session(weight_gemm(13, 8192), device="cuda-copies").run(None, {"x": x})
+    assert [launch.kernel.partition("<")[0] for launch in gpu.launches][-2:] == ["gemm_skinny", "finish"]
+    codes = numpy_nodes.quantize(heavy_tailed((13, 8192)))
+    bound = numpy_nodes.gemm_error_bound(x, numpy_nodes.dequantize(*codes))
+    assert_within(y, numpy_nodes.weight_gemm(x, *codes), bound)
 
 
 def test_sessions_on_the_gpu_and_on_the_processor_side_by_side(gpu):

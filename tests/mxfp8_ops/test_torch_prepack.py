@@ -1,4 +1,4 @@
-"""Constant weights of torch's products: found by their second read, and forgotten when they change or are freed."""
+"""torch keeps a constant weight from its second read on, until it changes or is freed."""
 
 from __future__ import annotations
 

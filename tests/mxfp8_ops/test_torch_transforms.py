@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tensors
 from grids import looped
+from tensors import assert_equal
 
 from mxfp8_ops.errors import Mxfp8Error
 
@@ -30,57 +31,60 @@ values = functools.partial(tensors.values, spread=1.5)
 def samples() -> dict[str, list[tuple[Any, ...]]]:
     """Returns arguments for each op."""
     x, b = values(6, 45), ops.quantize(values(8, 45, seed=1))
-    a, batched = ops.quantize(x), ops.quantize(values(3, 8, 45, seed=1))
+    a, batched, leaf = ops.quantize(x), ops.quantize(values(3, 8, 45, seed=1)), x.clone().requires_grad_()
     return {
-        "quantize": [(x,), (x.t(),), (x.half(), 0, "e5m2", "floor"), (x[:0],)],
-        "dequantize": [a, (*a, -1, "e4m3", torch.bfloat16)],
+        "quantize": [(x.t(),), (x.half(), 0, "e5m2", "floor"), (x[:0],)],
+        "dequantize": [(*a, -1, "e4m3", torch.bfloat16)],
         "gemm": [(*a, *b), (*a, *batched, values(8), "e4m3", "e4m3", torch.float16)],
         "weight_gemm": [
-            (x, *b),
             (x.bfloat16(), *batched, values(8)),
-            (x.clone().requires_grad_(), *b),
-            (x.clone().requires_grad_(), *b, None, "e4m3", torch.float16, torch.bfloat16),
+            (leaf, *b),
+            (leaf, *b, None, "e4m3", torch.float16, torch.bfloat16),
         ],
     }
 
 
 @looped("name", ["quantize", "dequantize", "gemm", "weight_gemm"])
 def test_opcheck(name: str) -> None:
+    op = getattr(ops, name).default
+    assert torch.Tag.pt2_compliant_tag in op.tags
     for args in samples()[name]:
-        torch.library.opcheck(getattr(ops, name).default, args)
-
-
-@looped("name", ["quantize", "dequantize", "gemm", "weight_gemm", "linear_train"])
-def test_ops_are_tagged_pt2_compliant(name: str) -> None:
-    assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
+        torch.library.opcheck(op, args)
 
 
 class Packed(torch.nn.Module):
     """All four inference ops in one module."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: bool = False) -> None:
         super().__init__()
         elements, scales = ops.quantize(values(24, 45))
         self.register_buffer("elements", elements)
         self.register_buffer("scales", scales)
+        self.norm = torch.nn.LayerNorm(45) if norm else torch.nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
         y = ops.gemm(*ops.quantize(x), self.elements, self.scales) + ops.weight_gemm(x, self.elements, self.scales)
         return y @ ops.dequantize(self.elements, self.scales)
 
 
-def test_export_keeps_dynamic_dimensions_dynamic() -> None:
+def test_export_keeps_dynamic_dimensions_dynamic_and_the_errors_of_eager() -> None:
     dims = {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence")}
-    program = torch.export.export(Packed(), (values(3, 7, 45),), dynamic_shapes=(dims,))
-    program = program.run_decompositions({})
+    program = torch.export.export(Packed(), (values(3, 7, 45),), dynamic_shapes=(dims,)).run_decompositions({})
     for shape in ((3, 7, 45), (5, 2, 45), (0, 4, 45)):
         x = values(*shape)
         assert torch.equal(program.module()(x), Packed()(x))
-
-
-def test_export_sees_the_same_error_as_eager() -> None:
     with pytest.raises(Exception, match=r"expected \[\.\.\., M, K\] and \[\.\.\., N, K\] with the same K"):
         torch.export.export(Packed(), (values(3, 44),))
+
+
+def test_a_module_that_quantizes_what_has_parameters_can_be_exported() -> None:
+    module, x = Packed(norm=True), values(3, 45)
+    program = torch.export.export(module, (x,)).run_decompositions({})
+    with torch.no_grad():
+        assert torch.equal(program.module()(x), module(x))
+    with pytest.raises(Mxfp8Error, match="quantize: x requires a gradient"):
+        program.module()(x)
 
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
@@ -92,11 +96,9 @@ def test_compile_fullgraph_gives_the_same_bits(backend: str) -> None:
         result: torch.Tensor = ops.gemm(*ops.quantize(x.t()), m.elements, m.scales)
         return result
 
-    compiled = torch.compile(run, fullgraph=True, backend=backend)
     x, module = values(45, 7), Packed()
-    expected = ops.gemm(*ops.quantize(x.t()), module.elements, module.scales)
     with torch.no_grad():
-        assert torch.equal(compiled(x, module), expected)
+        assert torch.equal(torch.compile(run, fullgraph=True, backend=backend)(x, module), run(x, module))
 
 
 @pytest.mark.slow
@@ -111,19 +113,14 @@ def test_ahead_of_time_inductor_gives_the_same_bits(tmp_path: Path) -> None:
         torch.testing.assert_close(run(x), Packed()(x), rtol=1e-6, atol=1e-6 * float(Packed()(x).abs().max()))
 
 
-def test_autocast_leaves_the_inference_ops_alone() -> None:
-    x, b = values(6, 45), ops.quantize(values(8, 45))
-    with torch.autocast("cpu", torch.bfloat16):
-        got = ops.weight_gemm(x, *b)
-    assert got.dtype == torch.float32
-    assert torch.equal(got, ops.weight_gemm(x, *b))
-
-
-def test_inference_mode_gives_the_same_bits() -> None:
-    x = values(5, 45)
-    expected = Packed()(x)
-    with torch.inference_mode():
-        assert torch.equal(Packed()(x), expected)
+def test_autocast_and_inference_mode_leave_the_inference_ops_alone() -> None:
+    x, b = values(5, 45), ops.quantize(values(8, 45))
+    expected = ops.weight_gemm(x, *b), *ops.quantize(x)
+    for mode in (torch.autocast("cpu", torch.bfloat16), torch.inference_mode()):
+        with mode:
+            got = ops.weight_gemm(x, *b), *ops.quantize(x)
+        assert got[0].dtype == torch.float32
+        assert_equal(got, expected)
 
 
 # --- Gradients of the inference ops --------------------------------------------------------------------------------
@@ -133,8 +130,7 @@ def test_inference_mode_gives_the_same_bits() -> None:
 def test_weight_gemm_passes_gradients_through_its_frozen_weight(shape: tuple[int, ...], *, batched: bool) -> None:
     x, bias = values(*shape).requires_grad_(), values(8, seed=2).requires_grad_()
     b = ops.quantize(values(*((2,) if batched else ()), 8, 45, seed=1))
-    dense = ops.dequantize(*b).transpose(-1, -2)
-    expected = x @ dense + bias
+    expected = x @ ops.dequantize(*b).transpose(-1, -2) + bias
     upstream = values(*expected.shape, seed=3)
     wanted = torch.autograd.grad(expected, (x, bias), upstream)
     got = torch.autograd.grad(ops.weight_gemm(x, *b, bias), (x, bias), upstream)
@@ -152,40 +148,31 @@ def test_the_gradient_of_x_passes_its_rounding_to_bfloat16() -> None:
     assert torch.equal(rounded, plain)
 
 
-def test_an_adapter_on_a_packed_weight_trains_the_same_compiled() -> None:
-    elements, scales = ops.quantize(values(8, 45))
-    down, up = values(2, 45, seed=1).requires_grad_(), values(8, 2, seed=2).requires_grad_()
-
-    def adapted(x: torch.Tensor) -> torch.Tensor:
-        return ops.weight_gemm(torch.tanh(x @ down.t() @ up.t()) @ up @ down, elements, scales)
-
-    x = values(6, 45) / 64
-    wanted, got = (
-        torch.autograd.grad(f(x).sum(), (down, up)) for f in (adapted, torch.compile(adapted, backend="aot_eager"))
-    )
-    assert all(map(torch.equal, got, wanted)), [float((a - b).abs().max()) for a, b in zip(got, wanted, strict=True)]
+PACKED = *ops.quantize(values(6, 45)), *ops.quantize(values(8, 45, seed=1))
+LOSSES: dict[str, tuple[Callable[..., Any], list[torch.Tensor]]] = {
+    "weight_gemm": (
+        lambda x, bias: ops.weight_gemm(x, *PACKED[2:], bias).square().sum(),
+        [values(5, 45), values(8)],
+    ),
+    "gemm": (lambda bias: ops.gemm(*PACKED, bias).square().sum(), [values(8)]),
+}
 
 
-def test_weight_gemm_refuses_tangents_rather_than_losing_them() -> None:
-    forward_ad = torch.autograd.forward_ad
-    b, b_scales = torch.ops.mxfp8.quantize(torch.randn(8, 32))
-    with forward_ad.dual_level():
-        x = torch.randn(4, 32)
-        assert torch.ops.mxfp8.weight_gemm(x, b, b_scales).shape == (4, 8)
-        with pytest.raises(Mxfp8Error, match="weight_gemm: an operand carries a tangent"):
-            torch.ops.mxfp8.weight_gemm(forward_ad.make_dual(x, x), b, b_scales)
+@pytest.mark.parametrize("name", LOSSES)
+def test_func_grad_gives_the_gradients_of_backward_and_tangents_are_refused(name: str) -> None:
+    loss, operands = LOSSES[name]
+    leaves = [t.clone().requires_grad_() for t in operands]
+    wanted = torch.autograd.grad(loss(*leaves), leaves)
+    assert_equal(torch.func.grad(loss, tuple(range(len(operands))))(*operands), wanted)
+    if name == "gemm":
+        assert torch.equal(wanted[0], 2 * ops.gemm(*PACKED, operands[0]).sum(0))
+    with pytest.raises(Mxfp8Error, match=f"{name}: an operand carries a tangent"):
+        torch.func.jvp(loss, tuple(operands), tuple(operands))
 
 
-def test_func_grad_gives_the_gradients_of_backward() -> None:
-    x, bias, packed = values(5, 45), values(8), ops.quantize(values(8, 45, seed=1))
-
-    def loss(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = ops.weight_gemm(x, *packed, bias).square().sum()
-        return result
-
-    wanted = torch.autograd.grad(loss(*(leaves := (x.clone().requires_grad_(), bias.clone().requires_grad_()))), leaves)
-    got = torch.func.grad(loss, (0, 1))(x, bias)
-    assert all(map(torch.equal, got, wanted))
+def test_a_plain_tensor_in_a_level_of_forward_derivatives_is_no_error() -> None:
+    with torch.autograd.forward_ad.dual_level():
+        assert ops.weight_gemm(values(4, 45), *PACKED[2:]).shape == (4, 8)
 
 
 CUTS: dict[str, Callable[[Callable[..., Any], torch.Tensor], Any]] = {
@@ -207,34 +194,3 @@ def test_quantize_refuses_to_cut_a_derivative(name: str, cut: str) -> None:
         CUTS[cut](loss, values(6, 45))
     with torch.no_grad():
         assert loss(values(6, 45).requires_grad_()).isfinite()
-
-
-def test_a_module_that_quantizes_what_has_parameters_can_be_exported() -> None:
-    class Normed(Packed):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = torch.nn.LayerNorm(45)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(self.norm(x))
-
-    module, x = Normed(), values(3, 45)
-    program = torch.export.export(module, (x,)).run_decompositions({})
-    with torch.no_grad():
-        assert torch.equal(program.module()(x), module(x))
-    with pytest.raises(Mxfp8Error, match="quantize: x requires a gradient"):
-        program.module()(x)
-
-
-def test_gemm_passes_the_gradient_of_its_bias() -> None:
-    operands, bias = (*ops.quantize(values(6, 45)), *ops.quantize(values(8, 45))), values(8).requires_grad_()
-
-    def loss(bias: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = ops.gemm(*operands, bias).square().sum()
-        return result
-
-    (got,) = torch.autograd.grad(loss(bias), bias)
-    assert torch.equal(got, 2 * ops.gemm(*operands, bias.detach()).sum(0))
-    assert torch.equal(torch.func.grad(loss)(bias.detach()), got)
-    with pytest.raises(Mxfp8Error, match="gemm: an operand carries a tangent"):
-        torch.func.jvp(loss, (bias.detach(),), (bias.detach(),))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from grids import looped
-from tensors import values
+from tensors import assert_equal, step, values
 
 torch = pytest.importorskip("torch")
 
@@ -37,45 +35,32 @@ class Net(torch.nn.Module):
         return ops.grouped_linear_train(x, self.experts, ENDS)
 
 
-BATCHES = [values(40, 48, seed=seed) for seed in (7, 8)]
-QUANTIZED = {"linear": [(64, 48), (48, 64)], "transposed": [(80, 64), (64, 80)], "stack": [(2, 96, 80), (2, 80, 96)],
-             "experts": [(3, 48, 96), (3, 96, 48)]}  # fmt: skip
+A, B = (values(40, 48, seed=seed) for seed in (7, 8))
+"""Two micro-batches."""
+TRANSPOSED = [(64, 80), (80, 64)]
+ALL = sorted([(64, 48), (48, 64), *TRANSPOSED, (2, 96, 80), (2, 80, 96), (3, 48, 96), (3, 96, 48)])
 """Shapes of the two copies of each weight, blocked along the last axis."""
 
 
-def step(net: torch.nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the result and the gradients of one micro-batch."""
-    net.zero_grad()
-    y = net(x.clone().requires_grad_())
-    y.square().sum().backward()
-    return [y.detach(), *(p.grad.clone() for p in net.parameters())]
-
-
-def quantized(call: Callable[[], Any]) -> list[tuple[int, ...]]:
-    """Returns the shapes of the weights that `call` quantizes."""
-    shapes = {shape for both in QUANTIZED.values() for shape in both}
+def quantized(net: Net, x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Returns the shapes of the weights that a step quantizes."""
     with torch.profiler.profile(record_shapes=True) as profile:
-        call()
+        step(net, net, x)
     events = [e for e in profile.events() if e.name == "mxfp8::quantize"]
-    return sorted(shape for e in events if (shape := tuple(e.input_shapes[0])) in shapes)
-
-
-ALL = sorted(shape for both in QUANTIZED.values() for shape in both)
+    return sorted(shape for e in events if (shape := tuple(e.input_shapes[0])) in ALL)
 
 
 def test_the_second_micro_batch_quantizes_no_weight_and_has_the_same_bits() -> None:
     net = Net()
-    wanted = [step(net, x) for x in BATCHES]
-    assert quantized(lambda: step(net, BATCHES[0])) == ALL
+    wanted = [step(net, net, x) for x in (A, B)]
+    assert quantized(net, A) == ALL
     with weight_cache():
-        got = [step(net, x) for x in BATCHES]
-        assert quantized(lambda: step(net, BATCHES[1])) == []
+        for x, one in zip((A, B), wanted, strict=True):
+            assert_equal(step(net, net, x), one)
         with weight_cache():
-            assert quantized(lambda: step(net, BATCHES[1])) == []
-        assert quantized(lambda: step(net, BATCHES[1])) == [], "an inner context ended"
-    assert quantized(lambda: step(net, BATCHES[1])) == ALL
-    for x, y in zip(itertools.chain(*got), itertools.chain(*wanted), strict=True):
-        assert torch.equal(x, y), f"differs by {float((x - y).abs().max())}"
+            assert quantized(net, B) == []
+        assert quantized(net, B) == [], "an inner context ended"
+    assert quantized(net, B) == ALL
 
 
 def test_after_a_step_of_an_optimizer_weights_are_quantized_again() -> None:
@@ -83,23 +68,22 @@ def test_after_a_step_of_an_optimizer_weights_are_quantized_again() -> None:
     with weight_cache():
         for each in (torch.optim.SGD, torch.optim.AdamW):
             for trained in (net, twin):
-                step(trained, BATCHES[0])
+                step(trained, trained, A)
                 each(trained.parameters(), lr=0.1).step()
-            assert quantized(lambda: step(net, BATCHES[0])) == ALL
-        got = step(net, BATCHES[1])
-    for x, y in zip(got, step(twin, BATCHES[1]), strict=True):
-        assert torch.equal(x, y)
+            assert quantized(net, A) == ALL
+        got = step(net, net, B)
+    assert_equal(got, step(twin, twin, B))
 
 
 def test_a_weight_that_changes_in_place_is_quantized_again_alone() -> None:
     net = Net()
     with weight_cache():
-        step(net, BATCHES[0])
+        step(net, net, A)
         with torch.no_grad():
             net.transposed.mul_(2)
-        assert quantized(lambda: step(net, BATCHES[0])) == sorted(QUANTIZED["transposed"])
-        got = step(net, BATCHES[0])
-    assert all(map(torch.equal, got, step(net, BATCHES[0])))
+        assert quantized(net, A) == TRANSPOSED
+        got = step(net, net, A)
+    assert_equal(got, step(net, net, A))
 
 
 def test_a_step_in_memory_whose_changes_are_not_counted_empties_the_cache() -> None:
@@ -108,18 +92,18 @@ def test_a_step_in_memory_whose_changes_are_not_counted_empties_the_cache() -> N
     shard = torch.nn.Parameter(torch.ones(3))
     shard.grad = torch.ones(3)
     with weight_cache():
-        step(net, BATCHES[0])
+        step(net, net, A)
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(net.parameters())):
             net.linear.mul_(2)
         torch.optim.SGD([shard], lr=0.1).step()
-        got = step(net, BATCHES[0])
-    assert all(map(torch.equal, got, step(net, BATCHES[0])))
+        got = step(net, net, A)
+    assert_equal(got, step(net, net, A))
 
 
 def test_no_copy_outlives_its_weight_or_the_context() -> None:
     net = Net()
     with weight_cache():
-        step(net, BATCHES[0])
+        step(net, net, A)
         entries = cached_weights._active
         assert entries is not None
         assert len(entries) == 4
@@ -127,25 +111,26 @@ def test_no_copy_outlives_its_weight_or_the_context() -> None:
         # 1 + 1/32 bytes of either copy, and where an axis is no multiple of 32 the scales of partial blocks.
         assert 2.06 <= size / sum(p.numel() for p in net.parameters()) <= 2.08
         del net.experts
-        gc.collect()
         assert len(entries) == 3
     assert cached_weights._active is None
     del net
-    gc.collect()
     assert len(entries) == 0
 
 
-@looped("what", ["a weight that is computed", "inference mode", "no gradient"])
+UNCACHED: dict[str, Callable[[Any], Any]] = {
+    "a weight that is computed": lambda w: w * 2,
+    "inference mode": lambda w: w.clone(),
+    "no gradient": lambda w: w.detach(),
+}
+
+
+@looped("what", UNCACHED)
 def test_only_parameters_in_training_are_cached(what: str) -> None:
     parameter, x = torch.nn.Parameter(values(2, 64, 48)), values(2, 5, 48)
-    with weight_cache():
-        if what == "a weight that is computed":
-            ops.linear_train(x, parameter * 2).sum().backward()
-        elif what == "inference mode":
-            with torch.inference_mode():
-                ops.linear_train(x, parameter.clone())
-        else:
-            ops.linear_train(x, parameter.detach())
+    with weight_cache(), torch.inference_mode(what == "inference mode"):
+        y = ops.linear_train(x, UNCACHED[what](parameter))
+        if y.requires_grad:
+            y.sum().backward()
         assert not cached_weights._active
 
 
@@ -160,12 +145,8 @@ def test_a_trace_of_the_backward_pass_holds_the_quantization() -> None:
 
 def test_a_compiled_module_has_the_same_bits_within_the_context() -> None:
     net = Net()
-    wanted = step(net, BATCHES[0])
+    wanted = step(net, net, A)
     with weight_cache():
         compiled = torch.compile(net, backend="aot_eager")
         for _ in range(2):
-            net.zero_grad()
-            y = compiled(BATCHES[0])
-            y.square().sum().backward()
-            got = [y.detach(), *(p.grad for p in net.parameters())]
-            assert all(map(torch.equal, got, wanted))
+            assert_equal(step(compiled, net, A), wanted)
