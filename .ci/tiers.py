@@ -31,7 +31,6 @@ TIERS = {
     "test-emulation": (
         *(f"{OPS}{name}" for name in ("src/cuda", "src/ort/", "cuda/", "ort/", "torch_ops/")),
         *(f"tests/mxfp8_ops/{name}" for name in ("cuda_", "ort_emulation", "test_cuda", "test_ort")),
-        "tests/mxfp8_graph/test_gpu_sessions",
     ),
     "test-exports": ("tests/structures", "constraints.txt"),
 }

@@ -5,8 +5,8 @@ kernels; the composition's other nodes are ONNX Runtime's. The floor is the time
 
 `together` is what is not fused, and why: the gemms on one activation (Q, K, V; gate, up) apart, as they are, against
 one gemm with all their weights, whose result stays as it is, or is split into theirs. On 2 cores without AMX no model
-that models.py measures gains 3% by it: MiniLM 0.7%, ViT-B 1.3%, a decode step 1.1%. One text of 16 tokens would: 0.6 ms
-of MiniLM's 5.7.
+that whole_models.py measures gains 3% by it: MiniLM 0.7%, ViT-B 1.3%, a decode step 1.1%. One text of 16 tokens would:
+0.6 ms of 5.7 of MiniLM.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from harness import noise_notes, publish, take_turns
 import mxfp8_graph
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from builders import matmul_stack
+from models import matmul_stack
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import onnxruntime
 from exports import export_minilm
 from harness import noise_notes, options, publish, take_turns
-from models import texts
+from whole_models import texts
 
 import mxfp8_graph
 from mxfp8_graph.policy import presets

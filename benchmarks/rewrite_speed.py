@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     sys.path.insert(0, str(TESTS))
-    from builders import write_large
+    from models import write_large
 
     theirs = "ONNX Runtime MatMulNBits, 8 bits, blocks of 32"
     cases = {

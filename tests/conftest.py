@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. The model builders are in `builders.py`, which pyproject.toml puts on the path."""
+"""Fixtures shared by all tests. The model builders are in `models.py`, which pyproject.toml puts on the path."""
 
 from __future__ import annotations
 
@@ -33,11 +33,9 @@ LONGEST = (
     "test_tune.py",
     "test_documentation.py",
     "test_streaming.py",
-    "test_tune_resumed.py",
     "test_ort_devices.py",
     "test_torch_caches.py",
     "test_verify.py",
-    "test_onnx_validate.py",
     "test_torch_parity.py",
     "test_torch_programs.py",
     "test_to_onnx.py",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import builders
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import onnxruntime
@@ -34,13 +34,13 @@ COMMANDS = {
 @pytest.mark.parametrize("heading", COMMANDS)
 def test_a_command_gives_an_error_of_the_page(heading: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    onnx.save(builders.attention_model(), "model.onnx")
-    onnx.save(builders.attention_model(dtype=ml_dtypes.bfloat16), "bfloat16.onnx")
-    damaged = builders.matmul_model(k=64, n=64)
+    onnx.save(b.attention_model(), "model.onnx")
+    onnx.save(b.attention_model(dtype=ml_dtypes.bfloat16), "bfloat16.onnx")
+    damaged = b.matmul_model(k=64, n=64)
     damaged.graph.initializer[0].raw_data = np.full((64, 64), np.nan, np.float32).tobytes()
     onnx.save(damaged, "nan.onnx")
     external = {"save_as_external_data": True, "location": "lost", "size_threshold": 0}
-    onnx.save(builders.attention_model(), "external.onnx", **external)
+    onnx.save(b.attention_model(), "external.onnx", **external)
     Path("lost").unlink()
     assert all(CliRunner().invoke(app, ["rewrite", name]).exit_code == 0 for name in ("model.onnx", "bfloat16.onnx"))
     done = CliRunner().invoke(app, COMMANDS[heading].split())
@@ -53,7 +53,7 @@ def test_python_gives_the_other_errors_of_the_page(tmp_path: Path) -> None:
     assert commands == list(COMMANDS)
     if "CUDAExecutionProvider" not in onnxruntime.get_available_providers():
         with pytest.raises(Mxfp8Error, match=cuda):
-            ort.session(builders.save(builders.matmul_model(), tmp_path / "model.onnx"), device="cuda")
+            ort.session(b.save(b.matmul_model(), tmp_path / "model.onnx"), device="cuda")
     torch = pytest.importorskip("torch")
     pytest.importorskip("mxfp8_ops.torch_ops")
     with pytest.raises(Mxfp8Error, match=gradient):

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import onnx
-from builders import matmul_model
 from golden.cases import CASES
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from models import matmul_model
 from onnx.external_data_helper import set_external_data
 
 import mxfp8_graph

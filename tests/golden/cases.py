@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-import builders as b
 import ml_dtypes
+import models as b
 import numpy as np
 import old_op_forms
 import onnx
 from attention_models import SIZE, attention, decoder, split, standard
-from builders import steps, weight
 from fused_models import MICROSOFT, activated, graph_model
+from models import steps, weight
 from onnx import helper, numpy_helper
 from structures import NAMES, structure
 from upgraded_models import with_linear

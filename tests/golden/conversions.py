@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import attention_models
-import builders as b
 import dialect_models as d
+import models as b
 import numpy as np
 import onnx
 

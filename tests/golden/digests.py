@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import builders
 import checkpoints
+import models as b
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
@@ -48,7 +48,7 @@ def record(case: Case, folder: Path) -> dict[str, str]:
             graph, report = mxfp8_graph.rewrite(gs.import_onnx(proto), recipe, **options)
             result = gs.export_onnx(graph)
         else:
-            builders.save(proto, source, external=case.via == "external")
+            b.save(proto, source, external=case.via == "external")
             if case.via == "twice":
                 mxfp8_graph.rewrite(source, recipe, output=folder / "once.onnx")
                 source = folder / "once.onnx"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import model, node, steps, weight
+from models import model, node, steps, weight
 from onnx import NodeProto
 from oracle import rewrite, run
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import onnx
 from onnx import numpy_helper
 from typer.testing import CliRunner, Result

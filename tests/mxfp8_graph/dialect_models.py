@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import node, steps, value, weight
+from models import node, steps, value, weight
 from onnx import TensorProto, helper, numpy_helper
 
 from mxfp8_ops import numerics, numpy_nodes

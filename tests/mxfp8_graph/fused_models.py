@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import IR_VERSION, node, value, weight
+from models import IR_VERSION, node, value, weight
 from onnx import helper, numpy_helper
 from oracle import normal, rewrite, run
 

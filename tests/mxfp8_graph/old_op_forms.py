@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import node, value
+from models import node, value
 from onnx import helper, numpy_helper
 
 F32 = np.float32

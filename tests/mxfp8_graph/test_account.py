@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import pytest
-from builders import steps, weight
 from commands import run, save
+from models import steps, weight
 
 import mxfp8_graph
 from mxfp8_graph.policy.plan import Decision, MatMulSite

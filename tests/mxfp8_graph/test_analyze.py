@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import pytest

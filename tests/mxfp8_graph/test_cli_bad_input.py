@@ -7,7 +7,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import pytest

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import onnx_ir as ir
 import pytest
 from commands import process, refused, save

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import builders as b
+import models as b
 import onnx
 import pytest
 from commands import refused, run, save

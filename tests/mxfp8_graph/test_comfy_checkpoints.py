@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import builders as b
 import checkpoints as ck
 import ml_dtypes
+import models as b
 import numpy as np
 import oracle
 import pytest

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders as b
 import dialect_models as d
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import oracle

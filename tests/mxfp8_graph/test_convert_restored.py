@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import attention_models
-import builders as b
 import fused_models
+import models as b
 import numpy as np
 import onnx
 import oracle

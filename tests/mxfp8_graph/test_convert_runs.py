@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import attention_models
-import builders as b
 import commands
 import dialect_models as d
+import models as b
 import numpy as np
 import onnx
 import onnxruntime

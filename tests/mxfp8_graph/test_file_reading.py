@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
-import builders
+import models as b
 import onnx
 import pytest
 from releases import release
@@ -27,7 +27,7 @@ def message(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A model with external data."""
-    return builders.save(builders.matmul_model(), tmp_path / "m.onnx", external=True)
+    return b.save(b.matmul_model(), tmp_path / "m.onnx", external=True)
 
 
 @pytest.mark.parametrize("target", ["m.onnx.data", "/dev/zero"], ids=["itself", "a device"])
@@ -68,7 +68,7 @@ def test_windows_names_that_lead_out_of_the_folder(name, tmp_path, monkeypatch):
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
     """The path of an index, in a folder beside a checkpoint."""
-    model, _ = mxfp8_graph.rewrite(builders.matmul_model())
+    model, _ = mxfp8_graph.rewrite(b.matmul_model())
     (tmp_path / "in").mkdir()
     mxfp8_graph.export_safetensors(model, tmp_path / "secret.safetensors")
     return tmp_path / "in" / "model.safetensors.index.json"

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import builders
+import models as b
 import pytest
 
 import mxfp8_graph
@@ -245,7 +245,7 @@ def test_permissions_are_those_of_any_new_file(tmp_path, mask, mode):
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return builders.save(builders.chain_model(), tmp_path / "m.onnx")
+    return b.save(b.chain_model(), tmp_path / "m.onnx")
 
 
 @pytest.mark.parametrize("external", ["always", "never"])
@@ -267,14 +267,14 @@ def test_external_data_go_with_the_model_that_names_them(tmp_path, model, extern
 
 
 def test_the_data_of_the_old_output_are_kept_if_the_input_has_them(tmp_path):
-    out = builders.save(builders.chain_model(), tmp_path / "o.onnx", external=True)
+    out = b.save(b.chain_model(), tmp_path / "o.onnx", external=True)
     (tmp_path / "copy.onnx").write_bytes(out.read_bytes())
     message = refused(mxfp8_graph.rewrite, tmp_path / "copy.onnx", output=out, overwrite=True, external_data="never")
     assert message == f"{out}.data: is an input; expected another file; pass another path"
 
 
 def test_a_checkpoint_replaces_no_file_of_its_model(tmp_path):
-    path, _ = mxfp8_graph.rewrite(builders.matmul_model(), output=tmp_path / "m.onnx", external_data="always")
+    path, _ = mxfp8_graph.rewrite(b.matmul_model(), output=tmp_path / "m.onnx", external_data="always")
     before = contents(tmp_path)
     for name in ("m.onnx", "m.onnx.data"):
         message = refused(mxfp8_graph.export_safetensors, path, tmp_path / name, overwrite=True)

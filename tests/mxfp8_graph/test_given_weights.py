@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import builders as b
 import checkpoints as ck
 import commands
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import oracle

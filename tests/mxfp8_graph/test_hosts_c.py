@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import builders as b
+import models as b
 import numpy as np
 import onnxruntime
 import pytest

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import builders as b
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import pytest

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import builders
 import checkpoints as ck
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import properties
@@ -31,7 +31,7 @@ CONVENTIONS = [("compressed-tensors", "weight_scale"), ("scale-inv", "weight_sca
 
 @functools.cache
 def chain() -> onnx.ModelProto:
-    return rewritten(builders.chain_model())
+    return rewritten(b.chain_model())
 
 
 def rewritten(model: Any, recipe: Any = "mxfp8") -> Any:
@@ -78,9 +78,9 @@ def models(draw: Any) -> onnx.ModelProto:
         inputs[f"x{index}"] = (dtype, [*shape[:-2], "m", shape[-2]])
         outputs[f"y{index}"] = (dtype, [*shape[:-2], "m", shape[-1]])
         product = onnx.helper.make_node("MatMul", [f"x{index}", f"{name}.weight"], [f"h{index}"], name=f"matmul{index}")
-        nodes += [product, builders.node("Relu", f"h{index}", f"y{index}")]
+        nodes += [product, b.node("Relu", f"h{index}", f"y{index}")]
         weights[f"{name}.weight"] = draw(properties.values(shape, dtype, finite=True, calm=True))
-    return builders.model(nodes, inputs, outputs, weights)
+    return b.model(nodes, inputs, outputs, weights)
 
 
 @settings(max_examples=20)
@@ -114,7 +114,7 @@ def test_the_safetensors_package_reads_the_same(convention: str, suffix: str, tm
         np.testing.assert_array_equal(scales.numpy(), weight.scales)
     if convention == "scale-inv":
         assert (config(path)["quant_method"], config(path)["weight_block_size"]) == ("mxfp8", [1, 32])
-    model = builders.save(chain(), tmp_path / f"{suffix}.onnx", external=True)
+    model = b.save(chain(), tmp_path / f"{suffix}.onnx", external=True)
     external = mxfp8_graph.export_safetensors(model, tmp_path / f"b{suffix}", convention=convention)
     assert external.read_bytes() == path.read_bytes()
 
@@ -183,7 +183,7 @@ def test_only_names_of_biases_that_were_copied_lose_their_suffix(front_end: Any,
 
 def test_the_quantization_config_says_which_modules_quantize_activations(tmp_path: Path) -> None:
     recipe = Recipe.model_validate({"rules": [{"name": r"layers\.0", "activations": "unchanged"}]})
-    model = rewritten(builders.chain_model(), recipe)
+    model = rewritten(b.chain_model(), recipe)
     found = config(mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors"))
     assert (found["quant_method"], found["format"]) == ("compressed-tensors", "mxfp8-quantized")
     first, second = found["config_groups"].values()
@@ -196,7 +196,7 @@ def test_the_quantization_config_says_which_modules_quantize_activations(tmp_pat
 
 
 def test_the_recipe_is_recorded_and_tensors_are_aligned_to_their_dtype(tmp_path: Path) -> None:
-    model = rewritten(builders.language_model(), Recipe(min_dim=1, scale_rounding="floor"))
+    model = rewritten(b.language_model(), Recipe(min_dim=1, scale_rounding="floor"))
     path = mxfp8_graph.export_safetensors(model, tmp_path / "a.safetensors")
     assert json.loads(metadata(path)["mxfp8_graph.recipe"])["scale_rounding"] == "floor"
     for tensor in file_format.read(path)[0].values():
@@ -208,13 +208,13 @@ def test_the_recipe_is_recorded_and_tensors_are_aligned_to_their_dtype(tmp_path:
 def test_an_export_that_fails_leaves_nothing_and_replaces_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     path.write_text("mine")
-    source = builders.save(chain(), tmp_path / "a.onnx", external=True)
+    source = b.save(chain(), tmp_path / "a.onnx", external=True)
     (tmp_path / "a.onnx.data").unlink()
     for model, said in ((chain(), "exists already"), (source, "cannot read external file")):
         with pytest.raises(ContractError, match=said):
             mxfp8_graph.export_safetensors(model, path, overwrite=model is source)
     with pytest.raises(ContractError, match="model: no packed weights; expected a rewritten model"):
-        mxfp8_graph.export_safetensors(builders.chain_model(), path, overwrite=True)
+        mxfp8_graph.export_safetensors(b.chain_model(), path, overwrite=True)
     with pytest.raises(ContractError, match="convention: 'gguf'; expected one of compressed-tensors, scale-inv"):
         mxfp8_graph.export_safetensors(chain(), path, convention="gguf", overwrite=True)
     assert path.read_text() == "mine"

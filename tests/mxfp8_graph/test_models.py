@@ -9,7 +9,7 @@ from typing import Any
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from builders import chain_model, save
+from models import chain_model, save
 
 import mxfp8_graph
 from mxfp8_graph.models import Kind, kind_of

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import oracle

@@ -7,7 +7,7 @@ import os
 import unicodedata
 from pathlib import Path
 
-import builders as b
+import models as b
 import onnx
 import pytest
 from commands import run

@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import PAST, feeds, standard
-from builders import node, steps
 from grids import looped
+from models import node, steps
 from oracle import initializers, kinds, rewrite, run
 from test_onnx_contrib import MICROSOFT, contrib_model, integers
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, matmul_model, node, save, steps, text_model, value, weight
 from grids import looped
+from models import chain_model, matmul_model, node, save, steps, text_model, value, weight
 from onnx import TensorProto, helper, numpy_helper
 from oracle import run
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import IR_VERSION, node, steps, value
 from grids import looped, pairwise
+from models import IR_VERSION, node, steps, value
 from onnx import helper, numpy_helper
 from oracle import GEMM, kinds, refusal, rewrite, run
 

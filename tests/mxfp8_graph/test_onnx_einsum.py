@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 import pytest
-from builders import neg_model, text_model
 from grids import looped
+from models import neg_model, text_model
 from oracle import GEMM, initializers, kinds, refusal, rewrite, run
 from test_onnx_contrib import integers
 

@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import builders as b
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import pytest
-from builders import Shape, language_model, model, node, steps, value, weight
 from grids import looped
+from models import Shape, language_model, model, node, steps, value, weight
 from oracle import expect, initializers, kinds, quantized, reasons, refusal, rewrite, run
 
 import mxfp8_graph

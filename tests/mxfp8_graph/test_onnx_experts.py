@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import model, node, save, steps, value, weight
 from grids import looped
+from models import model, node, save, steps, value, weight
 from oracle import Expected, computes, expect, initializers, kinds, normal, refusal, rewrite, run
 
 import mxfp8_graph

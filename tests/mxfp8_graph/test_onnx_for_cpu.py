@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import builders as b
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import pytest

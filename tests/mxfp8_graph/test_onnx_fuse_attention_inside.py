@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import EXACT, HEADS, HIDDEN, SIZE, attention, check_near, decoder, feeds, split, standard
-from builders import choose, node, steps, subgraph, value
 from grids import looped, pairwise
+from models import choose, node, steps, subgraph, value
 from onnx import numpy_helper
 from oracle import rewrite, run
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, choose, language_model, node, steps, text_model, weight
 from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
 from grids import looped, pairwise
+from models import chain_model, choose, language_model, node, steps, text_model, weight
 from oracle import kinds
 
 import mxfp8_graph

@@ -9,8 +9,8 @@ import numpy as np
 import onnx
 import oracle
 import pytest
-from builders import choose, gemm_model, matmul_model, neg_model, node, steps, subgraph, text_model, value, weight
 from grids import looped, pairwise
+from models import choose, gemm_model, matmul_model, neg_model, node, steps, subgraph, text_model, value, weight
 from onnx import helper, numpy_helper
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, reasons, refusal, relu, rewrite, run
 

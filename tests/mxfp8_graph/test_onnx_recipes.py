@@ -7,8 +7,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from builders import neg_model, text_model, weight
 from grids import looped, pairwise
+from models import neg_model, text_model, weight
 from oracle import Expected, computes, expect, kinds, normal, reasons, relu, rewrite, run
 
 from mxfp8_graph import Recipe, Rule

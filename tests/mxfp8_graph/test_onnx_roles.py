@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import attention_model, choose, language_model, model, node, read_by, steps, text_model, weight
 from grids import looped
+from models import attention_model, choose, language_model, model, node, read_by, steps, text_model, weight
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import Shape, node, read_by, steps, text_model, weight
 from grids import looped
+from models import Shape, node, read_by, steps, text_model, weight
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, reasons, refusal, rewrite, run

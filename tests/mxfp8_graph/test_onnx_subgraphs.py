@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import calling, choose, local_function, model, node, steps, subgraph, text_model, value, weight
+from models import calling, choose, local_function, model, node, steps, subgraph, text_model, value, weight
 from onnx import numpy_helper
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, quantized, reasons, rewrite, run
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from builders import chain_model, matmul_model, matmul_stack, node, steps, text_model, weight
 from google.protobuf import text_format
 from grids import looped
+from models import chain_model, matmul_model, matmul_stack, node, steps, text_model, weight
 from onnx import NodeDeviceConfigurationProto as DeviceConfiguration
 from onnx import helper, numpy_helper
 from oracle import GEMM, check_well_formed, computes, expect, initializers, kinds, normal, relu, rewrite, run

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from builders import calling, chain_model, choose, local_function, model, node, steps, subgraph, value, weight
 from grids import looped
+from models import calling, chain_model, choose, local_function, model, node, steps, subgraph, value, weight
 from old_op_forms import FORMS, INPUTS, Form, form, old_model
 from onnx import helper, numpy_helper
 from oracle import check_well_formed, expect, kinds, run

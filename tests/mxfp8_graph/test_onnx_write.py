@@ -7,13 +7,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import pytest
-from builders import chain_model, language_model, matmul_model, model, node, save, steps, weight
 from full_disk import files, files_of_at_most
 from grids import looped
+from models import chain_model, language_model, matmul_model, model, node, save, steps, weight
 from onnx import external_data_helper, numpy_helper
 from oracle import expect, normal, run
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import onnx_ir as ir

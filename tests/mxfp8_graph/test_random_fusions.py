@@ -11,9 +11,9 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import EXACT, HEADS, HIDDEN, SIZE, attention, decoder, feeds
-from builders import choose, node, steps, weight
 from fused_models import activated, both_ways, check_same, graph_model
 from grids import looped
+from models import choose, node, steps, weight
 from onnx import helper, numpy_helper
 from oracle import kinds, rewrite, run
 

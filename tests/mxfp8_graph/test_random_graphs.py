@@ -11,9 +11,9 @@ import numpy as np
 import onnx
 import oracle
 import properties  # noqa: F401 - sets hypothesis up
-from builders import model, node, value, weight
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
+from models import model, node, value, weight
 from onnx import TensorProto, helper
 
 import mxfp8_graph

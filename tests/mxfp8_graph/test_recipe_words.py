@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import pytest
 
 import mxfp8_graph

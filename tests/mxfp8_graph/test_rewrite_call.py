@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import onnxruntime

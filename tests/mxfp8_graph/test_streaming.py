@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from builders import matmul_model, save, write_large
+from models import matmul_model, save, write_large
 from onnx import helper, numpy_helper
 
 import mxfp8_graph

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 from grids import looped

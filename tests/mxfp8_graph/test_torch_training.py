@@ -15,8 +15,8 @@ from grids import looped
 
 torch = pytest.importorskip("torch")
 
-import builders  # noqa: E402
 import commands  # noqa: E402
+import models as b  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.export import ExportedProgram  # noqa: E402
@@ -164,7 +164,7 @@ def test_the_command_line_prepares_a_file_for_training(ep: ExportedProgram, own_
     tuned = mxfp8_graph.load("tuned.pt2")
     assert count(tuned, "mxfp8.linear_train") == 2
     assert trained(mxfp8_graph.rewrite(ep, training=True)[0], steps=3) == trained(tuned, steps=3)
-    source = commands.save(builders.chain_model())
+    source = commands.save(b.chain_model())
     assert commands.refused("rewrite", source, "--training") == (
         f"error: {source}: an ONNX model, which cannot be trained; expected an exported program (.pt2); export the "
         "model with torch.export, or leave out --training"

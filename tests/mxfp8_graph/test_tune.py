@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import builders as b
+import models as b
 import numpy as np
 import onnx
 import pytest

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import builders
+import models as builders
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs

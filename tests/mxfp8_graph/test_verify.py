@@ -7,8 +7,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-import builders as b
 import ml_dtypes
+import models as b
 import numpy as np
 import onnx
 import pytest

@@ -6,9 +6,9 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import attention
-from builders import matmul_model, steps
 from fused_models import activated
 from grids import looped, pairwise
+from models import matmul_model, steps
 from onnx import helper, numpy_helper
 from oracle import normal, quantized
 from test_onnx_fuse_gemms import OPS, gated

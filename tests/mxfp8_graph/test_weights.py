@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
-from builders import weight
 from grids import looped, pairwise
+from models import weight
 
 from mxfp8_graph import weights
 from mxfp8_graph.onnx_pass.views import Static

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import builders as b
+import models as b
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
 """A module that is None cannot be imported, as one that is not there."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from builders import node, value, weight
+from models import node, value, weight
 from onnx import numpy_helper
 from oracle import expect, normal
 
