@@ -156,7 +156,7 @@ def retrieval() -> str:
     left, right, top, bottom = 70, 730, 66, 300
 
     def at(speed: float, kept: float) -> tuple[float, float]:
-        return left + (right - left) * speed / 3, bottom - (bottom - top) * (kept - 70) / 30
+        return left + (right - left) * speed / 3.5, bottom - (bottom - top) * (kept - 70) / 30
 
     shapes = [
         text(20, 28, "Search with the real all-MiniLM-L6-v2: results kept, and texts per second", "title"),
@@ -169,7 +169,8 @@ def retrieval() -> str:
         shapes.append(f'<line x1="{left}" y1="{y:g}" x2="{right}" y2="{y:g}" stroke="{LINE}"/>')
         shapes.append(text(left - 8, y + 5, f"{kept} %", "note", "end"))
     shapes += [
-        text(at(speed, 70)[0], bottom + 22, f"{speed:g}", "note", "middle") for speed in (0, 0.5, 1, 1.5, 2, 2.5, 3)
+        text(at(speed, 70)[0], bottom + 22, f"{speed:g}", "note", "middle")
+        for speed in (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5)
     ]
     for row in rows:
         name, (x, y) = row["contender"], at(float(row["x float32"]), float(row["top 10 kept, %"]))
