@@ -61,12 +61,13 @@ def rewrite(
     chosen = chosen.without_fusion() if no_fuse else chosen
     chosen = chosen.for_cpu() if runs_on else chosen
     with progress_bar() as progress:
-        _, done = rewriting.rewrite(
+        _, result = rewriting.rewrite(
             model, chosen, output=output, external_data=external_data, overwrite=overwrite, bodies=bodies,
             dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training,
             weights=weights, weight_names=weight_names, progress=progress,
         )  # fmt: skip
-    print_result(done, every=dry_run or verbose, json=json, reports=report, overwrite=overwrite)
+    # A dry run is about the plan, so it prints every site.
+    print_result(result, every=dry_run or verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def verify(
