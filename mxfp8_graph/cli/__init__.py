@@ -30,5 +30,5 @@ def main() -> None:
     """Runs the command line in this process."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # names may hold what the terminal's encoding lacks
+            stream.reconfigure(errors="backslashreplace")  # names may have characters that the encoding lacks
     app(prog_name="mxfp8-graph")

@@ -40,7 +40,9 @@ ExternalData = Annotated[
     Literal["auto", "always", "never"],
     Option(help="Write weights to OUTPUT.data; auto: as in MODEL, and always in from-hf."),
 ]
-AllowNonfinite = Annotated[bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf, else an error.")]
+AllowNonfinite = Annotated[
+    bool, Option("--allow-nonfinite", help="Pack weights with NaN or Inf instead of refusing them.")
+]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing outputs and reports.")]
 Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
 

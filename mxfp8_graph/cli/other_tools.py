@@ -37,7 +37,7 @@ def from_hf(
 ) -> None:
     """Makes an ONNX model from a Hugging Face folder.
 
-    Its weights are in MXFP8; copies the bytes of all tensors. Nothing in the folder is executed.
+    The folder has weights in MXFP8. Copies the bytes of all tensors, and runs no code from the folder.
     """
     from mxfp8_graph.tools.from_hf import from_hf as from_folder
 

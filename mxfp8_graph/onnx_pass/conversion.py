@@ -119,7 +119,7 @@ def _limits(node: ir.Node) -> list[str]:
 
 
 def _hardmax(node: ir.Node) -> list[str]:
-    """Sets the axis of Hardmax, which was over all axes from its own on, and is over one."""
+    """Sets the axis of Hardmax, which covered all axes from its own on and now covers one."""
     shape, axis = shape_of(node.inputs[0]) if node.inputs[0] else None, attribute(node, "axis", 1)
     if axis != -1 and (shape is None or axis != len(shape) - 1):
         raise _ChangedError(f"it was over all axes from {axis} on")
@@ -128,7 +128,7 @@ def _hardmax(node: ir.Node) -> list[str]:
 
 
 def _prelu(node: ir.Node) -> list[str]:
-    """Refuses slopes per channel: PRelu broadcasts slopes from the last axis on now."""
+    """Refuses slopes per channel: PRelu now broadcasts slopes from the last axis on."""
     slope = node.inputs[1]
     shape = None if slope is None else shape_of(slope)
     if shape is None or any(dim != 1 for dim in shape):

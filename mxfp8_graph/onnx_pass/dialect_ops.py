@@ -58,7 +58,7 @@ def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | No
     rank = len(dims)
     fitting = [axis for axis in range(-1, -rank - 1, -1) if scales == scale_shape(dims, axis)]
     if fitting:
-        # Several axes fit if dims repeat, as in a square weight.
+        # Several axes fit if each of them has size 1 and so one block.
         wanted = None if given is None else given % rank - rank
         return wanted if wanted in fitting else fitting[0] if given is None else None
     if rank != 2:

@@ -201,7 +201,7 @@ class _Finder:
     def _role(self, node: ir.Node, form: Form, w: Operand) -> Role:
         if w.static is None:
             return self._roles.of_product(node.outputs[0])
-        # What the op itself does with the product stands between it and whatever follows.
+        # The op's own further steps come between the product and the next node.
         passive = ROLE_OPS.views | ROLE_OPS.to_output
         return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
 

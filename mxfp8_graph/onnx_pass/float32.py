@@ -99,7 +99,7 @@ def _cast(model: ir.Model) -> set[ir.Value]:
         new = cast(value, name, dtype_of(value))
         new.type, new.shape, new.doc_string = value.type, value.shape, value.doc_string
         new.metadata_props.update(value.metadata_props)
-        value.type = value.shape = value.doc_string = None  # the model declares what it did before
+        value.type = value.shape = value.doc_string = None  # these describe the output, which is the cast's result now
         graph.outputs[:] = [new if output is value else output for output in graph.outputs]
         kept.append(new)
     return {*kept}

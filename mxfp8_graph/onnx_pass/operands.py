@@ -143,7 +143,7 @@ class Operands:
 
         Where neither operand is static, one that is picked from a stack is the weight.
         """
-        # A static b is the weight even if a is static too. Only a static a alone leaves out the first reading.
+        # If both operands are static, or both are picked from stacks, b is the weight.
         ways = ((form, False), (_mirrored(form), True))
         for mine, first in ways if self.static(form.b) or not self.static(form.a) else ways[1:]:
             x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
@@ -268,7 +268,7 @@ class Operands:
             return None
         more = len(axes) if node.op_type == "Unsqueeze" else 0
         rank += more
-        # Only axes of the index: the last two are those of the matrices.
+        # Only axes of the index: the last two are the matrices' axes.
         if not all(-rank <= axis < rank and axis % rank < picked.rank + more for axis in axes):
             return None
         step = node.op_type, tuple(axis % rank for axis in axes)
@@ -338,7 +338,7 @@ def _run_time(value: ir.Value, transposed: bool, layout: Layout, rank: int | Non
     shape = None if known is None else k_last(layout.of(known), transposed)
     needed = None if rank is None else k_last(layout.perm or range(rank), transposed)
     if needed is not None and needed != tuple(range(len(needed))):
-        # The Transpose of K in Q @ K^T is the most frequent one: the two cancel.
+        # As for K^T in Q @ K^T: the exporter's Transpose and the one that is needed here cancel.
         producer = value.producer()
         if producer is not None and is_op(producer, "Transpose") and producer.inputs[0] is not None:
             before = permutation(producer, len(needed))

@@ -98,7 +98,7 @@ ROLE_OPS: Final = RoleOps(
     compute=names(lambda op: op.product is not None).union(_COMPUTES),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
-    # A part of a value is more than a view of it: Slice and Split stand in the lists below.
+    # Slice and Split may be in two of the three places only: see `to_output` and `from_softmax`.
     views=frozenset({*VIEW_OPS, "Flatten"}) - {"Slice", "Split"},
     to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),

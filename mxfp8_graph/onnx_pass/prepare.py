@@ -178,9 +178,9 @@ def through(
             if converts and producer is not None:  # the converter loses them
                 node.metadata_props.update(producer.metadata_props)
                 node.name, node.doc_string = producer.name, node.doc_string or producer.doc_string
-            elif converts and node.name:  # the converter calls what it adds like the node that it adds it for
+            elif converts and node.name:  # the converter names an added node like the node that needs it
                 node.name = take_name(node.name, names)
-        # The model declares what it did before.
+        # The declared types stay as they were: onnx's passes add inferred ones.
         inputs = graph.inputs if graph is result.graph else ()  # inputs of a body may have the name of an outer value
         for value in (*inputs, *(output for node in graph for output in node.outputs)):
             if (before := known.get(str(value.name))) is not None:

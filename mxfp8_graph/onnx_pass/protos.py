@@ -65,7 +65,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     try:
         with _quiet():
             model = ir.from_proto(proto)
-    except Exception as error:  # what it raises has no common base
+    except Exception as error:  # onnx_ir's exceptions have no common base
         raise _refusal(name, "read", error) from None
     finally:
         for info, declared in foreign.values():

@@ -142,7 +142,7 @@ class Editor:
         old.replace_all_uses_with(result, replace_graph_outputs=True)
 
     def _product(self, site: OnnxSite, decision: Decision, inputs: Sequence[ir.Value], build: Builder) -> ir.Value:
-        """Returns the result of a new gemm, and of nodes for what it cannot do: dtype, swap, alpha, C, activations."""
+        """Returns the result of a new gemm and the nodes behind it, for dtype, swap, alpha, C and activations."""
         op = contract.EMBEDDING if site.form.picks_rows else _GEMMS[decision.weight_only, site.w.picked is not None]
         takes_values = decision.weight_only and not site.form.picks_rows
         dtype = weight_gemm_dtype(site.dtype) if takes_values else site.dtype

@@ -35,7 +35,7 @@ _LENGTH: Final = 2  # wire type of messages, strings and bytes
 def skeleton(path: Path) -> bytes:
     """Returns the model as protobuf, with large raw data as external data of the file itself.
 
-    A file that is not protobuf is returned as it is: protobuf's parser refuses it with its own message.
+    A file that is not protobuf is returned as it is, and protobuf's parser refuses it.
     """
     with path.open("rb") as file:
         try:

@@ -30,7 +30,7 @@ Steps = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """An operand whose value is known before the model runs: stored data and the steps to what the consumer sees."""
+    """An operand whose value is known before the model runs: stored data, and the steps from it to the operand."""
 
     value: ir.Value
     """The initializer, or the output of the Constant node."""
@@ -187,7 +187,7 @@ def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tupl
     if straight is None:
         return (steps, transposed)
     shape, flipped, casts = straight
-    # Casts from a dtype of values to float32, or to what it is, change no value.
+    # A cast of a value dtype to float32, or to itself, changes no value.
     dtype = int(tensor.dtype)
     if dtype in VALUE_NAMES and {*casts} <= {dtype, onnx.TensorProto.FLOAT}:
         casts = ()

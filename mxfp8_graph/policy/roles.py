@@ -81,11 +81,11 @@ class Roles(Generic[Op, Value]):
 
         An output projection's result reaches a model output passively and feeds no later matmul. The second condition
         tells an LM head from the key and value projections of a decoder that returns its cache. A router's result
-        decides a choice, and the model computes with what it chose.
+        decides a choice, and the model computes with that choice.
         """
         reached = list(_reached([result], self._passively))
         chooses = any(self._maker(value) in self._ops.choices for value in reached)
-        # An ArgMax at the end picks a token or a label: only what is computed by a choice makes a router.
+        # An ArgMax at the end picks a token or a label. Only a choice that the model computes with makes a router.
         if (chooses or any(map(self._graph.is_model_output, reached))) and not self._feeds_compute(result):
             return "output_projection"
         return "router" if chooses else "linear"

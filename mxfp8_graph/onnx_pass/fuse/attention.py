@@ -106,7 +106,7 @@ def _result(attention: Attention) -> tuple[ir.Value, ir.Node | None] | None:
     shape = shape_of_rank(merged, 3)
     if shape is not None and same(shape[0], batch) and same(shape[1], length):
         return merged, None
-    if target is None or 0 in target[2:]:  # 0 takes a size over from what is reshaped, which has one dimension less
+    if target is None or 0 in target[2:]:  # 0 copies a size of the input, and the new input has one axis less
         return None
     return merged, reshape
 

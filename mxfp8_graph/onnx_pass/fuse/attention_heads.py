@@ -63,7 +63,7 @@ def follow(value: _Value, *, scaled: bool = True, cached: bool = False) -> Sourc
 
     Args:
         value: the heads.
-        scaled: whether to follow them through multiplications by a number; not for V: its factor is none of the scores.
+        scaled: whether to follow them through multiplications by a number; false for V, which does not scale scores.
         cached: whether to follow them through groups and past, which K and V may have.
     """
     factor, past, present = 1.0, None, None

@@ -71,7 +71,7 @@ _MICROSOFT: Final[Mapping[str, _Compute]] = {
     "QuickGelu": lambda node, inputs: inputs[0] * _sigmoid(attribute(node, "alpha", 1.702) * inputs[0]),
 }
 _OPS: Final = {MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD, _STANDARD)}
-"""What each elementwise op computes, by domain."""
+"""The functions of elementwise ops, by domain and op type."""
 
 
 def activation_of(value: ir.Value, dtype: int) -> tuple[str, Sequence[ir.Node]] | None:
@@ -140,7 +140,7 @@ def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
 def _named(values: Array, dtype: int) -> str | None:
     """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
     scale = 1 + np.abs(_POINTS)
-    # A NaN is as far from every function as can be.
+    # A NaN matches no function: its error counts as infinite.
     errors = {
         name: float(np.max(np.nan_to_num(np.abs(values - wanted) / scale, nan=np.inf)))
         for name, wanted in _EPILOGUES.items()

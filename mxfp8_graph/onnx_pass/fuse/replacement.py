@@ -24,7 +24,7 @@ class Replacement:
     """
 
     kind: str
-    """What was fused, for reports: "gemm + gelu"."""
+    """The fused ops, for reports: "gemm + gelu"."""
     node: ir.Node
     gone: tuple[ir.Node, ...]
     """Nodes of one graph."""
