@@ -1,4 +1,4 @@
-"""locate(): finds a file that a model or the index of a checkpoint names, inside the folder of the two."""
+"""locate(): finds a file that a model or the index of a checkpoint names; the file must be in the same folder."""
 
 from __future__ import annotations
 

@@ -120,9 +120,9 @@ def tune(
 ) -> None:
     """Finds the smallest or fastest plan within a budget.
 
-    A plan keeps or packs each matmul, in E4M3 or INT8, with activations alike, in bfloat16 or unchanged. Every plan
-    that is tried is rewritten for real and run on all samples. If no plan meets the budget, the exit code is 1 and
-    nothing is written. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
+    A plan keeps or packs each matmul, in E4M3 or INT8, with activations in the same format, in bfloat16 or unchanged.
+    The search rewrites MODEL by each plan that it tries, and runs it on all samples. If no plan meets the budget, the
+    exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
     from mxfp8_graph.tools.tune.result import BudgetNotMetError

@@ -195,7 +195,7 @@ def complaint(model: ir.Model) -> str:
         content = proto.SerializeToString()
     try:
         onnx.checker.check_model(content)
-    except Exception as error:  # whatever C++ raises
+    except Exception as error:  # exceptions from onnx's C++ have no common base
         said, _, context = " ".join(str(error).split()).partition(" ==> Context: ")
         # The checker names the node at the end, in a long context; here a message begins with it.
         node = re.match(r"Bad node spec for node\. Name: (.*?) OpType: (\S+)", context)

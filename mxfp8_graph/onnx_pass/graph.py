@@ -224,7 +224,7 @@ def made_by(value: ir.Value | None, *ops: str) -> ir.Node | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Returns the value of a constant that is one number, of whatever rank; None if it has no such value."""
+    """Returns the number of a constant with one element, of any rank; None for other values."""
     array = None if value is None else constant(value)
     return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 

@@ -92,7 +92,7 @@ class Operands:
                     self._computed.update(node.outputs)
 
     def is_constant(self, value: ir.Value) -> bool:
-        """Whether `value` depends on no graph input, whatever the ops on the way."""
+        """Whether `value` depends on no graph input, through any ops."""
         return value in self._computed or stored(value) is not None
 
     def static(self, value: ir.Value | None) -> Static | None:

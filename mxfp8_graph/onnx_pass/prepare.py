@@ -144,7 +144,7 @@ def through(
     with lent(model) as proto:
         try:
             changed = call(proto)
-        except Exception as error:  # whatever C++ raises
+        except Exception as error:  # exceptions from onnx's C++ have no common base
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             expected = f"opset {MIN_OPSET} or above" if converts else "a model that onnx understands"
             text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
@@ -210,7 +210,7 @@ def infer(model: ir.Model, notes: list[str]) -> None:
         _copy_outer_constants(proto.graph, {})
         try:
             typed = _inferred(proto)
-        except Exception as error:  # whatever C++ raises
+        except Exception as error:  # exceptions from onnx's C++ have no common base
             notes.append(f"shapes could not be inferred: {first_line(error)}")
             return
     # The copies of outer constants come last.

@@ -76,7 +76,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
             part.meta[FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
         for value in part.initializers.values():
             if isinstance(value.const_value, ir.serde.TensorProtoTensor):
-                value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
+                value.const_value.metadata_props.clear()  # else written twice: with the message, and from here
         _keep_devices(part, message.node)
     for function, body in zip(model.functions.values(), proto.functions, strict=True):
         _keep_devices(function, body.node)

@@ -59,7 +59,7 @@ def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> 
 
 
 def add_bodies(model: ir.Model, style: Style | None = STYLE) -> None:
-    """Adds function bodies for the nodes of ours, none with None; RuntimeError as `complete`."""
+    """Adds function bodies in a style for our nodes, or none for None; raises RuntimeError as `complete` does."""
     with lent(model) as proto:
         # The same check as at the load, so that a damaged result is not written.
         try:
@@ -71,6 +71,6 @@ def add_bodies(model: ir.Model, style: Style | None = STYLE) -> None:
 
 
 def remove_bodies(model: ir.Model) -> None:
-    """Removes the function bodies of nodes of ours."""
+    """Removes the function bodies of our nodes."""
     for key in [key for key in model.functions if key[0] == contract.DOMAIN]:
         del model.functions[key]

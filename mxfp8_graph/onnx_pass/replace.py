@@ -4,7 +4,7 @@
     MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               activations bfloat16 or unchanged
     MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         the same, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
-    MatMul(X, Gather(w, i))  -> MXFP8GroupedGemm(MXFP8Quantize(X), packed w, i)    or MXFP8GroupedWeightGemm, alike
+    MatMul(X, Gather(w, i))  -> MXFP8GroupedGemm(MXFP8Quantize(X), packed w, i)    or MXFP8GroupedWeightGemm
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
     Gather(w, ids)      -> MXFP8Embedding(ids, packed w)
     GatherND(w, ids)    -> MXFP8Embedding(Squeeze(ids), packed w)

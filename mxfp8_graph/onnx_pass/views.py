@@ -152,7 +152,7 @@ def repeat(node: ir.Node, before: Static, output: ir.Value, integers: Integers) 
 
 
 BEHIND_REPEAT: Final = (identity, cast, transpose, reshape)
-"""The views that a value may stand behind once it repeats."""
+"""The views that may follow an Expand or Tile."""
 
 
 def permutation(node: ir.Node, rank: int) -> tuple[int, ...] | None:

@@ -34,7 +34,7 @@ def already_rewritten(before: RewriteRecord | None, recipe: Recipe, options: Opt
         expected, advice = f"a {what} in high precision", "rewrite the original"
         raise ContractError(options.name, "has MXFP8 weights already", expected=expected, advice=advice)
     first = recorded(before.recipe)
-    fields = None if first is None else first.differences(recipe)  # {}: weights are packed alike
+    fields = None if first is None else first.differences(recipe)  # {}: weights are packed the same
     if not before.packed:
         if fields != {}:
             changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in (fields or {}).items())

@@ -22,7 +22,7 @@ from rich.text import Text
 from mxfp8_graph.naming import printable
 
 Cell = str | tuple[str, float]
-"""Text, or text and the number that it stands for."""
+"""Text, or (text, its number)."""
 Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
 """Header and rows of a table."""
 
