@@ -1,8 +1,8 @@
 """The command `mxfp8-graph`, also as `python -m mxfp8_graph`: it forks once, and the child does the work.
 
-A damaged model may crash onnx's C++, and the system kills a process that takes all memory. The parent, which holds
-nothing, then says so in one line. Before the fork nothing is imported that starts threads: they do not survive one.
-Windows has no fork: one process works there, and its crash ends the command without a message.
+A damaged model may crash onnx's C++, and the system kills a process that takes all memory. Then the parent, which uses
+little memory, prints one line. Nothing that starts threads is imported before the fork, because threads do not survive
+it. Windows has no fork: one process does the work there, and a crash ends the command without a message.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from mxfp8_ops import system
 def main() -> None:
     """Runs the command line, in a child process where the system can fork."""
     code = system.fork_worker()
+    # None in the child. The parent ends with the child's exit code, which is negative after a signal.
     if code is not None:
         sys.exit(code if code >= 0 else _killed(signal.Signals(-code)))
     try:
         from mxfp8_graph.cli import main as run
-    except KeyboardInterrupt as stop:
+    except KeyboardInterrupt as stop:  # the import takes time, and the commands' handler is not there yet
         sys.exit(128 + stop.args[0])
     run()
 
 
 def _killed(signum: signal.Signals) -> int:
-    """Prints what a signal that ended the child stands for; returns the exit code."""
+    """Prints the likely cause of the signal that ended the child; returns the exit code."""
     if signum.name == "SIGKILL":
         what, expected = "killed (SIGKILL), as systems do when memory runs out", "enough memory for the model"
         advice = "free memory, or use a machine with more"

@@ -1,4 +1,4 @@
-"""diagnose(): the installed packages, the kernels that run, and a session with the custom ops, on CPU and GPU."""
+"""diagnose(): checks the installed packages, the kernels, and a session with the custom ops, on CPU and GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Check:
 
     name: str
     state: State
-    """missing: optional and not here. broken: optional, here, and does not work. failed: the CPU path does not work."""
+    """missing: optional, not installed. broken: optional, installed, does not work. failed: the CPU path needs it."""
     detail: str
     advice: str = ""
     """Advice in words; empty if the state is ok."""
@@ -46,7 +46,7 @@ _PACKAGES: Final = (
     ("onnxruntime", ("onnxruntime", "onnxruntime-gpu", "onnxruntime-directml", "onnxruntime-openvino"), ""),
     ("torch", ("torch",), "needed for PyTorch models only"),
 )
-"""Name, distributions that provide it, its purpose ("" if everything needs it)."""
+"""Name, distributions that provide it, purpose ("" for a package that is always needed)."""
 
 
 def diagnose() -> list[Check]:
@@ -64,36 +64,36 @@ def diagnose() -> list[Check]:
 
 
 def table(checks: Iterable[Check]) -> Group:
-    """Returns the checks for a terminal, one line each, advice below what is not ok."""
+    """Returns the checks for a terminal, one line each, with advice below a line that is not ok."""
     lines = []
     for check in checks:
         detail = printable(check.detail)
         if check.advice:
             detail += f"\n{'':28}-> {printable(check.advice)}"
         state = (f"{check.state:9}", section.STYLES[check.state])
-        # A path that is to be copied does not fold.
+        # No folding, so that a path can be copied.
         line = Text.assemble(f"{check.name:19}", state, detail, no_wrap=True, overflow="ignore")
         lines.append(line)
     return Group(*lines)
 
 
 def healthy(checks: Sequence[Check]) -> bool:
-    """Returns whether the CPU path works: nothing failed (what is optional may be missing)."""
+    """Whether the CPU path works: no check failed (optional packages may be missing)."""
     return not any(check.state == "failed" for check in checks)
 
 
 def _package(name: str, distributions: Sequence[str], purpose: str) -> Check:
-    found = next((each for each in distributions if installed(each)), None)
-    if found is None:
+    distribution = next((each for each in distributions if installed(each)), None)
+    if distribution is None:
         detail = f"not installed; {purpose or 'needed always'}"
         return Check(name, "missing" if purpose else "failed", detail, f"pip install {distributions[0]}")
-    version = f"{installed(found)}" if found == name else f"{installed(found)} ({found})"
+    version = f"{installed(distribution)}" if distribution == name else f"{installed(distribution)} ({distribution})"
     try:
         # Metadata alone says little: a package may be installed and not importable, for a missing system library.
         importlib.import_module(name.replace("-", "_"))
-    except Exception as error:  # a package that is half there may raise anything
+    except Exception as error:  # an incomplete package may raise anything
         detail = f"{version}, but it cannot be imported: {error}"
-        return Check(name, "broken" if purpose else "failed", detail, f"pip install --force-reinstall {found}")
+        return Check(name, "broken" if purpose else "failed", detail, f"pip install --force-reinstall {distribution}")
     return Check(name, "ok", version)
 
 
@@ -102,13 +102,13 @@ def _attempt(name: str, step: Callable[[], str], otherwise: State = "failed") ->
         return Check(name, "ok", step())
     except Mxfp8Error as error:
         return Check(name, otherwise, "; expected ".join(filter(None, (error.problem, error.expected))), error.advice)
-    except Exception as error:  # ONNX Runtime's and the loader's have no common base
+    except Exception as error:  # exceptions of ONNX Runtime and of the loader have no common base
         advice = "reinstall mxfp8-graph with pip" if otherwise == "failed" else "report this, with the output of doctor"
         return Check(name, otherwise, str(error), advice)
 
 
 def _cuda_checks() -> list[Check]:
-    """Returns one check where there is no GPU: all that CUDA needs is missing on most machines without one."""
+    """Returns the checks of the CUDA path; without a GPU one check, since most such machines lack all CUDA packages."""
     try:
         gpus = system.gpus()
     except BackendError as error:

@@ -1,4 +1,4 @@
-"""Finds the files that the index of a checkpoint, or a description of a model, names: they lie in its folder."""
+"""locate(): finds a file that a model or the index of a checkpoint names; the file must be in the same folder."""
 
 from __future__ import annotations
 
@@ -9,15 +9,22 @@ from mxfp8_ops.errors import ContractError
 
 
 def locate(named_in: Path, name: str, where: str) -> Path:
-    """Returns the path, without links, of the file beside `named_in` that it calls `name`; `where` is for errors.
+    """Returns the path, without links, of the file `name` that the file `named_in` refers to.
 
-    Raises OSError if there is none, and ContractError if it lies outside: an index from a stranger can name any file.
+    Args:
+        named_in: a model, or the index of a checkpoint.
+        name: a path relative to the folder of `named_in`.
+        where: place in error messages.
+
+    Raises:
+        OSError: there is no such file.
+        ContractError: the file lies outside of the folder. An index of unknown origin can name any file.
     """
     folder = Path(os.path.realpath(named_in.parent))
-    # In the cache of the Hugging Face hub, index and shards are links into one other folder: that counts as inside.
+    # In the cache of the Hugging Face hub, index and shards are links into one other folder, which counts as inside.
     folders = [folder, Path(os.path.realpath(named_in)).parent] if named_in.is_symlink() else [folder]
     plain = PurePath(name)
-    # Decided by the name first: realpath of such a name would ask the system about files that are none of the model's.
+    # First by the name alone: realpath of an outside name would ask the system about files of others.
     # Windows has anchors that are not absolute: C:name and \\name lead out of the folder too.
     outside = bool(not name or not name.isprintable() or plain.anchor or ".." in plain.parts)
     path = Path(folder, plain) if outside else Path(os.path.realpath(Path(folder, plain), strict=True))

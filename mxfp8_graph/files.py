@@ -1,7 +1,7 @@
 """Writes files whole or not at all: into a temporary folder beside the output, from which they are renamed into place.
 
-Of a replaced output the old file goes first, and the new one comes last: if the process ends in between, there is no
-output, but never a model beside another model's data.
+When an output is replaced, the old model is removed first and the new model is renamed last. If the process ends in
+between, there is no model, rather than a model beside another model's data.
 """
 
 from __future__ import annotations
@@ -28,11 +28,18 @@ def output(
     """Yields a temporary folder for a file called `path.name`, and for others beside it, under their final names.
 
     At the end the old `path` and `replaces` are removed, then the new files are renamed into place, `path` last. After
-    an error before that, `path` is what it was; after one within, it is absent. An empty folder replaces nothing.
+    an error before that, `path` is unchanged; after an error in these steps, it is absent. An empty folder replaces
+    nothing.
 
-    `inputs` must not be replaced, under whatever name; `beside` are files that are known to come; `replaces` are files
-    beside `path` that belong to the old one, and to no other model. Raises ContractError as `check_output`, or for an
-    OSError of a step or of the caller's.
+    Args:
+        path: the output.
+        overwrite: whether an old output may be replaced.
+        inputs: files that must not be replaced, under any name.
+        beside: further files that the caller will write beside `path`.
+        replaces: files beside `path` that belong to the old output, and to no other model.
+
+    Raises:
+        ContractError: see `check_output`; or a step, or the caller, raised an OSError.
     """
     check = partial(check_output, path, overwrite=overwrite, inputs=list(inputs), replaces=replaces)
     check(beside=beside)
@@ -41,7 +48,7 @@ def output(
         yield folder
         written = sorted(path.with_name(file.name) for file in folder.iterdir() if file.name != path.name)
         if written or (folder / path.name).exists():
-            check(beside=written)  # once more: files may have come since
+            check(beside=written)  # again, because others may have written files since
             _put(folder, path, written, [path, *replaces] if overwrite else [])
 
 
@@ -53,14 +60,16 @@ def check_output(
     beside: Collection[Path] = (),
     replaces: Collection[Path] = (),
 ) -> None:
-    """Checks that `output` can write `path`, and the files `beside` it. To be called before long work.
+    """Checks that `output` can write `path` and the files `beside` it. Call it before long work.
 
-    Raises ContractError if the folder is not writable, or a file is an input, irregular, or must not be replaced.
+    Raises:
+        ContractError: the folder is not writable; or a file is an input, is not a regular file, or must not be
+            replaced.
     """
     for file in dict.fromkeys((path, *replaces, *beside)):
         if is_any_of(file, inputs):
             raise ContractError(file, "is an input", expected="another file", advice="pass another path")
-        # A device or a FIFO must not be removed, nor a folder.
+        # A folder, a device or a FIFO must not be removed.
         if os.path.exists(file) and not os.path.isfile(file):
             what = "a directory" if file.is_dir() else "not a regular file"
             raise ContractError(file, what, expected="a file name", advice="pass another path")
@@ -71,31 +80,31 @@ def check_output(
             what = f"exists already, and {path} does not name it: it may be another model's"
             raise ContractError(file, what, expected="no file there", advice="move it away or pass another path")
     with _refused(path), _temporary_folder(path) as folder:
-        Path(folder, path.name).touch()  # the system may refuse the name alone
+        Path(folder, path.name).touch()  # the system may refuse the name, because of its length for example
 
 
 def is_any_of(path: Path, files: Iterable[Path]) -> bool:
-    """Whether `path` is one of `files`, under whatever name: a result must not replace what it is made from."""
+    """Whether `path` is one of `files`, under any name: a result must not replace its own source."""
     for file in files:
-        with contextlib.suppress(OSError):  # what is not there has no other names
+        with contextlib.suppress(OSError):  # a file that does not exist has no other name
             if path.absolute() == file.absolute() or path.samefile(file):
                 return True
     return False
 
 
 def data_path_of(path: Path) -> Path:
-    """Returns where the external data of a model written to `path` lie."""
+    """Returns the path of the external data of a model that is written to `path`."""
     return path.parent / f"{path.name}.data"
 
 
 def _temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
-    # Without the output's name in its own, which would be too long for some.
+    # Without the name of the output, which could make the folder's name too long.
     return tempfile.TemporaryDirectory(prefix=".mxfp8-graph-", dir=path.parent, ignore_cleanup_errors=True)
 
 
 @contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
-    """Reports an OSError as one of writing `path`."""
+    """Turns an OSError into a ContractError about writing `path`."""
     try:
         yield
     except OSError as error:
@@ -106,6 +115,7 @@ def _put(folder: Path, path: Path, beside: Iterable[Path], old: Iterable[Path]) 
     try:
         for file in old:  # `path` first: no model may stand beside another's data
             file.unlink(missing_ok=True)
+        # The model last: without its data it is not complete.
         for file in (*beside, path):
             (folder / file.name).replace(file)
     except BaseException:

@@ -1,6 +1,6 @@
-"""The kinds of models, and the public load, save and to_onnx of programs. Imports neither torch nor onnx.
+"""The kinds of models, and the public load, save and to_onnx of programs. The import loads neither torch nor onnx.
 
-A model in memory has imported its library. Without torch, a call of these raises a BackendError.
+The three functions import torch when they are called, and raise a BackendError without it.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ _CLASSES: Final = (
 
 
 def kind_of(model: Any) -> Kind:
-    """Returns what `model` is. A path is a program's if it ends in .pt2, an ONNX model's otherwise."""
+    """Returns the kind of `model`. A path that ends in .pt2 is a program's, any other an ONNX model's."""
     if isinstance(model, (str, Path)):
         return Kind.PROGRAM_FILE if Path(model).suffix == ".pt2" else Kind.ONNX_FILE
-    # Through sys.modules: an object of a class exists only if its module was imported.
+    # By sys.modules, without an import: an object of a class exists only if its module was imported.
     for module, name, kind in _CLASSES:
         if isinstance(model, getattr(sys.modules.get(module), name, ())):
             return kind
@@ -65,9 +65,9 @@ def kind_of(model: Any) -> Kind:
 
 
 def load(path: str | Path) -> ExportedProgram:
-    """Returns the program in a .pt2 file, rewritten or not. No other import is needed before.
+    """Returns the program in a .pt2 file, rewritten or not. No other import is needed before the call.
 
-    A program is code, so open files of people you trust. No pickle in the file runs code, as torch's own reader would.
+    A program is code: open only files that you trust. Unlike torch's own reader, this one runs no code from pickles.
 
     Raises:
         ContractError: the file is missing, not a .pt2, cut short, of a newer contract, holds pickles of more than
@@ -80,7 +80,7 @@ def load(path: str | Path) -> ExportedProgram:
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Returns the .pt2 file a program was written to; `mxfp8_graph.load` reads it, in any process.
+    """Writes a program to a .pt2 file for `mxfp8_graph.load`, and returns the path.
 
     After an error an existing file is unchanged, and no part of a new one is left.
 
@@ -108,19 +108,20 @@ def to_onnx(
     dynamic_shapes: Any = None,
     **options: Unpack[ExportOptions],
 ) -> Path:
-    """Returns `path`, having written a rewritten program there as ONNX; any ONNX Runtime from 1.20 on runs it.
+    """Writes a rewritten program as ONNX, and returns `path`. ONNX Runtime runs the file from version 1.20 on.
 
-    The file is what a rewrite of the program's ONNX export gives, with the packed bytes of the program. Of a program in
-    bfloat16 ONNX Runtime's CPU provider lacks kernels, and a warning says that, unless the recipe has runs_on: cpu.
+    The file is the same as after a rewrite of the program's ONNX export, with the packed bytes of the program. ONNX
+    Runtime's CPU provider lacks kernels for bfloat16: a program in bfloat16 gives a warning, unless the recipe has
+    runs_on: cpu.
 
     Args:
         program: a `torch.export.ExportedProgram` that `rewrite` packed, or the path of one that `save` wrote.
         path: file to write.
         opset: version of the default operator domain, at least 21. ONNX Runtime 1.20 reads 21, 1.23 also 23.
-        input_names: what to call the inputs; by default as the program does.
-        output_names: what to call the outputs.
-        dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. Which axes
-            are dynamic is the program's; this only names them. By default they have torch's names, such as "s77".
+        input_names: names of the inputs; by default the program's.
+        output_names: names of the outputs; by default the program's.
+        dynamic_shapes: names for dynamic axes, as `torch.onnx.export` takes them: `{"x": {0: "batch"}}`. The program
+            decides which axes are dynamic; this only names them. By default they have torch's names, such as "s77".
         **options: see `mxfp8_graph.options.ExportOptions`.
 
     Raises:
@@ -129,6 +130,7 @@ def to_onnx(
     """
     check_options("to_onnx", options, ExportOptions)
     check_opset(opset, "to_onnx")
+    # Before the imports, which take seconds.
     names = {"input_names": input_names, "output_names": output_names}
     for kind, wanted in names.items():
         if wanted is not None and not _are_names(wanted):
@@ -151,7 +153,7 @@ def to_onnx(
 
 
 def check_opset(opset: object, where: str) -> None:
-    """Raises ContractError unless `opset` is a version that function bodies can have and onnx knows."""
+    """Raises ContractError unless onnx knows the version `opset`, and function bodies can be written in it."""
     import onnx
 
     newest = onnx.defs.onnx_opset_version()
@@ -161,7 +163,7 @@ def check_opset(opset: object, where: str) -> None:
 
 
 def _are_names(names: object) -> bool:
-    """Whether `names` is a list of distinct texts, none of them empty."""
+    """Whether `names` is a list of distinct texts that are not empty."""
     if not isinstance(names, Sequence) or isinstance(names, str):
         return False
     return all(isinstance(name, str) and name for name in names) and len({*names}) == len(names)

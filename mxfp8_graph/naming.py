@@ -1,4 +1,4 @@
-"""Unique names, and names as printable text: names come from files that may be untrusted."""
+"""Unique names, and names as printable text, since names may come from untrusted files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ def unique_name(wanted: str, taken: Container[str], separator: str = "_") -> str
     """Returns `wanted`, or `wanted` with the first number from 2 on that makes it a name not in `taken`."""
     if wanted not in taken:
         return wanted
+    # From 2 on: the name without a number counts as the first.
     return next(name for number in count(2) if (name := f"{wanted}{separator}{number}") not in taken)
 
 

@@ -24,13 +24,13 @@ class WriteOptions(TypedDict, total=False):
     """The options of every function that writes a model."""
 
     external_data: Literal["auto", "always", "never"]
-    """Whether tensors go to OUTPUT.data; "auto", the default: as the source has them, and near 2 GB."""
+    """Whether tensors go to OUTPUT.data. "auto", the default: if the source has external data, or near 2 GB."""
     overwrite: bool
     """Whether an existing output may be replaced. The input never is. Default: False."""
 
 
 class ExportOptions(WriteOptions, total=False):
-    """The options of a function that reads a model, perhaps a .pt2 file, and writes one."""
+    """The options of a function that reads a model, of ONNX or torch, and writes one."""
 
     bodies: Literal["folded", "small", "none"]
     """How an ONNX file computes its nodes where our library is not registered: "folded", the default, decodes weights
@@ -42,7 +42,7 @@ class PackOptions(WriteOptions, total=False):
     """The options of a function that packs weights."""
 
     allow_nonfinite: bool
-    """Take weights that hold NaN or Inf (their blocks become NaN); else refuse them. Default: False."""
+    """Pack weights with NaN or Inf (their blocks become NaN) instead of refusing them. Default: False."""
     progress: Progress | None
     """Called as progress(site_name, bytes_done, bytes_total) after each weight. Default: None."""
 
@@ -51,8 +51,8 @@ class RewriteOptions(ExportOptions, PackOptions, total=False):
     """The options of `rewrite` for any model."""
 
     dry_run: bool
-    """Plan, report, check that the output could be written (it may exist), write nothing; the first result is None.
-    Default: False."""
+    """Plan, report and check that the output can be written, but write nothing: the first result is None. An existing
+    output is no error. Default: False."""
 
 
 class RewriteCall(RewriteOptions, total=False):
@@ -66,7 +66,7 @@ class RewriteCall(RewriteOptions, total=False):
 
 def check_options(function: str, options: Mapping[str, Any], known: type) -> None:
     """Raises Python's TypeError for an option that `known`, a TypedDict, does not have."""
-    # The call would fail without this too, but in an inner function, and perhaps after minutes.
+    # Without this check the call would fail in an inner function, and perhaps after minutes.
     for name in options.keys() - known.__annotations__.keys():
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
@@ -122,14 +122,14 @@ class CheckpointWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """`RewriteOptions` with their defaults, and what `rewrite` makes of its other arguments."""
+    """`RewriteOptions` with their defaults, and values that `rewrite` derives from its other arguments."""
 
     name: str
     """Name of the model in messages and in the report: its path, "model" or "program"."""
     output: Path | None = None
     """File to write; None keeps the result in memory."""
     copy_to: Path | None = None
-    """File to copy a model to that is rewritten already; None does not copy it."""
+    """File for a copy of a model that is rewritten already; None for no copy."""
     external_data: Literal["auto", "always", "never"] = "auto"
     overwrite: bool = False
     dry_run: bool = False

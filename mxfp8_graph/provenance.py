@@ -1,7 +1,7 @@
-"""How a result was made.
+"""Records the origin of a result.
 
-Of a model: the record of the rewrite, under the same keys in ONNX metadata and in .pt2 programs. Of a report: the
-command, versions, machine and input files, but no contents of files.
+A model has the record of its rewrite, under the same keys in ONNX metadata and in .pt2 programs. A report has the
+command, versions, machine, and names and sizes of files, but not their contents.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONTRACT_KEY: Final = "mxfp8_graph.contract_version"
 DIALECT_KEY: Final = "mxfp8_graph.dialect"
 """Dialect of an ONNX file: "mxfp8" is our nodes with their function bodies; see `mxfp8_graph.convert`."""
 BODIES_KEY: Final = "mxfp8_graph.bodies"
-"""How the function bodies are written, if not as usual: "small" or "none"."""
+"""The option `bodies` of the rewrite, "small" or "none"; absent for the default."""
 LOST_KEY: Final = "mxfp8_graph.lost"
 """Losses of conversions after the rewrite; absent if there are none."""
 
@@ -54,7 +54,8 @@ def entries(recipe: str | None, dialect: str | None = None) -> dict[str, str]:
 
 
 def recipe_name(recorded: str | None) -> str:
-    """Returns the name of a recorded recipe, for messages; a later version may have written it."""
+    """Returns the name of a recorded recipe, for messages."""
+    # A later version may have written the record, with fields that this one does not know.
     try:
         fields = json.loads(recorded or "")
     except ValueError:

@@ -1,4 +1,7 @@
-"""rewrite(): selects the front end by the kind of the model. The front ends do not import each other."""
+"""rewrite(): checks the arguments and calls the front end for the kind of the model.
+
+The front ends do not import each other.
+"""
 
 from __future__ import annotations
 
@@ -57,39 +60,40 @@ def rewrite(
     dynamic_shapes: Any = None,
     **options: Unpack[RewriteCall],
 ) -> tuple[Any, RewriteReport]:
-    """Returns (the rewritten model, a report of every decision).
+    """Returns (the rewritten model or the path of its file, a report with the decision on every matmul).
 
     Args:
         model: the path of an ONNX or .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
             `torch.export.ExportedProgram`; or a `torch.nn.Module`, which is exported. It is not modified.
         recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), a .yaml or .toml file, or a `Recipe`.
-        example_inputs: arguments of a module, a sequence or a mapping by name, to export it with.
-        dynamic_shapes: of a module's arguments, as `torch.export.export` takes them.
+        example_inputs: arguments to export a module with: a sequence, or a mapping by name.
+        dynamic_shapes: dynamic shapes of these arguments, as `torch.export.export` takes them.
         output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
-        training: keep the weights as parameters and train them in MXFP8; exported programs only. Of a packed program:
-            let gradients pass through the packed weights, which stay as they are, and train everything else. Rewrite
-            the trained program again, without it, to pack the weights, or to have the packed program back.
+        training: keep the weights as parameters and train them in MXFP8; exported programs only. In a packed program,
+            gradients pass through the packed weights, which stay frozen, and everything else is trained. After the
+            training, rewrite the program again without this option: it packs the weights, or returns the packed
+            program.
         weights: an MXFP8 checkpoint (.safetensors, .safetensors.index.json or a folder, see `import_safetensors`) of
-            the same model. Its weights take the place of the model's, byte for byte, matched by name: the weight's,
-            else its module's, all of them perhaps with one prefix more or less. They are [N, K], as linear layers
-            have them. What it has is packed and nothing else is, whatever the recipe's default policy says; what the
-            recipe excludes, and whatever the checkpoint has in high precision, stays as the model has it.
-        weight_names: what the checkpoint calls weights, by the name of the weight, node or module in the model, where
-            names do not tell: a mapping, or a JSON file of one.
-        **options: these, and see `mxfp8_graph.options.RewriteOptions`.
+            the same model. Its weights [N, K] replace the model's, byte for byte. They are matched by the name of the
+            weight, or else of its module; one prefix may be added to all names, or removed. Only the checkpoint's
+            MXFP8 weights are packed, whatever the recipe's default policy. Weights that the recipe excludes, or that
+            the checkpoint has in high precision, keep the model's values.
+        weight_names: name of a weight, node or module in the model -> name of the weight in the checkpoint, where
+            the names do not match: a mapping, or a JSON file with one.
+        **options: `output`, `training`, `weights` and `weight_names`, and see `mxfp8_graph.options.RewriteOptions`.
 
     Returns:
-        For a path, the path written; for a module, its program; otherwise the same kind of model as `model`; on a dry
-        run None. A model that the same recipe has already rewritten comes back as it is, with
-        `report.already_rewritten` set; it is copied to `output`, and nothing is written without one. A graphsurgeon
-        graph has the record of how it was made in its attribute `metadata_props`, which `gs.export_onnx` does not
-        write: `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
+        The model is the path of the output for a path, an exported program for a module, and otherwise of the same
+        kind as `model`; None on a dry run. A model that the same recipe has already rewritten is returned unchanged,
+        with `report.already_rewritten` set, and copied to `output` if there is one. A graphsurgeon graph has the record
+        of the rewrite in its attribute `metadata_props`, which `gs.export_onnx` does not write:
+        `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
 
     Raises:
         ContractError: the model cannot be read, converted or packed, or the output cannot be written; or a weight of
             the checkpoint fits no matmul of the model, or is quantized in another way. All are listed.
-        RecipeError: the recipe is malformed, does not fit the model, or is not the one that rewrote it before.
-        NothingEligibleError: no matmul of the model is rewritten; carries the reasons.
+        RecipeError: the recipe is malformed, does not fit the model, or another recipe rewrote the model before.
+        NothingEligibleError: no matmul of the model is rewritten; it has the reasons.
     """
     check_options("rewrite", options, RewriteCall)
     output, training = options.pop("output", None), options.pop("training", False)
@@ -123,10 +127,11 @@ def rewrite(
         weights=_load_weights(weights, weight_names),
         **cast("RewriteOptions", options),
     )
+    # The checkpoint is read while the output is written.
     if whole.weights is not None and whole.output is not None:
         whole.weights.keep(whole.output)
     if kind.is_program:
-        # Imported on use, so that a rewrite of an ONNX model does not load torch, and the reverse.
+        # Imported on use: a rewrite of an ONNX model needs no torch, and the reverse.
         from mxfp8_graph.torch_pass import rewrite_torch
 
         return rewrite_torch(model, chosen, whole)
@@ -142,8 +147,9 @@ def rewrite(
 
 
 def _exported(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dynamic_shapes: Any) -> tuple[Any, Kind]:
-    """Returns a model that a front end takes, the program of a module, and its kind."""
+    """Returns (the model, its kind); a module is exported to a program first."""
     kind = kind_of(model)
+    # By sys.modules, without an import of torch: a module exists only if torch was imported.
     is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
     if is_module and inputs is not None:
         from mxfp8_graph.torch_pass.export import exported  # imports torch
@@ -161,7 +167,7 @@ def _exported(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dyna
 
 
 def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> CheckpointWeights | None:
-    """Returns the weights of a checkpoint, or None without one."""
+    """Returns the weights of a checkpoint, or None without a checkpoint."""
     if weights is None:
         if names is not None:
             what, advice = "names of weights without a checkpoint", ("pass ", Option("weights"), " too")
@@ -179,6 +185,7 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
             raise ContractError("weight_names", what, expected=expected, advice="correct it")
     checkpoint = open_checkpoint(weights)
     checkpoint.require_mxfp8()
+    # ComfyUI's markers are no tensors of the model, so no note names them.
     return CheckpointWeights(
         where=str(weights),
         weights=checkpoint.weights,

@@ -45,11 +45,15 @@ class Packed:
 
 
 def take(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
-    """Returns the bytes of a packed weight, whose error is unknown (NaN); NonFiniteError unless all are finite."""
+    """Returns the bytes of a packed weight, with an unknown error (NaN).
+
+    Raises:
+        NonFiniteError: an element or a scale is NaN or Inf, and `allow_nonfinite` is false.
+    """
     packed = Packed(weight.elements, weight.scales, math.nan, math.nan)
     if not allow_nonfinite:
         fmt = element_format(weight.element_format)
-        # Every INT8 code is a number; in the other formats the greatest codes, without the sign, are not.
+        # Every INT8 code is a number. In the other formats, the codes above `max_code`, without the sign, are not.
         largest, magnitude = (0xFF, 0xFF) if fmt.twos_complement else (fmt.max_code, 0x7F)
         checks = (("scale", packed.scales, 254, 0xFF), ("element", packed.elements, largest, magnitude))
         for what, codes, most, mask in checks:
@@ -72,14 +76,14 @@ class Rows:
     name: str = "weight"
     """Name in errors."""
     read: Callable[[tuple[int, ...], int, int], Array] | None = None
-    """(which matrix, first row, last row + 1) -> those rows; valid until the next call. None where only sizes are
-    wanted."""
+    """(index of the matrix, first row, last row + 1) -> rows, valid until the next call. None if there are only sizes,
+    as on a dry run."""
     index: Callable[[tuple[int, ...]], list[int]] = list
     """Maps an index of the stack to the index of the same value in the stored tensor."""
 
 
 def packed_bytes(shape: Sequence[int], *, transposed: bool) -> int:
-    """Returns the bytes of elements and scales of a weight [..., N, K], or [..., K, N] if `transposed`."""
+    """Returns the number of bytes of elements and scales of a weight [..., N, K], or [..., K, N] if `transposed`."""
     *lead, height, width = shape
     n, k = (width, height) if transposed else (height, width)
     return math.prod(lead) * n * (k + scale_count(k))
@@ -113,7 +117,7 @@ def pack(
     if rows.read is None:
         return Packed(elements, scales, math.nan, math.nan)
     signal = noise = 0.0
-    # Slices along K are whole blocks; 4 bytes is the widest value.
+    # If the rows lie along K, a slice must hold whole blocks. The widest value has 4 bytes.
     step = -(-SLICE_BYTES // (4 * width * BLOCK_SIZE)) * BLOCK_SIZE
     for at in np.ndindex(*lead):
         for start in range(0, height, step):
@@ -153,5 +157,5 @@ def unswizzled(stored: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.ND
 
 
 def swizzled_tiles(rows: int, columns: int) -> tuple[int, int]:
-    """Returns how many tiles of 512 values [rows, columns] scales take, down and across."""
+    """Returns (tiles down, tiles across) of [rows, columns] scales, in tiles of 128 x 4 values."""
     return -(-rows // 128), -(-columns // 4)

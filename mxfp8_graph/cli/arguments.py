@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options of several commands."""
 
 from __future__ import annotations
 
@@ -40,13 +40,15 @@ ExternalData = Annotated[
     Literal["auto", "always", "never"],
     Option(help="Write weights to OUTPUT.data; auto: as in MODEL, and always in from-hf."),
 ]
-AllowNonfinite = Annotated[bool, Option("--allow-nonfinite", help="Pack weights that hold NaN or Inf, else an error.")]
+AllowNonfinite = Annotated[
+    bool, Option("--allow-nonfinite", help="Pack weights with NaN or Inf instead of refusing them.")
+]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace existing outputs and reports.")]
 Verbose = Annotated[bool, Option("-v", "--verbose", help="Print every site, tensor, layer and step.")]
 
 
 def recipe_option(help: str = "") -> Any:
-    """Returns the option --recipe, with completion of the presets."""
+    """Returns the option --recipe with completion of preset names; `help` is added to its help text."""
     help = f"{presets.choices()}. {help}".strip()
     return Option("--recipe", autocompletion=lambda: list(presets.PRESETS), help=help)
 
@@ -55,8 +57,9 @@ SelectingRecipe = Annotated[str, recipe_option()]
 
 
 def shapes(dims: list[str] | None) -> dict[str, int]:
-    """Returns name -> size of the options --dim NAME=SIZE."""
+    """Returns name -> size from options --dim NAME=SIZE."""
     shapes = {}
+    # The last "=" separates: names of inputs come from models and may have one.
     for dim in dims or ():
         name, _, size = dim.rpartition("=")
         if not name or not size.isdecimal():

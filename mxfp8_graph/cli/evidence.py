@@ -35,9 +35,9 @@ def compare(
 ) -> None:
     """Measures recipes on MODEL: error, size and latency.
 
-    Recipes are rewritten and run. Formats of other tools (TransformerEngine's DelayedScaling, Float8CurrentScaling and
-    Float8BlockScaling, NVFP4, MXFP4, MXFP6, INT8) are emulated in float32, and marked so: no model is written in them.
-    Needs room for the rewritten models in the temporary folder (TMPDIR).
+    Rewrites MODEL with each recipe and runs it. Formats of other tools (TransformerEngine's DelayedScaling,
+    Float8CurrentScaling and Float8BlockScaling, NVFP4, MXFP4, MXFP6, INT8) are emulated in float32, and marked as
+    emulated. Needs room for the rewritten models in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.tools.compare.run import METRICS
     from mxfp8_graph.tools.compare.run import compare as run_comparison
@@ -73,9 +73,9 @@ def analyze(
 ) -> None:
     """Ranks the matmuls by their error at the outputs.
 
-    Measures each alone in MXFP8, and all others. Prints the matmuls, the worst first, and an exclude list to paste
-    into a recipe. Takes two runs of the model per matmul and sample. Needs room for a copy of an ONNX MODEL in the
-    temporary folder (TMPDIR).
+    Measures MODEL twice for each matmul: with only this one in MXFP8, and with all except this one. Prints the matmuls,
+    the worst first, and an exclude list to paste into a recipe. Takes two runs of the model per matmul and sample.
+    Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
     from mxfp8_graph.tools.analyze.run import analyze as run_analysis
@@ -120,9 +120,9 @@ def tune(
 ) -> None:
     """Finds the smallest or fastest plan within a budget.
 
-    A plan keeps or packs each matmul, in E4M3 or INT8, with activations alike, in bfloat16 or unchanged. Every plan
-    that is tried is rewritten for real and run on all samples. If no plan meets the budget, the exit code is 1 and
-    nothing is written. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
+    A plan keeps or packs each matmul, in E4M3 or INT8, with activations in the same format, in bfloat16 or unchanged.
+    The search rewrites MODEL by each plan that it tries, and runs it on all samples. If no plan meets the budget, the
+    exit code is 1 and nothing is written. Needs room for a copy of an ONNX MODEL in the temporary folder (TMPDIR).
     """
     from mxfp8_graph.policy.recipe import load_recipe
     from mxfp8_graph.tools.tune.result import BudgetNotMetError

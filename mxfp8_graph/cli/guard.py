@@ -1,7 +1,7 @@
-"""The app that commands are registered with; their results, as text, as JSON and in files; and their errors.
+"""The app with all commands; prints and writes their results; turns their errors into messages and exit codes.
 
-Exit codes: 0 done; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect of
-ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
+Exit codes: 0 success; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect
+of ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _debug: ContextVar[bool] = ContextVar("debug", default=False)
 
 
 class _Commands(typer.core.TyperGroup):
-    """The group of the commands. What one raises becomes one message on stderr and an exit code."""
+    """The group of all commands. An exception in a command becomes a message on stderr and an exit code."""
 
     def make_context(self, info_name: str | None, args: list[str], *rest: Any, **settings: Any) -> Any:
         self._arguments = tuple(args)  # parsing empties the list
@@ -54,7 +54,7 @@ class _Commands(typer.core.TyperGroup):
         except (typer.Exit, BrokenPipeError):  # when the reader of stdout is gone, no message can reach it
             raise
         except _UsageError as error:
-            # typer has pydantic check choices, and passes on the words that begin its messages.
+            # Where pydantic checks a choice, its messages begin with these words, and typer passes them on.
             error.message = printable(error.message).replace("Value error, ", "")
             raise
         except (Exception, KeyboardInterrupt) as error:
@@ -74,6 +74,7 @@ app = typer.Typer(
 
 def say(message: str) -> None:
     """Prints a message on stderr."""
+    # Line by line, since `printable` escapes line ends: names in messages may have some.
     typer.echo("\n".join(map(printable, message.split("\n"))), err=True)
 
 
@@ -107,7 +108,7 @@ def progress_bar() -> Iterator[ProgressCallback | None]:
 
         def advance(name: str, done: int, total: int) -> None:
             if bar.tasks[0].total not in {None, total}:
-                bar.reset(task)  # the time that is left does not follow from what other steps took
+                bar.reset(task)  # the time that earlier steps took does not predict the time of this one
             bar.update(task, description=printable(name), completed=done, total=total)
 
         yield advance
@@ -129,7 +130,7 @@ def print_result(
         typer.echo(result.to_json(), nl=False)
     else:
         show(result.to_text(every=every))
-    # A path that is named twice is written once; the second write would fail without --overwrite.
+    # A path that appears twice is written once: a second write would fail without --overwrite.
     for report in dict.fromkeys(reports or ()):
         result.write(report, overwrite=overwrite)
 
@@ -154,7 +155,7 @@ def _message(error: BaseException) -> tuple[int, str]:
         from mxfp8_graph.policy.plan import NothingEligibleError
 
         message = error.message(_flag)
-        # Without `what` it is a list of one finding per line.
+        # Without `what` the message has one finding per line, and its line ends stay.
         shown = printable(message) if error.what else message
         return NOTHING_ELIGIBLE if isinstance(error, NothingEligibleError) else BAD_INPUT, f"error: {shown}"
     if isinstance(error, KeyboardInterrupt):
@@ -163,7 +164,7 @@ def _message(error: BaseException) -> tuple[int, str]:
         return 128 + signum, "terminated" if signum == signal.SIGTERM else "interrupted"
     if isinstance(error, OSError):
         return BAD_INPUT, f"error: {error.filename or 'system'}: {error.strerror or error}"
-    # A missing package is the installation's fault; a missing module of ours is a defect.
+    # A missing package is an error of the installation; a missing module of ours is a defect.
     if isinstance(error, ImportError) and not (error.name or "").startswith("mxfp8_"):
         return BAD_INPUT, f"error: {error}; expected the packages that mxfp8-graph needs; reinstall it with pip"
     return DEFECT, (
@@ -174,6 +175,7 @@ def _message(error: BaseException) -> tuple[int, str]:
 
 def _flag(option: Option) -> str:
     """Returns an option of the Python API as a command-line option: --overwrite, --output FILE, --dim NAME=SIZE."""
+    # The command line has --dim for each size of `shapes`.
     flag = "--dim" if option.name == "shapes" else f"--{option.name.replace('_', '-')}"
     if isinstance(option.value, Mapping):
         return " ".join(f"{flag} {name}={size}" for name, size in option.value.items())

@@ -1,4 +1,4 @@
-"""rewrite, verify and run: commands on one model; doctor: what is installed."""
+"""rewrite, verify and run: commands on one model; doctor: checks the installation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rewrite(
     ] = None,
     bodies: Annotated[
         Literal["folded", "small", "none"],
-        Option(help="ONNX, without our library: weights in float32; in 8 bits, slow; none: it does not run."),
+        Option(help="Weights where our library is absent (ONNX): in float32; in 8 bits, slow; none: it does not run."),
     ] = "folded",
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan for each matmul; write nothing.")] = False,
     report: arg.Reports = None,
@@ -41,14 +41,14 @@ def rewrite(
     allow_nonfinite: arg.AllowNonfinite = False,
     training: Annotated[
         bool,
-        Option("--training", help=".pt2: keep weights as trainable parameters; those of a packed program stay frozen."),
+        Option("--training", help=".pt2: keep weights as trainable parameters; packed weights stay frozen."),
     ] = False,
     weights: Annotated[
         Path | None,
         Option(metavar="CHECKPOINT", help="Take the packed bytes from MXFP8 safetensors; quantize nothing."),
     ] = None,
     weight_names: Annotated[
-        Path | None, Option(metavar="FILE.json", help="JSON object: names in the model to those in the checkpoint.")
+        Path | None, Option(metavar="FILE.json", help="JSON object: name in the model -> name in the checkpoint.")
     ] = None,
     verbose: arg.Verbose = False,
 ) -> None:
@@ -61,12 +61,13 @@ def rewrite(
     chosen = chosen.without_fusion() if no_fuse else chosen
     chosen = chosen.for_cpu() if runs_on else chosen
     with progress_bar() as progress:
-        _, done = rewriting.rewrite(
+        _, result = rewriting.rewrite(
             model, chosen, output=output, external_data=external_data, overwrite=overwrite, bodies=bodies,
             dry_run=dry_run, allow_nonfinite=allow_nonfinite, training=training,
             weights=weights, weight_names=weight_names, progress=progress,
         )  # fmt: skip
-    print_result(done, every=dry_run or verbose, json=json, reports=report, overwrite=overwrite)
+    # A dry run is about the plan, so it prints every site.
+    print_result(result, every=dry_run or verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def verify(

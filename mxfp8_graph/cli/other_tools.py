@@ -12,6 +12,7 @@ from mxfp8_graph.cli.guard import check_reports, print_result, progress_bar
 from mxfp8_graph.naming import printable
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
 
+# The module of dialects loads no onnx, so the help can name them.
 _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 
 
@@ -36,17 +37,17 @@ def from_hf(
 ) -> None:
     """Makes an ONNX model from a Hugging Face folder.
 
-    Its weights are in MXFP8; copies the bytes of all tensors. Nothing in the folder is executed.
+    The folder has weights in MXFP8. Copies the bytes of all tensors, and runs no code from the folder.
     """
     from mxfp8_graph.tools.from_hf import from_hf as from_folder
 
     check_reports(report, [output], overwrite=overwrite)
     with progress_bar() as progress:
-        _, done = from_folder(
+        _, result = from_folder(
             folder, output, recipe=recipe, settings=settings or (), dtype=dtype, opset=opset,
             external_data=external_data, overwrite=overwrite, allow_nonfinite=allow_nonfinite, progress=progress,
         )  # fmt: skip
-    print_result(done, every=verbose, json=json, reports=report, overwrite=overwrite)
+    print_result(result, every=verbose, json=json, reports=report, overwrite=overwrite)
 
 
 def convert(
@@ -81,11 +82,11 @@ def convert(
     from mxfp8_graph.tools.dialects import convert as run_conversion
 
     check_reports(report, [model, output], overwrite=overwrite)
-    _, done = run_conversion(
+    _, result = run_conversion(
         model, to, output=output, allow=allow or (), accuracy_level=accuracy_level, external_data=external_data,
         overwrite=overwrite,
     )  # fmt: skip
-    print_result(done, json=json, reports=report, overwrite=overwrite)
+    print_result(result, json=json, reports=report, overwrite=overwrite)
 
 
 def export_checkpoint(
@@ -105,6 +106,7 @@ def export_checkpoint(
     from mxfp8_graph.tools.checkpoint import export_checkpoint as write_checkpoint
 
     folder, notes = write_checkpoint(model, output, config=config, convention=convention)
+    # Only the folder goes to stdout, for scripts.
     for note in notes:
         echo(printable(f"note: {note}"), err=True)
     echo(printable(str(folder)))

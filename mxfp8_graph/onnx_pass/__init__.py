@@ -1,12 +1,14 @@
-"""The ONNX front end, on one `onnx_ir.Model`; its files in the order of the way through it.
+"""The ONNX front end: steps that edit one `onnx_ir.Model`, in this order.
 
-run.py          the stations, in order
-load.py         a file or proto as a graph; protos.py: between the two; single_file.py: weights stay in the file
-check.py        what is refused of a model
-prepare.py      opset, functions, Attention, Dropout, types; conversion.py, float32.py: what it calls
+run.py          calls the steps
+load.py         file or proto -> graph; protos.py: between proto and graph; single_file.py: leaves weights in the file
+check.py        refuses models that later steps cannot handle
+prepare.py      opset, functions, Attention, Dropout, dtypes; conversion.py and float32.py do parts of it
 find.py         finds the matmuls; ops.py: the table of ops; forms.py, einsum.py, operands.py, views.py: its readers
-replace.py      replaces them; weights.py: weights that are packed when they are written
-fuse/           puts what stands beside a replaced matmul into its node
+replace.py      replaces the matmuls; weights.py: weights that are packed when they are written
+fuse/           merges the nodes beside a replaced matmul into its node
 record.py       the record of the rewrite, and function bodies
 save.py         writes model and data
+graph.py        helpers of all steps; graphsurgeon.py: graphs of onnx_graphsurgeon
+dialects.py     MXFP8 nodes of other tools; dialect_ops.py recognizes them
 """

@@ -1,7 +1,8 @@
-"""What is refused of a model when it is loaded, and what onnx.checker says against it.
+"""Refuses models that later steps cannot handle, and asks onnx.checker about a model.
 
-Header, names, sizes of tensors and nodes of ours are checked here: later stations rely on them. The
-complaint of onnx.checker is kept: ONNX Runtime runs models that it refuses. It is the error if a later station fails.
+`load` checks the header, names, sizes of tensors and nodes of ours, because later steps rely on them. A complaint of
+onnx.checker alone refuses nothing: ONNX Runtime runs models that the checker refuses. If a later step fails, the
+complaint becomes the error.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ _EMPTY: Final = onnx.TensorProto(name="tensor", data_type=onnx.TensorProto.FLOAT
 
 
 def fields(proto: onnx.ModelProto, name: str) -> None:
-    """Raises ContractError if the model has no graph or output, a version that onnx does not know, or a tensor that
-    has not the values that it says.
+    """Checks the header and the initializers of a model.
+
+    Raises:
+        ContractError: the graph or its outputs are missing, onnx does not know the IR version or opset, a local
+            function is defined twice, or the values of an initializer do not match its dtype and dims.
     """
     if not proto.ir_version or not proto.HasField("graph"):
         what = "not an ONNX model (no IR version or no graph)"
@@ -53,11 +57,11 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
-    """Yields the graph and every subgraph, in the order of `ir.Model.graphs`, once its names are checked.
+    """Yields the graph and every subgraph, in the order of `ir.Model.graphs`, each after a check of its names.
 
     Raises:
-        ContractError: a value is defined twice or not at all, or an initializer has the name of an outer value, which
-            ONNX Runtime and onnx's passes tell apart in different ways.
+        ContractError: a value is defined twice or not at all; or an initializer has the name of an outer value, and
+            ONNX Runtime and onnx's passes disagree about which of the two a node reads.
     """
     for function in proto.functions:
         _defined(function.node, {*function.input}, function.output, f"{name}: function {function.name!r}")
@@ -76,6 +80,7 @@ def _checked(graph: onnx.GraphProto, outer: Set[str], name: str, path: str) -> I
         raise ContractError(where, what, expected="another name", advice=f"rename it, or {_AGAIN}")
     own = {value.name for value in graph.input} | {*stored}
     visible = _defined(graph.node, own, [value.name for value in graph.output], where, outer)
+    # Before its subgraphs, in the order of `ir.Model.graphs`: `load` walks both side by side.
     yield graph
     for node in graph.node:
         for attribute, inner in subgraphs(node):
@@ -89,7 +94,7 @@ def _defined(
     where: str,
     outer: Set[str] = frozenset(),
 ) -> set[str]:
-    """Returns the names that nodes inside these may read; ContractError if one is defined twice, or not at all."""
+    """Returns the names that subgraphs of `nodes` may read; ContractError if one is defined twice, or not at all."""
     outputs = Counter(output for node in nodes for output in node.output)
     visible = {*outer, *own, *outputs}
     expected = "an input, an initializer or an output of a node"
@@ -99,9 +104,10 @@ def _defined(
         if what := missing or next((f"output {each!r} is defined twice" for each in twice if each), ""):
             at = f"{where}: node {_called(node)!r} ({node.op_type})"
             raise ContractError(at, what, expected=expected if missing else "each name once", advice=_AGAIN)
-    # ONNX Runtime sorts the nodes of the main graph. A cycle has no order, and the later stations would not end.
-    made = {each: index for index, node in enumerate(nodes) for each in node.output if each and each not in own}
-    needs = {index: {made[each] for each in node.input if each in made} for index, node in enumerate(nodes)}
+    # ONNX Runtime sorts the nodes of the main graph, so their order is free. A cycle has no order, and later steps
+    # would not end.
+    makers = {each: index for index, node in enumerate(nodes) for each in node.output if each and each not in own}
+    needs = {index: {makers[each] for each in node.input if each in makers} for index, node in enumerate(nodes)}
     try:
         TopologicalSorter(needs).prepare()
     except CycleError as error:
@@ -119,7 +125,7 @@ def _called(node: onnx.NodeProto) -> str:
 
 
 def nodes(model: ir.Model) -> None:
-    """Raises ContractError if a node of ours is not one of the contract."""
+    """Raises ContractError if a node of our domain breaks the contract: its op, inputs, outputs or attributes."""
     for node in model.graph.all_nodes():
         if node.domain == contract.DOMAIN:
             _check_ours(node, name_of(model))
@@ -137,7 +143,7 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
         if not all(number.isdecimal() for number in numbers):
             what = "external offset or length is not a number"
             raise ContractError(where, what, expected="integers from 0 on", advice=_AGAIN)
-        return
+        return  # `load` compares its size with the file
     dtype, size = ir.DataType(tensor.data_type), math.prod(tensor.dims)
     if dtype == ir.DataType.STRING:
         stored, expected, unit = len(tensor.string_data), size, "strings"
@@ -146,6 +152,7 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
     else:
         field = onnx.helper.tensor_dtype_to_field(tensor.data_type)
         stored, unit = len(getattr(tensor, field)), f"entries of {field}"
+        # A complex number takes two entries. Elements below 8 bits share the bytes of an entry.
         pairs = 2 if dtype.name.startswith("COMPLEX") else 1
         expected = pairs * size if dtype.bitwidth >= 8 else -(-size * dtype.bitwidth // 8)
     if stored != expected:
@@ -158,10 +165,11 @@ def _check_ours(node: ir.Node, model: str) -> None:
     if (op := contract.OPS.get(node.op_type)) is None:
         expected = f"one of {', '.join(contract.OPS)}"
         raise ContractError(where, f"no node of domain {node.domain!r}", expected=expected, advice=_AGAIN)
+    # In every row of the contract the required inputs come first.
     least = sum(not port.optional for port in op.inputs)
     if not least <= len(node.inputs) <= len(op.inputs) or None in node.inputs[:least]:
-        given = sum(value is not None for value in node.inputs)
-        raise ContractError(where, f"{given} inputs", expected=f"{least} to {len(op.inputs)}", advice=_AGAIN)
+        count = sum(value is not None for value in node.inputs)
+        raise ContractError(where, f"{count} inputs", expected=f"{least} to {len(op.inputs)}", advice=_AGAIN)
     if len(node.outputs) != len(op.outputs):
         raise ContractError(where, f"{len(node.outputs)} outputs", expected=f"{len(op.outputs)}", advice=_AGAIN)
     for name, attribute in node.attributes.items():
@@ -174,9 +182,9 @@ def _check_ours(node: ir.Node, model: str) -> None:
 
 
 def complaint(model: ir.Model) -> str:
-    """Returns what onnx.checker says against a model; "" if it says nothing.
+    """Returns the complaint of onnx.checker about a model; "" if it has none.
 
-    It sees the model without the values of tensors: it refuses protos whose data is in files.
+    The checker gets empty tensors, because it refuses a proto in memory whose data is in files.
     """
     with lent(model) as proto:
         for graph in iter_graphs(proto.graph):
@@ -187,8 +195,9 @@ def complaint(model: ir.Model) -> str:
         content = proto.SerializeToString()
     try:
         onnx.checker.check_model(content)
-    except Exception as error:  # whatever C++ raises
+    except Exception as error:  # exceptions from onnx's C++ have no common base
         said, _, context = " ".join(str(error).split()).partition(" ==> Context: ")
+        # The checker names the node at the end, in a long context; here a message begins with it.
         node = re.match(r"Bad node spec for node\. Name: (.*?) OpType: (\S+)", context)
         return f"node {node[1]!r} ({node[2]}): {said.rstrip('.')}" if node else said.rstrip(".") or type(error).__name__
     return ""

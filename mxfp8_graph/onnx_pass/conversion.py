@@ -1,7 +1,7 @@
-"""What onnx's opset converter gets wrong: set right before and after it where that can be done, else refused by name.
+"""Corrects the mistakes of onnx's opset converter, before and after it runs; refuses a node by name where it cannot.
 
-The converter does not know some old ops, and changes the meaning of others silently: found by running every old form of
-every op in ONNX Runtime, before and after.
+The converter does not know some old ops, and silently changes the meaning of others. To list them, every old form of
+every op was run in ONNX Runtime, before and after the conversion.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mxfp8_graph.onnx_pass.protos import iter_graphs
 from mxfp8_ops.errors import ContractError
 
 _HIDDEN: Final = "mxfp8_graph.hidden"
-"""The domain of what onnx's converter is to leave alone: it refuses what it does not know in its own."""
+"""A domain that hides ops from onnx's converter, which refuses unknown ops of the default domain."""
 
 _RUNTIME_OPS: Final = frozenset({"LayerNormalization", "SimplifiedLayerNormalization", "ThresholdedRelu"})
 """Ops that ONNX Runtime has in the default domain at every version; they never changed."""
@@ -36,17 +36,17 @@ _LOST: Final = {
     "Scan": (9, "it had a batch axis"),
     "GroupNormalization": (21, "its scale and bias were per group"),
 }
-"""Op -> the opset in which it became another, and what it was before."""
+"""Op -> the opset in which its meaning changed, and the meaning before."""
 
 _MASKS: Final = 12
-"""The opset in which Dropout's mask became one of what is kept."""
+"""The opset from which Dropout's mask marks the values that are kept."""
 
 
 def before(model: ir.Model, target: int) -> None:
-    """Drops masks of Dropout that nothing reads, in place: the converter leaves them another dtype.
+    """Removes unused Dropout masks in place, since the converter leaves them with another dtype.
 
     Raises:
-        ContractError: an op is none of the model's opset, or is lost on the way to `target`.
+        ContractError: the model's opset has no such op, or the op's meaning changes on the way to `target`.
     """
     opset = opset_of(model)
     for node in model.graph.all_nodes():
@@ -67,7 +67,7 @@ def before(model: ir.Model, target: int) -> None:
 
 
 def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns `proto` with ops that only ONNX Runtime has at its opset in another domain, until `after`."""
+    """Returns `proto` with the ops that its opset lacks in a hidden domain, from which `after` moves them back."""
     opset = next(entry.version for entry in proto.opset_import if entry.domain in STANDARD)
     proto.opset_import.add(domain=_HIDDEN, version=1)
     for graph in iter_graphs(proto.graph):
@@ -78,10 +78,10 @@ def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def after(model: ir.Model, opset: int) -> list[str]:
-    """Sets right, in place, what the converter made of a model of `opset`; returns notes for the report.
+    """Corrects in place the nodes that the converter made from a model of `opset`; returns notes for the report.
 
     Raises:
-        ContractError: a node would compute something else now, and nothing can be done about it.
+        ContractError: a node would compute something else now, and has no correction.
     """
     notes = []
     model.opset_imports.pop(_HIDDEN, None)
@@ -103,7 +103,7 @@ class _ChangedError(Exception):
 
 
 def _limits(node: ir.Node) -> list[str]:
-    """Gives the limits of Clip and the value of Pad, once attributes, the dtype of what they go with."""
+    """Casts the limits of Clip and the value of Pad to the dtype of the data: as attributes they were float32."""
     first, *others = node.inputs
     dtype = 0 if first is None else dtype_of(first)
     for value in others:
@@ -119,7 +119,7 @@ def _limits(node: ir.Node) -> list[str]:
 
 
 def _hardmax(node: ir.Node) -> list[str]:
-    """Hardmax was over all axes from its own on, and is over one."""
+    """Sets the axis of Hardmax, which covered all axes from its own on and now covers one."""
     shape, axis = shape_of(node.inputs[0]) if node.inputs[0] else None, attribute(node, "axis", 1)
     if axis != -1 and (shape is None or axis != len(shape) - 1):
         raise _ChangedError(f"it was over all axes from {axis} on")
@@ -128,7 +128,7 @@ def _hardmax(node: ir.Node) -> list[str]:
 
 
 def _prelu(node: ir.Node) -> list[str]:
-    """The slopes of PRelu were per channel, and are broadcast from the last axis on."""
+    """Refuses slopes per channel: PRelu now broadcasts slopes from the last axis on."""
     slope = node.inputs[1]
     shape = None if slope is None else shape_of(slope)
     if shape is None or any(dim != 1 for dim in shape):
@@ -137,12 +137,13 @@ def _prelu(node: ir.Node) -> list[str]:
 
 
 def _resize(node: ir.Node) -> list[str]:
-    """Upsample, and Resize of opset 10, counted from the corner; to shrink, ONNX Runtime took the next value behind."""
+    """Sets the modes of Upsample and of Resize of opset 10, which count from the corner."""
     node.attributes["coordinate_transformation_mode"] = ir.AttrString("coordinate_transformation_mode", "asymmetric")
     if attribute(node, "mode", "nearest") != "nearest":
         return []
     value = node.inputs[2] if len(node.inputs) > 2 else None
     scales = None if value is None else constant(value)
+    # To enlarge, ONNX Runtime takes the value before a place; to shrink, the next one behind it.
     least, most = (1, 1) if scales is None else (scales.min(initial=1), scales.max(initial=1))
     if least < 1 < most:
         raise _ChangedError("it enlarges one axis and shrinks another, and rounds either its own way")
@@ -159,7 +160,7 @@ _REPAIRS: Final[dict[str, tuple[int, Callable[[ir.Node], list[str]]]]] = {
     "PRelu": (7, _prelu),
     "Resize": (11, _resize),
 }
-"""Op, as it is after the conversion -> the opset in which it became that, and what sets it right."""
+"""Op after the conversion -> the opset in which its meaning changed, and the function that corrects a node."""
 
 
 def _refusal(model: ir.Model, node: ir.Node, opset: int, needed: int, why: str) -> ContractError:

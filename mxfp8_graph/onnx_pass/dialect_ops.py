@@ -1,4 +1,4 @@
-"""Which dialect of MXFP8 a node is of, by its name; and how TensorRT lays out scales."""
+"""Recognizes the MXFP8 dialect of a node by its op, and the layout of TensorRT's scales by their shape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dialect_of(node: ir.Node) -> str | None:
 
 
 def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
-    """Returns (dialect, node) of the first node that is MXFP8 of another dialect than ours, or None.
+    """Returns (dialect, node) of the first MXFP8 node of another dialect than ours, or None.
 
     MatMulNBits does not count: most models that have it are quantized in another way, and stay as they are.
     """
@@ -35,6 +35,7 @@ def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
         dialect = dialect_of(node)
         if dialect is not None and dialect not in {"mxfp8", "nbits"}:
             return dialect, node
+        # Blocks of 32 are common for other elements too, so their dtype decides.
         if node.op_type == "DequantizeLinear" and node.domain in STANDARD and is_blocked(node):
             tensor = default(node.inputs[0]) if node.inputs and node.inputs[0] is not None else None
             if tensor is not None and tensor.dtype in contract.ELEMENTS:
@@ -43,10 +44,11 @@ def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
 
 
 def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | None) -> int | None:
-    """Returns which axis of a stored weight of TensorRT's has the blocks, negative; None if none has.
+    """Returns the axis of a stored TensorRT weight along which the blocks lie, counted from the end, or None.
 
-    Its parser finds that by the shapes, and so does this: the axis that the node gives if it fits, the last that does
-    if it gives none. Scales of a matrix may be padded to multiples of 128 x 4, as TransformerEngine pads them.
+    TensorRT's parser decides by the shapes, and so does this function. It takes the node's axis if the shapes fit that
+    axis; if the node has none, the last axis that fits. Scales of a matrix may be padded to multiples of 128 x 4, as
+    TransformerEngine pads them.
 
     Args:
         dims: of the elements.
@@ -56,6 +58,7 @@ def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | No
     rank = len(dims)
     fitting = [axis for axis in range(-1, -rank - 1, -1) if scales == scale_shape(dims, axis)]
     if fitting:
+        # Several axes fit if each of them has size 1 and so one block.
         wanted = None if given is None else given % rank - rank
         return wanted if wanted in fitting else fitting[0] if given is None else None
     if rank != 2:
@@ -66,6 +69,6 @@ def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | No
 
 
 def without_padding(codes: npt.NDArray[np.uint8], blocks: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-    """Returns the scales of `blocks`, without what TransformerEngine pads them with, which means nothing."""
+    """Returns the scales of shape `blocks`, without TransformerEngine's padding, whose values mean nothing."""
     codes = codes.reshape([*[1] * (len(blocks) - codes.ndim), *codes.shape])
     return codes[tuple(slice(size) for size in blocks)]

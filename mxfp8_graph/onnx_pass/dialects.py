@@ -12,27 +12,27 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """One way to say MXFP8 in an ONNX graph."""
+    """The MXFP8 nodes of one tool in an ONNX graph."""
 
     name: str
-    """As the command line and the API call it."""
+    """Its name on the command line and in the API."""
     help: str
-    """Whose it is."""
+    """The tool, for help texts."""
     module: str = ""
     """File in `mxfp8_graph.tools.dialects`, of one dialect or more; "" for ours.
 
-    Its `read(edit, node)` returns our nodes for one of theirs. `WRITE` has steps by dialect: what each node of ours,
-    and what stands for it after the steps before, becomes.
+    Its `read(edit, node)` returns our nodes for one of theirs. `WRITE` has the steps for each dialect: a step replaces
+    our nodes, or the nodes that the step before put in their place.
     """
     ops: Mapping[tuple[str, str], tuple[int, int, int]] = field(default_factory=dict)
-    """Its ops by (domain, name): how many inputs, at least and at most, and how many outputs."""
+    """Its ops by (domain, name): least and greatest number of inputs, and number of outputs."""
     attributes: tuple[str, ...] = ()
-    """The attributes that its own ops may have: another may change values in a way that is not known here."""
+    """The attributes that its ops may have. Any other is refused: it may change values in an unknown way."""
     versions: Mapping[str, int] = field(default_factory=dict)
     """Domains that a model in this dialect imports, and their versions."""
     opset: int = 0
     ir_version: int = 0
-    """The least that a model in this dialect has."""
+    """Lowest opset and IR version of a model in this dialect."""
     is_written: bool = True
     has_levels: bool = False
     """Whether its op has an accuracy_level."""
@@ -95,7 +95,7 @@ DIALECTS: Final[Mapping[str, Dialect]] = {row.name: row for row in _ROWS}
 """Every dialect, by name."""
 
 WRITTEN: Final = tuple(row.name for row in _ROWS if row.is_written)
-"""Those that `convert` writes."""
+"""Names of the dialects that `convert` writes."""
 
 OPS: Final = {key: row for row in _ROWS for key in row.ops}
 """The dialect by (domain, op)."""

@@ -4,8 +4,8 @@
 "bsk,khd->bshd"     N = h * d: heads at once          "bshd,hdk->bsk"     K = h * d
 "ebk,enk->ebn"      one matrix per e                  "...k,nk->...n"     any leading dimensions
 
-Labels that stand for one dimension of the product are merged by a Reshape, those that are out of order are moved by a
-Transpose, before and after the gemm. Of a static operand nothing but another packed order is left of that.
+Before and after the gemm, a Reshape merges or splits labels that form one dimension of the product, and a Transpose
+moves labels that are out of order. A static operand needs neither: it is packed in the order of the product.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _Labels = tuple[str, ...]
 
 
 class _NoMatMulError(Exception):
-    """The equation is no matmul; the message is the reason."""
+    """The equation is not a matmul; the message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Contraction:
-    """Which labels of "x,w->output" are which dimension of the product."""
+    """The labels of "x,w->output", by operand and by dimension of the product."""
 
     x: _Labels
     w: _Labels
@@ -42,7 +42,8 @@ class _Contraction:
 
 
 def read(node: ir.Node, resolve: Resolve) -> Form:
-    """Returns how an Einsum multiplies, with its static operand last."""
+    """Returns the form of an Einsum, with its static operand last."""
+    # The sort is stable: two operands of one kind keep their order.
     operands = sorted((value for value in node.inputs if value is not None), key=lambda v: resolve(v) is not None)
     x, w, equation = operands[0], operands[-1], attribute(node, "equation", "")
     try:
@@ -57,13 +58,16 @@ def read(node: ir.Node, resolve: Resolve) -> Form:
 def _form(x: ir.Value, w: ir.Value, static: Static | None, c: _Contraction) -> Form:
     if static is not None and static.lead:
         raise _NoMatMulError("its static operand is repeated along a dimension; expected it without that")
+    # Packing transposes [batch, K, N] itself; only another order needs a permutation.
     in_order = (*c.batch, *c.k, *c.n) == c.w
     wanted = c.w if in_order else (*c.batch, *c.n, *c.k)
     x_layout, w_layout = Layout(perm=_perm(c.x, (*c.batch, *c.m, *c.k))), Layout(perm=_perm(c.w, wanted))
     after: list[EpilogueNode] = []
+    # A gemm has one axis each for N and K. Behind a batch, X needs an axis for M, and W one for each M but the last.
     if len(c.n) > 1 or len(c.k) > 1 or (c.batch and len(c.m) != 1):
         sizes = _sizes(x, static, c)
         n, k = (math.prod(sizes[label] for label in labels) for labels in (c.n, c.k))
+        # 0 keeps a size, which need not be known.
         lead, no_rows = [0] * len((*c.batch, *c.m)), [1] if c.batch and not c.m else []
         ones = [1] * (len(c.m) - 1) if c.batch else []  # a stack broadcasts along every m but the last
         stack = [*(sizes[label] for label in c.batch), *ones]
@@ -73,16 +77,16 @@ def _form(x: ir.Value, w: ir.Value, static: Static | None, c: _Contraction) -> F
         if len(c.n) > 1 or no_rows:
             shape = [*lead, *(sizes[label] for label in wanted if label in c.n)]
             after.append(EpilogueNode(op="Reshape", inputs=(ir.tensor(shape, ir.DataType.INT64),)))
-    made = (*c.batch, *c.m, *(label for label in wanted if label in c.n))
-    if made != c.output:
-        after.append(EpilogueNode(op="Transpose", attributes={"perm": _perm(made, c.output)}))
+    result = (*c.batch, *c.m, *(label for label in wanted if label in c.n))
+    if result != c.output:
+        after.append(EpilogueNode(op="Transpose", attributes={"perm": _perm(result, c.output)}))
     return Form(
         a=x, b=w, a_layout=x_layout, b_layout=w_layout, b_transposed=in_order, after=tuple(after), absorbs_add=not after
     )
 
 
 def _sizes(x: ir.Value, static: Static | None, c: _Contraction) -> dict[str, int]:
-    """Returns the size behind each label of the static operand, for dimensions that must be merged."""
+    """Returns the size of each label of the static operand, to merge dimensions."""
     if static is None:
         raise _NoMatMulError("both operands are computed at run time; expected one label each for M, N and K")
     sizes = dict(zip(c.w, static.shape, strict=True))
@@ -95,7 +99,7 @@ def _sizes(x: ir.Value, static: Static | None, c: _Contraction) -> dict[str, int
 
 
 def _contraction(equation: str, x: ir.Value, w: ir.Value, *, swapped: bool) -> _Contraction:
-    """Returns which label of an equation is which dimension; in the equation w comes first if `swapped`."""
+    """Returns the labels of an equation by dimension; `swapped` if w comes first in the equation."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     sides = terms.split(",")
     if len(sides) != 2:
@@ -120,13 +124,14 @@ def _contraction(equation: str, x: ir.Value, w: ir.Value, *, swapped: bool) -> _
         raise _NoMatMulError("it is no matmul: its second operand has no label of its own")
     m = tuple(label for label in output if label in a and label not in both)
     batch = tuple(label for label in output if label in both)
+    # W is [batch, K, N] as it is stored: with N in the same order, W needs no permutation.
     if (*batch, *k) == b[: len(batch) + len(k)]:
         n = b[len(batch) + len(k) :]
     return _Contraction(x=a, w=b, output=output, batch=batch, m=m, n=n, k=k)
 
 
 def _labels(term: str, value: ir.Value) -> _Labels:
-    """Returns one label per axis of an operand; those that an ellipsis stands for are "0", "1", from the last on."""
+    """Returns one label per axis of an operand. The axes of an ellipsis are "0", "1", ..., counted from the last."""
     shape = shape_of(value)
     rank = None if shape is None else len(shape)
     letters = len(term.replace("...", "", 1))
@@ -139,7 +144,7 @@ def _labels(term: str, value: ir.Value) -> _Labels:
 
 
 def _expanded(term: str, dots: Sequence[str]) -> _Labels:
-    """Returns the labels of a term, `dots` in place of its ellipsis."""
+    """Returns the labels of a term, with `dots` in place of its ellipsis."""
     before, ellipsis, behind = term.partition("...")
     if not {*before, *behind} <= {*string.ascii_letters}:
         raise _NoMatMulError("it has other characters than letters; correct the model")
@@ -152,7 +157,7 @@ def _dots(labels: _Labels) -> _Labels:
 
 
 def _implied(a: _Labels, b: _Labels) -> _Labels:
-    """Returns the labels of the result of an equation without "->": the ellipsis, then what is there once, sorted."""
+    """Returns the result's labels of an equation without "->": the ellipsis, then labels that occur once, sorted."""
     once = {*a} ^ {*b}
     return (*max(_dots(a), _dots(b), key=len), *sorted(label for label in once if not label.isdigit()))
 

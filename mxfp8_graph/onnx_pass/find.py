@@ -5,7 +5,7 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     MatMul(X, w [K, N])                 W = w^T
     MatMul(w [N, K], X)                 Y^T = X^T @ w^T: operands and result swapped
     Gemm(X, w, C), transA transB alpha beta
-    Add(MatMul(X, w), b [N])            the bias is absorbed; likewise that of BiasGelu
+    Add(MatMul(X, w), b [N])            the gemm adds the bias; likewise the bias of BiasGelu
     Einsum(X, w), equation              one operand permuted, axes merged: see `einsum.py`
     FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `forms.py`
     MatMul(X, Gather(w [E, K, N], i))   experts, picked while the model runs: see `operands.py`
@@ -47,23 +47,23 @@ from mxfp8_ops import contract
 
 @dataclass(frozen=True, kw_only=True)
 class Addend:
-    """What is added to the product."""
+    """The addend of a product: a bias that the gemm adds, or C, which a node of its own adds."""
 
     bias: Static | None = None
-    """Absorbed into the gemm, times beta."""
+    """The gemm adds it, times beta."""
     node: ir.Node | None = None
-    """The Add node that the bias came from, which goes away."""
+    """The Add or BiasGelu node that the bias came from, which goes away."""
     addend: ir.Value | None = None
-    """C where it cannot be absorbed: added by nodes of its own, times beta."""
+    """C where the gemm cannot add it: a node of its own adds it, times beta."""
     after: tuple[EpilogueNode, ...] = ()
-    """What the node that the bias came from does with the sum."""
+    """Further steps of `node` after the sum."""
     output: ir.Value
     """The sum."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnnxSite:
-    """A matmul: what `plan` sees of it, and what `replace.py` needs to replace it."""
+    """A matmul: its description for `plan`, and the nodes and operands for `replace.py`."""
 
     matmul: MatMulSite
     node: ir.Node
@@ -82,6 +82,7 @@ def find_sites(model: ir.Model) -> list[OnnxSite]:
     operands = Operands(model)
     nodes = (node for graph in model.graphs() for node in graph)
     read = ((node, form_of(node, operands.static) or operands.lookup_of(node)) for node in nodes)
+    # All forms before the first site: a site says how many others use its weight.
     matmuls = [(node, form) for node, form in read if form]
     finder = _Finder(model, operands, [form for _, form in matmuls])
     return [finder.describe(*matmul) for matmul in matmuls]
@@ -106,7 +107,7 @@ class _View:
         self.is_constant = operands.is_constant
         self._outputs = set(model.graph.outputs)
         self._across: dict[ir.Value, list[ir.Value]] = {}
-        """Where a value goes on across the border of a subgraph."""
+        """Value -> the same value on the other side of a subgraph's border."""
         for graph in model.graphs():
             for node in graph:
                 for inner in subgraphs_of(node):
@@ -135,7 +136,7 @@ class _View:
 
 class _Finder:
     def __init__(self, model: ir.Model, operands: Operands, forms: Sequence[Form]) -> None:
-        """`forms`: those of all matmuls, to count how many use one weight."""
+        """`forms` has the forms of all matmuls, to count the users of each weight."""
         self._operands = operands
         self._roles = Roles(_View(model, operands), ROLE_OPS)
         self._paths = dict(_paths(model.graph, "", set()))
@@ -150,6 +151,7 @@ class _Finder:
         x, w, swapped = self._operands.of(form)
         sizes = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
+        # After a swap a bias would be one value per row of the gemm's result; a grouped gemm has no bias.
         absorbed = None if swapped or w.picked else self._absorbed(node, form, sizes[1], dtype)
         added = absorbed or Addend(addend=form.c, output=node.outputs[0])
         matmul = self._site(
@@ -166,6 +168,7 @@ class _Finder:
 
     def _lookup(self, node: ir.Node, form: Form) -> OnnxSite:
         static, shape = self._operands.static(form.b), shape_of(form.a)
+        # The last axis of GatherND's ids holds one index, of size 1.
         lead = shape[:-1] if shape is not None and node.op_type == "GatherND" else shape
         x = Operand(value=form.a, rank=None if lead is None else len(lead), shape=lead)
         w = Operand(value=form.b, rank=2, shape=static.shape if static else shape_of(form.b), static=static)
@@ -198,7 +201,7 @@ class _Finder:
     def _role(self, node: ir.Node, form: Form, w: Operand) -> Role:
         if w.static is None:
             return self._roles.of_product(node.outputs[0])
-        # What the op itself does with the product stands between it and whatever follows.
+        # The op's own further steps come between the product and the next node.
         passive = ROLE_OPS.views | ROLE_OPS.to_output
         return self._roles.of_linear(node.outputs[0]) if all(s.op in passive for s in form.after) else "linear"
 
@@ -209,9 +212,10 @@ class _Finder:
         after: tuple[EpilogueNode, ...] = ()
         if c is None:
             add = next((user for user, _ in product.uses()), None)
+            # Another user of the product, or the caller, needs it without the bias.
             if add is None or len(product.uses()) > 1 or product.is_graph_output() or not form.absorbs_add:
                 return None
-            # What ONNX Runtime makes of an Add to the product and a Gelu.
+            # ONNX Runtime's optimizer fuses an Add to the product and a Gelu into BiasGelu.
             is_bias_gelu = (add.domain, add.op_type) == (MICROSOFT, "BiasGelu") and add.inputs[0] is product
             if add.graph is not node.graph or not (is_op(add, "Add") or is_bias_gelu):
                 return None
@@ -228,7 +232,7 @@ class _Finder:
         return Addend(bias=bias, node=add, output=output, after=after)
 
     def _blocker(self, form: Form, x: Operand, w: Operand, swapped: bool, dtype: int) -> str | None:
-        """Returns why a site cannot be rewritten whatever the recipe says, or None."""
+        """Returns the reason why no recipe can rewrite a site, or None."""
         if w.static and self._operands.is_constant(form.a) and self._operands.is_constant(form.b):
             return eligibility.BOTH_CONSTANT
         if reason := form.blocker:
@@ -242,6 +246,7 @@ class _Finder:
             return next(reasons, low if unknown else None)
         if reason := eligibility.weight_blocker(w.static.shape):
             return reason
+        # The indices of experts belong to the axes before M, so those must be known.
         if w.picked and (x.rank is None or x.rank < 2):
             return "the activation's rank is unknown or below 2; give the model shape information"
         if x.rank is None and (x.transposed or swapped):
@@ -249,7 +254,7 @@ class _Finder:
         return None
 
     def _weight_blocker(self, value: ir.Value) -> str | None:
-        """Returns why an operand that is known before the model runs is no static operand, or None."""
+        """Returns the reason why an operand that comes from stored data cannot be packed, or None."""
         if is_overridable(value):
             return f"weight {value.name!r} is also a graph input that a caller may replace; remove it from the inputs"
         if self._operands.is_constant(value):
@@ -272,11 +277,12 @@ class _Finder:
 
 
 def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str | None:
-    """Returns why a weight cannot be packed that repeats along leading dimensions, or None if it can or does not."""
+    """Returns the reason why a weight that repeats along leading dimensions cannot be packed, or None."""
     if w.static is None or not w.static.lead:
         return None
     if form.a_layout != AS_IS or form.b_layout != AS_IS:
         return "the weight is repeated along a dimension, and its axes are permuted; expected only one of the two"
+    # One matrix for all gives a result of the same shape only if X has the batch of the result already.
     batch, seen = (None if shape is None else list(shape[:-2]) for shape in (x.shape, shape_of(result)))
     if batch is not None and None not in batch and batch == seen:
         return None

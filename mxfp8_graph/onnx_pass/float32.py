@@ -1,11 +1,11 @@
-"""Gives a model float32 values in the place of 16-bit ones, with few casts; no node rounds to 16 bits any more.
+"""Changes the 16-bit values of a model to float32, with few casts. No node rounds to 16 bits any more.
 
 input               -> Cast -> ...     inputs and outputs of the model keep their dtype
 ... -> Cast         -> output
 large tensor        -> Cast -> ...     its bytes stay; ONNX Runtime casts them when it loads the model
 Gather(table, ids)  -> Cast -> ...     so that a table takes no more memory than before
 small tensor                           stored in float32
-Cast from or to 16 bits                gone, where it has nothing to do any more
+Cast from or to 16 bits                removed, where both sides are float32 now
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ HALVES: Final = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 """The 16-bit floats."""
 
 _DTYPES: Final = frozenset({"to", "dtype", "output_dtype", "output_datatype", "stash_type", "softmax_precision"})
-"""Attributes that say which dtype a node computes in or gives. Not activation_dtype: our kernels round to that."""
+"""Attributes for the dtype that a node computes in or returns. Not activation_dtype: our kernels round to that."""
 
 
 def to_float32(model: ir.Model) -> list[str]:
-    """Gives a model float32 values in place; data of large initializers is not read. Returns a note if it changes.
+    """Changes 16-bit values to float32 in place, and returns a note, or [] if there are none.
+
+    The data of large initializers is not read.
 
     Args:
-        model: with the dtypes that onnx infers.
+        model: its dtypes are inferred already.
 
     Raises:
         ContractError: a node reinterprets the bits of values, or an input or output is a sequence of them.
@@ -41,12 +43,13 @@ def to_float32(model: ir.Model) -> list[str]:
         return []
     functions = (function for function in model.functions.values() if function.domain != contract.DOMAIN)
     nodes = [*model.graph.all_nodes(), *(node for function in functions for node in function.all_nodes())]
-    fixed = [f"node {g.label(n)!r} (BitCast) reinterprets the bits of values" for n in nodes if n.op_type == "BitCast"]
+    bits = [f"node {g.label(n)!r} (BitCast) reinterprets the bits of values" for n in nodes if n.op_type == "BitCast"]
+    # A Cast takes a tensor, and so a sequence at an input or output could not keep its dtype.
     ends = (value for value in (*model.graph.inputs, *model.graph.outputs) if value.dtype in HALVES)
-    fixed += [f"{value.name!r} is no tensor" for value in ends if not isinstance(value.type, ir.TensorType)]
-    if fixed:
+    sequences = [f"{value.name!r} is no tensor" for value in ends if not isinstance(value.type, ir.TensorType)]
+    if obstacles := [*bits, *sequences]:
         expected, advice = "values that can be float32", "leave out runs_on (--for cpu)"
-        raise ContractError(g.name_of(model), fixed[0], expected=expected, advice=advice)
+        raise ContractError(g.name_of(model), obstacles[0], expected=expected, advice=advice)
     for node in nodes:
         _retype(node)
     for value in values - _cast(model):
@@ -63,7 +66,7 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _cast(model: ir.Model) -> set[ir.Value]:
-    """Puts casts behind what keeps its dtype and in front of the results; returns the values of 16 bits."""
+    """Adds casts behind inputs, large tensors and lookups, and before outputs; returns the values left in 16 bits."""
     graph, fresh = model.graph, g.fresh_names(model)
     large = (v for v in graph.initializers.values() if v.const_value and g.is_large(v.const_value))
     ends = dict.fromkeys((*graph.inputs, *large, *graph.outputs))
@@ -77,11 +80,12 @@ def _cast(model: ir.Model) -> set[ir.Value]:
     def cast(value: ir.Value, name: str, dtype: int) -> ir.Value:
         result, to, shape = ir.Value(name=name), ir.DataType(dtype), g.shape_of(value)
         result.meta[INFERRED] = ir.Value(type=ir.TensorType(to), shape=None if shape is None else ir.Shape(shape))
-        called, before = fresh(f"mxfp8_graph.float32.{value.name}"), value.producer()
-        node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", to)], outputs=[result], name=called)
+        label, before = fresh(f"mxfp8_graph.float32.{value.name}"), value.producer()
+        node = ir.Node("", "Cast", [value], [ir.AttrInt64("to", to)], outputs=[result], name=label)
         graph.insert_before(graph[0], node) if before is None else before.append(node)
         return result
 
+    # The list grows in the loop: rows of a table in 16 bits are in 16 bits too, until they are cast.
     for value in kept:
         lookups = [use for use in value.uses() if use[1] == 0 and use[0].graph is graph and g.is_op(use[0], "Gather")]
         kept += [node.outputs[0] for node, _ in lookups]
@@ -90,11 +94,12 @@ def _cast(model: ir.Model) -> set[ir.Value]:
             for node, index in others:
                 node.replace_input_with(index, new)
     for value in dict.fromkeys(value for value in graph.outputs if dtype_of(value) in HALVES and value not in kept):
+        # The cast's result takes the name, type and shape of the output, as the caller knows it.
         name, value.name = str(value.name), fresh(f"{value.name}_f32")
         new = cast(value, name, dtype_of(value))
         new.type, new.shape, new.doc_string = value.type, value.shape, value.doc_string
         new.metadata_props.update(value.metadata_props)
-        value.type = value.shape = value.doc_string = None  # the model declares what it did before
+        value.type = value.shape = value.doc_string = None  # these describe the output, which is the cast's result now
         graph.outputs[:] = [new if output is value else output for output in graph.outputs]
         kept.append(new)
     return {*kept}

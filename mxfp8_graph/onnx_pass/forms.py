@@ -1,10 +1,10 @@
-"""How each op multiplies: which input is which operand, along which axis it contracts, and what it does besides.
+"""Reads how each op multiplies: its operands, the axis that it contracts, and its further steps.
 
 MatMul(a [..., M, K], b [..., K, N])
 Gemm(a, b, c, transA, transB, alpha, beta)
 FusedMatMul(a, b, transA, transB, transBatchA, transBatchB, alpha); TransposeMatMul, its older name
-FusedMatMulActivation, FusedGemm        and an activation, which becomes a node of its own
-Attention of com.microsoft              one weight [K, 3 * N] that makes Q, K and V, and the attention behind it
+FusedMatMulActivation, FusedGemm        the same, and an activation, which becomes a node of its own
+Attention of com.microsoft              one weight [K, 3 * N] for Q, K and V, and the attention behind it
 Einsum                                  see `einsum.py`
 
 A reader returns a `Form`; `ops.py` says which op has which reader. The fused ops are what ONNX Runtime's optimizer
@@ -25,7 +25,7 @@ from mxfp8_graph.onnx_pass.views import Static
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What happens to an operand before it is multiplied: its axes are permuted, then it is reshaped."""
+    """The steps on an operand before the product: its axes are permuted, then it is reshaped."""
 
     perm: tuple[int, ...] | None = None
     """Permutation of all axes; None if they stay."""
@@ -33,7 +33,7 @@ class Layout:
     """As Reshape takes it: 0 leaves a dimension as it is. None if it stays."""
 
     def of(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Returns what a tensor of that shape has after this."""
+        """Returns the shape that a tensor of `shape` has after these steps."""
         if self.perm is not None:
             shape = tuple(shape[axis] for axis in self.perm)
         if self.shape is not None:
@@ -46,7 +46,7 @@ AS_IS = Layout()
 
 @dataclass(frozen=True, kw_only=True)
 class EpilogueNode:
-    """A node behind a product. It takes every result of the step before, and then `inputs`."""
+    """A node behind a product. Its inputs are all outputs of the step before, and then `inputs`."""
 
     op: str
     inputs: tuple[ir.Value | ir.TensorProtocol | tuple[ir.Value, float] | None, ...] = ()
@@ -65,30 +65,30 @@ class Form:
     a_layout: Layout = AS_IS
     b_layout: Layout = AS_IS
     a_transposed: bool = False
-    """`a`, so laid out, is [..., K, M] instead of [..., M, K]."""
+    """After `a_layout`, `a` is [..., K, M] instead of [..., M, K]."""
     b_transposed: bool = True
-    """`b`, so laid out, is [..., K, N] instead of [..., N, K]."""
+    """After `b_layout`, `b` is [..., K, N] instead of [..., N, K]."""
     c: ir.Value | None = None
-    """What the op itself adds."""
+    """The input that the op itself adds."""
     alpha: float = 1.0
     beta: float = 1.0
     rank: int | None = None
     """Rank of both operands, where the op allows only one."""
     absorbs_add: bool = True
-    """A bias in an Add after the op may become part of it."""
+    """Whether the gemm may take over the bias of an Add after the op."""
     after: tuple[EpilogueNode, ...] = ()
-    """What the op does with the sum."""
+    """Further steps of the op after the sum."""
     picks_rows: bool = False
     """Nothing is multiplied: `a` are ids, which pick rows of the table `b`."""
     blocker: str | None = None
-    """Why the op is no matmul that can be rewritten, or None."""
+    """The reason why the op cannot be rewritten, or None."""
 
 
 Resolve = Callable[[ir.Value | None], Static | None]
 """Returns a value as stored data and views, or None if it is computed while the model runs."""
 
 Reader = Callable[[ir.Node, Resolve], Form | None]
-"""How a node multiplies; None if it does not. The first two inputs of the node are there."""
+"""Returns the form of a node whose first two inputs are present; None if the node does not multiply."""
 
 ACTIVATIONS: Final[Mapping[str, frozenset[str]]] = {
     "Elu": frozenset({"alpha"}),
@@ -117,19 +117,19 @@ def optional(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def matmul(node: ir.Node, resolve: Resolve) -> Form:
-    """Reads MatMul."""
+    """Returns the form of MatMul."""
     a, b = first_two(node)
     return Form(a=a, b=b)
 
 
 def gemm(node: ir.Node, resolve: Resolve) -> Form:
-    """Reads Gemm."""
+    """Returns the form of Gemm."""
     beta = float(attribute(node, "beta", 1.0))
     return replace(_transposable(node), c=optional(node, 2), beta=beta, rank=2, absorbs_add=False)
 
 
 def fused_matmul(node: ir.Node, resolve: Resolve) -> Form:
-    """Reads FusedMatMul and TransposeMatMul."""
+    """Returns the form of FusedMatMul and TransposeMatMul."""
     form = _transposable(node)
     a_layout, b_layout = _batch_first(form.a, node, "transBatchA"), _batch_first(form.b, node, "transBatchB")
     if a_layout is None or b_layout is None:
@@ -138,17 +138,18 @@ def fused_matmul(node: ir.Node, resolve: Resolve) -> Form:
 
 
 def fused_matmul_activation(node: ir.Node, resolve: Resolve) -> Form:
-    """Reads FusedMatMulActivation."""
+    """Returns the form of FusedMatMulActivation."""
+    # Its activation comes between the product and an Add after the op.
     return _activated(replace(fused_matmul(node, resolve), absorbs_add=False), node)
 
 
 def fused_gemm(node: ir.Node, resolve: Resolve) -> Form:
-    """Reads FusedGemm."""
+    """Returns the form of FusedGemm."""
     return _activated(gemm(node, resolve), node)
 
 
 def opaque_fused_op(node: ir.Node, resolve: Resolve) -> Form | None:
-    """Reads an op that holds products with static operands and cannot be taken apart."""
+    """Returns a blocked form for a fused op that multiplies by a static operand; None without such an operand."""
     statics = ((value, resolve(value)) for value in node.inputs[1:] if value is not None)
     weight = next((value for value, static in statics if static and len(static.shape) > 1), None)
     if weight is None:
@@ -173,7 +174,7 @@ def _transposable(node: ir.Node) -> Form:
 
 
 def _batch_first(value: ir.Value, node: ir.Node, name: str) -> Layout | None:
-    """Returns how [M, batch..., K] becomes [batch..., M, K], if the attribute says so; None if the rank is unknown."""
+    """Returns the layout from [M, batch..., K] to [batch..., M, K] if the attribute is set; None if rank is unknown."""
     if not attribute(node, name, 0):
         return AS_IS
     shape = shape_of(value)
@@ -184,7 +185,7 @@ def _batch_first(value: ir.Value, node: ir.Node, name: str) -> Layout | None:
 
 
 def _activated(form: Form, node: ir.Node) -> Form:
-    """Returns `form` with the activation that the op names behind it."""
+    """Returns `form`, followed by the activation that the op names."""
     op = attribute(node, "activation", "")
     if not op:
         return form
@@ -199,7 +200,7 @@ def _activated(form: Form, node: ir.Node) -> Form:
 #
 #     Attention(x, w, b, mask, , bias) -> MultiHeadAttention(*Split(gemm(x, packed w, b)), , mask, bias)
 #
-# ONNX Runtime computes both with the same kernels, so the result of Q, K and V is the same to the bit.
+# ONNX Runtime computes both with the same kernels, so for the same Q, K and V the results are equal to the bit.
 
 _KEPT: Final = ("num_heads", "unidirectional", "mask_filter_value", "scale")
 """The attributes that mean the same to MultiHeadAttention."""
@@ -208,7 +209,7 @@ _CACHE: Final = "it keeps keys and values of past tokens in a packed tensor; exp
 
 
 def packed_attention(node: ir.Node, resolve: Resolve) -> Form:
-    """Reads Attention; what MultiHeadAttention cannot do alike is in the reason."""
+    """Returns the form of Attention; it is blocked where MultiHeadAttention computes something else."""
     x, w = first_two(node)
     bias, mask, past, attention_bias, past_length = (optional(node, index) for index in range(2, 7))
     static = resolve(w)
@@ -237,18 +238,19 @@ def packed_attention(node: ir.Node, resolve: Resolve) -> Form:
 
 
 def _qkv_sizes(node: ir.Node, shape: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns how many columns of the weight make Q, K and V, or None if that contradicts its shape."""
+    """Returns the numbers of columns of the weight for Q, K and V, or None if they contradict its shape."""
     heads = attribute(node, "num_heads", 0)
     if len(shape) != 2 or heads < 1:
         return None
     sizes = tuple(attribute(node, "qkv_hidden_sizes", None) or [shape[1] // 3] * 3)
+    # Q and K are multiplied with each other, so they have one width; V may have another.
     if len(sizes) != 3 or sum(sizes) != shape[1] or sizes[0] != sizes[1]:
         return None
     return sizes if all(size > 0 and size % heads == 0 for size in sizes) else None
 
 
 def _mask_obstacle(mask: ir.Value, x: ir.Value) -> str | None:
-    """Returns why a mask does not mean the same to MultiHeadAttention, or None.
+    """Returns the reason why a mask means something else to MultiHeadAttention, or None.
 
     Both know one length per sequence [B], and one value per key [B, S] or per query and key [B, S, S]. Only Attention
     knows a first and a last position [2 * B] and [B, 1, most, most].
@@ -257,7 +259,8 @@ def _mask_obstacle(mask: ir.Value, x: ir.Value) -> str | None:
     rank = None if shape is None else len(shape)
     if rank in (2, 3) or (maker is not None and maker.op_type == "EmbedLayerNormalization"):
         return None
+    # [2 * B] has rank 1 as well: only a size equal to the batch's tells them apart.
     if rank == 1 and x_shape and shape and shape[0] is not None and shape[0] == x_shape[0]:
         return None
-    found = "of unknown rank" if shape is None else f"of shape {list(shape)}"
-    return f"its mask is {found}; expected one of shape [batch], [batch, keys] or [batch, queries, keys]"
+    kind = "of unknown rank" if shape is None else f"of shape {list(shape)}"
+    return f"its mask is {kind}; expected one of shape [batch], [batch, keys] or [batch, queries, keys]"

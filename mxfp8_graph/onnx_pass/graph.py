@@ -1,7 +1,7 @@
-"""What the stations ask of an `ir.Model`: types of values, constants, subgraphs, removal of what nothing uses.
+"""Helpers of all steps for an `ir.Model`: types of values, constants, subgraphs, removal of unused nodes.
 
-The model keeps the shapes and dtypes that the file declares. Those that onnx infers are in `Value.meta`, where
-`dtype_of` and `shape_of` read them: so a saved model declares no more than the original.
+The model keeps the shapes and dtypes that the file declares. The inferred ones are in `Value.meta`, where `dtype_of`
+and `shape_of` read them. So a saved model declares no more than the original.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Dim = int | str | None
 """A size, the name of a size, or None if nothing is known."""
 
 INLINE_BYTES: Final = 4096
-"""Larger tensors are no sizes, axes or scalars: the stations read their values only to pack them."""
+"""Larger tensors are no sizes, axes or scalars: steps read their values only to pack them."""
 
 INFERRED: Final = "inferred"
 """Key of `Value.meta`: the inferred type and shape, as a Value of its own."""
@@ -41,7 +41,7 @@ OVERRIDABLE: Final = "overridable"
 
 
 def name_of(model: ir.Model) -> str:
-    """Returns what messages call a model: its path, or "model"."""
+    """Returns the name of a model in messages: its path, or "model"."""
     return str(model.meta.get("name", "model"))
 
 
@@ -51,7 +51,7 @@ def opset_of(model: ir.Model) -> int:
 
 
 def module_of(name_scopes: str) -> str:
-    """Returns the module path in that entry of the metadata, such as "model.layers.0.mlp"; "" if it has none."""
+    """Returns the module path in an entry NAME_SCOPES, such as "model.layers.0.mlp"; "" if it has none."""
     names = re.findall(r"'([^']*)'", name_scopes)  # the repr of a list: outermost module first, then the fx node
     return names[-2] if len(names) >= 2 else ""
 
@@ -62,7 +62,7 @@ def initializers_of(model: ir.Model) -> Iterator[ir.Value]:
 
 
 def fresh_names(model: ir.Model) -> Callable[[str], str]:
-    """Returns a function that makes a name like the one it takes, which no value or node of the model has yet."""
+    """Returns a function from a wanted name to one like it that no value or node of the model has yet."""
     taken: set[str] = set()
     for graph in model.graphs():
         taken.update(str(value.name) for value in (*graph.inputs, *graph.initializers.values(), *graph.outputs))
@@ -107,6 +107,7 @@ def dtype_of(value: ir.Value) -> int:
 
 def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
     """Returns the shape of a value: a size, a name or None for each axis; None if even the rank is unknown."""
+    # A caller may replace the default of an overridable initializer by a tensor of another shape.
     if value.const_value is not None and not is_overridable(value):
         return tuple(value.const_value.shape.numpy())
     shape = value.meta.get(INFERRED, value).shape
@@ -114,14 +115,14 @@ def shape_of(value: ir.Value) -> tuple[Dim, ...] | None:
 
 
 def facts(value: ir.Value) -> Input:
-    """Returns what is known of a value, for the body of a node that reads it."""
+    """Returns dtype and sizes of a value, and whether it is stored, for the function body of a node that reads it."""
     shape = shape_of(value)
     sizes = None if shape is None else [dim if isinstance(dim, int) else None for dim in shape]
     return Input.of(dtype_of(value), sizes, constant=stored(value) is not None)
 
 
 def facts_of(model: ir.Model) -> dict[str, Input]:
-    """Returns what is known of each value that a node of ours reads, by name."""
+    """Returns the `facts` of each computed value that a node of ours reads, by name."""
     nodes = (node for node in model.graph.all_nodes() if node.domain == contract.DOMAIN)
     values = (value for node in nodes for value in node.inputs if value is not None)
     return {str(value.name): facts(value) for value in values if stored(value) is None}
@@ -133,7 +134,7 @@ def is_overridable(value: ir.Value) -> bool:
 
 
 def is_large(tensor: ir.TensorProtocol) -> bool:
-    """Whether onnx's passes see a tensor without its values, and no station reads it as a constant."""
+    """Whether a tensor is too large for its values to go to onnx's passes, or to be read as a constant."""
     if isinstance(tensor, (ir.ExternalTensor, ir.LazyTensor)):  # the latter packs a weight whenever it is read
         return True
     return bool(tensor.dtype != ir.DataType.STRING and tensor.nbytes > INLINE_BYTES)
@@ -150,7 +151,7 @@ def stored(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def default(value: ir.Value) -> ir.TensorProtocol | None:
-    """Returns the tensor of a value as `stored` does, and of an initializer that a caller may replace its default."""
+    """Returns the tensor of a value as `stored` does; for an initializer that a caller may replace, its default."""
     return stored(value) if value.const_value is None else value.const_value
 
 
@@ -175,11 +176,11 @@ def constant(value: ir.Value) -> npt.NDArray[Any] | None:
 def remove_unused(model: ir.Model, values: Iterable[ir.Value], removable: Callable[[ir.Node], bool]) -> None:
     """Removes those of `values` that nothing uses, and in turn the values that only their producers used.
 
-    Unused code of the original stays: only `values` and their producers are looked at.
+    Other unused nodes of the original stay.
 
     Args:
         model: edited in place.
-        values: of whichever graph.
+        values: values of any graph of the model.
         removable: whether a node may go away.
     """
     waiting = list(values)
@@ -212,7 +213,7 @@ def remove(node: ir.Node) -> list[ir.Value]:
 
 
 def label(node: ir.Node) -> str:
-    """Returns what to call a node in messages: its name, or else its first output or its op."""
+    """Returns the name of a node in messages: its own, or else its first output or its op."""
     return node.name or next((output.name for output in node.outputs if output.name), node.op_type)
 
 
@@ -223,7 +224,7 @@ def made_by(value: ir.Value | None, *ops: str) -> ir.Node | None:
 
 
 def scalar(value: ir.Value | None) -> float | None:
-    """Returns the value of a constant that is one number, of whatever rank; None if it has no such value."""
+    """Returns the number of a constant with one element, of any rank; None for other values."""
     array = None if value is None else constant(value)
     return None if array is None or array.size != 1 else float(array.reshape(-1)[0])
 
@@ -234,5 +235,5 @@ def only_used_by(value: ir.Value, nodes: Container[ir.Node]) -> bool:
 
 
 def with_inner(node: ir.Node) -> Iterator[ir.Node]:
-    """Returns a node and those of its subgraphs."""
+    """Returns a node and the nodes of its subgraphs."""
     return itertools.chain([node], *(inner.all_nodes() for inner in subgraphs_of(node)))

@@ -1,7 +1,4 @@
-"""onnx_graphsurgeon graphs: to ONNX models and back, with the metadata that its importer and exporter drop.
-
-What graphsurgeon raises has no common base: here it becomes one clear error.
-"""
+"""Converts onnx_graphsurgeon graphs to ONNX models and back, with the metadata that graphsurgeon drops."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import onnx
 from mxfp8_ops.errors import ContractError
 
 _METADATA: Final = "metadata_props"
-"""The attribute a graph is given: the model's metadata, our record of how it was rewritten among them."""
+"""The attribute of a graph for the model's metadata, which has our record of the rewrite."""
 
 
 def to_proto(graph: Any) -> onnx.ModelProto:
@@ -21,11 +18,12 @@ def to_proto(graph: Any) -> onnx.ModelProto:
 
     try:
         proto: onnx.ModelProto = gs.export_onnx(graph)
-    except Exception as error:
+    except Exception as error:  # graphsurgeon's exceptions have no common base
         what = f"onnx_graphsurgeon cannot export it: {type(error).__name__}: {error}"
         raise ContractError(
             "model", what, expected="a complete graph", advice="see onnx_graphsurgeon.export_onnx"
         ) from None
+    # By `vars`: attribute access on a graph also looks up functions registered with graphsurgeon.
     onnx.helper.set_model_props(proto, vars(graph).get(_METADATA, {}))
     return proto
 

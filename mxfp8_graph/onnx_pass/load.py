@@ -1,4 +1,4 @@
-"""load(): an ONNX file, a proto or a graphsurgeon graph as one `ir.Model`, whose large weights stay where they are.
+"""load(): reads an ONNX file or a proto as an `ir.Model` whose large weights stay where they are.
 
 Large raw data of the file itself becomes external data of that file, so every large weight has one form.
 """
@@ -22,10 +22,10 @@ from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
 
 _SOURCE: Final = "source"
-"""Key of `Model.meta`: the path of the model; None if it came without one."""
+"""Key of `Model.meta`: the path of the model; None for a proto."""
 
 _FILES: Final = "files"
-"""Key of `Model.meta`: the files beside its own in which the model has tensors."""
+"""Key of `Model.meta`: the files with external data, without the model's own file."""
 
 _SIZE: Final = "size"
 """Key of `Model.meta`: bytes of the model, its external data included."""
@@ -68,7 +68,7 @@ def load(model: str | Path | onnx.ModelProto) -> ir.Model:
 
 
 def path_of(model: ir.Model) -> Path | None:
-    """Returns the path that a model was loaded from; None if it came without one."""
+    """Returns the path that a model was loaded from; None for a proto."""
     return model.meta.get(_SOURCE)
 
 
@@ -78,7 +78,7 @@ def bytes_of(model: ir.Model) -> int:
 
 
 def external_files(model: ir.Model) -> set[Path]:
-    """Returns the files beside its own in which a model had tensors when it was loaded."""
+    """Returns the files with external data of a model when it was loaded, without the model's own file."""
     return set(model.meta.get(_FILES, ()))
 
 
@@ -94,7 +94,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
         for key, attribute in list(node.attributes.items()):
             if not isinstance(tensor := attribute.value, ir.ExternalTensor):
                 continue
-            if node not in inner and large_constant(node):  # `to_proto` reads those that stay
+            if node not in inner and large_constant(node):  # may be packed; else `to_proto` reads it
                 external.append(tensor)
                 continue
             size += _place(tensor, path, name)
@@ -119,7 +119,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
 
 
 def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
-    """Says where the file of a tensor is; returns the bytes that the tensor has outside of the model's own file.
+    """Sets the path of a tensor's file; returns the bytes that the tensor has outside of the model's own file.
 
     Raises:
         ContractError: it lies outside the model's folder, or does not have the bytes of the tensor.
@@ -136,7 +136,7 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
         what = f"cannot read external file {error.filename}: {error.strerror}"
         advice = "copy it there"
         raise ContractError(where, what, expected="the file next to the model", advice=advice) from None
-    # Absolute, since that is where it was checked; onnx_ir's own check would refuse the links of a model's own file.
+    # Absolute: the path that was checked. onnx_ir's own check would refuse links to the model's own file.
     tensor.base_dir, tensor._location = "", str(file.absolute())
     if state.st_nlink > 1 and not is_own:  # it may be a file of another folder
         what = f"external file {location!r} has {state.st_nlink} hard links"
@@ -152,7 +152,7 @@ def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
 
 
 def _described(path: Path, size: int) -> tuple[str, str]:
-    """Returns (what a file is that is no ONNX model, what to do), by its suffix and its bytes."""
+    """Returns (description, advice) for a file that is not an ONNX model, by its suffix and its bytes."""
     with path.open("rb") as file:
         head = file.read(16)
         file.seek(max(0, size - (1 << 16)))

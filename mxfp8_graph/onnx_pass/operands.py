@@ -4,8 +4,8 @@
     stack [E, N, K] -> Gather | GatherND (axis 0) -> views -> operand    experts of a mixture, one for each row
     anything else -> operand                                          computed: its axes are permuted by new nodes
 
-The index of experts goes to the node, and the stack is packed as it is. What the views do to the dimensions of the
-index is done to the index; what they do to the matrices, to the stack.
+The index of experts becomes an input of the new node, and the stack is packed. A view that changes the dimensions of
+the index is applied to the index; a view that changes the matrices, to the stack.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _INTEGERS: Final = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 """The dtypes in which nodes take shapes and axes."""
 
 _FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
-"""What a table of numbers holds; one of integers is a shape, or a table of further indices."""
+"""Dtypes of a table of numbers. A table of integers is a shape, or has further indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picked:
-    """Matrices picked from a stack: which stack, and by which indices."""
+    """A stack of matrices, and the indices that pick from it."""
 
     stack: Static
     """[E, N, K], or [E, K, N]."""
@@ -54,7 +54,7 @@ class Picked:
     index_steps: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """("Squeeze" or "Unsqueeze", axes), from `index` to the indices of the matrices."""
     flipped: bool = False
-    """The matrices are the transposes of those of the stack."""
+    """Whether the matrices are transposed behind the pick."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +69,11 @@ class Operand:
     """K is the last axis but one."""
     static: Static | None = None
     picked: Picked | None = None
-    """How the weight is picked from the stack that `static` is; None if it is all of it."""
+    """The indices that pick the weight from the stack `static`; None if `static` is the whole weight."""
     perm: tuple[int, ...] | None = None
-    """What brings K of a run-time operand to the end; None if it is there, or if the rank is unknown."""
+    """Permutation that moves K of a run-time operand to the end; None if K is there, or for an unknown rank."""
     merged: tuple[int, ...] | None = None
-    """What a run-time operand is reshaped to after that, as Reshape takes it; None if it is not."""
+    """Shape of a Reshape after that, for a run-time operand; None without one."""
 
 
 class Operands:
@@ -81,22 +81,24 @@ class Operands:
 
     def __init__(self, model: ir.Model) -> None:
         self._static: dict[ir.Value, Static | None] = {}
-        """What `static` returned."""
+        """Results of `static`."""
         self._computed: set[ir.Value] = set()
-        """What is computed of constants alone."""
+        """Values that are computed from constants alone."""
         for graph in model.graphs():
             for node in graph:
                 inputs = [value for value in node.inputs if value is not None]
+                # A subgraph may read values besides the inputs of its node.
                 if inputs and all(map(self.is_constant, inputs)) and not any(subgraphs_of(node)):
                     self._computed.update(node.outputs)
 
     def is_constant(self, value: ir.Value) -> bool:
-        """Whether `value` depends on no graph input, whatever the ops on the way."""
+        """Whether `value` depends on no graph input, through any ops."""
         return value in self._computed or stored(value) is not None
 
     def static(self, value: ir.Value | None) -> Static | None:
         """Returns `value` as stored data and views, or None if it is not static in that way."""
         views: list[ir.Value] = []
+        # Iterative, since chains of views may be longer than Python's stack is deep.
         while value is not None and value not in self._static:
             node = _view_of(value)
             tensor = stored(value)
@@ -124,12 +126,13 @@ class Operands:
         static = self.static(value)
         if static is None or static.lead or len(static.shape) != 1 or static.dtype not in _INTEGERS:
             return None
+        # Sizes and axes are few numbers: no file is read for them.
         if static.byte_size > INLINE_BYTES or is_large(static.tensor):
             return None
         return [int(number) for number in apply(static.steps, static.tensor.numpy())]
 
     def repeated(self, value: ir.Value) -> str | None:
-        """Returns the stored tensor that `value` repeats as often as the model says when it runs, by name, or None."""
+        """Returns the name of the stored tensor that `value` repeats a number of times known at run time, or None."""
         while (node := _view_of(value)) is not None and node.op_type not in REPEATS and node.inputs[0] is not None:
             value = node.inputs[0]
         static = None if node is None else self.static(node.inputs[0])
@@ -140,12 +143,14 @@ class Operands:
 
         Where neither operand is static, one that is picked from a stack is the weight.
         """
+        # If both operands are static, or both are picked from stacks, b is the weight.
         ways = ((form, False), (_mirrored(form), True))
         for mine, first in ways if self.static(form.b) or not self.static(form.a) else ways[1:]:
             x = _run_time(mine.a, mine.a_transposed, mine.a_layout, mine.rank)
             if static := self.static(mine.b):
                 w = _stored(mine.b, static, mine.b_transposed, mine.b_layout)
                 return x, w, first and x.rank != 1  # a vector stays as it is
+            # The indices pick along the first axis of the stack, so its axes cannot be permuted.
             if mine.b_layout == AS_IS and (picked := self._picked(mine.b)):
                 return x, _of_stack(mine.b, picked, mine.b_transposed), first
         x = _run_time(form.a, form.a_transposed, form.a_layout, form.rank)
@@ -158,13 +163,13 @@ class Operands:
         return picked.stack if picked else static
 
     def lookup_of(self, node: ir.Node) -> Form | None:
-        """Returns how ids pick rows of a table that is known before the model runs, or None if `node` does not do that.
+        """Returns the form of a node in which ids pick rows of a table that is known before the model runs, or None.
 
             Gather(table [V, D], ids [...], axis 0)         -> [..., D]
             GatherND(table [V, D], ids [..., 1])            -> [..., D]
 
-        In the form the table is b, [N, K] = [V, D], and the ids are a. Tables of another rank are none: vectors have no
-        rows, and stacks of matrices are experts.
+        In the form, b is the table [N, K] = [V, D], and a is the ids. Only a table of rank 2 counts: a vector has no
+        rows, and a stack of matrices holds experts.
         """
         if not is_op(node, *GATHERS):
             return None
@@ -179,7 +184,7 @@ class Operands:
         return Form(a=ids, b=table, b_transposed=False, absorbs_add=False, picks_rows=True, blocker=blocker)
 
     def _lookup_blocker(self, node: ir.Node, ids: ir.Value, static: Static | None) -> str | None:
-        """Returns why the node does not pick rows while the model runs, or None."""
+        """Returns the reason why a lookup in a table cannot be rewritten, or None."""
         if node.op_type == "Gather" and attribute(node, "axis", 0) not in {0, -2}:
             return "it picks columns of its table; expected rows (axis 0)"
         if node.op_type == "GatherND":
@@ -191,7 +196,7 @@ class Operands:
         return eligibility.weight_blocker(static.shape) if static else None
 
     def experts_blocker(self, value: ir.Value) -> str | None:
-        """Returns why a weight that is gathered while the model runs cannot be picked; None if it can, or is none."""
+        """Returns the reason why a weight that is gathered at run time cannot be rewritten, or None."""
         picked = self._read_picked(value)
         return picked if isinstance(picked, str) else None
 
@@ -200,7 +205,7 @@ class Operands:
         return picked if isinstance(picked, Picked) else None
 
     def _read_picked(self, value: ir.Value) -> Picked | str | None:
-        """Returns how `value` is picked from a stack, or why it cannot be; None if it is not gathered."""
+        """Returns the stack and the indices that pick `value`, or a reason why not; None if it is not gathered."""
         gather, views = _gather_of(value)
         if gather is None or self.is_constant(value):
             return None
@@ -239,6 +244,7 @@ class Operands:
         if attribute(gather, "batch_dims", 0) or rank == 0 or shape[-1] != 1:
             what = "by GatherND of more than axis 0; expected one index per matrix; use Gather"
             return f"{where}, {what}"
+        # GatherND has one more axis of size 1. If an Unsqueeze adds it, the indices before that are taken.
         producer = index.producer()
         before = None if producer is None or not is_op(producer, "Unsqueeze") else producer.inputs[0]
         if producer is not None and before is not None and self.integers(optional(producer, 1)) in ([-1], [rank - 1]):
@@ -246,10 +252,11 @@ class Operands:
         return Picked(stack=stack, index=index, rank=rank - 1, index_steps=(("Squeeze", (rank - 1,)),))
 
     def _behind(self, picked: Picked, node: ir.Node, output: ir.Value) -> Picked | None:
-        """Returns `picked` after one view, or None if the view changes more than the axes of the index."""
+        """Returns `picked` after one view, or None for a view that neither the index nor the stack can take over."""
         rank = picked.rank + 2
         if node.op_type == "Identity":
             return picked
+        # A cast of the picked matrices gives the same values as a cast of the stack.
         if node.op_type == "Cast":
             return replace(picked, stack=cast(node, picked.stack, output, self.integers))
         if node.op_type == "Transpose":
@@ -261,6 +268,7 @@ class Operands:
             return None
         more = len(axes) if node.op_type == "Unsqueeze" else 0
         rank += more
+        # Only axes of the index: the last two are the matrices' axes.
         if not all(-rank <= axis < rank and axis % rank < picked.rank + more for axis in axes):
             return None
         step = node.op_type, tuple(axis % rank for axis in axes)
@@ -268,7 +276,7 @@ class Operands:
 
 
 def source_of(value: ir.Value) -> str:
-    """Returns the op behind the views that a constant comes from."""
+    """Returns the type of the op that makes a constant, in front of its views; "" for an initializer."""
     while (node := _view_of(value)) is not None and node.inputs[0] is not None and node.inputs[0].producer():
         value = node.inputs[0]
     maker = value.producer()
@@ -293,6 +301,7 @@ def _gather_of(value: ir.Value) -> tuple[ir.Node | None, list[ir.Value]]:
         if node.op_type in GATHERS and len(node.inputs) > 1:
             return node, views
         views.append(value)
+        # A part or a repetition of the picked matrices is no longer a list of matrices of the stack.
         if op_of(node.domain, node.op_type).view is None or node.op_type in {"Split", "Slice", *REPEATS}:
             break
         value = node.inputs[0]
@@ -324,10 +333,12 @@ def _run_time(value: ir.Value, transposed: bool, layout: Layout, rank: int | Non
     rank = rank or (None if known is None else len(known))
     if layout.perm is not None:
         rank = len(layout.perm)
+    # The only axis of a vector is K.
     transposed = transposed and rank != 1
     shape = None if known is None else k_last(layout.of(known), transposed)
     needed = None if rank is None else k_last(layout.perm or range(rank), transposed)
     if needed is not None and needed != tuple(range(len(needed))):
+        # As for K^T in Q @ K^T: the exporter's Transpose and the one that is needed here cancel.
         producer = value.producer()
         if producer is not None and is_op(producer, "Transpose") and producer.inputs[0] is not None:
             before = permutation(producer, len(needed))
@@ -339,7 +350,7 @@ def _run_time(value: ir.Value, transposed: bool, layout: Layout, rank: int | Non
 
 
 def _mirrored(form: Form) -> Form:
-    """Returns `form` with its operands in each other's place."""
+    """Returns `form` with its operands swapped."""
     sides = [field.name for field in fields(form) if field.name == "a" or field.name.startswith("a_")]
     pairs = [(name, f"b{name[1:]}") for name in sides]
     return replace(form, **{mine: getattr(form, other) for pair in pairs for mine, other in (pair, pair[::-1])})

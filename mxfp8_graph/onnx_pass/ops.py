@@ -1,7 +1,6 @@
-"""The table of ops: what the pass knows of each, a row per op.
+"""The table of ops, one row per op: how an op multiplies, or how it changes a weight.
 
-Everything that asks what an op does reads this table. One row is all that a further op needs, and a reader in
-`forms.py` if it multiplies in a new way.
+All steps read this table. To add an op, add its row, and a reader in `forms.py` if the op multiplies in a new form.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from mxfp8_graph.policy.roles import RoleOps
 
 @dataclass(frozen=True, kw_only=True)
 class Op:
-    """What the pass knows of one op."""
+    """One row of the table."""
 
     product: Reader | None = None
-    """How it multiplies matrices; None if it does not, or in a way that the pass does not replace."""
+    """Reader of an op that multiplies matrices; None for other ops and for products that the pass does not replace."""
     view: View | None = None
-    """What it makes of a weight, which it passes on without computing anything; None if it is no such op."""
+    """Reader of an op that passes a weight on and computes nothing new; None for other ops."""
     gathers: bool = False
-    """It picks rows, or matrices, by indices in its second input."""
+    """Whether it picks rows, or matrices, by indices in its second input."""
 
 
 _UNKNOWN: Final = Op()
@@ -64,27 +63,27 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     ("", "Gather"): Op(gathers=True),
     ("", "GatherND"): Op(gathers=True),
 }
-"""(domain, op type) -> what the pass knows of it."""
+"""(domain, op type) -> row."""
 
 
 def names(wanted: Callable[[Op], object]) -> frozenset[str]:
-    """Returns the types of the ops of the table that `wanted` is true of."""
+    """Returns the op types in the table for whose rows `wanted` is true."""
     return frozenset(name for (_, name), op in OPS.items() if wanted(op))
 
 
 REPEATS: Final = names(lambda op: op.view is views.repeat)
-"""The ops a weight may stand behind if they do nothing but repeat it along leading dimensions."""
+"""The ops that may stand between a weight and its matmul if they only repeat it along leading dimensions."""
 
 VIEW_OPS: Final = tuple(name for (_, name), op in OPS.items() if op.view is not None and name not in REPEATS)
-"""The ops a weight may stand behind."""
+"""The ops that may stand between a weight and its matmul."""
 
 GATHERS: Final = names(lambda op: op.gathers)
 
 READERS: Final = frozenset({*VIEW_OPS, *REPEATS, *GATHERS, "Constant", "Shape", "Concat"})
-"""What may stand between a weight and the product that used it; and what computes the sizes of views."""
+"""The ops that may be left over when a weight is replaced: views, and ops that compute the sizes of views."""
 
 DEQUANTIZES: Final = frozenset({"DequantizeLinear", TRT_DEQUANTIZE})
-"""The ops that give back values which something else has quantized: ONNX's, with any scale, and TensorRT's."""
+"""The ops that dequantize: ONNX's, with any scale, and TensorRT's."""
 
 _COMPUTES: Final = (
     *("Conv", "ConvTranspose", "DeformConv", "FusedConv", "NhwcConv", "NhwcFusedConv"),
@@ -93,12 +92,13 @@ _COMPUTES: Final = (
     *("PackedMultiHeadAttention", "PagedAttention", "SparseAttention", "QAttention", "QMoE"),
     *("MatMulInteger", "QLinearMatMul", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "MatMulNBits"),
 )
-"""Further ops that multiply activations by something, in ways that the pass does not replace."""
+"""Further ops that multiply activations, in forms that the pass does not replace."""
 
 ROLE_OPS: Final = RoleOps(
     compute=names(lambda op: op.product is not None).union(_COMPUTES),
     choices=frozenset({"TopK", "ArgMax"}),
     softmax=frozenset({"Softmax"}),
+    # Slice and Split may be in two of the three places only: see `to_output` and `from_softmax`.
     views=frozenset({*VIEW_OPS, "Flatten"}) - {"Slice", "Split"},
     to_output=frozenset({"Slice", "Softmax", "LogSoftmax", "Sigmoid", "Split", "Gather"}),
     to_softmax=frozenset({"Add", "Sub", "Mul", "Div", "Where", "Clip", "Max", "Min", "Tanh", "Expand", "Concat"}),
@@ -111,12 +111,12 @@ ROLE_OPS: Final = RoleOps(
 
 
 def op_of(domain: str, op_type: str) -> Op:
-    """Returns the row of an op; an empty one if there is none."""
+    """Returns the row of an op; an empty row for an unknown op."""
     return OPS.get(("" if domain in STANDARD else domain, op_type), _UNKNOWN)
 
 
 def form_of(node: ir.Node, resolve: Resolve) -> Form | None:
-    """Returns how `node` multiplies, or None if it does not."""
+    """Returns the form of a node that multiplies, or None."""
     read = op_of(node.domain, node.op_type).product
     if read is None or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None

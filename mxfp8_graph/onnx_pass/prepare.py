@@ -1,4 +1,4 @@
-"""prepare(): brings a model to the form that sites are looked for in: opset, functions, Attention, Dropout, dtypes.
+"""prepare(): brings a model into the form that `find.py` reads: opset, functions, Attention, Dropout, dtypes.
 
 onnx's passes take protos: `through` lends them one without the values of large initializers.
 """
@@ -38,7 +38,7 @@ _IR_VERSION: Final = 10  # the first with opset 21 and float8 in functions
 
 
 def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
-    """Returns the model with what the recipe's sites need, and inferred types; says in `notes` what changed.
+    """Returns the model in that form, with inferred types; adds a note on each change to `notes`.
 
     Raises:
         ContractError: the model has no opset, or onnx cannot inline or convert it.
@@ -47,6 +47,7 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
     if recipe.attention_scores or recipe.attention_values:
         model = decompose_attention(model, notes)
     count = 0
+    # Dropout's third input is its training mode. Without it, Dropout passes values on.
     for node in model.graph.all_nodes():
         flag = node.inputs[2] if is_op(node, "Dropout") and len(node.inputs) == 3 else None
         if flag is not None and (tensor := stored(flag)) is not None and tensor.numpy().any():
@@ -63,15 +64,15 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
 def upgrade(
     model: ir.Model, holds_sites: Callable[[tuple[str, str]], object], notes: list[str], *, least: int = MIN_OPSET
 ) -> ir.Model:
-    """Returns the model at opset `least` or above, functions with ops for which `holds_sites` is true inlined.
+    """Returns the model at opset `least` or above; functions with ops for which `holds_sites` is true are inlined.
 
-    All functions are inlined when the opset changes, which applies to their bodies too.
+    If the opset changes, all functions are inlined, because the new opset applies to their bodies too.
     """
     if not opset_of(model):
         if any(node.domain in STANDARD for node in model.graph.all_nodes()):
             what = "no opset import for the default domain"
             raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
-        model.opset_imports[""] = MIN_OPSET  # which the bodies of our nodes use
+        model.opset_imports[""] = MIN_OPSET  # for the bodies of our nodes
     opset = opset_of(model)
     chosen = list(model.functions) if opset < least else _holding(model, holds_sites)
     if chosen:
@@ -93,9 +94,10 @@ def upgrade(
 
 
 def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
-    """Returns the model with the function that the standard says Attention is in the place of each.
+    """Returns the model with each Attention replaced by the simpler ops of its definition in the standard.
 
-    What a node becomes has its metadata, and names that begin with its. Where onnx cannot do it, a note says so.
+    The new nodes have the metadata of the old one, and names that begin with its name. If onnx fails, the nodes stay
+    and a note has the reason.
     """
     _make_names_unique(model)
     origins = {str(node.outputs[0].name): node for node in model.graph.all_nodes() if is_op(node, "Attention")}
@@ -109,6 +111,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
     except ContractError as error:
         notes.append(f"the products inside Attention are not quantized: {error}")
         return model
+    # The inliner puts new nodes where the old one was. The last of them makes the output of the old one.
     for graph in model.graphs():
         parts: list[ir.Node] = []
         for node in graph:
@@ -126,18 +129,22 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
 def through(
     model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto], what: str, *, converts: bool = False
 ) -> ir.Model:
-    """Returns what a pass of onnx makes of the model, with the tensors and the metadata that it was not shown.
+    """Returns the result of a pass of onnx, with the tensors and the metadata that the pass does not see.
 
-    `converts`: nodes with the outputs of a node of the model are that node, in another version.
+    Args:
+        model: replaced by the result; its values may get new names.
+        call: runs the pass.
+        what: name of the pass in messages.
+        converts: whether a node with the outputs of an old node is a new version of it, with its name and metadata.
 
     Raises:
-        ContractError: the pass fails. `what` names it.
+        ContractError: the pass fails.
     """
     _make_names_unique(model)
     with lent(model) as proto:
         try:
             changed = call(proto)
-        except Exception as error:  # whatever C++ raises
+        except Exception as error:  # exceptions from onnx's C++ have no common base
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             expected = f"opset {MIN_OPSET} or above" if converts else "a model that onnx understands"
             text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
@@ -149,7 +156,7 @@ def through(
     for key in model.functions.keys() - result.functions.keys():
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in result.graph.all_nodes()):
             result.functions[key] = model.functions[key]  # the converter drops all
-    # By name: onnx's passes keep those of initializers and of results.
+    # By name: onnx's passes keep the names of initializers and of results.
     tensors = {value.name: value for value in initializers_of(model)}
     outputs = (value for node in model.graph.all_nodes() for value in node.outputs if value.name)
     known = {value.name: value for value in (*model.graph.inputs, *outputs)}
@@ -171,10 +178,10 @@ def through(
             if converts and producer is not None:  # the converter loses them
                 node.metadata_props.update(producer.metadata_props)
                 node.name, node.doc_string = producer.name, node.doc_string or producer.doc_string
-            elif converts and node.name:  # the converter calls what it adds like the node that it adds it for
+            elif converts and node.name:  # the converter names an added node like the node that needs it
                 node.name = take_name(node.name, names)
-        # The model declares what it did before.
-        inputs = graph.inputs if graph is result.graph else ()  # those of a body may have the name of an outer value
+        # The declared types stay as they were: onnx's passes add inferred ones.
+        inputs = graph.inputs if graph is result.graph else ()  # inputs of a body may have the name of an outer value
         for value in (*inputs, *(output for node in graph for output in node.outputs)):
             if (before := known.get(str(value.name))) is not None:
                 value.type, value.shape, value.doc_string = before.type, before.shape, before.doc_string
@@ -185,7 +192,8 @@ def through(
 
 
 def _make_names_unique(model: ir.Model) -> None:
-    """Renames what has the name of a value of another graph: both branches of an If may use one name."""
+    """Renames a value that has the name of a value of another graph, as in the two branches of an If."""
+    # `through` looks up values by name.
     fresh, seen = fresh_names(model), set[str]()
     for graph in model.graphs():
         for value in (*list(graph.initializers.values()), *(output for node in graph for output in node.outputs)):
@@ -196,15 +204,16 @@ def _make_names_unique(model: ir.Model) -> None:
 
 
 def infer(model: ir.Model, notes: list[str]) -> None:
-    """Keeps in `Value.meta` the types and shapes that onnx can infer, where `dtype_of` and `shape_of` read them."""
+    """Puts the types and shapes that onnx infers into `Value.meta`, where `dtype_of` and `shape_of` read them."""
     with lent(model) as proto:
         counts = [len(graph.initializer) for graph in iter_graphs(proto.graph)]
         _copy_outer_constants(proto.graph, {})
         try:
             typed = _inferred(proto)
-        except Exception as error:  # whatever C++ raises
+        except Exception as error:  # exceptions from onnx's C++ have no common base
             notes.append(f"shapes could not be inferred: {first_line(error)}")
             return
+    # The copies of outer constants come last.
     for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
         del graph.initializer[count:]
     for part, message in zip(model.graphs(), iter_graphs(typed.graph), strict=True):
@@ -216,7 +225,7 @@ def infer(model: ir.Model, notes: list[str]) -> None:
 
 
 def _copy_outer_constants(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
-    """Gives each subgraph the sizes that are constants outside it and that its nodes read: onnx looks inside alone."""
+    """Copies outer INT64 constants into subgraphs that read them: onnx infers sizes from a graph's own constants."""
     hidden = {value.name for value in graph.input} | {name for node in graph.node for name in node.output}
     own = {tensor.name: tensor for tensor in graph.initializer if tensor.name not in hidden}
     for node in graph.node:
@@ -236,7 +245,7 @@ def _copy_outer_constants(graph: onnx.GraphProto, outer: Mapping[str, onnx.Tenso
 
 
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns the proto with types: those of strict inference, or of lax where the model declares others."""
+    """Returns the proto with inferred types: strictly, or loosely if the declared types contradict strict inference."""
     try:
         return shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except shape_inference.InferenceError:
@@ -244,7 +253,7 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], object]) -> list[ir.OperatorIdentifier]:
-    """Returns the local functions with such ops, in themselves or in what they call."""
+    """Returns the local functions that have such ops, directly or in functions that they call."""
     known: dict[ir.OperatorIdentifier, bool] = {}
 
     def holds(key: ir.OperatorIdentifier) -> bool:  # none calls itself: ONNX forbids that
@@ -258,12 +267,13 @@ def _holding(model: ir.Model, holds_sites: Callable[[tuple[str, str]], object]) 
 
 
 def _use_one_opset(model: ir.Model, chosen: list[ir.OperatorIdentifier]) -> dict[ir.OperatorIdentifier, dict[str, int]]:
-    """Gives functions the model's opset, for the inliner wants one; returns the imports that they had.
+    """Sets the opset of all functions to the model's, as the inliner requires; returns their old imports.
 
-    It is as good for those that are inlined if their ops are the same in both. The others get theirs back.
+    That is correct for an inlined function only if its ops are the same in both opsets. The caller gives the other
+    functions their old imports back.
 
     Raises:
-        ContractError: an op changed between the two.
+        ContractError: an op of an inlined function differs between the two.
     """
     opset = opset_of(model)
     imports = {key: dict(function.opset_imports) for key, function in model.functions.items()}

@@ -1,6 +1,6 @@
-"""Between protobuf and `ir.Model`: what onnx_ir loses or refuses on the way is kept here, in both directions.
+"""Converts between protobuf and `ir.Model`, and keeps the parts of a model that onnx_ir loses or refuses.
 
-No other module goes from one to the other: a proto that is made elsewhere would lack what is restored here.
+Every conversion of a model goes through this module: elsewhere these parts would be lost.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from mxfp8_graph.onnx_pass.graph import is_large, is_op, name_of
 from mxfp8_ops.errors import ContractError
 
 FOREIGN: Final = "types that onnx_ir does not have"
-"""Key of `Graph.meta`: declared types (maps, as classifiers of scikit-learn return, and opaque ones), by name."""
+"""Key of `Graph.meta`: declared map and opaque types, by name. Classifiers of scikit-learn return maps."""
 
 _DEVICES: Final = "device configurations"
-"""Key of `Node.meta`: onnx_ir cannot write one without a name, and drops the sharding of values."""
+"""Key of `Node.meta`: onnx_ir cannot write a configuration without a name, and drops the sharding of values."""
 
 _TRAINING: Final = "training_info"
 """Key of `Model.meta`: the field of the model that onnx_ir does not have."""
@@ -30,7 +30,7 @@ _TRAINING: Final = "training_info"
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
     """Yields (attribute name, graph) for each subgraph of a control-flow node."""
-    for attribute in node.attribute or ():  # most have none, and large models many nodes
+    for attribute in node.attribute or ():  # fast for nodes without attributes, of which large models have many
         for inner in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
             yield attribute.name, inner
 
@@ -44,7 +44,7 @@ def iter_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
-    """Returns a proto as a graph, which refers to the tensors of the proto. The proto is as before afterwards.
+    """Returns the graph of a proto. It refers to the proto's tensors; the proto is unchanged afterwards.
 
     Raises:
         ContractError: onnx_ir cannot represent it, or would lose values of it.
@@ -59,12 +59,13 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
         for info in infos
         if is_foreign(info.type)
     }
+    # onnx_ir refuses these types. It reads the values without a type, and the proto gets the types back below.
     for info, _ in foreign.values():
         info.ClearField("type")
     try:
         with _quiet():
             model = ir.from_proto(proto)
-    except Exception as error:  # what it raises has no common base
+    except Exception as error:  # onnx_ir's exceptions have no common base
         raise _refusal(name, "read", error) from None
     finally:
         for info, declared in foreign.values():
@@ -75,7 +76,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
             part.meta[FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
         for value in part.initializers.values():
             if isinstance(value.const_value, ir.serde.TensorProtoTensor):
-                value.const_value.metadata_props.clear()  # serialized with the message, and from here once more
+                value.const_value.metadata_props.clear()  # else written twice: with the message, and from here
         _keep_devices(part, message.node)
     for function, body in zip(model.functions.values(), proto.functions, strict=True):
         _keep_devices(function, body.node)
@@ -84,7 +85,7 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
 
 
 def to_proto(model: ir.Model) -> onnx.ModelProto:
-    """Returns a graph as a proto, with what onnx_ir leaves out. Weights are packed, once."""
+    """Returns a graph as a proto, with the parts that onnx_ir leaves out. Each weight is packed, once."""
     for graph in model.graphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.LazyTensor):  # onnx_ir would read it twice, and wrap its errors
@@ -110,14 +111,14 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
 
 @contextlib.contextmanager
 def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProto]:
-    """Yields the model as a proto without the data of its large tensors, which have name, dtype and dims.
+    """Yields the model as a proto whose large tensors have name, dtype and dims, but no data.
 
-    Those are initializers and values of Constant nodes; with `main_only`, initializers of the main graph alone.
+    Large tensors are initializers and values of Constant nodes; with `main_only`, initializers of the main graph only.
 
     Not `onnx_ir.passes.common._c_api_utils.call_onnx_api`: that turns initializers into graph inputs, of the main graph
     only, sets types, and leaves the model broken if it cannot be serialized.
     """
-    taken: list[tuple[ir.Value, ir.TensorProtocol]] = []
+    weights: list[tuple[ir.Value, ir.TensorProtocol]] = []
     constants: list[tuple[ir.Node, ir.Attr]] = []
     try:
         for graph in [model.graph] if main_only else model.graphs():
@@ -125,7 +126,7 @@ def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProt
                 tensor = value.const_value
                 if tensor is None or not is_large(tensor):
                     continue
-                taken.append((value, tensor))
+                weights.append((value, tensor))
                 value.const_value = _stub(tensor, value.name)
             for node in () if main_only else graph:
                 if (attribute := large_constant(node)) is not None:
@@ -135,7 +136,7 @@ def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProt
     finally:
         for node, attribute in constants:
             node.attributes["value"] = attribute
-        for value, tensor in taken:
+        for value, tensor in weights:
             value.const_value = tensor
 
 
@@ -153,7 +154,7 @@ def _stub(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences onnx_ir: what it warns of is checked in `check.py`, or allowed, as unknown types are."""
+    """Silences onnx_ir: `check.py` checks what its warnings are about, or they are about allowed unknown types."""
     logger = logging.getLogger("onnx_ir.serde")
     disabled, logger.disabled = logger.disabled, True
     try:
@@ -163,7 +164,8 @@ def _quiet() -> Iterator[None]:
 
 
 def _refusal(name: str, verb: str, error: BaseException) -> ContractError:
-    """Returns the error for a model that onnx_ir refuses; the cause is under messages about where."""
+    """Returns the error for a model that onnx_ir refuses."""
+    # The innermost exception has the cause. The outer ones only name the place.
     while error.__cause__ is not None:
         error = error.__cause__
     what = f"onnx_ir cannot {verb} it: {first_line(error)}"
@@ -171,7 +173,7 @@ def _refusal(name: str, verb: str, error: BaseException) -> ContractError:
 
 
 def is_foreign(declared: onnx.TypeProto) -> bool:
-    """Whether onnx_ir has no such type: maps, as classifiers of scikit-learn return, and opaque ones."""
+    """Whether onnx_ir lacks a type: a map, as classifiers of scikit-learn return, or an opaque type."""
     while (which := declared.WhichOneof("value")) in {"sequence_type", "optional_type"}:
         declared = getattr(declared, which).elem_type
     return which in {"map_type", "opaque_type"}
@@ -191,7 +193,7 @@ def _complete(nodes: ir.Graph | ir.Function, messages: Any) -> None:
 
 
 def _declare(graph: onnx.GraphProto, foreign: dict[str, onnx.TypeProto]) -> None:
-    """Declares the types that onnx_ir does not have, and no output a second time: it does so for initializers."""
+    """Declares the types that onnx_ir lacks; removes second declarations of outputs, which it adds for initializers."""
     outputs = {info.name for info in graph.output}
     for index in reversed(range(len(graph.value_info))):
         if graph.value_info[index].name in outputs:

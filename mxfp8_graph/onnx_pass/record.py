@@ -1,4 +1,4 @@
-"""How a model was rewritten, in its metadata; and what the nodes of ours in it ask of a model: bodies and a domain."""
+"""Reads and writes the record of a rewrite in a model's metadata; adds the function bodies and domain of our nodes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mxfp8_ops.function_body import STYLE, Style
 
 
 def find(model: ir.Model) -> provenance.RewriteRecord | None:
-    """Returns how `model` was rewritten before, or None if it was not."""
+    """Returns the record of an earlier rewrite of `model`, or None."""
     node = next((node for node in model.graph.all_nodes() if node.domain == contract.DOMAIN), None)
     return None if node is None else provenance.RewriteRecord(node=label(node), recipe=recipe_of(model))
 
 
 def is_rewritten(model: ir.Model) -> bool:
-    """Whether `model` is a result of ours, in whatever dialect: one has no node of ours, but says so."""
+    """Whether `model` is a result of `rewrite` or `convert`."""
+    # Other dialects have no node of ours, but their metadata records the version.
     return find(model) is not None or provenance.VERSION_KEY in model.metadata_props
 
 
@@ -36,7 +37,7 @@ STYLES: Final = {"folded": STYLE, "small": Style(folds_weights=False), "none": N
 
 
 def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> None:
-    """Adds function bodies for the nodes of a rewritten model, the import of their domain, and how it was made.
+    """Adds function bodies for the nodes of a rewritten model, the import of their domain, and the record.
 
     Args:
         model: edited in place.
@@ -45,7 +46,7 @@ def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> 
 
     Raises:
         ContractError: there is no such style.
-        RuntimeError: the graph that we made of a valid one has damaged names: a defect of ours.
+        RuntimeError: the names of the result are damaged, which is a defect of ours.
     """
     if bodies not in STYLES:
         raise ContractError.unknown("bodies", bodies, STYLES)
@@ -58,8 +59,9 @@ def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> 
 
 
 def add_bodies(model: ir.Model, style: Style | None = STYLE) -> None:
-    """Adds function bodies for the nodes of ours, none with None; RuntimeError as `complete`."""
+    """Adds function bodies in a style for our nodes, or none for None; raises RuntimeError as `complete` does."""
     with lent(model) as proto:
+        # The same check as at the load, so that a damaged result is not written.
         try:
             list(check.names(proto, name_of(model)))
         except ContractError as error:
@@ -69,6 +71,6 @@ def add_bodies(model: ir.Model, style: Style | None = STYLE) -> None:
 
 
 def remove_bodies(model: ir.Model) -> None:
-    """Removes the function bodies of nodes of ours."""
+    """Removes the function bodies of our nodes."""
     for key in [key for key in model.functions if key[0] == contract.DOMAIN]:
         del model.functions[key]

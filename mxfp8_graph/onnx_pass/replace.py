@@ -4,12 +4,12 @@
     MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               activations bfloat16 or unchanged
     MatMul(X, w)        -> Cast(MXFP8WeightGemm(X, packed w))         the same, float16: see `weight_gemm_dtype`
     MatMul(Q, K^T)      -> MXFP8Gemm(MXFP8Quantize(Q), MXFP8Quantize(K))
-    MatMul(X, Gather(w, i))  -> MXFP8GroupedGemm(MXFP8Quantize(X), packed w, i)    or MXFP8GroupedWeightGemm, alike
+    MatMul(X, Gather(w, i))  -> MXFP8GroupedGemm(MXFP8Quantize(X), packed w, i)    or MXFP8GroupedWeightGemm
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
     Gather(w, ids)      -> MXFP8Embedding(ids, packed w)
     GatherND(w, ids)    -> MXFP8Embedding(Squeeze(ids), packed w)
 
-Whatever is not named by a decision stays as it was.
+All other nodes stay as they are.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _GEMMS: Final = {
 
 @dataclass(frozen=True)
 class Replaced:
-    """What stands in the place of a site."""
+    """The nodes and the packed weight that replace a site."""
 
     decision: Decision
     nodes: tuple[str, ...]
     weight: PackedWeight | None
 
     def report(self) -> SiteReport:
-        """Returns the report of the site. Its weight has no error before it was packed, when the model is saved."""
+        """Returns the report of the site. The error of its weight is known once the model is saved, which packs it."""
         if self.weight is None:
             return SiteReport(decision=self.decision, nodes=self.nodes)
         return SiteReport(
@@ -91,14 +91,14 @@ class Editor:
         self._model = model
         self._allow_nonfinite = allow_nonfinite
         self.fresh: Final = fresh_names(model)
-        """Returns a name like the one it takes, which no value or node of the model has yet."""
+        """Returns a name like its argument that no value or node of the model has yet."""
         self._packed: dict[tuple[object, ...], tuple[PackedWeight, list[ir.Value]]] = {}
         self._biases: dict[tuple[object, ...], ir.Value] = {}
         self._shared: Shared = {}
         self._results: dict[ir.Value, ir.Value] = {}
-        """Results of replaced nodes, and what stands for them: sites still name the former."""
+        """Result of a replaced node -> its replacement. Later sites still refer to the old result."""
         self._suspects: list[ir.Value] = []
-        """What the replaced nodes read, and nothing may use any more."""
+        """Inputs of replaced nodes, which perhaps nothing uses any more."""
 
     def apply(self, site: OnnxSite, decision: Decision) -> Replaced:
         """Replaces the site's node by ones with a weight that is packed when the model is saved."""
@@ -122,18 +122,19 @@ class Editor:
         return Replaced(decision, names, weight)
 
     def finish(self) -> None:
-        """Removes what nothing uses any more."""
+        """Removes inputs of replaced nodes that nothing uses any more."""
         remove_unused(self._model, self._suspects, lambda node: node.op_type in READERS)
 
     def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
-        """Puts `result`, which `new` nodes compute, in the place of the site's, and removes the nodes behind that."""
+        """Puts `result`, which `new` nodes compute, in the place of the site's result, and removes the old nodes."""
         self._stand_for(site.added.output, result)
+        # The Add first, since it reads the product.
         for node in (site.added.node, site.node):
             if node is not None:
                 self._suspects += remove(node)
 
     def _stand_for(self, old: ir.Value, result: ir.Value) -> None:
-        """Lets everything that uses `old` use `result` instead, which has the name and the type of `old`."""
+        """Replaces `old` by `result` for all users; `result` gets the type and the metadata of `old`."""
         self._results[old] = result
         result.type, result.shape, result.doc_string = old.type, old.shape, old.doc_string
         result.metadata_props.update(old.metadata_props)
@@ -141,7 +142,7 @@ class Editor:
         old.replace_all_uses_with(result, replace_graph_outputs=True)
 
     def _product(self, site: OnnxSite, decision: Decision, inputs: Sequence[ir.Value], build: Builder) -> ir.Value:
-        """Returns the result of a new gemm, and of nodes for what it cannot do: dtype, swap, alpha, C, activations."""
+        """Returns the result of a new gemm and the nodes behind it, for dtype, swap, alpha, C and activations."""
         op = contract.EMBEDDING if site.form.picks_rows else _GEMMS[decision.weight_only, site.w.picked is not None]
         takes_values = decision.weight_only and not site.form.picks_rows
         dtype = weight_gemm_dtype(site.dtype) if takes_values else site.dtype
@@ -174,10 +175,11 @@ class Editor:
         return build.epilogue(outputs, steps)
 
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedWeight, list[ir.Value]]:
-        """Returns the site's packed weight, elements and scales; one for all sites that can share it."""
-        given = self._given.get(site.matmul.name)
+        """Returns the site's packed weight, with its elements and scales; sites with equal bytes share one."""
+        stored = self._given.get(site.matmul.name)
+        # The key has all that decides the bytes.
         layout = layout_of(static.tensor, static.steps, site.w.transposed)
-        how_packed = (decision.weight_format, decision.scale_rounding, site.form.alpha, given and given.name)
+        how_packed = (decision.weight_format, decision.scale_rounding, site.form.alpha, stored and stored.name)
         key = (static.value, *layout, *how_packed)
         if key not in self._packed:
             how = How(
@@ -189,7 +191,7 @@ class Editor:
             )
             size = site.matmul.weight_bytes
             self._bytes_in_all += size
-            weight = PackedWeight(static, how, given, lambda: self._tell(site.matmul.name, size))
+            weight = PackedWeight(static, how, stored, lambda: self._tell(site.matmul.name, size))
             # Elements first, and `save` writes them first: a weight whose scales are read first is packed twice.
             for tensor, wanted in ((weight.elements, "mxfp8"), (weight.scales, "mxfp8_scales")):
                 tensor.name = self.fresh(f"{static.name}_{wanted}")
@@ -218,7 +220,8 @@ class Editor:
         return self._biases[key]
 
     def _initializer(self, static: Static, tensor: ir.TensorProtocol) -> ir.Value:
-        """Returns a new initializer of the graph that holds `static`, which it is made of."""
+        """Returns a new initializer from `static`, in the graph of `static`."""
+        # Not in the graph of the site: sites in several subgraphs may share a weight of an outer graph.
         value, graph = ir.Value(name=tensor.name, const_value=tensor), static.value.graph
         assert graph is not None  # until `finish` removes the value
         graph.register_initializer(value)
@@ -226,7 +229,7 @@ class Editor:
 
 
 Shared = dict[tuple[object, ...], list[ir.Value]]
-"""Outputs of nodes that several sites of a graph read, by the graph and what the nodes compute."""
+"""Outputs of nodes that several sites of a graph read, by the graph and the computation."""
 
 
 @dataclass
@@ -236,9 +239,9 @@ class Builder:
     site: OnnxSite
     shared: Shared
     results: Mapping[ir.Value, ir.Value]
-    """What stands for the results of nodes that are replaced."""
+    """Result of a replaced node -> its replacement."""
     fresh: Callable[[str], str]
-    """Makes a unique name."""
+    """Returns a unique name."""
     new: list[ir.Node] = field(default_factory=list)
 
     def add(
@@ -260,7 +263,8 @@ class Builder:
         return values
 
     def _once(self, key: tuple[object, ...], make: Callable[[], list[ir.Value]]) -> list[ir.Value]:
-        """Returns what `make` adds, or what another site of the graph added for the same key."""
+        """Returns the values that `make` adds, or those that another site of the graph added for the same key."""
+        # By graph: a subgraph's values are not visible in another.
         key = (self.site.node.graph, *key)
         if key not in self.shared:
             self.shared[key] = make()
@@ -311,7 +315,7 @@ class Builder:
         return self._once((contract.QUANTIZE.name, value, element_format, scale_rounding), make)
 
     def experts(self, picked: Picked) -> ir.Value:
-        """Returns the int64 indices that the matrices of a weight are picked by."""
+        """Returns the int64 indices that pick the matrices of a weight."""
 
         def make() -> list[ir.Value]:
             value = picked.index
@@ -327,25 +331,26 @@ class Builder:
         return self._once(("experts", picked.index, picked.index_steps), make)[0]
 
     def epilogue(self, values: Sequence[ir.Value], steps: Sequence[EpilogueNode]) -> ir.Value:
-        """Returns the site's result, which these steps make of the gemm's, `values`."""
+        """Returns the site's result: the gemm's results `values` after these steps."""
         site, result = self.site, str(self.site.added.output.name)
         for number, step in enumerate(steps, 1):
             wanted = f"{result}_{step.op.lower()}"
             outputs = [result] if number == len(steps) else [self.fresh(wanted) for _ in range(step.outputs)]
             name = self.fresh(f"{site.matmul.name}_{step.op.lower()}")
             inputs = [*values, *map(self._input, step.inputs)]
+            # ONNX leaves out absent inputs at the end.
             while inputs[-1] is None:
                 inputs.pop()
             values = self.add(step.op, inputs, outputs, name=name, domain=step.domain, **step.attributes)
         return values[0]
 
-    def _input(self, given: ir.Value | ir.TensorProtocol | tuple[ir.Value, float] | None) -> ir.Value | None:
-        """Returns what a step takes besides the step before."""
-        if given is None or isinstance(given, ir.Value):
-            return given
-        if not isinstance(given, tuple):
-            return self._constant(given, f"{self.site.matmul.name}_{'sizes' if len(given.shape) else 'factor'}")
-        value, factor = given
+    def _input(self, entry: ir.Value | ir.TensorProtocol | tuple[ir.Value, float] | None) -> ir.Value | None:
+        """Returns an entry of `EpilogueNode.inputs` as a value."""
+        if entry is None or isinstance(entry, ir.Value):
+            return entry
+        if not isinstance(entry, tuple):
+            return self._constant(entry, f"{self.site.matmul.name}_{'sizes' if len(entry.shape) else 'factor'}")
+        value, factor = entry
         if factor == 1.0:
             return value
         scaled = self.fresh(f"{value.name}_scaled")

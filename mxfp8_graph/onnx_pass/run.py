@@ -1,4 +1,4 @@
-"""rewrite_onnx(): the ONNX pass, station by station: load, prepare, find, plan, replace, fuse, save, report."""
+"""rewrite_onnx(): calls the steps of the ONNX pass: load, prepare, find, plan, replace, fuse, save, report."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 WANTED: Final = "MatMul or Gemm in the model"
-"""What the pass looks for, in words."""
+"""The ops that the pass looks for, for messages."""
 
 Result = tuple[Path | onnx.ModelProto | None, RewriteReport]
 
 
 def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Options) -> Result:
-    """Returns (the output's path, or the rewritten proto if no output is asked for, or None on a dry run; report).
+    """Returns (the output's path, or the rewritten proto without an output, or None on a dry run; the report).
 
-    Errors: see `mxfp8_graph.rewrite`, and `explained`.
+    Raises the errors of `mxfp8_graph.rewrite`; see also `explained`.
     """
     reporter = Reporter(recipe=recipe, options=options)
     with explained(source, options.name):
@@ -58,9 +58,9 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
 
 @contextlib.contextmanager
 def explained(source: str | Path | onnx.ModelProto, name: str) -> Iterator[None]:
-    """An unexpected exception on a model that onnx.checker refuses is the checker's error.
+    """Turns an unexpected exception into onnx.checker's complaint about the model, if there is one.
 
-    On one that it accepts, it is a defect of ours and stays.
+    Without a complaint the exception is a defect of ours, and stays.
     """
     try:
         yield
@@ -77,7 +77,7 @@ def explained(source: str | Path | onnx.ModelProto, name: str) -> Iterator[None]
 def _collecting_later() -> Iterator[None]:
     """Pauses Python's garbage collector.
 
-    It would pass over the whole graph each time that has grown by a quarter: a third of the time of a large rewrite.
+    It would visit the whole graph each time the graph has grown by a quarter: a third of the time of a large rewrite.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -90,34 +90,36 @@ def _collecting_later() -> Iterator[None]:
 
 @_collecting_later()
 def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
-    """Returns what `rewrite_onnx` does, of a model that was not rewritten before; edits it in place."""
+    """Rewrites a loaded model in place; returns the result of `rewrite_onnx`."""
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before = reporter.bytes_before or bytes_of(model)
     as_source, tensor_bytes = bool(external_files(model)), sum(tensor.byte_size for tensor in stored_tensors(model))
+    # The size before comes first: `prepare` may add and remove tensors.
     model = prepare(model, recipe, reporter.notes)
     sites, decisions = find_and_plan(model, recipe)
     assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
-    decisions, given = assigned.decisions, assigned.weights
+    decisions = assigned.decisions
     reporter.notes += assigned.notes
     linear = linear_note(model)
     reporter.notes += linear
     require_eligible(decisions, options.name, wanted=" ".join([WANTED, *map("({})".format, linear)]))
     progress = None if options.dry_run else options.progress
-    editor = Editor(model, allow_nonfinite=options.allow_nonfinite, given=given, progress=progress)
-    done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
+    editor = Editor(model, allow_nonfinite=options.allow_nonfinite, given=assigned.weights, progress=progress)
+    outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
     editor.finish()  # before `fuse`, which asks who uses a value
     if recipe.fuse:
         reporter.fusions = fuse(model, recipe)
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
     reporter.notes += cpu_note(model)
+    # This packs the weights, so the reports of sites come after it.
     size = _write(model, options.output, options, as_source=as_source)
     if options.dry_run:
         return None, reporter.dry_run(decisions)
     if options.output is not None:
-        return options.output, reporter.report([*map(site_report, done)], size)
+        return options.output, reporter.report([*map(site_report, outcomes)], size)
     proto = to_proto(model)
-    return proto, reporter.report([*map(site_report, done)], proto.ByteSize())
+    return proto, reporter.report([*map(site_report, outcomes)], proto.ByteSize())
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -128,10 +130,10 @@ def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list
 
 
 def stored_tensors(model: ir.Model) -> Iterator[StoredTensor]:
-    """Yields initializers and the tensors in attributes, those of Constant nodes above all, of every graph.
+    """Yields the initializers of every graph, and the tensors in attributes, most of them in Constant nodes.
 
-    The function bodies of our own nodes are no part of the model: they say what kernels do. Strings are no numbers that
-    could be quantized, and onnx_ir does not know their size.
+    Function bodies of our own nodes do not count: they define nodes and hold no weights. Strings do not count either:
+    they cannot be quantized, and onnx_ir does not know their size.
     """
     for name, tensor in _named_tensors(model):
         if tensor.dtype != ir.DataType.STRING:
@@ -153,7 +155,7 @@ def _named_tensors(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
 
 
 def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter) -> Result:
-    """Returns what `rewrite_onnx` does of a model that is rewritten already: a copy where an output is asked for."""
+    """Returns the result of `rewrite_onnx` for a model that is rewritten already; copies it to `copy_to`, if set."""
     options, path = reporter.options, reporter.options.copy_to
     if path is None:
         return source, reporter.report(already_rewritten=True)
@@ -162,7 +164,7 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
 
 
 def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: bool) -> int | None:
-    """Returns how many bytes were written; None of a dry run, and without a path."""
+    """Returns the number of bytes written; None on a dry run, and without a path."""
     external = wants_external(model, path, options.external_data, as_source=as_source)
     if path is None:
         return None
@@ -173,19 +175,20 @@ def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: b
 
 
 def site_report(done: Replaced | Decision) -> SiteReport:
-    """Returns the report of a site; after the save, which finds the error of its weight."""
+    """Returns the report of a site. Call it after the save, which packs the weight and so knows its error."""
     return SiteReport(decision=done) if isinstance(done, Decision) else done.report()
 
 
 def linear_note(model: ir.Model) -> list[str]:
-    """Returns what there is to know of linear models of ai.onnx.ml, which scikit-learn exports."""
+    """Returns a note on the linear models of ai.onnx.ml, which scikit-learn exports; [] without any."""
     ops = Counter(n.op_type for n in model.graph.all_nodes() if n.op_type in {"LinearClassifier", "LinearRegressor"})
     named = ", ".join(f"{count} {op}" for op, count in ops.items())
     return [f"{named}: not rewritten, the weights are attributes and no tensors"] if named else []
 
 
 def cpu_note(model: ir.Model) -> list[str]:
-    """Returns what there is to know of a rewritten model on a CPU."""
+    """Returns a note if a rewritten model computes in bfloat16, which most CPU kernels of ONNX Runtime lack."""
+    # Cast and Gather have bfloat16 kernels there.
     computing = [
         n for n in model.graph.all_nodes() if n.domain != contract.DOMAIN and n.op_type not in {"Cast", "Gather"}
     ]
@@ -197,7 +200,7 @@ def cpu_note(model: ir.Model) -> list[str]:
 
 
 def _refuse_foreign(model: ir.Model) -> None:
-    """Raises ContractError if the model has MXFP8 of another dialect, which is converted and not rewritten."""
+    """Raises ContractError if the model has MXFP8 nodes of another dialect: `convert` reads those."""
     if of_another := foreign(model):
         dialect, node = of_another
         where = f"{name_of(model)}: node {label(node)!r} ({node.op_type})"

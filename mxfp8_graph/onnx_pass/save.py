@@ -1,6 +1,6 @@
-"""save(): writes a model, and perhaps its data beside it, and puts both in place together.
+"""save(): writes a model, perhaps with a data file, and puts both in place together.
 
-Tensors write themselves, one by one: weights are packed here, and data of other files is copied from file to file.
+Tensors are written one by one: a weight is packed when it is written, and external data is copied from file to file.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ ALIGNMENT: Final = 4096
 
 
 def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source: bool) -> bool:
-    """Returns whether a result goes to an external file: as the source does, or near protobuf's 2 GB.
+    """Whether the weights of a result go to an external file: as in the source, or near protobuf's 2 GB.
 
     Raises:
-        ContractError: external data is asked for, and there is no path to put it next to; or it is not, and there is
-            too much for one protobuf file.
+        ContractError: `choice` is unknown; it is "always" without a path; or it is "never" and the weights are too
+            large for one protobuf file.
     """
     if choice not in {"auto", "always", "never"}:
         what = f"external_data is {choice!r}"
@@ -40,6 +40,7 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
             raise ContractError(name_of(model), what, expected="a path to put it next to", advice=advice)
         return False
     tensors = (value.const_value for value in initializers_of(model))
+    # onnx_ir does not know the size of strings.
     does_not_fit = sum(t.nbytes for t in tensors if t and t.dtype != ir.DataType.STRING) > INLINE_LIMIT
     if choice == "never" and does_not_fit:
         what = "the model does not fit into one protobuf file (2 GB)"
@@ -49,21 +50,21 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
 
 
 def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> list[Path]:
-    """Returns `replaces` for `save`; ContractError if it could not write there: for a dry run, before other work."""
+    """Returns `replaces` for `save`; ContractError if `save` could not write there. For dry runs."""
     replaces = _data_of(path) if overwrite else []
     files.check_output(path, overwrite=overwrite, replaces=replaces, **_place(model, path, external=external))
     return replaces
 
 
 def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replaces: list[Path] | None = None) -> int:
-    """Returns how many bytes were written.
+    """Writes a model; returns the number of bytes written.
 
     Args:
         model: its large initializers become external tensors of the new file if `external`.
         path: the output.
         external: whether data goes to a file of its own.
         overwrite: whether an old output is replaced.
-        replaces: the data file of the old output, which `check_output` has found.
+        replaces: the data file of the old output, from `check_output`.
 
     Raises:
         ContractError: a tensor cannot be read or packed, the output exists and `overwrite` is false, is the input or
@@ -75,6 +76,7 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replac
     with files.output(path, overwrite=overwrite, replaces=replaces, **place) as folder:
         draft = folder / path.name
         if external:
+            # The data first: the model has the offsets of the tensors.
             _write_data(model, folder / files.data_path_of(path).name)
             draft.write_bytes(to_proto(model).SerializeToString())
         else:
@@ -83,7 +85,7 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replac
 
 
 def _place(model: ir.Model, path: Path, *, external: bool) -> dict[str, list[Path]]:
-    """Returns the files that `files.output` has to know of: inputs, and those beside the output."""
+    """Returns the arguments of `files.output` about files: the inputs, and the files beside the output."""
     source = path_of(model)
     return {
         "inputs": [] if source is None else [source, *external_files(model)],
@@ -92,13 +94,13 @@ def _place(model: ir.Model, path: Path, *, external: bool) -> dict[str, list[Pat
 
 
 def _data_of(path: Path) -> list[Path]:
-    """Returns the data file of an old model at `path`, if that names it; else it belongs to another model."""
+    """Returns the data file beside `path` if the old model at `path` names it; else it belongs to another model."""
     data = files.data_path_of(path)
     if not path.is_file() or not data.is_file():
         return []
     try:
         names_it = any(Path(file).name == data.name for file in external_files(load(path)))
-    except ContractError:
+    except ContractError:  # an old output that is not a model names no data
         names_it = False
     return [data] if names_it else []
 

@@ -1,7 +1,7 @@
-"""A model of one file, whose large initializers do not go through protobuf.
+"""Reads and writes a model of one file without its large initializers in protobuf.
 
 skeleton    file -> protobuf, with their raw data as external data of that file
-write       graph -> file, with their raw data as the tensors write it
+write       graph -> file, with their raw data written one by one
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _LENGTH: Final = 2  # wire type of messages, strings and bytes
 
 
 def skeleton(path: Path) -> bytes:
-    """Returns the model as protobuf; a file that is no regular protobuf comes back as it is, for protobuf to refuse."""
+    """Returns the model as protobuf, with large raw data as external data of the file itself.
+
+    A file that is not protobuf is returned as it is, and protobuf's parser refuses it.
+    """
     with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -44,9 +47,10 @@ def skeleton(path: Path) -> bytes:
 
 
 def write(model: ir.Model, path: Path) -> None:
-    """Writes a model; large initializers of the main graph write themselves to where their raw data goes."""
+    """Writes a model. Large initializers of the main graph are written one by one, each where its raw data belongs."""
     tensors = {name: value.const_value for name, value in model.graph.initializers.items()}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None and is_large(tensor)}
+    # Tensors of subgraphs go through protobuf. One file has no external data, so these tensors are read here.
     for graph in model.graph.subgraphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
@@ -78,7 +82,7 @@ def write(model: ir.Model, path: Path) -> None:
 
 
 def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
-    """Writes the bytes of a tensor, from file to file where it lies in one."""
+    """Writes the bytes of a tensor; external data goes from file to file."""
     if isinstance(tensor, ir.ExternalTensor):
         tensor.tofile(file)
     elif isinstance(tensor, ir.LazyTensor):  # without a copy; NumPy's own `tofile` hides why it fails
@@ -88,7 +92,7 @@ def write_tensor(tensor: ir.TensorProtocol, file: BinaryIO) -> None:
 
 
 def _message(content: mmap.mmap | bytes, start: int, stop: int, tree: Tree, name: str) -> Iterator[bytes]:
-    """Yields a message, of whose tensors, to which `tree` leads, large raw data becomes external data of the file."""
+    """Yields a message in which large raw data of the tensors that `tree` leads to is external data of the file."""
     external = b""
     for number, head, begin, end in _fields(content, start, stop):
         is_large = end - begin > INLINE_BYTES
@@ -101,7 +105,7 @@ def _message(content: mmap.mmap | bytes, start: int, stop: int, tree: Tree, name
             external = tensor.SerializeToString()
         else:
             yield content[head:end]
-    yield external  # last, for the last data_location counts
+    yield external  # last: of several data_location fields protobuf takes the last
 
 
 def _fields(content: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
@@ -114,7 +118,7 @@ def _fields(content: mmap.mmap | bytes, start: int, stop: int) -> Iterator[tuple
         if kind == _LENGTH:
             size, value = _varint(content, at)
             at = value + size
-        elif kind == 0:
+        elif kind == 0:  # a varint; 1 and 5 are numbers of 8 and 4 bytes
             _, at = _varint(content, at)
         elif kind in (1, 5):
             at += 8 if kind == 1 else 4
@@ -134,7 +138,7 @@ def _varint(content: mmap.mmap | bytes, at: int) -> tuple[int, int]:
         if byte < 128:
             return result, at
         shift += 7
-        if shift > 63:
+        if shift > 63:  # 10 bytes of 7 bits hold the largest number
             raise ValueError("too long")
 
 

@@ -1,9 +1,9 @@
-"""A stored weight behind the views in front of a matmul: which views those are, and the rows that they make of it.
+"""Reads the views between a stored weight and its matmul, and applies them to the weight.
 
 initializer | Constant -> (Identity | Transpose | Cast | Reshape | Squeeze | Unsqueeze | Split | Slice)* -> operand
 
-Behind them may stand an Expand or Tile that only repeats the value along leading dimensions. Where the views leave the
-values in their stored order, rows are read straight from the file; otherwise the whole tensor is read first.
+An Expand or Tile behind them may repeat the value along leading dimensions. Where the views leave the values in their
+stored order, rows are read straight from the file; otherwise the whole tensor is read first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Steps = tuple[tuple[str, tuple[int, ...]], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Static:
-    """An operand whose value is known before the model runs: stored data and the steps to what the consumer sees."""
+    """An operand whose value is known before the model runs: stored data, and the steps from it to the operand."""
 
     value: ir.Value
     """The initializer, or the output of the Constant node."""
@@ -42,7 +42,7 @@ class Static:
     """onnx.TensorProto.DataType after the steps."""
     steps: Steps = ()
     lead: int = 0
-    """How many more leading dimensions the consumer sees, along which the value repeats."""
+    """Number of further leading dimensions that the consumer sees; the value repeats along them."""
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Static:
         return math.prod(self.shape) * int(onnx.helper.tensor_dtype_to_np_dtype(self.dtype).itemsize)
 
     def then(self, step: str, argument: tuple[int, ...], **changes: Any) -> Static:
-        """Returns this after one more step, with the shape or dtype that the step changes."""
+        """Returns the operand after one more step; `changes` has its new shape or dtype."""
         return replace(self, steps=(*self.steps, (step, argument)), **changes)
 
 
@@ -72,18 +72,18 @@ View = Callable[[ir.Node, Static, ir.Value, Integers], Static | None]
 
 
 def identity(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static:
-    """Reads Identity."""
+    """Returns the result of Identity."""
     return before
 
 
 def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static:
-    """Reads Cast."""
+    """Returns the result of Cast."""
     code = int(attribute(node, "to", 0))
     return before.then("Cast", (code,), dtype=code)
 
 
 def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Transpose. Of a value that repeats, the leading dimensions must stay in front."""
+    """Returns the result of Transpose. The leading dimensions of a value that repeats must stay in front."""
     perm, lead = permutation(node, before.lead + len(before.shape)), before.lead
     if perm is None or perm[:lead] != tuple(range(lead)):
         return None
@@ -92,18 +92,21 @@ def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integer
 
 
 def reshape(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Reshape, Squeeze or Unsqueeze, whose result onnx infers. A value that repeats must keep its shape."""
+    """Returns the result of Reshape, Squeeze or Unsqueeze, in the shape that onnx infers.
+
+    A value that repeats must keep its shape.
+    """
     shape = _sizes_of(output)
     if before.lead:
         return before if node.inputs[0] is not None and _sizes_of(node.inputs[0]) == shape is not None else None
-    # An empty one has none: it could be one that NumPy does not have, as [2**61, 0].
+    # Not of an empty value: NumPy may not have its shape, as [2**61, 0].
     if shape is None or not 0 < math.prod(shape) == math.prod(before.shape):
         return None
     return before.then("Reshape", shape, shape=shape)
 
 
 def split(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads one output of Split."""
+    """Returns one output of Split."""
     axis, which = _axis(attribute(node, "axis", 0), len(before.shape)), node.outputs.index(output)
     parts = [_sizes_of(each) for each in node.outputs[: which + 1]]
     if axis is None or None in parts:
@@ -113,7 +116,7 @@ def split(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -
 
 
 def slice_(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Slice with steps of 1."""
+    """Returns the result of Slice with steps of 1."""
     arguments = [integers(value) for value in node.inputs[1:]]
     if None in arguments:
         return None
@@ -126,20 +129,22 @@ def slice_(node: ir.Node, before: Static, output: ir.Value, integers: Integers) 
     for axis, first, last in zip(axes, starts, ends, strict=True):
         if axis is None:
             return None
+        # Python clamps as ONNX does. For an empty slice its stop may be before the start.
         start, stop, _ = slice(first, last).indices(before.shape[axis])
         before = _cut(before, axis, start, max(start, stop))
     return before
 
 
 def repeat(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
-    """Reads Expand or Tile that repeats a value along leading dimensions and does nothing else."""
+    """Returns the result of an Expand or Tile that only repeats a value along leading dimensions."""
     seen, own = shape_of(output), before.shape
+    # A leading dimension of 1 is one that the op repeats the value along.
     while len(own) > 2 and own[0] == 1:
         own = own[1:]
     if seen is None or len(seen) < len(own):
         return None
     lead = len(seen) - len(own)
-    # Expand changes no dimension but those of 1, whatever the shape that it is given while the model runs.
+    # Expand changes only dimensions of 1, whatever shape it gets at run time.
     if tuple(seen[lead:]) != own and not (node.op_type == "Expand" and 1 not in own):
         return None
     same = before if own == before.shape else before.then("Reshape", own, shape=own)
@@ -147,17 +152,17 @@ def repeat(node: ir.Node, before: Static, output: ir.Value, integers: Integers) 
 
 
 BEHIND_REPEAT: Final = (identity, cast, transpose, reshape)
-"""The views that a value may stand behind once it repeats."""
+"""The views that may follow an Expand or Tile."""
 
 
 def permutation(node: ir.Node, rank: int) -> tuple[int, ...] | None:
-    """Returns the axes of a Transpose of a tensor of that rank, or None if it has others."""
+    """Returns the axes of a Transpose of a tensor of that rank, or None if they are not a permutation."""
     perm = tuple(attribute(node, "perm", range(rank)[::-1]))
     return perm if sorted(perm) == list(range(rank)) else None
 
 
 def _axis(axis: int, rank: int) -> int | None:
-    """Returns an axis that may count from the end, or None if there is no such axis."""
+    """Returns an axis counted from the front, or None if there is no such axis."""
     return axis % rank if -rank <= axis < rank else None
 
 
@@ -174,7 +179,7 @@ def _cut(before: Static, axis: int, start: int, stop: int) -> Static:
 
 
 def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tuple[object, ...]:
-    """Returns what tells apart the ways to see `tensor`: equal where `steps` and `transposed` come to the same values.
+    """Returns a key of the values that `steps` and `transposed` make of `tensor`: equal keys mean equal values.
 
     A table that an embedding reads as it is and an output projection reads through a Transpose is one weight.
     """
@@ -182,7 +187,7 @@ def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tupl
     if straight is None:
         return (steps, transposed)
     shape, flipped, casts = straight
-    # Casts from a dtype of values to float32, or to what it is, change no value.
+    # A cast of a value dtype to float32, or to itself, changes no value.
     dtype = int(tensor.dtype)
     if dtype in VALUE_NAMES and {*casts} <= {dtype, onnx.TensorProto.FLOAT}:
         casts = ()
@@ -206,6 +211,7 @@ def apply(steps: Steps, data: Array) -> Array:
 
 def cast_to(data: Array, dtypes: Sequence[int]) -> Array:
     """Returns values cast to each of these onnx.TensorProto.DataType in turn."""
+    # A value above the range becomes Inf, as in the model.
     with np.errstate(over="ignore"):
         for dtype in dtypes:
             data = data.astype(onnx.helper.tensor_dtype_to_np_dtype(dtype))
@@ -225,6 +231,7 @@ def straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bo
         elif step == "Slice":
             return None
         elif step == "Reshape":
+            # The stored order of swapped axes is not the order that the Reshape reads.
             if flipped:
                 return None
             shape = argument

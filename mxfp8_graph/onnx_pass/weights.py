@@ -1,4 +1,4 @@
-"""Weights that are packed when they are read: `save` writes them one by one, and none is in memory before or after."""
+"""Weights that are packed when they are read: `save` writes them one by one, so only one is in memory at a time."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class How:
 
 
 class PackedWeight:
-    """A static operand as elements and scales, two tensors of onnx_ir. Whoever reads one packs the weight."""
+    """A static operand as elements and scales, two tensors of onnx_ir. A read of either packs the weight."""
 
     def __init__(self, static: Static, how: How, given: StoredWeight | None, done: Callable[[], None]) -> None:
-        """`given`: a weight of a checkpoint, whose bytes are taken instead. `done` is called after each packing."""
+        """`given` is a weight of a checkpoint, whose bytes are taken instead. `done` is called after each packing."""
         self._static, self._how, self._given, self._done = static, how, given, done
         *lead, height, width = static.shape
         n, k = (width, height) if how.transposed else (height, width)
         self.byte_size: Final = packed_bytes(static.shape, transposed=how.transposed)
         self.relative_l2: float | None = None
-        """Rounding error of the weight: known once it was read, and not of one that is given."""
+        """Rounding error of the weight; None before it is packed, and for a weight of a checkpoint."""
         self._scales: Array | None = None
-        """The scales, once the elements were read: they are written next, and the weight is not packed again."""
+        """Scales from the last read of the elements. `save` writes them next, so the weight is packed once."""
         dtype = ir.DataType(formats.element_format(how.element_format).onnx_dtype)
         self.elements: Final = ir.LazyTensor(self._read_elements, dtype, ir.Shape([*lead, n, k]))
         shape = ir.Shape([*lead, n, scale_count(k)])
@@ -65,6 +65,7 @@ class PackedWeight:
             packed = take(self._given, allow_nonfinite=how.allow_nonfinite)
         else:
             rows, flipped = rows_of(self._static)
+            # Rows that are columns of the weight, and a weight that is packed transposed, cancel.
             packed = pack(rows, **vars(replace(how, transposed=how.transposed != flipped)))
             self.relative_l2 = packed.relative_l2
         self._done()
@@ -72,7 +73,7 @@ class PackedWeight:
 
 
 def rows_of(static: Static) -> tuple[Rows, bool]:
-    """Returns (the values of a static operand as rows, whether those are the columns of the result).
+    """Returns (the values of a static operand as rows, whether these rows are the columns of the operand).
 
     Where the views leave the values in their stored order, rows are read from the file; otherwise all of it is read.
     """
@@ -98,10 +99,11 @@ def rows_of(static: Static) -> tuple[Rows, bool]:
 
 
 def _reader(tensor: ir.TensorProtocol) -> Callable[[int, int], Array]:
-    """Returns a function that returns `count` values of a tensor from the `first` on.
+    """Returns a function (first, count) -> that many values of a tensor, from the first on.
 
     External data is read and not mapped: the pages of a mapped file would count as memory of the process.
     """
+    # Values below 8 bits share bytes, so they have no place of their own in the file.
     if not isinstance(tensor, ir.ExternalTensor) or tensor.dtype.bitwidth < 8:
         values = tensor.numpy().reshape(-1)
         return lambda first, count: values[first : first + count]

@@ -1,6 +1,6 @@
 """Decides whether a matmul can be rewritten at all, by shapes, ranks and names of dtypes, before any recipe.
 
-Every front end asks here, so that all of them decide alike and say so in the same words.
+All front ends call these functions, so they decide alike and give the same reasons.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ BOTH_CONSTANT: Final = "both operands are constant; fold the constants of the mo
 
 
 def dtype_blocker(dtype: str | None, advice: str, *, owner: str = "") -> str | None:
-    """Returns why a matmul cannot be rewritten because `owner` ("the activation"; "" is the matmul) has this dtype."""
+    """Returns the reason why a matmul cannot be rewritten if `owner` has this dtype, or None.
+
+    `owner` is an operand, such as "the activation", or "" for the matmul itself.
+    """
     # The kernels take these three dtypes. Whether a float64 model may lose precision is for its owner to decide, so the
     # advice is a cast and not a silent one here.
     if dtype in VALUE_NAMES.values():
@@ -26,7 +29,7 @@ def dtype_blocker(dtype: str | None, advice: str, *, owner: str = "") -> str | N
 
 
 def weight_blocker(shape: Sequence[int]) -> str | None:
-    """Returns why a static operand of this shape cannot be packed, or None."""
+    """Returns the reason why a static operand of this shape cannot be packed, or None."""
     if len(shape) < 2:
         return "the static operand is a vector; expected a matrix"
     # An empty weight has no block, and so no largest value to take a scale from.
@@ -43,20 +46,19 @@ def is_bias(shape: Sequence[int], dtype: str | None, *, n: Dim, rank: int) -> bo
 
 
 def sizes(x: Sequence[Any] | None, w: Sequence[Any] | None) -> tuple[Dim, Dim, Dim]:
-    """Returns m, n and k of [..., M, K] or [K] times [..., N, K]; m counts all rows. None where shapes do not say."""
+    """Returns m, n and k of [..., M, K] or [K] times [..., N, K]; m counts all rows. An unknown size is None."""
     n, k = (_dim(w[-2]), _dim(w[-1])) if w is not None and len(w) >= 2 else (None, None)
     return rows(x[:-1]) if x is not None else None, n, k
 
 
 def k_last(axes: Sequence[Any], transposed: bool = True) -> tuple[Any, ...]:
-    """Returns sizes or axes [..., K, N] as [..., N, K], if `transposed`; those of a vector as they are."""
+    """Returns sizes or axes [..., K, N] as [..., N, K] if `transposed`; the axis of a vector stays as it is."""
     return (*axes[:-2], axes[-1], axes[-2]) if transposed and len(axes) >= 2 else tuple(axes)
 
 
 def rows(lead: Sequence[Any]) -> Dim:
     """Returns the product of dimensions: a number, or text such as "batch*16" with "?" for an unknown one."""
-    # One symbolic size makes the whole product text: reports show it, and rules with min_n or max_k skip what is no
-    # number.
+    # One symbolic size makes the whole product text: reports show it, and rules with min_n or max_k skip it.
     dims = ["?" if size is None else size for size in map(_dim, lead)]
     numbers = [size for size in dims if isinstance(size, int)]
     return math.prod(numbers) if len(numbers) == len(dims) else "*".join(str(size) for size in dims if size != 1)

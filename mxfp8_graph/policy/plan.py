@@ -1,4 +1,4 @@
-"""Sites and decisions: which rule rewrites a matmul, or why it stays as it is.
+"""Sites and decisions: the rule that rewrites a matmul, or the reason why the matmul stays.
 
 Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulSite` and apply its `Decision`.
 """
@@ -24,12 +24,12 @@ Kind = Literal[
     "role",  # the default policy for the role; see ROLE_SETTINGS
     "tiny",  # below min_dim
     "no_weight",  # weight-only, and the site has no weight
-    # Kept by what the model is, or is for:
+    # Kept because of the model or its use:
     "unsupported",  # MatMulSite.blocker: no recipe can change it
-    "unfit",  # the recipe asks for it, and training, or the way it is used, does not allow it
+    "unfit",  # the recipe asks for it, but training or the use of the matmul does not allow it
     "tied",  # an embedding whose table stays for another site
     "fused",  # a product inside an attention node
-    "packed",  # beside weights that are packed already, which leaves nothing to decide
+    "packed",  # the model has packed weights already, so nothing is left to decide
     "checkpoint",  # the checkpoint does not have its weight in MXFP8
 ]
 """Why a site is quantized or kept."""
@@ -43,7 +43,7 @@ class MatMulSite:
     name: str
     """The node's name; unique within the model."""
     op: str
-    """The op type as the host says it: MatMul, Gemm."""
+    """The op type, as the graph library spells it: MatMul, Gemm."""
     module: str = ""
     """Dotted path of the framework module the node came from, if the exporter recorded it; patterns match it too."""
     subgraph: str = ""
@@ -56,7 +56,7 @@ class MatMulSite:
     n: Dim = None
     k: Dim = None
     dtype: str | None = None
-    """float32, float16, bfloat16, or what else it is."""
+    """float32, float16, bfloat16 or another dtype; None if it is unknown."""
     weight: str | None = None
     """Name of the static operand's initializer."""
     weight_shape: tuple[int, ...] = ()
@@ -69,7 +69,7 @@ class MatMulSite:
     """Number of other sites that use the same weight."""
     has_bias: bool = False
     blocker: str | None = None
-    """Why the front end could not rewrite this site whatever a recipe says, or None."""
+    """The reason why no recipe can rewrite this site, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,10 @@ class Decision:
     site: MatMulSite
     kind: Kind
     reason: str
-    """`kind` in words, with the rule that decided or what a user can change. It is for people: no code reads it."""
+    """`kind` in words, with the deciding rule or advice. It is for people: no code reads it."""
     rule: str = "policy"
-    """What decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where one overrules
-    the policy."""
+    """The rule that decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where a
+    checkpoint overrules the policy."""
     activations: str = "e4m3"
     """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"
@@ -116,8 +116,8 @@ ROLE_SETTINGS: Final[Mapping[Role, str]] = {
     "attention_scores": "attention_scores",
     "attention_values": "attention_values",
 }
-"""Role -> the recipe's field that makes its sites eligible. They are off by default: later layers do not average an
-error out that is in the logits, in the choice of an expert, in a row that is looked up, or beside a softmax."""
+"""Role -> the recipe's field that makes its sites eligible. They are off by default: no later layer averages out an
+error in the logits, in the choice of an expert, in a row of a table, or next to a softmax."""
 
 _ROLE_REASONS: Final[Mapping[Role, str]] = {
     "output_projection": "output projection: its result is a graph output",
@@ -129,7 +129,7 @@ _ROLE_REASONS: Final[Mapping[Role, str]] = {
 
 
 class NothingEligibleError(Mxfp8Error):
-    """No site of the model is rewritten; `decisions` says why, site by site."""
+    """No site of the model is rewritten; `decisions` has the reason for each site."""
 
     def __init__(self, where: object, what: str, advice: str, decisions: Sequence[Decision]) -> None:
         super().__init__(where, what, expected="at least one", advice=advice)
@@ -137,7 +137,7 @@ class NothingEligibleError(Mxfp8Error):
 
 
 def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) -> None:
-    """Raises NothingEligibleError if no site of the model `where`, in which `wanted` was looked for, is rewritten."""
+    """Raises NothingEligibleError if no site is rewritten; `where` names the model, `wanted` the ops that count."""
     if any(decision.quantize for decision in decisions):
         return
     if not decisions:
@@ -155,7 +155,8 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     Order of precedence: what cannot be rewritten; `exclude`; the first matching rule; `include`; the default policy
     for the site's role; `min_dim`.
 
-    RecipeError is raised if a rule or a pattern decided nothing.
+    Raises:
+        RecipeError: a rule or a pattern decides nothing.
     """
     decisions = [_decide(site, recipe) for site in sites]
     _refuse_unused(sites, recipe)
@@ -187,15 +188,15 @@ def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
 
 
 def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None:
-    """Returns why the default policy keeps `site` in high precision, as (kind, reason), or None if it does not."""
+    """Returns (kind, reason) if the default policy keeps `site` in high precision, or None."""
     # The role before the size: a role's setting is a decision, `min_dim` only a matter of gain.
     if site.role == "product":
         return "role", "both operands are computed at run time; add a rule with quantize: true to quantize it"
     setting = ROLE_SETTINGS.get(site.role)
     if setting and not getattr(recipe, setting):
         return "role", f"{_ROLE_REASONS[site.role]}; set {setting}: true to quantize it"
-    # A K below the 32 values of a block leaves every block partly empty, and with few columns of N the products cost
-    # little beside the quantization of X. A size that only a run of the model shows is not below the limit.
+    # With a K below the 32 values of a block, every block is partly empty. With a small N, the products cost little
+    # compared with the quantization of X. A size that is known only at run time is not below the limit.
     for letter, size in (("N", site.n), ("K", site.k)):
         if isinstance(size, int) and size < recipe.min_dim:
             return "tiny", f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
@@ -215,7 +216,7 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
 
 
 def _named(pattern: str, site: MatMulSite) -> bool:
-    """Whether `pattern` is found in the site's node name or module path."""
+    """Whether `pattern` matches a part of the site's node name or module path."""
     return bool(re.search(pattern, site.name) or re.search(pattern, site.module))
 
 
@@ -224,7 +225,7 @@ def _first(patterns: Sequence[str], site: MatMulSite) -> str | None:
 
 
 def _matches(rule: Rule, site: MatMulSite) -> bool:
-    # A bound on an unknown size never matches: the rule could be wrong for the size that a run then has.
+    # A bound on an unknown size never matches: the rule could be wrong for the size at run time.
     def within(size: Dim, least: int | None, most: int | None) -> bool:
         if least is None and most is None:
             return True
@@ -242,8 +243,7 @@ def _matches(rule: Rule, site: MatMulSite) -> bool:
 def _refuse_unused(sites: Sequence[MatMulSite], recipe: Recipe) -> None:
     """Raises RecipeError if a rule, include or exclude pattern decides no site."""
     names = [site.module or site.name for site in sites]
-    # A pattern that matches nothing is a typing error more often than not, and without an error here it would go
-    # unnoticed.
+    # A pattern that matches nothing is most often a typing error. Without an error here, the user would not notice it.
     for field in ("include", "exclude"):
         for index, pattern in enumerate(getattr(recipe, field)):
             if not any(_named(pattern, site) for site in sites):
@@ -266,10 +266,11 @@ def _unused(recipe: Recipe, what: str, names: Sequence[str]) -> RecipeError:
 
 
 def tied(decisions: Sequence[Decision], weights: Sequence[Hashable | None]) -> list[Decision]:
-    """Returns the decisions, with the reason of each rewritten site saying so if its table stays for another site.
+    """Returns the decisions, adapted for sites that share a weight with a kept site.
 
-    An embedding whose table stays for others anyway is kept, unless a rule asks for it: to pack it alone saves nothing.
-    `weights` has what each site's static operand is stored as, equal for sites that share it; None without one.
+    The reason of a rewritten site then names the kept one, because the weight is stored twice. An embedding is kept
+    instead, unless a rule asks for it: its table stays for the other site, so a packed copy saves nothing. `weights`
+    identifies the stored weight of each site, equal for sites that share it; None without one.
     """
     groups: dict[Hashable, list[Decision]] = {}
     for decision, weight in zip(decisions, weights, strict=True):
@@ -279,7 +280,7 @@ def tied(decisions: Sequence[Decision], weights: Sequence[Hashable | None]) -> l
 
 
 def _tied(decision: Decision, sharing: Sequence[Decision]) -> Decision:
-    """Returns a decision, with a reason that names `partner`, the first site that shares the weight and is kept."""
+    """Returns a decision whose reason names the first kept site with the same weight, if there is one."""
     partner = next((other for other in sharing if not other.quantize), None)
     if not decision.quantize or partner is None or all(other.site.role != "embedding" for other in sharing):
         return decision

@@ -1,6 +1,6 @@
-"""The recipes that go by a name, as plain data. Messages and the command line's help list what is here.
+"""The recipes with a name, as plain data. Messages and the command line's help list them from here.
 
-docs/recipes.md explains each to users; a test sees to that.
+docs/recipes.md explains each to users; a test compares the two.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ PRESETS: Final[dict[str, dict[str, Any]]] = {
 
 DEFAULT: Final = "mxfp8"
 AUTO: Final = "auto"
-"""Stands for the preset of `best`."""
+"""The name for the preset that `best` returns."""
 
 
 WEIGHT_ONLY: Final[Mapping[str, Preset]] = {"mxfp8-bf16": "mxfp8-weight-only", "mxint8-bf16": "mxint8-weight-only"}
-"""The presets with activations in bfloat16, and those that leave activations in float32."""
+"""Preset with activations in bfloat16 -> the same with unchanged activations."""
 
 
 class Better(NamedTuple):
@@ -48,9 +48,9 @@ class Better(NamedTuple):
 
     preset: Preset
     speed: float
-    """How many times as fast."""
+    """Time of the other divided by its time."""
     error: float
-    """Share of the error."""
+    """Its error divided by the error of the other."""
 
 
 BETTER: Final[Mapping[str, Mapping[str, Better]]] = {
@@ -62,7 +62,7 @@ BETTER: Final[Mapping[str, Mapping[str, Better]]] = {
         "avx2": Better("mxint8", 1.41, 0.41),
         "portable": Better("mxint8", 1.02, 0.41),
     },
-    # Only bfloat16 dot products are faster than float32's.
+    # bfloat16 is faster than float32 only where the processor has bfloat16 dot products.
     "mxfp8-weight-only": {
         "amx_bf16": Better("mxfp8-bf16", 1.75, 1.00),
         "avx512_bf16": Better("mxfp8-bf16", 1.64, 1.00),
@@ -73,7 +73,7 @@ BETTER: Final[Mapping[str, Mapping[str, Better]]] = {
 where INT8 weights were not measured, benchmarks/results/minilm.intel.md."""
 
 AS_FAST: Final = 1.05
-"""Times within 5 % are the same."""
+"""Two times within 5 % of each other count as equal."""
 
 
 def best(isa: str) -> Preset:
@@ -82,9 +82,9 @@ def best(isa: str) -> Preset:
 
 
 def advice(isa: str, name: str = DEFAULT) -> str:
-    """Returns a sentence about a preset that is better than this one on a processor, or that bfloat16 gains no time.
+    """Returns a sentence that names a better preset for a processor, or says that bfloat16 gains no time there.
 
-    It is empty where nothing was measured, and where nothing is better.
+    It is empty where nothing is better, or nothing was measured.
     """
     here = f"on this CPU ({isa})"
     if better := BETTER.get(name, {}).get(isa):
@@ -97,5 +97,5 @@ def advice(isa: str, name: str = DEFAULT) -> str:
 
 
 def choices() -> str:
-    """Returns what a user may give as a recipe, in words."""
+    """Returns the possible values of --recipe, in words."""
     return f"{', '.join((*PRESETS, AUTO))}, or a .yaml or .toml file"

@@ -1,8 +1,8 @@
 """A recipe says which matmuls become MXFP8, and how. Data only: `plan.py` applies it.
 
-Field names follow TransformerEngine's `MXFP8BlockScaling` where they mean the same. The default policy is that of
-NVIDIA's "Recipes for Pre-training LLMs with MXFP8": the linears inside every block, not the output projection and
-not the attention products; nor routers, which ModelOpt keeps too.
+Field names follow TransformerEngine's `MXFP8BlockScaling` where they mean the same. The default policy follows
+NVIDIA's "Recipes for Pre-training LLMs with MXFP8": it quantizes the linears inside every block, and keeps the output
+projection and the attention products. It also keeps routers, as ModelOpt does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ Flag = pydantic.StrictBool
 ACTIVATIONS: Final = (*ELEMENT_FORMATS, BFLOAT16.name, "unchanged")
 """How activations are treated: quantized to an element format, rounded to bfloat16, or unchanged."""
 
-# A Literal needs literal texts for a type checker. At run time pydantic gets the sets that the formats define, so that
-# a new format is added in one place.
+# A type checker accepts only literal texts in a Literal. At run time pydantic gets the sets that the formats define,
+# so a new format is added in one place.
 if TYPE_CHECKING:
     Activations = str
     ElementFormatName = str
@@ -58,11 +58,11 @@ _OTHERS: Final[Mapping[str, str]] = {
     "Float8BlockScaling": "FP8 with a float32 scale per 128 values, or per 128 x 128 of a weight",
     "NVFP4BlockScaling": "FP4 with an E4M3 scale per 16 values and one per tensor",
 }
-"""TransformerEngine's other recipes, and what each of them is."""
+"""TransformerEngine's other recipes -> their formats and scales."""
 
 
 def _refusal(name: object) -> tuple[str, str] | None:
-    """Returns (a description of one of its other recipes, advice), or None for a name that is none of them."""
+    """Returns (description, advice) for the name of another recipe of TransformerEngine, or None."""
     if not isinstance(name, str) or name not in _OTHERS:
         return None
     advice = "`mxfp8-graph compare` emulates it and shows the error it makes on your model"
@@ -70,7 +70,7 @@ def _refusal(name: object) -> tuple[str, str] | None:
 
 
 def _without_type(fields: Any) -> Any:
-    """Returns the fields of a recipe without `recipe_type`, which every one has; ValueError if it is another."""
+    """Returns the fields of a recipe without `recipe_type`; ValueError if that names another recipe."""
     if not isinstance(fields, Mapping) or "recipe_type" not in fields:
         return fields
     # Accepted and dropped: configurations that were written for TransformerEngine name the type of the recipe.
@@ -82,7 +82,7 @@ def _without_type(fields: Any) -> Any:
 
 
 def _format_name(value: Any) -> Any:
-    """Returns the name of one of its `Format`s, or of whatever else has one; other values as they are."""
+    """Returns the name of a `Format` of TransformerEngine, or of another object with a name; else the value itself."""
     # By attribute, so that TransformerEngine need not be installed.
     name = getattr(value, "name", None)
     return name if isinstance(name, str) else value
@@ -110,19 +110,19 @@ else:
 
 
 class Rule(_Model):
-    """One row of a recipe: keys that match a site, then what to do with it.
+    """One row of a recipe: keys that match sites, and settings for these sites.
 
-    A key that is not given matches every site; the given ones must all match. The first matching rule decides. A rule
-    that says `quantize: true` overrides the default policy: output projections, routers, embeddings, attention
-    products, `min_dim`.
+    An absent key matches every site, and all present keys must match. The first matching rule decides. A rule with
+    `quantize: true` overrides the default policy: output projections, routers, embeddings, attention products,
+    `min_dim`.
     """
 
     name: Pattern | None = None
-    """Matches the node's name, or the module path the exporter recorded (model.layers.0.mlp.up_proj)."""
+    """Matches the node's name, or the module path that the exporter recorded (model.layers.0.mlp.up_proj)."""
     op: str | None = None
     """Matches the op type exactly: MatMul, Gemm, ..."""
     subgraph: Pattern | None = None
-    """Matches the path of the subgraph the node is in ("" is the main graph)."""
+    """Matches the path of the node's subgraph ("" is the main graph)."""
     min_n: NonNegative | None = None
     max_n: NonNegative | None = None
     min_k: NonNegative | None = None
@@ -136,7 +136,7 @@ class Rule(_Model):
 
     @property
     def keys(self) -> dict[str, Any]:
-        """The keys that are given."""
+        """The keys that are present."""
         return self.model_dump(include=_RULE_KEYS, exclude_none=True)
 
     @property
@@ -159,7 +159,7 @@ class Rule(_Model):
         return self
 
     def __str__(self) -> str:
-        """Returns the rule as its keys and what it does, for reports."""
+        """Returns the rule as its keys and settings, for reports."""
         keys = ", ".join(f"{k}={v!r}" for k, v in self.keys.items())
         settings = ", ".join(["quantize" if self.quantize else "keep", *(f"{k}={v}" for k, v in self.settings.items())])
         return f"{keys} -> {settings}"
@@ -205,20 +205,20 @@ class Recipe(_Model):
     min_dim: NonNegative = 32
     """Matmuls with N or K below this stay as they are: less than one block of work."""
     include: tuple[Pattern, ...] = ()
-    """When given, only sites whose name or module path matches one of these are eligible (rules come first)."""
+    """If not empty, only sites whose name or module path matches one of these are eligible (rules come first)."""
     exclude: tuple[Pattern, ...] = ()
     """Sites whose name or module path matches one of these stay in high precision, whatever the rules say."""
     rules: tuple[Rule, ...] = ()
     """First match wins."""
     fuse: Flag = True
-    """Also what stands beside a rewritten matmul of an ONNX model: its activation, a gate, the attention between two.
-    Exported programs have that from torch.compile."""
+    """Merge the activation, gate or attention beside a rewritten matmul of an ONNX model into its node. In exported
+    programs torch.compile does this."""
     runs_on: Literal["cpu"] | None = None
-    """Where an ONNX model has to load, whatever its dtypes: "cpu" computes in float32 what ONNX Runtime's CPU provider
-    lacks in bfloat16 or float16. Exported programs run in their dtypes."""
+    """Where an ONNX model has to load, whatever its dtypes. "cpu": ops that ONNX Runtime's CPU provider lacks in
+    bfloat16 or float16 compute in float32. Exported programs run in their dtypes."""
 
     def excluding(self, patterns: Sequence[str]) -> Recipe:
-        """Returns the recipe with more patterns in `exclude`, and a name that says so.
+        """Returns the recipe with more patterns in `exclude` and in its name.
 
         Raises:
             RecipeError: a pattern is not a regular expression, or is in `include` too.
@@ -230,7 +230,7 @@ class Recipe(_Model):
         return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
 
     def setting(self, assignments: Sequence[str]) -> Recipe:
-        """Returns the recipe with fields set by texts such as "embeddings=true", and a name that says so.
+        """Returns the recipe with fields set by texts such as "embeddings=true", which its name lists.
 
         Args:
             assignments: FIELD=VALUE, the value in YAML.
@@ -254,18 +254,19 @@ class Recipe(_Model):
         return self.model_copy(update={"runs_on": "cpu"})
 
     def to_record(self) -> str:
-        """Returns the recipe as JSON, as `recorded` reads it; without the fields that earlier versions did not have."""
-        # Earlier versions refuse unknown fields, so these two are recorded only where they change the model.
+        """Returns the recipe as JSON for `recorded`."""
+        # Earlier versions refuse unknown fields, so the two fields that they lack are recorded only where they change
+        # the model.
         left_out = {"fuse": self.fuse, "runs_on": self.runs_on is not None}
         return self.model_dump_json(exclude={name for name, said in left_out.items() if not said})
 
     def to_yaml(self) -> str:
-        """Returns the text of a recipe file that reads back as this recipe."""
+        """Returns the text of a recipe file with this recipe."""
         fields = self.model_dump(mode="json", exclude_defaults=True)
         return yaml.safe_dump(fields, sort_keys=False, width=10_000, allow_unicode=True)
 
     def __str__(self) -> str:
-        """Returns TransformerEngine's text of a recipe, then the other fields with other values than the defaults."""
+        """Returns TransformerEngine's text of a recipe, then the other fields that differ from their defaults."""
         said = {"name", "margin", "fp8_format"}
         defaults = {name: field.default for name, field in Recipe.model_fields.items() if name not in said}
         others = [f"{name}={_text(ours)}" for name, ours in self if name in defaults and ours != defaults[name]]
@@ -273,9 +274,11 @@ class Recipe(_Model):
         return ", ".join((kind, f"margin={self.margin}", f"format={self.fp8_format}", *others))
 
     def differences(self, other: Recipe) -> dict[str, tuple[str, str]]:
-        """Returns the fields in which the other recipe packs weights differently, each with both values as text."""
-        # Name, fusion and target do not change the packed bytes, so a model that differs in these alone need not be
-        # packed again.
+        """Returns the fields in which another recipe differs, each with both values as text.
+
+        Fields that do not change packed weights are left out.
+        """
+        # Name, fusion and target do not change the packed bytes: weights need not be packed again for them.
         pairs = ((name, ours, getattr(other, name)) for name, ours in self if name not in {"name", "fuse", "runs_on"})
         return {name: (_text(ours)[:200], _text(theirs)[:200]) for name, ours, theirs in pairs if ours != theirs}
 
@@ -316,11 +319,11 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
         fp8_format: "E4M3" or "HYBRID", or TransformerEngine's `Format` of that name.
         fp8_dpa: as in `Recipe`.
         fp8_mha: False, as in `Recipe`.
-        backward_override: None: what is trained in MXFP8 has its gradients from products in MXFP8.
+        backward_override: None: gradients are computed by products in MXFP8.
         ours: further fields of `Recipe`.
 
     Raises:
-        RecipeError: a value or a field that is none of these.
+        RecipeError: another value, or an unknown field.
     """
     name = _MXFP8
     if backward_override is not None:
@@ -331,7 +334,7 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
 
 
 def _validated(fields: dict[str, Any], where: object) -> Recipe:
-    """Returns the recipe of these fields; an error names `where`, and not the class."""
+    """Returns the recipe with these fields; an error names `where` instead of the class."""
     try:
         return Recipe.model_validate(fields)
     except pydantic.ValidationError as error:
@@ -348,7 +351,7 @@ def _text(value: object) -> str:
 def recorded(text: str | None) -> Recipe | None:
     """Returns the recipe that a rewritten model records as JSON; None if this version cannot read it.
 
-    A model of a version without fusion does not say `fuse`: nothing in it is fused.
+    Versions without fusion did not record `fuse`, so an absent one means false.
     """
     try:
         recipe = Recipe.model_validate_json(text or "")
@@ -358,7 +361,7 @@ def recorded(text: str | None) -> Recipe | None:
 
 
 def load_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """Returns the recipe a user asked for: itself, a preset by name, or a .yaml, .yml or .toml file.
+    """Returns the recipe of an argument: a `Recipe` itself, the name of a preset, or a .yaml, .yml or .toml file.
 
     "auto" is the preset that measured best on a processor like this one: see `presets.BETTER`.
 

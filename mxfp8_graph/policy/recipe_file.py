@@ -1,6 +1,6 @@
 """Reads YAML and TOML files, and reports pydantic's findings by file and key.
 
-Knows no recipe: `recipe.py` says which fields there are.
+Knows no recipe: `recipe.py` has the fields.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ else:
 SUFFIXES: Final = frozenset({".yaml", ".yml", ".toml"})
 
 OPTION: Final = "--set"
-"""Name of the source in messages about a field that the command line sets."""
+"""The place in messages about a field that the command line sets."""
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no key is given twice: of two equal keys PyYAML takes the last, so a rule would be lost."""
+    """A YAML loader that refuses two equal keys: PyYAML would take the last, and a rule would be lost."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -40,7 +40,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the file's data; raises RecipeError if it cannot be read, or is not a mapping in YAML or TOML."""
+    """Returns the fields in a file; raises RecipeError if it cannot be read, or is not a mapping in YAML or TOML."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -70,19 +70,19 @@ def _parse(path: Path, text: str) -> Any:
     is_toml = path.suffix == ".toml"
     try:
         return tomllib.loads(text) if is_toml else yaml.load(text, _Loader)
-    # Both raise a ValueError for impossible dates and numbers without end, and parse nested brackets recursively.
+    # Both raise a ValueError for impossible dates and endless numbers, and parse nested brackets recursively.
     except (ValueError, OverflowError, RecursionError, yaml.YAMLError) as error:
         expected = f"valid {'TOML' if is_toml else 'YAML'}"
         raise RecipeError(path, " ".join(str(error).split()), expected=expected, advice="correct it") from None
 
 
 def explained(error: pydantic.ValidationError, where: object) -> RecipeError:
-    """Returns pydantic's findings as an error with one line each; `where` is the file, or the class that was called."""
+    """Returns an error with one line per finding of pydantic; `where` is the file, or the class that was called."""
     return RecipeError("\n".join(printable(f"{where}: {_finding(each)}") for each in error.errors()))
 
 
 def _finding(error: Any) -> str:
-    """Returns "<key>: <value>; <what pydantic says>", or the message of a check of ours, which has all parts."""
+    """Returns "<key>: <value>; <pydantic's message>", or the message of a check of ours, which has all parts."""
     key = "".join(f"{part}: " for part in [".".join(map(str, error["loc"]))] if part)
     if error["type"] == "value_error":
         return f"{key}{error['ctx']['error']}"

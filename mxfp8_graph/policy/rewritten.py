@@ -1,4 +1,4 @@
-"""What a recipe means for a model that a recipe rewrote before."""
+"""Compares a recipe with the recorded recipe of a model that was rewritten before."""
 
 from __future__ import annotations
 
@@ -13,11 +13,20 @@ from mxfp8_ops.errors import ContractError, RecipeError
 
 
 def already_rewritten(before: RewriteRecord | None, recipe: Recipe, options: Options, *, what: str) -> bool:
-    """Whether `recipe` made the model, as its record tells; warns if another recipe prepared it for training.
+    """Whether nothing is left to do, because the record says that `recipe` made the model.
 
-    A program that is packed, and to be prepared for training or taken back from it, is not. `what` ("model" or
-    "program") is for messages. Raises ContractError if a checkpoint is to replace weights that are packed, and
-    RecipeError if another recipe packed them: they cannot be packed again.
+    Warns if another recipe prepared the model for training. False for a packed program that is to be prepared for
+    training, or back for inference.
+
+    Args:
+        before: the record of the model; None if it was not rewritten.
+        recipe: the recipe of this call.
+        options: the options of this call.
+        what: "model" or "program", for messages.
+
+    Raises:
+        ContractError: a checkpoint is to replace weights that are packed already.
+        RecipeError: another recipe packed the weights, which cannot be packed again.
     """
     if before is None:
         return False
@@ -25,7 +34,7 @@ def already_rewritten(before: RewriteRecord | None, recipe: Recipe, options: Opt
         expected, advice = f"a {what} in high precision", "rewrite the original"
         raise ContractError(options.name, "has MXFP8 weights already", expected=expected, advice=advice)
     first = recorded(before.recipe)
-    fields = None if first is None else first.differences(recipe)  # {}: weights are packed alike
+    fields = None if first is None else first.differences(recipe)  # {}: weights are packed the same
     if not before.packed:
         if fields != {}:
             changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in (fields or {}).items())
@@ -36,17 +45,17 @@ def already_rewritten(before: RewriteRecord | None, recipe: Recipe, options: Opt
     trained = before.training or options.training
     if fields == {} and before.training == options.training:
         return True
-    # Training reads packed weights as they are, and `fp8_format` says nothing of how they are packed.
+    # Training reads packed weights as they are, and `fp8_format` does not change the packing.
     if trained and fields is not None and fields.keys() <= {"fp8_format"}:
         return False
-    found = f"Recipe mismatch for {before.node!r}: {_packed_and_asked(fields, before, recipe)}"
+    mismatch = f"Recipe mismatch for {before.node!r}: {_packed_and_asked(fields, before, recipe)}"
     expected = f"the original {what}, since packed weights cannot be packed again"
     advice = "rewrite that one, or name the recipe that packed this one" if trained else "rewrite that one"
-    raise RecipeError(options.name, found, expected=expected, advice=advice)
+    raise RecipeError(options.name, mismatch, expected=expected, advice=advice)
 
 
 def _packed_and_asked(fields: Mapping[str, tuple[str, str]] | None, before: RewriteRecord, recipe: Recipe) -> str:
-    """Returns "packed with fp8_format E4M3, asked for HYBRID", or the recipes' names where the fields are not known."""
+    """Returns "packed with fp8_format E4M3, asked for HYBRID", or the recipes' names if the fields are unknown."""
     if not fields:
         return f"packed with {recipe_name(before.recipe)!r}, asked for {recipe.name!r}"
     packed = ", ".join(f"{name} {old}" for name, (old, _) in fields.items())
@@ -55,7 +64,7 @@ def _packed_and_asked(fields: Mapping[str, tuple[str, str]] | None, before: Rewr
 
 
 def fusion_note(before: RewriteRecord | None, recipe: Recipe) -> list[str]:
-    """Returns what to tell of a model that was rewritten before with fusion where `recipe` has none, or without it."""
+    """Returns a note if the model was rewritten with fusion and `recipe` has none, or the reverse; else []."""
     first = None if before is None else recorded(before.recipe)
     if first is None or first.fuse == recipe.fuse:
         return []

@@ -1,7 +1,7 @@
 """The role of a matmul, by the graph around it: output projection, router, attention scores or values.
 
-One walk for all front ends. Each says what its ops are called (`RoleOps`) and how its graphs are walked (`GraphView`),
-so the same model gets the same roles, whatever it was exported to.
+All front ends share this code. Each supplies the names of its ops (`RoleOps`) and a view of its graphs (`GraphView`),
+so a model gets the same roles in every export format.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ Value = TypeVar("Value")
 
 
 class GraphView(Protocol[Op, Value]):
-    """A model as nested graphs of ops, which take and make values. A value is one object, compared by identity."""
+    """A model as nested graphs of ops and values. A value is one object, compared by identity."""
 
     def consumers(self, value: Value) -> Iterable[tuple[Op | None, Value]]:
-        """Yields (op that takes `value`, what it makes), for every such op and result.
+        """Yields (op, result) for every op that takes `value` and each of its results.
 
-        Where `value` crosses the border of a subgraph (in, out, or round to a loop's next iteration) there is no op:
-        (None, the value on the other side).
+        Where `value` crosses the border of a subgraph (in, out, or to a loop's next iteration) there is no op: it
+        yields (None, the value on the other side).
         """
 
     def producer(self, value: Value) -> Op | None:
         """Returns the op that makes `value`, or None for an input."""
 
     def operands(self, op: Op) -> Sequence[Value]:
-        """Returns what `op` takes, in order; what it takes twice is there twice."""
+        """Returns the operands of `op`, in order; one that it takes twice is there twice."""
 
     def name(self, op: Op) -> str:
         """Returns the op type, as `RoleOps` spells it."""
@@ -44,21 +44,21 @@ class GraphView(Protocol[Op, Value]):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOps:
-    """The op names of one front end, by what each means for a role."""
+    """The op names of one front end, by their meaning for roles."""
 
     compute: frozenset[str]
-    """Ops that consume activations: a matmul that feeds one of these is inside the model, not at its end."""
+    """Ops that compute with activations: a matmul that feeds one of these is inside the model, not at its end."""
     choices: frozenset[str]
     """Ops whose result jumps when their input changes a little."""
     softmax: frozenset[str]
     views: frozenset[str]
-    """Ops that change shape, layout or dtype; they may stand in all three places below."""
+    """Ops that change shape, layout or dtype; they may be in all three places below."""
     to_output: frozenset[str]
-    """May also stand between an output projection and the output, besides an affine op and a soft cap."""
+    """Further ops between an output projection and the output, besides an affine op and a soft cap."""
     to_softmax: frozenset[str]
-    """May also stand between Q @ K^T and its softmax: scaling, masking, soft-capping, attention sinks."""
+    """Further ops between Q @ K^T and its softmax: scaling, masking, soft-capping, attention sinks."""
     from_softmax: frozenset[str]
-    """May also stand between a softmax and its product with V."""
+    """Further ops between a softmax and its product with V."""
     affine: frozenset[str]
     """Add, subtract, multiply, divide: two operands."""
     add: str
@@ -67,7 +67,7 @@ class RoleOps:
 
 
 class Roles(Generic[Op, Value]):
-    """Answers for the matmuls of one model. Every answer takes time linear in the part of the graph it looks at."""
+    """Returns the roles of the matmuls of one model, each in time linear in the part of the graph around the matmul."""
 
     def __init__(self, graph: GraphView[Op, Value], ops: RoleOps) -> None:
         self._graph = graph
@@ -79,21 +79,21 @@ class Roles(Generic[Op, Value]):
     def of_linear(self, result: Value) -> Role:
         """Returns the role of the matmul with a static operand that makes `result`.
 
-        An output projection's result reaches a model output passively and feeds no later matmul: the second condition
-        tells an LM head from the key and value projections of a decoder that returns its cache. A router's result is
-        what the model chooses by, and computes with.
+        An output projection's result reaches a model output passively and feeds no later matmul. The second condition
+        tells an LM head from the key and value projections of a decoder that returns its cache. A router's result
+        decides a choice, and the model computes with that choice.
         """
         reached = list(_reached([result], self._passively))
         chooses = any(self._maker(value) in self._ops.choices for value in reached)
-        # An ArgMax at the end picks a token or a label: only what is computed by a choice makes a router.
+        # An ArgMax at the end picks a token or a label. Only a choice that the model computes with makes a router.
         if (chooses or any(map(self._graph.is_model_output, reached))) and not self._feeds_compute(result):
             return "output_projection"
         return "router" if chooses else "linear"
 
     def of_product(self, result: Value) -> Role:
         """Returns the role of the matmul of two values computed at run time that makes `result`."""
-        # Q @ K^T of values that an attention made, with no projection between, is both: the softmax after it counts, as
-        # that is what its error meets next.
+        # A product of an attention's results, with no projection between, is both if a softmax follows. That softmax
+        # counts, because the error of the product reaches it first.
         if self._leads_to_softmax(result):
             return "attention_scores"
         if self._comes_from_softmax(self._operands(result)[:2]):
@@ -101,7 +101,7 @@ class Roles(Generic[Op, Value]):
         return "product"
 
     def _passively(self, value: Value) -> Iterator[Value]:
-        """Yields what ops that only present `value` make of it."""
+        """Yields the results of the ops that only present `value`."""
         for op, result in self._graph.consumers(value):
             if op is None or self._is_passive(op, value, result):
                 yield result
@@ -162,13 +162,14 @@ class Roles(Generic[Op, Value]):
         return "" if op is None else self._graph.name(op)
 
     def _operands(self, value: Value) -> Sequence[Value]:
-        """Returns what the op that makes `value` takes."""
+        """Returns the operands of the op that makes `value`."""
         op = self._graph.producer(value)
         return () if op is None else self._graph.operands(op)
 
 
 def _reached(starts: Iterable[Value], onward: Callable[[Value], Iterable[Value]]) -> Iterator[Value]:
-    """Yields `starts` and what `onward` leads to from there, each once. Graphs are deeper than Python's stack."""
+    """Yields `starts` and all values that `onward` leads to, each once."""
+    # Iterative, because graphs are deeper than Python's stack.
     stack = list(starts)
     seen = {id(value) for value in stack}
     while stack:

@@ -1,7 +1,8 @@
 """Matches the weights of a checkpoint with matmuls, by name. Pure data: knows neither files nor graphs.
 
-A checkpoint decides which weights are packed, instead of the recipe's default policy: what it has in MXFP8 is, and
-nothing else, since nothing is quantized here. The recipe decides the rest: activations, what a user excludes, fusion.
+A checkpoint decides which weights are packed, instead of the recipe's default policy: its MXFP8 weights are packed in
+the model too, and no others, since nothing is quantized here. The recipe decides the rest: activations, exclusions and
+fusion.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ class Assigned:
 def apply_checkpoint(
     sites: Sequence[MatMulSite], decisions: Sequence[Decision], recipe: Recipe, checkpoint: CheckpointWeights | None
 ) -> Assigned:
-    """Returns the decision on each site when a checkpoint, if there is one, supplies the weights.
+    """Returns the decision on each site if a checkpoint supplies the weights; without one, `decisions`.
 
-    Raises ContractError with the list of all weights that fit no matmul by name, shape or place.
+    Raises:
+        ContractError: some weights fit no matmul by name, shape or place. All are listed.
     """
     if checkpoint is None:
         return Assigned(list(decisions), {})
     stored, by_site = checkpoint.weights, _names([site for site in sites if site.weight is not None], checkpoint)
-    found = [stored[by_site[site.name]] if site.name in by_site else None for site in sites]
-    result = [_decided(decision, weight, recipe) for decision, weight in zip(decisions, found, strict=True)]
-    matched = {each.site.name: (each, weight) for each, weight in zip(result, found, strict=True) if weight is not None}
+    theirs = [stored[by_site[site.name]] if site.name in by_site else None for site in sites]
+    result = [_decided(decision, weight, recipe) for decision, weight in zip(decisions, theirs, strict=True)]
+    pairs = zip(result, theirs, strict=True)
+    matched = {each.site.name: (each, weight) for each, weight in pairs if weight is not None}
     takers = defaultdict[str, dict[str, None]](dict)
     for decision, weight in matched.values():
-        # By weight and not by site: sites that share one weight of the model may well take one of the checkpoint.
+        # By weight and not by site: sites that share a weight of the model may share a weight of the checkpoint.
         takers[weight.name][str(decision.site.weight)] = None
     problems = [f"{name!r} matches nothing in the model" for name in stored if name not in takers]
     problems += filter(None, (_obstacle(decision, weight, checkpoint) for decision, weight in matched.values()))
@@ -65,7 +68,7 @@ def apply_checkpoint(
 
 
 def _decided(decision: Decision, weight: StoredWeight | None, recipe: Recipe) -> Decision:
-    """Returns the decision on a site whose weight the checkpoint has in MXFP8 as `weight`, or has not."""
+    """Returns the decision on a site; `weight` is its MXFP8 weight in the checkpoint, or None."""
     # A checkpoint overrules the default policy, but no rule that a user wrote.
     if decision.site.weight is None or not (decision.quantize or decision.rule in {"policy", "checkpoint"}):
         return decision
@@ -79,10 +82,10 @@ def _decided(decision: Decision, weight: StoredWeight | None, recipe: Recipe) ->
 
 
 def _obstacle(decision: Decision, weight: StoredWeight, checkpoint: CheckpointWeights) -> str | None:
-    """Returns why a site cannot take its weight, or None."""
+    """Returns the reason why a site cannot take its weight, or None."""
     site = decision.site
     where = f"{weight.name!r} for {site.module or site.name!r}"
-    # A blocked site may have no shape; its blocker says more than an empty list of sizes would.
+    # A blocked site may have no shape; its blocker is more useful than an empty list of sizes.
     if weight.shape != site.weight_shape and not (site.blocker and not site.weight_shape):
         return f"{where}: {list(weight.shape)}, and the model multiplies with [..., N, K] = {list(site.weight_shape)}"
     # With `instead` the model has no values of its own, so a weight that stays in high precision would have none.
@@ -95,16 +98,16 @@ def _obstacle(decision: Decision, weight: StoredWeight, checkpoint: CheckpointWe
 
 
 def _candidates(site: MatMulSite) -> list[str]:
-    """Returns the names that a checkpoint may have for a site's weight, best last: the weight's, or its module's."""
+    """Returns the possible names of a site's weight in a checkpoint, best last: by its module, or its own."""
     weight = site.weight or ""
     # torch's older exporter names a node by its module and its op: /model/layers.0/mlp/up_proj/MatMul.
     modules = (site.name.strip("/").rpartition("/")[0].replace("/", "."), site.module)
-    # A name that tells which parameter of the module it is was not lost: m.proj is not m.weight.
+    # The name m.proj says which parameter of module m it is, so the weight is not m.weight.
     return [*(f"{module}.weight" for module in modules if module and not weight.startswith(f"{module}.")), weight]
 
 
 def _names(sites: Sequence[MatMulSite], checkpoint: CheckpointWeights) -> dict[str, str]:
-    """Returns the name of each site's weight in the checkpoint, by the site's name, of those that it has."""
+    """Returns site name -> name of its weight in the checkpoint; a site without one is left out."""
     keys = [(site.name, key) for site in sites for key in (site.module, site.name, site.weight) if key]
     known = {key for _, key in keys}
     for mine, theirs in checkpoint.names.items():
@@ -115,25 +118,25 @@ def _names(sites: Sequence[MatMulSite], checkpoint: CheckpointWeights) -> dict[s
     free = checkpoint.weights.keys() - set(checkpoint.names.values())
     explicit = {site: checkpoint.names[key] for site, key in keys if key in checkpoint.names}
     left = [site for site in sites if site.name not in explicit]
-    exact = _found(left, free)
-    # One prefix for all the others: if each had its own, a weight could match that of another layer that ends alike.
+    exact = _matches(left, free)
+    # One prefix for all the others. With a prefix for each, a weight could match another layer's whose name ends alike.
     left, free = [site for site in left if site.name not in exact], free - set(exact.values())
     prefixes = Counter(_prefixes(left, free)).most_common(2)
     if len(prefixes) == 2 and prefixes[0][1] == prefixes[1][1]:
         what = "its names match the model's with several prefixes: " + ", ".join(repr("".join(p)) for p, _ in prefixes)
         advice = ("name them with ", Option("weight_names"))
         raise ContractError(checkpoint.where, what, expected="one prefix for all", advice=advice)
-    return explicit | exact | (_found(left, free, *prefixes[0][0]) if prefixes else {})
+    return explicit | exact | (_matches(left, free, *prefixes[0][0]) if prefixes else {})
 
 
-def _found(sites: Sequence[MatMulSite], free: AbstractSet[str], more: str = "", less: str = "") -> dict[str, str]:
-    """Returns the name of each site's weight that is among `free` with the prefix `more`, or without the one `less`."""
+def _matches(sites: Sequence[MatMulSite], free: AbstractSet[str], more: str = "", less: str = "") -> dict[str, str]:
+    """Returns site name -> the name in `free` that is a candidate with prefix `more`, or without prefix `less`."""
     names = ((site.name, name) for site in sites for name in _candidates(site) if name.startswith(less))
-    return {site: found for site, name in names if (found := more + name.removeprefix(less)) in free}
+    return {site: theirs for site, name in names if (theirs := more + name.removeprefix(less)) in free}
 
 
 def _prefixes(sites: Sequence[MatMulSite], free: AbstractSet[str]) -> Iterator[tuple[str, str]]:
-    """Yields each prefix that a name in the checkpoint has more, or less, than a candidate."""
+    """Yields (prefix, "") if a checkpoint's name is prefix + candidate, and ("", prefix) in the reverse case."""
     longer = {tail: name.removesuffix(tail) for name in sorted(free) for tail in _tails(name)}
     for candidate in (name for site in sites for name in _candidates(site)):
         if candidate in longer:
@@ -142,6 +145,6 @@ def _prefixes(sites: Sequence[MatMulSite], free: AbstractSet[str]) -> Iterator[t
 
 
 def _tails(name: str) -> list[str]:
-    """Returns what is left of a dotted name without its first components, but for its last alone."""
+    """Returns a dotted name without its first component, its first two, ..., as long as two are left."""
     parts = name.split(".")
     return [".".join(parts[start:]) for start in range(1, len(parts) - 1)]

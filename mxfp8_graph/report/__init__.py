@@ -1,1 +1,6 @@
-"""Reports of commands as data, as text on a terminal, and as an HTML page; and how a rewrite makes its own."""
+"""Reports of commands as data, as text on a terminal, and as an HTML page; the report of a rewrite.
+
+base.py         base classes: JSON by fields, text and page by sections, files
+section.py      tables, facts and texts, and their form on a terminal; html.py, scatter.py: on a page
+data.py         the report of a rewrite; reporter.py makes it
+"""

@@ -1,4 +1,4 @@
-"""What the reports of all commands have in common: JSON by fields; text and a page of the same sections; files."""
+"""Base classes of all reports: JSON by fields, text and a page of the same sections, files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Data:
     """A part of a report."""
 
     KEYS: ClassVar[str] = ""
-    """Keys of the JSON, in order, each "attribute" or "key=attribute.of.attribute"; all fields if there are none.
-    With "?" at the end, an empty text is None."""
+    """Keys of the JSON, in order, each "attribute" or "key=attribute.of.attribute"; all fields if it is empty.
+    With "?" at the end, an empty text becomes None."""
 
     def content(self) -> dict[str, Any]:
-        """Returns what the JSON has, by key, not yet in its types."""
+        """Returns the values of the JSON by key, before `plain` converts them to JSON types."""
         keys = self.KEYS.split() or [field.name for field in fields(self)]
         content = {}
         for entry in keys:
@@ -41,7 +41,7 @@ class Data:
         return content
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything with JSON types only. Numbers that JSON lacks (NaN, infinity) are None."""
+        """Returns the content in JSON types. Numbers that JSON lacks (NaN, infinity) are None."""
         return {key: plain(value) for key, value in self.content().items()}
 
 
@@ -52,22 +52,22 @@ class Report(Data, ABC):
     TITLE: ClassVar[str]
     """Heading of the page, with names of fields in braces: "Rewrite of {source}"."""
     FILES: ClassVar[tuple[str, ...]]
-    """Fields that have the paths of models, which the page identifies; it leaves out None and paths without a file."""
+    """Fields with the paths of models, for the page's footer; None and paths without a file are left out."""
 
     def answer(self) -> str:
-        """Returns one plain sentence: what to take or do, and why, with two numbers; "" without one.
+        """Returns the result in one sentence, with its two main numbers; "" without one.
 
-        It ends what a terminal shows and begins the page: "Take mxint8: relative L2 .0041, 2.3 times as fast as the
-        original."
+        It is the last line on a terminal and the first on the page: "Take mxint8: relative L2 .0041, 2.3 times as fast
+        as the original."
         """
         return ""
 
     @abstractmethod
     def sections(self) -> Iterable[Section]:
-        """Yields what the page shows, the most important first, as a terminal does from its end on; see `Section`."""
+        """Yields the sections of the page, the most important first; a terminal shows them in reverse."""
 
     def to_text(self, *, every: bool = False) -> Group:
-        """Returns what a terminal shows; with `every` also details, and the rows that are too many otherwise."""
+        """Returns the text for a terminal; with `every`, also details and the rows above a section's `most`."""
         return render(self.sections(), self.answer(), every=every)
 
     def __str__(self) -> str:
@@ -84,7 +84,7 @@ class Report(Data, ABC):
         return printable(self.TITLE.format_map(vars(self)))
 
     def to_html(self) -> str:
-        """Returns one self-contained page: nothing is fetched, and all is there without its script."""
+        """Returns one self-contained page: it fetches nothing, and shows everything without its script."""
         files = (getattr(self, name) for name in self.FILES)
         return html.page(self._title(), self.answer(), self.sections(), filter(None, files))
 
@@ -93,7 +93,11 @@ class Report(Data, ABC):
         return json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n"
 
     def write(self, path: str | Path, *, overwrite: bool = True) -> Path:
-        """Writes the report, as JSON or (suffix .html) as a page, and returns the path; raises Mxfp8Error otherwise."""
+        """Writes the report as JSON, or as a page if the suffix is .html, and returns the path.
+
+        Raises:
+            Mxfp8Error: another suffix, the file exists and `overwrite` is false, or it cannot be written.
+        """
         path = check_report_path(path, overwrite=overwrite)
         text = self.to_html() if path.suffix.lower() == ".html" else self.to_json()
         with output(path, overwrite=overwrite) as folder:
@@ -102,7 +106,7 @@ class Report(Data, ABC):
 
 
 def check_report_path(path: str | Path, models: Iterable[Path] = (), *, overwrite: bool = True) -> Path:
-    """Returns `path` if a report on `models` can be written there, else raises Mxfp8Error. Ask before the work."""
+    """Returns `path` if a report on `models` can be written there, else raises Mxfp8Error. Call it before long work."""
     path = Path(path)
     if path.suffix.lower() not in {".json", ".html"}:
         raise Mxfp8Error(path, f"report with suffix {path.suffix!r}", expected=".json or .html", advice="rename it")
@@ -119,6 +123,7 @@ def plain(value: Any) -> Any:
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [plain(item) for item in value]
+    # JSON has no NaN and no infinity, and parsers differ in what they accept for them.
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return value if value is None or isinstance(value, (bool, int, str)) else str(value)

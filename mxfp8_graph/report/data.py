@@ -1,4 +1,4 @@
-"""The report of a rewrite: sites, decisions, reasons, bytes and errors, and the account of all tensors."""
+"""The report of a rewrite: sites, decisions, reasons, bytes and errors, and the bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from mxfp8_graph.report.section import Columns, Section, byte_size, filled, numb
 from mxfp8_ops.formats import element_format
 
 SCHEMA: Final = 2
-"""Version of the layout of a report's JSON; it grows when a key changes its meaning or goes away."""
+"""Version of a report's JSON. It grows when a key changes its meaning or goes away."""
 
 _SITE: Final = "name op module subgraph role m n k dtype weight shared_with has_bias"
 _DECISION: Final = "quantize kind rule reason activations weight_format scale_rounding"
 """Fields of a site and of its decision that the JSON of a `SiteReport` begins with."""
 
 _MOST_REASONS: Final = 20
-"""Reasons that a terminal shows: patterns that match single sites make a reason for each, which may be hundreds."""
+"""Reasons that a terminal shows. Patterns that match single sites give a reason for each, perhaps hundreds."""
 
 _HIGH_PRECISION: Final = frozenset({"float64", "float32", "float16", "bfloat16"})
 
@@ -42,7 +42,7 @@ class StoredTensor(Data):
     dtype: str
     byte_size: int
     reason: str = ""
-    """Why the result has it in high precision: its site is kept, or it is the weight of no site."""
+    """The reason why it stays in high precision: its site is kept, or it is the weight of no site."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class Account(Data):
     bytes_before: int = 0
     bytes_after: int = 0
     largest_kept: tuple[StoredTensor, ...] = ()
-    """The largest tensors in high precision, but for those whose sites are all rewritten."""
+    """The largest tensors in high precision, except weights whose sites are all rewritten."""
 
 
 def sqnr_db(relative_l2: float) -> float:
@@ -77,11 +77,11 @@ class SiteReport(Data):
 
     decision: Decision
     nodes: tuple[str, ...] = ()
-    """Names of the nodes that replace it; empty if it was kept or in a dry run."""
+    """Names of the nodes that replace it; empty for a kept site, and in a dry run."""
     packed: str | None = None
     """Name of the initializer that holds the packed elements."""
     bytes_after: int = 0
-    """Bytes of its elements and scales."""
+    """Bytes of the packed elements and scales."""
     relative_l2: float | None = None
     """|w - dequantized| / |w| of the static operand; None without one."""
 
@@ -124,7 +124,7 @@ class WeightError(Data):
     """Name of the (first) site whose weight has the worst error."""
 
     def content(self) -> dict[str, Any]:
-        """Returns what the JSON has: the errors, and in dB."""
+        """Returns the values of the JSON by key: the errors, also in dB."""
         mean = {"mean_relative_l2": self.mean, "mean_sqnr_db": sqnr_db(self.mean)}
         worst = {"worst_relative_l2": self.worst, "worst_sqnr_db": sqnr_db(self.worst)}
         return {**mean, **worst, "worst_site": self.worst_site}
@@ -137,7 +137,7 @@ class RewriteReport(Report):
     TITLE = "Rewrite of {source}"
     FILES = ("source", "output")
     KEYS = "source output recipe dry_run already_rewritten seconds bytes_before bytes_after advice?"
-    """What the JSON begins with; see `content`."""
+    """The first keys of the JSON; see `content`."""
 
     source: str
     output: str | None
@@ -154,9 +154,9 @@ class RewriteReport(Report):
     dry_run: bool = False
     already_rewritten: bool = False
     account: Account = field(default=Account())
-    """The bytes of all tensors, before and after, and the largest that stay; in a dry run, predicted."""
+    """The bytes of all tensors, before and after, and the largest in high precision; in a dry run, predicted."""
     advice: str = ""
-    """A preset that is faster and more accurate on this processor; empty without one."""
+    """A sentence about a better preset for this processor; empty without one."""
 
     @property
     def rewritten(self) -> tuple[SiteReport, ...]:
@@ -176,6 +176,7 @@ class RewriteReport(Report):
     @property
     def weight_error(self) -> WeightError | None:
         """Worst and mean error of the packed weights; None when none was packed."""
+        # The first site of a weight counts for all: the others have the same error.
         by_weight: dict[str, SiteReport] = {}
         for site in self.rewritten:
             if site.relative_l2 is not None:
@@ -188,7 +189,7 @@ class RewriteReport(Report):
         return WeightError(mean=sum(errors.values()) / len(errors), worst=errors[worst], worst_site=worst)
 
     def content(self) -> dict[str, Any]:
-        """Returns what the JSON has."""
+        """Returns the values of the JSON by key."""
         return {
             "schema": SCHEMA,
             **super().content(),
@@ -203,7 +204,7 @@ class RewriteReport(Report):
         }
 
     def answer(self) -> str:
-        """Returns what was rewritten, the size before and after, and how to check it."""
+        """Returns one sentence: the rewritten matmuls, the size before and after, and a command that checks them."""
         recipe = self.recipe.get("name", "custom")
         if self.already_rewritten:
             what = f"{self.source} is already rewritten with recipe {recipe}"
@@ -221,7 +222,7 @@ class RewriteReport(Report):
         return f"{text}."
 
     def _counts(self) -> str:
-        """Returns how many of the matmuls, and of the embeddings if there are any, are rewritten."""
+        """Returns the numbers of rewritten matmuls, and of embeddings if there are any: "5 of 6 matmuls"."""
         kinds: dict[str, list[bool]] = {"matmuls": []}
         for each in self.sites:
             kind = "embeddings" if each.decision.site.role == "embedding" else "matmuls"
@@ -241,7 +242,7 @@ class RewriteReport(Report):
         return lines + [("advice", self.advice)] * bool(self.advice)
 
     def sections(self) -> Iterator[Section]:
-        """Yields facts, reasons and what stays large; then all sites and fusions."""
+        """Yields facts, reasons and the largest tensors in high precision; then all sites and fusions."""
         yield Section(facts=self.facts())
         groups = (("rewritten", _by_reason(self.rewritten)), ("kept", self.kept_by_reason))
         rows = [(verdict, number(len(s), "d"), reason) for verdict, by in groups for reason, s in by.items()]
@@ -258,6 +259,7 @@ def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...
     groups: dict[str, list[SiteReport]] = {}
     for site in sites:
         groups.setdefault(site.decision.reason, []).append(site)
+    # A terminal shows the first rows only, so the most frequent reasons come first.
     return {reason: tuple(group) for reason, group in sorted(groups.items(), key=lambda item: -len(item[1]))}
 
 
@@ -269,7 +271,7 @@ def site_table(sites: Iterable[SiteReport]) -> Columns:
         after = byte_size(None if each.relative_l2 is None else each.bytes_after)
         weight = (byte_size(each.bytes_before or None), after, number(each.relative_l2, ".4f"))
         verdict = "rewritten" if decision.quantize else "kept"
-        # Only a run of the model shows some sizes.
+        # Some sizes are known only when the model runs.
         sizes = " x ".join("?" if size is None else str(size) for size in (site.m, site.n, site.k))
         rows.append((each.path, site.module, site.op, sizes, verdict, *weight, decision.rule, decision.reason))
     weights = ("before", "after", "relative L2")
@@ -277,7 +279,7 @@ def site_table(sites: Iterable[SiteReport]) -> Columns:
 
 
 def account(decisions: Sequence[Decision], bytes_before: int, after: Iterable[StoredTensor]) -> Account:
-    """Returns the account of a rewrite: `bytes_before` of the model's tensors, and all tensors of the result."""
+    """Returns the account of a rewrite from the bytes of the model's tensors and the tensors of the result."""
     tensors = list(after)
     # A weight that one site packs and another keeps is stored twice: the site that keeps it says why.
     reasons = {d.site.weight: d.reason for d in decisions if not d.quantize}

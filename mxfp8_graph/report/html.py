@@ -1,7 +1,7 @@
 """A report as one HTML page. It fetches nothing and is readable without its script, which sorts tables.
 
-Names come from files that anyone may have made: all text is escaped, none of it is part of the script, and the page's
-policy lets no other script run.
+Names come from files of any origin. So all text is escaped, no text is part of the script, and the page's policy allows
+no other script.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from mxfp8_graph.naming import printable
 from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
+# Cells that stand for a number have it in `data-sort`: their text may have a unit.
 _SCRIPT: Final = """
 for (const head of document.querySelectorAll("thead th")) head.onclick = () => {
   const up = head.ariaSort !== "ascending", body = head.closest("table").tBodies[0];
@@ -31,6 +32,8 @@ for (const head of document.querySelectorAll("thead th")) head.onclick = () => {
 };
 """
 
+# Light and dark by the reader's system. A wide table scrolls on its own, its first column stays in view, and a shadow
+# shows where columns are hidden.
 _STYLE: Final = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1d2127; --soft: #5d6670; --line: #d9dde2; --box: #f4f6f8;
   --bar: #bcd3f7; --green: #1f7d55; --yellow: #96620a; --red: #b53a34; }
@@ -74,7 +77,7 @@ footer { margin-top: 2.5rem; border-top: 1px solid var(--line); font-size: 13px;
 
 def page(title: str, answer: str, sections: Iterable[Section], files: Iterable[str]) -> str:
     """Returns the page: title, answer, sections, and a footer that identifies the files that exist."""
-    # The policy allows the script by its hash, so a name that would get past the escaping still could not run code.
+    # The policy allows the script by its hash: even if a name got through the escaping, its code could not run.
     digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = f"""<!DOCTYPE html>
@@ -102,7 +105,7 @@ def _section(section: Section) -> str:
     if section.text:
         shown = "\n".join(map(_text, section.text.rstrip("\n").split("\n")))
         parts.append(f"<pre>{shown}</pre>")
-    if section.scatter and {*section.scatter} <= {*section.columns[0]}:  # `filled` takes empty columns out
+    if section.scatter and {*section.scatter} <= {*section.columns[0]}:  # `filled` removes empty columns
         parts += _scatter(section, section.scatter)
     if section.columns[1]:
         parts.append(_table(section))
@@ -111,7 +114,7 @@ def _section(section: Section) -> str:
 
 
 def _scatter(section: Section, titles: tuple[str, str]) -> list[str]:
-    """Returns a chart with a point for each row that has both numbers; none without such a row."""
+    """Returns a chart with a point for each row that has both numbers; [] without such a row."""
     across, up = map(section.columns[0].index, titles)
     rows = [(printable(cell_text(row[0])), row[across], row[up]) for row in section.rows]
     points = [(name, x[1], y[1]) for name, x, y in rows if isinstance(x, tuple) and isinstance(y, tuple)]
@@ -141,10 +144,11 @@ def _table(section: Section) -> str:
 
 
 def _cell(cell: Cell, kind: str, scale: float) -> str:
-    """Returns a cell; with a `scale` above 0 it has a bar, which is as wide as the cell for that number."""
+    """Returns a cell. With a `scale` above 0 it has a bar, which fills the cell for a number equal to `scale`."""
     sort, style, text = "", "", cell_text(cell)
     if isinstance(cell, tuple):
         sort = f' data-sort="{cell[1]!r}"'
+        # A negative number has no bar.
         width = f"{100 * max(cell[1], 0) / scale:.1f}%" if scale > 0 else ""
         style = f' style="background: linear-gradient(to right, var(--bar) {width}, transparent 0)"' if width else ""
     classes = f"{kind} {STYLES.get(text, '')}".rstrip()

@@ -1,4 +1,4 @@
-"""Makes the report of a rewrite: a report of each site as it is replaced or kept, then all of it."""
+"""Makes the report of a rewrite: first a report of each site, then the whole."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Site = TypeVar("Site")
 
 @dataclass(kw_only=True)
 class Reporter:
-    """Makes the report of one rewrite. The clock starts with it, before the model is opened."""
+    """Makes the report of one rewrite. Create it before the model is opened: its clock starts at once."""
 
     recipe: Recipe
     options: Options
     bytes_before: int = 0
     """Size of the model, once it is known."""
     notes: list[str] = field(default_factory=list)
-    """What else was done to the model; grows on the way."""
+    """Notes on other changes of the model, which the steps add."""
     fusions: Sequence[FusionReport] = ()
-    """What was fused."""
+    """The fused nodes."""
     account: Account = field(default=Account())
     """The bytes of the tensors, once the result is known."""
     _started: float = field(default_factory=time.perf_counter, init=False)
@@ -40,6 +40,7 @@ class Reporter:
     ) -> RewriteReport:
         """Returns the report; `bytes_after` is None if nothing was written."""
         output = self.options.output if bytes_after is not None else None
+        # A site lists the nodes that replaced it, of which fusions replaced some in turn.
         gone = {name for fusion in self.fusions for name in fusion.replaced}
         fused = [fusion for fusion in self.fusions if fusion.kind == "attention"]
         attention = {name for fusion in fused for name in (fusion.node, *fusion.replaced)}
@@ -56,6 +57,7 @@ class Reporter:
             notes=tuple(self.notes),
             dry_run=self.options.dry_run,
             already_rewritten=already_rewritten,
+            # Presets were compared in inference, so there is no advice for training.
             advice="" if already_rewritten or self.options.training else better_preset(self.recipe),
         )
 
@@ -67,10 +69,10 @@ class Reporter:
         return self.report([SiteReport(decision=decision) for decision in decisions])
 
     def _fused(self, site: SiteReport, gone: AbstractSet[str], attention: AbstractSet[str]) -> SiteReport:
-        """Returns the report of a site without nodes that are `gone`, which says whether an `attention` node has it."""
+        """Returns the report of a site without the nodes in `gone`, with kind "fused" inside an `attention` node."""
         site = replace(site, nodes=tuple(name for name in site.nodes if name not in gone))
         decision, role = site.decision, site.decision.site.role
-        # A product that the recipe excludes, or a rule keeps, keeps that reason.
+        # If an `exclude` pattern or a rule keeps the product, its reason stays.
         if decision.kind != "role" or role not in ROLE_SETTINGS or decision.site.name not in attention:
             return site
         how = "not rounded" if self.recipe.activations == "unchanged" else "rounded to bfloat16"
@@ -85,7 +87,7 @@ def better_preset(recipe: Recipe) -> str:
     like = (name for name, each in known.items() if (each.weight_format, each.activations) == formats)
     try:
         return presets.advice(cpu.isa(), next(like, ""))
-    except BackendError:  # without the native library: a plan needs none
+    except BackendError:  # no native library: a plan works without it, and has no advice
         return ""
 
 
@@ -99,14 +101,14 @@ def replace_each(
 ) -> list[SiteReport]:
     """Returns a report of each site: `replace` is called for those that are rewritten, `keep` for the others."""
     total = sum(decision.site.weight_bytes for decision in decisions if decision.quantize)
-    done = 0
+    bytes_done = 0
     reports = []
     for site, decision in zip(sites, decisions, strict=True):
         if decision.quantize:
             reports.append(replace(site, decision))
-            done += decision.site.weight_bytes
+            bytes_done += decision.site.weight_bytes
             if progress is not None:
-                progress(decision.site.name, done, total)
+                progress(decision.site.name, bytes_done, total)
         else:
             if keep is not None:
                 keep(site)

@@ -1,7 +1,7 @@
-"""The parts of a report: tables, facts and text to copy; and how a terminal shows them. `html.py` makes a page.
+"""The sections of a report: tables, facts and texts to copy; and their form on a terminal. `html.py` makes a page.
 
-A result lists its sections with the most important one first. A page has them in this order; a terminal in reverse,
-since its last lines are the ones in view.
+A result lists its sections with the most important one first. A page shows them in this order. A terminal shows them in
+reverse, because its last lines are in view.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rich.text import Text
 from mxfp8_graph.naming import printable
 
 Cell = str | tuple[str, float]
-"""Text, or text and the number that it stands for."""
+"""Text, or (text, its number)."""
 Columns = tuple[tuple[str, ...], Sequence[tuple[Cell, ...]]]
 """Header and rows of a table."""
 
@@ -31,17 +31,17 @@ STYLES: Final = {
     **dict.fromkeys(("kept", "missing", "not judged"), "yellow"),
     **dict.fromkeys(("missed", "failed", "broken"), "red"),
 }
-"""Text of a cell -> its color. "met" and "missed" are said of budgets and limits, "kept" of sites not rewritten."""
+"""Text of a cell -> its color. "met" and "missed" are about budgets and limits, "kept" about sites."""
 
 WIDTH: Final = 100
-"""Columns of a text that no terminal shows."""
+"""Width in columns of a text that goes to a file or a pipe."""
 _LEAST, _SHORT = 9, 20
-"""Width that a title or a cell has before it folds; width of cells that never do."""
+"""Least width of a title or cell that folds; greatest width of a cell that does not fold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A table, facts or a text; what is empty is left out.
+    """A table, facts or a text; empty parts are left out.
 
     A comparison: `Section(columns=(("recipe", "relative L2", "ms"), rows), bar="relative L2",
     scatter=("ms", "relative L2"), best=2)`, where a row is `("mxint8", number(.0041), number(1.5))`. Cells "met" and
@@ -49,7 +49,7 @@ class Section:
     """
 
     title: str = ""
-    """Heading on a page; on a terminal only a text has it."""
+    """Heading on a page; a terminal shows it only above a text."""
     facts: Sequence[tuple[str, str]] = ()
     """(label, value) pairs."""
     text: str = ""
@@ -57,15 +57,15 @@ class Section:
     columns: Columns = ((), ())
     """Header and rows of the table. The first column has the names of the rows."""
     best: int | None = None
-    """The recommended row of `columns`, which is the first to be shown, and bold."""
+    """The recommended row of `columns`: it comes first, in bold."""
     bar: str = ""
     """Title of a column whose cells have bars on a page."""
     scatter: tuple[str, str] | None = None
     """Titles of two columns, across and up: a page draws a point with a name for each row that has both numbers."""
     most: int | None = None
-    """Number of rows that a terminal shows unless all are asked for."""
+    """Number of rows that a terminal shows without --verbose; None shows all."""
     detail: bool = False
-    """Whether a terminal shows it only if all is asked for."""
+    """Whether a terminal shows the section only with --verbose."""
 
     @property
     def rows(self) -> list[tuple[Cell, ...]]:
@@ -75,7 +75,8 @@ class Section:
 
 
 def number(value: float | None, form: str = ".3g") -> Cell:
-    """Returns a cell for a number: empty without one, and as its text alone where it is not finite."""
+    """Returns a cell for a number; an empty one for None."""
+    # NaN and infinity have no place in an order or on a chart, so they are text only.
     return "" if value is None else (format(value, form), float(value)) if math.isfinite(value) else str(value)
 
 
@@ -90,18 +91,18 @@ def cell_text(cell: Cell) -> str:
 
 
 def shape_text(shape: Sequence[int]) -> str:
-    """Returns the shape of an array in words: 2 x 16."""
+    """Returns the shape of an array as text: 2 x 16."""
     return " x ".join(map(str, shape)) or "scalar"
 
 
 def filled(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Columns:
-    """Returns a table without its columns that have only empty cells."""
+    """Returns a table without columns of empty cells; a table without rows keeps all columns."""
     used = [i for i in range(len(header)) if any(row[i] for row in rows) or not rows]
     return tuple(header[i] for i in used), [tuple(row[i] for i in used) for row in rows]
 
 
 def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
-    """Returns the sections and the answer; with `every` also details, and the rows that are too many otherwise."""
+    """Returns the sections and the answer; with `every`, also details and the rows above a section's `most`."""
     parts: list[RenderableType] = []
     for section in reversed([section for section in sections if every or not section.detail]):
         shown = section.rows if every else section.rows[: section.most]
@@ -118,24 +119,25 @@ def render(sections: Iterable[Section], answer: str, *, every: bool) -> Group:
 
 
 def _facts(pairs: Sequence[tuple[str, str]]) -> list[Text]:
-    """Returns lines in two columns. They are folded between words only: a path stays whole."""
+    """Returns lines in two columns, folded between words only, so that a path stays whole."""
     width = max(cell_len(label) for label, _ in pairs) + 2
     folded = textwrap.TextWrapper(WIDTH, "", " " * width, break_long_words=False, break_on_hyphens=False)
     return [_line(folded.fill(f"{label:{width}}{value}")) for label, value in pairs]
 
 
 def _line(text: str) -> Text:
-    """Returns a line that only a terminal may fold: a path or a command that is to be copied."""
+    """Returns a line that only the terminal itself folds, so that a path or a command can be copied."""
     return Text(text, no_wrap=True, overflow="ignore")
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool = False) -> Group:
     """Returns aligned columns below `header`.
 
-    Columns that do not fit beside the others come below, again beside the names of the rows.
+    Columns that do not fit into the width come below the others, again next to the names of the rows.
     """
     columns = [_column(*each) for each in zip(header, zip(*rows, strict=True), strict=True)]
     needs = [(column.width or column.min_width or 0) + 2 for column in columns]
+    # Column 0, the names of the rows, begins every group.
     groups = [[0]]
     for index in range(1, len(columns)):
         if sum(needs[each] for each in (*groups[-1], index)) > WIDTH + 2:
@@ -153,7 +155,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[Cell]], *, best: bool =
 
 
 def _column(title: str, cells: Sequence[Cell]) -> Column:
-    """Returns a column without its cells. Short cells never fold, and titles do between words."""
+    """Returns a column without its cells. Short cells never fold, and titles fold between words."""
     title, numbers = printable(title), any(isinstance(cell, tuple) for cell in cells)
     widest = max(cell_len(printable(cell_text(cell))) for cell in cells)
     least = max(min(widest, _LEAST), min(len(title), _LEAST), *map(len, title.split()), 0)
@@ -163,7 +165,7 @@ def _column(title: str, cells: Sequence[Cell]) -> Column:
 
 
 def plain_text(result: RenderableType) -> str:
-    """Returns what a terminal without colors shows."""
+    """Returns the text that a terminal without colors shows."""
     console = Console(file=io.StringIO(), width=WIDTH, color_system=None, force_terminal=False)
     with console.capture() as capture:
         console.print(result, crop=False, markup=False, highlight=False, emoji=False)

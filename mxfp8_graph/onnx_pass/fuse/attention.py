@@ -4,8 +4,8 @@
     Reshape(Transpose(Attention(q, k, v)))                     -> the same
     Attention(Q, K, V) of three dimensions                     -> the same
 
-Only what nothing else needs goes away. So scores or weights that the model returns keep their nodes, and so do
-products that became MXFP8Gemm. What makes the mask stays as it is: layers share it.
+A node goes away only if nothing else needs it. So an attention stays as it is if the model returns its scores or
+weights, or if one of its products became MXFP8Gemm. The nodes that compute the mask stay, because layers share them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from mxfp8_graph.onnx_pass.graph import Dim, constant, is_op, only_used_by, with
 from mxfp8_ops import contract
 
 Fresh = Callable[[str], str]
-"""Makes a name like the one it takes, which nothing in the model has."""
+"""Returns a name like its argument that nothing in the model has."""
 
 
 def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Replacement | None:
-    """Returns MXFP8Attention in place of the attention around a Softmax or an Attention; None if there is none.
+    """Returns the MXFP8Attention that replaces the attention around `node`, or None.
 
     Args:
-        node: any node.
+        node: any node; only a Softmax or an Attention has an attention around it.
         fresh: makes names.
-        activation_dtype: what values are rounded to before they are multiplied, as the contract says.
+        activation_dtype: dtype that the operands of the products are rounded to, an attribute of MXFP8Attention.
     """
+    # First with past keys and values as inputs of the node. Where that does not fit, their Concat stays before it.
     for cached in (True, False):
         attention = attention_scores.read(node, cached=cached)
         result = _result(attention) if attention is not None and _fits(attention) else None
@@ -44,10 +45,11 @@ def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Rep
         presents = [each for each in (attention.k.present, attention.v.present) if each is not None]
         # Sorted, so that the report names the nodes in the same order in every process.
         replaced = (merged, *sorted(dict.fromkeys(presents), key=lambda each: str(each.name)))
-        # The Reshape that follows reads a shape that, until it is in place, only the Reshape before it reads.
+        # The new Reshape reads the shape of the old one, which nothing else reads until then.
         kept = () if reshape is None else reshape.inputs[1:]
         gone = unneeded(replaced, {*attention.operands, *filter(None, kept)})
         if all(inner in gone for inner in attention.inside) and not is_circular(presents, attention.operands, gone):
+            # All of it or none: a product that stays would compute the attention a second time.
             writer = _Writer(type_of(attention.q.value).dtype, fresh)
             return writer.replacement(attention, *result, tuple(gone), activation_dtype)
     return None
@@ -67,6 +69,7 @@ def _fits(attention: Attention) -> bool:
         and (not k.past or same(k.heads.length, v.heads.length))
         and q.heads.size == k.heads.size
         and k.heads.count == v.heads.count
+        # Each head of K and V serves the same number of heads of Q.
         and q.heads.count % k.heads.count == 0
         and bool(k.past) == bool(v.past)
         and bool(k.present) == bool(v.present)
@@ -75,7 +78,7 @@ def _fits(attention: Attention) -> bool:
 
 
 def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:
-    """Whether a value broadcasts to scores, and not the scores to the value."""
+    """Whether a value broadcasts to the scores, and not the scores to the value."""
     if shape is None or len(shape) > 4:
         return False
     sizes = (1, 1, 1, 1, *shape)[-4:-1]
@@ -83,9 +86,9 @@ def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:
 
 
 def _result(attention: Attention) -> tuple[ir.Value, ir.Node | None] | None:
-    """Returns the result with its heads side by side, None if the graph does not do that.
+    """Returns (the result with its heads side by side, a Reshape behind it or None); None if heads stay apart.
 
-    With it comes a Reshape that still has to follow, because the graph gives the result another shape, or None.
+    The Reshape is needed where the graph gives the result another shape.
     """
     value, batch, length = attention.result, attention.q.heads.batch, attention.q.heads.length
     if attention.merged:
@@ -103,19 +106,19 @@ def _result(attention: Attention) -> tuple[ir.Value, ir.Node | None] | None:
     shape = shape_of_rank(merged, 3)
     if shape is not None and same(shape[0], batch) and same(shape[1], length):
         return merged, None
-    if target is None or 0 in target[2:]:  # 0 takes a size over from what is reshaped, which has one dimension less
+    if target is None or 0 in target[2:]:  # 0 copies a size of the input, and the new input has one axis less
         return None
     return merged, reshape
 
 
 def _user(value: ir.Value) -> ir.Node | None:
-    """Returns the one node that uses a value, besides those that ask for its shape."""
+    """Returns the only user of a value, apart from Shape nodes; None if there are several or none."""
     users = [use.node for use in value.uses() if use.node.graph is value.graph and not is_op(use.node, "Shape")]
     return users[0] if len(users) == 1 else None
 
 
 def _keeps(value: ir.Value, reshaped: ir.Value, sizes: Sequence[Dim]) -> bool:
-    """Whether `reshaped` is `value` of those four sizes as it is: if three are as they were, the fourth is."""
+    """Whether `reshaped` has the four `sizes` of `value`. Three equal ones suffice: they determine the fourth."""
     after, before = shape_of_rank(reshaped, 4), shape_of_rank(value, 4)
     if after is None or before is None:
         return False
@@ -140,7 +143,7 @@ def unneeded(values: Collection[ir.Value], operands: Collection[ir.Value]) -> di
 
 
 def is_circular(presents: Collection[ir.Value], operands: Collection[ir.Value], gone: Collection[ir.Node]) -> bool:
-    """Whether a node that stays makes some of `operands` from some of `presents`: a mask from their length, say."""
+    """Whether a node that stays computes some of `operands` from `presents`, such as a mask from their length."""
     users = {user for present in presents for user in present.consumers() if user not in gone}
     waiting = [value.producer() for value in operands] if users else []
     seen: set[ir.Node] = set()
@@ -157,10 +160,10 @@ def is_circular(presents: Collection[ir.Value], operands: Collection[ir.Value], 
 
 
 class _Writer:
-    """Collects the nodes in front of MXFP8Attention: heads side by side, one mask, constants for what is not there."""
+    """Collects the nodes in front of MXFP8Attention: heads side by side, one mask, constants for absent inputs."""
 
     def __init__(self, dtype: int, fresh: Fresh) -> None:
-        """`dtype`: that of Q, K and V."""
+        """`dtype` is the dtype of Q, K and V."""
         self._nodes: list[ir.Node] = []
         self._fresh = fresh
         self._dtype = dtype
@@ -216,6 +219,7 @@ class _Writer:
             return value
         if source.layout == "heads":
             value = self._add("Transpose", [value], f"{value.name}_split", perm=HEADS_APART)
+        # 0 keeps batch and length, which need not be known.
         width = source.heads.count * source.heads.size
         shape = self._constant(f"{source.value.name}_width", contract.INT64, [0, 0, width])
         return self._add("Reshape", [value, shape], f"{source.value.name}_merged")
@@ -231,6 +235,7 @@ class _Writer:
     def _addend(self, mask: Mask) -> ir.Value:
         if mask.fill is None:
             return mask.value
+        # MXFP8Attention adds masks: 0 where a score counts, the fill where it does not.
         zero = self._constant(f"{mask.value.name}_zero", type_of(mask.fill).dtype, [0.0], scalar=True)
         either = (zero, mask.fill) if mask.counts else (mask.fill, zero)
         return self._add("Where", [mask.value, *either], f"{mask.value.name}_added")

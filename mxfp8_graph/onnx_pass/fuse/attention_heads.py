@@ -1,11 +1,11 @@
-"""Where Q, K and V come from: heads are followed back to what MXFP8Attention takes.
+"""Follows the heads of Q, K and V back to the inputs of MXFP8Attention.
 
     Transpose(Reshape(x [B, S, H * D] -> [B, S, H, D]), 0 2 1 3)     x
     Reshape(Expand(Unsqueeze(x [B, H, T, D], 2)))                    x, whose heads serve a group of queries each
     Concat(past [B, H, P, D], x [B, H, T, D])                        x, and the past before it
     Mul(x, number), Div(x, number)                                   x, and a factor of the scores
 
-Nothing is followed whose sizes are not known to fit. Names of sizes count: two values of one name are as long.
+A node is followed only if its sizes are known to fit. Two sizes of one name are equal.
 """
 
 from __future__ import annotations
@@ -45,32 +45,33 @@ class Heads:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A value that holds Q, K or V, and what else the graph says about it on the way."""
+    """A value that holds Q, K or V, and the steps from it to the heads."""
 
     value: ir.Value
     heads: Heads
     layout: Layout
     factor: float = 1.0
-    """What it is multiplied by."""
+    """Factor of the value, and so of the scores."""
     past: _Value = None
-    """What the graph puts in front of it, [B, H, P, D]; None for nothing."""
+    """The past [B, H, P, D] that the graph puts in front of it, or None."""
     present: _Value = None
-    """Both together."""
+    """Past and value in one [B, H, P + T, D], or None."""
 
 
 def follow(value: _Value, *, scaled: bool = True, cached: bool = False) -> Source | None:
-    """Returns what heads [B, H, S, D] come from, or None if their sizes are unknown.
+    """Returns the source of heads [B, H, S, D], or None if their sizes are unknown.
 
     Args:
         value: the heads.
-        scaled: follow them through multiplications by a number.
-        cached: follow them through groups and past, which K and V may have.
+        scaled: whether to follow them through multiplications by a number; false for V, which does not scale scores.
+        cached: whether to follow them through groups and past, which K and V may have.
     """
     factor, past, present = 1.0, None, None
     if scaled:
         value, factor = unscaled(value)
     if cached:
         value = _ungrouped(value) or value
+        # Past and new tokens are joined along the third of four axes.
         concat = made_by(value, "Concat")
         has_past = concat and len(concat.inputs) == 2 and attribute(concat, "axis", None) in (2, -2)
         if concat and has_past and shape_of_rank(concat.inputs[0], 4) is not None:
@@ -84,9 +85,10 @@ def follow(value: _Value, *, scaled: bool = True, cached: bool = False) -> Sourc
 
 
 def follow_turned(value: _Value, *, cached: bool) -> Source | None:
-    """Returns what transposed heads [B, H, D, T] come from; None if they are not known to be that."""
+    """Returns the source of transposed heads [B, H, D, T], or None if no Transpose makes them."""
     value, factor = unscaled(value)
     source: Source | None = None
+    # Two Transposes, first of heads and then of the last axes; or one for both; or one between two Reshapes.
     if (heads := transposed(value, _TURNED)) is not None:
         source = follow(heads, cached=cached)
     elif (split := transposed(value, _APART_AND_TURNED)) is not None:
@@ -102,6 +104,7 @@ def unscaled(value: _Value) -> tuple[_Value, float]:
     factor = 1.0
     while (node := made_by(value, "Mul", "Div")) is not None:
         left, right = map(scalar, node.inputs)
+        # A division by 0 is no multiplication by a number.
         if right is not None and (right or node.op_type == "Mul"):
             value, factor = node.inputs[0], factor * right if node.op_type == "Mul" else factor / right
         elif left is not None and node.op_type == "Mul":
@@ -112,13 +115,14 @@ def unscaled(value: _Value) -> tuple[_Value, float]:
 
 
 def transposed(value: _Value, perm: tuple[int, ...]) -> _Value:
-    """Returns what a Transpose makes a value of by permuting axes just so; None if none does."""
+    """Returns the input of the Transpose by `perm` that makes a value; None if there is none."""
     node = made_by(value, "Transpose")
     return node.inputs[0] if node is not None and tuple(attribute(node, "perm", ())) == perm else None
 
 
 def same(*sizes: Dim) -> bool:
     """Whether sizes are known to be equal."""
+    # A size without a name may be any size.
     return sizes[0] not in (None, "") and all(size == sizes[0] for size in sizes)
 
 
@@ -129,7 +133,7 @@ def shape_of_rank(value: _Value, rank: int) -> tuple[Dim, ...] | None:
 
 
 def _heads(value: _Value) -> Heads | None:
-    """Returns the sizes of a value [B, H, S, D]; None if they are not known to the count and size of heads."""
+    """Returns the sizes of a value [B, H, S, D]; None if the count or the size of its heads is unknown."""
     if (heads := _split(transposed(value, HEADS_APART))) is not None:
         return heads
     shape = shape_of_rank(value, 4)
@@ -137,11 +141,12 @@ def _heads(value: _Value) -> Heads | None:
 
 
 def _split(value: _Value) -> Heads | None:
-    """Returns the sizes of a value [B, S, H, D]. Of an H that a Reshape works out only the product H * D is known."""
+    """Returns the sizes of a value [B, S, H, D]; None if the count or the size of its heads is unknown."""
     shape = shape_of_rank(value, 4)
     if shape is None:
         return None
     batch, length, count, size = shape
+    # A Reshape to [B, S, -1, D] leaves H unknown, but its input has H * D.
     _, width = _merged(value, batch, length)
     if width and not isinstance(count, int) and isinstance(size, int) and size > 0 and width % size == 0:
         count = width // size
@@ -155,7 +160,7 @@ def _known(batch: Dim, count: Dim, length: Dim, size: Dim) -> Heads | None:
 
 
 def _merged(value: _Value, batch: Dim, length: Dim) -> tuple[_Value, int]:
-    """Returns (x [B, S, N], N) if a Reshape makes a value of x and leaves B and S as they are; else (None, 0)."""
+    """Returns (x [B, S, N], N) for a value that is a Reshape of x with the same B and S; else (None, 0)."""
     reshape = made_by(value, "Reshape")
     shape = None if reshape is None else shape_of_rank(reshape.inputs[0], 3)
     if reshape is None or shape is None or not same(shape[0], batch) or not same(shape[1], length):
@@ -164,7 +169,7 @@ def _merged(value: _Value, batch: Dim, length: Dim) -> tuple[_Value, int]:
 
 
 def _follow_split(source: Source, *, scaled: bool) -> Source:
-    """Returns what heads come from that stand apart behind the tokens, [B, S, H, D]."""
+    """Returns the source of heads [B, S, H, D]: a value [B, S, H * D], or `source` if no Reshape makes them of one."""
     heads, factor = source.heads, 1.0
     value, width = _merged(source.value, heads.batch, heads.length)
     if width != heads.count * heads.size:
@@ -176,6 +181,7 @@ def _follow_split(source: Source, *, scaled: bool) -> Source:
 
 def _ungrouped(value: _Value) -> _Value:
     """Returns the heads [B, H, T, D] that the graph repeats to a value [B, H * n, T, D], each n times in a row."""
+    # repeat_kv of transformers is exported so.
     reshape = made_by(value, "Reshape")
     expand = None if reshape is None else made_by(reshape.inputs[0], "Expand")
     unsqueeze = None if expand is None else made_by(expand.inputs[0], "Unsqueeze")

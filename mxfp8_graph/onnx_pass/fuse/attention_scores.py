@@ -1,4 +1,4 @@
-"""Attention as the graph computes it: scores, masks, softmax, values; or ONNX's op that is all of them.
+"""Reads an attention of the graph: scores, masks, softmax, values; or ONNX's op for all of them.
 
 rows(MatMul(guard(Softmax(mask(scale(MatMul(q, k^T))))), v))
     scale    Mul or Div by numbers, any of them
@@ -31,22 +31,22 @@ from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, constant, is_op, m
 from mxfp8_ops import contract
 
 _MOST_MASKS: Final = 3
-"""More of them, one on top of the other, are not read. An Add can be read in two ways, scores + mask and mask + scores,
-so the tries double with each mask."""
+"""More masks on one another are not read. An Add can be read in two ways, scores + mask and mask + scores, so the tries
+double with each mask."""
 
 _Value = ir.Value | None
 
 
 @dataclass(frozen=True)
 class Mask:
-    """What is added to scores."""
+    """A mask of the scores."""
 
     value: ir.Value
-    """The addend; or which scores count, if there is a `fill`."""
+    """The addend of the scores; with a `fill`, the condition of a Where."""
     fill: _Value = None
-    """What stands in place of a score that does not count."""
+    """The value in place of a score that does not count."""
     counts: bool = True
-    """Scores count where `value` is true, not where it is false."""
+    """Whether scores count where the condition is true; else they count where it is false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,21 +77,21 @@ class Attention:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What a softmax takes: masks, inner first, over factor * product."""
+    """The input of a softmax: masks, the inner ones first, on factor * product."""
 
     product: ir.Node
     factor: float
     turned: bool
-    """The product takes k^T, not k."""
+    """Whether the second operand of the product is k^T and not k."""
     masks: tuple[Mask, ...] = ()
 
 
 def read(node: ir.Node, *, cached: bool) -> Attention | None:
-    """Returns the attention that `node`, a Softmax or an Attention, is the middle of; None if there is none.
+    """Returns the attention around `node`, or None.
 
     Args:
-        node: any node.
-        cached: take what the graph puts in front of K and V for their past.
+        node: any node; only a Softmax or an Attention has an attention around it.
+        cached: whether a Concat in front of K and V joins their past to them.
     """
     if is_op(node, "Softmax"):
         return _decomposed(node, cached=cached)
@@ -105,6 +105,7 @@ def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | None:
     users = [user for user in weights.consumers() if user.graph is softmax.graph]
     last = next((user for user in users if is_op(user, "MatMul") and user.inputs[0] is weights), None)
     scores = _scores(softmax.inputs[0]) if last is not None else None
+    # Scores have four axes, and 3 is the last.
     if last is None or scores is None or attribute(softmax, "axis", -1) not in (-1, 3):
         return None
     q = follow(scores.product.inputs[0])
@@ -114,6 +115,7 @@ def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | None:
     if q is None or k is None or v is None:
         return None
     scale = scores.factor * q.factor * k.factor
+    # The node takes a scale of 0 to mean 1 / sqrt(D).
     if scale == 0 or not math.isfinite(scale):
         return None
     rows = _row_guard(last.outputs[0], scores.masks)
@@ -125,7 +127,7 @@ def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | None:
 
 
 def _weights(value: ir.Value) -> tuple[ir.Value, bool]:
-    """Returns what V is multiplied by, and whether NaN is replaced by 0 between the softmax, `value`, and that."""
+    """Returns (the factor of V, whether a node before it replaces NaN by 0), from the result `value` of the softmax."""
     guarded = False
     while True:
         users = [user for user in value.consumers() if user.graph is value.graph]
@@ -145,7 +147,7 @@ def _is_guard(node: ir.Node, value: ir.Value) -> bool:
 
 
 def _row_guard(result: ir.Value, masks: tuple[Mask, ...]) -> ir.Node | None:
-    """Returns the node that gives 0 for the rows of `result` from which a mask hides all keys; None if none does."""
+    """Returns the node that sets rows of `result` to 0 where a mask hides all keys; None if there is none."""
     hidden = {mask.value for mask in masks if mask.fill is None}
     for node in result.consumers():
         if not is_op(node, "Where") or node.inputs[2] is not result or scalar(node.inputs[1]) != 0:
@@ -160,7 +162,7 @@ def _row_guard(result: ir.Value, masks: tuple[Mask, ...]) -> ir.Node | None:
 
 
 def _scores(value: _Value, masks: int = 0) -> _Scores | None:
-    """Returns how the graph makes what a softmax takes; None if not as attention does."""
+    """Returns the masks, factor and product behind the input of a softmax; None if it has another origin."""
     unmasked, factor = unscaled(value)
     product = None if unmasked is None else unmasked.producer()
     if product is not None and is_op(product, "MatMul"):
@@ -172,6 +174,7 @@ def _scores(value: _Value, masks: int = 0) -> _Scores | None:
     node = None if value is None else value.producer()
     if node is None or masks == _MOST_MASKS:
         return None
+    # Models in 16 bits cast scores to float32 for the softmax, which the kernel computes in float32 anyway.
     if is_op(node, "Cast") and attribute(node, "to", 0) == contract.FLOAT:
         return _scores(node.inputs[0], masks)
     for scores, mask in _ways(node):
@@ -181,7 +184,7 @@ def _scores(value: _Value, masks: int = 0) -> _Scores | None:
 
 
 def _ways(node: ir.Node) -> list[tuple[ir.Value, Mask]]:
-    """Returns the ways to read a node as a mask over scores."""
+    """Returns each reading of a node as (scores, a mask on them)."""
     inputs = [each for each in node.inputs if each is not None]
     if is_op(node, "Add"):
         return [(scores, Mask(mask)) for scores, mask in (inputs, reversed(inputs))]
@@ -193,7 +196,7 @@ def _ways(node: ir.Node) -> list[tuple[ir.Value, Mask]]:
 
 
 def _is_lowest(value: ir.Value) -> bool:
-    """Whether a value is one number next to which no score counts: -Inf or the lowest of its dtype."""
+    """Whether a value is one number that hides a score: -Inf or the lowest number of its dtype."""
     array = constant(value)
     if array is None or array.size != 1 or not np.issubdtype(array.dtype, np.floating):
         return False
@@ -202,11 +205,12 @@ def _is_lowest(value: ir.Value) -> bool:
 
 
 def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
-    """Reads ONNX's op. Its result is 0 where no score counts, as that of ONNX Runtime's kernel is."""
+    """Returns the attention of ONNX's op. Its result is 0 where no score counts, as in ONNX Runtime's kernel."""
     q_value, k_value, v_value, mask, past_key, past_value, lengths = [*node.inputs, *[None] * 7][:7]
     outputs = (output if output.name else None for output in node.outputs[1:])
     present_key, present_value, products = [*outputs, *[None] * 3][:3]
     precision = attribute(node, "softmax_precision", contract.FLOAT)
+    # MXFP8Attention has no such input, output or cap, and its softmax is in float32.
     if lengths or products or attribute(node, "softcap", 0.0) or precision != contract.FLOAT:
         return None
     if mask and (type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
@@ -227,6 +231,7 @@ def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
         k, v = replace(k, past=past_key, present=present_key), replace(v, past=past_value, present=present_value)
     factor, scale = q.factor * k.factor, attribute(node, "scale", 0.0)
     if factor != 1.0:
+        # A scale of 0 means the default, which the factor has to multiply.
         scale = factor * (scale or q.heads.size**-0.5)
     masks = (Mask(mask),) if mask else ()
     return Attention(
@@ -236,7 +241,7 @@ def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
 
 
 def _merged(value: _Value, count: int) -> Source | None:
-    """Returns a value [B, S, H * D] as H = `count` heads."""
+    """Returns a value [B, S, H * D] as a source of H = `count` heads, or None if the width does not divide."""
     shape = shape_of_rank(value, 3)
     batch, length, width = shape or (None, None, None)
     if value is None or not isinstance(width, int) or count < 1 or width % count:

@@ -1,8 +1,8 @@
-"""Finds which activation function a few elementwise nodes compute, by computing it.
+"""Recognizes the activation function that a few elementwise nodes compute, by its values.
 
 Exporters write one function in many ways: 0.5 * x * (1 + erf(x / sqrt(2))) has its factors in any order, sqrt(2) as a
-divisor or as a factor, and x ** 3 as a power or as products. All of them are the same function of x, which a few
-hundred points tell from any other that so few nodes make.
+divisor or as a factor, and x ** 3 as a power or as products. All of them are one function of x. Its values at a few
+hundred points tell it from any other function of so few nodes.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ MOST_NODES: Final = 12
 
 Array = npt.NDArray[np.float64]
 
+# NumPy has no erf.
 _erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
 _tanh: Final[Callable[[Array], Array]] = np.tanh
 _relu, _gelu, _gelu_tanh = (FUNCTIONS[name].of for name in ("relu", "gelu", "gelu_tanh"))
 
 
 def _sigmoid(x: Array) -> Array:
+    # 1 / (1 + exp(-x)), without an exponential that overflows.
     return (1 + _tanh(x / 2)) / 2
 
 
+# Dense where activations bend; far points, where functions differ in their limits only; tiny ones beside 0.
 _POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
 
 with np.errstate(over="ignore"):
@@ -42,39 +45,39 @@ with np.errstate(over="ignore"):
     """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
 
 _TOLERANCE: Final = {contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3}
-"""How far a function may be off, relative to 1 + |x|, by dtype, to which its constants are rounded."""
+"""Largest error of a function, relative to 1 + |x|, by dtype: the constants of the model are rounded to it."""
 
 _Compute = Callable[[ir.Node, Sequence[Array]], Array]
 
 
 _STANDARD: Final[Mapping[str, _Compute]] = {
-    "Identity": lambda node, given: given[0],
-    "Neg": lambda node, given: -given[0],
-    "Relu": lambda node, given: _relu(given[0]),
-    "Sigmoid": lambda node, given: _sigmoid(given[0]),
-    "Tanh": lambda node, given: _tanh(given[0]),
-    "Erf": lambda node, given: _erf(given[0]),
-    "Gelu": lambda node, given: (_gelu_tanh if attribute(node, "approximate", "") == "tanh" else _gelu)(given[0]),
-    "Swish": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.0) * given[0]),
-    "Add": lambda node, given: given[0] + given[1],
-    "Sub": lambda node, given: given[0] - given[1],
-    "Mul": lambda node, given: given[0] * given[1],
-    "Div": lambda node, given: given[0] / given[1],
-    "Pow": lambda node, given: given[0] ** given[1],
+    "Identity": lambda node, inputs: inputs[0],
+    "Neg": lambda node, inputs: -inputs[0],
+    "Relu": lambda node, inputs: _relu(inputs[0]),
+    "Sigmoid": lambda node, inputs: _sigmoid(inputs[0]),
+    "Tanh": lambda node, inputs: _tanh(inputs[0]),
+    "Erf": lambda node, inputs: _erf(inputs[0]),
+    "Gelu": lambda node, inputs: (_gelu_tanh if attribute(node, "approximate", "") == "tanh" else _gelu)(inputs[0]),
+    "Swish": lambda node, inputs: inputs[0] * _sigmoid(attribute(node, "alpha", 1.0) * inputs[0]),
+    "Add": lambda node, inputs: inputs[0] + inputs[1],
+    "Sub": lambda node, inputs: inputs[0] - inputs[1],
+    "Mul": lambda node, inputs: inputs[0] * inputs[1],
+    "Div": lambda node, inputs: inputs[0] / inputs[1],
+    "Pow": lambda node, inputs: inputs[0] ** inputs[1],
 }
 _MICROSOFT: Final[Mapping[str, _Compute]] = {
-    "Gelu": lambda node, given: _gelu(given[0]),
-    "FastGelu": lambda node, given: _gelu_tanh(given[0] if len(given) == 1 else given[0] + given[1]),
-    "QuickGelu": lambda node, given: given[0] * _sigmoid(attribute(node, "alpha", 1.702) * given[0]),
+    "Gelu": lambda node, inputs: _gelu(inputs[0]),
+    "FastGelu": lambda node, inputs: _gelu_tanh(inputs[0] if len(inputs) == 1 else inputs[0] + inputs[1]),
+    "QuickGelu": lambda node, inputs: inputs[0] * _sigmoid(attribute(node, "alpha", 1.702) * inputs[0]),
 }
 _OPS: Final = {MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD, _STANDARD)}
-"""What each elementwise op computes, by domain."""
+"""The functions of elementwise ops, by domain and op type."""
 
 
 def activation_of(value: ir.Value, dtype: int) -> tuple[str, Sequence[ir.Node]] | None:
-    """Returns the longest activation of a value that a fused gemm has, and its nodes; or None.
+    """Returns (epilogue of a fused gemm, its nodes) for the longest activation of a value, or None.
 
-    Only these nodes use the value and those between them.
+    Nothing else uses the value or the values between these nodes.
 
     Args:
         value: of dtype `dtype`.
@@ -91,9 +94,10 @@ def activation_of(value: ir.Value, dtype: int) -> tuple[str, Sequence[ir.Node]] 
 
 
 def _cone(value: ir.Value) -> list[tuple[ir.Node, Array]]:
-    """Returns the elementwise nodes that read nothing but `value` and numbers, and what they make of it at `_POINTS`.
+    """Returns (node, its values at `_POINTS`) for the elementwise nodes that read only `value` and numbers.
 
-    Each is behind those it reads; none if there are more than `MOST_NODES`, since no activation has that many.
+    A node comes after the nodes that it reads. The list is empty if there are more than `MOST_NODES`, since no
+    activation has that many.
     """
     graph = value.graph
     values, waiting = {value: _POINTS}, [value]
@@ -103,10 +107,10 @@ def _cone(value: ir.Value) -> list[tuple[ir.Node, Array]]:
             compute = _OPS.get(node.domain, {}).get(node.op_type)
             if compute is None or len(node.outputs) != 1 or node in cone or node.graph is not graph:
                 continue
-            given = [array for each in node.inputs if (array := _known(each, values)) is not None]
-            if len(given) == len(node.inputs):
-                with np.errstate(all="ignore"):
-                    cone[node] = values[node.outputs[0]] = compute(node, given)
+            inputs = [array for each in node.inputs if (array := _known(each, values)) is not None]
+            if len(inputs) == len(node.inputs):
+                with np.errstate(all="ignore"):  # the far points overflow on the way, as in the model
+                    cone[node] = values[node.outputs[0]] = compute(node, inputs)
                 waiting.append(node.outputs[0])
     if len(cone) > MOST_NODES:
         return []
@@ -114,7 +118,7 @@ def _cone(value: ir.Value) -> list[tuple[ir.Node, Array]]:
 
 
 def _known(value: ir.Value | None, values: Mapping[ir.Value, Array]) -> Array | None:
-    """Returns a value of the cone, or a constant that is one number and adds no dimension to what it meets."""
+    """Returns a value of the cone, or a constant that is one number and adds no dimension to the other operand."""
     if value is None or value in values:
         return None if value is None else values[value]
     array = constant(value)
@@ -124,18 +128,19 @@ def _known(value: ir.Value | None, values: Mapping[ir.Value, Array]) -> Array | 
 
 
 def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
-    """Returns those of `nodes` that the last one depends on, and the last, in order."""
-    wanted, found = {nodes[-1].outputs[0]}, []
+    """Returns the last of `nodes` and those that it depends on, in order."""
+    wanted, ancestors = {nodes[-1].outputs[0]}, []
     for node in reversed(nodes):
         if node.outputs[0] in wanted:
-            found.append(node)
+            ancestors.append(node)
             wanted.update(filter(None, node.inputs))
-    return found[::-1]
+    return ancestors[::-1]
 
 
 def _named(values: Array, dtype: int) -> str | None:
     """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
     scale = 1 + np.abs(_POINTS)
+    # A NaN matches no function: its error counts as infinite.
     errors = {
         name: float(np.max(np.nan_to_num(np.abs(values - wanted) / scale, nan=np.inf)))
         for name, wanted in _EPILOGUES.items()

@@ -1,9 +1,9 @@
-"""What stands behind a gemm becomes part of its node: an activation, the gate of a gated linear unit.
+"""Merges the nodes behind a gemm into its node: an activation, the gate of a gated linear unit.
 
     Gelu(MXFP8Gemm(...))                                  -> MXFP8FusedGemm(..., epilogue "gelu" or "gelu_tanh")
     Relu(MXFP8Gemm(...))                                  -> "relu"
     y * Sigmoid(y), y = MXFP8Gemm(...)                    -> "silu"
-    y / sqrt(2) -> Erf -> + 1 -> * y -> * 0.5, and so on  -> "gelu": however it is written, see `elementwise.py`
+    y / sqrt(2) -> Erf -> + 1 -> * y -> * 0.5, and so on  -> "gelu", in any spelling: see `elementwise.py`
     MXFP8FusedGemm(..., epilogue) * up                    -> MXFP8GatedGemm(..., up, ...)
 
 The node applies activation and gate to float32 sums before they are stored. Likewise MXFP8WeightGemm becomes
@@ -46,11 +46,13 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
         op = fused_with(gemm, "gate")
         if gate is None or gemm is None or op is None or gemm.graph is not node.graph:
             continue
+        # y * y has no factor besides the gemm's own result, which goes away.
         if gate is factor or not only_used_by(gate, (node,)):
             continue
+        # ONNX Runtime may fail to load a float16 node with a float16 factor: see `weight_gemm_dtype`.
         if attribute(gemm, "output_dtype", contract.FLOAT) == contract.FLOAT16 or not _same_shape(gate, factor):
-            # A float16 factor and a float16 result: see `weight_gemm_dtype`.
             continue
+        # The gated node has the factor right before the bias, if there is one.
         before = op.at("bias") or 0
         operands = [*gemm.inputs[: before - 1], factor, *gemm.inputs[before - 1 :]]
         fused = node_derived_from(gemm, op, operands, node.outputs)
@@ -60,15 +62,16 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
 
 
 def _same_shape(gate: ir.Value, factor: ir.Value | None) -> bool:
-    """Whether two values surely have one shape, so that neither is repeated along an axis."""
+    """Whether two values are known to have one shape, so that neither is repeated along an axis."""
     one, other = type_of(gate).shape, type_of(factor).shape
     if one is not None and other is not None and None not in one and None not in other:
         return one == other
+    # Without sizes: two gemms of one activation have results of one shape if N is the same.
     return _sources(gate) == _sources(factor) is not None
 
 
 def _sources(value: ir.Value | None) -> tuple[ir.Value | None, int] | None:
-    """Returns the activation that a gemm of one weight multiplies, and the size of its result's last axis."""
+    """Returns (the activation of the gemm that makes `value`, N), or None if that is no gemm of one weight."""
     gemm = None if value is None else value.producer()
     op = row_of(gemm)
     if gemm is None or op is None or not op.is_gemm or op.indices_at is not None:

@@ -1,4 +1,4 @@
-"""What a fusion returns: the nodes that go away, and the fused node that takes their place."""
+"""The result of a fusion, `Replacement`, and helpers that make its nodes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REPLACES: Final = "replaces"
 class Replacement:
     """One node in place of several.
 
-    The outputs of the new nodes replace what others use; nothing else uses what `gone` computes. Nodes that only
-    `gone` uses, such as constants, go away by themselves.
+    The new nodes compute all results of `gone` that other nodes use. Nodes that only `gone` uses, such as constants, go
+    away by themselves.
     """
 
     kind: str
-    """What was fused, for reports: "gemm + gelu"."""
+    """The fused ops, for reports: "gemm + gelu"."""
     node: ir.Node
     gone: tuple[ir.Node, ...]
     """Nodes of one graph."""
@@ -40,14 +40,14 @@ class Replacement:
 
 
 Fusion = Callable[[ir.Node], Replacement | None]
-"""Returns what takes the place of the pattern that ends, or begins, in a node; None if it is not there."""
+"""Returns the replacement of the pattern that begins or ends at a node; None if the pattern is not there."""
 
 
 def value_replacing(value: ir.Value | None) -> ir.Value:
-    """Returns a new value that takes the place of `value`; one without a name, which is no output, for None."""
+    """Returns a new value that takes the place of `value`; for None, one without a name, which is an absent output."""
     if value is None:
         return ir.Value(name="")
-    # The type is that of the file, and `meta` has what onnx infers: the saved model declares what it did before.
+    # The type is the one that the file declares, and `meta` has the inferred one: the saved model declares no more.
     new = ir.Value(name=value.name, shape=value.shape, type=value.type, doc_string=value.doc_string)
     new.metadata_props.update(value.metadata_props)
     new.meta.update(value.meta)
@@ -82,7 +82,7 @@ def mxfp8_node(
 ) -> ir.Node:
     """Returns a node of the contract in place of `node`.
 
-    Attributes that are not passed are those of the contract; what is passed and `op` does not have is left out.
+    An attribute that is not passed has the contract's value. A passed one that `op` lacks is left out.
     """
     attributes = {name: settings.get(name, default) for name, default in sorted(op.attributes.items())}
     return in_place_of(node, op.name, inputs, outputs, domain=contract.DOMAIN, **attributes)
@@ -95,7 +95,7 @@ def node_derived_from(
     outputs: Sequence[ir.Value | None],
     **changes: Any,
 ) -> ir.Node:
-    """Returns a node of type `op` with what `node` has: name, metadata, and attributes as far as `op` has them.
+    """Returns a node of type `op` with the name, the metadata and the attributes of `node`, as far as `op` has them.
 
     Its outputs replace `outputs`.
     """
@@ -111,19 +111,19 @@ class TensorType(NamedTuple):
 
 
 def type_of(value: ir.Value | None) -> TensorType:
-    """Returns what is known of a value; of those that came with replaced matmuls, what follows from their nodes."""
+    """Returns the declared or inferred dtype and shape of a value; (0, None) for None."""
     if value is None:
         return TensorType(0, None)
     return TensorType(dtype_of(value), shape_of(value))
 
 
 def row_of(node: ir.Node | None) -> contract.Op | None:
-    """Returns the row of the contract of a node; None if it is no node of the contract."""
+    """Returns the contract's row for a node; None for other nodes."""
     return contract.OPS.get(node.op_type) if node is not None and node.domain == contract.DOMAIN else None
 
 
 def fused_with(node: ir.Node | None, what: str) -> contract.Op | None:
-    """Returns the row that fuses a node of the contract with `what`, if there is one."""
+    """Returns the row that fuses a node with `what`, "activation" or "gate"; None if the contract has none."""
     op = row_of(node)
     return None if op is None else next((row for row in contract.OPS.values() if row.fuses == (op.name, what)), None)
 

@@ -1,4 +1,4 @@
-"""fuse(): asks every fusion about every node of every graph, and puts the fused nodes in place."""
+"""fuse(): calls every fusion for every node of every graph, and inserts the fused nodes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from mxfp8_ops import contract
 
 
 def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
-    """Returns what was fused in the model, whose matmuls have been replaced by `recipe`; edits it in place."""
-    # The weights' gemms see no more of activations than bfloat16 holds, unless the recipe leaves those unchanged.
+    """Fuses nodes beside matmuls that `recipe` replaced, in place; returns a report of each fused node."""
+    # Gemms read activations with no more bits than bfloat16, unless the recipe leaves activations unchanged. So
+    # attention may round its operands to bfloat16 as well.
     dtype = contract.FLOAT if recipe.activations == "unchanged" else contract.BFLOAT16
     attention = partial(fuse_attention, fresh=fresh_names(model), activation_dtype=dtype)
     # The activation comes first: the gate extends the node that it makes.
@@ -27,16 +28,16 @@ def fuse(model: ir.Model, recipe: Recipe) -> tuple[FusionReport, ...]:
 
 
 def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.Node], bool]) -> tuple[FusionReport, ...]:
-    """Returns what these fusions replaced.
+    """Applies fusions in place; returns a report of each fused node.
 
     Args:
         model: edited in place.
-        fusions: each sees the graph as those before it left it.
-        removable: whether a node goes away that only replaced nodes used.
+        fusions: in order; each sees the results of those before it.
+        removable: whether a node may go away once only replaced nodes used it.
     """
     reports: list[FusionReport] = []
     loose: list[ir.Value] = []
-    """What nodes that are gone read, and nothing may use any more."""
+    """Inputs of removed nodes, which perhaps nothing uses any more."""
     for graph in model.graphs():
         for fusion in fusions:
             places = {node: place for place, node in enumerate(graph)}
@@ -50,7 +51,7 @@ def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.No
 
 
 def _replacements(fusion: Fusion, nodes: Iterable[ir.Node]) -> Iterator[Replacement]:
-    """Yields what `fusion` returns; no node goes away twice."""
+    """Yields the replacements that `fusion` returns, except those that overlap an earlier one."""
     gone: set[ir.Node] = set()
     for node in nodes:
         if (replacement := fusion(node)) is None:
@@ -59,7 +60,7 @@ def _replacements(fusion: Fusion, nodes: Iterable[ir.Node]) -> Iterator[Replacem
             gone.update(replacement.gone)
             yield replacement
         else:
-            for new in replacement.new:  # so that it is no user of what it reads
+            for new in replacement.new:  # dropped; without inputs it no longer counts as a user of values
                 for index in range(len(new.inputs)):
                     new.replace_input_with(index, None)
 
@@ -71,7 +72,8 @@ def _report(replacement: Replacement) -> FusionReport:
 
 
 def _put(graph: ir.Graph, replacement: Replacement, places: Mapping[ir.Node, int]) -> list[ir.Value]:
-    """Puts the new nodes where the last of those was that go away; returns what these read."""
+    """Inserts the new nodes and removes the old ones; returns the values that the old ones read."""
+    # Before the last old node: there all inputs of the pattern are computed.
     graph.insert_before(max(replacement.gone, key=places.__getitem__), replacement.new)
     for value in (output for node in replacement.new for output in node.outputs):
         if (old := value.meta.pop(REPLACES, None)) is not None:
