@@ -64,7 +64,7 @@ def shard(
         reshard_after_forward: whether to free a block's weights after the forward pass and gather them again for the
             backward pass: the rows first, then the columns. Otherwise one gather brings both copies. The root is not
             freed, so one gather brings both of its copies, too.
-        mp_policy: as for `fully_shard`. Weights are quantized from their own dtype, and `param_dtype` has no effect.
+        mp_policy: as for `fully_shard`. Weights are quantized from their own dtype, not from its `param_dtype`.
 
     Returns:
         The weights that are gathered in MXFP8, and the reason for each other parameter.
@@ -187,7 +187,7 @@ def _roundings(reads: list[tuple[Node, Node]]) -> list[str]:
 
 def _is_weight(node: Node, user: Node) -> bool:
     is_train = user.op == "call_function" and user.target is torch.ops.mxfp8.linear_train.default
-    # As x, too, the parameter would need its values.
+    # A parameter that is also x needs its values.
     return is_train and internals.argument(user, "weight") is node and internals.argument(user, "x") is not node
 
 

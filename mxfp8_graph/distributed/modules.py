@@ -48,7 +48,7 @@ def module(tuned: ExportedProgram) -> nn.Module:
         unflattened = torch.export.unflatten(tuned)
     # The program refers to the module that unflatten made last: it would live as long as the program.
     tuned.graph_module.meta.pop("unflattened_module", None)
-    # unflatten copies the parameters. With those of the program, a training without shards needs no `collect`.
+    # unflatten copies the parameters. With the program's own, a training without shards needs no `collect`.
     unflattened.load_state_dict(tuned.state_dict, assign=True)
     watch(tuned, unflattened)
     result: nn.Module = unflattened

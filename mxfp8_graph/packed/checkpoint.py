@@ -110,7 +110,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises:
         ContractError: a file cannot be read, there is no MXFP8 weight, scales do not fit their weights, or a tensor
-            beside a weight describes an unknown quantization of it.
+            or metadata beside a weight describe an unknown quantization.
     """
     path = Path(path)
     file = _file_in(path) if os.path.isdir(path) else path

@@ -203,6 +203,6 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
 
     Raises:
         ContractError: a file cannot be read, there is no MXFP8 weight in it, or a tensor beside an MXFP8 weight
-            describes an unknown quantization of it.
+            describes an unknown quantization.
     """
     return MappingProxyType(dict(open_checkpoint(path).weights))

@@ -39,7 +39,7 @@ class Difference(Data):
 
 def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Difference:
     """Returns the differences of `result` from `reference`, computed in float64; the shapes must be the same."""
-    # In float64: in float32 the sum over a large output would itself be off by more than some errors that are reported.
+    # In float64: the rounding of a float32 sum over a large output would exceed some of the errors.
     a, b = reference.astype(np.float64).ravel(), result.astype(np.float64).ravel()
     # Equal infinities and NaN at the same place are no difference.
     same = (a == b) | (np.isnan(a) & np.isnan(b))

@@ -46,7 +46,7 @@ def index_ranges(model: ir.Model) -> dict[str, range]:
         # A model that cannot be inlined still has ranges for the tables of its main graph.
         with contextlib.suppress(ContractError):
             model = through(model, lambda proto: inliner.inline_selected_functions(proto, foreign), "inliner")
-    infer(model, [])  # the length of a table that is computed from an initializer
+    infer(model, [])  # for the lengths of tables that are computed from initializers
     # Value -> the graph inputs that it comes from.
     integers = (value for value in model.graph.inputs if value.dtype is not None and value.dtype.is_integer())
     origins: dict[ir.Value | None, set[str]] = {value: {str(value.name)} for value in integers}

@@ -35,7 +35,7 @@ def verify(
     """Returns the errors of each output against the original, and of each kernel against its function body.
 
     The verification fails if a NaN or Inf is in one result and not in the other, if an output has another shape or no
-    finite value, if a kernel differs from its function body by more than the bound of `node_check.py`, and if an
+    finite value, if a kernel differs from its function body by more than the bound of `node_check.py`, or if an
     output's relative L2 error is above its limit.
 
     Args:

@@ -36,7 +36,7 @@ class CheckedProgram(ExportedProgram):
     """The class of the programs that `rewrite` and `load` return. Its modules follow train() and eval()."""
 
     prepared: int | None = None
-    """Checksum of the parameters before training; None if none is prepared, or after the trained values came in."""
+    """Checksum of the parameters when training was prepared; None without preparation, or with the trained values."""
 
     def module(self, check_guards: bool = True) -> GraphModule:
         """Returns the module of `ExportedProgram.module`, with a train() and an eval() that switch dropout."""
@@ -105,7 +105,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
     """Turns `program` into a CheckedProgram, in place, and returns it; `prepared` says that training follows."""
-    # In place of a copy: ExportedProgram has no constructor that takes another program.
+    # Not a copy: ExportedProgram has no constructor that takes another program.
     program.__class__ = CheckedProgram
     assert isinstance(program, CheckedProgram)
     program.prepared = _checksum(program) if prepared else None

@@ -196,7 +196,7 @@ class _Finder:
                 return Addend(bias=form.c, output=node)
             return Addend(addend=form.c, output=node)
         alone, add = Addend(output=node), next(iter(node.users), None)
-        # With another user the product itself is needed without the addition.
+        # Another user needs the product without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
             return alone
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
@@ -211,7 +211,7 @@ class _Finder:
         return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else alone
 
     def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
-        """Returns (element format, reason against keeping the bytes) of a weight that torchao packed; None for each."""
+        """Returns (element format, reason against keeping its bytes) of a weight of torchao, or (None, None)."""
         static = w.static
         if static is None or not torchao_weights.is_mx(stored := self._program.tensor(static.name)):
             return None, None

@@ -157,7 +157,7 @@ def _check_values(stored: Sequence[tuple[str, str, dict[str, Any]]], file: Binar
 
 
 def _register(modules: Sequence[str], reader: Any, names: Sequence[str], *, pickles: bool) -> list[Any]:
-    """Registers the classes that a program needs; returns those of caches, which its sample inputs may have.
+    """Registers the classes that a program needs; returns the classes of caches, which its sample inputs may have.
 
     torch reads the containers that are registered in pytree: transformers registers its model outputs when their module
     is imported, its caches on request. torchao registers its tensors when it is imported.

@@ -138,7 +138,7 @@ class StaticOperands:
         return replace(after, shape=shape, dtype=value.dtype) if all(isinstance(s, int) for s in shape) else None
 
     def is_constant(self, node: Any) -> bool:
-        """Whether `node` depends on no user input, whatever the ops on the way."""
+        """Whether `node` depends on no user input, through any ops."""
         return not isinstance(node, Node) or node in self._constant
 
     def source_of(self, node: Node) -> str:
@@ -244,7 +244,7 @@ def _expanded(node: Node, before: Static) -> Static | None:
 
 _ATEN: Final = torch.ops.aten
 _MOVES: Final = frozenset({_ATEN.t, _ATEN.transpose, _ATEN.permute, _ATEN.mT, _ATEN.detach, _ATEN.alias})
-"""Steps that copy nothing, whatever the tensor."""
+"""Steps that never copy a tensor."""
 _CASTS: Final = (_ATEN.to.dtype, _ATEN._to_copy.default)
 
 

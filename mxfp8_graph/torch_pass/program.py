@@ -59,7 +59,7 @@ class Program:
         # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
         self.fake_mode: Any = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
         self.labels: dict[Node, str] = {}
-        """Node -> op name for reports, where the node's op differs from that of the source program."""
+        """Node -> op name for reports, if the source program calls another op there."""
         main = GraphScope("", self.module)
         self._specs = dict(zip(main.placeholders, source.graph_signature.input_specs, strict=True))
         self._added: dict[str, Node] = {}

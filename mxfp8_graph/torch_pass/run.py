@@ -37,7 +37,7 @@ WANTED: Final = "matmul in the program"
 def rewrite_torch(
     model: Path | ExportedProgram, recipe: Recipe, options: Options
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns (the output's path, or the rewritten program if no output is asked for, or None on a dry run; report).
+    """Returns (the output's path, or the rewritten program without an output, or None on a dry run; the report).
 
     A program in memory is not modified. Errors: see `mxfp8_graph.rewrite`, and `internals.check_torch`.
     """

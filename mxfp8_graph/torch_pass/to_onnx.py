@@ -73,7 +73,7 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
     _store(model.graph, plain.values)
     nodes = {str(node.name) for node in model.graph}
     wanted = nodes & {name for names in plain.sites.values() for name in names}
-    # By node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
+    # By the name of the node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
     own = {node: site.split(" ", 3)[3] for site, names in plain.sites.items() for node in nodes.intersection(names)}
     own = {node: weight for node, weight in own.items() if weight}
     weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
@@ -92,7 +92,7 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
 
 
 def plain_to_onnx(program: ExportedProgram | Path, path: Path) -> Path:
-    """Writes an original program as ONNX, with external data, and returns `path`; errors as `mxfp8_graph.to_onnx`."""
+    """Writes an original program as ONNX, with external data, and returns `path`; raises as `mxfp8_graph.to_onnx`."""
     model = exporter.export(_opened(program), contract.MIN_OPSET, {})
     ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=INLINE_BYTES)
     return path

@@ -3,7 +3,7 @@
 linear(x, w [N, K], b)      -> linear_train(x, w, b)
 addmm(b, x, w [K, N])       -> linear_train(x, transpose(w), b)
 bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
-matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, once attention is taken apart
+matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, after attention is split
 grouped_mm(x, w [E, K, N])  -> grouped_linear_train(x, transpose(w))
 matmul(w, x)                -> clone(transpose(linear_train(transpose(x), w)))
 baddbmm(c, x, w)            -> c + linear_train(x, transpose(w))

@@ -16,7 +16,7 @@ _SAME: Final = (0.01, 0.02, 0.1)
 """Relative differences of sizes, errors and times that count as none: times repeat within 10 %."""
 
 LEGEND: Final = (
-    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files"),
+    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
     (
         "emulated",
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "

@@ -101,7 +101,9 @@ def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
         code = _floor_log2(g, amax, scale_offset(element, rule))
         inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), code))
         scale = g("Gather", g.powers(), code)
-        scale = g("Where", g("IsInf", amax), g.constant(np.float32(np.nan)), scale)  # one NaN or Inf: all NaN
+        scale = g(
+            "Where", g("IsInf", amax), g.constant(np.float32(np.nan)), scale
+        )  # NaN makes all values of its block NaN
         return g("Mul", _elements(g, g("Mul", values, inverse), element), scale)
     if rule == "integer":
         scale = _or_one(g, g("Div", amax, g.constant(np.float32(element.max))), amax)
@@ -117,7 +119,7 @@ def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
 
 
 def _or_one(g: Body, scale: str, amax: str) -> str:
-    # An amax of 0 cannot scale; with 1 the zeros of its tile stay zeros.
+    # An amax of 0 gives no scale; with 1 the zeros of its tile stay zeros.
     return g("Where", g("Equal", amax, g.constant(np.float32(0))), g.constant(np.float32(1)), scale)
 
 

@@ -233,7 +233,7 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     forget(edit.model)
     if fused:
         edit.infer()
-        recipe = load_recipe("mxfp8-weight-only")  # so that fused attention rounds no operands, as the model before
+        recipe = load_recipe("mxfp8-weight-only")  # so that fused attention rounds no operands, as in the model
         fusions += len(fuse(edit.model, recipe))
     record.complete(edit.model, record.recipe_of(edit.model))
     nodes = _nodes_of_ours(edit)

@@ -6,7 +6,7 @@ MatMulBlockQuantizedFp8Weight(A, B, b_scale, a_scale, bias) {block_size}: "ort-c
 
 MatMulNBits(A, B, scales, zero_points, g_idx, bias) {K, N, bits, block_size, accuracy_level}: "nbits"
     With 8 bits, blocks of 32 and zero points of 128, B holds INT8 elements plus 128, uint8 [N, ceil(K / 32), 32], and
-    `scales`, [N, ceil(K / 32)], are powers of two: the values are those of MXINT8, exactly. ONNX Runtime's CPU kernels
+    `scales`, [N, ceil(K / 32)], are powers of two: its values equal the values of MXINT8. ONNX Runtime's CPU kernels
     multiply it without our library. It cannot hold E4M3 elements.
 """
 

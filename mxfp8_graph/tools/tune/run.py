@@ -191,7 +191,7 @@ class _Search:
     def _bisect(self, treatment: str, better: str) -> None:
         """Finds the fewest of the worst sites that need a better treatment."""
         ranking = self._ranking(treatment)
-        # With no group treated better, the plan misses the budget. With all of them, it rewrites nothing or was tried.
+        # A plan with 0 better groups misses the budget; a plan with all of them rewrites nothing, or was tried before.
         low, high, best, at = 0, len(ranking), None, 0
         while high - low > 1:
             middle = (low + high) // 2
