@@ -211,7 +211,7 @@ def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
 
 
 def _weight(user: ir.Node) -> _Weight | None:
-    """Returns the right operand of a product, if its blocks are along K, or a Gather's table, if along its last axis."""
+    """Returns the right operand of a product if its blocks are along K, or a table if they are along its last axis."""
     is_table = is_op(user, "Gather")
     origin = _dequantize(operands(user)[0 if is_table else 1], CASTS if is_table else (*CASTS, *_TURNS))
     if origin is None:
