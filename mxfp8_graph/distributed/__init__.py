@@ -1,11 +1,11 @@
 """Rewritten programs in many processes. Needs torch; imported by `from mxfp8_graph import distributed`.
 
-modules.py          the module of a program with its submodules; its trained values back in the program
+modules.py          the module of a program with its submodules; copies trained values back into the program
 fsdp.py             FSDP2 over such a module: which weights are gathered in MXFP8
 weights.py          the tensors that FSDP2 gathers in MXFP8
 reduction.py        sums of gradients in place of means
 tensor_parallel.py  products split among processes: a part of each weight in every process
-products.py         the products in the graphs of a module, and what stands against splitting one
+products.py         the products in the graphs of a module, and the reasons against splitting one
 experts.py          experts of a module in the processes that hold them
 routes.py           the rows of experts, sent to those processes in MXFP8 and back
 memory.py           bytes that a process holds and receives, from shapes

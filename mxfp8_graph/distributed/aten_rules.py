@@ -23,6 +23,7 @@ def _attention_backward(*args: Any, attn_mask: Any = None, **_: Any) -> Any:
 
 
 def _constant(_: Any) -> Any:
+    # Every process has the same constants.
     return [([Replicate()], [Replicate()])]
 
 
@@ -30,7 +31,7 @@ def _alike(args: tuple[Any, ...], operands: int, results: int, mask: Any) -> Any
     """Returns the placements of results and operands of attention: all along the batch, the heads or nothing."""
     places: list[Any] = [Replicate()]
     for axis in (0, 1):  # of [batch, heads, ...], which all results and operands have
-        # A mask may be one for all heads; torch does not redistribute it, as it is a keyword.
+        # The mask stays whole, since torch does not redistribute keywords. So it must have size 1 along a split axis.
         broadcasts = mask is None or mask.ndim < 4 or mask.shape[axis] == 1
         if broadcasts and all(each.shape[axis] % each.mesh.size() == 0 for each in args[:operands]):
             places.append(Shard(axis))

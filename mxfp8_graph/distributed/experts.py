@@ -1,15 +1,14 @@
 """Expert parallelism: each process holds the weights of some experts, and their rows are sent to it in MXFP8.
 
-In the graph of a module, products `grouped_linear_train` with the same `offs`, and what is computed between them row by
-row (an activation, a gate), are the experts. Their rows travel once:
+In the graph of a module, the experts are the products `grouped_linear_train` with the same `offs`, and the ops between
+them, which compute row by row (an activation, a gate). Their rows are sent once:
 
     h = grouped_linear_train(x, up, offs)           route = route(x, offs)
     h = silu(h)                               ->    h = grouped_linear_train(dispatch(x, route), up, route.offs)
     y = grouped_linear_train(h, down, offs)         h = silu(h)
                                                     y = combine(grouped_linear_train(h, down, route.offs), route)
 
-The graph is edited because a user of an exported program has no code of the model in which to call dispatch and
-combine.
+The graph is edited, since an exported program has no model code in which a user could call dispatch and combine.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ _TRAIN: Final = "mxfp8::grouped_linear_train"
 _OWN: Final = "a parameter that one product of experts reads"
 _KEEP: Final = "keep these experts in each process"
 _LAST_AXIS: Final = internals.op_names("chunk split split_with_sizes slice narrow")
-"""Ops with an argument `dim`, by which each row is cut alike if it is the last."""
+"""Ops that cut every row alike if their argument `dim` is the last axis."""
 _NO_VALUE: Final = "_assert_tensor_metadata"
 """Checks dtype and device; export adds it to casts."""
 
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What `expert_parallel` did."""
+    """The experts that this process holds."""
 
     weights: Mapping[str, range]
-    """Name of each stack of weights -> the experts of it that this process holds."""
+    """Name of each stack of weights -> its experts in this process."""
 
     def __str__(self) -> str:
         """Returns a line for each stack of weights."""
@@ -56,27 +55,29 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
     """Shards the experts of a module over processes, and sends them their rows in MXFP8; edits the module in place.
 
     Call it in every process, before an optimizer gets the parameters. Each process then runs the module on its own
-    inputs. A stack of weights [E, ...] becomes a DTensor whose part here has E / P experts; its gradient is the sum
-    over the rows of all processes. So a loss has to be a sum over the rows here divided by a number for all processes,
-    and gradients of other parameters have to be summed, not averaged. DDP and FSDP2 must leave these weights alone.
+    inputs. A stack of weights [E, ...] becomes a DTensor whose local part has E / P experts. Its gradient is the sum
+    over the rows of all processes, so compute the loss as a sum over the local rows, divided by the same number in all
+    processes. Sum the gradients of other parameters instead of averaging them, and keep these weights out of DDP and
+    FSDP2.
 
-    Against one process with all rows, results and gradients of rows are the same bits. A gradient of weights needs
-    blocks along the rows of an expert, which come from several processes, and is made of x and dy that were rounded
-    along the other axis before. Both blocks round a value to the same 4 significant bits (3 in E5M2), so it is the same
-    unless the value is subnormal in a block of either axis or, with scale_rounding "floor" or "even", saturates in one.
-    A float16 of 63488 or more (61440 in E5M2) arrives as infinity. torch.compile does not compile the exchange.
+    Results and gradients of rows have the same bits as in one process with all rows. The gradient of a weight has
+    blocks along the rows of an expert, which come from several processes. Its x and dy were rounded for the exchange
+    before, in blocks along the other axis. Both blocks round a value to the same 4 significant bits (3 in E5M2), so the
+    gradient is the same unless the value is subnormal in a block of either axis or, with scale_rounding "floor" or
+    "even", saturates in one. A float16 of 63488 or more (61440 in E5M2) arrives as infinity. torch.compile does not
+    compile the exchange.
 
     Args:
-        module: of a program that `mxfp8_graph.rewrite(..., training=True)` returned: `tuned.module()`, or
+        module: the module of a program that `mxfp8_graph.rewrite(..., training=True)` returned: `tuned.module()`, or
             `distributed.module(tuned)`.
-        mesh: of one dimension, the processes to share experts.
+        mesh: the processes that share the experts, in one dimension.
 
     Returns:
-        Which experts this process holds.
+        The experts that this process holds.
 
     Raises:
-        ContractError: the module has no experts, or they cannot be cut: their number is no multiple of the number of
-            processes, another op reads their weights, or rows are not computed on their own between the products.
+        ContractError: the module has no experts, or they cannot be split: their number is no multiple of the number of
+            processes, another op reads their weights, or an op between the products mixes rows.
     """
     if mesh.ndim != 1:
         advice = 'pass one of its dimensions, such as mesh["experts"]'
@@ -89,7 +90,7 @@ def expert_parallel(module: nn.Module, mesh: DeviceMesh) -> ExpertReport:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     held: dict[str, range] = {}
-    for owner, products in regions:  # all checks come before the first change
+    for owner, products in regions:  # all checks come before the first change, so an error leaves the module as it was
         _check_between(owner, products)
         for product in products:
             stack = _parameter(owner, _stored(product))
@@ -131,7 +132,7 @@ def _between(products: list[Node]) -> list[Node]:
 
 
 def _check_between(owner: nn.Module, products: list[Node]) -> None:
-    """Raises ContractError unless what is between the products can be computed where the experts are."""
+    """Raises ContractError if a node between the products mixes rows, reads other nodes, or is read by them."""
     between = _between(products)
     inside = {*products, *between}
     for node in between:
@@ -148,8 +149,8 @@ def _check_between(owner: nn.Module, products: list[Node]) -> None:
 
 
 def _keeps_rows(owner: nn.Module, node: Node) -> bool:
-    """Whether a node computes each row of its result from the same row of its operands, whatever their number."""
-    if node.op == "call_module":  # an activation that is a module of its own, of an unflattened program
+    """Whether a node computes each row of its result from the same row of its operands only."""
+    if node.op == "call_module":  # in an unflattened program an activation may be a module of its own
         inner = owner.get_submodule(str(node.target))
         graphs = [graph for _, each, graph in internals.graphs(inner) if each is inner]
         compute = [each for graph in graphs for each in graph.nodes if each.op not in {"placeholder", "output"}]
@@ -163,10 +164,10 @@ def _keeps_rows(owner: nn.Module, node: Node) -> bool:
 
 
 def _stored(product: Node) -> Node:
-    """Returns the node of the weight of a product, which may be transposed before it is read.
+    """Returns the node of a product's weight, behind its transposes.
 
     Raises:
-        ContractError: it is computed, or another node reads it.
+        ContractError: the weight is computed, or another node reads it.
     """
     node: Node = internals.argument(product, "weight")
     alone = len(node.users) == 1
@@ -196,10 +197,10 @@ def _held(name: str, parameter: Tensor, mesh: DeviceMesh) -> range:
 
 
 def _shard(owner: nn.Module, stored: Node, mesh: DeviceMesh) -> None:
-    """Makes a parameter the DTensor of the experts here, and its readers read the part here."""
+    """Replaces a parameter by a DTensor of the local experts; users of the parameter read its local part."""
     parameter = _parameter(owner, stored)
     held = _held(str(stored.target), parameter, mesh)
-    part = parameter.detach()[held.start : held.stop].clone()
+    part = parameter.detach()[held.start : held.stop].clone()  # a view would keep the memory of all experts
     path, _, attribute = str(stored.target).rpartition(".")
     sharded = nn.Parameter(DTensor.from_local(part, mesh, [Shard(0)], run_check=False), parameter.requires_grad)
     setattr(owner.get_submodule(path), attribute, sharded)
@@ -209,7 +210,7 @@ def _shard(owner: nn.Module, stored: Node, mesh: DeviceMesh) -> None:
 
 
 def _send(products: list[Node], group_name: str) -> None:
-    """Makes rows travel to the products, and results from those that other nodes read."""
+    """Sends rows to the products, and sends back the results that other nodes read."""
     graph, inside = products[0].graph, {*products, *_between(products)}
     rows: dict[Node, Node] = {}
     first = internals.argument(products[0], "x")
@@ -219,6 +220,7 @@ def _send(products: list[Node], group_name: str) -> None:
     for product in products:
         rounding = str(internals.argument(product, "scale_rounding"))
         x = internals.argument(product, "x")
+        # Products that share x, such as up and gate, share one dispatch.
         if x not in inside and x not in rows:
             with graph.inserting_before(product):
                 rows[x] = graph.call_function(routes.dispatch, (x, route, rounding))

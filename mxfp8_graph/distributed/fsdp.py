@@ -1,4 +1,4 @@
-"""FSDP2 over the module of a rewritten program: block by block, weights in MXFP8 on the wire where possible."""
+"""FSDP2 over the module of a rewritten program: gathers block by block, and weights in MXFP8 where possible."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _ROOT = "the root"
 
 @dataclass(frozen=True)
 class ShardReport:
-    """What `shard` did."""
+    """How FSDP2 gathers each parameter after `shard`."""
 
     blocks: tuple[str, ...]
-    """The submodules that are gathered one by one; what is in none of them is gathered with the root."""
+    """The submodules that are gathered one by one; other parameters are gathered with the root."""
     mxfp8: tuple[str, ...] = ()
     """The weights that are gathered in MXFP8."""
     high_precision: Mapping[str, str] = field(default_factory=dict)
-    """All other parameters, and why."""
+    """All other parameters -> the reason."""
 
     def __str__(self) -> str:
         """Returns a line for each parameter."""
@@ -52,25 +52,26 @@ def shard(
 ) -> ShardReport:
     """Applies `fully_shard` to the blocks of a module and to the module, in place; returns how weights are gathered.
 
-    With gather="mxfp8", weights that MXFP8 products alone read are quantized before they are gathered: the codes are
-    those that each process would compute from the whole weight, in 1.03 bytes per value. Optimizer, gradients and
-    checkpoints (state_dict) have the master weights, as without it.
+    With gather="mxfp8", weights that only MXFP8 products read are quantized before they are gathered, to 1.03 bytes per
+    value. Each process gets the codes that it would compute from the whole weight. Optimizer, gradients and checkpoints
+    (state_dict) keep the master weights.
 
     Args:
-        module: what `distributed.module` returned; the activations of its blocks may be checkpointed.
-        mesh: of the processes; if it has two dimensions, they replicate and shard, as `fully_shard` says.
-        gather: "mxfp8", or "high_precision" for what FSDP2 does by itself.
+        module: the result of `distributed.module`; the activations of its blocks may be checkpointed.
+        mesh: the processes; in a mesh of two dimensions, the first replicates and the second shards.
+        gather: "mxfp8", or "high_precision" for FSDP2's own gather.
         blocks: pattern for the names of the submodules that are gathered one by one; "*" stands for one part of a name.
         reshard_after_forward: whether to free a block's weights after the forward pass and gather them again for the
-            backward pass: the rows first, then the columns. If not, one gather brings both copies, and so does that of
-            the root, which stays.
-        mp_policy: as for `fully_shard`. Weights are quantized from their own dtype, whatever its `param_dtype`.
+            backward pass: the rows first, then the columns. Otherwise one gather brings both copies. The root is not
+            freed, so one gather brings both of its copies, too.
+        mp_policy: as for `fully_shard`. Weights are quantized from their own dtype, not from its `param_dtype`.
 
     Returns:
         The weights that are gathered in MXFP8, and the reason for each other parameter.
 
     Raises:
-        ContractError: the module is another one or sharded already, or no submodule that it calls matches `blocks`.
+        ContractError: the module is not from `distributed.module`, is sharded already, or calls no submodule that
+            matches `blocks`.
     """
     if gather not in {"mxfp8", "high_precision"}:
         raise ContractError.unknown("gather", gather, ("mxfp8", "high_precision"))
@@ -81,7 +82,7 @@ def shard(
     policy = mp_policy or MixedPrecisionPolicy()
     for block in matched.values():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
-    # What is in no block stays between the passes: the last layer's backward pass follows its forward pass at once.
+    # Parameters outside of the blocks stay gathered: the last layer's backward pass follows its forward pass at once.
     fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     mxfp8 = tuple(name for name, why in reasons.items() if not why)
     return ShardReport(tuple(matched), mxfp8, {name: why for name, why in reasons.items() if why})
@@ -101,7 +102,7 @@ def _clean(name: str) -> str:
 
 
 def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
-    """Returns the submodules that match the pattern, and that the graph calls: hooks of others never run."""
+    """Returns the submodules that match the pattern and that a graph calls; hooks of others never run."""
     called = {
         _clean(f"{name}.{node.target}".removeprefix("."))
         for name, _, graph in internals.graphs(module)
@@ -112,7 +113,7 @@ def _blocks(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     for name, each in module.named_modules():
         clean = _clean(name).removesuffix("." + internals.CHECKPOINT_PREFIX[:-1])
         if clean in called and leading(clean, pattern) == clean:
-            matched.setdefault(clean, each)  # the wrapper comes before what it wraps
+            matched.setdefault(clean, each)  # a checkpoint wrapper comes before the module inside
     if not matched:
         what = f"blocks={pattern!r} matches no submodule that the program calls"
         some = sorted(called, key=lambda name: (name.count("."), name))[:8]
@@ -125,18 +126,18 @@ class Gather:
     """How a parameter is gathered."""
 
     why: str
-    """Why not in MXFP8; empty if it is."""
+    """The reason against MXFP8; empty if it is gathered in MXFP8."""
     block: str
     """The block that it is gathered with, or "the root"."""
     scale_rounding: str = ""
-    """With which it is quantized."""
+    """The scale rounding of its codes."""
 
 
 def gathers(module: nn.Module, blocks: Collection[str], processes: int) -> dict[str, Gather]:
-    """Returns how FSDP2 gathers each parameter of a module with these blocks; names are those without wrappers.
+    """Returns how FSDP2 gathers each parameter of a module with these blocks, by name without wrappers.
 
     Raises:
-        ContractError: parameters are tied that different blocks have.
+        ContractError: tied parameters are in different blocks.
     """
     reads: dict[int, list[tuple[Node, Node]]] = {}
     for _, owner, graph in internals.graphs(module):
@@ -163,7 +164,7 @@ def gathers(module: nn.Module, blocks: Collection[str], processes: int) -> dict[
 
 
 def _obstacle(parameter: nn.Parameter, reads: list[tuple[Node, Node]], processes: int) -> str:
-    """Returns why a parameter with these reads cannot be gathered in MXFP8, or nothing."""
+    """Returns the reason why a parameter with these reads cannot be gathered in MXFP8, or ""."""
     if not any(_is_weight(node, user) for node, user in reads):
         return "not the weight of an MXFP8 product"
     if others := sorted({internals.op_name(user) or user.op for node, user in reads if not _is_weight(node, user)}):
@@ -174,6 +175,7 @@ def _obstacle(parameter: nn.Parameter, reads: list[tuple[Node, Node]], processes
         return "sharded already"
     if parameter.dim() != 2:
         return f"shape {list(parameter.shape)} is no matrix"
+    # A block along N must not lie in two shards, see `weights`.
     if parameter.shape[0] % (32 * processes):
         return f"its {parameter.shape[0]} rows are no multiple of 32 rows in each of {processes} processes"
     return ""
@@ -185,11 +187,12 @@ def _roundings(reads: list[tuple[Node, Node]]) -> list[str]:
 
 def _is_weight(node: Node, user: Node) -> bool:
     is_train = user.op == "call_function" and user.target is torch.ops.mxfp8.linear_train.default
+    # A parameter that is also x needs its values.
     return is_train and internals.argument(user, "weight") is node and internals.argument(user, "x") is not node
 
 
 def _wrap_weights(module: nn.Module, how: Mapping[str, Gather], gather: str, reshard: bool) -> dict[str, str]:
-    """Wraps the weights to gather in MXFP8; returns for each parameter why it is not, or nothing."""
+    """Wraps the weights to gather in MXFP8; returns the reason against MXFP8 for each parameter, or ""."""
     if gather != "mxfp8":
         return dict.fromkeys(how, "as asked for")
     for name, _ in list(module.named_parameters()):
@@ -200,26 +203,26 @@ def _wrap_weights(module: nn.Module, how: Mapping[str, Gather], gather: str, res
 
 
 def _wrap(module: nn.Module, name: str, scale_rounding: str, both: bool) -> None:
-    """Makes a parameter a ShardedWeight, and its module's state dicts those of the plain parameter."""
+    """Turns a parameter into a ShardedWeight; the state dicts of its module keep the plain parameter."""
     path, _, attribute = name.rpartition(".")
     owner = module.get_submodule(path)
     parameter = getattr(owner, attribute)
     weight = ShardedWeight(parameter.detach(), scale_rounding, both)
     setattr(owner, attribute, nn.Parameter(weight, parameter.requires_grad))
 
-    def saved(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    def unwrap(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         key = prefix + attribute
         if isinstance(state.get(key), Tensor):
             state[key] = _with_local(state[key], _plain)
 
-    def loaded(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+    def rewrap(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
         key = prefix + attribute
         # load_state_dict(assign=True) makes the new tensor the parameter.
         if isinstance(state.get(key), DTensor):
             state[key] = _with_local(state[key], lambda local: weight.like(_plain(local)))
 
-    owner.register_state_dict_post_hook(saved)  # type: ignore[no-untyped-call]
-    owner.register_load_state_dict_pre_hook(loaded)  # type: ignore[no-untyped-call]
+    owner.register_state_dict_post_hook(unwrap)  # type: ignore[no-untyped-call]
+    owner.register_load_state_dict_pre_hook(rewrap)  # type: ignore[no-untyped-call]
 
 
 def _plain(local: Tensor) -> Tensor:
@@ -227,7 +230,7 @@ def _plain(local: Tensor) -> Tensor:
 
 
 def _with_local(tensor: Tensor, change: Any) -> Tensor:
-    """Returns a tensor with `change` of its local part, which is the tensor itself where none is sharded."""
+    """Returns a tensor after `change` of its local part; a plain tensor is its own local part."""
     with torch.no_grad():
         if not isinstance(tensor, DTensor):
             changed: Tensor = change(tensor)

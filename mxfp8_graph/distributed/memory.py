@@ -28,15 +28,15 @@ class MemoryReport:
 
     processes: int
     weights: tuple[str, ...]
-    """Those that are gathered in MXFP8."""
+    """The weights that are gathered in MXFP8."""
     parameters: int
-    """Shards of the parameters in their own dtype; as many of the gradients, twice as many of AdamW's states."""
+    """Shards of the parameters in their own dtype; gradients need as many bytes, AdamW's states twice as many."""
     block: tuple[int, int]
     """The largest block, gathered: one copy of its weights. While the next block is gathered, there are two blocks."""
     root: tuple[int, int]
     """Parameters outside of the blocks, gathered from their first use to the end of the step."""
     received: tuple[int, int]
-    """Parameters that other processes send in a step: those of blocks twice, for the forward and the backward pass."""
+    """Parameters that other processes send in a step: a block's are sent twice, for forward and backward pass."""
     reduced: int
     """Gradients that other processes send in a step."""
 
@@ -63,16 +63,16 @@ class MemoryReport:
 
 
 def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blocks.*") -> MemoryReport:
-    """Returns what each process of FSDP2 holds and receives, with weights gathered in MXFP8 and in high precision.
+    """Returns the bytes that each process of FSDP2 holds and receives, for weights in MXFP8 and in high precision.
 
     Args:
-        tuned: what `rewrite(program, training=True)` returned; it may be on the meta device.
-        processes: their number.
+        tuned: the result of `rewrite(program, training=True)`; it may be on the meta device.
+        processes: number of processes.
         blocks: pattern for the names of the modules that are gathered one by one; "*" stands for one part of a name.
 
     Raises:
-        ContractError: the program is not one to train, no parameter is in a module that matches `blocks`, or parameters
-            are tied that different blocks have.
+        ContractError: the program is not prepared for training, no parameter is in a module that matches `blocks`, or
+            tied parameters are in different blocks.
     """
     if processes < 1:
         raise ContractError(_WHERE, f"{processes} processes", expected="1 or more", advice="correct the number")
@@ -91,6 +91,7 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
         what, expected = f"blocks={blocks!r} matches no module with parameters", "such as 'model.layers.*'"
         raise ContractError(_WHERE, what, expected=expected, advice="correct the pattern")
     largest = max(plain.keys() - {_ROOT}, key=lambda home: plain[home])
+    # Each pass gathers a block, the root is gathered once, and a process has its own shard.
     received = [(2 * sum(each.values()) - each[_ROOT]) * (processes - 1) // processes for each in (coded, plain)]
     return MemoryReport(
         processes=processes,
@@ -104,7 +105,7 @@ def bytes_per_process(tuned: ExportedProgram, processes: int, blocks: str = "blo
 
 
 def _codes(tuned: ExportedProgram, processes: int, blocks: str) -> dict[str, int]:
-    """Returns name -> bytes of one copy, of the weights that `shard` gathers in MXFP8."""
+    """Returns the bytes of one copy of each weight that `shard` gathers in MXFP8, by name."""
     if not any(internals.op_name(node) == "mxfp8::linear_train" for node in tuned.graph.nodes):
         what, expected = "a program without products to train", "a program to train in MXFP8"
         raise ContractError(_WHERE, what, expected=expected, advice="rewrite it with training=True")

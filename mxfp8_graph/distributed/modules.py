@@ -1,4 +1,4 @@
-"""The module of a program to train in many processes, and the way of its values back into the program."""
+"""The module of a program to train in many processes, and `collect`, which copies its values into the program."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from mxfp8_ops.errors import ContractError
 
 @dataclass(frozen=True)
 class CollectReport:
-    """What `collect` brought into a program."""
+    """The tensors that `collect` copied into a program."""
 
     tensors: tuple[str, ...]
-    """Names of the parameters and buffers that the program took."""
+    """Names of the parameters and buffers with new values."""
     gathered: tuple[str, ...]
-    """Those that were sharded."""
+    """Names of the sharded ones in the module."""
     here: bool
     """Whether the program of this process has the values; false in all processes but 0 with rank0_only."""
 
@@ -33,22 +33,22 @@ def module(tuned: ExportedProgram) -> nn.Module:
     """Returns the module of a program to train, with the submodules of the model: "blocks.0", "blocks.0.up".
 
     It computes what `tuned.module()` computes, and train() and eval() switch dropout and batch normalization in the
-    same way. It shares its parameters with the program, until something replaces them, such as `shard`. FSDP2 and
+    same way. It shares its parameters with the program, until a call such as `shard` replaces them. FSDP2 and
     activation checkpointing of a block need the submodules: their hooks run when a submodule is called, and the graph
     of `tuned.module()` calls none.
 
     Args:
-        tuned: what `mxfp8_graph.rewrite(..., training=True)` returned, also with parameters on the meta device.
+        tuned: the result of `mxfp8_graph.rewrite(..., training=True)`, also with parameters on the meta device.
 
     Raises:
-        ContractError: another program.
+        ContractError: `tuned` is not a program to train.
     """
     tuned = _training_program(tuned, "distributed.module")
     with internals.quiet():
         unflattened = torch.export.unflatten(tuned)
     # The program refers to the module that unflatten made last: it would live as long as the program.
     tuned.graph_module.meta.pop("unflattened_module", None)
-    # unflatten copies the parameters. With those of the program, a training without shards needs no `collect`.
+    # unflatten copies the parameters. With the program's own, a training without shards needs no `collect`.
     unflattened.load_state_dict(tuned.state_dict, assign=True)
     watch(tuned, unflattened)
     result: nn.Module = unflattened
@@ -56,20 +56,20 @@ def module(tuned: ExportedProgram) -> nn.Module:
 
 
 def collect(module: nn.Module, tuned: ExportedProgram, *, rank0_only: bool = False) -> CollectReport:
-    """Brings the values of a trained module into its program, for `rewrite`, `save` and `to_onnx`; returns a report.
+    """Copies the values of a trained module into its program, for `rewrite`, `save` and `to_onnx`; returns a report.
 
-    Call it in every process: tensors that are sharded are gathered one by one, in their own dtype. A process needs
-    memory for the whole model, and for one tensor more.
+    Call it in every process: sharded tensors are gathered one by one, in their own dtype. A process needs memory for
+    the whole model, and for one tensor more.
 
     Args:
-        module: what `distributed.module(tuned)` returned, sharded or not, inside of DDP or not.
+        module: the result of `distributed.module(tuned)`, sharded or not, inside of DDP or not.
         tuned: the program.
-        rank0_only: whether process 0 alone gets the values, in its program. The others keep theirs, which `rewrite` and
-            `save` refuse, and need memory for one tensor.
+        rank0_only: whether only the program of process 0 gets the values. The other programs keep their old values,
+            which `rewrite` and `save` refuse; their processes need memory for one tensor.
 
     Raises:
-        ContractError: the names or shapes of the module are not those of the program, or a constant of the program is
-            on the meta device.
+        ContractError: the module has other names or shapes than the program, or a constant of the program is on the
+            meta device.
     """
     tuned = _training_program(tuned, "distributed.collect")
     state: dict[str, Any] = get_model_state_dict(module)
@@ -90,8 +90,8 @@ def collect(module: nn.Module, tuned: ExportedProgram, *, rank0_only: bool = Fal
 
 
 def _training_program(program: ExportedProgram, where: str) -> CheckedProgram:
-    found = record.find(program) if isinstance(program, ExportedProgram) else None
-    if not isinstance(program, CheckedProgram) or found is None or not found.training:
+    rewrite_record = record.find(program) if isinstance(program, ExportedProgram) else None
+    if not isinstance(program, CheckedProgram) or rewrite_record is None or not rewrite_record.training:
         what = f"a {type(program).__name__} without nodes to train"
         expected, advice = "a program to train", "pass what mxfp8_graph.rewrite(..., training=True) returned"
         raise ContractError(where, what, expected=expected, advice=advice)

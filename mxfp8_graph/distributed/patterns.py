@@ -1,4 +1,4 @@
-"""Patterns for the names of modules and tensors, in which "*" stands for one part of a name or for characters of it."""
+"""Patterns for names of modules and tensors; "*" stands for one part of a name, or for characters of it."""
 
 from __future__ import annotations
 

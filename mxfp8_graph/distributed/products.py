@@ -1,4 +1,4 @@
-"""The products with weights in the graphs of a module, and what stands against splitting one among processes."""
+"""The products with weights in the graphs of a module, and the reasons against splitting one among processes."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _CUTS: Final = internals.op_names("split split_with_sizes chunk")
 
 @dataclass(frozen=True)
 class Product:
-    """A product of which one operand is stored in the module."""
+    """A product with a weight that the module stores."""
 
     node: Node
     weights: tuple[str, ...]
     """Names of the tensors of the weight: its values, or its elements and scales."""
     bias: str | None
-    """That of the bias."""
+    """Name of the bias, if there is one."""
     n: int
     k: int
     transposed: bool
     """Whether the weight is stored as [..., K, N]."""
     readers: tuple[Node, ...]
-    """What reads the result."""
+    """Nodes that read the result."""
     others: tuple[str, ...]
     """Other nodes that read a tensor of the weight."""
 
     def obstacle(self, word: str, world: int) -> str | None:
-        """Returns why the product cannot be split along N ("column") or K ("row") among `world` processes, or None."""
+        """Returns the reason against a split along N ("column") or K ("row") among `world` processes, or None."""
         name, size = internals.op_name(self.node), self.n if word == "column" else self.k
-        # Gradients for x sum over N.
+        # Sums need whole blocks in each process: a product sums over K, its gradient of x over N.
         blocked = name in contract.TORCH_GEMMS and (word == "row" or name in contract.TRAINING_OPS)
         if self.others:
             return f"{', '.join(self.others)} reads it too"
@@ -57,12 +57,13 @@ class Product:
 
 
 def _cut(reader: Node, n: int, world: int) -> str | None:
-    """Returns why `reader` needs more of the result [..., N] than a process has, or None."""
+    """Returns the reason why `reader` cannot work on a process's part of the result [..., N], or None."""
     name = internals.op_name(reader)
     value: Any = reader.meta.get("val")
     if name in _CUTS and any(part.shape[-1] != n for part in value):
         return f"{reader.name} cuts its result along N; export the parts as linears of their own"
     if name in _VIEWS:
+        # A split along N divides the first of the axes that N becomes, such as the number of heads.
         size = 1
         for parts in reversed(value.shape):
             size *= parts
@@ -77,7 +78,7 @@ def _cut(reader: Node, n: int, world: int) -> str | None:
 
 
 def find(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Product]:
-    """Returns the products of which a tensor of the module is the weight; `tensors` are all of them by name."""
+    """Returns the products with a weight in `tensors`, which are all tensors of the module by name."""
     callers: dict[int, list[Node]] = defaultdict(list)
     users: dict[int, set[Node]] = defaultdict(set)
     for path, owner, graph in internals.graphs(module):
@@ -107,7 +108,7 @@ def find(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[Product]:
 
 
 def _stored(node: Any) -> tuple[Node, bool] | None:
-    """Returns the get_attr node that `node` is, and whether it is transposed on the way; None if it is another one."""
+    """Returns (the get_attr node behind transposes, whether they transpose it); None if `node` is computed."""
     transposed = False
     while isinstance(node, Node) and internals.op_name(node) in _SWAPS:
         node, transposed = node.all_input_nodes[0], not transposed
@@ -120,7 +121,7 @@ def _readers(node: Node) -> Iterable[Node]:
 
 
 def _results(node: Node, owner: nn.Module, callers: Mapping[int, Sequence[Node]]) -> Iterator[Node]:
-    """Yields the nodes that read the result of `node`, also where it is the result of the module of its graph."""
+    """Yields the nodes that read the result of `node`, also in graphs that call the module of `node`."""
     for user in node.users:
         if user.op == "output":
             for call in callers.get(id(owner), ()):

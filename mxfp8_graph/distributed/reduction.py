@@ -1,6 +1,6 @@
 """Gradients of many processes: sums in place of means."""
 
-# No annotations from __future__: DDP reads those of a hook, and takes no strings.
+# No annotations from __future__: DDP reads the annotations of a hook, and refuses strings.
 
 from typing import Any
 
@@ -14,18 +14,19 @@ from mxfp8_ops.errors import ContractError
 
 
 def sum_gradients(module: nn.Module) -> None:
-    """Makes the processes add their gradients, in place: by default, DDP and FSDP2 divide the sum by their number.
+    """Makes DDP or FSDP2 sum the gradients of the processes, in place; by default they compute the mean.
 
-    The loss of a process is then a sum over its own tokens, divided by the number of tokens in all processes, and the
-    gradients of activations have the values, and so the codes, that one process would compute. With a mean over its own
-    tokens they are larger by the number of processes. If this is no power of two, as scales are, other codes result: in
-    3 processes, gradients of weights differ by 4% (relative L2), as much as by MXFP8 itself.
+    Compute the loss of a process as a sum over its own tokens, divided by the number of tokens in all processes. Then
+    the gradients of activations have the values, and so the codes, that one process would compute. With a mean over a
+    process's own tokens they are larger by the number of processes. If this number is no power of two, as scales are,
+    the codes differ: in 3 processes, gradients of weights differ by 4% (relative L2), as much as by MXFP8 itself.
 
     Args:
-        module: of DistributedDataParallel, `distributed.shard` or `fully_shard`. Call it once, before the training.
+        module: a module of DistributedDataParallel, `distributed.shard` or `fully_shard`. Call it once, before the
+            training.
 
     Raises:
-        ContractError: another module.
+        ContractError: the module is of another kind.
     """
     sharded = [each for each in module.modules() if isinstance(each, FSDPModule)]
     if isinstance(module, DistributedDataParallel):
@@ -33,7 +34,7 @@ def sum_gradients(module: nn.Module) -> None:
     elif sharded:
         for each in sharded:
             each.set_gradient_divide_factor(1.0)
-            # Without it FSDP2 asks for NCCL's sum of products, which gloo lacks.
+            # Without it FSDP2 requests NCCL's sum of products, which gloo lacks.
             each.set_force_sum_reduction_for_comms(True)
     else:
         what, expected = f"a {type(module).__name__}", "a module of DistributedDataParallel or fully_shard"
@@ -41,7 +42,7 @@ def sum_gradients(module: nn.Module) -> None:
 
 
 def _summed(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Returns the sum of a bucket over the processes, as DDP asks a communication hook."""
+    """Returns the sum of a bucket over the processes; a communication hook of DDP."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
     return future

@@ -1,11 +1,11 @@
 """Tensor parallelism of rewritten programs: each process has a part of the weights that a plan names.
 
-"column" splits a weight [N, K] along N, and its bias and the result with it; "row" splits it along K, and the results
-of the processes are partial sums, which one all-reduce adds up in float32. So a column and then a row, as in
-{"blocks.*.up": "column", "blocks.*.down": "row"}, need one all-reduce. All other tensors of the module are replicated.
+"column" splits a weight [N, K] along N, and its bias and the result with it. "row" splits it along K: the results of
+the processes are partial sums, which one all-reduce adds up in float32. So a column product and a row product after it,
+as in {"blocks.*.up": "column", "blocks.*.down": "row"}, need one all-reduce. All other tensors are replicated.
 
-Every tensor in the module becomes a DTensor, which has the shape of the whole: sizes that are constants in the graph
-stay right. How the ops of this project run on shards is in `mxfp8_ops.torch_ops.sharding`.
+Every tensor in the module becomes a DTensor, which has the shape of the whole tensor, so sizes that are constants in
+the graph stay right. `mxfp8_ops.torch_ops.sharding` has the rules for this project's ops on shards.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _WORDS: Final = ("column", "row")
 
 @dataclass(frozen=True)
 class ParallelReport:
-    """What `parallelize` did."""
+    """The tensors that `parallelize` split, and the weights of the plan that it did not."""
 
     split: Mapping[str, str]
-    """The tensors that are split, and how."""
+    """The split tensors -> the word of the plan, the shape and the axis."""
     replicated: Mapping[str, str]
-    """The weights that the plan names and that every process has in full, and why."""
+    """The weights of the plan that every process has in full -> the reason."""
     bytes_of_all: int
     """Bytes of all parameters and buffers."""
     bytes_here: int
-    """Those that this process has."""
+    """Bytes of them in this process."""
 
     def __str__(self) -> str:
         """Returns a line for each tensor that the plan names."""
@@ -60,19 +60,19 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Literal[
     (sharded along the batch or the sequence) give DTensors.
 
     Args:
-        module: `program.module()`, packed or to train, or `distributed.module(program)` of one to train. Values are
-            those of the first process of the mesh.
-        mesh: of one dimension. For FSDP too, pass `mesh["tensor"]` of a mesh of two, and then call `fully_shard` with
-            the other one on the submodules of an unflattened program.
+        module: `program.module()` of a packed program or of one to train, or `distributed.module(program)` of one to
+            train. All processes get the values of the first process of the mesh.
+        mesh: the processes, in one dimension. To add FSDP, pass `mesh["tensor"]` of a mesh of two dimensions, and then
+            call `fully_shard` with the other one on the submodules of an unflattened program.
         plan: "column" or "row" for patterns of module names, or names of weights; "*" stands for one part of a name or
             for characters of it. The first pattern that matches decides.
 
     Returns:
-        What is split and how, and which weights of the plan are not, and why.
+        The tensors that are split, and the reason for each weight of the plan that is not.
 
     Raises:
-        ContractError: the mesh has more dimensions, the plan has another word or a pattern that matches no weight of a
-            product, or a tensor is a DTensor already.
+        ContractError: the mesh has more than one dimension, the plan has another word or a pattern that matches no
+            weight of a product, or a tensor is a DTensor already.
     """
     if mesh.ndim != 1:
         advice = f"pass one of them: mesh[{(mesh.mesh_dim_names or ('tensor',))[-1]!r}]"
@@ -104,7 +104,7 @@ def parallelize(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Literal[
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields parameters, buffers and constants of the module, by name."""
+    """Yields (name, tensor) of the parameters, buffers and constants of the module."""
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
     for path, each in module.named_modules():
@@ -114,7 +114,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _planned(products: list[Product], plan: Mapping[str, str]) -> Iterator[tuple[Product, str]]:
-    """Yields the products that the plan names, with the word for each."""
+    """Yields (product, word of the plan) of the products that the plan names."""
     matched: set[str] = set()
     for product in products:
         patterns = [pattern for pattern in plan if any(_matches(name, pattern) for name in product.weights)]
@@ -132,12 +132,13 @@ def _planned(products: list[Product], plan: Mapping[str, str]) -> Iterator[tuple
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Whether a pattern names a tensor, or the module that it is in."""
+    """Whether a pattern names a tensor, or its module."""
     return leading(name, pattern) in {name, name.rpartition(".")[0]}
 
 
 def _split(product: Product, word: str, tensors: Mapping[str, Tensor]) -> dict[str, Shard]:
-    """Returns along which axis each tensor of a product is split."""
+    """Returns the axis of the split of each tensor of a product."""
+    # K is the last axis of a weight, unless it is stored transposed.
     last = (word == "row") != product.transposed
     places = {name: Shard(tensors[name].dim() - (1 if last else 2)) for name in product.weights}
     if word == "column" and product.bias is not None and product.bias in tensors:
@@ -148,7 +149,7 @@ def _split(product: Product, word: str, tensors: Mapping[str, Tensor]) -> dict[s
 def _distribute(
     module: nn.Module, tensors: Mapping[str, Tensor], mesh: DeviceMesh, placements: Mapping[int, Placement]
 ) -> None:
-    """Puts DTensors in the place of all tensors; those that are one tensor with several names stay one."""
+    """Replaces all tensors by DTensors; a tensor with several names stays one tensor."""
     distributed: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in distributed:
@@ -161,7 +162,7 @@ def _distribute(
 
 
 class _Distribute(nn.Module):
-    """Makes a replicated DTensor of a tensor that every process has."""
+    """Returns a tensor that every process has as a replicated DTensor."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -172,7 +173,7 @@ class _Distribute(nn.Module):
 
 
 def _distribute_created(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Makes DTensors of the tensors that graphs create, such as masks: torch refuses to combine the two kinds."""
+    """Turns tensors that graphs create, such as masks, into DTensors: torch refuses to combine the two kinds."""
     for _, owner, graph in [*internals.graphs(module)]:
         for node in [*graph.nodes]:
             inputs = pytree.tree_leaves([each.meta.get("val") for each in node.all_input_nodes])
@@ -189,7 +190,7 @@ def _distribute_created(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _convert_inputs_and_results(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Lets the module take plain tensors, as replicated DTensors, and give plain ones then."""
+    """Lets the module take plain tensors, which become replicated DTensors, and then return plain tensors."""
     distribute = _Distribute(mesh)
     calls: list[tuple[bool, contextlib.ExitStack]] = []
     """For each call in progress: whether its tensors are plain, and the contexts to leave at its end."""
@@ -197,7 +198,7 @@ def _convert_inputs_and_results(module: nn.Module, mesh: DeviceMesh) -> None:
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         stack = contextlib.ExitStack()
         if torch.is_inference_mode_enabled():
-            # In that mode torch 2.13 applies the global sizes of unflatten to the shards, and gives wrong results.
+            # In that mode torch 2.13 applies the global sizes of unflatten to the shards, and returns wrong results.
             stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.no_grad())
         calls.append((not any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves((args, kwargs))), stack))
@@ -215,4 +216,4 @@ def _convert_inputs_and_results(module: nn.Module, mesh: DeviceMesh) -> None:
             return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, result)
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)  # after an error too
+    module.register_forward_hook(after, always_call=True)  # after an error too, or `calls` would keep its entry

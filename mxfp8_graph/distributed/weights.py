@@ -1,19 +1,19 @@
 """Weights that FSDP2 gathers in MXFP8: rows for the forward pass, columns for the backward pass.
 
-FSDP2 asks the local tensor of a sharded parameter what it shall gather (`fsdp_pre_all_gather`) and what the result
-is (`fsdp_post_all_gather`), its extension points for tensor subclasses. A `ShardedWeight` [n, K] of N / n processes
-quantizes its rows as `mxfp8::linear_train` would:
+FSDP2 has two extension points for tensor subclasses: the local tensor of a sharded parameter returns the tensors to
+gather (`fsdp_pre_all_gather`), and builds the result of the gather (`fsdp_post_all_gather`). A `ShardedWeight` [n, K]
+of N / n processes quantizes its rows as `mxfp8::linear_train` would:
 
     rows      elements [n, K] and scales [n, ceil(K/32)], blocked along K        for x w^T
     columns   elements [K, n] and scales [K, n/32], blocked along N              for dy w
 
 n is a multiple of 32, so no block along N lies in two shards, and each process has the codes that one process
-computes from the whole weight. A copy travels as one row of bytes, elements first: torch's path for one process takes
-the first tensor only. Its length is the same for both copies, because FSDP2 allocates its buffers once.
+computes from the whole weight. A copy is sent as one row of bytes, elements first, because torch's path for one process
+reads the first tensor only. Both copies have the same length, because FSDP2 allocates its buffers once.
 
-The result, a `GatheredWeight` [N, K], has no values. `quantize` of it, or of its transpose, returns the codes. A copy
-that is not there is gathered at once: activation checkpointing computes the forward pass again where FSDP2 gathered
-columns. All processes run the same ops in the same order, so that each takes part.
+The result, a `GatheredWeight` [N, K], has no values. `quantize` of it, or of its transpose, returns the codes. A
+missing copy is gathered on request: activation checkpointing repeats the forward pass after FSDP2 gathered columns. All
+processes run the same ops in the same order, so each takes part in that gather.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _STILL_WEIGHTS: Final = {
     _ATEN.split.Tensor,
     _ATEN.view.default,
 }
-"""Ops by which FSDP2, DTensor and nn.Module make and move shards; results of others are plain tensors."""
+"""Ops that FSDP2, DTensor and nn.Module use to create and move shards; results of other ops are plain tensors."""
 
 _SAME: Final = {_ATEN.alias.default, _ATEN.as_strided.default, _ATEN.detach.default, _ATEN.view.default}
 _ZEROS: Final = {_ATEN.zeros_like.default, _ATEN.empty_like.default}
 
 
 def _empty(kind: type[Any], size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Returns a tensor of the class `kind` without memory, contiguous; its `__torch_dispatch__` computes."""
+    """Returns a contiguous tensor of the class `kind` without memory; its `__torch_dispatch__` computes."""
     return torch.Tensor._make_wrapper_subclass(kind, torch.Size(size), dtype=dtype, device=device)
 
 
@@ -93,7 +93,7 @@ class ShardedWeight(Tensor):
         result = func(*plain_args, **plain_kwargs)
         if func in _STILL_WEIGHTS:
             return tree_map_only(Tensor, weights[0].like, result)
-        # An op in place returns its argument, and autograd looks whether it is the same object.
+        # An in-place op returns its argument, and autograd checks that it is the same object.
         return args[0] if func._schema.is_mutable and isinstance(result, Tensor) else result
 
     def coded(self, copy: Copy) -> Tensor:
@@ -108,7 +108,7 @@ class ShardedWeight(Tensor):
     def fsdp_pre_all_gather(  # noqa: D102 - FSDP2's protocol
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor], Any]:
-        # -1: no backward pass runs. FSDP2 asks in the same way; it prefetches a block before any hook of it runs.
+        # -1: no backward pass runs. FSDP2 itself checks this id; it prefetches a block before any hook of it runs.
         phase: Copy = "rows" if torch._C._current_graph_task_id() == -1 else "columns"
         copies: Sequence[Copy] = ["rows", "columns"] if self.both else [phase]
         return (torch.cat([self.coded(copy) for copy in copies]),), (copies, mesh, outer_size)
@@ -126,7 +126,7 @@ class ShardedWeight(Tensor):
 
 
 class GatheredWeight(Tensor):
-    """A whole weight [N, K] of which only codes exist; `transposed` if it is [K, N]."""
+    """A whole weight [N, K] that has codes and no values; `transposed` if it is [K, N]."""
 
     gathered: dict[str, Any]
     """"source", its ShardedWeight; "mesh"; "rows" and "columns": [processes, bytes], or None. Views share it."""
@@ -149,10 +149,10 @@ class GatheredWeight(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Computes what training in MXFP8 and FSDP2 ask for; ContractError for other ops."""
+        """Computes the ops of MXFP8 training and of FSDP2; raises ContractError for other ops."""
         self = args[0]
         if func is torch.ops.mxfp8.linear_train.default:
-            return linear_train(*args, **(kwargs or {}))  # which quantizes the weight
+            return linear_train(*args, **(kwargs or {}))  # it calls `quantize` of the weight, below
         if isinstance(self, GatheredWeight):
             if func in _SAME:
                 return self._view()

@@ -1,11 +1,11 @@
-"""Access to packed weights, wherever they are: by name, as elements and scales, or dequantized.
+"""Access to the packed weights of models and checkpoints: by name, as elements and scales, or dequantized.
 
 weight.py        a packed weight, and a model's other tensors
 from_onnx.py     finds them in ONNX models, ours and TensorRT's
 from_torch.py    finds them in exported programs
 safetensors.py   the file format
 checkpoint.py    opens a checkpoint: a file, an index or a folder; names of tensors in it
-interchange.py   unpack: chooses between the two; to and from safetensors
+interchange.py   unpack, for both kinds of models; export to safetensors, and import from it
 """
 
 from mxfp8_graph.packed.interchange import export_safetensors, import_safetensors, unpack

@@ -66,7 +66,7 @@ _OF_QUANTIZATION: Final = re.compile(r"_?weight_(?!\d+$)|q(weight|zeros|data)|(?
 
 COMFY_MARKER: Final = ".comfy_quant"
 _COMFY_GLOBAL: Final = "scaled_fp8"
-"""A tensor of this name says that all float8 weights have one scale each; ComfyUI's older form."""
+"""Name of the tensor that marks ComfyUI's older form, where each float8 weight has one scale."""
 
 _COMFY_METADATA: Final = "_quantization_metadata"
 _COMFY_KEYS: Final = frozenset({"format", "group_size", "full_precision_matrix_mult", "orig_dtype", "orig_shape"})
@@ -81,7 +81,7 @@ class Checkpoint:
     """File, index or folder, as the caller named it."""
     weights: Mapping[str, PackedWeight]
     others: Tensors
-    """Tensors as they are."""
+    """All other tensors, unchanged."""
     foreign: tuple[str, ...]
     """Tensors of other quantizations than MXFP8 in blocks of 32 along the last axis, with dtype and shape."""
     byte_size: int
@@ -102,30 +102,30 @@ def listed(names: tuple[str, ...] | list[str], most: int = 20) -> str:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Returns what a checkpoint holds; no tensor is read but ComfyUI's markers.
+    """Returns the tensors of a checkpoint by name. It reads headers and ComfyUI's markers, and no other data.
 
     Args:
         path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a folder with
             model.safetensors or model.safetensors.index.json.
 
     Raises:
-        ContractError: a file cannot be read, there is no MXFP8 weight, scales do not fit their weights, or something
-            beside a weight says that it is quantized in a way that is not known.
+        ContractError: a file cannot be read, there is no MXFP8 weight, scales do not fit their weights, or a tensor
+            or metadata beside a weight describe an unknown quantization.
     """
     path = Path(path)
     file = _file_in(path) if os.path.isdir(path) else path
     stored, metadata = _sharded(file) if file.suffix == ".json" else safetensors.read(file)
-    said = _comfy_layers(stored, metadata, path)
+    comfy = _comfy_layers(stored, metadata, path)
     weights: dict[str, PackedWeight] = {}
     # Markers are descriptions of layers and no tensors of the model.
     used = {name for name in stored if name.endswith(COMFY_MARKER)}
     misfits: list[str] = []
-    for name, elements, scales, swizzled in _pairs(stored, metadata, said):
+    for name, elements, scales, swizzled in _pairs(stored, metadata, comfy):
         used |= {elements, scales}
         if misfit := _misfit(name, stored[elements].shape, stored[scales].shape, swizzled=swizzled):
             misfits.append(misfit)
         else:
-            only = bool(said.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult"))
+            only = bool(comfy.get(name.removesuffix(".weight"), {}).get("full_precision_matrix_mult"))
             weights[name] = _weight(name, stored[elements], stored[scales], swizzled=swizzled, only=only)
     # Refused and not ignored: an unknown scale or zero point beside a weight would change its values.
     misfits += _unknown(stored, metadata, used, weights)
@@ -136,8 +136,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     others = {name: tensor for name, tensor in stored.items() if name not in used}
     foreign = (
         *(
-            f"{layer!r} (ComfyUI's {str(said[layer])[:200]})"
-            for layer in sorted(said)
+            f"{layer!r} (ComfyUI's {str(comfy[layer])[:200]})"
+            for layer in sorted(comfy)
             if f"{layer}.weight" in stored.keys() - weights.keys()
         ),
         *(
@@ -162,7 +162,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def _unknown(stored: Tensors, metadata: Mapping[str, str], used: Set[str], weights: Collection[str]) -> list[str]:
     """Returns the tensors and metadata that describe an unknown quantization of MXFP8 weights or of their inputs."""
-    # Where a module has several weights, such as experts.gate_up, the rest of it belongs to any of them.
+    # If a module has several weights, such as experts.gate_up, its other tensors may belong to any of them.
     heads = {w.removesuffix("weight") if f".{w}".endswith(".weight") else f"{w}_" for w in weights}
     suspects = {
         name
@@ -187,27 +187,28 @@ def _file_in(folder: Path) -> Path:
 
 
 def _pairs(
-    stored: Tensors, metadata: Mapping[str, str], said: Mapping[str, Mapping[str, Any]]
+    stored: Tensors, metadata: Mapping[str, str], comfy: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """Yields (weight, its elements, its scales, whether those are swizzled), each a name.
+    """Yields (name of a weight, of its elements, of its scales, whether the scales are swizzled).
 
-    `said` is ComfyUI's description of each layer; if there is one, it covers every quantized layer.
+    `comfy` has ComfyUI's description of each layer; if it has any, it covers every quantized layer.
     """
     for name, tensor in stored.items():
         if tensor.dtype not in _FORMATS or (
-            said and not _is_comfy_mxfp8(said.get(name.removesuffix(".weight")), tensor)
+            comfy and not _is_comfy_mxfp8(comfy.get(name.removesuffix(".weight")), tensor)
         ):
             continue
         # By name and by dtype: FP8 with one float32 scale per tensor has the same names.
         scales = next((s for suffix in CONVENTIONS.values() if (s := name + suffix) in stored), None)
         if scales is not None and stored[scales].dtype in _SCALE_DTYPES:
-            yield name, name, scales, bool(said)
+            yield name, name, scales, bool(comfy)  # only ComfyUI swizzles scales under these names
         elif name.endswith("_qdata") and (pair := _of_torchao(name, stored, metadata)) is not None:
             yield pair
 
 
 def _of_torchao(elements: str, stored: Tensors, metadata: Mapping[str, str]) -> tuple[str, str, str, bool] | None:
     """Returns the tuple of `_pairs` for X._weight_qdata, if its metadata describe an MXTensor in blocks of 32."""
+    # X._weight_qdata belongs to X.weight, the name under which the metadata describe it.
     module, _, rest = elements.removesuffix("_qdata").rpartition(".")
     name, scales = f"{module}.{rest[1:]}".lstrip("."), f"{elements.removesuffix('_qdata')}_scale"
     try:
@@ -222,7 +223,7 @@ def _of_torchao(elements: str, stored: Tensors, metadata: Mapping[str, str]) -> 
 
 
 def _misfit(name: str, shape: tuple[int, ...], scales: tuple[int, ...], *, swizzled: bool) -> str | None:
-    """Returns how scales do not fit a weight of that shape, or None."""
+    """Returns a description of scales that do not fit a weight of that shape, or None if they fit."""
     blocks = scale_shape(shape or (0,), -1)
     # Tiles pad rows to multiples of 128 and scales to multiples of 4.
     if swizzled and len(shape) == 2:
@@ -245,23 +246,23 @@ def _weight(name: str, elements: Stored, scales: Stored, *, swizzled: bool, only
         module=name.removesuffix(".weight") if name.endswith(".weight") else None,
         shape=elements.shape,
         element_format=_FORMATS[elements.dtype],
-        weight_only=only or None,
+        weight_only=only or None,  # without ComfyUI's flag a checkpoint says nothing about activations
         read_elements=lambda: elements.bytes().reshape(elements.shape),
         read_scales=codes,
     )
 
 
 def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str, Any]:
-    """Returns the object that a JSON file holds.
+    """Returns the object in a JSON file.
 
     Raises:
-        ContractError: it cannot be read; or it is not a JSON object, with `what`, `expected` and `advice`.
+        ContractError: the file cannot be read; or it has no JSON object, with `what`, `expected` and `advice`.
     """
     try:
         data = json.loads(path.read_bytes())
     except OSError as error:
         raise ContractError.unreadable(path, error, "a readable file") from None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # json raises RecursionError for text with deep nesting
         data = None
     if not isinstance(data, dict):
         raise ContractError(path, what, expected=expected, advice=advice)
@@ -269,40 +270,42 @@ def read_json(path: Path, *, what: str, expected: str, advice: str) -> dict[str,
 
 
 def _sharded(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Returns the tensors of every file an index names, and their metadata."""
+    """Returns the tensors of all files that an index names, and their metadata."""
     what, expected = "not the index of a checkpoint", "JSON with a weight_map"
     advice = "name a .safetensors.index.json"
-    placed = read_json(path, what=what, expected=expected, advice=advice).get("weight_map")
-    if not isinstance(placed, dict) or not all(isinstance(shard, str) for shard in placed.values()):
+    weight_map = read_json(path, what=what, expected=expected, advice=advice).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ContractError(path, what, expected=expected, advice=advice)
     stored: dict[str, Stored] = {}
     metadata: dict[str, str] = {}
-    for shard in sorted(set(placed.values())):
+    for shard in sorted(set(weight_map.values())):
         try:
+            # An index of unknown origin may name any file; `locate` refuses a file outside of its folder.
             shard_path = locate(path, shard, str(path))
         except OSError as error:
             raise ContractError.unreadable(path.parent / shard, error, "a readable safetensors file") from None
         tensors, shard_metadata = safetensors.read(shard_path)
-        # A shard may have a copy of a tensor that the index places in another one.
-        stored |= {name: tensor for name, tensor in tensors.items() if placed.get(name, shard) == shard}
+        # A shard may have a copy of a tensor that the index places in another shard.
+        stored |= {name: tensor for name, tensor in tensors.items() if weight_map.get(name, shard) == shard}
         metadata |= shard_metadata
-    if lacking := [f"{name!r} in {placed[name]}" for name in sorted(placed.keys() - stored.keys())]:
+    if missing := [f"{name!r} in {weight_map[name]}" for name in sorted(weight_map.keys() - stored.keys())]:
         expected, advice = "the tensors that it names", "download it again"
-        raise ContractError(path, f"no {listed(lacking)}", expected=expected, advice=advice)
+        raise ContractError(path, f"no {listed(missing)}", expected=expected, advice=advice)
     return stored, metadata
 
 
 def _of_quantization(name: str) -> bool:
-    """Returns whether a tensor says how values are quantized, by its name in the module of a weight.
+    """Whether a tensor describes a quantization, by its name in the module of a weight.
 
-    Scales of the input (input_scale, pre_quant_scale), zero points, orders of columns (g_idx), and modules such as
-    input_quantizer do; a bias, adapters, and TransformerEngine's _extra_state, which has no state for MXFP8, do not.
+    True for scales of the input (input_scale, pre_quant_scale), zero points, orders of columns (g_idx), and modules
+    such as input_quantizer. False for a bias, adapters, and TransformerEngine's _extra_state, which has no state for
+    MXFP8.
     """
     return "quant" in name or ("." not in name and _OF_QUANTIZATION.match(name) is not None)
 
 
 def _is_known(config: str | None) -> bool:
-    """Returns whether a quantization_config in a file's metadata, if there is one, is of a convention above."""
+    """Whether the quantization_config in a file's metadata is of a convention above, or is missing."""
     try:
         return config is None or json.loads(config)["quant_method"] in (COMPRESSED_TENSORS, "mxfp8")
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -310,22 +313,22 @@ def _is_known(config: str | None) -> bool:
 
 
 def _comfy_layers(stored: Tensors, metadata: Mapping[str, str], path: Path) -> dict[str, dict[str, Any]]:
-    """Returns the description of each layer; metadata overrule markers, as in ComfyUI.
+    """Returns ComfyUI's description of each layer; metadata overrule markers, as in ComfyUI.
 
     Raises:
-        ContractError: a marker or the metadata is not what ComfyUI writes.
+        ContractError: a marker or the metadata has another form than ComfyUI's.
     """
     texts = {name: tensor.bytes().tobytes() for name, tensor in stored.items() if name.endswith(COMFY_MARKER)}
     descriptions: dict[str, Any] = {}
     where = ""
     try:
-        # `where` outlives the loop: it is the name in the error, of the marker that failed or of the metadata.
+        # `where` is used after the loop: the error names the marker that failed, or the metadata.
         for where, text in texts.items():
             descriptions[where.removesuffix(COMFY_MARKER)] = json.loads(text)
         where = _COMFY_METADATA
         if where in metadata:
             descriptions = {**descriptions, **json.loads(metadata[where])["layers"]}
-        # Metadata without a layer say nothing, as do files without metadata; only the latter are normal.
+        # Files without metadata are normal; metadata without a layer are damaged.
         if (descriptions or where not in metadata) and all(isinstance(layer, dict) for layer in descriptions.values()):
             return descriptions
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -334,8 +337,8 @@ def _comfy_layers(stored: Tensors, metadata: Mapping[str, str], path: Path) -> d
     raise ContractError(path, f"{where!r} is damaged", expected=expected, advice="write the checkpoint again")
 
 
-def _is_comfy_mxfp8(said: Mapping[str, Any] | None, weight: Stored) -> bool:
-    """Returns whether a layer is in plain MXFP8, with no key that may change its values."""
-    said = said or {}
-    kind = said.get("format"), said.get("group_size", formats.BLOCK_SIZE), weight.dtype
-    return kind == ("mxfp8", formats.BLOCK_SIZE, safetensors.E4M3) and said.keys() <= _COMFY_KEYS
+def _is_comfy_mxfp8(layer: Mapping[str, Any] | None, weight: Stored) -> bool:
+    """Whether ComfyUI describes a layer as plain MXFP8, with no key that may change its values."""
+    layer = layer or {}
+    kind = layer.get("format"), layer.get("group_size", formats.BLOCK_SIZE), weight.dtype
+    return kind == ("mxfp8", formats.BLOCK_SIZE, safetensors.E4M3) and layer.keys() <= _COMFY_KEYS

@@ -53,12 +53,12 @@ def contents(model: ir.Model) -> Contents:
     taken: set[str] = set()
     packed: set[ir.TensorProtocol] = set()
     for use in _uses(graph, name_of(model)):
-        # By value: a tied weight is one initializer with several readers, and is listed once.
+        # By value: a tied weight is one initializer with several users, and is listed once.
         only = _weight_only(use.node)
         if use.value not in weights:
             packed |= {use.elements, use.scales}
             weights[use.value] = _weight(use, take_name(original_name(str(use.value.name)), taken))
-        # A weight that several nodes share counts as quantized on both sides if one of them quantizes its activations.
+        # A shared weight is not weight-only if one of its nodes quantizes activations.
         elif weights[use.value].weight_only and only is False:
             weights[use.value] = replace(weights[use.value], weight_only=False)
     names, biases = set(graph.initializers), _biases(graph)
@@ -78,7 +78,7 @@ def contents(model: ir.Model) -> Contents:
 
 
 def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
-    """Yields the nodes of a graph and its subgraphs whose elements and scales are both stored, as they run."""
+    """Yields the nodes of a graph and its subgraphs whose elements and scales are both stored, in order."""
     for node in main.all_nodes():
         at = _elements_at(node)
         values = () if at is None else node.inputs[at : at + 2]
@@ -89,7 +89,7 @@ def _uses(main: ir.Graph, where: str) -> Iterator[_Use]:
 
 
 def _biases(main: ir.Graph) -> set[ir.Value | None]:
-    """Returns what gemms of ours add, in the graph and its subgraphs."""
+    """Returns the biases of our gemms, in the graph and its subgraphs."""
     nodes = [node for node in main.all_nodes() if node.domain == contract.DOMAIN]
     places = ((node, op.at("bias")) for node in nodes if (op := contract.OPS.get(node.op_type)) and op.is_gemm)
     return {node.inputs[at] for node, at in places if at is not None and at < len(node.inputs)}
@@ -103,7 +103,7 @@ def _axis(node: ir.Node, elements: ir.TensorProtocol, scales: ir.TensorProtocol,
     if node.domain == TRT and (axis is None or -rank <= axis < rank):
         axis = blocked_axis(dims, scale_dims, axis)
     elif axis is None:
-        axis = -1
+        axis = -1  # our nodes without this attribute have blocks along K, the last axis
     if axis is None or not -rank <= axis < rank or scales.dtype not in _SCALES:
         kind = f"{scales.dtype.name.lower()} scales {list(scale_dims)}"
         what = f"node {label(node)!r} has {kind} for elements {list(dims)}"
@@ -133,6 +133,7 @@ def _weight(use: _Use, name: str) -> PackedWeight:
         shape=(*dims, k),
         element_format=_FORMATS[use.elements.dtype],
         weight_only=_weight_only(use.node),
+        # K is last in a PackedWeight, whichever axis has the blocks in the node.
         read_elements=lambda: np.moveaxis(_codes(use.elements), use.axis, -1),
         read_scales=lambda: np.moveaxis(without_padding(_codes(use.scales), blocks), use.axis, -1),
     )
@@ -145,8 +146,8 @@ def _codes(tensor: ir.TensorProtocol) -> Codes:
 def _read(tensor: ir.TensorProtocol) -> Array:
     try:
         return tensor.numpy()
-    except (OSError, ValueError) as error:  # its file is gone, or shorter
-        expected, advice = "the file of the model, as it was", "unpack the model again"
+    except (OSError, ValueError) as error:  # its file is missing or shorter now
+        expected, advice = "an unchanged file of the model", "unpack the model again"
         raise ContractError(f"tensor {tensor.name!r}", str(error), expected=expected, advice=advice) from None
 
 

@@ -35,6 +35,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
         for node in scope.module.graph.nodes:
             op = internals.op_name(node)
             if op in contract.TORCH_OPS:
+                # A bias may be a float32 copy, whose original name `bias_name` restores.
                 biases.add(_stored(view, internals.argument(node, "bias")))
             if op not in _NAMES:
                 continue
@@ -60,7 +61,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
 
 
 def _stored(view: Program, node: Any) -> str | None:
-    """Returns the name of the buffer that an operand is or picks experts from, or None if it is computed."""
+    """Returns the name of the buffer that an operand reads or picks experts from, or None if it is computed."""
     if isinstance(node, Node) and internals.op_name(node) in GATHERS:
         node = node.args[0]
     return view.stored_name(node) if isinstance(node, Node) else None
@@ -80,7 +81,7 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 
 
 def _weight_only(node: Node) -> bool | None:
-    """Whether an op does not quantize activations, or has none; None if it is not for packed weights."""
+    """Whether the op of a packed weight leaves activations in high precision; None for other ops."""
     op = internals.op_name(node)
     if op not in contract.PACKED_OPS:
         return None
@@ -93,6 +94,6 @@ def _module(node: Node | None) -> str | None:
 
 
 def _other(name: str, module: str | None, tensor: torch.Tensor) -> Tensor:
-    dtype = np.dtype(dtype_name(tensor.dtype))  # bfloat16 too, which ml_dtypes has taught NumPy
+    dtype = np.dtype(dtype_name(tensor.dtype))  # bfloat16 too, which ml_dtypes registers with NumPy
     shape = tuple(tensor.shape)
     return Tensor(name=name, module=module, dtype=dtype, shape=shape, read=lambda: to_numpy(tensor.contiguous()))

@@ -1,4 +1,4 @@
-"""Packed weights of models by name, and to and from safetensors checkpoints, bit for bit."""
+"""Returns packed weights of models by name, and converts them to and from safetensors checkpoints, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from mxfp8_ops.errors import ContractError
 def unpack(model: Any) -> Mapping[str, PackedWeight]:
     """Returns the packed weights of a model, by the names they had before.
 
-    Only the structure is read. Each weight reads its elements and scales from the file on access,
-    so a model larger than memory can be gone through weight by weight. The files have to stay where they are meanwhile.
+    Only the structure is read. Each weight reads its elements and scales from the file on access, so you can read a
+    model larger than memory weight by weight. Keep the files in place until then.
 
     Args:
         model: the path of an ONNX file or a .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
-            `torch.export.ExportedProgram`. Weights in TensorRT's own MXFP8 nodes (domain `trt`) are found too. A
-            model that was not rewritten has none.
+            `torch.export.ExportedProgram`. Weights in TensorRT's own MXFP8 nodes (domain `trt`) are included. A model
+            that was not rewritten has none.
 
     Raises:
         ContractError: the model is none of these, or cannot be read.
@@ -39,13 +39,14 @@ def unpack(model: Any) -> Mapping[str, PackedWeight]:
 
 
 def contents(model: Any) -> Contents:
-    """Returns everything a model stores; see `unpack`."""
+    """Returns the packed weights and the other parameters of a model; see `unpack`."""
     kind = kind_of(model)
     if kind is Kind.UNKNOWN:
         expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or an ExportedProgram"
         raise ContractError("unpack", f"a {type(model).__name__}", expected=expected, advice="load the model first")
+    # Imports are here and not on top: importing torch takes seconds, and ONNX models do not need it.
     if kind.is_program:
-        from mxfp8_graph.torch_pass.load import load  # says what to install where torch is missing
+        from mxfp8_graph.torch_pass.load import load  # first, since its error names the packages to install
 
         # isort: split
         from mxfp8_graph.packed import from_torch
@@ -69,22 +70,22 @@ def export_safetensors(
     weights_only: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Returns `path`, having written the weights of a rewritten model there as a safetensors checkpoint.
+    """Writes the weights of a rewritten model to a safetensors checkpoint, and returns `path`.
 
-    Weights are called by the module that uses them ("model.layers.0.up.weight") where the model records it, else as
-    in the model. The file's metadata has the "quantization_config" that belongs in the checkpoint's config.json. One
+    A weight is named after the module that uses it ("model.layers.0.up.weight") if the model records the module, else
+    as in the model. The file's metadata has the "quantization_config" that belongs in the checkpoint's config.json. One
     tensor is in memory at a time.
 
     Args:
-        model: whatever `unpack` takes.
+        model: a model of any type that `unpack` takes.
         path: file to write.
         convention: "compressed-tensors" (scales are X.weight_scale) or "scale-inv" (X.weight_scale_inv).
         weights_only: leave out the parameters that are not packed (biases, embeddings, norms).
         overwrite: whether an existing file may be replaced.
 
     Raises:
-        ContractError: the model holds no packed weights or cannot be read, the convention lacks their elements, or the
-            file cannot be written.
+        ContractError: the model has no packed weights or cannot be read, the convention does not support their element
+            format, or the file cannot be written.
     """
     path = Path(path)
     if convention not in CONVENTIONS:
@@ -106,10 +107,11 @@ def export_safetensors(
     tensors: dict[str, PackedWeight | Tensor] = {**weights}
     ignored = []
     for tensor in source.others:
-        # A tied embedding that is stored under the name of the output projection gets that of the module that looks it
-        # up.
+        # A tied embedding that is stored under the name of the output projection gets the name of the module that looks
+        # it up.
         tied = tensor.name in taken and tensor.module is not None
         name = take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
+        # Readers need the names of the modules whose matrices stay in high precision.
         if len(tensor.shape) > 1 and name.endswith(".weight"):
             ignored.append(name.removesuffix(".weight"))
         if not weights_only:
@@ -120,7 +122,7 @@ def export_safetensors(
 
 
 def entries_of(tensors: Mapping[str, PackedWeight | Tensor], convention: str) -> list[safetensors.Entry]:
-    """Returns the tensors of a checkpoint, a weight's scales after its elements; dtypes without a name are left out."""
+    """Returns the tensors of a checkpoint, scales after their elements, without dtypes that safetensors lacks."""
     entries = []
     for name, tensor in tensors.items():
         if isinstance(tensor, PackedWeight):
@@ -135,7 +137,7 @@ def entries_of(tensors: Mapping[str, PackedWeight | Tensor], convention: str) ->
 
 
 def config_of(weights: Mapping[str, PackedWeight], convention: str, ignored: Iterable[str]) -> dict[str, Any]:
-    """Returns what belongs under "quantization_config" in the checkpoint's config.json.
+    """Returns the value of "quantization_config" in the checkpoint's config.json.
 
     `weights` are by their names in the checkpoint; `ignored` has the names of modules whose weights are not packed.
     """
@@ -146,11 +148,11 @@ def config_of(weights: Mapping[str, PackedWeight], convention: str, ignored: Ite
             "activation_scheme": "dynamic",
             "weight_block_size": [1, formats.BLOCK_SIZE],
             "scale_fmt": "ue8m0",
-            # Without it readers take every linear layer for an MXFP8 one.
+            # Without it readers treat every linear layer as MXFP8.
             "modules_to_not_convert": sorted(ignored),
         }
     modules: dict[tuple[bool, bool], list[str]] = {}
-    # E4M3 and E5M2 are one kind of config; the dtype of the tensors tells them apart. Quantized modules come first.
+    # E4M3 and E5M2 are one kind of config, since the dtype of the tensors differs. Quantized modules come first.
     for name, weight in sorted(weights.items(), key=lambda item: bool(item[1].weight_only)):
         kind = weight.element_format == formats.INT8.name, bool(weight.weight_only)
         modules.setdefault(kind, []).append(name.removesuffix(".weight"))
@@ -179,19 +181,19 @@ def _config_group(targets: list[str], is_int: bool, weight_only: bool) -> dict[s
         "weights": {**settings, "dynamic": False},
         "input_activations": None if weight_only else {**settings, "dynamic": True},
         "output_activations": None,
-        # compressed-tensors has no name for MXINT8: a reader that knows others alone refuses this one.
+        # compressed-tensors has no name for MXINT8, so readers that know only its names refuse this one.
         "format": "mxint8-quantized" if is_int else "mxfp8-quantized",
     }
 
 
 def file_metadata(config: Mapping[str, Any], source: Contents) -> dict[str, str]:
-    """Returns the metadata of a file of a checkpoint that is made of a model."""
-    # transformers insists on the first.
+    """Returns the metadata of a checkpoint's file: the config, and the record of the model's rewrite."""
+    # transformers requires the first entry.
     return {"format": "pt", CONFIG_KEY: json.dumps(config), **provenance.entries(source.recipe)}
 
 
 def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
-    """Returns the MXFP8 weights of a safetensors checkpoint by name; data is read when a weight is asked for it.
+    """Returns the MXFP8 weights of a safetensors checkpoint by name; a weight reads its data on access.
 
     Reads compressed-tensors (modelopt and auto-round write the same), weight_scale_inv, torchao's and ComfyUI's
     tensors, with scales of dtype U8 or F8_E8M0. Tensors that are not MXFP8 are left out.
@@ -200,7 +202,7 @@ def import_safetensors(path: str | Path) -> Mapping[str, PackedWeight]:
         path: a .safetensors file, the .safetensors.index.json of a sharded checkpoint, or a Hugging Face folder.
 
     Raises:
-        ContractError: a file cannot be read, there is no MXFP8 weight in it, or something beside an MXFP8 weight says
-            that it is quantized in a way that is not known.
+        ContractError: a file cannot be read, there is no MXFP8 weight in it, or a tensor beside an MXFP8 weight
+            describes an unknown quantization.
     """
     return MappingProxyType(dict(open_checkpoint(path).weights))

@@ -1,7 +1,8 @@
 """The safetensors file format: an 8-byte little-endian length, that many bytes of JSON, then the data without gaps.
 
 The safetensors package checks headers. Data are read and written here, one tensor at a time: the package writes only
-what is in memory as a whole, gives NumPy no float8, and does not tell offsets, which external data of ONNX needs.
+checkpoints that are in memory as a whole, has no float8 for NumPy, and hides the offsets that external data of ONNX
+needs.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class Entry(_Tensor):
-    """One tensor to be written; `read` is called just before."""
+    """A tensor to write; `read` is called just before."""
 
     name: str
     read: Callable[[], Array]
@@ -62,7 +63,7 @@ class Entry(_Tensor):
 
 @dataclass(frozen=True)
 class Stored(_Tensor):
-    """One tensor in a file."""
+    """A tensor in a file."""
 
     path: Path
     offset: int
@@ -93,10 +94,10 @@ def write(
     overwrite: bool,
     inputs: Collection[Path] = (),
 ) -> None:
-    """Writes a file whole or not at all, one tensor in memory at a time.
+    """Writes a file, completely or not at all, with one tensor in memory at a time.
 
     Raises:
-        ContractError: the file exists and `overwrite` is false, is one of `inputs`, or cannot be written.
+        ContractError: the file exists and `overwrite` is false, it is one of `inputs`, or it cannot be written.
     """
     ordered = sorted(entries, key=lambda e: (-int(DTYPES[e.dtype].itemsize), e.name))  # wide dtypes first: all aligned
     with output(path, overwrite=overwrite, inputs=inputs) as folder, (folder / path.name).open("xb") as file:
@@ -121,7 +122,7 @@ def read(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """
     try:
         with path.open("rb") as file:
-            # Checks the header. It does not map the file, since a mapped file that is cut ends the process.
+            # Checks the header. "pread" does not map the file: cutting a mapped file ends the process that reads it.
             safe_open(path, "np", backend="pread")
             start = 8 + int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(start - 8))

@@ -35,7 +35,7 @@ class PackedWeight:
     element_format: str
     """"e4m3", "e5m2" or "int8"."""
     weight_only: bool | None
-    """Whether its matmuls do not quantize their activations (true if it has none); None if the model does not say."""
+    """Whether its nodes leave activations in high precision, or have none; None if the model does not record it."""
     read_elements: Callable[[], Codes] = field(repr=False)
     read_scales: Callable[[], Codes] = field(repr=False)
 
@@ -108,7 +108,7 @@ def original_name(elements: str) -> str:
 
 
 def bias_name(name: str, taken: Collection[str]) -> str:
-    """Returns the name of the original parameter if a gemm's bias is a float32 copy, as its name then says."""
+    """Returns `name` without the suffix "_f32" of a bias's float32 copy; `name` itself if `taken` has the other."""
     plain = name.removesuffix("_f32")
     return name if plain in taken else plain
 

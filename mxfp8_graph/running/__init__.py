@@ -6,5 +6,5 @@ runner.py        one model, timed
 sessions.py      ONNX Runtime sessions with and without the native library; programs.py: exported torch programs
 inputs.py        inputs from a file, or synthesised in sizes that fit the model; index_ranges.py: the ids that fit it
 samples.py       the inputs of several runs, from a file, a folder, a user's function or arrays
-compare.py       two arrays in numbers
+compare.py       the differences of two arrays in numbers
 """

@@ -19,8 +19,8 @@ __all__ = ["Difference", "difference", "sameness", "sqnr"]
 class Difference(Data):
     """`result` against `reference`, over the positions where both are finite.
 
-    Where there is no such position the three errors are NaN: nothing was measured, which is no success. Two results
-    without any position (a batch of 0) are equal: there is nothing in which they could differ.
+    Without such a position the three errors are NaN, which no check may count as passed. Two empty results (a batch of
+    0) are equal.
     """
 
     relative_l2: float
@@ -30,7 +30,7 @@ class Difference(Data):
     cosine: float
     """Cosine of the angle between the two; 1 when both are zero."""
     nonfinite: int
-    """Positions where one has a NaN or Inf and the other something else."""
+    """Positions where one has a NaN or Inf and the other has another value."""
     compared: int
     """Positions where both are finite."""
     count: int
@@ -38,8 +38,8 @@ class Difference(Data):
 
 
 def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Difference:
-    """Returns how far `result` is from `reference`, computed in float64; the shapes must be the same."""
-    # In float64: in float32 the sum over a large output would itself be off by more than some errors that are reported.
+    """Returns the differences of `result` from `reference`, computed in float64; the shapes must be the same."""
+    # In float64: the rounding of a float32 sum over a large output would exceed some of the errors.
     a, b = reference.astype(np.float64).ravel(), result.astype(np.float64).ravel()
     # Equal infinities and NaN at the same place are no difference.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -60,7 +60,7 @@ def difference(reference: npt.NDArray[Any], result: npt.NDArray[Any]) -> Differe
 
 
 def sameness(values: npt.NDArray[Any]) -> str | None:
-    """Returns why a comparison with `values` proves little ("zero everywhere"), or None if they vary or are few."""
+    """Returns the reason why a comparison with `values` proves little ("zero everywhere"), or None if they vary."""
     if values.size < 2:
         return None
     numbers = values.astype(np.float64)

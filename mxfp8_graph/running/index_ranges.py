@@ -1,7 +1,7 @@
-"""The values that an integer input may take: indices that are inside of every table it indexes.
+"""The values that an integer input may take: indices inside of every table that it indexes.
 
-Follows each integer input forward through ops that only move values around (Cast, Reshape, Slice, Where, ...), in
-subgraphs and local functions too, to the ops that index a table with them.
+Follows each integer input forward through ops that only move values (Cast, Reshape, Slice, Where, ...), in subgraphs
+and local functions too, to the ops that index a table with them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MOVES: Final[dict[str, slice]] = {
     **dict.fromkeys(["Concat", "Min", "Max"], slice(None)),
     "Where": slice(1, 3),
 }
-"""Op -> the inputs whose values its outputs have."""
+"""Op -> the inputs whose values it moves to its outputs."""
 
 _TABLES: Final = {
     "Gather": ((0, 1, "axis"),),
@@ -36,17 +36,17 @@ _TABLES: Final = {
         if op.indices_at is not None
     },
 }
-"""Op -> (input that is the table, input that indexes it, attribute that says along which axis)."""
+"""Op -> (input that is the table, input that indexes it, attribute with the axis)."""
 
 
 def index_ranges(model: ir.Model) -> dict[str, range]:
     """Returns, for each integer input that indexes tables, the values that stay inside the smallest of them."""
     foreign = [(domain, name) for domain, name, _ in model.functions if domain != contract.DOMAIN]
     if foreign:
-        # A model that cannot be inlined still has ranges for what its main graph indexes.
+        # A model that cannot be inlined still has ranges for the tables of its main graph.
         with contextlib.suppress(ContractError):
             model = through(model, lambda proto: inliner.inline_selected_functions(proto, foreign), "inliner")
-    infer(model, [])  # lengths of tables: one may be computed from an initializer
+    infer(model, [])  # for the lengths of tables that are computed from initializers
     # Value -> the graph inputs that it comes from.
     integers = (value for value in model.graph.inputs if value.dtype is not None and value.dtype.is_integer())
     origins: dict[ir.Value | None, set[str]] = {value: {str(value.name)} for value in integers}
@@ -57,17 +57,17 @@ def index_ranges(model: ir.Model) -> dict[str, range]:
                 length = _length(node.inputs[table], attribute(node, axis, 0) if axis else 0)
                 for name in origins.get(node.inputs[index], ()):
                     lengths[name] = min(length, lengths.get(name, length))
-        moved = node.inputs[_MOVES.get(node.op_type, slice(0))]
-        names = {name for value in moved for name in origins.get(value, ())}
+        sources = node.inputs[_MOVES.get(node.op_type, slice(0))]
+        names = {name for value in sources for name in origins.get(value, ())}
         origins |= dict.fromkeys(node.outputs, names)
     return {name: range(max(1, length)) for name, length in lengths.items()}
 
 
 def _length(table: ir.Value | None, axis: int) -> int:
-    """Returns how many entries the table has; 1 if that is unknown, since index 0 is always inside."""
+    """Returns the number of entries of a table; 1 if it is unknown, since index 0 is always inside."""
     if table is None:
         return 1
-    # What a caller does not replace is the default, whose shape can say more than the declared one.
+    # The default of an input that a caller may replace has a shape, even if the declared one is unknown.
     tensor = default(table)
     shape = tensor.shape.numpy() if tensor is not None else shape_of(table) or ()
     size = shape[axis] if -len(shape) <= axis < len(shape) else None

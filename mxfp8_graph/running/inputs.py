@@ -45,7 +45,7 @@ class InputSpec:
     dims: tuple[Dim, ...]
 
     def __str__(self) -> str:
-        """Returns it as a user writes it: input_ids int64 [batch, seq]."""
+        """Returns the input as a user writes it: input_ids int64 [batch, seq]."""
         return f"{self.name} {self.dtype.name} [{', '.join('?' if d is None else str(d) for d in self.dims)}]"
 
 
@@ -88,7 +88,7 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
     """Returns `arrays` in the order of `specs`.
 
     Raises:
-        ShapeError: names, dtypes or shapes other than those of `specs`, or two sizes for one dim_param.
+        ShapeError: a name, dtype or shape differs from `specs`, or one dim_param has two sizes.
     """
     wanted = {spec.name for spec in specs}
     if odd := sorted(wanted ^ set(arrays)):
@@ -108,7 +108,7 @@ def check_inputs(arrays: Mapping[str, Array], specs: list[InputSpec], where: str
             advice = "convert or reshape it"
             raise ShapeError(where, describe({spec.name: array}), expected=str(spec), advice=advice)
         for size, dim in pairs:
-            # ONNX Runtime checks that too late, and by the name of a node.
+            # ONNX Runtime checks this inside of the run, and names a node instead of the input.
             if isinstance(dim, str) and sizes.setdefault(dim, (size, spec.name))[0] != size:
                 first, owner = sizes[dim]
                 what = f"{spec.name!r} has {dim} = {size} and {owner!r} has {dim} = {first}"
@@ -151,9 +151,10 @@ def _fill(spec: InputSpec, shape: tuple[int, ...], bounds: range | None, past: i
     if "position" in spec.name.lower() and spec.dtype.kind in "iu":
         steps = np.broadcast_to(np.arange(shape[-1] if shape else 1) + past, shape or (1,)).reshape(shape)
         return np.clip(steps, bounds.start, bounds.stop - 1) if bounds else steps
-    # Right for a multiplicative mask, and harmless for an additive one: softmax does not see a constant.
+    # Ones are right for a multiplicative mask; as an additive mask they are a constant, which softmax ignores.
     if spec.dtype.kind == "b" or "mask" in spec.name.lower():
         return np.ones(shape)
+    # uint8 inputs that index no table are images.
     if bounds is None and spec.dtype == np.uint8:
         bounds = range(256)
     if spec.dtype.kind in "iu":
@@ -171,7 +172,7 @@ _BY_NAME: Final = (
     (re.compile(r"channel", re.IGNORECASE), 3),
     (re.compile(r"seq|len|token|time|frame", re.IGNORECASE), _SEQUENCE),
 )
-"""Size by what the dim_param contains; None is the batch's."""
+"""Size by a word in the dim_param; None stands for the batch size."""
 
 
 class Sizes:
@@ -225,10 +226,10 @@ class Sizes:
         return self._known[dim]
 
     def _default(self, name: str, axis: int, dim: str) -> int:
-        # Decoders take a mask over cache and tokens; exporters give its length a name of its own, which says nothing.
+        # A decoder's mask covers cache and tokens; exporters give its length a name that has no relation to the two.
         has_past = any("past" in other.lower() for other in self._inputs)
         mask = "attention_mask" in name and axis == len(self._inputs[name]) - 1 and has_past
-        # A name that another input has too is the sequence's, and both must have one size.
+        # If another input has the same name, it is the sequence's, and both must have one size.
         shared = any(dim and dim in dims for other, dims in self._inputs.items() if other != name)
         if "total" in dim.lower() or (mask and not shared):
             tokens = (each for each in self._inputs if re.search("input_ids|inputs_embeds", each))

@@ -1,17 +1,18 @@
 """Compares the kernel of every MXFP8 node with its function body, on the same inputs, in one ONNX Runtime session.
 
-Comparing the two at the model's outputs proves little: a difference in the last bit of a float32 sum may round the
-next layer's element the other way, and that is a whole step of the element format, so two correct executions drift
-apart by as much as the quantization error itself. Node by node there is no drift, and a bound holds:
+A comparison at the model's outputs proves little. A difference in the last bit of a float32 sum may round an element of
+the next layer the other way, by a whole step of the element format. So the outputs of two correct executions may differ
+by as much as the quantization error itself. For one node on the same inputs a bound holds:
 
 - MXFP8Quantize, MXFP8Dequantize, MXFP8Embedding: no difference at all.
-- The gemms: both sums are float32 sums of the same exact products, in any order. Each is within
-  `gemm_error_bound` of the exact result, or `fused_gemm_error_bound`, so they are within twice that of each other.
+- The gemms: both sums are float32 sums of the same exact products, in any order. Each is within `gemm_error_bound` or
+  `fused_gemm_error_bound` of the exact result, so the two differ by at most twice that bound.
 - The attention: its values by `attention.attention_error_bound`; keys and values with the past before them are equal.
 
-The model is instrumented: each node gets a twin in another domain that only has the function body, and what both read
-and wrote are outputs of the model. A few nodes at a time: their tensors are in memory together, and the time that ONNX
-Runtime takes to put function bodies into a model grows with the square of their number.
+The model is changed for the check: each node gets a twin in another domain that only has the function body, and the
+inputs and outputs of both become outputs of the model. One session checks a few nodes, because their tensors are in
+memory together, and because the time that ONNX Runtime takes to insert function bodies grows with the square of their
+number.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _WEIGHT_VALUES: Final = 1 << 20
 """Values of a weight whose bound is computed at once, about 28 bytes of memory for each."""
 
 _FORMATS: Final = {row.numpy_name: name for name, row in formats.ELEMENT_FORMATS.items()}
-"""Name of each element format by that of its dtype in NumPy."""
+"""NumPy's name of the dtype -> name of the element format."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class NodeCheck(Data):
 
     @property
     def has_bound(self) -> bool:
-        """Whether the node sums values, so that the order of the sum shows in its last bits."""
+        """Whether the node sums values, so that the order of the sum changes its last bits."""
         return contract.OPS[self.op].factors_at is not None
 
     @property
@@ -83,10 +84,10 @@ class NodeCheck(Data):
 
 
 def check_nodes(model: ir.Model, inputs: Mapping[str, Any]) -> list[NodeCheck]:
-    """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not reached.
+    """Returns one check per MXFP8 node of the main graph; nodes in subgraphs are not checked.
 
     Raises:
-        BackendError: the model cannot be instrumented or run.
+        BackendError: ONNX Runtime cannot run the model with twins.
     """
     count = sum(node.domain == contract.DOMAIN for node in model.graph)
     return [
@@ -97,10 +98,10 @@ def check_nodes(model: ir.Model, inputs: Mapping[str, Any]) -> list[NodeCheck]:
 def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[NodeCheck]:
     """Returns the checks of some of the MXFP8 nodes, which are counted from 0."""
     stored, path = model.graph.initializers, path_of(model)
-    folder = path and path.resolve().parent  # ONNX Runtime reads data through no link
+    folder = path and path.resolve().parent  # ONNX Runtime reads no data behind a link
     if path and folder and not all(file.resolve().is_relative_to(folder) for file in external_files(model)):
-        folder = path.parent  # the model is a link, and its data is none
-    instrumented = to_proto(model)  # large weights stay in their files, the model's own among them
+        folder = path.parent  # the model is a link, and its data is not
+    instrumented = to_proto(model)  # large weights stay in their files, also in the model's own file
     pairs = _instrument(instrumented, chosen, {*inputs, *stored})
     as_it_is = Execution(optimize=False)  # every node runs as the file has it
     session = Session(instrumented, kernels=True, where=name_of(model), folder=folder, execution=as_it_is)
@@ -110,7 +111,7 @@ def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[N
     kernels = {name: " ".join(reversed(kernels_of(own))).strip() for name, own in calls.items()}
 
     def read(name: str) -> Array:
-        # A weight is read for its own node only: those of a whole batch of nodes may be large.
+        # A weight is read for its own node only: the weights of all nodes together may be large.
         tensor = stored[name].const_value if name not in values else None
         return values[name] if tensor is None else tensor.numpy()
 
@@ -126,12 +127,12 @@ def _checks(model: ir.Model, chosen: slice, inputs: Mapping[str, Any]) -> list[N
 
 
 def _instrument(model: ModelProto, chosen: slice, known: set[str]) -> list[tuple[NodeProto, NodeProto]]:
-    """Gives nodes twins, which it returns with them, and makes what both read and write the model's only outputs.
+    """Adds a twin of each chosen node, and returns (node, twin) pairs.
 
-    What is `known` is no output.
+    The inputs and outputs of both become the only outputs of the model, except names in `known`.
     """
     nodes = [node for node in model.graph.node if node.domain == contract.DOMAIN][chosen]
-    # The model's own bodies are what other runtimes execute; ours stand in for those that it lacks.
+    # Other runtimes execute the model's own bodies, so these are checked; ours replace only missing ones.
     carried = {function.name: function for function in model.functions if function.domain == contract.DOMAIN}
     if not {node.op_type for node in nodes} <= carried.keys():
         carried = {function.name: function for function in onnx_functions.functions(model)} | carried
@@ -147,7 +148,7 @@ def _instrument(model: ModelProto, chosen: slice, known: set[str]) -> list[tuple
 
 
 def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
-    """Adds the twin of a node to the model, and names outputs of the node that the graph omits; returns the twin."""
+    """Adds the twin of a node to the model and returns it; outputs of the node without a name get one."""
     for index, output in enumerate(node.output):
         node.output[index] = output or f"{prefix}/output/{index}"
     twin = NodeProto()
@@ -156,8 +157,8 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
     twin.output[:] = [f"{prefix}/twin/{index}" for index in range(len(node.output))]
     for index, port in enumerate(contract.OPS[node.op_type].inputs[: len(twin.input)]):
         if port.dtypes == contract.VALUES:
-            # ONNX Runtime drops the rounding to float16 between an op it has in float32 only and a Cast, and the bodies
-            # start with one. Behind an Identity they get what the graph says.
+            # A body starts with a Cast. After an op that it has in float32 only, ONNX Runtime drops the rounding to
+            # float16 before a Cast; an Identity between the two keeps it.
             name = f"{prefix}/input/{index}"
             model.graph.node.append(helper.make_node("Identity", [node.input[index]], [name], name=name))
             twin.input[index] = name
@@ -170,7 +171,7 @@ def _twin_of(function: FunctionProto) -> FunctionProto:
     twin = FunctionProto()
     twin.CopyFrom(function)
     twin.domain = BODY_DOMAIN
-    body: Any = twin  # it has its nodes as a graph has
+    body: Any = twin  # a FunctionProto has nodes like a GraphProto
     named: list[Any] = [*twin.opset_import, *(node for graph in iter_graphs(body) for node in graph.node)]
     for item in named:
         if item.domain == contract.DOMAIN:
@@ -179,7 +180,7 @@ def _twin_of(function: FunctionProto) -> FunctionProto:
 
 
 class _Comparison:
-    """What one node read, what its kernel wrote, and what its function body made of the same."""
+    """The inputs of one node, the outputs of its kernel, and the outputs of its function body."""
 
     def __init__(self, node: NodeProto, twin: NodeProto, read: Callable[[str], Array]) -> None:
         self._op = contract.OPS[node.op_type]
@@ -191,7 +192,7 @@ class _Comparison:
         self._ours, self._body = ([read(name) for name in one.output] for one in (node, twin))
 
     def excess(self) -> float:
-        """Returns what `NodeCheck.excess` is."""
+        """Returns `NodeCheck.excess`."""
         exact = [*zip(self._ours, self._body, strict=True)]
         if any(ours.shape != body.shape for ours, body in exact):
             return math.inf
@@ -235,7 +236,7 @@ class _Comparison:
         shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
         sizes = attention.attention_sizes(ATTENTION.name, *shapes, heads)
         each, mask = sizes.q_heads // sizes.kv_heads, np.broadcast_to(mask, sizes.scores)
-        # The columns of a key-value head are side by side, and those of the query heads that read it.
+        # The columns of a key-value head are side by side, and so are the columns of the query heads that read it.
         q, k, v = (x.reshape(*x.shape[:2], sizes.kv_heads, x.shape[2] // sizes.kv_heads) for x in (q, k, v))
         bound = np.empty((*q.shape[:3], each * sizes.dv))
         for batch, head in np.ndindex(sizes.batch, sizes.kv_heads):
@@ -274,7 +275,7 @@ def _dequantized(elements: Array, scales: Array) -> Array:
 
 
 def _differing(a: Array, b: Array) -> int:
-    """Returns how many values differ: codes by their bytes, numbers by their value, NaN equal to NaN."""
+    """Returns the number of values that differ: codes by their bytes, numbers by their value, NaN equal to NaN."""
     if a.dtype.itemsize == 1:
         return int(np.count_nonzero(a.view(np.uint8) != b.view(np.uint8)))
     a, b = a.astype(np.float32), b.astype(np.float32)
@@ -285,6 +286,6 @@ def _largest_ratio(ours: Array, body: Array, bound: Array) -> float:
     """Returns the largest |ours - body| / bound; infinite where only one is finite."""
     a, b = ours.astype(np.float64), body.astype(np.float64)
     ratio = np.abs(a - b) / bound
-    # Equal first: 0 / 0 where the bound is 0, and Inf - Inf, are NaN and no difference.
+    # Equal values first: their ratio is NaN where the bound is 0 or both are Inf.
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     return float(np.where(same, 0.0, np.where(np.isnan(ratio), np.inf, ratio)).max(initial=0.0))

@@ -1,7 +1,6 @@
 """Profiles of models: each node's kernel, instruction set, precision and time.
 
-Times are ONNX Runtime's own, or those of torch's ops called one by one; kernels are what the native library writes
-down.
+ONNX Runtime measures its nodes; torch's ops are called and timed one by one. The native library records the kernels.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ class NodeProfile(Data):
     operands: str
     """Dtypes of its product: "e4m3 x e4m3", "float32 x float32"; empty if it does not multiply."""
     kernel: str
-    """The gemm kernels of the native library that ran; empty for other ops, and those of the framework."""
+    """The gemm kernels of the native library that ran; empty for other ops, and for kernels of the framework."""
     isa: str
-    """The instruction set these ran on; empty for what the framework runs itself."""
+    """The instruction set of our kernels; empty if the framework runs the node itself."""
     seconds: float
-    """Mean of a run."""
+    """Mean time of a run."""
 
 
 Event = Mapping[str, Any]
 """One entry of a profile of ONNX Runtime."""
 
 CONTROL_FLOW: Final = frozenset({"If", "Loop", "Scan"})
-"""Ops whose time is that of the nodes in their bodies, which have entries too."""
+"""Ops that a profile leaves out: their time is the time of the nodes in their bodies, which have entries."""
 
 _FACTORS: Final = {
     **dict.fromkeys(ROLE_OPS.compute, (0, 1)),
@@ -57,9 +56,9 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
 
     Args:
         model: the model that ran; only attributes of its nodes are read.
-        events: ONNX Runtime's, of these runs and perhaps of some before.
+        events: events of ONNX Runtime, of these runs and perhaps of earlier ones.
         calls: the calls that the native library recorded in these runs.
-        runs: at least 1.
+        runs: number of runs, at least 1.
     """
     starts = sorted(event["ts"] for event in events if event["name"] == "model_run")
     # The first run of a session is slower: it allocates memory and prepares kernels.
@@ -101,7 +100,7 @@ def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:
 def kernels_of(calls: Sequence[cpu.Call]) -> tuple[str, str]:
     """Returns the gemm kernels that ran, and the instruction sets that they and other kernels ran on."""
     gemms = dict.fromkeys(gemm for call in calls for gemm in call.gemms)
-    # Without rows a node calls no kernel.
+    # A node without rows calls no kernel, so its instruction set is empty.
     return ", ".join(gemms), ", ".join(dict.fromkeys(call.isa for call in calls if call.isa))
 
 

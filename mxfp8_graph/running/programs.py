@@ -15,7 +15,7 @@ from mxfp8_graph.naming import first_line
 from mxfp8_graph.running.inputs import BFLOAT16, PASS_OTHERS, Array, Inputs, InputSpec, Signature
 from mxfp8_graph.running.profile import NodeProfile, kernels_of
 from mxfp8_graph.running.sessions import Runnable
-from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
+from mxfp8_graph.torch_pass.load import load  # before torch, since its error names the packages to install
 from mxfp8_ops import contract, cpu, formats
 from mxfp8_ops.checks import dtype_name
 from mxfp8_ops.errors import BackendError
@@ -42,14 +42,14 @@ _MULTIPLIES: Final = internals.op_names(
     "linear matmul mm addmm bmm baddbmm addbmm einsum scaled_dot_product_attention _grouped_mm _scaled_mm "
     "conv1d conv2d conv3d convolution lstm.input gru.input"
 )
-"""Ops of torch whose first two tensors are multiplied, or have the dtype of the product."""
+"""Ops of torch that multiply their first two tensors, or whose first two tensors have the dtypes of the product."""
 
 
 class TorchProgram(Runnable):
-    """A program, in memory or in a .pt2 file; see `load` for what may be wrong with a file.
+    """A program, in memory or in a .pt2 file; `load` has the errors of a file.
 
-    A run may write to tensors that a caller's program in memory shares. They are restored after each call, so that runs
-    of one program, and of another that was made from it, begin with the same values.
+    A run may write to tensors that a caller's program in memory shares. They are restored after each call, so that
+    every run of this program, or of a program that shares its tensors, begins with the same values.
     """
 
     def __init__(self, model: str | Path | ExportedProgram) -> None:
@@ -57,7 +57,7 @@ class TorchProgram(Runnable):
             self.name, program = "program", model
         else:
             self.name, program = str(model), load(model)
-        program = evaluated(program)  # two runs of it are to be equal
+        program = evaluated(program)  # with dropout, two runs would differ
         self._module = program.module()
         self._program = program
         self._written = _written(program)
@@ -84,7 +84,7 @@ class TorchProgram(Runnable):
                     tensor.copy_(values)
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
-        """Returns the nodes of `repeat` runs after one that is not counted, called one by one."""
+        """Returns the nodes of `repeat` runs after a warm-up, each node called and timed on its own."""
         leaves = self.placeholders(inputs).values()
         profiler = _Profiler(self._module)
         try:
@@ -93,7 +93,7 @@ class TorchProgram(Runnable):
                 profiler.nodes.clear()  # first calls of kernels are slower
                 for _ in range(repeat):
                     profiler.run(*leaves, enable_io_processing=False)
-        except Exception as error:  # whatever the ops of the program raise
+        except Exception as error:  # ops may raise any class
             raise unrunnable(self.name, error) from None
         return [replace(node, seconds=node.seconds / repeat) for node in profiler.nodes.values()]
 
@@ -101,7 +101,7 @@ class TorchProgram(Runnable):
         return pytree.tree_unflatten(self.placeholders(inputs).values(), self._program.call_spec.in_spec)
 
     def placeholders(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
-        """Returns the arguments of the user's inputs, by name of the placeholder, in order."""
+        """Returns the argument of each user input, by the name of its placeholder, in order."""
         return {
             s.arg.name: s.arg.value if isinstance(s.arg, ConstantArgument) else _tensor(inputs[s.arg.name])
             for s in self._inputs
@@ -116,7 +116,7 @@ class TorchProgram(Runnable):
         try:
             with torch.inference_mode():
                 return self._module(*args, **kwargs)
-        except Exception as error:  # whatever the ops of the program raise
+        except Exception as error:  # ops may raise any class
             raise unrunnable(self.name, error) from None
 
     def _arrays(self, results: Any) -> Inputs:
@@ -148,7 +148,7 @@ def _spec(placeholder: torch.fx.Node) -> InputSpec:
 
 
 def _table_rows(placeholder: torch.fx.Node, program: ExportedProgram) -> range | None:
-    """Returns which ids stay inside every embedding that `placeholder` indexes, or None if it indexes none."""
+    """Returns the ids that are inside every embedding that `placeholder` indexes, or None if it indexes none."""
     rows: list[int] = []
     same = {placeholder}  # nodes that hold its values
     for node in program.graph.nodes:
@@ -157,7 +157,7 @@ def _table_rows(placeholder: torch.fx.Node, program: ExportedProgram) -> range |
             rows.append(int(node.args[0].meta["val"].shape[0]))
         elif name in _MOVES and node.args and node.args[0] in same:
             same.add(node)
-    # The smallest table of all limits the ids.
+    # The smallest table limits the ids.
     return range(min(rows)) if rows else None
 
 
@@ -169,7 +169,7 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 class _Profiler(Interpreter):
-    """Runs a program node by node, and records the kernels of each and the time of all its runs."""
+    """Runs a program node by node, and records the kernels of each node and the total time of its runs."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
@@ -194,7 +194,7 @@ class _Profiler(Interpreter):
 
 
 def _operands(node: Node, dtypes: Sequence[str]) -> str:
-    """Returns the dtypes of a node's product, "e4m3 x e4m3", or "". `dtypes` are those of its tensors."""
+    """Returns the dtypes of a node's product, "e4m3 x e4m3", or "". `dtypes` are the dtypes of its tensors."""
     name = internals.op_name(node)
     op = contract.TORCH_OPS.get(name)
     if op is None:

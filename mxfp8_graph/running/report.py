@@ -14,13 +14,13 @@ from mxfp8_graph.running.compare import Difference
 from mxfp8_graph.running.node_check import NodeCheck
 
 PLAUSIBLE: Final = 0.5
-"""Relative L2 error beyond which outputs are taken for those of another model, unless the user sets a limit. Right
-rewrites of real models, decoders of 24 layers among them, have .15 at most; a weight in a wrong order gives about 1."""
+"""Default limit of the relative L2 error. Correct rewrites of real models, such as decoders of 24 layers, have .15 at
+most; a weight in a wrong order gives about 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputCheck(Data):
-    """The error of one output: for several samples, that of the worst one, with the means of all."""
+    """The error of one output: of the worst sample if there are several, with the means of all samples."""
 
     KEYS = (
         "name dtype shape worst_sample=sample? mean_relative_l2 mean_cosine limit rewritten_vs_original=rewritten "
@@ -37,7 +37,7 @@ class OutputCheck(Data):
     kernel: Difference | None = None
     """With our kernels, against the function bodies."""
     sample: str = ""
-    """Name of that sample; "" if there is one only."""
+    """Name of the worst sample; "" if there is one sample only."""
     mean_relative_l2: float
     """Mean of `rewritten.relative_l2` over the samples."""
     mean_cosine: float
@@ -46,7 +46,7 @@ class OutputCheck(Data):
 
 
 def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
-    """Returns the check of the sample with most NaN and Inf in only one result, then the largest error, NaN first."""
+    """Returns the check of the worst sample: most NaN and Inf in one result only, then the largest error, NaN first."""
 
     def badness(check: OutputCheck) -> tuple[int, float]:
         error = check.rewritten.relative_l2
@@ -82,23 +82,23 @@ class VerifyReport(Report):
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """All failures, those of outputs first."""
+        """All failures, outputs before kernels."""
         return (*self.output_failures, *(str(node) for node in self.nodes if not node.passed))
 
     @property
     def passed(self) -> bool:
         """Whether an output was judged, and nothing failed."""
-        # Kernels alone say nothing of the rewrite: they are compared with the function bodies of the same file.
+        # Kernels alone prove nothing about the rewrite: they are compared with function bodies of the same file.
         return bool(self.outputs_close) and not self.failures
 
     @property
     def kernels_agree(self) -> bool | None:
-        """Whether kernels compute what the nodes say; None if none was compared with its function body."""
+        """Whether all kernels agree with their function bodies; None if no node was compared."""
         return all(node.passed for node in self.nodes) if self.nodes else None
 
     @property
     def outputs_close(self) -> bool | None:
-        """Whether every output that is judged is close to the original's; None if none with a value is judged."""
+        """Whether all outputs with a limit are close to the original; None if none of them has a value."""
         judged = [output for output in self.outputs if output.limit is not None and output.rewritten.compared]
         return not self.output_failures if judged or self.output_failures else None
 
@@ -137,7 +137,7 @@ class VerifyReport(Report):
         return filled(("output", "dtype", "shape", *means, *errors), rows)
 
     def sections(self) -> Iterator[Section]:
-        """Yields facts: failures, what the kernels did, and notes; the outputs; the nodes."""
+        """Yields the facts (failures, kernels, notes), the table of outputs, and the table of nodes."""
         ops = dict.fromkeys(node.op for node in self.nodes)
         facts = [("failed", failure) for failure in self.failures]
         facts += [("nodes", _node_line(op, [node for node in self.nodes if node.op == op])) for op in ops]
@@ -150,7 +150,7 @@ class VerifyReport(Report):
 
 
 def _node_line(op: str, nodes: Sequence[NodeCheck]) -> str:
-    """Returns what the kernels of one op did against their function bodies, in words."""
+    """Returns a sentence on how far the kernels of one op differ from their function bodies."""
     worst = max(node.excess for node in nodes)
     kernels = ", ".join(dict.fromkeys(node.kernel for node in nodes if node.kernel))
     named = f"{len(nodes)} {op} ({kernels})" if kernels else f"{len(nodes)} {op}"

@@ -1,4 +1,4 @@
-"""run_model(): a model with our kernels, on given or synthesised inputs, and how long it takes."""
+"""run_model(): runs a model with our kernels, on the user's inputs or synthesised ones, and times it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Model = Any
 
 @dataclass(frozen=True, kw_only=True)
 class RunReport(Report):
-    """One run, repeated."""
+    """The outputs of a model, and the times of repeated runs."""
 
     TITLE = "Run of {model}"
     FILES = ("model",)
@@ -38,18 +38,18 @@ class RunReport(Report):
     """The instruction set the kernels ran on."""
     timing: Timing
     nodes: tuple[NodeProfile, ...] = ()
-    """Profile of each node in as many runs, if one was asked for."""
+    """Profile of each node over the same number of runs, if requested."""
     note: str = ""
     """Note on a model that runs as a changed copy."""
 
     def answer(self) -> str:
-        """Returns how long a run takes."""
+        """Returns a sentence with the median time of a run, and the range of times."""
         seconds = self.timing.seconds
         spread = f"{min(seconds) * 1e3:.3f} to {max(seconds) * 1e3:.3f} ms, {len(seconds)} runs after a warm-up"
         return f"A run takes {self.timing.median * 1e3:.3f} ms, the median ({spread})."
 
     def sections(self) -> Iterator[Section]:
-        """Yields the inputs and kernels, where the time goes, and the outputs."""
+        """Yields the inputs and kernels, the time of each node, and the outputs."""
         notes = [("note", self.note)] if self.note else []
         yield Section(facts=[("inputs", self.inputs), ("kernels", self.isa), *notes])
         yield Section(title="Nodes", columns=_profile(self.nodes), bar="ms")
@@ -63,12 +63,12 @@ class RunReport(Report):
 
 
 def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **samples: Unpack[SampleOptions]) -> RunReport:
-    """Returns outputs and latencies of `repeat` runs with our kernels, after one that is not counted.
+    """Returns outputs and latencies of `repeat` runs with our kernels, after a warm-up.
 
     Args:
         model: path of any ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
-        repeat: how many runs are counted, at least 1.
-        profile: run it as often once more, and say which kernel each node ran and how long.
+        repeat: number of timed runs, at least 1.
+        profile: whether to run it again as often, with a profiler, for the kernel and the time of each node.
         **samples: see `samples.SampleOptions`; the first of several samples is run.
 
     Raises:
@@ -80,7 +80,7 @@ def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **sample
     signature, runnable = open_runnable(model)
     chosen = make_samples(signature, samples, run=runnable.run)
     feeds = chosen.feeds[0]
-    # Timed without a profiler, which would slow the runs; the profile is of other runs.
+    # Timed without a profiler, which would slow the runs; the profile comes from other runs.
     timing = runnable.time(feeds, repeat)
     nodes = tuple(runnable.profile(feeds, repeat)) if profile else ()
     description = f"{describe(feeds)}, {chosen.source}"
@@ -89,7 +89,7 @@ def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **sample
 
 
 def is_program(model: Any) -> bool:
-    """Whether `model` is a .pt2 file or an ExportedProgram; ContractError if it is nothing that can be run."""
+    """Whether `model` is a .pt2 file or an ExportedProgram; raises ContractError for a type that cannot be run."""
     kind = kind_of(model)
     if kind in {Kind.GRAPHSURGEON, Kind.UNKNOWN}:
         what = f"a {type(model).__name__}"
@@ -99,9 +99,9 @@ def is_program(model: Any) -> bool:
 
 
 def open_runnable(model: Model, where: str = "{}", execution: Execution | None = None) -> tuple[Signature, Runnable]:
-    """Returns (the inputs of a model, the model ready to run with our kernels); errors as `run_model`.
+    """Returns (the inputs of a model, the model ready to run with our kernels); raises as `run_model`.
 
-    `where` is what errors call the model; "{}" in it is the model's name. `execution` is of an ONNX model.
+    `where` names the model in errors; "{}" in it stands for the model's name. `execution` applies to ONNX models.
     """
     if is_program(model):
         # Here and not on top: importing torch takes seconds, and ONNX models do not need it.
@@ -119,7 +119,7 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:
     """Returns a line for each node that multiplies, the slowest first, and one for the others of each op."""
     total = sum(node.seconds for node in nodes) or 1.0
-    # Nodes that multiply are few and take the time; the others are one line for each op.
+    # Nodes that multiply are few and take most of the time.
     groups: dict[object, list[NodeProfile]] = defaultdict(list)
     for node in nodes:
         groups[node if node.operands else (node.op, node.isa)].append(node)

@@ -1,4 +1,4 @@
-"""Samples: the inputs of several runs of a model, as a user gives them or synthesised. All are in memory.
+"""Samples: the inputs of several runs of a model, from the user or synthesised. All are in memory.
 
 data.npz            one sample, an array per input
 folder/             one sample per .npz file, in the order of their names
@@ -37,7 +37,7 @@ class SampleOptions(TypedDict, total=False):
     shapes: Mapping[str, int] | None
     """Sizes of free dimensions of synthesised inputs, by dim_param or INPUT.AXIS; see `inputs.Sizes`. Default: None."""
     seed: int
-    """Of the first synthesised sample; those that follow have the numbers that follow. Default: 0."""
+    """Seed of the first synthesised sample; each further sample adds 1. Default: 0."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class Samples:
         return max(self.feeds, key=lambda feeds: sum(array.size for array in feeds.values()))
 
     def __len__(self) -> int:
-        """Returns how many samples there are."""
+        """Returns the number of samples."""
         return len(self.feeds)
 
     def __str__(self) -> str:
-        """Returns them as results describe them: x float32 [2, 64], synthesised."""
+        """Returns the samples as results describe them: x float32 [2, 64], synthesised."""
         first = describe(self.feeds[0])
         return (
             f"{first}, {self.source}" if len(self) == 1 else f"{len(self)} samples, {self.source}; the first: {first}"
@@ -77,12 +77,12 @@ def make_samples(
 ) -> Samples:
     """Returns the samples of the user, checked, or `count` synthesised ones.
 
-    Exported decoders often hold a batch of one somewhere, in the tables of a rotary embedding for example. So where
-    `run` fails on the first synthesised sample, free batch dimensions are 1.
+    Exported decoders often have a fixed batch of one inside, for example in the tables of a rotary embedding. So free
+    batch dimensions are 1 if `run` fails on the first synthesised sample.
 
     Raises:
-        BackendError: `run` fails on what is synthesised, with batches of one too; or tokenizers is not installed.
-        ShapeError: samples do not fit the model, there are none, or a file is unreadable.
+        BackendError: `run` fails on synthesised samples, also with a batch of 1; or tokenizers is not installed.
+        ShapeError: a sample does not fit the model, the user passed no sample, or a file is unreadable.
     """
     inputs, shapes, seed = options.get("inputs"), options.get("shapes") or {}, options.get("seed", 0)
     if inputs is not None:
@@ -92,7 +92,7 @@ def make_samples(
             what, advice = f"sizes {', '.join(shapes)} with given inputs", ("drop ", Option("shapes"))
             raise ShapeError(signature.name, what, expected="one or the other", advice=advice)
         source = str(inputs) if isinstance(inputs, (str, Path)) else "given inputs"
-        # Checked sample by sample, so that an error names the one that does not fit.
+        # Checked one by one, so that an error names the sample that does not fit.
         named = _texts(Path(str(inputs)), signature, shapes) if texts else _named(inputs)
         checked = {name: check_inputs(arrays, signature.specs, name) for name, arrays in named}
         if not checked:
@@ -134,7 +134,7 @@ def _arrays(path: Path) -> Inputs:
             return dict(loaded)
     except OSError as error:
         raise ShapeError.unreadable(path, error, "a readable .npz file") from None
-    except Exception as error:  # zipfile and NumPy raise anything for other files: zlib.error, struct.error, TypeError
+    except Exception as error:  # zipfile and NumPy raise many classes for damaged files, such as zlib.error, TypeError
         what, expected = f"no .npz file: {first_line(error)}", "plain arrays, one per input"
         raise ShapeError(path, what, expected=expected, advice="save it with numpy.savez") from None
 
@@ -142,8 +142,8 @@ def _arrays(path: Path) -> Inputs:
 def _texts(path: Path, signature: Signature, shapes: Mapping[str, int]) -> Iterator[tuple[str, Inputs]]:
     """Yields a sample per line: the tokens of its text after an empty cache; other inputs are synthesised, in `shapes`.
 
-    A text is cut after as many tokens as the model has, or else tokenizer.json says, or else 512. It is padded only for
-    a model with a fixed length.
+    A text is cut at the fixed length of the model, or else at the limit in tokenizer.json, or else at 512 tokens. It is
+    padded only for a model with a fixed length.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -177,7 +177,7 @@ def _encoded(encoding: Any, signature: Signature, shapes: Mapping[str, int]) -> 
     feeds = make_inputs(signature, shapes, batch=1)
     for name, row in zip(_TOKENS, (encoding.ids, encoding.attention_mask, encoding.type_ids), strict=False):
         if name in feeds and feeds[name].ndim <= 2:
-            # The last columns: those before are of the cache. Of a mask with more axes all is one.
+            # Tokens take the last columns, after the columns of the cache. A mask with more axes keeps its ones.
             if count > feeds[name].shape[-1]:
                 what, advice = f"{name} has no room for {count} tokens", "write arrays to .npz files, a sample in each"
                 raise ShapeError(signature.name, what, expected="a column for each", advice=advice)
@@ -186,7 +186,7 @@ def _encoded(encoding: Any, signature: Signature, shapes: Mapping[str, int]) -> 
 
 
 def _tokenizer(signature: Signature) -> Any:
-    """Returns what tokenizer.json describes, beside the model or one folder above (the hub has onnx/model.onnx)."""
+    """Returns the tokenizer of tokenizer.json beside the model or one folder above (the hub has onnx/model.onnx)."""
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -197,7 +197,7 @@ def _tokenizer(signature: Signature) -> Any:
     path = next((path for path in places if path.exists()), None)
     if path is None or not dims:
         what = "no tokenizer.json beside it or one folder above" if dims else "no input called 'input_ids' for texts"
-        advice = "copy that of its tokenizer there, or pass arrays in .npz files"
+        advice = "copy the tokenizer.json of the model there, or pass arrays in .npz files"
         raise ShapeError(signature.name, what, expected="a model of tokens with its tokenizer.json", advice=advice)
     try:
         tokenizer = Tokenizer.from_file(str(path))

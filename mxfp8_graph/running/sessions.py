@@ -1,6 +1,6 @@
 """ONNX Runtime sessions, with or without our kernels.
 
-They add dtypes without a name in NumPy (bfloat16, float8), and errors in plain words.
+They support dtypes that NumPy lacks (bfloat16, float8), and raise errors in plain words.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ _UNNAMED: Final = {
     f"tensor({row.onnx_name.lower()})": np.dtype(row.numpy_name)
     for row in (formats.BFLOAT16, *formats.ELEMENT_FORMATS.values())
 }
-"""Dtypes without a name in NumPy, by what ONNX Runtime calls them."""
+"""ONNX Runtime's name of a dtype that NumPy lacks -> the dtype of ml_dtypes."""
 
 _FOLDER_KEY: Final = "session.model_external_initializers_file_folder_path"
 _KNOWS_FOLDERS: Final = tuple(map(int, onnxruntime.__version__.split(".")[:2])) >= (1, 21)
-"""Whether ONNX Runtime looks there while it optimizes, too; later releases refuse absolute paths."""
+"""Whether ONNX Runtime looks in that folder while it optimizes, too; later releases refuse absolute paths."""
 
 _MISSING: Final = re.compile(r"implementation for \w+\(\d+\) node|Type 'tensor\(b?float16\)' of input parameter")
-"""What ONNX Runtime says of an op without a kernel for a dtype, and of one that has no such dtype in the standard."""
+"""ONNX Runtime's message for an op that has no kernel for a dtype, or lacks the dtype in the standard."""
 
 
 def _serialized(model: Any, folder: Path | None) -> bytes:
-    """Returns the bytes of a model whose external data is in `folder`; where it says that the data is, is changed."""
+    """Returns the bytes of a model whose external data is in `folder`, with locations that ONNX Runtime accepts."""
     for graph in iter_graphs(model.graph) if folder else ():
         for entry in (entry for tensor in graph.initializer for entry in tensor.external_data):
             if entry.key == "location" and folder and not _KNOWS_FOLDERS:
@@ -90,7 +90,7 @@ class Runnable(ABC):
     """Note on a model that runs as a changed copy."""
 
     def run(self, inputs: Mapping[str, Array]) -> Inputs:
-        """Returns the outputs by name; bfloat16 and float8 as ml_dtypes has them.
+        """Returns the outputs by name; bfloat16 and float8 have the dtypes of ml_dtypes.
 
         Raises:
             BackendError: the model fails on these inputs.
@@ -99,7 +99,7 @@ class Runnable(ABC):
             return self._arrays(self._call(self._feeds(inputs)))
 
     def time(self, inputs: Mapping[str, Array], repeat: int) -> Timing:
-        """Returns outputs and latencies of `repeat` runs after one that is not counted."""
+        """Returns the outputs of the last of `repeat` runs, and the latencies of all, after a warm-up."""
         feeds = self._feeds(inputs)
         seconds = []
         with self._restored():
@@ -111,12 +111,12 @@ class Runnable(ABC):
             return Timing(self._arrays(results), tuple(seconds))
 
     def _restored(self) -> contextlib.AbstractContextManager[None]:
-        """Gives the model's tensors, at the end of a `with`, the values that they had at its beginning."""
+        """A context that restores the values of the model's tensors at its end."""
         return contextlib.nullcontext()
 
     @abstractmethod
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
-        """Returns the nodes of `repeat` runs after one that is not counted."""
+        """Returns the nodes of `repeat` runs after a warm-up."""
 
     @abstractmethod
     def _feeds(self, inputs: Mapping[str, Array]) -> Any:
@@ -138,7 +138,7 @@ class Execution:
     optimize: bool = True
     """Whether it may fuse and fold."""
     profile: Path | None = None
-    """Where it writes its profile, as it prefixes it; None: nowhere."""
+    """Prefix of the path of its profile; None writes no profile."""
     takes_turns: bool = False
     """Whether other sessions run in between: its idle threads then do not spin, which would slow them."""
 
@@ -149,10 +149,10 @@ class Session(Runnable):
     Args:
         model: a path or an `onnx.ModelProto`.
         kernels: whether our native kernels are registered; without them ONNX Runtime runs the function bodies.
-        where: what to call the model in errors.
+        where: name of the model in errors.
         folder: where the external data of a proto is.
-        float32: whether a copy that computes in float32 runs where ONNX Runtime lacks kernels for 16-bit floats; `note`
-            then says so.
+        float32: whether a copy in float32 runs if ONNX Runtime lacks kernels for 16-bit floats; `note` then names the
+            change.
         execution: see `Execution`.
 
     Raises:
@@ -194,7 +194,7 @@ class Session(Runnable):
         self._session = self._load(content, options, float32)
         kinds = {output.name: output.type for output in self._session.get_outputs()}
         self.output_names = [n for n, kind in kinds.items() if kind.startswith("tensor(") and kind != "tensor(string)"]
-        if not self.output_names:  # ONNX Runtime would return all outputs, where none is asked for
+        if not self.output_names:  # ONNX Runtime returns all outputs for an empty list
             what = f"has no output that is a tensor of numbers: {', '.join(map(' '.join, kinds.items()))}"
             raise BackendError(where, what, expected="one that can be fetched", advice="add one to the graph's outputs")
 
@@ -203,11 +203,11 @@ class Session(Runnable):
             return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
         except _RUNTIME_ERRORS as error:
             reason, missing = _in_one_line(error), _MISSING.search(str(error))
-        # ONNX Runtime refuses 16-bit models node by node; a copy in float32 runs, and `note` says so.
+        # ONNX Runtime refuses a 16-bit model at the first node without a kernel. A copy in float32 runs.
         if missing and float32:
             infer(model := load(self._model), [])
             self.note = "".join(f"{self.name} runs as a copy that {change}" for change in to_float32(model))
-            with system.temporary_folder() as folder:  # what is loaded needs the file no more
+            with system.temporary_folder() as folder:  # after loading, the session no longer needs the file
                 path = folder / "model.onnx"
                 save(model, path, external=wants_external(model, path, "auto", as_source=False), overwrite=False)
                 return self._load(str(path), options, False)
@@ -216,7 +216,7 @@ class Session(Runnable):
         raise BackendError(self.name, what, expected=f"one it runs. {reason}", advice=advice)
 
     def profile(self, inputs: Mapping[str, Array], repeat: int) -> list[NodeProfile]:
-        """Returns the nodes of `repeat` runs after one that is not counted, in a second session of the same model."""
+        """Returns the nodes of `repeat` runs after a warm-up, in a second session of the same model."""
         model = load(self._model)
         with system.temporary_folder() as folder, cpu.profiled() as written:
             session = self._again(execution=replace(self._execution, profile=folder / "profile"))
@@ -272,7 +272,7 @@ def _array(value: Any) -> Array:
     dtype = _UNNAMED.get(value.data_type())
     if dtype is None:
         return np.asarray(value.numpy())
-    # ONNX Runtime gives no values of these to NumPy, so their bytes are copied.
+    # ONNX Runtime does not convert these to NumPy, so their bytes are copied.
     shape = tuple(value.shape())
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return np.frombuffer(ctypes.string_at(value.data_ptr(), size), dtype).reshape(shape)

@@ -1,9 +1,9 @@
 """verify(): is the rewritten model still the original one, and do the kernels compute what the file says?
 
 Three runs on the same inputs: the original; the rewritten file with our kernels; the rewritten file in stock ONNX
-Runtime, which runs its function bodies. Original against rewritten is the error of quantization: beyond `PLAUSIBLE`, or
-what the caller says (`max_rel_l2`), it fails. Kernel against body is judged node by node, see `node_check.py`. Of
-several samples the outputs of all are compared, and the nodes on the first.
+Runtime, which runs its function bodies. Original against rewritten gives the quantization error, which fails above the
+caller's limit (`max_rel_l2`) or `PLAUSIBLE`. Kernels are compared with function bodies node by node, see
+`node_check.py`. Outputs are compared on every sample, nodes on the first.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _ORIGINAL: Final = "the original {} (the rewrite is not to blame)"
 def verify(
     original: Model, rewritten: Model, *, max_rel_l2: float | None = None, **samples: Unpack[SampleOptions]
 ) -> VerifyReport:
-    """Returns how far `rewritten` is from `original`, output by output, and kernel from function body, node by node.
+    """Returns the errors of each output against the original, and of each kernel against its function body.
 
-    It fails if a NaN or Inf is in one result and not in the other, if an output has another shape or no finite value,
-    if a kernel disagrees with its function body (`node_check.py` says by how much it may), and if an output's relative
-    L2 error is above its limit.
+    The verification fails if a NaN or Inf is in one result and not in the other, if an output has another shape or no
+    finite value, if a kernel differs from its function body by more than the bound of `node_check.py`, or if an
+    output's relative L2 error is above its limit.
 
     Args:
         original: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
-        rewritten: what `rewrite` made of it. One may be ONNX and the other a torch program: inputs and outputs are
-            then matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
-        max_rel_l2: limit for each output; None: `PLAUSIBLE` for those of floating-point numbers. Of integers (labels,
-            ids) it says little, so they are not judged then. Infinity allows every finite error.
+        rewritten: the result of `rewrite`. One may be ONNX and the other a torch program: inputs and outputs are then
+            matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
+        max_rel_l2: limit of the relative L2 error of each output. None sets `PLAUSIBLE` for floating-point outputs and
+            no limit for integers (labels, ids), which are then not judged. Infinity allows every finite error.
         **samples: see `samples.SampleOptions`.
 
     Raises:
@@ -55,7 +55,7 @@ def verify(
     old, before = open_runnable(original, _ORIGINAL)
     new, after = open_runnable(rewritten)
     if old.rewritten and not new.rewritten:
-        expected, advice = "the original, and then what was made of it", "swap the two"
+        expected, advice = "the original first, and its rewrite second", "swap the two"
         raise ContractError(old.name, f"is rewritten, and {new.name} is not", expected=expected, advice=advice)
     in_onnx = not (is_program(original) or is_program(rewritten))
     notes = [before.note.replace(before.name, old.name)] if before.note else []
@@ -71,7 +71,7 @@ def verify(
             checks.add(which, name, array, results[new_output[name]], by_bodies.get(name))
     outputs, nodes = checks.outputs(), list[NodeCheck]()
     if in_onnx:
-        # After the runs, so that what fails on these inputs is first said of the original.
+        # After the runs, so that an error on these inputs first names the original.
         model = load(rewritten)
         nodes = check_nodes(model, chosen.feeds[0])
         notes += _node_notes(model.graph, new.name, nodes, chosen)
@@ -104,9 +104,9 @@ class _OutputChecks:
         if wrong := [f"{place}: {kind}{how}; expected {wanted}" for kind, how in kinds if kind != wanted]:
             self._mismatches += wrong
             return
-        if not self._checks.get(name):  # of one sample, or of the first
+        if not self._checks.get(name):  # the first sample is enough
             self.notes += _sameness_notes(name, expected, result)
-        # A relative error of labels or ids says little: the next id is as far away as the last.
+        # A relative error of labels or ids means little: their distances have no meaning.
         limit = PLAUSIBLE if "float" in expected.dtype.name else None
         rewritten = difference(expected, result)
         check = OutputCheck(
@@ -135,9 +135,9 @@ class _OutputChecks:
 def _matched(
     original: tuple[Signature, Runnable], rewritten: tuple[Signature, Runnable], by_position: list[str] | None
 ) -> list[dict[str, str]]:
-    """Returns, of inputs and of outputs, the name in `original` -> the name in `rewritten`.
+    """Returns two maps, of inputs and of outputs: the name in `original` -> the name in `rewritten`.
 
-    It is the same name; or the one at the same position, with a note in `by_position`, if that is no None.
+    Other names are matched by position, with a note in `by_position`, or refused if `by_position` is None.
     """
     pairs = []
     (old, before), (new, after) = original, rewritten
@@ -185,7 +185,7 @@ def _node_notes(graph: ir.Graph, name: str, nodes: list[NodeCheck], samples: Sam
     notes = []
     if nodes and len(samples) > 1:
         notes.append("kernels are compared with function bodies, node by node, on the first sample")
-    # Their inputs exist inside of the subgraph only, where no twin is built.
+    # The inputs of a node in a subgraph exist only there, and twins are added to the main graph.
     hidden = sum(node.domain == contract.DOMAIN for node in graph.all_nodes()) - len(nodes)
     if hidden:
         notes.append(f"{hidden} MXFP8 nodes in subgraphs are compared at the model's outputs only")
@@ -215,5 +215,5 @@ def _output_notes(outputs: Sequence[OutputCheck]) -> list[str]:
 def _sameness_notes(name: str, expected: Array, result: Array) -> list[str]:
     """Returns a note for an output whose values would hide most errors."""
     sides = (("original", sameness(expected)), ("rewritten", sameness(result)))
-    said = " and ".join(f"is {what} in the {which} model" for which, what in sides if what)
-    return [f"output {name!r} {said}: this says little about the rewrite; try other inputs"] if said else []
+    facts = " and ".join(f"is {what} in the {which} model" for which, what in sides if what)
+    return [f"output {name!r} {facts}: this says little about the rewrite; try other inputs"] if facts else []

@@ -1,6 +1,6 @@
 """Writes a Hugging Face folder with packed weights, which vLLM, SGLang and transformers load.
 
-Their rules are written out, with their sources, in the tests of this file.
+The tests of this file state the rules of these readers, with their sources.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _FUSED: Final = (
     ("qkv_proj", ("query", "key", "value")),
     ("gate_up_proj", ("gate_proj", "up_proj")),
 )
-"""Layers that servers make of several ones of transformers: of all MXFP8 or of all high-precision weights."""
+"""(layer of servers, the layers of transformers that they fuse into it); all or none of their weights are MXFP8."""
 
 _LARGEST_FILE: Final = 5_000_000_000
-"""Bytes of the tensors of a file; transformers splits there too."""
+"""Largest number of bytes of the tensors in a file, as in transformers."""
 
 _DESCRIPTIONS: Final = frozenset({".json", ".txt", ".model", ".jinja", ".tiktoken"})
 """Suffixes of tokenizers and configurations; other files beside a model are most often weights."""
@@ -44,28 +44,28 @@ def export_checkpoint(
     config: str | Path,
     convention: str = COMPRESSED_TENSORS,
 ) -> tuple[Path, list[str]]:
-    """Returns (`output`, notes): a new folder that vLLM, SGLang or transformers load, with the packed bytes of a model.
+    """Writes the packed bytes of a model to a folder that vLLM, SGLang or transformers load; returns (`output`, notes).
 
     The folder has model.safetensors, or model-00001-of-0000N.safetensors and an index above 5 GB; config.json with
-    its quantization_config; and the tokenizer, generation_config.json and other descriptions of `config`. Names are
-    those of the class of transformers that config.json names. Tensors that are not packed keep the model's dtype.
+    its quantization_config; and the tokenizer, generation_config.json and other descriptions of `config`. Tensors have
+    the names of the class of transformers in config.json. Tensors that are not packed keep the model's dtype.
 
     Args:
-        model: whatever `unpack` takes; a trained program after the `rewrite` that packs it.
-        output: the folder.
+        model: a model of any type that `unpack` takes; rewrite a trained program for inference first.
+        output: the new folder.
         config: the Hugging Face folder that the model comes from, or another one with its config.json and tokenizer.
         convention: "compressed-tensors" for vLLM, "scale-inv" for SGLang and transformers.
 
     Raises:
-        ContractError: the model has no packed weights, or lacks tensors of the class of transformers; a weight is
-            packed that servers read in high precision, or in another way than E4M3 with K a multiple of 32; some but
-            not all weights of a layer that servers fuse are packed; or the folder exists or cannot be written.
+        ContractError: the model has no packed weights, or lacks tensors of the class of transformers; servers read a
+            packed weight in high precision; a packed weight is not E4M3 with K a multiple of 32; some but not all
+            weights of a layer that servers fuse are packed; or the folder exists or cannot be written.
         BackendError: torch or transformers is missing.
     """
     if convention not in CONVENTIONS:
         raise ContractError.unknown("convention", convention, CONVENTIONS)
     target = Path(os.path.abspath(output))  # noqa: PTH100 - resolve() follows a link there
-    # Before the model is read; lexists: a dangling link is in the way of the rename too.
+    # Before the model is read. lexists: a dangling link would block the rename at the end, too.
     if os.path.lexists(target):
         advice = ("pass another ", Option("output"), ", or remove it")
         raise ContractError(target, "exists already", expected="a new folder", advice=advice)
@@ -91,7 +91,7 @@ def export_checkpoint(
 
 
 def _descriptions(folder: Path) -> list[Path]:
-    """Returns the files of a Hugging Face folder that describe a model and its tokenizer, but for config.json.
+    """Returns the files of a Hugging Face folder that describe a model and its tokenizer, without config.json.
 
     Raises:
         ContractError: the folder cannot be read, has no config.json, or one of the files is a link to the outside.
@@ -103,7 +103,7 @@ def _descriptions(folder: Path) -> list[Path]:
             advice = ("pass another ", Option("config", "FOLDER"))
             raise ContractError(folder, f"has no {main.name}", expected="config.json and a tokenizer", advice=advice)
         chosen = [name for name in names if Path(name).suffix in _DESCRIPTIONS and not name.endswith(_INDEXES)]
-        # Files keep their names: in the hub's cache they are links to files that are called by a checksum.
+        # Only checked, so that files keep their names: in the hub's cache they are links to files named by a checksum.
         for name in chosen:
             locate(main, name, str(folder))
     except OSError as error:
@@ -113,7 +113,7 @@ def _descriptions(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def _whole_folder(target: Path) -> Iterator[Path]:
-    """Yields a folder to fill, which is put at `target` at the end, or removed after an error."""
+    """Yields a folder to fill, which is moved to `target` at the end, or removed after an error."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,14 +128,14 @@ class _Parameter(NamedTuple):
     """A tensor of the class of transformers."""
 
     names: tuple[str, ...]
-    """Its name in a checkpoint, then those of the tensors that are tied to it."""
+    """Its name in a checkpoint, then the names of tensors that are tied to it."""
     shape: tuple[int, ...]
     is_linear: bool
     """Whether it is the weight of a linear layer that is not the output projection."""
 
 
 def _reference(folder: Path) -> list[_Parameter]:
-    """Returns the tensors that transformers expects of a checkpoint with this config.json; none has values."""
+    """Returns the tensors, without values, that transformers expects in a checkpoint with this config.json."""
     try:
         import transformers  # noqa: F401
         from torch import nn
@@ -151,6 +151,7 @@ def _reference(folder: Path) -> list[_Parameter]:
     state = model.state_dict(keep_vars=True)
     for name, tensor in state.items():
         tied.setdefault(id(tensor), []).append(name)
+    # A tensor counts as linear only if all its names do: one that is tied to a table stays in high precision.
     return [
         _Parameter(tuple(names), tuple(state[names[0]].shape), linears >= {name.rpartition(".")[0] for name in names})
         for names in tied.values()
@@ -161,7 +162,7 @@ def _matched(reference: list[_Parameter], source: Contents) -> tuple[dict[str, P
     """Returns (the tensors of a model by their names in transformers, notes)."""
     known: dict[str, PackedWeight | Tensor] = {tensor.name: tensor for tensor in source.others}
     known |= {weight.parameter: weight for weight in source.weights.values()}
-    # A program of a module that calls the model has one more name before all others.
+    # In a program of a module that calls the model, all names have one more prefix.
     wanted = {name for parameter in reference for name in parameter.names}
     last = reference[-1].names[0]
     prefixes = ["", *sorted(name.removesuffix(last) for name in known if name.endswith(f".{last}"))]
@@ -171,7 +172,7 @@ def _matched(reference: list[_Parameter], source: Contents) -> tuple[dict[str, P
     for parameter in reference:
         name = parameter.names[0]
         tied = [known[each] for n in parameter.names if (each := f"{prefix}{n}") in known]
-        # The packed one first: `_check` refuses a packed output projection that is tied to a table.
+        # A packed tensor first: `_check` refuses a packed output projection that is tied to a table.
         tensor = min(tied, key=lambda each: not isinstance(each, PackedWeight), default=None)
         if tensor is None:
             problems.append(f"no {name!r} {list(parameter.shape)}")
@@ -189,7 +190,7 @@ def _matched(reference: list[_Parameter], source: Contents) -> tuple[dict[str, P
 
 
 def _check(weights: Mapping[str, PackedWeight], reference: list[_Parameter], where: str) -> None:
-    """Raises ContractError if servers cannot read packed weights as they are."""
+    """Raises ContractError if servers cannot read the packed weights."""
     linear = {parameter.names[0] for parameter in reference if parameter.is_linear}
     names = {parameter.names[0] for parameter in reference}
     problems = [] if weights else ["no packed weights"]
@@ -200,7 +201,7 @@ def _check(weights: Mapping[str, PackedWeight], reference: list[_Parameter], whe
             problems.append(f"{name!r} has {weight.element_format} elements, not e4m3")
         elif weight.shape[-1] % formats.BLOCK_SIZE:
             problems.append(f"{name!r} has K = {weight.shape[-1]}, which is not a multiple of {formats.BLOCK_SIZE}")
-    # transformers stacks experts when it loads them; checkpoints have tensors for each.
+    # transformers stacks experts when it loads them; checkpoints have separate tensors for each expert.
     stacks = [p.names[0] for p in reference if len(p.shape) == 3 and ".experts." in p.names[0]]
     problems += [f"{name!r} stacks experts, which servers read one by one" for name in stacks]
     for fused, group in _groups(names):
@@ -214,7 +215,7 @@ def _check(weights: Mapping[str, PackedWeight], reference: list[_Parameter], whe
 
 
 def _groups(names: set[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yields (the name of a layer in servers, the names of its weights in a checkpoint)."""
+    """Yields (name of a fused layer in servers, names of its weights in a checkpoint)."""
     for fused, parts in _FUSED:
         first = f"{parts[0]}.weight"
         for name in sorted(name for name in names if f".{name}".endswith(f".{first}")):
@@ -233,7 +234,7 @@ def _ignored(reference: list[_Parameter], weights: Mapping[str, PackedWeight]) -
         for name in parameter.names
     }
     names = {parameter.names[0] for parameter in reference}
-    # By their own names too: a server that does not know the parts looks up the fused layer.
+    # The names of fused layers too: a server that does not know the parts looks up the fused layer.
     return sorted(ignored | {fused for fused, group in _groups(names) if group[0] not in weights})
 
 
@@ -242,6 +243,7 @@ def _shards(entries: list[safetensors.Entry]) -> Iterator[list[safetensors.Entry
     shard: list[safetensors.Entry] = []
     size = 0
     for entry in entries:
+        # A tensor above the limit gets a file of its own.
         if shard and size + entry.byte_size > _LARGEST_FILE:
             yield shard
             shard, size = [], 0
@@ -252,13 +254,14 @@ def _shards(entries: list[safetensors.Entry]) -> Iterator[list[safetensors.Entry
 
 def _write_shards(folder: Path, shards: list[list[safetensors.Entry]], metadata: Mapping[str, str]) -> None:
     """Writes model.safetensors, or several files and their index."""
+    # The names that transformers itself writes and looks for.
     names = [f"model-{n:05}-of-{len(shards):05}.safetensors" for n in range(1, len(shards) + 1)]
     if len(shards) == 1:
         names = ["model.safetensors"]
     else:
-        placed = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
+        weight_map = {entry.name: name for name, shard in zip(names, shards, strict=True) for entry in shard}
         size = sum(entry.byte_size for shard in shards for entry in shard)
-        index = {"metadata": {"total_size": size}, "weight_map": placed}
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
     for name, shard in zip(names, shards, strict=True):
         safetensors.write(folder / name, shard, metadata, overwrite=False)

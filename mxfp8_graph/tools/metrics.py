@@ -1,7 +1,7 @@
-"""Metrics: one number per sample that says how far a model's outputs are from the original's.
+"""Metrics: one number per sample for the difference of a model's outputs from the original's.
 
-`running/compare.py` defines the numbers; a metric adds a name, a direction, and the choice of the worst output. One of
-the user is `module:function(original, rewritten) -> float`; both arguments map the names of the outputs to arrays.
+`running/compare.py` defines the numbers; a metric adds a name, a direction, and the choice of the worst output. Users
+write their own as `module:function(original, rewritten) -> float`; both arguments map names of outputs to arrays.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Metric:
     """A number that compares two results."""
 
     name: str
-    """What a user asks for."""
+    """Its name in options."""
     title: str
-    """What tables call it, with its unit."""
+    """Its name in tables, with its unit."""
     of: Callable[[Outputs, Outputs], float]
-    """(the original's outputs, the rewritten model's) -> the number; NaN where nothing can be compared."""
+    """(the original's outputs, the rewritten model's) -> the number; NaN if nothing can be compared."""
     higher_is_better: bool = False
     best: float | None = None
     """The number of equal results, which bounds a budget; None for a user's own."""
@@ -44,11 +44,11 @@ class Metric:
 
     @property
     def shown_title(self) -> str:
-        """The title in tables of single sites: a cosine is shown as its distance from 1, since .9998 is all alike."""
+        """The title in tables of single sites, which show a cosine as 1-cosine, since .9998 and .9997 look alike."""
         return "1-cosine" if self.name == "cosine" else self.title
 
     def shown(self, value: float) -> float:
-        """Returns what such a table has for a value."""
+        """Returns the number that such a table shows for a value."""
         return 1 - value if self.name == "cosine" else value
 
 
@@ -83,19 +83,19 @@ class Score(Data):
         return len(self.values)
 
     def __str__(self) -> str:
-        """Returns it in words: 1-cosine 0.0004 (worst 0.0011, sample 3)."""
+        """Returns the score in words: 1-cosine 0.0004 (worst 0.0011, sample 3)."""
         shown = self.metric.shown
         worst = f" (worst {shown(self.worst):.4g}, sample {self.worst_sample + 1})" * (len(self.values) > 1)
         return f"{self.metric.shown_title} {shown(self.mean):.4g}{worst}"
 
 
 def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Outputs]) -> Score:
-    """Returns the score of the outputs of at least one sample; errors as `Metric.of`."""
+    """Returns the score of the outputs of at least one sample; raises as `Metric.of`."""
     return Score(metric=metric, values=tuple(metric.of(*pair) for pair in zip(originals, results, strict=True)))
 
 
 def metric_called(name: str) -> Metric:
-    """Returns one of `METRICS`, or the user's function that module:function names.
+    """Returns one of `METRICS` by name, or a metric of the user's function, written as module:function.
 
     A smaller number is better, unless the user's function has a true attribute `higher_is_better`.
 
@@ -111,7 +111,7 @@ def metric_called(name: str) -> Metric:
     sys.path.insert(0, here := str(Path.cwd()))
     try:
         function = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever the user's module raises
+    except Exception as error:  # the user's module may raise any class
         raise _failed(name, error) from error
     finally:
         sys.path.remove(here)
@@ -119,7 +119,7 @@ def metric_called(name: str) -> Metric:
     def of(original: Outputs, rewritten: Outputs) -> float:
         try:
             return float(function(original, rewritten))
-        except Exception as error:  # whatever the user's function raises
+        except Exception as error:  # the user's function may raise any class
             raise _failed(name, error) from error
 
     return Metric(name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), of=of)
@@ -139,16 +139,16 @@ def _of_the_worst(
     def one(a: Array, b: Array) -> float:
         if a.shape != b.shape:
             return math.nan
-        # NaN also for NaN or Inf in only one of the two: it must not hide behind the values that are finite.
-        found = difference(a, b)
-        return number(found, a, b) if found.compared and not found.nonfinite else math.nan
+        # NaN also for NaN or Inf in only one of the two, which the error of the finite values would hide.
+        errors = difference(a, b)
+        return number(errors, a, b) if errors.compared and not errors.nonfinite else math.nan
 
     def of(original: Outputs, rewritten: Outputs) -> float:
         chosen = [n for n, array in original.items() if not rows or (array.ndim and array.shape[-1] > 1)]
         if not chosen:
-            found = ", ".join(f"{n} {list(array.shape)}" for n, array in original.items()) or "none"
+            shapes = ", ".join(f"{n} {list(array.shape)}" for n, array in original.items()) or "none"
             advice = f"choose another metric than {name}"
-            raise ShapeError("outputs", found, expected="one with two columns or more", advice=advice)
+            raise ShapeError("outputs", shapes, expected="one with two columns or more", advice=advice)
         values = [one(original[n], rewritten[n]) for n in chosen if original[n].size]
         return max(values, key=metric.badness, default=math.nan)
 
@@ -157,7 +157,7 @@ def _of_the_worst(
 
 
 def check_measurable(samples: Sequence[str], originals: Sequence[Outputs]) -> None:
-    """Raises ShapeError if an output of the original has no finite value for a sample: nothing could be compared."""
+    """Raises ShapeError if an output of the original has no finite value for a sample, which allows no comparison."""
     for sample, outputs in zip(samples, originals, strict=True):
         sized = {name: array for name, array in outputs.items() if array.size}
         bad = [name for name, array in sized.items() if not np.isfinite(array.astype(np.float64)).any()]
@@ -168,8 +168,8 @@ def check_measurable(samples: Sequence[str], originals: Sequence[Outputs]) -> No
 
 
 def _top1_agreement(_: Difference, reference: Array, result: Array) -> float:
-    """Returns the share of rows along the last axis whose largest values are at the same place; NaN without rows."""
-    # A row with a NaN has no largest value: argmax would return the place of the NaN.
+    """Returns the share of rows along the last axis whose largest values have the same index; NaN without rows."""
+    # A row with a NaN has no largest value: argmax would return the index of the NaN.
     rows = ~(np.isnan(reference.astype(np.float64)) | np.isnan(result.astype(np.float64))).any(-1)
     same = reference[rows].argmax(-1) == result[rows].argmax(-1)
     return float(np.mean(same)) if same.size else math.nan

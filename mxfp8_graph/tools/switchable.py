@@ -16,11 +16,11 @@ class Switchable(ABC):
 
     signature: Signature
     note: str = ""
-    """A change that was made before the sites were found."""
+    """Note on changes of the model before its sites were listed."""
     sites: tuple[SiteReport, ...]
     """Every site in graph order, the kept ones too."""
     observed: tuple[Any, ...]
-    """Per switch, the activation of its site as `observe` takes it; None where it cannot be observed."""
+    """Per switch, the activation of its site as `observe` takes it; None if it cannot be observed."""
 
     @property
     def switched(self) -> tuple[SiteReport, ...]:
@@ -29,15 +29,15 @@ class Switchable(ABC):
 
     @abstractmethod
     def run(self, feeds: Mapping[str, Array], on: Sequence[bool]) -> Inputs:
-        """Returns the outputs; errors as `Runnable.run`."""
+        """Returns the outputs; raises as `Runnable.run`."""
 
     @abstractmethod
     def observe(self, feeds: Mapping[str, Array], activations: Sequence[Any]) -> list[Array]:
-        """Returns activations [..., K] that `observed` has, with all switches off; errors as `run`."""
+        """Returns activations [..., K], items of `observed`, with all switches off; raises as `run`."""
 
 
 def refuse_rewritten(is_rewritten: bool, name: str) -> None:
-    """Raises ContractError for a rewritten model: the original form of its sites is gone."""
+    """Raises ContractError for a rewritten model, which no longer has the original form of its sites."""
     if is_rewritten:
         advice = "name the model it was made from"
         raise ContractError(name, "is rewritten already", expected="the original model", advice=advice)

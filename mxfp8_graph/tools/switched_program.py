@@ -2,7 +2,7 @@
 
     linear(x, w)   ->   choose(i, gemm(quantize(x), packed w), linear(x, w))
 
-The graph is run node by node, without the nodes that the chosen form of a site does not need.
+The graph runs node by node, without the nodes that only the other form of a site needs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.programs import TorchProgram, unrunnable
 from mxfp8_graph.tools.switchable import Switchable, refuse_rewritten
-from mxfp8_graph.torch_pass.load import load  # before torch: it says what to install where torch is missing
+from mxfp8_graph.torch_pass.load import load  # before torch, since its error names the packages to install
 
 # isort: split
 import torch
@@ -33,7 +33,7 @@ from mxfp8_graph.torch_pass.run import WANTED, planned
 
 
 def choose(switch: int, rewritten: Any, original: Any) -> Any:
-    """Returns the form of a site that was computed; the other one is None."""
+    """Returns the result of the form of a site that was computed; the other one is None."""
     return original if rewritten is None else rewritten
 
 
@@ -43,7 +43,7 @@ class SwitchedProgram(Switchable):
     def __init__(
         self, model: str | Path | ExportedProgram, recipe: Recipe, *, allow_nonfinite: bool, progress: Progress | None
     ) -> None:
-        """Adds the switches; errors as `open_switchable`."""
+        """Adds the switches; raises as `open_switchable`."""
         name, source = ("program", model) if isinstance(model, ExportedProgram) else (str(model), load(model))
         refuse_rewritten(record.find(source) is not None, name)
         options = Options(name=name, allow_nonfinite=allow_nonfinite)
@@ -54,11 +54,12 @@ class SwitchedProgram(Switchable):
 
         def change(site: Site, decision: Decision) -> SiteReport:
             assert isinstance(site, TorchSite), "attention is split into matmuls before"
+            # The copy comes first: `apply` turns the site's own nodes into the rewritten form.
             chosen.append((site, _copy(site)))
             return editor.apply(site, decision)
 
         self.sites = tuple(replace_each(sites, decisions, change, progress=progress))
-        # When no site is looked at any more, since sites know each other's nodes.
+        # After the last site is replaced, since sites refer to each other's nodes.
         choices = {site.added.output: _choice(i, site.added.output, copy) for i, (site, copy) in enumerate(chosen)}
         self.observed = tuple(
             None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site, _ in chosen
@@ -82,23 +83,23 @@ class SwitchedProgram(Switchable):
         return [array if perm is None else array.transpose(perm) for array, perm in arrays]
 
     def _run(self, feeds: Mapping[str, Array], on: Sequence[bool], wanted: set[Node]) -> dict[Node, Any]:
-        program, given = self._program, self._source.placeholders(feeds)
+        program, inputs = self._program, self._source.placeholders(feeds)
         placeholders = []
         for node in program.scopes[0].placeholders:
             stored = program.stored_name(node)
-            tensor = given[node.name] if stored is None else program.tensor(stored)
+            tensor = inputs[node.name] if stored is None else program.tensor(stored)
             placeholders.append(tensor.clone() if stored in self._written else tensor)
         runner = _Runner(program.module, _needed(program.module.graph, wanted, on), wanted)
         try:
             with torch.inference_mode():
                 runner.run(*placeholders, enable_io_processing=False)
-        except Exception as error:  # whatever the ops of the program raise
+        except Exception as error:  # ops may raise any class
             raise unrunnable(self.signature.name, error) from None
         return runner.results
 
 
 class _Runner(Interpreter):
-    """Runs some nodes of a graph, and keeps the values of those that are wanted."""
+    """Runs the needed nodes of a graph, and keeps the values of the wanted ones."""
 
     def __init__(self, module: torch.fx.GraphModule, needed: set[Node], wanted: set[Node]) -> None:
         super().__init__(module)
@@ -106,7 +107,7 @@ class _Runner(Interpreter):
         self.results: dict[Node, Any] = {}
 
     def run_node(self, n: Node) -> Any:
-        """Returns the value of a node, None if it is not needed."""
+        """Returns the value of a node, or None if it is not needed."""
         value = super().run_node(n) if n in self._needed or n.op in {"placeholder", "output"} else None
         if n in self._wanted:  # a copy: nodes that follow may write to it
             self.results[n] = value.clone() if isinstance(value, torch.Tensor) else value
@@ -116,6 +117,7 @@ class _Runner(Interpreter):
 def _needed(graph: torch.fx.Graph, wanted: set[Node], on: Sequence[bool]) -> set[Node]:
     """Returns the nodes that compute `wanted`, with the chosen form of each site, and those that write to a tensor."""
     needed = set(wanted)
+    # A node that writes to a tensor is needed even if its own result is unused.
     for node in reversed(graph.nodes):
         if node in needed or internals.written(node):
             needed.add(node)
@@ -128,7 +130,7 @@ def _needed(graph: torch.fx.Graph, wanted: set[Node], on: Sequence[bool]) -> set
 
 
 def _copy(site: TorchSite) -> Node:
-    """Returns a copy of the site before it is rewritten: of the matmul, and of the add after it."""
+    """Returns the output of a copy of the site: of the matmul, and of the add after it."""
     graph, copies = site.node.graph, dict[Node, Node]()
     for node in dict.fromkeys((site.node, site.added.output)):
         with graph.inserting_before(node):
@@ -137,7 +139,7 @@ def _copy(site: TorchSite) -> Node:
 
 
 def _choice(number: int, output: Node, original: Node) -> Node:
-    """Returns the node that all users of `output` read from now on."""
+    """Adds a `choose` of both forms of a site, which all users of `output` now read, and returns it."""
     users = list(output.users)
     with output.graph.inserting_after(output):
         node = output.graph.call_function(choose, (number, output, original))

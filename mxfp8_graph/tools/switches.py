@@ -1,4 +1,4 @@
-"""A model whose sites are switched on and off while it runs: each site is there as it was, and as a rewrite makes it.
+"""A model whose sites are switched on and off while it runs: it has the original and the rewritten form of each site.
 
     y = MatMul(X, w)   ->   y = If(switches[i]) { MXFP8Gemm(MXFP8Quantize(X), packed w) } else { MatMul(X, w) }
 
@@ -36,7 +36,7 @@ from mxfp8_ops import system
 from mxfp8_ops.errors import ContractError
 
 _ROOM: Final = 1.3
-"""Size of a model with its packed weights, in units of the model's: a packed weight has 8.25 of 32 bits."""
+"""Size of a model with its packed weights, relative to the model: a packed weight has 8.25 of 32 bits."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def open_switchable(
     An ONNX model is written with its switches to a temporary folder, from where ONNX Runtime maps the weights.
 
     Raises:
-        ContractError: the model cannot be read, is rewritten already, or there is no room for it.
+        ContractError: the model cannot be read, is rewritten already, or the temporary folder has too little space.
         RecipeError: the recipe does not fit the model.
         NothingEligibleError: the recipe rewrites nothing.
         BackendError: ONNX Runtime cannot run it, or the native library is missing.
@@ -86,16 +86,16 @@ class _SwitchedModel(Switchable):
         outputs = [output.name for output in model.graph.outputs]
         editor = _SwitchEditor(model, allow_nonfinite=allow_nonfinite, progress=progress)
         pairs = list(zip(sites, decisions, strict=True))
-        done = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in pairs]
-        # Ids are no activation, and what is inside of a subgraph cannot become an output.
+        outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in pairs]
+        # Ids are no activation, and a value inside of a subgraph cannot become an output of the model.
         chosen = [site for site, decision in pairs if decision.quantize]
-        seen = [None if site.form.picks_rows or site.matmul.subgraph else site.x for site in chosen]
-        self.observed = tuple(x and (x.value, x.perm, x.merged) for x in seen)
-        self._observed = editor.observe([x.value for x in seen if x is not None])
+        activations = [None if site.form.picks_rows or site.matmul.subgraph else site.x for site in chosen]
+        self.observed = tuple(x and (x.value, x.perm, x.merged) for x in activations)
+        self._observed = editor.observe([x.value for x in activations if x is not None])
         self._inputs = editor.add_inputs()
-        record.complete(model, recipe.to_record())  # without `finish`: both branches stay, nothing is unused
-        save(model, path, external=True, overwrite=False)
-        self.sites = tuple(map(site_report, done))
+        record.complete(model, recipe.to_record())  # without `finish`: both branches stay, so no weight is unused
+        save(model, path, external=True, overwrite=False)  # external data, so that ONNX Runtime maps the weights
+        self.sites = tuple(map(site_report, outcomes))
         self._session = Session(path, kernels=True, where=self.signature.name)
         self._outputs = [name for name in self._session.output_names if name in outputs]
 
@@ -104,11 +104,11 @@ class _SwitchedModel(Switchable):
 
     def observe(self, feeds: Mapping[str, Array], activations: Sequence[Any]) -> list[Array]:
         names = dict.fromkeys(self._observed[value] for value, _, _ in activations)
-        found, arrays = self._fetch(feeds, list(names), [False] * len(self.observed)), []
+        values, arrays = self._fetch(feeds, list(names), [False] * len(self.observed)), []
         for value, perm, merged in activations:
-            x = found[self._observed[value]]
+            x = values[self._observed[value]]
             x = x if perm is None else x.transpose(perm)
-            # As ONNX's Reshape: a 0 is the size that is there.
+            # As in ONNX's Reshape, 0 keeps the size of the axis.
             sizes = [size or x.shape[axis] for axis, size in enumerate(merged or ())]
             arrays.append(x if merged is None else x.reshape(sizes))
         return arrays
@@ -120,7 +120,7 @@ class _SwitchedModel(Switchable):
 
 
 class _SwitchEditor(Editor):
-    """Puts the old nodes of a site, and the new ones, into the branches of an If."""
+    """Moves the old and the new nodes of a site into the branches of an If."""
 
     def __init__(self, model: ir.Model, *, allow_nonfinite: bool, progress: Progress | None) -> None:
         super().__init__(model, allow_nonfinite=allow_nonfinite, progress=progress)
@@ -136,9 +136,9 @@ class _SwitchEditor(Editor):
         return [str(value.name) for value in self._counts]
 
     def observe(self, values: Sequence[ir.Value]) -> dict[ir.Value, str]:
-        """Returns the names of new outputs, each a copy of an activation if it is asked for, or else empty.
+        """Returns the names of new outputs, each a copy of an activation if its switch is on, else empty.
 
-        ONNX Runtime keeps an output until the end of a run, so that the activations themselves would fill the memory.
+        ONNX Runtime keeps an output until the end of a run, so the activations themselves would fill the memory.
         """
         names = {}
         for old in dict.fromkeys(values):
@@ -157,13 +157,13 @@ class _SwitchEditor(Editor):
     def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
         old = [node for node in (site.node, site.added.node) if node is not None]
         value, chosen = site.added.output, ir.Value(name=site.added.output.name)
-        # Before the last old node, where all that either branch reads is computed.
+        # Before the last old node, where all inputs of both branches are computed.
         old[-1].prepend(choice := self._choice(self._switches, chosen))
         self._stand_for(value, chosen)
         dtype = ir.DataType(site.dtype)
         self._branch(choice[-1], "then_branch", new, result, dtype)
         self._branch(choice[-1], "else_branch", old, value, dtype)
-        self._shared.clear()  # what one branch computes, another cannot use
+        self._shared.clear()  # a branch cannot read the values of another branch
 
     def _choice(self, switches: ir.Value, result: ir.Value) -> list[ir.Node]:
         """Returns the nodes that choose by the next switch: an If, still without branches, is the last."""
@@ -177,7 +177,7 @@ class _SwitchEditor(Editor):
     def _branch(
         self, choice: ir.Node, name: str, nodes: Sequence[ir.Node], result: ir.Value, dtype: ir.DataType
     ) -> None:
-        """Moves `nodes`, which compute `result`, into a branch; a result of a branch is named unlike the If's."""
+        """Moves `nodes`, which compute `result`, into a branch; `result` gets another name than the If's output."""
         result.name = self.fresh(f"{choice.outputs[0].name}_branch")
         result.type, result.shape, result.doc_string = ir.TensorType(dtype), None, None
         result.metadata_props.clear()

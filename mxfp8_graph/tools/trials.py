@@ -1,4 +1,4 @@
-"""The loop of compare, analyze and tune: models on the same samples, and recipes that are rewritten for real."""
+"""The loop of compare, analyze and tune, which rewrites recipes and runs models on the same samples."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from mxfp8_graph.tools.switchable import refuse_rewritten
 from mxfp8_ops import system
 
 _SYNTHESISED: Final = 8
-"""Samples that are made where none are given."""
+"""Number of synthesised samples, if the user passes none."""
 _TURNS: Final = Execution(takes_turns=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A recipe that was rewritten and run on all samples."""
+    """The results of a recipe, rewritten and run on all samples."""
 
     recipe: Recipe
     report: RewriteReport
     scores: Mapping[str, Score]
-    """By the name of the metric."""
+    """Scores by the name of the metric."""
     runnable: Runnable
     """The rewritten model."""
 
 
 @dataclass(kw_only=True)
 class Measure:
-    """Samples and metrics: the scores of models whose outputs are compared with those of the original."""
+    """Runs models on samples, and scores their outputs against the outputs of the original."""
 
     feeds: Sequence[Inputs]
     metrics: Sequence[Metric]
@@ -51,7 +51,7 @@ class Measure:
     """The outputs of the original, by sample."""
     runs: int = 0
     total: int = 0
-    """Runs that are expected in all, for the progress."""
+    """Expected number of all runs, for the progress."""
 
     def scores(self, run: Callable[[Inputs], Inputs], what: str) -> dict[str, Score]:
         """Returns the scores of a model, by the name of the metric."""
@@ -67,9 +67,10 @@ class Measure:
         return results
 
     def tick(self, what: str) -> None:
-        """Tells the progress that one more run is done."""
+        """Reports one more run to `progress`."""
         self.runs += 1
         if self.progress is not None:
+            # `total` is an estimate, which the runs may exceed.
             self.progress(what, self.runs, max(self.total, self.runs))
 
 
@@ -78,7 +79,7 @@ class Bench(Measure):
     """A model on which one recipe is tried after another."""
 
     model: Any
-    """As `rewrite` takes it; a program out of its file."""
+    """The model as `rewrite` takes it; a program is loaded from its file."""
     name: str
     original: Runnable
     samples: Samples
@@ -88,30 +89,30 @@ class Bench(Measure):
 
     @property
     def suffix(self) -> str:
-        """The suffix of its file, rewritten or not."""
+        """The suffix of a file of the model, rewritten or not."""
         return ".pt2" if is_program(self.model) else ".onnx"
 
     def trial(self, recipe: Recipe, what: str) -> Trial:
-        """Returns what a recipe does, and the rewritten model; errors as `rewrite` and `Runnable.run`."""
-        # The original may run as a float32 copy; the rewritten model has to, then.
+        """Returns the results of a recipe, and the rewritten model; raises as `rewrite` and `Runnable.run`."""
+        # If the original runs as a float32 copy, the rewritten model must compute in float32, too.
         recipe = recipe.for_cpu() if self.original.note else recipe
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         output = None if is_program(self.model) else folder / "model.mxfp8.onnx"
         model, report = rewriting.rewrite(self.model, recipe, output=output, allow_nonfinite=self.allow_nonfinite)
         _, runnable = open_runnable(model, f"{self.name} as {what}", _TURNS)
-        # ONNX Runtime has read or mapped the files. Where a mapped file cannot be removed, it goes with the bench.
+        # ONNX Runtime has read or mapped the files. A mapped file that cannot be removed is removed with the bench.
         shutil.rmtree(folder, ignore_errors=True)
         return Trial(recipe=recipe, report=report, scores=self.scores(runnable.run, what), runnable=runnable)
 
     def seconds(self, runnables: Mapping[str, Runnable], repeat: int) -> dict[str, float]:
         """Returns the median seconds of a run on the largest sample, of models that take turns."""
-        found: dict[str, list[float]] = {name: [] for name in runnables}
+        latencies: dict[str, list[float]] = {name: [] for name in runnables}
         for _ in range(repeat):
             for name, runnable in runnables.items():
-                # `time` does a run before that is not counted: the caches hold the model that ran before.
-                found[name] += runnable.time(self.samples.largest, 1).seconds
+                # `time` does a warm-up first, since the caches hold the model that ran before.
+                latencies[name] += runnable.time(self.samples.largest, 1).seconds
                 self.tick(f"time of {name}")
-        return {name: statistics.median(values) for name, values in found.items()}
+        return {name: statistics.median(values) for name, values in latencies.items()}
 
 
 @contextmanager

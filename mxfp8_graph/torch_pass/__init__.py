@@ -6,14 +6,16 @@ program.py           a private copy of a program: its graphs, signature and weig
 checked_program.py   a program that checks whether it still has the tensors of its modules
 ops.py               the ops: how each multiplies, how ids pick rows of a table, and what role it plays
 operands.py          which operands are known before the program runs, and their values
-find.py              finds the matmuls, and says what each is
+find.py              finds the matmuls, and describes each as a site
 attention.py         scaled_dot_product_attention as two matmuls
-replace.py           replaces the matmuls for inference and removes what is unused after that; train.py replaces them
-                     for training; build.py adds nodes
+replace.py           replaces the matmuls for inference and removes unused nodes; train.py replaces them for training;
+                     build.py adds nodes
 packed_training.py   lets gradients pass through packed weights, and reverts that
 training_mode.py     switches dropout and batch normalization
 torchao_weights.py   weights that torchao packed
 record.py            the record of a rewrite in a program
+export.py            a program from a module
+to_onnx.py           packed programs as ONNX, by torch's exporter in exporter.py
 internals.py         all private torch APIs, checked against the torch version
 """
 

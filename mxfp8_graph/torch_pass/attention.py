@@ -28,7 +28,7 @@ def scores_name(node: Node) -> str:
 
 
 def obstacle(node: Node) -> str | None:
-    """Returns why an attention node cannot be taken apart, or None."""
+    """Returns the reason why an attention node cannot be split into its matmuls, or None."""
     if internals.op_name(node) != ops.ATTENTION:
         return f"{internals.op_name(node)} is one fused kernel; export without decomposing attention"
     return None
@@ -62,7 +62,7 @@ def expand(program: Program, node: Node) -> None:
 
 
 def _relax_views(node: Node) -> None:
-    """Makes the views of an attention result reshapes, which copy where they must.
+    """Turns the views of an attention result into reshapes, which copy where they must.
 
     Kernels of attention lay out their result by position and head; a matmul lays it out by head, so a view may not fit.
     """
@@ -91,7 +91,7 @@ def _masked(build: Builder, node: Node, scores: Node) -> Node:
         mask = build.add(f"{node.name}_causal", _ATEN.tril.default, ones)
     if mask is None:
         return scores
-    # A Boolean mask says which keys count, so the others are filled; a float mask is added.
+    # True in a Boolean mask keeps a key, so the other keys are filled; a float mask is added.
     if mask.meta["val"].dtype == torch.bool:
         hidden = build.add(f"{node.name}_hidden", _ATEN.logical_not.default, mask)
         return build.add(f"{node.name}_masked", _ATEN.masked_fill.Scalar, scores, hidden, -math.inf)

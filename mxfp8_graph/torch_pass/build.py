@@ -19,11 +19,11 @@ _INHERITED: Final = ("nn_module_stack", "stack_trace", "custom")
 """Metadata that a new node copies from the node that it stands before."""
 
 Shared = dict[tuple[object, ...], Node]
-"""Added nodes by what they compute."""
+"""Added nodes, by a key of the value that each computes."""
 
 
 class Builder:
-    """Adds nodes before `anchor`, sharing those that earlier builders with the same `shared` added."""
+    """Adds nodes before `anchor`, and reuses nodes that earlier builders with the same `shared` added."""
 
     def __init__(self, program: Program, anchor: Node, shared: Shared | None = None) -> None:
         self._program = program
@@ -32,7 +32,7 @@ class Builder:
         self.new: list[Node] = []
 
     def add(self, name: str, target: Any, *arguments: Any, **keywords: Any) -> Node:
-        """Returns a new node that calls `target`; its name is `name`, or that with a number."""
+        """Returns a new node that calls `target`. It is called `name`, with a number if the graph has that name."""
         graph = self._anchor.graph
         with graph.inserting_before(self._anchor):
             node = graph.create_node("call_function", target, arguments, keywords, name=name)
@@ -45,8 +45,7 @@ class Builder:
 
     def evaluate(self, target: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         """Returns the fake value of a call."""
-        # Ops run on fake tensors, so that a new node has shape, dtype and symbolic sizes as if torch.export had made
-        # it.
+        # Ops run on fake tensors, so that a new node has the shape, dtype and symbolic sizes that torch.export records.
         values: Any = map_arg((arguments, keywords), lambda node: node.meta["val"])
         with self._program.fake_mode, torch.no_grad(), internals.enable_python_dispatcher():
             return target(*values[0], **values[1])
@@ -74,21 +73,21 @@ class Builder:
         return self._once(("permute", node, perm), lambda: self.add(name, _ATEN.permute.default, node, list(perm)))
 
     def pick(self, node: Node, gather: Node) -> Node:
-        """Returns a node that picks the entries of `node` that `gather` picks of its own argument.
+        """Returns a node that picks entries of `node` by the indices of `gather`.
 
-        By index_select, which copies whole matrices in a tenth of the time of `index`, but takes no negative indices.
+        It calls index_select, which copies whole matrices in a tenth of the time of `index`.
         """
 
-        def chosen() -> Node:
+        def select() -> Node:
             indices = self._indices(gather, int(node.meta["val"].shape[0]))
             return self.add(f"{node.name}_chosen", _ATEN.index_select.default, node, 0, indices)
 
-        return self._once(("pick", node, gather), chosen)
+        return self._once(("pick", node, gather), select)
 
     def quantize(self, node: Node, element_format: str, scale_rounding: str, epoch: int) -> list[Node]:
-        """Returns the activation's elements and scales.
+        """Returns the nodes of the activation's elements and scales.
 
-        `epoch` is how many in-place ops came before: the activation may have changed between two of them.
+        `epoch` is the number of in-place ops before the matmul: each of them may change the activation.
         """
         name, op = f"{node.name}_mxfp8", torch.ops.mxfp8.quantize.default
         settings = internals.unusual(op, {"element_format": element_format, "scale_rounding": scale_rounding})
@@ -106,8 +105,8 @@ class Builder:
         return self._shared[key]
 
     def _indices(self, gather: Node, size: int) -> Any:
-        """Returns the indices of `gather`, int [S], none of them negative."""
-        # index_select, the other op, refuses negative indices itself.
+        """Returns the indices of `gather`, int [S], without negative ones, which index_select refuses."""
+        # A `gather` that is an index_select has no negative indices.
         if internals.op_name(gather) != "index":
             return internals.argument(gather, "index")
         (ids, *_), name = internals.argument(gather, "indices"), gather.name

@@ -1,9 +1,9 @@
-"""A program that checks whether it, and the modules made from it, still have its tensors.
+"""A program that checks whether its modules still share its tensors.
 
-torch's `ExportedProgram.module` shares tensors with the program. What replaces them in the module (`fully_shard`,
-`setattr`, `load_state_dict(assign=True)`) or copies them (`unflatten`, `deepcopy`) trains others, which the program
-lacks: rewriting or saving it would take the values from before the training. The modules of `distributed.module` share
-tensors with the program, too, until they are sharded.
+A module of torch's `ExportedProgram.module` shares tensors with the program. Calls that replace them in the module
+(`fully_shard`, `setattr`, `load_state_dict(assign=True)`) or copy them (`unflatten`, `deepcopy`) train other tensors.
+The program lacks their values, so rewriting or saving it would take the values from before the training. The modules of
+`distributed.module` share tensors with the program, too, until they are sharded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CheckedProgram(ExportedProgram):
     """The class of the programs that `rewrite` and `load` return. Its modules follow train() and eval()."""
 
     prepared: int | None = None
-    """Checksum of the parameters when they were prepared for training, until the program takes values."""
+    """Checksum of the parameters when training was prepared; None without preparation, or with the trained values."""
 
     def module(self, check_guards: bool = True) -> GraphModule:
         """Returns the module of `ExportedProgram.module`, with a train() and an eval() that switch dropout."""
@@ -45,9 +45,12 @@ class CheckedProgram(ExportedProgram):
         return module
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
-        """Takes the values of parameters and buffers, such as `module.state_dict()`. Later ones need another call.
+        """Copies trained values into the program. After more training, call it again.
 
         Sharded tensors (DTensor) are gathered, so call this in every process.
+
+        Args:
+            state_dict: every parameter and buffer by name, such as `module.state_dict()`.
 
         Raises:
             ContractError: a name is missing or unknown, or a shape differs.
@@ -58,7 +61,7 @@ class CheckedProgram(ExportedProgram):
         self.mark_synced()
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Copies the values of a tensor; a tensor of the program that has none, such as one on meta, is replaced."""
+        """Copies `value` into a tensor of the program; replaces a tensor that has no values, such as one on meta."""
         own = self.state_dict[name]
         if internals.has_values(own):
             with torch.no_grad():
@@ -69,22 +72,21 @@ class CheckedProgram(ExportedProgram):
             self.state_dict[name] = torch.nn.Parameter(new, own.requires_grad) if is_parameter else new
 
     def mark_synced(self) -> None:
-        """Says that the program has the values of the modules that were trained."""
+        """Records that the program has the values of the trained modules."""
         self.prepared = None
-        # Modules that were made before keep other values, on purpose. Their checksum detects a training after this
-        # call.
+        # Earlier modules may keep other values. Their checksum detects training after this call.
         for module in _modules.get(self, {}):
             _modules[self][module] = _checksum(module)
 
     def check_names(self, state_dict: Mapping[str, torch.Tensor], where: str = "load_state_dict") -> None:
-        """Raises ContractError as `load_state_dict` does."""
+        """Raises ContractError if a name is missing or unknown, or a shape differs."""
         own = super().module().state_dict()
         ours, theirs = ({name: list(t.shape) for name, t in state.items()} for state in (own, state_dict))
-        # Before the first tensor: an error must not leave a program with values of two models.
+        # Before the first copy: an error must not leave a program with values of two models.
         if name := next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None):
             what = f"{name!r} has shape {theirs[name]}" if name in theirs else f"{name!r} is missing"
             expected = f"shape {ours[name]}" if name in ours else "no such name"
-            advice = "pass the names of program.state_dict, without those of wrappers"
+            advice = "pass the names of program.state_dict, without the prefixes of wrappers"
             raise ContractError(where, what, expected=expected, advice=advice)
 
 
@@ -95,15 +97,15 @@ def watch(program: ExportedProgram, module: torch.nn.Module) -> None:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with all its values; one that is sharded (DTensor) is gathered, in every process."""
+    """Returns a tensor with all its values; a sharded one (DTensor) is gathered, in every process."""
     gather: Any = getattr(tensor, "full_tensor", None)
     result: torch.Tensor = tensor if gather is None else gather()
     return result
 
 
 def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProgram:
-    """Makes `program` one that checks its modules, in place; `prepared` if it is about to be trained."""
-    # In place of a copy: ExportedProgram has no constructor that takes another program.
+    """Turns `program` into a CheckedProgram, in place, and returns it; `prepared` says that training follows."""
+    # Not a copy: ExportedProgram has no constructor that takes another program.
     program.__class__ = CheckedProgram
     assert isinstance(program, CheckedProgram)
     program.prepared = _checksum(program) if prepared else None
@@ -113,7 +115,7 @@ def checked(program: ExportedProgram, *, prepared: bool = False) -> ExportedProg
 def check_values(program: ExportedProgram, where: str | Path) -> None:
     """Raises ContractError if a module of `program` has tensors with other values than the program.
 
-    Also if the program itself lacks tensors that its graph uses, see `check_stored`.
+    It also checks the program's own tensors, see `check_stored`.
     """
     for module, synced in list(_modules.get(program, {}).items()):
         tensors = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
@@ -130,21 +132,21 @@ def check_stored(program: ExportedProgram, where: object, advice: str = "save it
     """Checks that a program has all its parameters, buffers and constants, in the shapes and dtypes of its graph.
 
     Raises:
-        ContractError: one is; called `where`.
+        ContractError: a tensor is missing, or its shape or dtype differs; the message begins with `where`.
     """
     graph = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     for spec in program.graph_signature.input_specs:
         if spec.kind not in STORED:
             continue
         tensor = program.state_dict.get(spec.target, program.constants.get(spec.target))
-        said = graph.get(getattr(spec.arg, "name", ""))
-        if not isinstance(tensor, torch.Tensor) or not isinstance(said, torch.Tensor):
+        fake = graph.get(getattr(spec.arg, "name", ""))
+        if not isinstance(tensor, torch.Tensor) or not isinstance(fake, torch.Tensor):
             what, expected = f"no tensor {spec.target!r}", "all tensors that its graph uses"
             raise ContractError(where, what, expected=expected, advice=advice)
         # torch itself does not compare them.
-        if tensor.shape != said.shape or tensor.dtype != said.dtype:
+        if tensor.shape != fake.shape or tensor.dtype != fake.dtype:
             what = f"tensor {spec.target!r} is {tensor.dtype} {list(tensor.shape)}"
-            expected = f"{said.dtype} {list(said.shape)}, as its graph says"
+            expected = f"{fake.dtype} {list(fake.shape)}, as its graph says"
             raise ContractError(where, what, expected=expected, advice=advice)
 
 
@@ -164,9 +166,9 @@ def _equal(mine: torch.Tensor, other: Any) -> bool:
 
 
 def _checksum(owner: ExportedProgram | torch.nn.Module) -> int:
-    """Returns a checksum of the parameters. It reads 4096 values of a large one, as optimizers change all of them.
+    """Returns a checksum of the parameters. It reads 4096 values of a large one, since optimizers change all of them.
 
-    `Tensor._version` does not serve: fused optimizers leave it as it is.
+    `Tensor._version` does not help: fused optimizers do not change it.
     """
     result = 0
     for tensor in owner.parameters():

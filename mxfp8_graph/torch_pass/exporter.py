@@ -1,12 +1,12 @@
-"""torch's exporter, as `to_onnx` and tools use it: scaled_dot_product_attention has the result of torch.
+"""torch's ONNX exporter, for `to_onnx` and tools, with the results of torch for masked attention.
 
-That includes rows from which a mask hides all keys: 0. torch's exporter and ONNX Runtime give other results there:
+Where a mask hides all keys from a row, torch gives 0. torch's exporter and ONNX Runtime give other results there:
 
     opset 18 to 22, boolean mask     the exporter adds the lowest float, not -Inf: the mean of V
     opset 18 to 22, float mask       a softmax over -Inf alone: NaN
     Attention, boolean mask          NaN in ONNX Runtime 1.23, 0 in 1.31
-    Attention, float mask            ONNX Runtime 1.31 takes a row of the lowest float for one of -Inf: 0, where torch
-                                     adds it to the scores and gives the mean of V
+    Attention, float mask            0 in ONNX Runtime 1.31 for a row of the lowest float, as for -Inf; torch adds it to
+                                     the scores and gives the mean of V
 
 So attention with a mask becomes single ops at every opset, and its mask sets hidden rows to 0.
 """
@@ -42,7 +42,7 @@ def export(
     names: Mapping[str, Any],
     before_optimizing: Callable[[torch.onnx.ONNXProgram], None] = lambda exported: None,
 ) -> ir.Model:
-    """Returns a program without mxfp8 ops as ONNX.
+    """Returns the ONNX model of a program without mxfp8 ops.
 
     Args:
         program: the program.
@@ -68,14 +68,14 @@ def export(
             assert exported is not None  # None is for exports that write a file themselves
             before_optimizing(exported)
             model: ir.Model = exported.model
-            # onnx's reference evaluator fails on more than 64 values of GatherElements, and onnxscript tells the user.
+            # onnx's reference evaluator fails to fold more than 64 values of GatherElements, and onnxscript reports it.
             optimizer.optimize_ir(model, should_fold=lambda n: False if n.op_type == "GatherElements" else None)
             onnx_fusions.fuse(model)
     except Mxfp8Error:
         raise
-    except Exception as error:  # those of its translations, and of names that do not fit, have no common base
+    except Exception as error:  # errors of its translations and of wrong names have no common base class
         what = f"torch {torch.__version__} cannot export the program: {first_line(error.__cause__ or error)}"
-        advice = "change the model to do without this one"
+        advice = "replace that op in the model"
         raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
     if (version := model.opset_imports.get("", 0)) != opset:
         what = f"onnxscript cannot bring the model from opset {version} to {opset}"
@@ -118,7 +118,7 @@ def _attention(opset: int) -> Callable[..., Any]:
         zero, hidden = (_OPS.Constant(value=ir.tensor(number, dtype=query.dtype)) for number in (0.0, -math.inf))
         mask = _OPS.Where(attn_mask, zero, hidden) if attn_mask.dtype == ir.DataType.BOOL else attn_mask
         y = nn.aten_scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **settings)
-        # Not by IsNaN(y): a NaN that comes from Q, K or V must stay one.
+        # Not by IsNaN(y): a NaN that comes from Q, K or V must stay.
         largest = _OPS.ReduceMax(mask, _OPS.Constant(value_ints=[-1]), keepdims=1)
         return _OPS.Where(_OPS.Equal(largest, hidden), zero, y)
 

@@ -54,18 +54,18 @@ class Addend:
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A matmul: its description for the plan. For the two in an attention node that is all, until it is expanded."""
+    """A matmul, described for the plan. The two of an attention node are only this until `attention.expand`."""
 
     matmul: MatMulSite
     node: Node
     """The matmul; the nodes it needs go in front of it."""
     unfit: str | None
-    """Why it cannot be rewritten even if a recipe says so; the policy's own reasons come first."""
+    """The reason why it stays even if a recipe asks for it, or None; the policy's own reasons come first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchSite(Site):
-    """A matmul with what `replace.py` and `train.py` need to replace it."""
+    """A matmul with the operands and the addition that `replace.py` and `train.py` need to replace it."""
 
     form: Form
     x: Operand
@@ -106,7 +106,7 @@ class _Finder:
         for scope in self._program.scopes:
             nesting = 0
             for node in scope.module.graph.nodes:
-                # Nodes inside of vmap see tensors without the mapped axis, so their shapes are not those of the run.
+                # Nodes inside of vmap see tensors without the mapped axis, so the run has other shapes.
                 op = internals.op_name(node)
                 nesting += op.endswith("_increment_nesting") - op.endswith("_decrement_nesting")
                 transformed = _TRANSFORMED if nesting else None
@@ -140,7 +140,7 @@ class _Finder:
             yield Site(matmul=matmul, node=node, unfit=attention.obstacle(node))
 
     def _described(self, node: Node, form: Form, scope: GraphScope, transformed: str | None) -> TorchSite:
-        """Returns the site of one matmul, or of one lookup in a table."""
+        """Returns the site of a matmul or of a lookup in a table."""
         lookup = form if isinstance(form, Lookup) else None
         if lookup:
             x, w, swapped = Operand(node=form.a), Operand(node=form.b, static=self._statics.resolve(form.b)), False
@@ -181,23 +181,22 @@ class _Finder:
         )
 
     def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:
-        if scope.blocker:  # what its operands are is decided outside
+        if scope.blocker:  # the call outside passes its operands, so their origin is unknown here
             return "linear"
         return self._roles.of_linear(node) if static else self._roles.of_product(node)
 
     def _added(self, node: Node, form: Form, n: Dim, swapped: bool) -> Addend:
-        """Returns the op's own addend, or the static operand of the add after it, absorbed where that is exact."""
+        """Returns the op's own addend or a static one of the add after it; as a bias where the gemm adds it exactly."""
         if form.c is not None:
             static, value = self._statics.resolve(form.c), form.c.meta["val"]
-            # A swapped product is transposed: its columns are the rows of the result, so a bias per column does not
-            # fit.
+            # The columns of a swapped product are the rows of the result, so it cannot absorb a bias per column.
             if not swapped and static is not None and _is_bias(static, n, node):
                 return Addend(bias=form.c, bias_static=static, output=node)
             if not swapped and value.dim() == 1 and value.shape[0] == n and form.beta == 1.0:
                 return Addend(bias=form.c, output=node)
             return Addend(addend=form.c, output=node)
         alone, add = Addend(output=node), next(iter(node.users), None)
-        # With another user the product itself is needed without the addition.
+        # Another user needs the product without the addition.
         if add is None or len(node.users) != 1 or form.offs is not None or swapped:
             return alone
         if internals.op_name(add) not in {"add", "add_"} or len(add.args) < 2:
@@ -212,7 +211,7 @@ class _Finder:
         return Addend(bias=other, bias_static=static, output=add) if _is_bias(static, n, node) else alone
 
     def _packed_by_torchao(self, w: Operand, swapped: bool) -> tuple[str | None, str | None]:
-        """Returns (element format, why its bytes cannot be kept) of a weight that torchao packed, or (None, None)."""
+        """Returns (element format, reason against keeping its bytes) of a weight of torchao, or (None, None)."""
         static = w.static
         if static is None or not torchao_weights.is_mx(stored := self._program.tensor(static.name)):
             return None, None
@@ -223,7 +222,7 @@ class _Finder:
         return torchao_weights.element_format(stored), unfit
 
     def _blocker(self, node: Node, form: Form, x: Operand, w: Operand, dtype: str) -> str | None:
-        """Returns why a matmul cannot be rewritten whatever the recipe says, or None."""
+        """Returns the reason why no recipe can quantize a matmul, or None."""
         if self._statics.resolve(form.a) is not None and self._statics.resolve(form.b) is not None:
             return eligibility.BOTH_CONSTANT
         if reason := eligibility.dtype_blocker(dtype, "cast the model first"):
@@ -249,13 +248,13 @@ class _Finder:
         )
 
     def _weight_blocker(self, node: Node) -> str | None:
-        """Returns why an operand is a weight that cannot be packed, or None if it is none."""
+        """Returns the reason why a weight cannot be packed, or None if the operand is no weight."""
         if changed := self._statics.writer_of(node):
             return f"weight {changed[0]!r} is changed by {changed[1]} while the program runs; expected it fixed"
         if not self._statics.is_constant(node):
             return None
-        # Decomposition turns torchao's weight into code that dequantizes it; without this check the message would only
-        # speak of a computed weight.
+        # Decomposition turns torchao's weight into ops that dequantize it. Without this check the message would only
+        # name a computed weight.
         if any(s.meta["val"].dtype == torch.float8_e8m0fnu for s in self._statics.stored_below(node)):
             return "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
         via = self._statics.source_of(node)
@@ -267,7 +266,7 @@ def _is_bias(static: Static, n: Dim, node: Node) -> bool:
 
 
 def _broadcast_blocker(node: Node, activation: Node) -> str | None:
-    """Returns why a weight that repeats along a batch cannot be packed, or None."""
+    """Returns the reason why a weight that repeats along a batch cannot be packed, or None."""
     # As text: comparing symbolic sizes would add guards to the program.
     batch, result = (list(map(str, n.meta["val"].shape[:-1])) for n in (activation, node))
     if batch == result:
@@ -276,7 +275,7 @@ def _broadcast_blocker(node: Node, activation: Node) -> str | None:
 
 
 def _group_blocker(node: Node, form: Form, x: Operand, w: Operand) -> str | None:
-    """Returns why a matmul of groups of rows cannot be rewritten, or None."""
+    """Returns the reason why a matmul of groups of rows cannot be rewritten, or None."""
     if w.static is None:
         return "a grouped matmul whose weights are computed at run time; expected one stored stack [E, N, K]"
     if w.node is not form.b or x.rank != 2 or w.rank != 3 or w.static.gather is not None:

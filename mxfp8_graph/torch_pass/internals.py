@@ -6,13 +6,13 @@ The undocumented names, and why each is used:
     GraphModule.__deepcopy__           renames placeholders that shadow builtins; `clone` puts the names back
     OpOverload._schema                 says which arguments an op writes to
     ExportedProgram._example_inputs    to save sample inputs without their containers
-    torch.utils._pytree                the containers that a program takes and gives
-    Node.meta["from_node"]             what a node was before decomposition
-    pt2_archive._package.load_pt2      torch.export.load hides what is wrong with a file
+    torch.utils._pytree                the containers that a program takes and returns
+    Node.meta["from_node"]             the op of a node before decomposition
+    pt2_archive._package.load_pt2      torch.export.load hides the error in a file
     torch._C.PyTorchFileReader         reads a record of a .pt2 file before torch reads the program
-    torch._export.utils                how to decompose one op alone
+    torch._export.utils                decomposes one op alone
     torch._dispatch.python             evaluates ops in Python: in C++, torch 2.10 fixes sizes that vary
-    CHECKPOINT_PREFIX                  what checkpoint_wrapper adds to the names of parameters
+    CHECKPOINT_PREFIX                  the prefix that checkpoint_wrapper adds to the names of parameters
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "cons
 
 
 def check_torch() -> str | None:
-    """Returns None if the pass was tested with this torch, or a note if it is newer and looks as expected.
+    """Returns a note if this torch is newer than the tested versions but has the same private API, else None.
 
     Raises:
-        BackendError: too old, or newer with another private API; says which versions work.
+        BackendError: torch is too old, or newer with another private API; the message names the versions that work.
     """
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     works = f"torch {_dotted(OLDEST)} to {_dotted(NEWEST_TESTED)}"
@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
 
 
 def graphs(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, torch.fx.Graph]]:
-    """Yields (name, submodule, its graph) of the submodules that run one, those of `unflatten` among them."""
+    """Yields (name, submodule, graph) of each submodule that runs a graph, also after `unflatten`."""
     for name, each in module.named_modules():
         # Not getattr: a checkpoint_wrapper has the attributes of the module inside.
         graph = each.graph if isinstance(each, torch.fx.GraphModule) else each.__dict__.get("graph")
@@ -113,7 +113,7 @@ def has_values(tensor: torch.Tensor) -> bool:
 
 
 def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """Returns the values of a tensor, bfloat16 as ml_dtypes has it; they share its memory if that is on the CPU."""
+    """Returns the values of a tensor, bfloat16 as ml_dtypes.bfloat16. A tensor on the CPU shares its memory."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:  # NumPy has no such type; ml_dtypes does, and the bits are the same
         return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
@@ -124,12 +124,12 @@ def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
 def inlined(program: ExportedProgram, *, training: bool) -> ExportedProgram:
     """Returns `program` with each einsum as permutes, views and a bmm, and without autocast and no_grad around weights.
 
-    Training keeps a program with a no_grad region as it is: gradients would pass through what was inside.
+    Training keeps a program with a no_grad region as it is: gradients would pass through the ops inside.
     """
     from torch._export.utils import _get_decomp_for_cia
 
     ops = {op_name(node) for _, _, graph in graphs(program.graph_module) for node in graph.nodes}
-    # Tracing again changes views too, so a region without a weight (that of rotary embeddings) is left alone.
+    # Tracing again changes views too, so a region without a weight, such as rotary embeddings, stays.
     stored = [(s.arg.name, program.state_dict.get(s.target or "")) for s in program.graph_signature.input_specs]
     matrices = {name for name, tensor in stored if tensor is not None and tensor.dim() > 1}
     calls = [node for node in program.graph.nodes if op_name(node) in {_AUTOCAST, _SET_GRAD}]
@@ -148,7 +148,7 @@ def op_names(names: str) -> frozenset[str]:
 
 
 def op_name(node: Node) -> str:
-    """Returns what a call_function node calls: "linear" for aten ops, "mxfp8::gemm", "cond"; "" for other nodes."""
+    """Returns the name of the op that a node calls, such as "linear", "mxfp8::gemm" or "cond"; "" if it calls none."""
     target = node.target
     if node.op != "call_function":
         return ""
@@ -211,13 +211,13 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def unusual(target: torch._ops.OpOverload, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments that differ from the op's defaults; each one costs half a microsecond a call."""
+    """Returns the keyword arguments that differ from the op's defaults. Each costs half a microsecond per call."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     return {name: value for name, value in keywords.items() if name not in defaults or defaults[name] != value}
 
 
 def written(node: Node) -> list[Node]:
-    """Returns the arguments that the op of `node` writes to; of a higher-order op that writes at all, every one."""
+    """Returns the arguments that the op of `node` writes to; all arguments of a higher-order op that writes to any."""
     target = node.target
     if any(written(inner) for _, module in inner_graphs(node) for inner in module.graph.nodes):
         return node.all_input_nodes
@@ -232,7 +232,7 @@ def written(node: Node) -> list[Node]:
 def written_names(graph: torch.fx.Graph, stored_name: Callable[[Node], str | None]) -> set[str]:
     """Returns the names of the stored tensors that ops of the main graph may write to."""
     origins = {argument for node in graph.nodes for argument in written(node)}
-    # A view is of its first input. Another op's result is not the tensor: a name too many does no harm.
+    # A view shows its first input. Ops that are no views add names of tensors that stay the same, which does no harm.
     while inner := {node for node in origins if node.op == "call_function" and node.all_input_nodes}:
         origins = (origins - inner) | {node.all_input_nodes[0] for node in inner}
     return {name for node in origins if (name := stored_name(node))}

@@ -33,14 +33,14 @@ from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _SWITCH: Final = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _LOCK: Final = threading.Lock()
-"""The environment is the process's, and torch deserializes one program at a time."""
+"""Held while the switch is set: the environment is shared by all threads, and torch reads one program at a time."""
 
 _CODE: Final = {
     "data/constants/opaque_obj_": "a pickled Python object",
     "data/constants/custom_obj_": "an object of a custom class",
     "data/aotinductor/": "a compiled library",
 }
-"""Starts of the names of records that torch unpickles or loads whatever the switch says."""
+"""Starts of the names of records that torch unpickles or loads in spite of the switch."""
 _PROGRAM: Final = "models/model.json"
 
 _CACHES: Final = "transformers.cache_utils"
@@ -74,14 +74,14 @@ def _read(file: BinaryIO, path: Path) -> ExportedProgram:
         _refuse_code(names, path)
         extra = f"extra/{EXTRA_FILE}"
         entries: dict[str, Any] = json.loads(reader.get_record(extra)) if extra in names else {}
-        # Before the program is read: ops of a newer contract would fail with an error that says less.
+        # Before torch reads the program: its error for ops of a newer contract does not name the version.
         _check_version(entries, path)
         modules: list[str] = entries.get(MODULES_KEY, [])
         unknown += [module for module in modules if module.partition(".")[0] not in {"torch", "transformers"}]
         stored = list(_stored(reader, names))
         _check_values(stored, file, path)
         safe = _register(modules, reader, names, pickles=any(meta["use_pickle"] for *_, meta in stored))
-        file.seek(0)  # where the file stands is where a reader takes it to begin
+        file.seek(0)  # torch's reader begins at the current position
         with _tensors_only(), torch.serialization.safe_globals(safe):
             program: ExportedProgram | None = load_pt2(file).exported_programs.get("model")
         if program is not None and SAMPLES_KEY in entries:
@@ -97,7 +97,7 @@ def _read(file: BinaryIO, path: Path) -> ExportedProgram:
     except Exception as error:
         advice = f"import {', '.join(unknown)} first" if unknown else "check the path, or export the program again"
         what = f"torch {torch.__version__} cannot read the program: {first_line(error)}"
-        expected = "a whole .pt2 file of this torch or an older one, with ops and containers that are registered"
+        expected = "a complete .pt2 file of this torch or an older one, with ops and containers that are registered"
         raise ContractError(path, what, expected=expected, advice=advice) from None
     if program is None:
         what = "holds no exported program"
@@ -124,7 +124,7 @@ def _check_version(entries: dict[str, Any], path: Path) -> None:
 
 @contextlib.contextmanager
 def _tensors_only() -> Iterator[None]:
-    """A context in which torch.load unpickles tensors and registered classes only, also where torch asks for more."""
+    """A context in which torch.load unpickles tensors and registered classes only, even if its caller asks for more."""
     with _LOCK:
         before = os.environ.get(_SWITCH)
         os.environ[_SWITCH] = "1"  # torch reads it at each call
@@ -137,7 +137,7 @@ def _tensors_only() -> Iterator[None]:
 
 
 def _stored(reader: Any, names: Sequence[str]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields (name, its record, what torch writes of it) of each parameter, buffer and constant."""
+    """Yields (name, name of its record, its metadata) of each parameter, buffer and constant."""
     for kind in ("weights", "constants"):
         config = f"data/{kind}/model_{kind}_config.json"
         if config in names:
@@ -157,7 +157,7 @@ def _check_values(stored: Sequence[tuple[str, str, dict[str, Any]]], file: Binar
 
 
 def _register(modules: Sequence[str], reader: Any, names: Sequence[str], *, pickles: bool) -> list[Any]:
-    """Registers the classes that a program needs; returns those of caches, which its sample inputs may have.
+    """Registers the classes that a program needs; returns the classes of caches, which its sample inputs may have.
 
     torch reads the containers that are registered in pytree: transformers registers its model outputs when their module
     is imported, its caches on request. torchao registers its tensors when it is imported.
@@ -165,8 +165,8 @@ def _register(modules: Sequence[str], reader: Any, names: Sequence[str], *, pick
     named = set()
     if _PROGRAM in names:
         # A search in the text: torch raises for a class that is not registered before it parses it.
-        found = _NAMED.findall(reader.get_record(_PROGRAM))
-        named = {tuple(part.decode() for part in match) for match in found}
+        matches = _NAMED.findall(reader.get_record(_PROGRAM))
+        named = {tuple(part.decode() for part in match) for match in matches}
     # A program that needs no cache has to load without transformers, and with any version of it.
     for module in {*modules, *(module for module, _, _ in named)}:
         if module.startswith("transformers."):
@@ -186,7 +186,7 @@ def _register(modules: Sequence[str], reader: Any, names: Sequence[str], *, pick
 
 
 def _register_cache(name: str, separator: str) -> None:
-    """Registers a cache in one of two ways: each writes the name of the class behind a separator of its own."""
+    """Registers a cache by the function of transformers that wrote `separator` before the name of its class."""
     cache = getattr(importlib.import_module(_CACHES), name)
     if cache in pytree.SUPPORTED_NODES:
         return

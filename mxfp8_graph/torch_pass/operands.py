@@ -1,4 +1,4 @@
-"""Operands with a value before the program runs: a parameter, buffer or constant, behind view-like ops.
+"""Operands whose value is known before the program runs: a parameter, buffer or constant, behind view-like ops.
 
 placeholder -> (t | transpose | permute | view | slice | chunk | to | expand | ...)* -> operand
 
@@ -30,7 +30,7 @@ VIEW_OPS: Final = COPIES | internals.op_names(
     "slice select narrow chunk split split_with_sizes unbind t transpose swapaxes permute numpy_T mT view _unsafe_view "
     "reshape flatten unflatten unsqueeze squeeze getitem type_as expand"
 )
-"""The ops a weight may stand behind."""
+"""The ops that may stand between a weight and the matmul."""
 
 GATHERS: Final = internals.op_names("index index_select")
 """The ops that may pick experts of a stack."""
@@ -138,11 +138,11 @@ class StaticOperands:
         return replace(after, shape=shape, dtype=value.dtype) if all(isinstance(s, int) for s in shape) else None
 
     def is_constant(self, node: Any) -> bool:
-        """Whether `node` depends on no user input, whatever the ops on the way."""
+        """Whether `node` depends on no user input, through any ops."""
         return not isinstance(node, Node) or node in self._constant
 
     def source_of(self, node: Node) -> str:
-        """Returns the op behind the views that a constant comes from."""
+        """Returns the name of the op that computes a constant, behind its views."""
         node = _behind_views(node)
         return internals.op_name(node) or node.name
 
@@ -163,7 +163,7 @@ class StaticOperands:
     def _depends_on_no_input(self, node: Node) -> bool:
         if node.op == "placeholder":
             return self._stored(node) is not None
-        # A random op gives other values in each run, and a higher-order op runs graphs that are not looked into here.
+        # A random op gives other values in each run; the graphs of a higher-order op are not analyzed here.
         if internals.is_higher_order(node) or internals.op_name(node) in _RANDOM or node.op != "call_function":
             return False
         return all(source in self._constant for source in node.all_input_nodes)
@@ -176,7 +176,7 @@ class StaticOperands:
 
 
 def _behind_views(node: Node) -> Node:
-    """Returns the node that `node` is a view of; `node` itself if it is none."""
+    """Returns the node that `node` is a view of, or `node` itself if it is no view."""
     while internals.op_name(node) in VIEW_OPS and node.args and isinstance(node.args[0], Node):
         node = node.args[0]
     return node
@@ -204,7 +204,7 @@ def _gathered(node: Node, before: Static) -> Static | None:
 
 
 def _after_gather(node: Node, before: Static) -> Static | None:
-    """Returns `before` after the step of `node`, applied to all experts, not the picked ones; None if it mixes them."""
+    """Returns `before` after the step of `node`, applied to all experts before the pick; None if it mixes experts."""
     value, axes = node.meta["val"], permutation(node, 3)
     if len(node.all_input_nodes) > 1 or (axes is None and internals.op_name(node) not in COPIES):
         return None
@@ -216,7 +216,7 @@ def _after_gather(node: Node, before: Static) -> Static | None:
 
 
 def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
-    """Returns how `node` permutes the axes of its argument, which has `rank`, or None if it does something else."""
+    """Returns the permutation that `node` applies to the `rank` axes of its argument, or None if it is another op."""
     op = internals.op_name(node)
     axes = list(range(rank))
     if op == "mT" or (op in {"t", "numpy_T"} and rank == 2):
@@ -231,7 +231,7 @@ def permutation(node: Node, rank: int) -> tuple[int, ...] | None:
 
 
 def _expanded(node: Node, before: Static) -> Static | None:
-    """Returns `before`, marked, if `node` only repeats it along new leading dimensions, as core ATen does for bmm."""
+    """Returns `before` as broadcast if `node` only repeats it along leading dimensions, as core ATen does for bmm."""
     sizes = list(internals.argument(node, "size"))
     trailing = sizes[len(sizes) - len(before.shape) :]
     if all(size in (-1, had) for size, had in zip(trailing, before.shape, strict=True)):
@@ -244,12 +244,12 @@ def _expanded(node: Node, before: Static) -> Static | None:
 
 _ATEN: Final = torch.ops.aten
 _MOVES: Final = frozenset({_ATEN.t, _ATEN.transpose, _ATEN.permute, _ATEN.mT, _ATEN.detach, _ATEN.alias})
-"""Steps that copy nothing, whatever the tensor."""
+"""Steps that never copy a tensor."""
 _CASTS: Final = (_ATEN.to.dtype, _ATEN._to_copy.default)
 
 
 def layout_of(static: Static, stored: torch.Tensor, transposed: bool) -> tuple[object, ...]:
-    """Returns a key of a view of `stored`: equal where steps and `transposed` give the same values in the same order.
+    """Returns a key of a view of `stored`: two views with equal keys have the same values in the same order.
 
     A table that an embedding reads as it is and an output projection reads through a transpose is one weight.
     """

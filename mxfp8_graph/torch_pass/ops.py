@@ -1,7 +1,8 @@
 """The ops that multiply (`FORMS`): which argument is which operand, and along which axis they contract.
 
-And the ops whose ids, as a, pick rows of a table [V, D], as b [N, K]: embedding, index_select, w[ids]. embedding_bag
-adds up rows: reported, never rewritten. A table has two axes: vectors have no rows, and stacks of matrices are experts.
+`lookup_of` reads the ops whose ids pick rows of a table [V, D]: embedding, index_select, w[ids]. The ids are operand a,
+the table is b [N, K]. A table has two axes: a vector has no rows, and a stack of matrices holds experts. embedding_bag
+adds up rows: it is reported and never rewritten.
 
 To support another op that multiplies, add a row to `FORMS`.
 """
@@ -50,7 +51,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Names of an op's operands, and whether K is the last axis but one of the second."""
+    """Names of an op's operands; `b_transposed` says that b is [..., K, N]."""
 
     a: str
     b: str
@@ -136,7 +137,7 @@ def is_attention(node: Node) -> bool:
 
 
 def _static(node: Node, static: Static, transposed: bool) -> Operand:
-    """Returns a static operand; leading dimensions of 1, or along which it repeats, fall away."""
+    """Returns a static operand without leading dimensions of 1."""
     # A leading 1 only broadcasts; without it the weight is a plain matrix, which every gemm takes.
     while len(static.shape) > 2 and static.shape[0] == 1 and static.gather is None:
         static = static.first()
@@ -144,7 +145,7 @@ def _static(node: Node, static: Static, transposed: bool) -> Operand:
 
 
 def run_time(node: Node, transposed: bool) -> Operand:
-    """Returns an operand as a run computes it. A transpose in front of it and the one it needs become one, or none."""
+    """Returns an operand that a run computes, with its permutation to K last, which includes a transpose before it."""
     rank = node.meta["val"].dim()
     if not transposed or rank < 2:
         return Operand(node=node)
@@ -165,21 +166,20 @@ class Lookup(Form):
     """A node whose ids pick rows of a table."""
 
     unfit: str | None
-    """Why the node does not just pick rows while the program runs, or None."""
+    """The reason why the lookup cannot be rewritten, or None."""
 
 
 def lookup_of(node: Node, statics: StaticOperands) -> Lookup | None:
-    """Returns how `node` looks up rows of a stored table, or None if it does not."""
+    """Returns the ids and the table if `node` looks up rows of a stored table, or None."""
     table, ids = _operands(node)
     rows, picks = _value(table), _value(ids)
     if rows is None or rows.dim() != 2 or not rows.is_floating_point():
         return None
     if picks is None or picks.dtype not in {torch.int32, torch.int64}:
         return None
-    # embedding_renorm writes to the table, so a packed copy would miss its changes; the site is reported with that
-    # reason.
+    # embedding_renorm writes to the table, so a packed copy would miss its changes.
     renormed = internals.op_name(table) == _RENORM
-    # A table that is computed from inputs is an activation, and its lookup no site at all.
+    # A table that is computed from inputs is an activation, so its lookup is no site.
     if not (renormed or statics.is_constant(table) or statics.writer_of(table)):
         return None
     unfit = None

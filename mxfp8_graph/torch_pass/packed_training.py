@@ -2,7 +2,7 @@
 
     gemm(quantize(x), packed w, b)  <->  linear_packed(x, packed w, b)
     gemm(quantize(a), quantize(b))  <->  product(a, b)
-    weight_gemm, embedding               as they are: the one passes gradients on, ids have none
+    weight_gemm, embedding               unchanged: weight_gemm passes gradients on, and ids have none
     grouped_gemm(quantize(x), ...)       refused
 
 Forward passes stay the same bit for bit. Packed weights are frozen, other parameters are trained: a linear that the
@@ -43,7 +43,7 @@ _NOTE: Final = (
 
 
 def switched(source: ExportedProgram, reporter: Reporter) -> tuple[Program, list[SiteReport]]:
-    """Returns (a copy of a packed program, prepared for training or packed again after it; a report of each site).
+    """Returns (a copy of a packed program, prepared for training or for inference again; a report of each site).
 
     Raises:
         ContractError: there is nothing to train, or experts are chosen at run time for quantized activations.
@@ -51,7 +51,7 @@ def switched(source: ExportedProgram, reporter: Reporter) -> tuple[Program, list
     program, recipe = Program(source), reporter.recipe
     if not reporter.options.training:
         training_mode.evaluate(program.module)
-    # The recipe does not apply to what was not packed.
+    # The packing recipe left these matmuls in high precision, and this recipe does not apply to them.
     reason = "not packed; it stays in high precision"
     others = [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in find_sites(program)]
     if reporter.options.training:
@@ -71,8 +71,8 @@ def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteRepor
     suspects: list[Node] = []
     for node in list(program.module.graph.nodes):
         call = internals.arguments(node)
-        # There is no op that quantizes the rows of grouped experts and passes gradients to them; weight-only ones have
-        # one.
+        # No op both quantizes the rows of grouped experts and passes gradients to them. With unquantized rows,
+        # grouped_gemm passes gradients itself.
         if node.target is _MXFP8.grouped_gemm.default and call["a_scales"] is not None:
             what = f"node {node.name!r}: experts are chosen at run time for quantized activations"
             expected = "experts whose weights alone are quantized, to pass gradients on"
@@ -153,7 +153,7 @@ def _quantize_operands(node: Node, call: Mapping[str, Any], build: Builder, epoc
 
 
 def _report(node: Node, call: Mapping[str, Any], reason: str) -> list[SiteReport]:
-    """Returns the report of a packed matmul; nothing if `node` is none."""
+    """Returns the report of a packed matmul, or an empty list for other nodes."""
     op = contract.TORCH_OPS.get(internals.op_name(node))
     if op is None or not op.multiplies or op.weight is None or _quantized(call["b"]) is not None:
         return []

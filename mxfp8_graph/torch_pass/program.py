@@ -44,10 +44,10 @@ class GraphScope:
 
 
 class Program:
-    """The copy; `finish` turns it into an ExportedProgram. The source is never modified.
+    """An editable copy of a program; `finish` turns it into an ExportedProgram. The source is never modified.
 
-    It has the tensors of the source, until `finish` copies those that a run writes to: running the result would change
-    the source.
+    The copy shares tensors with the source. `finish` copies the tensors that a run writes to, since running the result
+    would change the source.
     """
 
     def __init__(self, source: ExportedProgram) -> None:
@@ -59,7 +59,7 @@ class Program:
         # New nodes must be traced in the mode of the old ones: torch refuses to mix fake tensors of two modes.
         self.fake_mode: Any = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
         self.labels: dict[Node, str] = {}
-        """Node -> op name for reports, where the node's op differs from that of the source program."""
+        """Node -> op name for reports, if the source program calls another op there."""
         main = GraphScope("", self.module)
         self._specs = dict(zip(main.placeholders, source.graph_signature.input_specs, strict=True))
         self._added: dict[str, Node] = {}
@@ -71,7 +71,7 @@ class Program:
         self.outputs = {node for node, spec in outputs if spec.kind == OutputKind.USER_OUTPUT}
 
     def _own(self, names: set[str]) -> None:
-        """Gives the copy memory of its own for these tensors, and for all that share theirs."""
+        """Copies these tensors, and all tensors that share memory with them."""
         # 0 is a tensor without memory, which has nothing to copy.
         places = {storage_of(self.tensor(name)) for name in names} - {0}
         memo: dict[int, Any] = {}
@@ -125,7 +125,7 @@ class Program:
             self.constants.pop(name, None)
 
     def ask_for_gradients(self, wanted: bool) -> None:
-        """Sets requires_grad of every parameter, by others on the same memory; tied ones stay one parameter."""
+        """Sets requires_grad of every parameter, by new parameters on the same memory. Tied weights stay tied."""
         parameters: dict[tuple[object, ...], torch.nn.Parameter] = {}
         for name, tensor in self.state.items():
             if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad != wanted and tensor.is_floating_point():
@@ -147,7 +147,7 @@ class Program:
 def _inner(scope: GraphScope) -> Iterator[GraphScope]:
     """Yields every graph that higher-order calls in `scope` run, at any depth."""
     for call in scope.module.graph.nodes:
-        # An operand would have to be added to the call and to all its graphs: their matmuls stay as they are.
+        # A packed weight would have to become an operand of the call and of all its graphs, so their matmuls stay.
         blocker = scope.blocker or f"inside {internals.op_name(call)}, whose graphs stay in high precision"
         for name, module in internals.inner_graphs(call):
             inner = GraphScope("/".join(filter(None, (scope.path, name))), module, blocker)
@@ -157,7 +157,7 @@ def _inner(scope: GraphScope) -> Iterator[GraphScope]:
 
 def clone(module: GraphModule) -> GraphModule:
     """Returns a copy of a graph module and the graphs inside it, node for node with the same names."""
-    # Graph modules share what their metadata refers to; unflatten leaves a module there that cannot be copied.
+    # The copy shares the objects in the metadata; unflatten leaves a module there that cannot be copied.
     shared: dict[int, Any] = {}
     for graph_module in module.modules():
         if isinstance(graph_module, GraphModule):

@@ -20,7 +20,7 @@ EXTRA_FILE: Final = "mxfp8_graph.json"
 """Name of the extra file in a .pt2 archive: the record of the rewrite, and the modules that define the containers."""
 MODULES_KEY: Final = "mxfp8_graph.modules"
 SAMPLES_KEY: Final = "mxfp8_graph.samples"
-"""There if the sample inputs are stored as the leaves of their tree, without its containers."""
+"""Key that a file has if its sample inputs are the leaves of their tree, without containers."""
 
 
 def mark(node: Node, recipe: Recipe) -> None:
@@ -35,12 +35,12 @@ def unmark(node: Node) -> None:
 
 
 def find(program: ExportedProgram) -> RewriteRecord | None:
-    """Returns how `program` was rewritten before, or None if it was not. Packed nodes outweigh training nodes."""
+    """Returns the record of an earlier rewrite of `program`, or None if there was none."""
     nodes = [node for _, _, graph in internals.graphs(program.graph_module) for node in graph.nodes]
     packed = [node for node in nodes if internals.op_name(node) in contract.PACKED_OPS]
     training = [node for node in nodes if internals.op_name(node) in contract.TRAINING_OPS]
-    # A program that was prepared for training around packed weights has both kinds; the packed ones decide what is
-    # possible.
+    # A program that was prepared for training around packed weights has both kinds. The packed ones come first, since
+    # their weights no longer exist in high precision.
     if not (first := next(iter(packed + training), None)):
         return None
     recipe = (first.meta.get("custom") or {}).get(provenance.RECIPE_KEY)

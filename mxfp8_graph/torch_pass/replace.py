@@ -8,8 +8,8 @@ bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the b
 grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
 embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
 
-A matmul's node is retargeted in place: its name, its users, its metadata and whatever the program's signature says
-about it stay true. Weights, biases and the views of them that have no user after that are removed, and nothing else.
+A matmul's node is retargeted in place, so its name, users, metadata and entries in the program's signature stay valid.
+After that, weights, biases and views of them without a user are removed, and nothing else.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Editor:
     ) -> None:
         """Makes an editor of `program` for one rewrite.
 
-        On a dry run nothing is packed: new weights have a shape and no values. `weights` of a checkpoint are those
-        that it has packed, by the name of the site.
+        On a dry run nothing is packed: new weights have a shape and no values. `weights` are the packed weights of a
+        checkpoint, by the name of the site.
         """
         self._program = program
         self._recipe = recipe
@@ -68,14 +68,14 @@ class Editor:
         nodes = list(program.module.graph.nodes)
         writes = itertools.accumulate((bool(internals.written(node)) for node in nodes), initial=0)
         self._epochs = dict(zip(nodes, writes, strict=False))
-        """How many in-place ops come before each node."""
+        """The number of in-place ops before each node."""
         self._suspects: list[Node] = []
-        """Nodes that replaced nodes read; they may have no other reader."""
+        """Nodes that replaced nodes use; they may have no other user."""
         self._sources: set[object] = set()
         """Storages of the tensors that were packed."""
 
     def apply(self, site: TorchSite, decision: Decision) -> SiteReport:
-        """Packs the site's weight, adds the new nodes, and returns the report of the site; errors as `pack`."""
+        """Packs the site's weight, adds the new nodes, and returns the report of the site; raises as `pack`."""
         build = Builder(self._program, site.node, self._shared)
         self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
         epoch = self._epochs[site.node]
@@ -83,14 +83,14 @@ class Editor:
         if decision.activation_format is not None and site.lookup is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         elif decision.activation_dtype is not None and site.form.offs is not None:
-            # grouped_gemm takes values as they are.
+            # grouped_gemm has no argument for the dtype of activations.
             inputs = [build.cast(inputs[0], getattr(torch, decision.activation_dtype))]
         packed = None
         if (static := site.w.static) is not None:
             packed = self._pack(site, static, decision)
             stored = [self._program.weight(name) for name in (packed.elements, packed.scales)]
             if static.gather is not None:
-                # Where the original is picked from: what it picks by may be written to later on.
+                # At the original pick, since a later op may write to its indices.
                 picking = Builder(self._program, static.gather, self._shared)
                 stored = [picking.pick(node, static.gather) for node in stored]
             inputs += stored
@@ -111,8 +111,8 @@ class Editor:
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         stored_weight = self._stored_weights.get(site.matmul.name)
-        # The key has all that changes the bytes: sites that share a weight share its packed form only if these are
-        # equal.
+        # The key has all settings that change the bytes: sites that share a weight share its packed form only if these
+        # are equal.
         settings = (
             decision.weight_format,
             decision.scale_rounding,
@@ -128,7 +128,7 @@ class Editor:
     def _codes(self, site: TorchSite, static: Static, decision: Decision) -> tuple[Any, Any, float | None]:
         """Returns (elements, scales, the rounding error where it is known)."""
         stored, stored_weight = self._program.tensor(static.name), self._stored_weights.get(site.matmul.name)
-        if site.packed:  # the bytes torchao made; how far they are from the weight it no longer knows
+        if site.packed:  # torchao kept no original weight, so the rounding error is unknown
             return *torchao_weights.unpacked(stored), None
         self._sources.add(storage_of(stored))
         if stored_weight is not None and not self._options.dry_run:
@@ -224,17 +224,17 @@ def put(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
     # A last check, before the edit: every user of the node was traced with this dtype and rank.
     value, expected = build.evaluate(last.op, arguments, last.keywords), output.meta["val"]
     if value.dtype != expected.dtype or value.dim() != expected.dim():
-        what = f"rewritten it gives {value.dtype} {list(value.shape)}"
+        what = f"its new form gives {value.dtype} {list(value.shape)}"
         advice = "exclude this node in the recipe and report it as a bug"
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
-    # The sum became the output, so the matmul itself has no user any more.
+    # The new call replaces the add after the matmul, so the matmul has no user any more.
     if output is not site.node:
         site.node.graph.erase_node(site.node)
 
 
 def _epilogue(site: TorchSite, build: Builder) -> list[Call]:
-    """Returns the calls that must follow the gemm: a transpose, alpha and the addend where it does not absorb them."""
+    """Returns the calls that follow the gemm for a transpose, alpha or an addend that it cannot absorb."""
     calls: list[Call] = []
     form, addend = site.form, site.added.addend
     if site.swapped:
@@ -254,8 +254,8 @@ def _epilogue(site: TorchSite, build: Builder) -> list[Call]:
 def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> None:
     """Removes the nodes in `suspects` that nothing uses, and in turn what only they used.
 
-    Dead code that was in the program before stays: only `suspects`, what feeds them, and other names of the storages
-    in `sources` are looked at. User inputs stay.
+    Dead code that was in the program before stays: only `suspects`, their inputs, and other names of the storages in
+    `sources` may go. User inputs stay.
     """
     stack = list(suspects)
     gone: set[Node] = set()
@@ -271,7 +271,7 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
         elif internals.op_name(node) in VIEW_OPS | GATHERS | {"mxfp8::quantize"}:
             stack += node.all_input_nodes
             node.graph.erase_node(node)
-    for node in program.scopes[0].placeholders:  # a tied weight has two names, one of which export leaves unused
+    for node in program.scopes[0].placeholders:  # export leaves one of a tied weight's two names unused
         name = None if node.users else program.stored_name(node)
         if name is not None and storage_of(program.tensor(name)) in sources:
             program.forget(node)

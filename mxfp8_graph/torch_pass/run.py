@@ -31,18 +31,18 @@ from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_ops.checks import dtype_name
 
 WANTED: Final = "matmul in the program"
-"""What the error says that the program lacks, if nothing is eligible."""
+"""The kind of node that the error names if nothing is eligible."""
 
 
 def rewrite_torch(
     model: Path | ExportedProgram, recipe: Recipe, options: Options
 ) -> tuple[Path | ExportedProgram | None, RewriteReport]:
-    """Returns (the output's path, or the rewritten program if no output is asked for, or None on a dry run; report).
+    """Returns (the output's path, or the rewritten program without an output, or None on a dry run; the report).
 
     A program in memory is not modified. Errors: see `mxfp8_graph.rewrite`, and `internals.check_torch`.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    # Before the work: a model takes minutes to pack, and a bad path is known now.
+    # Before the work: packing a model takes minutes, and a wrong path can be refused now.
     if options.output is not None:
         inputs = [model] if isinstance(model, Path) else []
         check_target(options.output, overwrite=options.overwrite, inputs=inputs)
@@ -50,7 +50,7 @@ def rewrite_torch(
         source = load(model)
     else:
         source = model
-        # The values that a module was trained to may not be the program's: see `checked_program`.
+        # A trained module may have values that the program lacks, see `checked_program`.
         check_values(source, options.name)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
@@ -102,9 +102,9 @@ def _stored_tensors(state: Mapping[str, torch.Tensor], constants: Mapping[str, A
             continue
         packed: Any = tensor if torchao_weights.is_mx(tensor) else None
         if packed is None:
-            # The whole storage: a view may show a part of it, and the file has all. One without memory is itself.
+            # The whole storage, since a file has all of it even if a view shows a part. Without memory, the id is used.
             place, dtype, size = storage_of(tensor) or id(tensor), tensor.dtype, tensor.untyped_storage().nbytes()
-        else:  # torchao's subclass has no storage of its own: its bytes are those of its two inner tensors
+        else:  # torchao's subclass has no storage of its own, so the bytes of its two inner tensors count
             place, dtype, size = id(tensor), packed.qdata.dtype, packed.qdata.nbytes + packed.scale.nbytes
         stored = storages.get(place) or StoredTensor((), tuple(tensor.shape), dtype_name(dtype), size)
         storages[place] = replace(stored, names=(*stored.names, name))
@@ -153,7 +153,7 @@ def _replaced(
     editor = Editor(program, recipe, options, assigned.weights)
 
     def change(site: Site, decision: Decision) -> SiteReport:
-        assert isinstance(site, TorchSite), "attention is taken apart before"
+        assert isinstance(site, TorchSite), "attention is split into matmuls before"
         if options.training:
             return train.apply(program, site, decision, recipe)
         return editor.apply(site, decision)
@@ -164,9 +164,8 @@ def _replaced(
     reports = replace_each(sites, assigned.decisions, change, keep=undo, progress=progress)
     editor.finish()
     if not options.training:
-        program.ask_for_gradients(
-            False
-        )  # no gradient passes through packed matmuls, but for rewrite(..., training=True) of them
+        # The ops for inference pass no gradients; rewrite(..., training=True) of the result sets them again.
+        program.ask_for_gradients(False)
     return reports
 
 
@@ -179,6 +178,6 @@ def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:
             f"core ATen input: {len(names)} linear(s) came as expand and bmm and were recognized ({', '.join(names)}); "
             "rewrite before run_decompositions() to be sure that none is missed"
         )
-    if taken := sum(bool(s.packed) and d.quantize for s, d in pairs):
-        notes.append(f"{taken} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
+    if count := sum(bool(s.packed) and d.quantize for s, d in pairs):
+        notes.append(f"{count} weights were packed by torchao: their bytes are kept, their rounding error is unknown")
     return notes

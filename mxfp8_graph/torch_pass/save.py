@@ -26,7 +26,7 @@ _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
 
 
 def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False) -> Path:
-    """Returns the .pt2 file a program was written to; see `mxfp8_graph.save`."""
+    """Writes a program to a .pt2 file and returns its path; see `mxfp8_graph.save`."""
     path = check_target(path, overwrite=overwrite)
     check_values(program, path)
     rewrite_record = record.find(program)
@@ -34,7 +34,7 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
 
 
 def write(program: ExportedProgram, path: Path, recipe: str | None, *, overwrite: bool) -> Path:
-    """Returns the .pt2 file that a program was written to, which `check_target` and `check_values` have passed.
+    """Writes a program to a .pt2 file and returns its path. Call `check_target` and `check_values` before.
 
     `recipe` is the JSON of the recipe that rewrote the program, or None.
     """
@@ -46,7 +46,7 @@ def write(program: ExportedProgram, path: Path, recipe: str | None, *, overwrite
         entries[record.SAMPLES_KEY] = "leaves"
         program = internals.with_samples(program, (tuple(leaves), {}))
     try:
-        # In a thread, where no signal raises: torch's writer ends the process when its file raises something.
+        # In a thread, where no signal raises: torch's writer ends the process when its file raises an exception.
         with (
             output(path, overwrite=overwrite) as folder,
             (folder / path.name).open("wb") as file,
@@ -77,7 +77,7 @@ class _Sink(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return True  # torch asks, and goes back to the start at the end
+        return True  # torch asks, and seeks to the start at the end
 
     def seek(self, offset: int, whence: int = 0) -> int:
         return offset
@@ -92,10 +92,10 @@ class _Sink(io.RawIOBase):
 
 
 def check_target(path: str | Path, *, overwrite: bool, inputs: Collection[Path] = ()) -> Path:
-    """Returns `path` if a program can be written there, which is none of `inputs`. Ask before the work, not after it.
+    """Returns `path` if a program can be written there. Call it before the work, which may take minutes.
 
     Raises:
-        ContractError: another suffix than .pt2, or as `files.check_output`.
+        ContractError: the suffix is not .pt2, `path` is one of `inputs`, or as `files.check_output`.
     """
     path = Path(path)
     if path.suffix != ".pt2":
@@ -105,7 +105,7 @@ def check_target(path: str | Path, *, overwrite: bool, inputs: Collection[Path] 
 
 
 def container_modules(program: ExportedProgram) -> list[str]:
-    """Returns the modules that define the containers (model outputs, caches) a program takes and returns."""
+    """Returns the Python modules of the containers (model outputs, caches) that a program takes and returns."""
     modules: set[str] = set()
     for spec in (*_specs(program.call_spec.in_spec), *_specs(program.call_spec.out_spec)):
         # A namedtuple has its class in the context.

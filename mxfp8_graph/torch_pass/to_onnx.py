@@ -1,4 +1,4 @@
-"""to_onnx: exports a packed program as the plain one that it was made from, and rewrites that by the ONNX pass.
+"""to_onnx: exports a packed program in high precision, and quantizes the same nodes again by the ONNX pass.
 
     gemm(quantize(x), w)           ->  linear(x, W)
     gemm(quantize(q), quantize(k)) ->  matmul(q, k^T)
@@ -7,8 +7,8 @@
     grouped_gemm(x, w, offs)       ->  matmul(x, W[group of each row]^T)
     embedding(ids, w)              ->  embedding(W, ids)
 
-The pass packs the nodes that these become, with the settings of the ops, and takes the bytes of w by name. The values
-of W are never read, so W is zeros, which take no memory.
+The ONNX pass packs the nodes of these ops with the same settings, and takes the bytes of w by name. It never reads the
+values of W, so W is zeros, which take no memory.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SITE: Final = "mxfp8_graph.site"
 
 
 class _Decided(Recipe):
-    """A recipe whose rules name the nodes to quantize. The file has the record of the one that packed the program."""
+    """A recipe whose rules name the nodes to quantize. The file records the recipe that packed the program instead."""
 
     record: str
 
@@ -73,16 +73,16 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
     _store(model.graph, plain.values)
     nodes = {str(node.name) for node in model.graph}
     wanted = nodes & {name for names in plain.sites.values() for name in names}
-    # By node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
+    # By the name of the node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
     own = {node: site.split(" ", 3)[3] for site, names in plain.sites.items() for node in nodes.intersection(names)}
     own = {node: weight for node, weight in own.items() if weight}
     weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
-    # NaN and Inf were allowed, or not, when the program was packed.
+    # The check for NaN and Inf ran when the program was packed.
     whole = Options(name="to_onnx", output=path, weights=weights, allow_nonfinite=True, **options)
     size = sum(tensor.nbytes for tensor in source.state_dict.values())
     reporter = Reporter(recipe=_decided(source, plain.sites), options=whole, bytes_before=size)
     _, report = rewrite_model(model, reporter)
-    # Weights are all taken, or it is an error before; of products without one the pass may say that it cannot.
+    # The pass raises for a weight that it does not take. A product without a weight may stay, so this looks for one.
     if lost := wanted - {site.decision.site.name for site in report.rewritten}:
         what, advice = f"holds {min(lost)!r} in high precision", "report this as a bug"
         raise ContractError(path, what, expected="MXFP8, as in the program", advice=advice)
@@ -92,7 +92,7 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
 
 
 def plain_to_onnx(program: ExportedProgram | Path, path: Path) -> Path:
-    """Writes an original program as ONNX, with external data, and returns `path`; errors as `mxfp8_graph.to_onnx`."""
+    """Writes an original program as ONNX, with external data, and returns `path`; raises as `mxfp8_graph.to_onnx`."""
     model = exporter.export(_opened(program), contract.MIN_OPSET, {})
     ir.save(model, path, external_data=f"{path.name}.data", size_threshold_bytes=INLINE_BYTES)
     return path
@@ -106,9 +106,9 @@ def _opened(program: ExportedProgram | Path) -> ExportedProgram:
 
 
 def _rename(graph: ir.Graph, names: Mapping[str, Any]) -> None:
-    """Gives inputs and outputs the names that are asked for.
+    """Gives inputs and outputs the names that the user passed.
 
-    Not by torch.onnx.export: optimizing makes names that occur twice unique, instead of refusing them.
+    torch.onnx.export gets no names: its optimizer would rename duplicates instead of refusing them.
     """
     inputs, outputs = (names[key] or () for key in ("input_names", "output_names"))
     wanted = [*zip(graph.inputs, inputs, strict=False), *zip(graph.outputs, outputs, strict=False)]
@@ -124,15 +124,15 @@ def _rename(graph: ir.Graph, names: Mapping[str, Any]) -> None:
 
 def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Recipe:
     """Returns the recipe that packed a program, with rules that quantize the nodes of each setting and nothing else."""
-    made = record.find(source)
-    text = (made and made.recipe) or ""
+    rewrite_record = record.find(source)
+    text = (rewrite_record and rewrite_record.recipe) or ""
     known = recorded(text)
     rules, settings = [], dict[tuple[str, ...], list[str]]()
     for site, nodes in sites.items():
         settings.setdefault(tuple(site.split(" ", 3)[:3]), []).extend(nodes)
     for setting, nodes in settings.items():
         keys: dict[str, Any] = dict(zip(("activations", "scale_rounding", "weight_format"), setting, strict=True))
-        # Not validated: a pattern of many names is longer than those of users may be.
+        # Not validated: a pattern of many names is longer than a recipe allows.
         rules.append(Rule.model_construct(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
     fields = {**dict(known or Recipe(fuse=False)), "include": (), "exclude": (), "rules": tuple(rules)}
     fields |= {"attention_scores": False, "attention_values": False, "record": known.to_record() if known else text}
@@ -140,7 +140,7 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
 
 
 def _store(graph: ir.Graph, weights: Mapping[str, Any]) -> None:
-    """Makes the inputs that are `weights` initializers of their values; zeros for None, made only if they are read."""
+    """Turns the inputs in `weights` into initializers; None stands for zeros, which are computed only if read."""
     for value in [value for value in graph.inputs if value.name in weights]:
         shape, dtype = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED
         kept = weights[str(value.name)]
@@ -157,13 +157,13 @@ def _zeros(shape: ir.Shape, dtype: ir.DataType) -> ir.TensorProtocol:
 
 
 class _Plain:
-    """The plain program of a packed one."""
+    """Turns a packed program into the plain one, which has the same matmuls in high precision."""
 
     def __init__(self, source: ExportedProgram) -> None:
         self.weights: dict[str, Any] = {}
         """The packed weights, as `options.StoredWeight`, by the names of the plain ones."""
         self.sites: dict[str, list[str]] = {}
-        """Names of the ONNX nodes of products and lookups, by what is under `_SITE`; filled by `lift`."""
+        """Names of the ONNX nodes of products and lookups, by the text under `_SITE`; filled by `lift`."""
         self.values: dict[str, Any] = {}
         """The values of plain weights, by name: None for zeros; filled by `lift`."""
         self._program = Program(source)
@@ -209,10 +209,10 @@ class _Plain:
         return self._program.finish()
 
     def lift(self, exported: torch.onnx.ONNXProgram) -> None:
-        """Makes the weights of the exported program inputs, in place, and notes its nodes in `sites`."""
+        """Turns the weights of the exported program into inputs, in place, and adds its nodes to `sites`."""
         graph, translated = exported.model.graph, exported.exported_program
         assert translated is not None  # it was exported by torch.export
-        # As initializers they would be folded, and merged.
+        # The optimizer folds and merges initializers, but not inputs.
         for name in self.weights:
             value = graph.initializers.pop(name)
             self.values[name] = value.const_value if name in self._kept else None
@@ -238,7 +238,7 @@ class _Plain:
             as_made = as_made and left is not None and internals.argument(right, "scale_rounding") == rounding
         if not as_made:
             return None
-        # In the wider dtype, of activation and result: nothing is rounded then that the op does not round.
+        # In the wider dtype of activation and result, so that no value is rounded that the op does not round.
         wide = dtype if x is None else torch.promote_types(x.meta["val"].dtype, dtype)
         operand = (build.cast(right.all_input_nodes[0], wide), "") if right else self._weight(node, wide, build)
         if operand is None:
@@ -253,7 +253,7 @@ class _Plain:
         return build.cast(result, dtype)
 
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> tuple[Node, str] | None:
-        """Returns (the plain weight of an op, or what is picked of it; its name); None if it is not a packed buffer."""
+        """Returns (the plain weight of an op, or the node that picks from it; its name); None without packed buffer."""
         elements, scales = (internals.argument(node, name) for name in ("b", "b_scales"))
         gather = elements if internals.op_name(elements) in GATHERS else None
         if gather is not None and (scales.target, scales.args[1:]) == (gather.target, gather.args[1:]):
@@ -308,8 +308,8 @@ def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | N
         product = build.add("product", _ATEN.linear.default, x, w, bias)
         return product, product
     if offs is not None:
-        # ONNX has no product of groups of rows, so each row picks its matrix; one after the last group picks none, for
-        # which the node gives 0.
+        # ONNX has no product of groups of rows, so each row picks its matrix. A row after the last group picks none,
+        # and the node gives 0 for it.
         ends = build.add("ends", _ATEN.unsqueeze.default, offs, 0)
         rows = build.add("rows", _ATEN.arange.default, build.size(x, 0), device=x.meta["val"].device)
         ended = build.add("ended", _ATEN.le.Tensor, ends, build.add("row", _ATEN.unsqueeze.default, rows, 1))

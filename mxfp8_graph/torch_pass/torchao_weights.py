@@ -20,7 +20,7 @@ _FORMATS: Final = {getattr(torch, fmt.numpy_name): fmt.name for fmt in formats.E
 
 
 def is_mx(tensor: Any) -> bool:
-    """Whether `tensor` is torchao's MXTensor; asks without importing torchao."""
+    """Whether `tensor` is torchao's MXTensor."""
     # By name, so that torchao is not imported: most programs have none of its tensors.
     return any(c.__name__ == "MXTensor" and c.__module__.startswith("torchao.") for c in type(tensor).__mro__)
 
@@ -31,7 +31,7 @@ def element_format(tensor: Any) -> str:
 
 
 def obstacle(tensor: Any) -> str | None:
-    """Returns why an MXTensor cannot be taken over, or None."""
+    """Returns the reason why the bytes of an MXTensor cannot be kept, or None."""
     if tensor.elem_dtype not in _FORMATS:
         return f"torchao packed this weight as {tensor.elem_dtype}; expected float8_e4m3fn or float8_e5m2"
     if tensor.block_size != formats.BLOCK_SIZE:
@@ -46,7 +46,7 @@ def unpacked(tensor: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = tensor.qdata.shape
     count = scale_count(columns)
     scales = tensor.scale.detach().contiguous().view(torch.uint8)
-    # Swizzled: in the tiles that NVIDIA's matmuls read; our kernels read rows.
+    # Swizzled scales are in the tiles that NVIDIA's matmuls read; our kernels read rows.
     if tensor.is_swizzled_scales:
         scales = torch.from_numpy(unswizzled(to_numpy(scales), rows, count))
     return tensor.qdata.detach().view(torch.uint8), scales.reshape(rows, count).contiguous()

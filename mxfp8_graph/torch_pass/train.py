@@ -3,7 +3,7 @@
 linear(x, w [N, K], b)      -> linear_train(x, w, b)
 addmm(b, x, w [K, N])       -> linear_train(x, transpose(w), b)
 bmm(x, w [B, K, N])         -> linear_train(x, transpose(w))
-matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, once attention is taken apart
+matmul(q, k^T)              -> linear_train(q, k)               likewise softmax @ v, after attention is split
 grouped_mm(x, w [E, K, N])  -> grouped_linear_train(x, transpose(w))
 matmul(w, x)                -> clone(transpose(linear_train(transpose(x), w)))
 baddbmm(c, x, w)            -> c + linear_train(x, transpose(w))
@@ -43,9 +43,9 @@ _SHOWN: Final = 5
 
 
 def obstacle(site: Site) -> str | None:
-    """Returns why a site cannot be trained in MXFP8, or None."""
+    """Returns the reason why a site cannot be trained in MXFP8, or None."""
     if not isinstance(site, TorchSite):
-        return None  # attention is taken apart into two products
+        return None  # attention becomes two products, which are checked after that
     if site.packed:
         return "torchao packed this weight; expected one in high precision, to train it"
     if site.lookup:
@@ -56,7 +56,7 @@ def obstacle(site: Site) -> str | None:
 
 
 def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
-    """Raises RecipeError if the recipe asks for what training does not have, attention products among them."""
+    """Raises RecipeError if the recipe asks for a format or a product that training does not support."""
     where = f"recipe {recipe.name!r}"
     for decision in decisions:
         name = decision.site.name
@@ -64,15 +64,15 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
             what = f"activations: {decision.activations} for {name!r}"
             expected = "activations in MXFP8 too, since training quantizes both operands of every product"
             raise RecipeError(where, what, expected=expected, advice="set activations: e4m3")
-        # linear_train has one setting for all its formats, TransformerEngine's, so a format of a single operand has no
-        # place.
+        # linear_train takes all its formats from one setting, as TransformerEngine does, so a recipe cannot set the
+        # format of one operand.
         others = sorted({decision.activations, decision.weight_format} - {formats.E4M3.name})
         if decision.quantize and others:
             what = f"{others[0]} for {name!r}"
             expected = "e4m3, since training takes its formats from fp8_format (HYBRID: E5M2 gradients)"
             raise RecipeError(where, what, expected=expected, advice="set that instead")
-        # Products are rewritten only on request, so a request that cannot be met is an error; a linear that is left out
-        # is a note.
+        # Products are rewritten only on request, so a request that training cannot meet is an error. A linear that
+        # stays gets a note.
         in_vain = decision.kind == "unsupported" and bool(getattr(recipe, decision.site.role, False))
         if decision.site.role in _PRODUCTS and (decision.kind == "unfit" or in_vain):
             what = f"it asks for {decision.site.role.replace('_', ' ')} {name!r}, and {decision.reason}"
@@ -80,7 +80,7 @@ def check(recipe: Recipe, decisions: Sequence[Decision]) -> None:
 
 
 def note(decisions: Sequence[Decision]) -> str | None:
-    """Returns what the recipe asks for and training keeps in high precision, with the reasons; None if nothing."""
+    """Returns a note on the sites that training keeps in high precision against the recipe, or None."""
     left = [decision for decision in decisions if decision.kind == "unfit"]
     if not left:
         return None
@@ -96,7 +96,7 @@ def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe)
     added = site.added
     if added.bias is not None and not _absorbed(site, added.bias, weight):
         added = replace(added, bias=None, addend=added.bias)
-    # Whatever it is stored as, the weight is an operand like another one here: nothing is folded into it.
+    # Training folds nothing into the weight, so it is an operand like any other here.
     stored = site.w.node
     site = replace(site, w=Operand(node=weight), added=added)
     settings = {"fp8_format": recipe.fp8_format, "scale_rounding": decision.scale_rounding}
@@ -105,7 +105,7 @@ def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe)
         call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
         _note_original(site.node)
     put(site, call, build, recipe)
-    # A transpose that was dropped: it would keep the weight in the program once that is packed.
+    # An unused transpose would keep the weight in the program after packing.
     prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.
     names = (*(new.name for new in build.new), added.output.name)
@@ -122,7 +122,7 @@ def _absorbed(site: TorchSite, bias: Node, weight: Node) -> bool:
 def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
     """Returns x [..., M, K] in the dtype of the result, and w [N, K] or [..., N, K] with the leading sizes of x.
 
-    Of a grouped matmul they are x [S, K] and w [E, N, K].
+    For a grouped matmul they are x [S, K] and w [E, N, K].
     """
     x, static = build.k_last(site.x), site.w.static
     # A transpose of a parameter in the program is dropped instead of being undone.
@@ -157,7 +157,7 @@ def _is_one(size: Any) -> bool:
 def undo(program: Program, site: Site) -> None:
     """Replaces a `linear_train` by the linear, bmm or matmul that it stands for; leaves other nodes alone.
 
-    One of groups becomes the op that it was.
+    A `grouped_linear_train` becomes the op that it replaced.
     """
     node, op = site.node, internals.op_name(site.node)
     if op not in {GROUPED_TRAIN, LINEAR_TRAIN}:
@@ -177,14 +177,14 @@ def undo(program: Program, site: Site) -> None:
 
 
 def _note_original(node: Node) -> None:
-    """Records which op a grouped matmul is: torch's takes float32 in eager mode only, transformers' takes any."""
+    """Records the op of a grouped matmul: torch's takes float32 in eager mode only, transformers' takes any dtype."""
     name = internals.op_name(node)
     if name != GROUPED_TRAIN:
         node.meta["custom"] = {**(node.meta.get("custom") or {}), _ORIGINAL_KEY: name}
 
 
 def _original(node: Node) -> Any:
-    """Returns the op that `_note_original` recorded, and forgets it.
+    """Returns the op that `_note_original` recorded, and removes the record.
 
     Raises:
         ContractError: its library is not loaded.

@@ -63,10 +63,10 @@ def follow(module: torch.nn.Module) -> None:
         return torch.nn.Module.train(module, mode)
 
     _set(module, flag)
-    # torch's own raise NotImplementedError. A local function keeps modules from being pickled, which would trace them
-    # again and write the mode of that moment into the calls.
+    # torch's own methods raise NotImplementedError. A local function keeps modules from being pickled, which would
+    # trace them again and write the current mode into the calls.
     module.train = train  # type: ignore[method-assign]
-    module.__dict__.pop("eval", None)  # nn.Module's calls train(False)
+    module.__dict__.pop("eval", None)  # nn.Module.eval calls train(False)
 
 
 def _set(module: torch.nn.Module, change: Any) -> None:

@@ -1,4 +1,4 @@
-"""analyze(): which site causes the error, with each site rewritten alone and all but it.
+"""analyze(): the sites that cause the error, measured with each site rewritten alone and with all but that site.
 
 run.py               analyze()
 analysis.py          its result, of sites and of layers: sites whose names begin alike

@@ -1,4 +1,4 @@
-"""The activation of a site in numbers: its largest values, how uneven blocks are, and what rounding does to it."""
+"""The activation of a site in numbers: its largest magnitude, outliers in its blocks, and the error of rounding it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class InputStatistics(Data):
     lost: float
     """Share of the values other than zero that become zero: each is far below the largest of its block."""
     sqnr_db: float | None
-    """SQNR of rounding it as the site does, in dB; None if the site takes it as it is."""
+    """SQNR of rounding it as the site does, in dB; None if the site does not round it."""
 
 
 class InputObserver:
@@ -44,7 +44,7 @@ class InputObserver:
         self._values = self._lost = self._blocks = self._outliers = 0
 
     def add(self, x: Array) -> None:
-        """Takes the input [..., K] of one sample."""
+        """Adds the input [..., K] of one sample."""
         values = np.ascontiguousarray(x).reshape(-1, x.shape[-1])
         with np.errstate(invalid="ignore", over="ignore"):
             rounded = self._rounded(values)
@@ -55,12 +55,13 @@ class InputObserver:
         self._values += int(np.count_nonzero(values))
         self._lost += int(np.count_nonzero((values != 0) & (rounded == 0)))
         amax = np.maximum.reduceat(np.abs(wide), range(0, wide.shape[1], BLOCK_SIZE), axis=1) if wide.size else wide
+        # NaN counts as the largest value, since max() would return a number or NaN by their order.
         self._amax = max(self._amax, float(amax.max(initial=0)), key=lambda value: (math.isnan(value), value))
         self._blocks += amax.size
         self._outliers += int(np.count_nonzero(amax > OUTLIER * math.sqrt(energy / max(wide.size, 1))))
 
     def result(self) -> InputStatistics:
-        """Returns the numbers of all samples."""
+        """Returns the statistics over all samples."""
         rounds = self._decision.activations != "unchanged"
         relative = math.sqrt(self._noise / self._signal) if self._noise and self._signal else 0.0
         return InputStatistics(

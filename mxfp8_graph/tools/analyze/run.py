@@ -1,10 +1,10 @@
-"""analyze(): which site causes the error. One model with switches, many runs; every run differs by one site.
+"""analyze(): the sites that cause the error. One model with switches runs many times, with one site changed each time.
 
     nothing rewritten               the reference, and the activations
-    everything rewritten            the error there is
-    one site alone rewritten        the damage of the site: sites are ranked by it
+    everything rewritten            the error without an exclusion
+    one site alone rewritten        the damage of the site, which ranks the sites
     everything but one rewritten    the gain of keeping it
-    everything but the worst        what the proposed exclusion gives
+    everything but the worst        the error with the proposed exclusion
 
 At most 2 * sites + 10 runs for each sample.
 """
@@ -39,7 +39,7 @@ from mxfp8_ops import cpu
 from mxfp8_ops.errors import ContractError
 
 _PARTS: Final = 4
-"""Runs that share the activations that are looked at: not all of them are in memory at once."""
+"""Number of runs that fetch activations, each a part of them, since memory may not hold all."""
 
 
 def analyze(
@@ -52,19 +52,19 @@ def analyze(
     progress: Progress | None = None,
     **inputs: Unpack[SampleOptions],
 ) -> Analysis:
-    """Returns the damage that each rewritten matmul does at the outputs of a model, ranked, and what to exclude.
+    """Returns the rewritten matmuls of a model, ranked by the error of each at the outputs, and a proposed exclusion.
 
-    The model is opened once and loaded once, with the nodes and weights that `rewrite` makes, not fused. An ONNX model
-    is written to a temporary folder with its packed weights, 1.3 times its size; set TMPDIR to say where.
+    The model is opened and loaded once, with the nodes and weights of a `rewrite` without fusion. An ONNX model is
+    written to a temporary folder with its packed weights, 1.3 times its size; set TMPDIR to choose the folder.
 
     Args:
         model: the path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`. It is not
             modified.
-        recipe: whose sites are analyzed.
-        metric: what sites are ranked by: one of `tools.metrics.METRICS`, or the user's own as module:function.
-        keep: how many of the worst sites to exclude; None: the fewest that do half of the squared error.
-        allow_nonfinite: pack weights that hold NaN or Inf.
-        progress: called as progress(site, bytes, all bytes) while weights are packed, then with runs for bytes.
+        recipe: the recipe that selects the sites.
+        metric: the metric of the ranking: one of `tools.metrics.METRICS`, or the user's own as module:function.
+        keep: number of the worst sites to exclude; None takes the smallest number that causes half the squared error.
+        allow_nonfinite: whether to pack weights that hold NaN or Inf.
+        progress: called as progress(site, bytes, all bytes) while weights are packed, then with numbers of runs.
         **inputs: see `running.samples.SampleOptions`.
 
     Raises:
@@ -96,6 +96,7 @@ def analyze(
             others = partial(switchable.run, on=[i != j for j in range(count)])
             without = measure.scores(others, names[i])
             sites.append(SiteDamage(site=site, depth=i, alone=alone[i], without=without, input=seen[i]))
+        # Relative L2 orders sites that are equal in the user's metric.
         sites.sort(key=lambda site: [m.badness(site.alone[m.name].mean) for m in metrics], reverse=True)
         notes = _notes(samples, switchable, measure)
         worst = _worst(sites, keep)
@@ -137,9 +138,9 @@ def _notes(samples: Samples, switchable: Switchable, measure: Measure) -> list[s
 
 
 def _inputs_seen(model: Switchable, measure: Measure) -> list[InputStatistics | None]:
-    """Returns the activations of all sites in numbers; a site that cannot be observed has none."""
+    """Returns the statistics of each site's activation, or None for a site that cannot be observed."""
     observers = [InputObserver(site.decision) for site in model.switched]
-    # Sites that multiply one activation share what is fetched.
+    # Sites that multiply the same activation share one fetch of it.
     readers: dict[object, list[InputObserver]] = defaultdict(list)
     for observer, seen in zip(observers, model.observed, strict=True):
         readers[seen].append(observer)
@@ -158,35 +159,37 @@ def _worst(sites: Sequence[SiteDamage], keep: int | None) -> Sequence[SiteDamage
     """Returns the sites to exclude, worst first; never all of them."""
     if keep is None:
         squares = [site.square for site in sites]
-        half = min(sum(squares) / 2, sys.float_info.max)  # of a NaN, whose square is infinite, nothing is left
+        # The limit is finite, so that all sites with an infinite square, those with a NaN, are excluded.
+        half = min(sum(squares) / 2, sys.float_info.max)
         keep = next(count for count in range(len(sites) + 1) if sum(squares[count:]) <= half)
     return sites[: min(keep, len(sites) - 1)]
 
 
 def patterns_of(names: Sequence[str], sites: Sequence[MatMulSite]) -> tuple[str, ...]:
-    """Returns one pattern for a recipe per site that is named, in that order; it matches no other site.
+    """Returns one pattern for a recipe per site in `names`, in that order, which matches no other site.
 
-    It is of the module path, which an ONNX model and a program of the same module have in common, or of the name if
-    another site has that path; if neither is its own, the pattern matches other sites too.
+    It is the module path, which an ONNX model and a program of the same module have in common, or the name if another
+    site has that path. If other sites match both, the pattern matches them, too.
     """
     by_name = {site.name: site for site in sites}
-    found = []
+    patterns = []
     for site in (by_name[name] for name in names):
         choices = [f"^{re.escape(name)}$" for name in (site.module, site.name) if name]
         others = [other for other in sites if other is not site]
         own = (
             p for p in choices if not any(re.search(p, other.name) or re.search(p, other.module) for other in others)
         )
-        found.append(next(own, choices[-1]))
-    return tuple(found)
+        patterns.append(next(own, choices[-1]))
+    return tuple(patterns)
 
 
 def _exclusion(model: Switchable, measure: Measure, worst: Sequence[SiteDamage], recipe: Recipe) -> Exclusion | None:
-    """Returns what keeping the worst sites gives; None if no pattern tells them from others."""
+    """Returns the exclusion of the worst sites with its measured errors, or None if patterns cannot select them."""
     names = [damage.site.decision.site.name for damage in worst]
     matmuls = [site.decision.site for site in model.sites]
     patterns = patterns_of(names, matmuls)
     on = [site.decision.site.name not in names for site in model.switched]
+    # A pattern may match other sites too, so the plan with the patterns must rewrite exactly the switched sites.
     left = [decision.site.name for decision in plan(matmuls, recipe.excluding(patterns)) if decision.quantize]
     if left != [site.decision.site.name for site, rewritten in zip(model.switched, on, strict=True) if rewritten]:
         return None

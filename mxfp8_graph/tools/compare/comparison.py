@@ -1,4 +1,4 @@
-"""The result of a comparison: a row per recipe, and which one to take."""
+"""The result of a comparison: a row per recipe, and the recommended recipe."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled
 from mxfp8_graph.tools.metrics import Metric, Score
 
 _SAME: Final = (0.01, 0.02, 0.1)
-"""Shares by which sizes, errors and times may differ and still be called the same: times repeat within 10 %."""
+"""Relative differences of sizes, errors and times that count as none: times repeat within 10 %."""
 
 LEGEND: Final = (
-    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is that of the files"),
+    ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
     (
         "emulated",
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
@@ -29,7 +29,7 @@ LEGEND: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Row(Data):
-    """One recipe. What is None does not apply, or is missing for the reason in `problem`."""
+    """One recipe. None stands for a number that does not apply, or that `problem` explains."""
 
     KEYS = (
         "recipe=name what emulated scores matmuls=sites weight_sqnr_db=weight_sqnr bytes=byte_size "
@@ -41,23 +41,23 @@ class Row(Data):
     """The recipe in words."""
     emulated: bool
     recipe: str = ""
-    """As a recipe file has it; empty for formats of others."""
+    """The text of a recipe file; empty for formats of other projects."""
     scores: tuple[Score, ...] = ()
     """One per metric."""
     sites: int | None = None
     """Number of matmuls that are rewritten."""
     weight_sqnr: float | None = None
-    """In dB."""
+    """SQNR of the rewritten weights, in dB."""
     byte_size: int | None = None
     """Bytes of the model."""
     seconds: float | None = None
     """Median latency."""
     problem: str = ""
-    """Why the recipe has no result."""
+    """The reason why the recipe has no result."""
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for what is not known."""
+        """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for an unknown number."""
         error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
         return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
 
@@ -113,11 +113,12 @@ class Comparison(Report):
             number(row.weight_sqnr, ".2f"),
             byte_size(row.byte_size),
             number(row.seconds and row.seconds * 1e3, ".2f"),
+            # A column with one number says nothing, and `filled` drops it.
             "" if len({row.sites for row in self.rows if row.sites}) == 1 else number(row.sites, "d"),
         )
 
     def sections(self) -> Iterator[Section]:
-        """Yields a row per recipe, and what they are."""
+        """Yields the table of recipes, the facts, the words, and the recommended recipe."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
         taken = self.taken()
         best = self.rows.index(taken) if taken else None
@@ -129,22 +130,23 @@ class Comparison(Report):
             yield Section(title=f"The recipe {taken.name}, as a file has it", text=taken.recipe, detail=True)
 
     def taken(self) -> Row | None:
-        """Returns the recipe to take, of those that were rewritten and run; None if none has a result.
+        """Returns the recommended recipe among the rewritten ones; None if none has a result.
 
-        The default one or, if some are worse than that in neither size nor error nor time, the most accurate of them.
+        It is the most accurate of the recipes that are not clearly worse than the default in size, error or time.
         """
         real = self._real()
+        # Without the default among the recipes, the first one takes its place.
         usual = [row for row in real if row.name == presets.DEFAULT] or real
         good = [row for row in real if not self._worse(row, usual[0])]
         return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
 
     def answer(self) -> str:
-        """Returns which recipe to take, and why."""
+        """Returns a sentence with the recommended recipe, and its numbers beside the original's."""
         taken = self.taken()
         return f"Take {taken.name}: {self._against(taken, self.rows[0])}." if taken else ""
 
     def _alternatives(self) -> list[tuple[str, str]]:
-        """Returns the recipe to take compared with the default, and those that are smaller, better or faster."""
+        """Returns the recommended recipe beside the default, and other recipes that are smaller, better or faster."""
         taken, real = self.taken(), self._real()
         if taken is None:
             return []
@@ -158,21 +160,21 @@ class Comparison(Report):
         return text
 
     def _real(self) -> list[Row]:
-        """Returns the recipes that were rewritten and run, and of which all numbers are known."""
+        """Returns the recipes that were rewritten and run, and whose numbers are all known."""
         return [row for row in self.rows[1:] if not row.emulated and all(map(math.isfinite, row.numbers))]
 
     @property
     def _sign(self) -> int:
-        """-1 if more of the first metric is better, as it is shown: a distance from 1 is the better the less it is."""
+        """-1 if a higher number of the first metric is better in tables, which show a cosine as 1-cosine; else 1."""
         return -1 if self.metrics[0].higher_is_better and self.metrics[0].shown_title == self.metrics[0].title else 1
 
     def _worse(self, row: Row, other: Row) -> list[int]:
-        """Returns which of its numbers are clearly worse than another recipe's."""
+        """Returns the indices of the numbers of a recipe that are clearly worse than the numbers of another one."""
         numbers = zip((1, self._sign, 1), row.numbers, other.numbers, _SAME, strict=True)
         return [i for i, (sign, mine, its, same) in enumerate(numbers) if sign * (mine - its) > same * abs(its)]
 
     def _against(self, row: Row, other: Row) -> str:
-        """Returns the numbers of a recipe in words, beside those of another one where they differ."""
+        """Returns the numbers of a recipe in words, beside the numbers of another one that differ."""
         differ = {*self._worse(row, other), *self._worse(other, row)}
         forms = (("{:.3g} MB", "size"), (f"{self.metrics[0].shown_title} {{:.3g}}", "error"), ("{:.3g} ms", "time"))
         text = []

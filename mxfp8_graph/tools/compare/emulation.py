@@ -1,11 +1,11 @@
-"""A model in a number format that has no kernels here: its matmuls multiply fake-quantized values in float32.
+"""A model in a number format without kernels here: its matmuls multiply fake-quantized values in float32.
 
-The pass lays out every site as MXFP8WeightGemm(X, W [..., N, K]); here each of these nodes becomes standard ops:
+The pass turns every site into MXFP8WeightGemm(X, W [..., N, K]); here each of these nodes becomes standard ops:
 
     MXFP8WeightGemm(X, W, bias)  ->  Add(MatMul(Round(Cast(X)), W [..., K, N]), bias)
 
-W are graph inputs, fed with weights that are rounded before: they enter no file. Only the body of Round, a function of
-`fake_quantize.py` that is called once per activation, differs from format to format.
+W are graph inputs, which receive weights that were rounded before, so no file has them. Formats differ only in the body
+of Round, a function of `fake_quantize.py` that is called once per activation.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ Weight = npt.NDArray[np.float32]
 
 
 class Emulator:
-    """A model whose matmuls are laid out for emulation; `Emulated` is that in one format."""
+    """A model whose matmuls are prepared for emulation; `Emulated` is that model in one format."""
 
     def __init__(self, model: Any, recipe: Recipe) -> None:
-        """Lays out each matmul that `recipe` rewrites.
+        """Prepares each matmul that `recipe` rewrites.
 
         Raises:
-            ContractError: the model cannot be read or converted, or something in it is not emulated.
+            ContractError: the model cannot be read or converted, or has a node that cannot be emulated.
             RecipeError: the recipe does not fit the model.
             NothingEligibleError: no matmul with a stored weight is rewritten.
         """
@@ -65,6 +65,7 @@ class Emulator:
         editor = Editor(graph, allow_nonfinite=True)
         for site, decision in zip(sites, decisions, strict=True):
             if decision.quantize and (static := site.w.static) is not None and not site.form.picks_rows:
+                # As weight-only, so that the activation reaches the node in high precision, for Round.
                 packed = editor.apply(site, replace(decision, activations="unchanged")).weight
                 assert packed is not None  # a stored weight is packed
                 self.sites += 1
@@ -78,12 +79,13 @@ class Emulator:
             for name, value in list(scope.initializers.items()):
                 if isinstance(value.const_value, ir.LazyTensor):  # a packed weight, which must not be packed
                     del scope.initializers[name]
+        # A weight that other nodes still use stays in the model beside its emulated form.
         self.other_bytes = bytes_of(graph) - sum(size for value, size in replaced.items() if not value.uses())
-        """Bytes of the model but for these weights."""
+        """Bytes of the model without the weights that are emulated."""
         self._proto = to_proto(graph)
         self.outputs = [output.name for output in self._proto.graph.output]
         main, *inner = iter_graphs(self._proto.graph)
-        for part in (*reversed(inner), main):  # inner ones first: editing an outer one copies what is inside
+        for part in (*reversed(inner), main):  # inner graphs first: editing an outer graph copies the graphs inside
             self._edit(part)
         for name, site in self.weights.items():
             rank = len(site.w.shape or ())
@@ -91,9 +93,9 @@ class Emulator:
         self._proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
 
     def weight(self, name: str) -> Weight:
-        """Returns a weight as the site multiplies by it, [..., N, K]."""
+        """Returns the values [..., N, K] by which a site multiplies."""
         site = self.weights[name]
-        assert site.w.static is not None  # only these are laid out
+        assert site.w.static is not None  # only sites with a stored weight are prepared
         values = apply(site.w.static.steps, site.w.static.tensor.numpy()).astype(np.float32)
         return np.ascontiguousarray(values.swapaxes(-1, -2) if site.w.transposed else values) * site.form.alpha
 
@@ -118,7 +120,7 @@ class Emulator:
         return proto, [node.output[0] for node in rounds]
 
     def _edit(self, graph: onnx.GraphProto) -> None:
-        """Puts standard ops in the place of the gemms of one graph."""
+        """Replaces the gemms of one graph by standard ops."""
         nodes: list[onnx.NodeProto] = []
         rounded: dict[str, str] = {}
         for node in graph.node:
@@ -129,6 +131,7 @@ class Emulator:
                 what, expected = f"{node.op_type}, whose weights are picked while the model runs", "stored weights"
                 raise ContractError(self.name, what, expected=expected, advice="exclude it; it is not emulated")
             (x, weight, _, *bias), (y,) = node.input, node.output
+            # Gemms with the same activation share its Round.
             if x not in rounded:
                 rounded[x] = f"{x}/rounded"
                 nodes.append(helper.make_node("Cast", [x], [f"{x}/float"], to=TensorProto.FLOAT))
@@ -143,13 +146,13 @@ class Emulator:
 
 
 class Emulated:
-    """The model in the format of `peer`, ready to run; samples are run in their order, as DelayedScaling needs it."""
+    """The model in the format of `peer`, ready to run. Run samples in order: DelayedScaling uses earlier ones."""
 
     def __init__(self, emulator: Emulator, peer: Peer) -> None:
         """Rounds the weights and makes the session.
 
         Raises:
-            ContractError: something in the model is not emulated.
+            ContractError: the model has a node that cannot be emulated.
             BackendError: ONNX Runtime refuses the model.
         """
         proto, delayed = emulator.proto(peer)
@@ -176,7 +179,8 @@ class Emulated:
         self._history = {x: deque[float](maxlen=HISTORY) for x in delayed}
 
     def run(self, inputs: Mapping[str, Any]) -> Inputs:
-        """Returns the outputs of the next sample; errors as `Session.run`."""
+        """Returns the outputs of the next sample; raises as `Session.run`."""
+        # Before the first sample amax is 0, for which the scale is 1.
         past = {f"{x}/amax_before": np.array(max(h, default=0.0), np.float32) for x, h in self._history.items()}
         results = self._session.run({**inputs, **self._weights, **past})
         for x, history in self._history.items():

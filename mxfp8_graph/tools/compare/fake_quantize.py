@@ -1,9 +1,9 @@
-"""Fake quantization in standard ONNX ops: X -> the float32 values that a format of `number_formats.py` has for it.
+"""Fake quantization in standard ONNX ops: X -> the float32 values of X in a format of `number_formats.py`.
 
     X [..., N, K] -> tiles -> amax -> scale -> elements = round(X / scale) -> elements * scale -> Y [..., N, K]
 
-One function for weights and activations alike. Everything is exact but what the format rounds: scaling is by powers of
-two, or by the float32 products and quotients of the format's own definition.
+One function serves weights and activations. Only the format's own steps round: scales are powers of two, or the float32
+products and quotients of the format's definition.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPSET_IR: Final = 10
 
 
 def function(quantizer: Quantizer, opset: int) -> FunctionProto:
-    """Returns the function of X, float32; of X and amax_before for "delayed", whose second result is the amax of X."""
+    """Returns the ONNX function (X) -> Y, float32; for "delayed" it is (X, amax_before) -> (Y, amax of X)."""
     delayed = quantizer.scale == "delayed"
     inputs, outputs = (("X", "amax_before"), ("Y", "amax")) if delayed else (("X",), ("Y",))
     ports = tuple(Port(port, (TensorProto.FLOAT,), "") for port in inputs)
@@ -46,7 +46,7 @@ def function(quantizer: Quantizer, opset: int) -> FunctionProto:
 
 
 def fake_quantizer(quantizer: Quantizer) -> Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]:
-    """Returns what rounds arrays [..., N, K] in ONNX Runtime, for any scale rule but "delayed"."""
+    """Returns a function that rounds arrays [..., N, K] in ONNX Runtime, for any scale rule except "delayed"."""
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "XY")
     graph = helper.make_graph([helper.make_node(NAME, ["X"], ["Y"], domain=DOMAIN)], "g", [x], [y])
     imports = [helper.make_opsetid("", MIN_OPSET), helper.make_opsetid(DOMAIN, 1)]
@@ -58,6 +58,7 @@ def fake_quantizer(quantizer: Quantizer) -> Callable[[npt.NDArray[Any]], npt.NDA
 
 def _write(g: Body, quantizer: Quantizer) -> None:
     """Writes the body of the function."""
+    # ONNX's own op defines the rule, see `ScaleRule`.
     if quantizer.scale == "asymmetric":
         codes = g("DynamicQuantizeLinear", "X", out="codes")
         g.nodes[-1].output.extend(["scale", "zero"])
@@ -76,7 +77,7 @@ def _write_tiles(g: Body, quantizer: Quantizer, tile: list[Any]) -> None:
     """Writes the body for tiles of the last axes: [P, N, K] is padded and seen as [P, N / n, n, K / k, k]."""
     axes = len(tile)
     sizes, whole = g("Shape", "X", start=-axes), g("Shape", "X")
-    # A product over [1, ...] rather than a -1 in Reshape: beside an empty dimension a -1 is ambiguous.
+    # A product over [1, ...] and not a -1 in Reshape: beside an empty dimension a -1 is ambiguous.
     lead = g("ReduceProd", g("Concat", g.constant([1]), g("Shape", "X", end=-axes), axis=0))
     count = g("Div", g("Add", sizes, g.constant([size - 1 for size in tile])), g.constant(tile))
     padded = g("Mul", count, g.constant(tile))
@@ -94,27 +95,31 @@ def _write_tiles(g: Body, quantizer: Quantizer, tile: list[Any]) -> None:
 
 
 def _rounded(g: Body, values: str, amax: str, quantizer: Quantizer) -> str:
-    """Returns the values, rounded with the scales that their `amax` asks for."""
+    """Returns the values, rounded with the scales that follow from their `amax`."""
     element, rule = quantizer.element, quantizer.scale
     if rule in {"ceil", "floor", "even"}:
         code = _floor_log2(g, amax, scale_offset(element, rule))
         inverse = g("Gather", g.powers(), g("Sub", g.constant(2 * SCALE_BIAS), code))
         scale = g("Gather", g.powers(), code)
-        scale = g("Where", g("IsInf", amax), g.constant(np.float32(np.nan)), scale)  # a bad value poisons its block
+        scale = g(
+            "Where", g("IsInf", amax), g.constant(np.float32(np.nan)), scale
+        )  # NaN makes all values of its block NaN
         return g("Mul", _elements(g, g("Mul", values, inverse), element), scale)
     if rule == "integer":
         scale = _or_one(g, g("Div", amax, g.constant(np.float32(element.max))), amax)
         return g("Mul", _elements(g, g("Div", values, scale), element), scale)
     if rule == "two_level":
         return _two_level(g, values, amax, element)
+    # The quotient of a tiny amax is infinite.
     factor = g("Min", g("Div", g.constant(np.float32(element.max)), amax), g.constant(_FLOAT_MAX))
     if rule == "divide_pow2":
-        factor = g("Gather", g.powers(), _floor_log2(g, factor, SCALE_BIAS + LOG2_SLACK))  # its mantissa cleared
+        factor = g("Gather", g.powers(), _floor_log2(g, factor, SCALE_BIAS + LOG2_SLACK))  # clears its mantissa
     factor = _or_one(g, factor, amax)
     return g("Mul", _elements(g, g("Mul", values, factor), element), g("Reciprocal", factor))
 
 
 def _or_one(g: Body, scale: str, amax: str) -> str:
+    # An amax of 0 gives no scale; with 1 the zeros of its tile stay zeros.
     return g("Where", g("Equal", amax, g.constant(np.float32(0))), g.constant(np.float32(1)), scale)
 
 
@@ -133,7 +138,7 @@ def _elements(g: Body, scaled: str, element: Minifloat) -> str:
     if element is E4M3:
         return _cast(g, scaled)
     clipped = g("Clip", scaled, g.constant(np.float32(-element.max)), g.constant(np.float32(element.max)))
-    # The distance of neighbours doubles with every exponent above the smallest; by powers of two all of this is exact.
+    # The distance of neighbours doubles with every exponent above the smallest. Powers of two keep each step exact.
     step = g.constant(np.float32(element.min_subnormal))
     for exponent in range(element.min_exponent + 1, element.emax + 1):
         above = g("GreaterOrEqual", g("Abs", clipped), g.constant(np.float32(2.0**exponent)))

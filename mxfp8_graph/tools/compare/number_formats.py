@@ -1,4 +1,4 @@
-"""The formats that are compared and have no kernels here, as data: one row per format, all of them emulated.
+"""The formats that `compare` emulates, since they have no kernels here, as data: one row per format.
 
 E4M3 and E5M2 with E8M0 scales on blocks of 32, and MXINT8, are real recipes: see `policy/presets.py`.
 """
@@ -52,6 +52,7 @@ class Quantizer:
         """Returns the bytes that a weight [..., N, K] takes: its elements, densely packed, and its scales."""
         *lead, n, k = shape
         stack, (rows, columns) = math.prod(lead), self.tile
+        # One scale per tile of each matrix; without rows, one for the whole tensor.
         elements = stack * -(-n * k * self.element.bits // 8)
         scales = stack * -(-n // rows) * (-(-k // columns) if columns else 1) if rows else 1
         return elements + scales * SCALE_BYTES.get(self.scale, 4) + 4 * (self.scale == "two_level")
@@ -59,17 +60,17 @@ class Quantizer:
 
 @dataclass(frozen=True)
 class Peer:
-    """A format of others, as `--recipes` calls it."""
+    """A format of another project, by its name in `--recipes`."""
 
     name: str
     what: str
-    """In a line: elements, blocks, scales; whose it is."""
+    """Its elements, blocks, scales and project, in one line."""
     weights: Quantizer
     activations: Quantizer
 
 
 def _peer(name: str, what: str, element: Minifloat, scale: ScaleRule, tile: Tile, /, **activations: Any) -> Peer:
-    """Returns a format of weights that activations have too, but for these fields of the quantizer."""
+    """Returns a format; `activations` are the fields of the quantizer that differ for activations."""
     weights = Quantizer(element, scale, tile)
     return Peer(name, what, weights, replace(weights, **activations))
 

@@ -1,7 +1,7 @@
-"""compare(): what each recipe does to a model, on the user's own data.
+"""compare(): the error, size and speed of a model under each recipe, on the user's own data.
 
-Recipes of ours are rewritten for real, and run with our kernels; formats of others are emulated (`emulation.py`) at the
-same matmuls. An exported program is compared as the ONNX model that torch makes of it.
+Our recipes are rewritten, and run with our kernels. Formats of other projects are emulated (`emulation.py`) at the same
+matmuls. An exported program is compared as the ONNX model that torch exports from it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ WORDS: Final[Mapping[str, str]] = {
     "mxfp8-e5m2": "E5M2, ceil scales",
 }
 METRICS: Final = ("relative_l2", "cosine")
-"""What is measured if nothing else is asked for."""
+"""The default metrics."""
 ORIGINAL: Final = "original"
 
 
@@ -62,17 +62,17 @@ def compare(
     progress: Progress | None = None,
     **inputs: Unpack[SampleOptions],
 ) -> Comparison:
-    """Returns what each recipe does to the outputs of a model, to its weights, its size and its speed.
+    """Returns the errors of outputs and weights, the size and the latency of a model under each recipe.
 
-    A recipe that does not fit the model has a row that says why. Rewritten models are in the temporary folder while
+    A recipe that does not fit the model has a row with the reason. Rewritten models are in the temporary folder while
     this runs, and the outputs of all samples in memory.
 
     Args:
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         recipes: presets, `VARIANTS` and `number_formats.PEERS` by name, files, `Recipe`s; all with a name if empty.
-        settings: fields that are set in every recipe of ours: "embeddings=true"; see `Recipe.setting`.
+        settings: fields to set in every recipe of ours: "embeddings=true"; see `Recipe.setting`.
         metrics: `metrics.METRICS` by name, or "module:function".
-        repeat: how many runs of each real model are timed, at least 1.
+        repeat: number of timed runs of each real model, at least 1.
         progress: called as progress(recipe, runs done, runs in all).
         **inputs: see `running.samples.SampleOptions`.
 
@@ -119,7 +119,7 @@ def compare(
 
 
 def choices() -> str:
-    """Returns what a user may name as recipes, in words."""
+    """Returns the names of recipes that a user may pass, as a text."""
     return f"{', '.join((*presets.PRESETS, *VARIANTS, *PEERS))}, or a .yaml or .toml file"
 
 
@@ -128,7 +128,7 @@ def _candidates(recipes: Sequence[str | Path | Recipe], settings: Sequence[str])
     chosen: dict[str, Recipe | Peer] = {}
     for recipe in recipes or (*presets.PRESETS, *VARIANTS, *PEERS):
         candidate = _candidate(recipe)
-        name = candidate.name  # of a recipe before the settings are part of it
+        name = candidate.name  # `setting` adds the settings to the name of a recipe
         if name in chosen:
             what = f"{name!r} is named twice"
             raise RecipeError("compare", what, expected="a different name for each recipe", advice="name each once")
@@ -158,6 +158,7 @@ def _rows(bench: Bench, candidates: Mapping[str, Recipe | Peer], repeat: int) ->
         row, before = Row(name=name, what=what, emulated=isinstance(candidate, Peer)), bench.runs
         try:
             if isinstance(candidate, Peer):
+                # Made once, at the first format that needs it: it prepares the whole model.
                 emulator = emulator or [Emulator(bench.model, load_recipe(presets.DEFAULT))]
                 row = _emulated(bench, row, emulator[0], candidate)
             else:
@@ -165,10 +166,11 @@ def _rows(bench: Bench, candidates: Mapping[str, Recipe | Peer], repeat: int) ->
         except Mxfp8Error as error:
             errors.append(error)
             row = replace(row, problem=str(error))
-            bench.runs = before + len(bench.samples)
+            bench.runs = before + len(bench.samples)  # the progress includes the runs that the error skipped
         rows.append(row)
     if len(errors) == len(candidates):
         raise errors[0]
+    # At the end, since all models take turns.
     seconds = bench.seconds(runnables, repeat)
     return [replace(row, seconds=seconds.get(row.name)) for row in rows]
 

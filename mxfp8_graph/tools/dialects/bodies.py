@@ -1,10 +1,11 @@
-"""Fused nodes and the standard ops of their bodies: taken apart, and put together again where they are still the same.
+"""Replaces fused nodes by the standard ops of their bodies, and restores them where these ops are unchanged.
 
     MXFP8FusedGemm, MXFP8Attention ... <-> the nodes of their bodies
 
-The node that makes the first output of a body carries a mark in its metadata: the op, its name, and what its body was
-written for. A mark alone counts for nothing: `restore` writes the body anew and compares the graph with it, op by op
-and constant by constant, back from an output and on to the others. What a tool has changed since stays as it is.
+The node that computes the first output of a body has a mark in its metadata: the op, its name, and the case that its
+body was written for. A mark alone proves nothing: `restore` writes the body again and compares the graph with it, op by
+op and constant by constant, back from the first output and on to the others. If a tool changed the body in between, its
+nodes stay.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from mxfp8_ops.formats import BLOCK_SIZE
 from mxfp8_ops.standard_ops import body_of
 
 ABSENT: Final[Mapping[str, Sequence[float]]] = {"attn_mask": [0], "past_key": [], "past_value": []}
-"""What stands for an input that is not there: vectors; a mask of False would hide everything, so a Boolean is True."""
+"""Vectors that stand for absent inputs; a Boolean mask is True, since False would hide everything."""
 
 _DAMAGES: Final = (ValueError, TypeError, OverflowError, LookupError, AttributeError, RecursionError)
-"""What reading a mark raises that is not of ours, or was changed."""
+"""Exceptions at reading a damaged or foreign mark."""
 
 
 def unfuse(edit: Edit, node: ir.Node) -> Nodes | None:
-    """Returns the nodes that a fused node stands for, or None if it is none."""
+    """Returns the nodes of a fused node's body, or None for other nodes."""
     op = row_of(node)
     return None if op is None or op.is_plain else _taken_apart(edit, node)
 
@@ -49,7 +50,7 @@ def standard(edit: Edit, node: ir.Node) -> Nodes | None:
 
 
 def _taken_apart(edit: Edit, node: ir.Node) -> Nodes:
-    """Returns the ops of a node's body in its place, marked; inputs that change nothing are left out."""
+    """Returns the nodes of a body in place of its node, with a mark; inputs that stand for absent ones are left out."""
     inputs, absent = list(node.inputs), dict[str, tuple[str | None, int]]()
     for at, port in enumerate(contract.OPS[node.op_type].inputs[: len(inputs)]):
         value = inputs[at]
@@ -69,7 +70,7 @@ def _taken_apart(edit: Edit, node: ir.Node) -> Nodes:
             each.metadata_props.update(node.metadata_props)
         if each.domain == contract.DOMAIN:
             each.doc_string = node.doc_string
-        if is_op(each, "QuantizeLinear"):  # of a whole tensor: it is known as ours by its mark alone
+        if is_op(each, "QuantizeLinear"):  # without blocks, only its mark tells it from another quantization
             each.metadata_props[MARK + each.op_type] = ""
         if makes_first:
             mark = {"name": node.name, "case": case.to_json(), "absent": absent}
@@ -83,14 +84,14 @@ def _taken_apart(edit: Edit, node: ir.Node) -> Nodes:
 
 
 def _is_absent(port: str, stored: ir.TensorProtocol) -> bool:
-    """Whether a stored tensor is what the contract has for an input that is not there."""
+    """Whether a stored tensor has the value that stands for an absent input in the contract."""
     if dims(stored) != (len(ABSENT[port]),):
         return False
     return dims(stored) == (0,) or stored.numpy().item() == (stored.dtype == contract.BOOL)
 
 
 def _body(edit: Edit, node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple[Nodes, Case]:
-    """Returns the nodes of the body of `node` with these inputs, whose outputs are named as those of `node`."""
+    """Returns the nodes of the body of `node` with these inputs, and with the names of its outputs."""
     plain = ir.to_proto(node)
     plain.input[:] = ["" if value is None else str(value.name) for value in inputs]
     ports = {str(value.name): value for value in inputs if value is not None}
@@ -98,7 +99,7 @@ def _body(edit: Edit, node: ir.Node, inputs: Sequence[ir.Value | None]) -> tuple
     graph = _graph_of(standard_ops.in_place_of(plain, case, edit.fresh), ports)
     for port in graph.inputs:
         port.replace_all_uses_with(ports[str(port.name)])
-    # Initializers, not Constant nodes: what infers shapes finds the values of an input there, and equal ones are one.
+    # Initializers and not Constant nodes: shape inference reads the values of inputs there, and equal ones are shared.
     for each in [each for each in graph if is_op(each, "Constant")]:
         each.outputs[0].replace_all_uses_with(_constant(edit, each.attributes["value"].as_tensor()))
         graph.remove(each)
@@ -127,29 +128,29 @@ def _graph_of(body: Sequence[onnx.NodeProto], inputs: Iterable[str], outputs: It
 
 
 def restore(edit: Edit) -> int:
-    """Puts every marked node together that is still its body; returns how many."""
+    """Restores every marked node whose body is unchanged; returns the number of restored nodes."""
     count, fusion = 0, functools.partial(_restored, fresh=edit.fresh)
-    while restored := apply(edit.model, [fusion], lambda _: True):  # one may be inside another
+    while restored := apply(edit.model, [fusion], lambda _: True):  # a restored node may be part of another body
         count += len(restored)
     return count
 
 
 def forget(model: ir.Model) -> None:
-    """Removes the marks that are left: of nodes that something has changed."""
+    """Removes the remaining marks, whose bodies a tool changed."""
     for node in (node for graph in model.graphs() for node in graph):
         for key in marks(node):
             del node.metadata_props[key]
 
 
 def _restored(node: ir.Node, *, fresh: Callable[[str], str]) -> Replacement | None:
-    """Returns the node whose first output `node` makes, if it is marked and the graph is still that node's body."""
+    """Returns the original node of a body whose first output `node` computes, if it has a mark and is unchanged."""
     rows = ((contract.OPS.get(key.removeprefix(MARK)), text) for key, text in marks(node).items())
-    ways = (_whole(node, op, text, fresh) for op, text in rows if op is not None)
-    return next((whole for whole in ways if whole is not None), None)
+    wholes = (_whole(node, op, text, fresh) for op, text in rows if op is not None)
+    return next((whole for whole in wholes if whole is not None), None)
 
 
 def _whole(node: ir.Node, op: contract.Op, text: str, fresh: Callable[[str], str]) -> Replacement | None:
-    """Returns what takes the place of the body of an op that a mark tells of; None if the graph has another."""
+    """Returns the replacement of a body by the op of its mark, or None if the graph differs from the body."""
     may_be_absent = {port.name for port in op.inputs if port.optional or port.name in ABSENT}
     try:
         mark = json.loads(text)
@@ -169,9 +170,10 @@ def _whole(node: ir.Node, op: contract.Op, text: str, fresh: Callable[[str], str
     inputs, outputs = match.named(match.inputs), list(map(match.bound.get, match.outputs))
     gone = unneeded([output for output in outputs if output is not None], inputs.values())
     others = [output for output in outputs[1:] if output is not None]
-    # What is behind all the others cannot be made of one of them.
+    # An input that all other outputs depend on cannot depend on one of them.
     if is_circular(others, {*inputs.values()} - match.behind_all(others), gone):
         return None
+    # An optional output without a user outside of the body is absent again.
     for at, (port, output) in enumerate(zip(op.outputs, outputs, strict=True)):
         if port.optional and output is not None and only_used_by(output, gone):
             outputs[at] = None
@@ -188,7 +190,7 @@ def _whole(node: ir.Node, op: contract.Op, text: str, fresh: Callable[[str], str
 
 
 def _vector(name: str, dtype: int, numbers: Sequence[float]) -> ir.Node:
-    """Returns the node that makes the vector that stands for an input that is not there."""
+    """Returns a Constant of the vector that stands for an absent input."""
     tensor = ir.tensor(np.full(len(numbers), dtype == contract.BOOL, ir.DataType(dtype).numpy()), name=name)
     return ir.node("Constant", [], {"value": tensor}, outputs=[ir.Value(name=name)], name=name)
 
@@ -197,18 +199,18 @@ class _Match:
     """The body of one node, compared with a graph."""
 
     def __init__(self, op: contract.Op, body: Sequence[onnx.NodeProto]) -> None:
-        """`body`: its values are named as the ports of `op`."""
+        """Takes a `body` whose inputs and outputs have the names of the ports of `op`."""
         self._body = _graph_of(body, (port.name for port in op.inputs), (port.name for port in op.outputs))
         self.inputs, self.outputs = self._body.inputs, self._body.outputs
         self.bound: dict[ir.Value, ir.Value] = {}
-        """Values of the graph by those of the body; outputs that the graph does not compute are left out."""
+        """Value of the body -> value of the graph; outputs that the graph does not compute are left out."""
 
     def named(self, ports: Iterable[ir.Value]) -> dict[str, ir.Value]:
-        """Returns what the graph has for these ports of the op, by name."""
+        """Returns the values of the graph for these ports of the op, by name of the port."""
         return {str(port.name): self.bound[port] for port in ports if port in self.bound}
 
     def behind_all(self, outputs: Container[ir.Value]) -> set[ir.Value]:
-        """Returns the inputs of the op that each of these outputs depends on, as the graph has them."""
+        """Returns the values of the graph for those inputs of the op that each of these outputs depends on."""
         behind = {port for port in self.inputs if port in self.bound}
         for port in (port for port in self.outputs if self.bound.get(port) in outputs):
             needed: set[ir.Value | None] = {port}
@@ -237,14 +239,15 @@ class _Match:
             before = dict(self.bound)
             if self._same(pattern, user):
                 return
-            self.bound = before
+            self.bound = before  # the comparison may have bound values before it failed
 
     def _same(self, pattern: ir.Node, node: ir.Node) -> bool:
-        """Whether a node of the graph is that of the body, and so is everything before it; binds their values."""
+        """Whether a node of the graph, with everything before it, equals a node of the body; binds their values."""
         if pattern.op_identifier() != node.op_identifier() or len(pattern.outputs) < len(node.outputs):
             return False
         one, other = pattern.attributes, node.attributes
         if pattern.domain == contract.DOMAIN:
+            # With defaults, since a tool may leave out attributes that have them.
             if attributes_of(pattern) != attributes_of(node):
                 return False
         elif one.keys() != other.keys() or not all(self._same_attribute(one[name], other[name]) for name in one):
@@ -272,7 +275,7 @@ class _Match:
             return _same_array(one.as_tensor().numpy(), other.as_tensor().numpy())
         if one.type != ir.AttributeType.GRAPH:
             return bool(one.value == other.value)
-        body, graph = one.as_graph(), other.as_graph()  # which see the values around them
+        body, graph = one.as_graph(), other.as_graph()  # `bound` applies inside too: they see the values around them
         if (len(body.inputs), len(body.outputs)) != (len(graph.inputs), len(graph.outputs)):
             return False
         self.bound.update(zip(body.inputs, graph.inputs, strict=True))

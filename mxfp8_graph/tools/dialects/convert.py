@@ -1,4 +1,4 @@
-"""convert(): reads MXFP8 of any dialect as ours, and writes it in the one that is asked for."""
+"""convert(): reads MXFP8 of any dialect into our nodes, and writes them in another dialect."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ LOSSES: Final = ("activations", "rounding", "half")
 """The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
 
 LEVELS: Final = (0, 4)
-"""The accuracy levels of MatMulNBits that `convert` writes; the last if nothing else is asked for."""
+"""The accuracy levels of MatMulNBits that `convert` writes; the last is the default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts(Data):
-    """How many tensors of one dialect there are."""
+    """Numbers of quantized tensors of one dialect."""
 
     weights: int = 0
     activations: int = 0
-    """Places where values are quantized while the model runs."""
+    """Number of places where values are quantized while the model runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +63,11 @@ class Conversion(Report):
     output: str | None
     """The file that was written; None if the result is in memory."""
     to: str
-    """The dialect that was asked for."""
+    """The dialect of the result."""
     found: Mapping[str, Counts]
-    """By dialect, what was read."""
+    """Dialect -> numbers of its tensors in the model."""
     losses: Mapping[str, int]
-    """What the dialect cannot say and was allowed to lose, with how often."""
+    """Property that the dialect cannot express, and whose loss the user allowed -> number of places."""
     notes: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     """To mxfp8: weights that no gemm reads, which stay MXFP8Dequantize and a standard op."""
@@ -107,7 +107,7 @@ def convert(
     accuracy_level: Literal[0, 4] = 4,
     **options: Unpack[WriteOptions],
 ) -> tuple[Path | onnx.ModelProto, Conversion]:
-    """Returns an MXFP8 model in another dialect, and the report; elements and scales are the same bytes.
+    """Returns an MXFP8 model in another dialect, and the report; elements and scales keep their bytes.
 
     Args:
         model: an ONNX file or model with MXFP8 of any dialect: ours, TensorRT's (modelopt, TransformerEngine), standard
@@ -116,18 +116,18 @@ def convert(
             "ort-cuda" (ONNX Runtime's CUDA op), "nbits" (its MatMulNBits, for MXINT8 weights) or "standard" (standard
             ops alone, quantized activations too).
         output: file to write. Default: MODEL.TO.onnx next to a path, nothing for a model in memory.
-        allow: what may be lost where the dialect cannot say it: "activations", that they are quantized; "rounding", how
-            scales of activations are; "half", float32 activations and results of products.
+        allow: properties that may be lost if the dialect cannot express them: "activations", their quantization;
+            "rounding", the rounding of their scales; "half", float32 activations and results of products.
         accuracy_level: of MatMulNBits, to "nbits" only: at 4 ONNX Runtime rounds activations to int8, at 0 it computes
             in float32, slower. The report has the errors.
-        **options: those of `WriteOptions`.
+        **options: see `WriteOptions`.
 
     Returns:
-        The path that was written, or a model for a model without `output`; and what was found, written and lost.
+        (the written path, or the converted model for a model in memory without `output`; the report).
 
     Raises:
-        ContractError: nothing in the model is MXFP8; something in it is quantized in another way; the dialect cannot
-            say what the model does; the model cannot be read, or the output not written.
+        ContractError: nothing in the model is MXFP8; a node is quantized in another format; the dialect cannot express
+            the model; the model cannot be read, or the output cannot be written.
     """
     check_options("convert", options, WriteOptions)
     written = tuple(name for name, row in DIALECTS.items() if row.is_written)
@@ -148,6 +148,7 @@ def convert(
     path, overwrite = Path(output) if output else None, options.get("overwrite", False)
     as_source = bool(external_files(loaded))
     external = wants_external(loaded, path, options.get("external_data", "auto"), as_source=as_source)
+    # Before the conversion, so that a wrong path costs no time.
     replaces = [] if path is None else check_output(loaded, path, external=external, overwrite=overwrite)
     with explained(model, name_of(loaded)):
         edit, facts = _converted(loaded, to, frozenset(allow), accuracy_level)
@@ -171,7 +172,7 @@ def convert(
 
 
 def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: int) -> tuple[Edit, dict[str, Any]]:
-    """Returns (the converted model with losses and notes, more that the report says of it)."""
+    """Returns (the converted model with losses and notes, further fields of the report)."""
     record.remove_bodies(model)
     refuse_others(model)
     was_foreign = foreign(model) is not None
@@ -180,11 +181,12 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     holds = lambda op: op in theirs or op[0] == contract.DOMAIN  # noqa: E731
     model = upgrade(model, holds, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
     edit = Edit(model, notes, allow, accuracy_level)
+    # Counted twice: nodes that `restore` adds were standard ops in the model.
     counted = _ours(edit)
     restore(edit)
     for dialect, counts in (("mxfp8", counted), ("standard", _ours(edit) - counted)):
         edit.counts.update({(dialect, kind): count for kind, count in counts.items()})
-    edit.infer()
+    edit.infer()  # reading a node needs dtypes and ranks
     edit.each(_read)
     if not edit.counts:
         what, advice = "it has nothing in MXFP8", "quantize it: mxfp8-graph rewrite"
@@ -195,20 +197,20 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     facts = _to_ours(edit, fused=was_foreign or "nbits" in found) if to == "mxfp8" else _to_other(edit, to)
     _import_domains(edit.model)
     _record_losses(edit)
-    record.add_bodies(edit.model, None)  # the graph is checked; whatever needs bodies has them
+    record.add_bodies(edit.model, None)  # checks the graph only; `record.complete` adds bodies
     return edit, {"found": found, **facts}
 
 
 def _module(name: str) -> Any:
-    """Returns a file that reads and writes dialects."""
+    """Returns the module of a dialect, with its `read` and `WRITE`."""
     return importlib.import_module(f"mxfp8_graph.tools.dialects.{name}")
 
 
 def _read(edit: Edit, node: ir.Node) -> Nodes | None:
     check_node(edit, node)
     modules = map(_module, dict.fromkeys(row.module for row in DIALECTS.values() if row.module))
-    ways = (module.read(edit, node) for module in modules if hasattr(module, "read"))
-    return next((nodes for nodes in ways if nodes is not None), None)
+    results = (module.read(edit, node) for module in modules if hasattr(module, "read"))
+    return next((nodes for nodes in results if nodes is not None), None)
 
 
 def _nodes_of_ours(edit: Edit) -> list[ir.Node]:
@@ -216,22 +218,22 @@ def _nodes_of_ours(edit: Edit) -> list[ir.Node]:
 
 
 def _ours(edit: Edit) -> Counter[str]:
-    """Returns how many packed "weights" and quantized "activations" the model has in our dialect."""
+    """Returns the numbers of packed "weights" and quantized "activations" in our dialect."""
     nodes = [(node, op) for node in _nodes_of_ours(edit) if (op := contract.OPS.get(node.op_type)) is not None]
     packed = (operand(node, op.packed_at) for node, op in nodes if op.packed_at is not None)
     weights = {value for value in packed if tensor_of(value) is not None}
-    # Without zeros: a dialect that the model does not have is not reported.
+    # Without zeros, so that the report lists only dialects of the model.
     return +Counter(weights=len(weights), activations=sum(op.quantizes for _, op in nodes))
 
 
 def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
-    """Puts gemms together, fuses them with their neighbours, and completes the model."""
+    """Joins products of dequantized operands to gemms, fuses them with their neighbours, and completes the model."""
     edit.each(put_together)
     fusions = restore(edit)
     forget(edit.model)
     if fused:
         edit.infer()
-        recipe = load_recipe("mxfp8-weight-only")  # attention as it was: nothing rounds its operands
+        recipe = load_recipe("mxfp8-weight-only")  # so that fused attention rounds no operands, as in the model
         fusions += len(fuse(edit.model, recipe))
     record.complete(edit.model, record.recipe_of(edit.model))
     nodes = _nodes_of_ours(edit)
@@ -245,13 +247,14 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
 
 def _to_other(edit: Edit, to: str) -> dict[str, Any]:
     """Writes every node of ours in the dialect `to`."""
+    # Again until no node is fused: a body may have fused nodes.
     while edit.each(unfuse):
         pass
     edit.infer()
     row = DIALECTS[to]
     for step in _module(row.module).WRITE[to]:
         edit.each(step)
-    if left := _nodes_of_ours(edit):  # what reads quantized values, rather than what quantizes them for it
+    if left := _nodes_of_ours(edit):  # the error names a gemm, if there is one, and not the node that quantizes for it
         node = next((node for node in left if contract.OPS[node.op_type].is_gemm), left[0])
         advice = "convert to standard, or leave it out of the rewrite (--exclude)"
         raise edit.refuse(node, f"has no form in {to}", "nodes that the dialect has", advice)
@@ -261,7 +264,7 @@ def _to_other(edit: Edit, to: str) -> dict[str, Any]:
 
 
 def _record_losses(edit: Edit) -> None:
-    """Records what is lost beside what conversions before this one lost, and tells of those."""
+    """Adds the losses to the model's record of earlier conversions, and notes the earlier losses."""
     recorded = edit.model.metadata_props
     before = recorded.get(provenance.LOST_KEY, "")
     if before:
@@ -271,7 +274,7 @@ def _record_losses(edit: Edit) -> None:
 
 
 def _import_domains(model: ir.Model) -> None:
-    """Imports the domains of the dialects that the model uses, and no other of them."""
+    """Imports the domains of the dialects that the model uses, and removes the others."""
     domains = {contract.DOMAIN: contract.VERSION}
     for row in DIALECTS.values():
         domains |= row.versions

@@ -1,4 +1,4 @@
-"""A model whose nodes are replaced one by one, what the dialects ask of a node, and what is refused before it is read.
+"""A model whose nodes are replaced one by one, helpers that read a node, and the checks before a model is read.
 
 onnx's checker does not know the ops of other dialects; the standard ones were checked when the model was opened.
 """
@@ -40,7 +40,7 @@ Codes = npt.NDArray[np.uint8]
 Nodes = list[ir.Node]
 Advice = str | Sequence[str | Option]
 Step = Callable[["Edit", ir.Node], Nodes | None]
-"""Returns the nodes that take the place of one, or of what follows it; None if it stays."""
+"""Returns the nodes that replace a node, or a node after it; None if nothing is replaced."""
 
 MARK: Final = "mxfp8_graph.body_of."
 """Start of the metadata key of a mark; the op follows."""
@@ -62,7 +62,7 @@ _QUANTIZED: Final = {
     "com.amd.quark": {"ExtendedQuantizeLinear", "ExtendedDequantizeLinear", "BFPQuantizeDequantize"},
     "com.vai.quantize": {"VitisQuantizeLinear", "VitisDequantizeLinear", "BFPFixNeuron"},
 }
-"""Ops that quantize, or work on what is quantized, in another way or perhaps in MXFP8."""
+"""Ops that quantize, or read quantized values, in another format or perhaps in MXFP8."""
 
 _KINDS: Final = {
     **dict.fromkeys(("axis", "block_size", "output_dtype", "rounding_mode"), ir.AttributeType.INT),
@@ -74,30 +74,31 @@ class Edit:
     """A model while its nodes are replaced."""
 
     def __init__(self, model: ir.Model, notes: list[str], allow: frozenset[str], accuracy_level: int) -> None:
-        """`notes`: of the report, which `note` adds to; `allow` and `accuracy_level`: of `convert`."""
+        """`note` adds to `notes`, which the report has; `allow` and `accuracy_level` are arguments of `convert`."""
         self.model, self.notes, self.allow, self.accuracy_level = model, notes, allow, accuracy_level
         self.fresh: Final = fresh_names(self.model)
-        """Makes a name like the one it takes, which nothing in the model has."""
+        """Returns a name like its argument that nothing in the model has."""
         self.counts: Counter[tuple[str, str]] = Counter()
-        """How many weights and activations of each dialect were read: (dialect, "weights" or "activations")."""
+        """(dialect, "weights" or "activations") -> number of those that were read."""
         self.losses: Counter[str] = Counter()
-        """What was allowed to be lost, and how often."""
+        """Loss that the user allowed -> number of places."""
         self.float_dtypes = _float_dtypes(self.model)
-        """Dtypes of values that the model takes, gives, stores or casts to, before any was replaced."""
+        """Float dtypes of the model's inputs, outputs, stored values and casts, before the first replacement."""
         self._before: Nodes = []
-        """Nodes that go in front of the replacement that is being made."""
+        """Nodes to insert before the current replacement."""
         self._shared: dict[tuple[object, ...], ir.Value] = {}
 
     def infer(self) -> None:
-        """Finds dtypes and shapes of values, as far as onnx can with the function bodies of our nodes."""
+        """Infers dtypes and shapes of values, as far as onnx can with the function bodies of our nodes."""
         self.model.opset_imports.setdefault(contract.DOMAIN, contract.VERSION)
+        # onnx infers the results of our nodes through their bodies only.
         record.add_bodies(self.model)
         prepare.infer(self.model, [])
         record.remove_bodies(self.model)
 
     def each(self, step: Step) -> bool:
-        """Replaces nodes of every graph as `step` says, and drops what nothing uses any more; whether any was."""
-        self._shared.clear()
+        """Replaces nodes of every graph by the result of `step`, and removes unused ones; whether any was replaced."""
+        self._shared.clear()  # an earlier step may have removed shared values
 
         def replacement(node: ir.Node) -> Replacement | None:
             nodes = step(self, node)
@@ -111,30 +112,30 @@ class Edit:
         return bool(apply(self.model, [replacement], lambda _: True))
 
     def make(self, op: str, *inputs: ir.Value, wanted: str, domain: str = "", **attributes: Any) -> ir.Value:
-        """Adds a node in front of the replacement that is being made; returns its result, called `wanted` or alike."""
+        """Adds a node before the current replacement; returns its result, called `wanted` or similar."""
         value = ir.Value(name=self.fresh(wanted))
         settings = settings_of(attributes)
         self._before.append(ir.Node(domain, op, inputs, settings, outputs=[value], name=value.name))
         return value
 
     def shared(self, graph: ir.Graph | None, *key: object, make: Callable[[], ir.Value]) -> ir.Value:
-        """Returns what `make()` returned for this key in this graph, which is called at first use in a step."""
+        """Returns the result of `make()` for this key in this graph; each step calls it once."""
         whole = (graph, *key)
         if whole not in self._shared:
             self._shared[whole] = make()
         return self._shared[whole]
 
     def cast(self, node: ir.Node, value: ir.Value, dtype: int, wanted: str) -> ir.Value:
-        """Returns a value in another dtype for a node; one Cast for all of its graph."""
+        """Returns a value in another dtype for a node; one Cast serves the whole graph."""
         make = lambda: self.make("Cast", value, wanted=f"{value.name}_{wanted}", to=dtype)  # noqa: E731
         return self.shared(node.graph, "cast", value, dtype, make=make)
 
     def ending(
         self, last: ir.Node, wanted: str, to: ir.Value | int | None, make: Callable[[list[ir.Value]], ir.Node]
     ) -> Nodes:
-        """Returns the node that `make` returns for its outputs, in place of `last`, and behind it a Cast of `wanted`.
+        """Returns the node of `make` in place of `last`, and a Cast behind it; `make` takes the outputs of its node.
 
-        `to`: the dtype of the Cast, or a value that has it; None for no Cast.
+        `to` is the dtype of the Cast, or a value that has it; None for no Cast. `wanted` is the name between the two.
         """
         outputs = heirs(last)
         if to is None:
@@ -153,24 +154,24 @@ class Edit:
         return value
 
     def beside(self, value: ir.Value, wanted: str, dtype: int, make: Callable[[], Array], key: object = "") -> ir.Value:
-        """Returns an initializer beside a stored value that it says otherwise: one in a step for this dtype and key."""
+        """Returns an initializer with another form of a stored value; each step makes one per dtype and key."""
         store = lambda: self.store(value.graph, wanted, dtype, make())  # noqa: E731
         return self.shared(value.graph, value, dtype, key, make=store)
 
     def codes(self, tensor: ir.TensorProtocol) -> Codes:
-        """Returns the values of a tensor of bytes, in its shape; ContractError if its values take another size."""
+        """Returns the bytes of a tensor, in its shape; raises ContractError if its values do not have 8 bits."""
         if tensor.dtype.bitwidth != 8:
             where, what = f"{name_of(self.model)}: tensor {tensor.name!r}", f"is {tensor.dtype.name.lower()}"
             raise ContractError(where, what, expected="elements or scales of 8 bits", advice=AGAIN)
         return np.ascontiguousarray(tensor.numpy()).view(np.uint8).reshape(dims(tensor))
 
     def note(self, text: str) -> None:
-        """Tells something in the report, once."""
+        """Adds a note to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def require(self, holds: object, node: ir.Node, what: str, expected: str, advice: Advice = AGAIN) -> None:
-        """Raises the error for a node that cannot be read or written, unless something holds."""
+        """Raises the error of `refuse` unless `holds` is true."""
         if not holds:
             raise self.refuse(node, what, expected, advice)
 
@@ -192,7 +193,7 @@ def _float_dtypes(model: ir.Model) -> set[int]:
 
 
 def operands(node: ir.Node, start: int = 0, count: int = 2) -> list[ir.Value]:
-    """Returns inputs that the op of a node requires, two if no count says otherwise."""
+    """Returns `count` required inputs of a node, from index `start`."""
     return [value for value in node.inputs[start : start + count] if value is not None]
 
 
@@ -202,7 +203,7 @@ def operand(node: ir.Node, at: int) -> ir.Value | None:
 
 
 def tensor_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """Returns what is stored for a value, or None if it is computed, absent or an input."""
+    """Returns the stored tensor of a value, or None if it is computed, absent or an input."""
     return None if value is None else stored(value)
 
 
@@ -218,10 +219,10 @@ def rank_of(value: ir.Value) -> int | None:
 
 
 def heirs(node: ir.Node) -> list[ir.Value]:
-    """Returns new values that take the place of those of a node; of unknown dtype, but for outputs of a graph."""
+    """Returns new values that replace the outputs of a node; only outputs of a graph keep dtype and shape."""
     values = [value_replacing(output) for output in node.outputs]
     for value, output in zip(values, node.outputs, strict=True):
-        value.meta.pop(INFERRED, None)  # annotations of quantization, which onnx_ir keeps there, stay
+        value.meta.pop(INFERRED, None)  # only this key: onnx_ir keeps quantization annotations in `meta`, too
         if not output.is_graph_output():
             value.type = value.shape = value.doc_string = None
             value.metadata_props.clear()
@@ -229,17 +230,17 @@ def heirs(node: ir.Node) -> list[ir.Value]:
 
 
 def attributes_of(node: ir.Node) -> dict[str, Any]:
-    """Returns every attribute of a node of the contract, with defaults for those that it leaves out."""
+    """Returns every attribute of a node of the contract, with defaults for missing ones."""
     return {**contract.OPS[node.op_type].attributes, **{entry.name: entry.value for entry in node.attributes.values()}}
 
 
 def marks(node: ir.Node) -> dict[str, str]:
-    """Returns the marks of a node that makes the first output of one that was taken apart."""
+    """Returns the marks of a node, which computes the first output of a replaced node."""
     return {key: text for key, text in node.metadata_props.items() if key.startswith(MARK)}
 
 
 def refuse_others(model: ir.Model) -> None:
-    """Raises ContractError if something is quantized, but in no dialect of MXFP8."""
+    """Raises ContractError if a node is quantized in another format than MXFP8."""
     graphs: list[ir.Graph | ir.Function] = [model.graph, *model.functions.values()]
     others = [node for graph in graphs for node in graph.all_nodes() if _is_other(node)]
     if others:
@@ -251,7 +252,7 @@ def refuse_others(model: ir.Model) -> None:
 
 
 def _is_other(node: ir.Node) -> bool:
-    """Whether a node is quantized in no dialect of MXFP8, as far as its op, mark and blocks say."""
+    """Whether a node is quantized in another format than MXFP8, judged by its op, mark and blocks."""
     if marks(node):
         return False
     if node.domain == TRT:

@@ -1,4 +1,4 @@
-"""Gemms and lookups, and the products of dequantized operands that say the same in standard ops.
+"""Gemms and lookups <-> products of dequantized operands in standard ops, with the same values.
 
     MXFP8Gemm(A, B)        <-> MatMul(MXFP8Dequantize(A), Transpose(MXFP8Dequantize(B)))
     MXFP8WeightGemm(X, B)  <-> MatMul(X, Transpose(MXFP8Dequantize(B))), X rounded to bfloat16 where the node does that
@@ -10,10 +10,10 @@ Products are of float32 values, as in the nodes. Read, but never written:
     MatMul(X, MXFP8Dequantize(B [K, N], blocks along K)): the bytes of B are transposed
     Gemm with transB, no other transpose and factors of 1
 
-What is quantized in another way, along another axis say, stays MXFP8Dequantize and the standard op.
+An operand with blocks along another axis, for example, stays MXFP8Dequantize and the standard op.
 
-`standard` is the dialect of these products and of bodies alone, of opset 21: for ONNX Runtime without our library,
-OpenVINO and onnx's ReferenceEvaluator. Weights are Cast and Mul, which ONNX Runtime computes once per session.
+The dialect `standard` has only these products and bodies, in opset 21: for ONNX Runtime without our library, OpenVINO
+and onnx's ReferenceEvaluator. Weights are Cast and Mul, which ONNX Runtime computes once per session.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ CASTS: Final = ("Identity", "Cast")
 _TURNS: Final = ("Transpose", "Einsum")
 
 KN: Final = "_kn"
-"""Ends the name of elements that `convert` has written as [K, N]."""
+"""Suffix of the name of elements that `convert` wrote as [K, N]."""
 
 
 class Gemm(NamedTuple):
-    """What a gemm of a stored matrix [N, K] has."""
+    """The operands of a gemm of a stored matrix [N, K]."""
 
     b: ir.Value
     scales: ir.Value
@@ -74,7 +74,7 @@ def take_apart(edit: Edit, node: ir.Node) -> Nodes | None:
 
     def make() -> ir.Value:
         wanted = f"{elements.name}_transposed"
-        if rank is None:
+        if rank is None:  # Transpose needs the rank, Einsum does not
             return edit.make("Einsum", values, wanted=wanted, equation="...nk->...kn")
         return edit.make("Transpose", values, wanted=wanted, perm=[*range(rank - 2), rank - 1, rank - 2])
 
@@ -86,6 +86,7 @@ def product(edit: Edit, node: ir.Node, b: ir.Value) -> Nodes:
     row = contract.OPS[node.op_type]
     a = _float_activation(edit, node) if row.weight_only else _dequantized(edit, node, 0)
     dtype, bias = attribute(node, "output_dtype", contract.FLOAT), operand(node, (row.packed_at or 0) + 2)
+    # As in the node, the bias is added in float32, before the cast.
     steps: list[tuple[str, list[ir.Value], dict[str, int]]] = []
     if bias is not None:
         steps.append(("Add", [bias], {}))
@@ -101,7 +102,7 @@ def product(edit: Edit, node: ir.Node, b: ir.Value) -> Nodes:
 
 
 def _dequantized(edit: Edit, node: ir.Node, at: int, dtype: int = contract.FLOAT) -> ir.Value:
-    """Returns the values of the operand whose elements are input `at`; one node for all that read it."""
+    """Returns the values of the operand whose elements are input `at`; all nodes that read it share one node."""
     elements, scales = operands(node, at)
     settings = {**contract.DEQUANTIZE.attributes, "axis": -1, "output_dtype": dtype}
 
@@ -145,6 +146,7 @@ def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
     stored = tensor_of(bias)
     if node.op_type == "Gemm":
         factors = [attribute(node, name, 1.0) for name in ("alpha", "beta")]
+        # Our gemm has neither factors nor a transposed activation, and its bias is one value per column.
         if attribute(node, "transA", 0) or factors != [1.0, 1.0]:
             return None
         if bias is not None and (stored is None or dims(stored) != (weight.n,)):
@@ -187,7 +189,7 @@ def _rounds(node: ir.Node) -> bool:
 
 
 def _quantized(value: ir.Value) -> list[ir.Value] | None:
-    """Returns the elements and scales of a left operand that is quantized along its last axis as the model runs."""
+    """Returns the elements and scales of a left operand that is quantized along its last axis at run time, or None."""
     if (origin := _dequantize(value, CASTS)) is None:
         return None
     elements, axis = operands(origin[0])[0], attribute(origin[0], "axis", -1)
@@ -196,7 +198,7 @@ def _quantized(value: ir.Value) -> list[ir.Value] | None:
 
 
 def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
-    """Returns X of a weight-only gemm, without the casts that the node does itself; and whether it rounds X."""
+    """Returns (X of a weight-only gemm, without the casts that the node computes itself; whether it rounds X)."""
     casts = source(value, CASTS)[1]
     targets = [attribute(cast, "to", 0) for cast in casts if cast.op_type == "Cast"]
     if targets[:1] == [contract.FLOAT]:
@@ -209,7 +211,7 @@ def _activation(value: ir.Value) -> tuple[ir.Value, bool]:
 
 
 def _weight(user: ir.Node) -> _Weight | None:
-    """Returns the right operand of a product if it is packed along K; what a Gather reads, if along its last axis."""
+    """Returns the right operand of a product if its blocks are along K, or a table if they are along its last axis."""
     is_table = is_op(user, "Gather")
     origin = _dequantize(operands(user)[0 if is_table else 1], CASTS if is_table else (*CASTS, *_TURNS))
     if origin is None:
@@ -220,9 +222,11 @@ def _weight(user: ir.Node) -> _Weight | None:
     turns = [view for view in views if view.op_type in _TURNS]
     if rank is None or rank < 2 or not all(_swaps_last_two(view, rank) for view in turns):
         return None
+    # An odd number of transposes turns stored [N, K] into the [K, N] of a product; a table is read as [N, K].
     turned = (len(turns) + is_table + attribute(user, "transB", 0)) % 2 == 1
     if attribute(node, "axis", -1) % rank != (rank - 1 if turned else rank - 2):
         return None
+    # Stored as [K, N], it must be transposed here, which needs its bytes.
     if not turned and (stored is None or tensor_of(scales) is None):
         return None
     n = None if stored is None else dims(stored)[-2 if turned else -1]
@@ -234,7 +238,7 @@ def _nk(edit: Edit, weight: _Weight) -> list[ir.Value]:
     if not weight.is_kn:
         return [weight.elements, weight.scales]
     name = str(weight.elements.name)
-    # As it was before `qdq.write_product`, so that `unpack` finds the weight by its name.
+    # The name before `qdq.WRITE` changed it, so that `unpack` returns the weight under its own name.
     wanted = name.removesuffix(KN) if name.endswith(KN) else f"{name}_nk"
     return [swapped(edit, weight.elements, wanted), swapped(edit, weight.scales, f"{wanted}_scales")]
 
@@ -242,7 +246,7 @@ def _nk(edit: Edit, weight: _Weight) -> list[ir.Value]:
 def _dequantize(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Node, Nodes, int] | None:
     """Returns the MXFP8Dequantize behind views, the views, and the dtype after their casts.
 
-    None if there is none, or a cast is to no float, or one but the last rounds.
+    None if there is no such node, if a cast is to no float, or if a cast before the last one rounds.
     """
     origin, views = source(value, ops)
     node = origin.producer()
@@ -255,13 +259,13 @@ def _dequantize(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Node, Nodes, in
 
 
 def sole_user(value: ir.Value) -> ir.Node | None:
-    """Returns the one node that uses a value, beside nodes that are being made; None for outputs of the graph."""
+    """Returns the one node that uses a value, new nodes aside; None if there are more, or for outputs of the graph."""
     users = [user for user in value.consumers() if user.graph is not None]
     return users[0] if len(users) == 1 and users[0].graph is value.graph and not value.is_graph_output() else None
 
 
 def source(value: ir.Value, ops: Sequence[str]) -> tuple[ir.Value, Nodes]:
-    """Returns what a value is a view of, and the views by these ops between: the outermost first."""
+    """Returns (the value behind views by these ops, the views), with the outermost view first."""
     views: Nodes = []
     while (node := value.producer()) is not None and is_op(node, *ops) and (origin := operand(node, 0)) is not None:
         views.append(node)
@@ -277,9 +281,9 @@ def _swaps_last_two(view: ir.Node, rank: int) -> bool:
 
 
 def swapped(edit: Edit, value: ir.Value, wanted: str) -> ir.Value:
-    """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or alike."""
+    """Returns a stored tensor of bytes with its last two axes exchanged, called `wanted` or similar."""
     tensor = tensor_of(value)
-    assert tensor is not None  # the caller has seen that it is stored
+    assert tensor is not None  # callers check that it is stored
     return edit.beside(value, wanted, int(tensor.dtype), lambda: np.swapaxes(edit.codes(tensor), -1, -2))
 
 

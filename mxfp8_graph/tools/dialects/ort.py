@@ -6,8 +6,8 @@ MatMulBlockQuantizedFp8Weight(A, B, b_scale, a_scale, bias) {block_size}: "ort-c
 
 MatMulNBits(A, B, scales, zero_points, g_idx, bias) {K, N, bits, block_size, accuracy_level}: "nbits"
     With 8 bits, blocks of 32 and zero points of 128, B holds INT8 elements plus 128, uint8 [N, ceil(K / 32), 32], and
-    `scales`, [N, ceil(K / 32)], are powers of two: the values are those of MXINT8, exactly. ONNX Runtime's CPU kernels
-    multiply it without our library. E4M3 elements have no place in it.
+    `scales`, [N, ceil(K / 32)], are powers of two: its values equal the values of MXINT8. ONNX Runtime's CPU kernels
+    multiply it without our library. It cannot hold E4M3 elements.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ _STORED: Final[Mapping[str, tuple[int, int, Container[int], int, str]]] = {
     "ort-cuda": (_E4M3, _E4M3, {contract.FLOAT}, 4, "float8_e4m3fn and scales 2^-127 to 2^127"),
     "nbits": (INT8.onnx_dtype, contract.UINT8, contract.VALUES, 5, "stored uint8 codes, and scales 2^-133 to 2^121"),
 }
-"""Dtypes of elements in MXFP8, of B and of scales, the place of the bias; and what is expected of B and scales."""
+"""(dtype of elements in our nodes, dtype of B, dtypes of scales, index of the bias, expected B and scales in words)."""
 
 _HALVES: Final = {contract.FLOAT16: "float16", contract.BFLOAT16: "bfloat16"}
-"""What it takes and returns, by onnx.TensorProto.DataType."""
+"""Names of the dtypes of the CUDA op's activations and results, by onnx.TensorProto.DataType."""
 
 _ZERO: Final = np.uint8(128)
 """The zero point of 8 bits in MatMulNBits: code 128 + i stands for i."""
 
 _INT8_ACTIVATIONS: Final = 4
-"""The accuracy_level at which it quantizes activations to int8, in blocks."""
+"""The accuracy_level at which MatMulNBits quantizes activations to int8, in blocks."""
 
 _SUFFIX: Final = "_nbits"
 
 
 def read(edit: Edit, node: ir.Node) -> Nodes | None:
-    """Returns MXFP8WeightGemm for one of ONNX Runtime's, or None if it is another node."""
+    """Returns MXFP8WeightGemm for one of ONNX Runtime's two ops, or None for other nodes."""
     if (dialect := dialect_of(node)) is None or dialect not in _STORED:
         return None
     kind, held, floats, bias_at, expected = _STORED[dialect]
@@ -71,7 +71,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         what, fits = f"scales {[*codes.shape]} for elements {[*dims(elements)]}", scale_shape(dims(elements), -1)
         edit.require(codes.shape == fits, node, what, f"a scale for {BLOCK_SIZE} elements of K")
         packed = [b, edit.beside(scale, f"{b.name}_scales", contract.UINT8, lambda: codes)]
-        # Float16, or unknown: in float32, and then in the dtype of A (see `weight_gemm_dtype`).
+        # A float16 or unknown result is computed in float32 and cast to the dtype of A, see `weight_gemm_dtype`.
         to = None if dtype == contract.BFLOAT16 else a
     edit.counts[dialect, "weights"] += 1
     bias = operand(node, bias_at)
@@ -97,14 +97,15 @@ def _check_nbits(edit: Edit, node: ir.Node) -> None:
 
 
 def _mxint8(edit: Edit, node: ir.Node, codes: Codes, elements: ir.TensorProtocol) -> list[ir.Value]:
-    """Returns the elements and scales of a MatMulNBits, whose scales are these, as MXINT8 has them."""
+    """Returns the MXINT8 elements and scales of a MatMulNBits; `codes` are the codes of its scales."""
     n, k, b = attribute(node, "N", 0), attribute(node, "K", 0), operands(node)[1]
     blocks = (n, -(-k // BLOCK_SIZE))
     fits = dims(elements) == (*blocks, BLOCK_SIZE) and codes.size == blocks[0] * blocks[1]
     expected = f"{[*blocks, BLOCK_SIZE]} and {[*blocks]}, as N = {n} and K = {k} say"
     edit.require(fits, node, f"B {[*dims(elements)]} and scales {[*codes.shape]}", expected)
-    # The name from which `unpack` finds that of the weight.
+    # `unpack` derives the weight's name from this one.
     name = f"{str(b.name).removesuffix(_SUFFIX).removesuffix('_mxfp8')}_mxfp8"
+    # Without the padding of the last block; exclusive or with 128 maps uint8 128 + i to int8 i, and back.
     whole = edit.codes(elements).reshape(n, -1)[:, :k] ^ _ZERO
     return [
         edit.beside(b, name, INT8.onnx_dtype, lambda: whole),
@@ -124,7 +125,7 @@ def _write_nbits(edit: Edit, node: ir.Node) -> Nodes | None:
     x = _float_activation(edit, node, *([loss] if level == _INT8_ACTIVATIONS else []))
     if attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16 != dtype_of(x):
         x = edit.cast(node, x, contract.BFLOAT16, "bfloat16")
-    # In float32, whose exponents reach every scale; float16 has 2^-24 to 2^15.
+    # In float32, which has every scale; float16 has 2^-24 to 2^15 only.
     if dtype_of(x) != contract.FLOAT:
         x = edit.cast(node, x, contract.FLOAT, "float")
     if level == _INT8_ACTIVATIONS:
@@ -132,6 +133,7 @@ def _write_nbits(edit: Edit, node: ir.Node) -> Nodes | None:
     n, k = dims(gemm.elements)
 
     def padded() -> Codes:
+        # Padding with the code of 0, which adds nothing to a sum.
         elements = edit.codes(gemm.elements) ^ _ZERO
         return np.pad(elements, ((0, 0), (0, -k % BLOCK_SIZE)), constant_values=_ZERO).reshape(n, -1, BLOCK_SIZE)
 
@@ -154,7 +156,7 @@ def _write_cuda(edit: Edit, node: ir.Node) -> Nodes | None:
 
 
 def _op(edit: Edit, node: ir.Node, inputs: list[ir.Value | None], dtype: int, settings: Mapping[str, int]) -> Nodes:
-    """Returns ONNX Runtime's op in place of a gemm, with a result of this dtype, and a Cast to that of the gemm."""
+    """Returns ONNX Runtime's op in place of a gemm, with a result of this dtype, and a Cast to the gemm's dtype."""
     op, wanted = ("MatMulBlockQuantizedFp8Weight", "half") if dtype in _HALVES else ("MatMulNBits", "float")
     result = attribute(node, "output_dtype", contract.FLOAT)
     make = lambda y: in_place_of(node, op, inputs, y, domain=MICROSOFT, **settings)  # noqa: E731
@@ -162,13 +164,13 @@ def _op(edit: Edit, node: ir.Node, inputs: list[ir.Value | None], dtype: int, se
 
 
 def _scales(edit: Edit, gemm: Gemm, wanted: str) -> ir.Value:
-    """Returns the scales of a gemm as floats, called `wanted` or alike."""
+    """Returns the scales of a gemm as floats, called `wanted` or similar."""
     kind = int(gemm.elements.dtype)
     return edit.beside(gemm.scales, wanted, contract.FLOAT, lambda: float_scales(edit.codes(gemm.codes), kind))
 
 
 def _float_activation(edit: Edit, node: ir.Node, *loss: str) -> ir.Value:
-    """Returns A of a gemm before it is quantized, where that may be lost."""
+    """Returns A of a gemm before it is quantized; raises ContractError if the user does not allow that loss."""
     x = operands(node)[0]
     if contract.OPS[node.op_type].weight_only:
         return x
@@ -180,7 +182,7 @@ def _float_activation(edit: Edit, node: ir.Node, *loss: str) -> ir.Value:
 
 
 def _half(edit: Edit, node: ir.Node, x: ir.Value) -> tuple[ir.Value, int]:
-    """Returns A in float16 or bfloat16, where that is so or may be lost, and which of them it is."""
+    """Returns (A in float16 or bfloat16, that dtype); raises ContractError if the user does not allow the rounding."""
     dtype = dtype_of(x) or contract.FLOAT
     rounded = attribute(node, "activation_dtype", contract.FLOAT) == contract.BFLOAT16 != dtype
     results = attribute(node, "output_dtype", contract.FLOAT)
@@ -207,4 +209,4 @@ WRITE: Final = {
     "ort-cuda": (_write_cuda, take_apart, standard),
     "nbits": (_write_nbits, take_apart, standard),
 }
-"""Steps: what is left when their own op has taken the products is standard ops."""
+"""Steps of each dialect: its own op for products, then standard ops for all other nodes."""

@@ -2,17 +2,17 @@
 
 Read: scales of FLOAT8E8M0, with or without a Cast, and float scales that are powers of two.
 Written: Cast(FLOAT8E8M0 -> float32) + DequantizeLinear of opset 24 for float8 elements. ONNX Runtime has no kernel for
-E8M0 scales, but runs that; OpenVINO runs both, but no partial blocks. No standard op finds scales while a model runs,
-so dynamic activations cannot be said.
+E8M0 scales, but runs that; OpenVINO runs both, but no partial blocks. No standard op computes scales while a model
+runs, so this dialect cannot express dynamic activations.
 
-DequantizeLinear multiplies int8 elements as integers; those of MXINT8 are integers times 2^-6, which goes into its
-scales, stored as float32. A gemm of a stored INT8 matrix becomes MatMul(A, DequantizeLinear(B [K, N], axis = 0)), which
-ONNX Runtime 1.31 runs as one MatMulNBits (its qdq_selectors.cc). [N, K] and Transpose it decodes at every run.
+MXINT8 elements are integers times 2^-6. DequantizeLinear multiplies the integers, so its scales, stored as float32,
+include the 2^-6. A gemm of a stored INT8 matrix becomes MatMul(A, DequantizeLinear(B [K, N], axis = 0)), which ONNX
+Runtime 1.31 runs as one MatMulNBits (its qdq_selectors.cc). With [N, K] and a Transpose, it decodes B in every run.
 
-Quark's com.amd.quark.MXQuantizeDequantize(x), formerly com.vai.quantize.MXFixNeuron, quantizes and dequantizes at once,
-weights too, which are stored as floats: nothing is packed before this reads it, and nothing is written. Scales are
-rounded down (OCP), and elements to nearest even, as ours with scale_rounding "floor". A block with NaN or Inf differs:
-Quark passes them through, ours is NaN throughout.
+Quark's com.amd.quark.MXQuantizeDequantize(x), formerly com.vai.quantize.MXFixNeuron, quantizes and dequantizes at once.
+Its weights are stored as floats, so reading packs them; this form is not written. Scales are rounded down (OCP), and
+elements to nearest even, as ours with scale_rounding "floor". A block with NaN or Inf differs: Quark passes these
+through, ours is all NaN.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from mxfp8_ops.formats import BLOCK_SIZE, ELEMENT_FORMATS, INT8, SCALE_BIAS, SCA
 E8M0: Final = int(ir.DataType.FLOAT8E8M0)
 
 _SHIFTS: Final = {row.onnx_dtype: row.mantissa_bits if row.twos_complement else 0 for row in ELEMENT_FORMATS.values()}
-"""By how many powers of two a scale of DequantizeLinear is below that of MX, by the dtype of the elements."""
+"""Dtype of the elements -> log2 of (scale in MX / scale of DequantizeLinear)."""
 
 ROUNDED: Final = "MatMulNBits rounds activations to int8 (accuracy_level 4), a relative L2 error of 0.0055"
 """Measured with linears of 2048 x 2048 and normal data, against float64: docs/other_tools.md."""
@@ -61,13 +61,14 @@ _TIES_TO_EVEN: Final = 2
 
 
 def read(edit: Edit, node: ir.Node) -> Nodes | None:
-    """Returns MXFP8Dequantize for a blocked DequantizeLinear on float8, our nodes for Quark's, or None for others."""
+    """Returns our nodes for a blocked DequantizeLinear or for a node of Quark, or None for other nodes."""
     if dialect_of(node) == "quark":
         return _read_quark(edit, node)
     if not is_op(node, "DequantizeLinear"):
         return None
     value, scale = operands(node)
     block, elements = attribute(node, "block_size", 0), tensor_of(value)
+    # Behind a QuantizeLinear with stored scales, it has the elements of a static activation.
     static = is_op(value.producer(), "QuantizeLinear") and dtype_of(value) in contract.ELEMENTS
     kind = int(elements.dtype) if elements is not None else dtype_of(value) if static else 0
     edit.require(kind in _SHIFTS, node, "quantized, but not in MXFP8", "stored float8 or int8 elements", NOT_MX)
@@ -87,15 +88,16 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
 
 
 def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.Value, Codes, int]:
-    """Returns the stored scales of a DequantizeLinear on elements of dtype `kind`, their E8M0 codes as MX has them, and
-    the dtype of its result.
+    """Returns (stored scales of a DequantizeLinear, their E8M0 codes in MX, dtype of its result).
+
+    `kind` is the dtype of its elements.
     """
     check_zero_point(edit, node, NOT_MX)
     value, views = source(scale, CASTS)
     casts, tensor = [attribute(view, "to", 0) for view in views if view.op_type == "Cast"], tensor_of(value)
     codes, shift = codes_of(edit, tensor, kind), _SHIFTS[kind]
     exponents = np.zeros(1) if codes is None else codes.astype(int) - SCALE_BIAS - shift
-    in_float16 = np.all((exponents >= -24) & (exponents <= 15))  # what float16 has
+    in_float16 = np.all((exponents >= -24) & (exponents <= 15))  # the powers of two of float16
     if codes is None or not {*casts} <= {*contract.VALUES} or (contract.FLOAT16 in casts and not in_float16):
         what = f"scales {value.name!r} are not stored powers of two"
         expected = f"E8M0 scales, or floats 2^{-SCALE_BIAS - shift} to 2^{SCALE_BIAS - shift}"
@@ -108,9 +110,9 @@ def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.V
 
 
 def codes_of(edit: Edit, scales: ir.TensorProtocol | None, kind: int) -> Codes | None:
-    """Returns the E8M0 codes, as MX has them, of the stored scales of elements of dtype `kind`.
+    """Returns the E8M0 codes in MX of the stored scales of elements of dtype `kind`.
 
-    None if they are not stored in a dtype of scales, or one is neither a power of two nor NaN.
+    None if they are not stored, have another dtype than scales, or one is neither a power of two nor NaN.
     """
     if scales is None or scales.dtype not in {E8M0, *contract.VALUES}:
         return None
@@ -124,13 +126,13 @@ def codes_of(edit: Edit, scales: ir.TensorProtocol | None, kind: int) -> Codes |
 
 
 def float_scales(codes: Codes, kind: int) -> npt.NDArray[np.float32]:
-    """Returns what DequantizeLinear multiplies elements of dtype `kind` by, for their E8M0 codes."""
+    """Returns the float32 scales of DequantizeLinear on elements of dtype `kind`, from E8M0 codes in MX."""
     # Powers of two down to 2^-133, a subnormal: exact.
     return numerics.decode_scale(codes) * np.float32(2.0 ** -_SHIFTS[kind])
 
 
 def _read_quark(edit: Edit, node: ir.Node) -> Nodes:
-    """Returns our nodes for one of Quark's; a stored weight is packed."""
+    """Returns our nodes for a node of Quark; a stored weight is packed."""
     dtype, block = attribute(node, "element_dtype", "int8"), attribute(node, "block_size", BLOCK_SIZE)
     is_known, expected = dtype in _QUARK and block == BLOCK_SIZE, f"fp8_e4m3 or fp8_e5m2 in blocks of {BLOCK_SIZE}"
     edit.require(is_known, node, f"{dtype} in blocks of {block}", expected, NOT_MX)
@@ -174,7 +176,8 @@ def _write_product(edit: Edit, node: ir.Node) -> Nodes | None:
         wanted = f"{elements.name}_values"
         return edit.make("DequantizeLinear", elements, scales, wanted=wanted, axis=0, block_size=BLOCK_SIZE)
 
-    # One for all gemms of a weight: ONNX Runtime fuses none of them, with a node for each neither, and decodes it once.
+    # One node serves all gemms of a weight. ONNX Runtime then fuses none of them, but a node for each would not be
+    # fused either, and one is decoded once.
     values = edit.shared(node.graph, "values", gemm.b, gemm.scales, make=make)
     if values.consumers():
         edit.note(f"{gemm.b.name}: several gemms read it, so ONNX Runtime decodes it at every run; nbits avoids that")
@@ -185,7 +188,7 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns standard ops for MXFP8Dequantize, or None for other nodes."""
     if is_ours(node, contract.QUANTIZE):
         lose_activations(edit, node)
-        return None  # nothing reads it when the others are replaced
+        return None  # it is unused after the other replacements
     if not is_ours(node, contract.DEQUANTIZE):
         return None
     value, scales = operands(node)
@@ -201,7 +204,7 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     elements, whole = tensor_of(value), edit.codes(codes)
     kind = int(elements.dtype if elements is not None else dtype_of(value) or contract.FLOAT8E4M3FN)
     if _SHIFTS[kind]:
-        # E8M0 lacks the least of them (a block of zeros has it), and ONNX Runtime fuses stored floats alone.
+        # E8M0 lacks the smallest of these scales, which a block of zeros has. ONNX Runtime fuses only stored floats.
         name = f"{value.name}_scales_float"
         stored = edit.beside(scales, name, contract.FLOAT, lambda: float_scales(whole, kind))
     else:
@@ -214,7 +217,7 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
 
 
 def lose_activations(edit: Edit, quantize: ir.Node, loss: str = "activations are not quantized any more") -> None:
-    """Counts a loss of what is quantized while the model runs; ContractError if it is not allowed."""
+    """Counts the loss of a quantization at run time; raises ContractError if the user does not allow it."""
     what = "quantizes at run time, which this dialect cannot express"
     losing = ("convert to standard or trt, or lose that with ", Option("allow", "activations"))
     edit.require("activations" in edit.allow, quantize, what, "weights alone in MXFP8", losing)

@@ -4,11 +4,11 @@ TRT_MXFP8DynamicQuantize(x) -> q, scale          {axis = -1, block_size = 32, ou
 TRT_MXFP8QuantizeLinear(x, scale) -> q           a static activation: its scales are stored      <-> QuantizeLinear
 TRT_MXFP8DequantizeLinear(q, scale) -> y         {axis = 1, block_size = 32, output_dtype = 1}   <-> MXFP8Dequantize
 
-modelopt writes every attribute, float8 elements and uint8 scales; TransformerEngine none, uint8 for both, and scales
-padded to multiples of 128 x 4. TensorRT's parser finds the blocked axis by the shapes, and so does this: a default that
-the shapes contradict is no error.
+modelopt writes every attribute, float8 elements and uint8 scales. TransformerEngine writes no attribute, uint8 elements
+and uint8 scales, and pads scales to multiples of 128 x 4. TensorRT's parser derives the blocked axis from the shapes,
+and so does this file: a default axis that the shapes contradict is no error.
 
-What is written keeps the rules of TensorRT's parser (onnx-tensorrt, onnxOpImporters.cpp; TensorRT 10 to 11).
+Written nodes follow the rules of TensorRT's parser (onnx-tensorrt, onnxOpImporters.cpp; TensorRT 10 to 11).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from mxfp8_ops.errors import Option
 from mxfp8_ops.formats import BLOCK_SIZE
 
 _AXES: Final = {TRT_QUANTIZE: -1, TRT_STATIC_QUANTIZE: 1, TRT_DEQUANTIZE: 1}
-"""What the axis is where a node does not say."""
+"""Default axis of each op."""
 
 _E4M3: Final = contract.FLOAT8E4M3FN
 
 
 def read(edit: Edit, node: ir.Node) -> Nodes | None:
-    """Returns our nodes for one of TensorRT's, or None if it is another."""
+    """Returns our nodes for a node of TensorRT, or None for other nodes."""
     if dialect_of(node) != "trt":
         return None
     block, dtype = attribute(node, "block_size", BLOCK_SIZE), attribute(node, "output_dtype", _E4M3)
@@ -54,7 +54,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     if tensor is None or tensor.dtype != contract.UINT8:
         expected = "a uint8 tensor of E8M0 codes in the model"
         raise edit.refuse(node, "its scales are not stored", expected, "export it with dynamic activations")
-    values = float_scales(edit.codes(tensor), _E4M3)  # powers of two, as ONNX's op has them
+    values = float_scales(edit.codes(tensor), _E4M3)  # ONNX's op takes scales as floats
     floats = edit.store(node.graph, f"{scales.name}_values", contract.FLOAT, values)
     wide = edit.make("Cast", x, wanted=f"{node.outputs[0].name}_x", to=contract.FLOAT)
     return [_quantize_linear(node, "QuantizeLinear", [wide, floats], "", axis)]
@@ -72,6 +72,7 @@ def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
         axis, scales = _weight(edit, node, stored)
         edit.counts["trt", "weights"] += 1
     elif (maker := elements.producer()) is not None and maker.op_type in {TRT_QUANTIZE, TRT_STATIC_QUANTIZE}:
+        # The defaults of the two ops differ, so the quantize node decides the axis.
         axis = int(attribute(maker, "axis", _AXES[maker.op_type]))
     elif (axis := attribute(node, "axis", None)) is None:
         expected = "an axis, or elements of a quantize node"
@@ -87,7 +88,7 @@ def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
 
 
 def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, ir.Value]:
-    """Returns the blocked axis of a stored weight, negative, and its scales; retypes its elements."""
+    """Returns (the blocked axis of a stored weight, negative; its scales), and makes uint8 elements float8."""
     elements, scales = operands(node)
     shape, tensor = dims(stored), tensor_of(scales)
     if stored.dtype not in {contract.UINT8, _E4M3}:
@@ -99,6 +100,7 @@ def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, 
         what = f"scales {list(dims(tensor))} for elements {list(shape)}"
         expected = f"one for {BLOCK_SIZE} elements along one axis, perhaps padded to multiples of 128 x 4"
         raise edit.refuse(node, what, expected)
+    # TransformerEngine stores E4M3 elements as uint8.
     if stored.dtype == contract.UINT8 and elements.const_value is not None:
         values, kind = edit.codes(stored), ir.DataType(_E4M3)
         elements.const_value = ir.Tensor(values.view(kind.numpy()), dtype=kind, name=stored.name)
@@ -123,23 +125,23 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
         return _write_static(edit, node)
     if not is_ours(node, contract.QUANTIZE, contract.DEQUANTIZE):
         return None
-    given = attributes_of(node)
-    settings = {"axis": given["axis"], "block_size": BLOCK_SIZE, "output_dtype": given["output_dtype"]}
+    ours = attributes_of(node)
+    settings = {"axis": ours["axis"], "block_size": BLOCK_SIZE, "output_dtype": ours["output_dtype"]}
     if is_ours(node, contract.QUANTIZE):
-        _check_e4m3(edit, node, given["output_dtype"])
-        if (rounding := given["scale_rounding"]) != "ceil":
+        _check_e4m3(edit, node, ours["output_dtype"])
+        if (rounding := ours["scale_rounding"]) != "ceil":
             what = f"scale_rounding {rounding!r}, and TensorRT rounds scales of activations up"
             losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
             edit.require("rounding" in edit.allow, node, what, "ceil", losing)
             edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
         return [in_place_of(node, TRT_QUANTIZE, operands(node, count=1), heirs(node), domain=TRT, **settings)]
     if (stored := default(operands(node)[0])) is not None:
-        settings["axis"] = _weight_axis(edit, node, stored, given["axis"])
+        settings["axis"] = _weight_axis(edit, node, stored, ours["axis"])
     return [in_place_of(node, TRT_DEQUANTIZE, operands(node), heirs(node), domain=TRT, **settings)]
 
 
 def _weight_axis(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, axis: int) -> int:
-    """Returns the blocked axis of a stored weight, negative; ContractError if TensorRT's parser would refuse it."""
+    """Returns the blocked axis of a stored weight, negative; raises ContractError if TensorRT's parser refuses it."""
     _check_e4m3(edit, node, stored.dtype)
     shape, scales = dims(stored), default(operands(node)[1])
     axis = axis % len(shape) - len(shape)
@@ -162,16 +164,18 @@ def _write_static(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns TensorRT's node for a blocked QuantizeLinear with stored powers of two; None for any other."""
     value, scales = operands(node)
     floats, defaults = tensor_of(scales), {"block_size": 0, "output_dtype": 0, "saturate": 1}  # TensorRT's op saturates
-    given = [attribute(node, name, default) for name, default in defaults.items()]
-    if given != [BLOCK_SIZE, _E4M3, 1] or len(node.inputs) != 2 or floats is None or floats.dtype != contract.FLOAT:
+    settings = [attribute(node, name, default) for name, default in defaults.items()]
+    if settings != [BLOCK_SIZE, _E4M3, 1] or len(node.inputs) != 2 or floats is None or floats.dtype != contract.FLOAT:
         return None
     if (codes := codes_of(edit, floats, _E4M3)) is None:
         return None
+    # A dequantize node that reads the result may have the same scales as codes; they are used again.
     read = [operand(user, 1) for user in node.outputs[0].consumers() if user.graph is not None]
     stored = ((value, tensor) for value in read if (tensor := tensor_of(value)) is not None)
     uint8 = ((value, tensor) for value, tensor in stored if tensor.dtype == contract.UINT8)
     known = (value for value, tensor in uint8 if np.array_equal(edit.codes(tensor), codes))
     scales = next(known, None) or edit.beside(scales, f"{scales.name}_codes", contract.UINT8, lambda: codes)
+    # Without the Cast to float32 that `read` adds for the standard op.
     x, casts = source(value, ("Cast",))
     if len(casts) != 1 or dtype_of(x) not in contract.VALUES:
         x = value

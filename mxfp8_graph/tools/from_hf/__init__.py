@@ -2,7 +2,7 @@
 
 architecture.py  config.json -> a module whose weights have shapes and no values; that -> an ONNX graph whose parameters
                  are inputs, so that no pass can fold them
-stored.py        parameters -> tensors that lie where the checkpoint has them
+stored.py        parameters -> external data in the files of the checkpoint
 run.py           calls these, then the ONNX pass with the bytes of the checkpoint
 """
 

@@ -1,8 +1,8 @@
-"""Builds a module from config.json whose weights have shapes and no values, and exports it.
+"""Builds a module from config.json, whose weights have shapes and no values, and exports it.
 
 Parameters are CPU tensors whose memory is never read or written, so the system never allocates it. Unlike meta tensors
-they can be exported together with real inputs, and unlike fake ones they need no mode. Buffers that the module computes
-in its constructor (frequencies of rotary embeddings, position ids) are real.
+they can be exported together with real inputs, and unlike fake tensors they need no mode. Buffers that the module
+computes in its constructor (frequencies of rotary embeddings, position ids) have values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OURS: Final = "model."
 """Prefix of the model's names in the wrapper of `Call`."""
 
 _BATCH, _TOKENS, _PAST = 2, 3, 5
-"""Sizes of the sample inputs; all different, none 0 or 1, which torch.export would take for constants."""
+"""Sizes of the sample inputs; all different, and none 0 or 1, which torch.export treats as constants."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Call:
     """A call of a model with plain tensors as inputs and outputs."""
 
     module: nn.Module
-    """Calls the model, which is its submodule `model`."""
+    """Module that calls the model, its submodule `model`."""
     inputs: tuple[Any, ...]
     dims: tuple[Any, ...]
     """Dynamic axes of `inputs`, as torch.export takes them."""
@@ -53,7 +53,7 @@ class Call:
 
 @contextlib.contextmanager
 def _explained(where: object, what: str, expected: str, advice: str = "export it yourself") -> Iterator[None]:
-    """Reports an exception of transformers or torch inside of the block, which may be of any class."""
+    """Turns an exception of transformers or torch inside of the block, of any class, into a ContractError."""
     try:
         yield
     except Exception as error:
@@ -63,11 +63,11 @@ def _explained(where: object, what: str, expected: str, advice: str = "export it
 def build(folder: Path, dtype: str, device: Literal["cpu", "meta"]) -> Any:
     """Returns the model that config.json in a folder describes, in eval mode, without values for its parameters.
 
-    Nothing that it holds takes memory on "meta"; on "cpu" its buffers have values. No code of the folder is run.
+    On "meta" it takes no memory; on "cpu" its buffers have values. No code of the folder is run.
 
     Raises:
-        ContractError: transformers does not know this kind of model, the config names none of its classes, or the class
-            cannot be made of it.
+        ContractError: transformers does not know this kind of model, the config names none of its classes, or the
+            constructor of the class fails.
     """
     import transformers
 
@@ -76,7 +76,7 @@ def build(folder: Path, dtype: str, device: Literal["cpu", "meta"]) -> Any:
     with _offline(), _explained(where, what, f"{expected} without code of the folder, which is never run"):
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # the module is that of the model before it was quantized
+        del config.quantization_config  # so that the module is the one before quantization
     names = config.architectures
     name = names[0] if isinstance(names, list) and names else None
     cls = getattr(transformers, str(name), None)
@@ -124,7 +124,7 @@ def check_callable(model: Any, folder: Path) -> None:
 
 
 def call_of(model: Any) -> Call:
-    """Returns how to call a model: a decoder with its cache as inputs and outputs, or an encoder."""
+    """Returns the call of a model: of a decoder, with its cache as inputs and outputs, or of an encoder."""
     parameters = inspect.signature(model.forward).parameters
     decoder = "past_key_values" in parameters and type(model).__name__.endswith("ForCausalLM")
     return _decoder(model, parameters) if decoder else _encoder(model, parameters)
@@ -140,7 +140,8 @@ def _encoder(model: Any, parameters: Mapping[str, Any]) -> Call:
     axes = {0: _DYNAMIC, 1: _DYNAMIC}
     return Call(
         module=module,
-        inputs=tuple(torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for _ in names),  # one tensor would be one input
+        # A tensor for each, since torch.export makes one input of one tensor.
+        inputs=tuple(torch.ones(_BATCH, _TOKENS, dtype=torch.int64) for _ in names),
         dims=((axes,) * len(names),),
         input_names=names,
         axes=[{0: "batch", 1: "sequence"}] * len(names),
@@ -151,6 +152,7 @@ def _encoder(model: Any, parameters: Mapping[str, Any]) -> Call:
 def _decoder(model: Any, parameters: Mapping[str, Any]) -> Call:
     text = model.config.get_text_config()
     layers = text.num_hidden_layers
+    # Without these two fields each head has its own keys, with an equal share of the hidden size.
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     dtype = next(model.parameters()).dtype
@@ -163,7 +165,7 @@ def _decoder(model: Any, parameters: Mapping[str, Any]) -> Call:
     return Call(
         module=_Decoder(model, positions="position_ids" in parameters),
         inputs=(torch.ones(_BATCH, _TOKENS, dtype=torch.int64), mask, cache),
-        # By name, so that the caches of all layers have one length; the mask must have that of cache and tokens.
+        # By name, so that the caches of all layers have one length; the mask has the length of cache and tokens.
         dims=({0: batch, 1: tokens}, {0: batch, 1: _DYNAMIC}, [{0: batch, 2: cached}] * len(past)),
         input_names=names,
         axes=[{0: "batch", 1: "sequence"}, {0: "batch", 1: "total"}, *[{0: "batch", 2: "past"}] * len(past)],
@@ -196,22 +198,23 @@ def export(call: Call, opset: int, where: str) -> ir.Model:
             value.name = name.removeprefix(_OURS)
             model.graph.inputs.append(value)
 
-    # Of an exported program, torch.onnx takes the names of axes alone from `dynamic_shapes`.
+    # For an exported program, torch.onnx takes only the names of axes from `dynamic_shapes`.
     names = {"input_names": call.input_names, "output_names": call.output_names, "dynamic_shapes": tuple(call.axes)}
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "# The axis name: ", UserWarning)  # of axes that have one size, and one name
+        warnings.filterwarnings("ignore", "# The axis name: ", UserWarning)  # about axes that share a size and a name
         model = exporter.export(program, opset, names, lift)
     for node in model.graph:
+        # Module paths as in the model itself, without the wrapper.
         if NAME_SCOPES in node.metadata_props:
             node.metadata_props[NAME_SCOPES] = node.metadata_props[NAME_SCOPES].replace(f"'{_OURS}", "'")
     return model
 
 
 class _Encoder(nn.Module):
-    """Calls an encoder with tensors; gives those of its results."""
+    """Calls an encoder with tensors, and returns the tensors of its result."""
 
     def __init__(self, model: nn.Module, inputs: list[str], results: list[str]) -> None:
-        """`results` gets the names of the results; torch.export undoes changes of attributes."""
+        """`results` receives the names of the outputs, since torch.export reverts changes of attributes."""
         super().__init__()
         self.model = model
         self._inputs, self._record = inputs, partial(results.__setitem__, slice(None))
@@ -247,8 +250,8 @@ class _Decoder(nn.Module):
         result = self.model(
             input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **extra
         )
-        grown = [tensor for layer in result.past_key_values.layers for tensor in (layer.keys, layer.values)]
-        return (result.logits, *grown)
+        present = [tensor for layer in result.past_key_values.layers for tensor in (layer.keys, layer.values)]
+        return (result.logits, *present)
 
 
 class _Unfilled(TorchFunctionMode):

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 _ACTIVATIONS = {"num_bits": 8, "type": "float", "group_size": formats.BLOCK_SIZE, "dynamic": True}
-"""The fields of compressed-tensors for activations in MXFP8; static scales, for example, are other numerics.
+"""The fields of compressed-tensors for activations in MXFP8; static scales, for example, give other values.
 
-modelopt says that `dynamic` is False, although its MXFP8 has no stored scales: see `_quant_algo_to_group_config` in
-modelopt/torch/export/convert_hf_config.py. A checkpoint with scales of activations is refused when it is opened.
+modelopt writes `dynamic` as False, although its MXFP8 has no stored scales: see `_quant_algo_to_group_config` in
+modelopt/torch/export/convert_hf_config.py. `open_checkpoint` refuses a checkpoint with scales of activations.
 """
 
 
@@ -40,28 +40,28 @@ def from_hf(
 ) -> tuple[Path, RewriteReport]:
     """Returns (the ONNX file, a report): the model in a Hugging Face folder with its MXFP8 weights, byte for byte.
 
-    The model is built from config.json without values, exported, and its weights are copied: packed ones as
-    `rewrite(weights=...)` takes them, everything else (norms, embeddings, output projection) as it is stored, in its
-    dtype; but biases that packed nodes add are float32, which holds their values. Nothing in the folder is executed,
-    nothing is fetched, and no weight is quantized or widened on the way.
+    The model is built from config.json without values, and exported. Packed weights are copied as by
+    `rewrite(weights=...)`; other tensors (norms, embeddings, output projection) are copied in their stored dtype.
+    Biases of packed nodes become float32, which represents their values exactly. Nothing in the folder is executed,
+    nothing is downloaded, and no weight is quantized again.
 
     Decoders (classes named ...ForCausalLM) take input_ids and attention_mask [batch, past + sequence], and their cache
-    as past_key_values.N.key and .value [batch, heads, past, size]; they give logits and present.N.key and .value.
-    Encoders take input_ids, attention_mask and perhaps token_type_ids, and give what transformers gives.
+    as past_key_values.N.key and .value [batch, heads, past, size]; they return logits and present.N.key and .value.
+    Encoders take input_ids, attention_mask and perhaps token_type_ids, and return the outputs of transformers.
 
     Args:
-        folder: with config.json and model.safetensors, or model.safetensors.index.json and its shards.
+        folder: a folder with config.json and model.safetensors, or model.safetensors.index.json and its shards.
         output: file to write. Default: FOLDER/model.mxfp8.onnx.
         recipe: sets activations and fusion, as in `rewrite`. Default: "mxfp8-weight-only" for a checkpoint
-            that says that activations are not quantized, else "mxfp8".
-        settings: fields that are set in the recipe: "fuse=false"; see `Recipe.setting`.
-        dtype: the dtype of all other computations; tensors that are stored in another one are cast at run time.
+            with unquantized activations, else "mxfp8"; for INT8 elements "mxint8-weight-only" or "mxint8".
+        settings: fields to set in the recipe: "fuse=false"; see `Recipe.setting`.
+        dtype: the dtype of all other computations; tensors that are stored in another dtype are cast at run time.
         opset: version of the default operator domain, at least 21.
         **options: see `mxfp8_graph.options.PackOptions`; external data is written with "auto" too.
 
     Raises:
-        ContractError: the folder holds no MXFP8 checkpoint or no model that transformers knows and torch can export; a
-            tensor is missing, of another shape or quantized in another way; or the output cannot be written.
+        ContractError: the folder has no MXFP8 checkpoint, or no model that transformers knows and torch can export; a
+            tensor is missing, has another shape or another quantization; or the output cannot be written.
         RecipeError: the recipe is malformed, or does not fit the model.
         BackendError: torch, onnxscript or transformers is missing.
     """
@@ -81,7 +81,7 @@ def from_hf(
     target = Path(output) if output else folder / "model.mxfp8.onnx"
     files = checkpoint.files | {folder / "config.json"}
     weights = CheckpointWeights(where=str(folder), weights=checkpoint.weights, instead=True, files=files)
-    # Before the export, which takes minutes: the output must not be one of the files that it is made of.
+    # Before the export, which takes minutes: the output must not replace a file of the checkpoint.
     weights.keep(target)
     whole = Options(name=str(folder), output=target, weights=weights, **options)
     reporter = Reporter(recipe=chosen, options=whole, bytes_before=checkpoint.byte_size)
@@ -91,7 +91,7 @@ def from_hf(
     from mxfp8_graph.onnx_pass.run import rewrite_model
 
     path, report = rewrite_model(model, reporter)
-    assert isinstance(path, Path)  # an output was asked for
+    assert isinstance(path, Path)  # the options have an output
     return path, report
 
 
@@ -117,18 +117,18 @@ def _model(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> tupl
 
 
 def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) -> str:
-    """Returns the preset whose activations are those of the checkpoint.
+    """Returns the preset with the activations of the checkpoint.
 
     Raises:
         ContractError: only some layers have quantized activations, or they are quantized in another way than MXFP8.
     """
     quantization = config.get("quantization_config")
     quantization = quantization if isinstance(quantization, dict) else {}
-    # auto-round's field: 16 bits means that activations are not quantized.
     # With INT8 elements in all weights it is a checkpoint of MXINT8, whose activations are INT8 too.
     is_int = {weight.element_format for weight in checkpoint.weights.values()} == {formats.INT8.name}
     both, weight_only = ("mxint8", "mxint8-weight-only") if is_int else (presets.DEFAULT, "mxfp8-weight-only")
     expected = {**_ACTIVATIONS, "type": "int" if is_int else "float"}
+    # auto-round's field: 16 bits means that activations are not quantized.
     if quantization.get("act_bits", 8) == 16:
         return weight_only
     quantized = [not weight.weight_only for weight in checkpoint.weights.values()]
@@ -136,13 +136,14 @@ def _recipe_for(config: dict[str, Any], checkpoint: Checkpoint, folder: Path) ->
     where = folder / "config.json"
     advice = ("choose for all with ", Option("recipe"), ", or say which in a recipe file")
     if isinstance(groups, dict) and groups:
-        said = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        activations = [group.get("input_activations") for group in groups.values() if isinstance(group, dict)]
+        # modelopt's False has no meaning, see `_ACTIVATIONS`.
         ours = {"dynamic": True} if quantization.get("quant_method") == "modelopt" else {}
-        for each in filter(None, said):
+        for each in filter(None, activations):
             if not (isinstance(each, dict) and expected.items() <= {**each, **ours}.items()):
                 what = f"quantization_config has activations that are not in MXFP8: {str(each)[:200]}"
                 raise ContractError(where, what, expected=str(expected), advice=advice)
-        quantized = [bool(each) for each in said]
+        quantized = [bool(each) for each in activations]
     # A preset has one setting for all sites, and a guess would change results.
     if any(quantized) and not all(quantized):
         what = "the activations of some layers alone are quantized"

@@ -1,7 +1,7 @@
 """Turns the parameters of a graph into external data in the files of the checkpoint, without reading it.
 
-A safetensors file is what ONNX calls external data: an offset and a length. So tensors in high precision are copied
-from file to file, as they are, and the pass fills MXFP8 weights with their bytes.
+A tensor in a safetensors file has an offset and a length, as external data in ONNX. So tensors in high precision are
+copied from file to file, unchanged, and the pass fills MXFP8 weights with their bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from mxfp8_graph.packed.safetensors import DTYPES, Stored
 from mxfp8_ops.errors import ContractError
 
 _FLOATS: Final = ("F32", "F16", "BF16", "F64")
-"""Dtypes of parameters, in the words of safetensors."""
+"""Dtypes of parameters, by their names in safetensors."""
 
 
 def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Mapping[str, str]) -> None:
-    """Gives a model, whose inputs are `inputs` and parameters, their values, in place; `names`: see `names_of`."""
+    """Turns the parameters among a model's inputs into initializers from the checkpoint, in place.
+
+    `inputs` are the names of the other inputs; `names` is the result of `names_of`.
+    """
     graph = model.graph
     # Parameters were inputs for the export only; from here on they are initializers.
     parameters = [value for value in graph.inputs if value.name not in inputs]
@@ -39,15 +42,15 @@ def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: 
                 _cast(graph, value, tensor.dtype)
         graph.register_initializer(value)
         value.type = value.shape = None  # else the saved model declares each initializer's type twice
-        value.metadata_props.clear()  # of the exporter, about an input
+        value.metadata_props.clear()  # the exporter's notes describe an input
     model.meta["name"] = str(checkpoint.path)
 
 
 def names_of(blank: Module, checkpoint: Checkpoint) -> dict[str, str]:
-    """Returns the checkpoint's name of each tensor of a module, which may be that of a tied one.
+    """Returns the name in the checkpoint of each tensor of a module, which may be the name of a tied tensor.
 
     Raises:
-        ContractError: the checkpoint lacks tensors, or has them in another shape, or not as floats. It lists them all.
+        ContractError: the checkpoint lacks tensors, or has them in another shape, or not as floats; it lists them all.
     """
     # Checkpoints of a model with and without a head differ in a prefix of their names.
     prefix = f"{blank.base_model_prefix}." if getattr(blank, "base_model_prefix", "") else ""
@@ -55,7 +58,7 @@ def names_of(blank: Module, checkpoint: Checkpoint) -> dict[str, str]:
     tied: dict[int, list[str]] = {}
     for name, tensor in state.items():
         tied.setdefault(id(tensor), []).append(name)
-    found, problems = dict[str, str](), []
+    names, problems = dict[str, str](), []
     for parameter, tensor in state.items():
         aliases = (parameter, *tied[id(tensor)])
         spellings = (name for alias in aliases for name in (alias, f"{prefix}{alias}", alias.removeprefix(prefix)))
@@ -67,23 +70,23 @@ def names_of(blank: Module, checkpoint: Checkpoint) -> dict[str, str]:
             problems.append(f"{name!r} is {list(stored.shape)}, not {list(tensor.shape)}")
         elif isinstance(stored, Stored) and stored.dtype not in _FLOATS:
             problems.append(f"{name!r} is {stored.dtype}, not one of {', '.join(_FLOATS)}")
-        found[parameter] = name
+        names[parameter] = name
     if problems:
         expected = "a value for each parameter that its config.json asks for"
         raise ContractError(checkpoint.path, listed(problems), expected=expected, advice="check that it is complete")
-    return found
+    return names
 
 
 def _external(name: str, stored: Stored) -> ir.ExternalTensor:
     """Returns a tensor whose data is in a file of the checkpoint."""
     dtype = ir.DataType.from_numpy(DTYPES[stored.dtype])
-    path = stored.path.resolve()  # the Hugging Face hub's cache has links there, out of the folder
+    path = stored.path.resolve()  # in the Hugging Face hub's cache it is a link to a file outside of the folder
     place = path.name, stored.offset, stored.byte_size
     return ir.ExternalTensor(*place, dtype, shape=ir.Shape(stored.shape), name=name, base_dir=str(path.parent))
 
 
 def _without_data(name: str, value: ir.Value, checkpoint: Checkpoint) -> ir.ExternalTensor:
-    """Returns what stands for an MXFP8 weight until the pass takes its packed bytes: no one reads it."""
+    """Returns a tensor without data for an MXFP8 weight; the pass takes the packed bytes and never reads it."""
     assert value.shape is not None  # the exporter gives it
     assert value.dtype is not None
     folder = str(checkpoint.path)
@@ -91,7 +94,7 @@ def _without_data(name: str, value: ir.Value, checkpoint: Checkpoint) -> ir.Exte
 
 
 def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> None:
-    """Makes `dtype` the one of a parameter, and casts it to the dtype that the graph computes in.
+    """Sets the dtype of a parameter to `dtype`, and casts it to the dtype that the graph computes in.
 
     Rows of a table are cast after the Gather: a cast of the table would convert all of it in every run.
     """
@@ -102,6 +105,7 @@ def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType) -> None:
         if use.idx or not is_op(use.node, "Gather") or attribute(use.node, "axis", 0) != 0:
             others.append(use)
             continue
+        # The cast takes over the name of the rows, which users and graph outputs refer to.
         rows, owner = use.node.outputs[0], use.node.graph
         assert owner is not None  # it is a node of the model
         result = ir.Value(name=rows.name, type=rows.type, shape=rows.shape)

@@ -1,4 +1,4 @@
-"""A budget: a metric, its mean or worst sample, and the bound that a plan must meet. "cosine>=0.999"."""
+"""A budget, such as "cosine>=0.999": a metric, its mean or worst sample, and the bound that a plan must meet."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Budget:
 
     metric: Metric
     of_worst: bool
-    """Whether the worst sample must meet it, or the mean of all samples."""
+    """Whether the worst sample must meet the bound; else the mean of all samples must."""
     bound: float
 
     def value(self, score: Score) -> float:
@@ -36,7 +36,7 @@ class Budget:
         return f"{'worst' if self.of_worst else 'mean'} {self.metric.title}"
 
     def __str__(self) -> str:
-        """Returns it as a user writes it."""
+        """Returns the budget as a user writes it."""
         sign = ">=" if self.metric.higher_is_better else "<="
         return f"{'worst_' if self.of_worst else ''}{self.metric.name}{sign}{self.bound:.12g}"
 
@@ -45,19 +45,20 @@ def parse(text: str) -> Budget:
     """Returns the budget that a user wrote: cosine>=0.999, worst_cosine>=0.99, relative_l2<=0.02, mine:accuracy>=97.
 
     Raises:
-        ContractError: it is no budget, there is no such metric, or its direction or number cannot be met.
+        ContractError: `text` is no budget, the metric is unknown, or no plan can meet the direction or the number.
     """
-    found = _WORDS.fullmatch(text)
-    if found is None or math.isinf(bound := float(found[4])):
+    match = _WORDS.fullmatch(text)
+    if match is None or math.isinf(bound := float(match[4])):  # a number such as 1e999 is infinite
         expected = "METRIC>=NUMBER or METRIC<=NUMBER, as in cosine>=0.999 or worst_relative_l2<=0.02"
         raise ContractError("budget", repr(text), expected=expected, advice="correct it")
-    metric = metric_called(found[2])
-    name, sign = f"{found[1] or ''}{found[2]}", ">=" if metric.higher_is_better else "<="
-    if found[3] != sign:
+    metric = metric_called(match[2])
+    name, sign = f"{match[1] or ''}{match[2]}", ">=" if metric.higher_is_better else "<="
+    if match[3] != sign:
         what = f"{text!r}, and {'more' if metric.higher_is_better else 'less'} {metric.title} is better"
         raise ContractError("budget", what, expected=f"{name}{sign}NUMBER", advice="reverse the sign")
+    # Only metrics of ours have a best number; a user's own may have any range.
     if metric.best is not None and metric.badness(bound) < metric.badness(metric.best):
         most = "at most" if metric.higher_is_better else "at least"
         expected = f"{name}{sign}NUMBER with a number of {most} {metric.best:g}"
         raise ContractError("budget", f"{text!r}, which no plan can meet", expected=expected, advice="correct it")
-    return Budget(metric=metric, of_worst=found[1] is not None, bound=bound)
+    return Budget(metric=metric, of_worst=match[1] is not None, bound=bound)

@@ -1,4 +1,4 @@
-"""Plans: one treatment for all sites, and a better one for the sites that do most damage; and the recipe of a plan."""
+"""Plans: one treatment for all sites, a better one for the sites that do most damage, and the recipe of a plan."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mxfp8_ops.errors import RecipeError
 TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "e4m3": {"weight_format": "e4m3", "activations": "e4m3", "scale_rounding": "ceil"},
     "int8": PRESETS["mxint8"],
-    # INT8 weights: a third of the error of E4M3 ones, of the same size.
+    # With INT8 weights, which have a third of the error of E4M3 weights in the same size.
     "bfloat16": PRESETS["mxint8-bf16"],
     "weight-only": PRESETS["mxint8-weight-only"],
 }
-"""The settings of a recipe that tuning decides, by what a plan calls them."""
+"""Treatment -> the settings of a recipe for it, which tuning chooses."""
 
 KEPT: Final = "kept"
 """The treatment of a site that is not rewritten."""
@@ -37,7 +37,7 @@ class Plan:
     """Names of sites."""
 
     def words(self, sites: int) -> str:
-        """Returns it in words: 31 int8, 5 kept."""
+        """Returns the plan in words: 31 int8, 5 kept."""
         rest = f"{sites - len(self.worst)} {self.treatment}"
         return f"{rest}, {len(self.worst)} {self.better}" if self.worst else rest
 
@@ -47,23 +47,25 @@ class Plan:
         Raises:
             RecipeError: no pattern matches one of two sites and not the other.
         """
-        found = patterns_of(self.worst, sites)
+        patterns = patterns_of(self.worst, sites)
         fields: dict[str, Any] = {**base.model_dump(exclude_unset=True), "name": name, **TREATMENTS[self.treatment]}
+        # Rules of `base` keep their choice of sites, and lose the settings that tuning chooses.
         settings = set(TREATMENTS[self.treatment])
         rules = [Rule(**rule.model_dump(exclude_unset=True, exclude=settings)) for rule in base.rules]
         if self.better == KEPT:
-            fields["exclude"] = (*base.exclude, *found)
+            fields["exclude"] = (*base.exclude, *patterns)
         else:
-            rules = [*(Rule(name=pattern, **TREATMENTS[self.better]) for pattern in found), *rules]
+            # In front: the first matching rule decides.
+            rules = [*(Rule(name=pattern, **TREATMENTS[self.better]) for pattern in patterns), *rules]
         result = Recipe(**{**fields, "rules": tuple(rules)})
         self._check(result, base, sites)
         return result
 
     def _check(self, recipe: Recipe, base: Recipe, sites: Sequence[MatMulSite]) -> None:
-        """Raises RecipeError unless the recipe treats exactly the worst sites better."""
+        """Raises RecipeError unless the recipe gives exactly the worst sites the better treatment."""
         for before, after in zip(decide(sites, base), decide(sites, recipe), strict=True):
             if not before.quantize or (before.site.weight is None and not after.quantize):
-                continue  # a product of two activations has no weight that could be quantized alone
+                continue  # the recipe may keep a product of two activations, which has no weight to quantize alone
             name = before.site.name
             wanted = TREATMENTS.get(self.better if name in self.worst else self.treatment, {}).get("activations")
             if wanted != (after.activations if after.quantize else None):

@@ -20,7 +20,7 @@ from mxfp8_ops.errors import Mxfp8Error
 
 @dataclass(frozen=True, kw_only=True)
 class Step(Data):
-    """One plan that was rewritten and run."""
+    """The results of one plan, rewritten and run."""
 
     KEYS = "plan=what met bytes=byte_size seconds speed scores"
 
@@ -29,7 +29,7 @@ class Step(Data):
     """The plan in words."""
     recipe: Recipe
     scores: Mapping[str, Score]
-    """By the name of the metric."""
+    """Scores by the name of the metric."""
     byte_size: int
     """Bytes of the model's tensors."""
     met: bool
@@ -39,7 +39,7 @@ class Step(Data):
 
     @property
     def speed(self) -> float:
-        """How many times as fast as the original it is; 0 if that was not measured."""
+        """Latency of the original divided by the plan's; 0 if it was not measured."""
         return self.seconds[1] / self.seconds[0] if self.seconds else 0.0
 
     @property
@@ -76,7 +76,7 @@ class Tuning(Report):
     steps: tuple[Step, ...]
     """All plans that were tried, in order."""
     chosen: Step
-    """The best that meets the budgets, or if none does, the closest."""
+    """The best step that meets the budgets, or the closest step if none does."""
     bytes_before: int
     """Bytes of the original's tensors."""
     output: str | None = None
@@ -85,7 +85,7 @@ class Tuning(Report):
 
     @property
     def recipe(self) -> Recipe:
-        """The chosen recipe; `rewrite` with it makes the model."""
+        """The recipe of the chosen plan, for `rewrite`."""
         return self.chosen.recipe
 
     @property
@@ -100,7 +100,7 @@ class Tuning(Report):
         return ", ".join(f"{budget.title} {budget.value(scores[budget.metric.name]):.6g}" for budget in self.budgets)
 
     def answer(self) -> str:
-        """Returns which plan to take, and why."""
+        """Returns a sentence with the chosen plan, its budgets, size and speed."""
         bounds = " and ".join(map(str, self.budgets))
         if not self.chosen.met:
             return f"No plan meets {bounds}: the closest, {self.chosen.what}, has {self.reached}."
@@ -144,7 +144,7 @@ class Tuning(Report):
 
 
 class BudgetNotMetError(Mxfp8Error):
-    """No plan that rewrites anything meets the budget; `best` has what was measured."""
+    """No plan that rewrites anything meets the budget; `best` has the measurements of all plans."""
 
     def __init__(self, best: Tuning) -> None:
         expected = " and ".join(map(str, best.budgets))

@@ -1,8 +1,8 @@
 """tune(): the smallest or fastest plan that meets a budget, and its recipe.
 
-First every site gets the same treatment, one treatment after another. If none is good enough, the sites are ranked by
+First every site gets the same treatment, one treatment after another. If none meets the budget, the sites are ranked by
 the damage that each does alone, and bisection finds the fewest of the worst sites that need a better treatment. Every
-plan is rewritten for real and run on all samples.
+plan is rewritten and run on all samples.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from mxfp8_ops.errors import ContractError, Option
 
 OBJECTIVES: Final = ("size", "latency")
 _ROUNDS: Final = 7
-"""Runs of which a latency is the median."""
+"""Number of runs; a latency is their median."""
 _RANKED: Final = 4
-"""Samples that sites are ranked on, spread over all of them; plans are measured on all."""
+"""Number of samples for the ranking of sites, spread over all samples; plans are measured on all."""
 _SAME_SIZE, _SAME_TIME = 1.01, 1.1
-"""Plans are equal within these: scales of an embedding, and times that repeat within 10 %."""
+"""Ratios within which plans count as equal: scales of an embedding change the size, and times repeat within 10 %."""
 
 
 class TuneOptions(SampleOptions, total=False):
@@ -47,7 +47,7 @@ class TuneOptions(SampleOptions, total=False):
     overwrite: bool
     """Whether files in a folder that exists may be replaced. Default: False."""
     allow_nonfinite: bool
-    """Pack weights that hold NaN or Inf. Default: False."""
+    """Whether to pack weights that hold NaN or Inf. Default: False."""
     progress: Progress | None
     """Called as progress(what, runs done, runs that it may take). Default: None."""
 
@@ -61,18 +61,18 @@ def tune(
     output: str | Path | None = None,
     **options: Unpack[TuneOptions],
 ) -> Tuning:
-    """Returns the smallest or fastest plan that meets a budget, of those that were tried, with its recipe.
+    """Returns the smallest or fastest of the tried plans that meet a budget, with its recipe.
 
-    Each matmul is kept, or packed with E4M3 or INT8 activations and weights, or with INT8 weights and activations in
-    bfloat16 or as they are.
+    Each matmul is kept, or packed with E4M3 or INT8 activations and weights, or with INT8 weights and bfloat16 or
+    unchanged activations.
 
     Args:
         model: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`. Not modified.
         budget: "METRIC>=NUMBER" or "METRIC<=NUMBER", of the mean over all samples; "worst_METRIC...", of the worst
             sample; several must all be met. METRIC: `tools.metrics.METRICS` or the user's module:function.
-        objective: "size" makes bytes small, and of plans of one size takes the fastest; "latency" makes the time of a
-            run here small. Of plans that are as fast within 10 %, both take the most accurate.
-        recipe: which matmuls may be packed; its formats, activations and scale roundings are tuned.
+        objective: "size" takes the smallest plans, and the fastest of these; "latency" takes the plan with the fastest
+            run on this machine. Among plans within 10 % of the fastest, both take the most accurate.
+        recipe: selects the matmuls that may be packed; tuning chooses formats, activations and scale roundings.
         output: the folder to write: the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned beside
             a path; nothing is written for a model in memory.
         **options: see `TuneOptions` and `running.samples.SampleOptions`.
@@ -121,22 +121,22 @@ def tune(
 
 @dataclass(kw_only=True)
 class _Search:
-    """Tries plans, and keeps what came of them."""
+    """Tries plans, and keeps their results."""
 
     bench: Bench
     base: Recipe
     budgets: tuple[Budget, ...]
     latency: bool
-    """Whether time is made small, or size."""
+    """Whether the objective is latency; else it is size."""
     steps: list[Step] = field(default_factory=list)
     bytes_before: int = 0
     _sites: list[MatMulSite] = field(default_factory=list)
 
     def run(self) -> None:
-        """Tries what is worth it; `best` chooses among the steps."""
-        # A plan takes as many runs as there are samples; some 8 plans follow those with one treatment.
+        """Tries plans with one treatment, then plans with two; `best` chooses among the steps."""
+        # A plan takes as many runs as there are samples; about 8 plans with two treatments follow.
         self.bench.total = len(self.bench.samples) * (len(TREATMENTS) + 9) + _ROUNDS * (len(TREATMENTS) + 1)
-        # A plan, which rewrites nothing, has the sites of the model.
+        # A dry run lists the sites of the model.
         path = self.bench.folder / f"planned{self.bench.suffix}"
         _, report = rewriting.rewrite(self.bench.model, self.base, output=path, dry_run=True)
         self._sites = [site.decision.site for site in report.sites]
@@ -145,7 +145,8 @@ class _Search:
         self._time(runnables, range(len(self.steps)))
         uniform = list(self.steps)
         if met := [step for step in uniform if step.met]:
-            # All are of one size. A faster treatment that misses may do with its worst sites treated better.
+            # All have one size. A faster treatment that misses the budget may meet it with its worst sites treated
+            # better.
             fastest = max(met, key=lambda step: step.speed)
             faster = [step for step in uniform if not step.met and step.speed > _SAME_TIME * fastest.speed]
             if faster:
@@ -170,7 +171,7 @@ class _Search:
         return min(self.steps, key=self._loss)
 
     def notes(self) -> list[str]:
-        """Returns what a user should know of the result."""
+        """Returns notes on the result for the user."""
         notes = ["the inputs are synthesised; other inputs may need another plan"] * self.bench.samples.synthesised
         if (best := self.best()) and best.speed < 1:
             notes.append("the original runs faster here than any plan that was tried")
@@ -182,7 +183,7 @@ class _Search:
         return (len(missed), *values)
 
     def _time(self, runnables: dict[str, Runnable], steps: Sequence[int]) -> None:
-        """Notes the latencies of some steps, whose models take turns with the original."""
+        """Measures the latencies of some steps, whose models take turns with the original."""
         original, *seconds = self.bench.seconds({"original": self.bench.original, **runnables}, _ROUNDS).values()
         for index, value in zip(steps, seconds, strict=True):
             self.steps[index] = replace(self.steps[index], seconds=(value, original))
@@ -190,18 +191,19 @@ class _Search:
     def _bisect(self, treatment: str, better: str) -> None:
         """Finds the fewest of the worst sites that need a better treatment."""
         ranking = self._ranking(treatment)
-        # With none treated better the budget is missed. With all, nothing is rewritten or it is a plan that was tried.
-        low, high, found, at = 0, len(ranking), None, 0
+        # A plan with 0 better groups misses the budget; a plan with all of them rewrites nothing, or was tried before.
+        low, high, best, at = 0, len(ranking), None, 0
         while high - low > 1:
             middle = (low + high) // 2
             worst = tuple(site for group in ranking[:middle] for site in group)
             runnable = self._try(Plan(treatment=treatment, better=better, worst=worst))
             if self.steps[-1].met:
-                high, found, at = middle, runnable, len(self.steps) - 1
+                high, best, at = middle, runnable, len(self.steps) - 1
             else:
                 low = middle
-        if found is not None:
-            self._time({treatment: found}, [at])
+        # Of the plans that meet the budget, only the last is timed: it treats the fewest sites better.
+        if best is not None:
+            self._time({treatment: best}, [at])
 
     def _try(self, plan: Plan) -> Runnable:
         """Adds the step of a plan, and returns its model."""
@@ -257,14 +259,15 @@ def _folder(model: Any, output: str | Path | None, *, overwrite: bool) -> Path |
     return folder
 
 
-def _written(found: Tuning, bench: Bench, folder: Path) -> Tuning:
+def _written(result: Tuning, bench: Bench, folder: Path) -> Tuning:
     """Writes the model, the recipe and the reports; returns the result with its folder."""
     folder.mkdir(exist_ok=True)
     path, allow = folder / f"{Path(bench.name).stem}.mxfp8{bench.suffix}", bench.allow_nonfinite
-    rewriting.rewrite(bench.model, found.recipe, output=path, overwrite=True, allow_nonfinite=allow)
+    # Written again, since the trials removed their files.
+    rewriting.rewrite(bench.model, result.recipe, output=path, overwrite=True, allow_nonfinite=allow)
     with files.output(folder / "recipe.yaml", overwrite=True) as new:
-        (new / "recipe.yaml").write_bytes(found.recipe.to_yaml().encode())
-    found = replace(found, output=str(folder))
-    found.write(folder / "report.json")
-    found.write(folder / "report.html")
-    return found
+        (new / "recipe.yaml").write_bytes(result.recipe.to_yaml().encode())
+    result = replace(result, output=str(folder))
+    result.write(folder / "report.json")
+    result.write(folder / "report.html")
+    return result
