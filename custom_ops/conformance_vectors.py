@@ -1,7 +1,7 @@
-"""Writes mxfp8_ops/conformance/vectors.npz, from the NumPy reference; run it where the numerics gain a case.
+"""Writes mxfp8_ops/conformance/vectors.npz from the NumPy reference; run it after you add a case to the numerics.
 
-The file is kept in git and in the wheel, so that others can test against it without our code; test_conformance.py says
-if it is not what the reference gives. docs/numerics.md describes the groups and the layout.
+The file is in git and in the wheel, so that other projects can test against it without our code. test_conformance.py
+compares it with the reference. docs/numerics.md describes the groups and the layout.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TINY = 2.0**-149
 
 
 def vectors() -> Vectors:
-    """Returns every array of the file by its name, KIND/GROUP/SETTINGS/ARRAY."""
+    """Returns all arrays of the file by name; a name is KIND/GROUP/SETTINGS/ARRAY."""
     arrays: Vectors = {}
     for group, x in inputs().items():
         arrays[f"quantize/{group}/x"] = x
@@ -32,7 +32,7 @@ def vectors() -> Vectors:
                 axis, at = 0 if group == "columnwise" else -1, f"quantize/{group}/{element_format}-{rounding}"
                 codes = numpy_nodes.quantize(x, axis=axis, element_format=element_format, scale_rounding=rounding)
                 arrays[f"{at}/elements"], arrays[f"{at}/scales"] = codes
-    # Every element under the least and greatest scales, NaN, and those around 1.
+    # All 256 elements with the smallest scales, the scales around 1, and the largest, NaN among them.
     scales = np.array([*range(14), *range(120, 136), *range(236, 256)], np.uint8)
     elements = np.tile(np.arange(256, dtype=np.uint8), (scales.size, 1))
     blocks = np.repeat(scales[:, None], 256 // BLOCK_SIZE, axis=1)
@@ -48,7 +48,7 @@ def vectors() -> Vectors:
 
 
 def inputs() -> dict[str, Floats]:
-    """Returns what is quantized: float32 [rows, K] by group, in blocks along K, in `columnwise` along the rows."""
+    """Returns the values to quantize, float32 [rows, K], by group; blocks run along K, in `columnwise` along rows."""
     return {
         "patterns": (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32).reshape(-1, 1),
         "binades": binades(),
@@ -62,7 +62,7 @@ def inputs() -> dict[str, Floats]:
 
 
 def binades() -> Floats:
-    """Returns each magnitude with upper 16 bits alone once: a block has 16 binades, two mantissas, both signs."""
+    """Returns each magnitude whose low 16 bits are 0, once; a block has 16 binades, two mantissas and both signs."""
     base, low, exponent, high = np.meshgrid(
         np.arange(0, 256, 16), np.arange(64), np.arange(16), np.arange(2), indexing="ij"
     )
@@ -71,10 +71,10 @@ def binades() -> Floats:
 
 
 def boundaries() -> Floats:
-    """Returns [n, 3]: an amax, at, one bit below and one bit above where a rule of scales steps, in every binade.
+    """Returns rows [n, 3] with an amax at each step of a scale rounding, one bit below it and one bit above it.
 
-    Steps are at the mantissas 1 (floor), 1.75 (ceil, both formats), 1.875 and 1.9375 (even, E5M2 and E4M3). Behind it
-    is what rounds or saturates by the scale.
+    Every binade has the steps of all roundings: at the mantissas 1 (floor), 1.75 (ceil, both formats), 1.875 and 1.9375
+    (even, E5M2 and E4M3). The two values after the amax round or saturate differently with each scale.
     """
     at = np.array([m * 2.0**e for m in (1, 1.75, 1.875, 1.9375) for e in range(-149, 128)], np.float32)
     at = np.unique(at[at > 0])
@@ -84,7 +84,7 @@ def boundaries() -> Floats:
 
 
 def special() -> Floats:
-    """Returns blocks with zeros, NaN, infinities and subnormals among them."""
+    """Returns blocks [n, 32] that contain zeros, NaN, infinities or subnormals."""
     bits = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF8ABCDE, 0x7FFFFFFF, 0x7F800000, 0xFF800000], np.uint32)
     bad = bits.view(np.float32)
     rows = [block(), block(*[-0.0] * 32), block(0.0, -0.0, 0.0, -0.0), block(-0.0, 1), block(1, -0.0, -TINY)]
@@ -100,35 +100,39 @@ def special() -> Floats:
 
 
 def block(*values: float) -> Floats:
-    """Returns these values, then zeros: 32 of them, NaNs with their bits."""
+    """Returns a block of 32: these values, then zeros."""
     x = np.zeros(BLOCK_SIZE, np.float32)
+    # As bits: an assignment of a float may set the quiet bit of a signaling NaN.
     for at, value in enumerate(values):
         x.view(np.uint32)[at] = np.asarray(value, np.float32).view(np.uint32)
     return x
 
 
 def ties(fmt: ElementFormat) -> Floats:
-    """Returns each value halfway between two elements, one bit below and above, with both signs, at scale code 127."""
+    """Returns blocks with each midpoint of two neighboring elements, and one bit below and above, of both signs.
+
+    The scale code of each block is 127, so elements are the values themselves.
+    """
     codes = np.arange(1 << 7, dtype=np.uint8)[: fmt.max_code]
     halves = (numerics.decode(codes, fmt) + numerics.decode(codes + np.uint8(1), fmt)) / np.float32(2)
     halves = halves[halves < 2.0**fmt.emax]
     x = np.concatenate([halves, np.nextafter(halves, np.float32(0)), np.nextafter(halves, np.float32(np.inf))])
     x = np.concatenate([x, -x])
     rows = np.zeros((-(-x.size // (BLOCK_SIZE - 1)), BLOCK_SIZE), np.float32)
-    rows[:, 0] = 2.0**fmt.emax
+    rows[:, 0] = 2.0**fmt.emax  # the amax of each block: it gives scale code 127 under all three roundings
     rows[:, 1:].flat[: x.size] = x
     return rows
 
 
 def random_values(seed: int, *shape: int) -> Floats:
-    """Returns normal values times powers of two: all bits of the mantissa, and many scales."""
+    """Returns normally distributed values times powers of two, so that mantissas use all bits and scales vary."""
     rng = np.random.default_rng(seed)
     powers = rng.integers(-4, 5, shape) + rng.integers(-40, 40, (*shape[:-1], 1))
     return np.ldexp(rng.standard_normal(shape), powers).astype(np.float32)
 
 
 def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]:
-    """Yields a group and its operands: A [M, K] and B [N, K] quantized along K, perhaps bias [N]."""
+    """Yields the name of a group and its operands: A [M, K] and B [N, K] quantized along K; in some a bias [N]."""
     rng = np.random.default_rng(4)
 
     def whole(*shape: int) -> Floats:  # small whole numbers with few bits: every sum of their products is exact
@@ -143,7 +147,8 @@ def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]
         return
     yield "exact-row", quantized(whole(1, 128), whole(9, 128))
     yield "exact-partial", quantized(whole(3, 45), whole(4, 45)) | {"bias": whole(4)}
-    halves = (rng.integers(-3, 4, (7, 64)) * 2.0**-1).astype(np.float32)  # times 2^127 they are finite
+    halves = (rng.integers(-3, 4, (7, 64)) * 2.0**-1).astype(np.float32)  # at most 1.5: finite when times 2^127
+    # Scale 0 meets 254 in every product, so the products are ordinary numbers while the operands are extreme.
     elements, middle = numerics.encode(halves, formats.E4M3), [[0, 254], [254, 0]]
     scales = [np.tile(np.array(row, np.uint8), (len(elements), 1)) for row in middle]
     yield "exact-scales", {"a": elements[:3], "a_scales": scales[0][:3], "b": elements[3:], "b_scales": scales[1][3:]}
@@ -154,12 +159,13 @@ def gemm_operands(a_format: str, b_format: str) -> Iterator[tuple[str, Vectors]]
 
 
 def product(at: str, operands: Vectors, a_format: str, b_format: str) -> Vectors:
-    """Returns a gemm's operands with y, the sums in float64, and how far float32 accumulation may be from each."""
+    """Returns a gemm's operands, its result y in float64, and the error bound of float32 accumulation for each y."""
     pairs = ((operands[name], operands[f"{name}_scales"], fmt) for name, fmt in (("a", a_format), ("b", b_format)))
     x, w = (numpy_nodes.dequantize(*codes, element_format=fmt).astype(np.float64) for *codes, fmt in pairs)
     bias = operands.get("bias", np.zeros(len(w), np.float32)).astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         y, bound = x @ w.T + bias, numpy_nodes.gemm_error_bound(x, w, "float32", bias)
+    # Sums of the other groups are exact in float32, in any order: no error is allowed there.
     arrays = {**operands, "y": y, "bound": bound if "/long/" in at else np.zeros_like(bound)}
     return {f"{at}/{name}": array for name, array in arrays.items()}
 

@@ -1,10 +1,10 @@
-"""Writes what follows from the rows of the nodes and formats, and from the C header: `python custom_ops/generate.py`.
+"""Writes three files from the rows of the nodes and formats and from the C headers: `python custom_ops/generate.py`.
 
     src/contract.h          the rows, for C++
-    c_abi.py                the types of the functions of mxfp8_ops.h and of the headers of CUDA, for ctypes
-    docs/node_contract.md   the nodes, in its middle
+    c_abi.py                the types of the C functions of mxfp8_ops.h and of the two CUDA headers, for ctypes
+    docs/node_contract.md   the section of each node, between two marks
 
-They are kept in git, so that the library builds without Python; test_contract.py says if one is stale.
+The files are in git, so that the library builds without Python. test_contract.py fails if one is out of date.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BEGIN_NODES, END_NODES = "<!-- Written by custom_ops/generate.py -->\n", "<!-- T
 
 
 def header() -> str:
-    """Returns the text of src/contract.h: the part written by hand, then the rows."""
+    """Returns the text of src/contract.h: the handwritten part, then the rows."""
     values, elements = formats.VALUE_DTYPES.values(), formats.ELEMENT_FORMATS.values()
     codes = [f"{_code(row)} == {row.onnx_dtype}" for row in (*values, *elements)]
     for names in (formats.SCALE_ROUNDINGS, contract.EPILOGUES):
@@ -66,7 +66,7 @@ def _array(kind: str, name: str, rows: Iterable[str]) -> list[str]:
 
 
 def _code(row: Dtype) -> str:
-    """Returns what mxfp8_ops.h calls the code of a dtype."""
+    """Returns the name of a dtype's code in mxfp8_ops.h."""
     return f"MXFP8_{row.name.upper()}"
 
 
@@ -77,6 +77,7 @@ def _dtype(row: Dtype) -> str:
 
 
 def _node(op: Op) -> str:
+    # The roles of a gemm are in the order of struct Node; a node that is no gemm has none of them.
     a = "A" if op.at("X") is None else "X"
     names = (a, "A_scales", "B", "B_scales", "bias", "experts", "factor") if op.is_gemm else ("",) * 7
     roles = [-1 if at is None else at for at in map(op.at, names)]
@@ -94,15 +95,15 @@ _CPP_TYPES = {int: "int64_t", float: "float", str: "std::string"}
 
 
 def _attributes() -> list[str]:
-    """Returns a row of each attribute of any node: type, name, default."""
+    """Returns one row per attribute, over all nodes: type, name, default."""
     defaults: dict[str, float | str] = {}
     for op in contract.OPS.values():
         for name, default in op.attributes.items():
-            # output_dtype differs from node to node: it is 0 here, which stands for the default of the node.
+            # The default of output_dtype differs from node to node. Here it is 0, which means "the node's default".
             value = 0 if name == "output_dtype" else default
             if defaults.setdefault(name, value) != value:
                 raise ValueError(
-                    f"{op.name}: {name} has another default elsewhere; one struct holds those of all nodes"
+                    f"{op.name}: {name} = {default!r}; expected {defaults[name]!r}, as in other nodes; use one default"
                 )
     rows = [f"  ROW({_CPP_TYPES[type(value)]}, {name}, {_literal(value)})" for name, value in defaults.items()]
     return [*(f"{row} \\" for row in rows[:-1]), rows[-1]]
@@ -122,21 +123,24 @@ _HEADERS = ("mxfp8_ops.h", "cuda_host/mxfp8_cuda.h", "cuda_host/mxfp8_cuda_plan.
 
 
 def c_abi() -> str:
-    """Returns the text of c_abi.py: the part written by hand, then the functions."""
+    """Returns the text of c_abi.py: the handwritten part, then the functions."""
     text = "".join((HERE / "mxfp8_ops/src" / name).read_text(encoding="utf-8") for name in _HEADERS)
     lines = []
-    for found in _DECLARATION.finditer(text):
-        # An address of a function has arguments in parentheses of its own.
-        arguments = re.sub(r"\(\*\w+\)\(.*\)", "*", " ".join(found["arguments"].split()))
+    for declaration in _DECLARATION.finditer(text):
+        # A function pointer has commas of its own between its parentheses: it becomes a plain pointer first.
+        arguments = re.sub(r"\(\*\w+\)\(.*\)", "*", " ".join(declaration["arguments"].split()))
         types = [_type(argument) for argument in arguments.split(", ") if argument != "void"]
         listed = ", ".join(types) + ("," if len(types) == 1 else "")
-        lines.append(f'        "{found["name"]}": ({_type(found["result"])}, ({listed})),')
+        lines.append(f'        "{declaration["name"]}": ({_type(declaration["result"])}, ({listed})),')
     head = C_ABI.read_text(encoding="utf-8").partition(BEGIN_SIGNATURES)[0]
     return head + BEGIN_SIGNATURES + "\n".join([*lines, "    }", ")", ""])
 
 
 def _type(declared: str) -> str:
-    """Returns the type of an argument, or of a result, which has no name; any pointer but to text is an address."""
+    """Returns the letter of c_abi.py for a declared argument, or for a result, which has no name.
+
+    Every pointer is an address, except a pointer to text.
+    """
     declared = re.sub(r"(?<=[ *])\w+$", "", declared.strip()).strip() if " " in declared.strip() else declared.strip()
     return _TYPES.get(declared.replace(" *", "*")) or "p"
 
@@ -145,14 +149,14 @@ def _type(declared: str) -> str:
 
 
 def page() -> str:
-    """Returns the text of the page: the parts written by hand, with the nodes between them."""
+    """Returns the text of the page: its handwritten parts, with the nodes between them."""
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN_NODES)
     sections = "\n".join(_node_section(op) for op in contract.OPS.values())
     return f"{head}{BEGIN_NODES}\n{sections}\n{END_NODES}{rest.partition(END_NODES)[2]}"
 
 
 def _node_section(op: Op) -> str:
-    """Returns the section of a node; that of a fused node has only what it adds to the node that it fuses."""
+    """Returns the section of a node; a fused node's section lists only what it adds to its base node."""
     base = contract.OPS.get(op.fuses[0])
     known = () if base is None else (*base.inputs, *base.outputs, *base.attributes.items())
     ports = [(side, port) for side, row in (("  ", op.inputs), ("->", op.outputs)) for port in row if port not in known]

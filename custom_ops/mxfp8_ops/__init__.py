@@ -1,10 +1,10 @@
 """The MXFP8 nodes: formats, reference numerics, kernels and their bindings.
 
-Importing this package loads no native code, no ONNX, no ONNX Runtime and no torch; import the module you need:
+`import mxfp8_ops` is cheap: it loads no native code, ONNX, ONNX Runtime or torch. Import the module that you need:
 `numpy_nodes` (the reference), `cpu` (native kernels), `ort` (ONNX Runtime), `onnx_functions` (portable bodies).
 
-`is_mxfp8_native(device)` and `native_reason(device)` say whether a device multiplies MXFP8 itself (`cuda/hardware.py`);
-`is_mxfp8_available(return_reason=False)` says it of GPU 0, as TransformerEngine's function of that name.
+`is_mxfp8_native(device)` and `native_reason(device)` tell if a device multiplies MXFP8 itself (`cuda/hardware.py`).
+`is_mxfp8_available(return_reason=False)` tells it of GPU 0, like TransformerEngine's function of the same name.
 """
 
 from __future__ import annotations

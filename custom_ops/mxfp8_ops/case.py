@@ -1,7 +1,7 @@
-"""What the nodes of one op have in common in a model: its function body is written for that, and for nothing else.
+"""The case of an op in a model: the facts that all its nodes share. Its function body is written for this case alone.
 
-A model has one function for each op, so nodes that differ share one: an attribute of several values is read as the
-model runs, and a fact that does not hold for every node is left out.
+A model has one function per op, so nodes that differ share it. The body reads an attribute that has several values when
+the model runs, and relies only on facts that hold for every node.
 """
 
 from __future__ import annotations
@@ -16,40 +16,42 @@ from mxfp8_ops.node import Op
 
 @dataclass(frozen=True)
 class Input:
-    """What is known of an input of the nodes of one op; the default is nothing but that it is there."""
+    """The known facts about one input of the nodes of an op. By default only one is known: the input is present."""
 
     dtype: int = 0
-    """An onnx.DataType; 0 if it is unknown."""
+    """An onnx.DataType; 0 if unknown."""
     shape: tuple[int | None, ...] | None = None
-    """A None in it is an unknown size."""
+    """The sizes; None is an unknown size."""
     whole: bool = False
-    """Whether the last axis has whole blocks."""
+    """Whether the size of the last axis is a multiple of 32, so that each block is full."""
     constant: bool = False
-    """Whether it is an initializer, or a Constant."""
+    """Whether the input is an initializer or the output of a Constant node."""
     neutral: bool = False
-    """Whether it is a constant that changes nothing, as the contract has one for an input that is not there."""
+    """Whether the input is a constant that changes nothing; nodes write one in place of some absent inputs."""
     present: bool | None = True
-    """None: in some of the nodes. An input that is not there may have a stand-in, whose dtype and shape are known."""
+    """Whether the nodes have the input; None if only some have it. An absent input may have a neutral constant in its
+    place: then its dtype and shape are known."""
 
     @classmethod
     def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: bool) -> Input:
-        """Returns the facts of a tensor of this dtype and shape."""
+        """Returns the facts that follow from a tensor's dtype and shape, with other `facts` as they are."""
         sizes = None if shape is None else tuple(shape)
         last = (sizes[-1] if sizes else None) or 0  # an unknown size is not whole
         return cls(dtype, sizes, last > 0 and last % BLOCK_SIZE == 0, **facts)
 
     @property
     def rank(self) -> int | None:
-        """The number of axes."""
+        """The number of axes; None if unknown."""
         return None if self.shape is None else len(self.shape)
 
     @property
     def last(self) -> int | None:
-        """Size of the last axis."""
+        """The size of the last axis; None if unknown."""
         return self.shape[-1] if self.shape else None
 
     def __or__(self, other: Input) -> Input:
-        """Returns what holds for both."""
+        """Returns the facts that hold for both inputs."""
+        # An absent input has no dtype or shape to contradict the other's: the facts stay, for the nodes that have it.
         if ABSENT in (self, other):
             there = other if self == ABSENT else self
             return there if self == other else replace(there, present=None)
@@ -71,18 +73,18 @@ ABSENT: Final = Input(present=False)
 
 @dataclass(frozen=True)
 class Case:
-    """The nodes of one op that a body is for."""
+    """The facts about the nodes of one op, which its function body is written for."""
 
     op: Op
     attributes: Mapping[str, tuple[Any, ...]]
-    """The values that each attribute has."""
+    """All values that each attribute has in these nodes."""
     inputs: Mapping[str, Input]
-    """By port; an optional port that is not there is absent."""
+    """The facts of each input by its port name; `ABSENT` if no node has it."""
     whole: bool = False
-    """Whether what it quantizes has whole blocks."""
+    """Whether the blocks that the nodes quantize are all full."""
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as `from_json` takes it, for a node that stands alone."""
+        """Returns the case of a single node as JSON data, which `from_json` reads."""
         inputs = {name: astuple(value) for name, value in self.inputs.items()}
         return {"attributes": {k: v for k, (v,) in self.attributes.items()}, "inputs": inputs, "whole": self.whole}
 
@@ -91,8 +93,9 @@ class Case:
         """Returns the case that `to_json` wrote.
 
         Raises:
-            ValueError, TypeError, LookupError: it is not one of `op`.
+            ValueError, TypeError, LookupError: the data is not a case of `op`.
         """
+        # The data comes from a file that any program may have edited: names and types are checked, values by the body.
         same = {name: type(value) for name, value in made["attributes"].items()}
         if same != {name: type(default) for name, default in op.attributes.items()}:
             raise ValueError("other attributes")
@@ -101,7 +104,7 @@ class Case:
         return cls(op, {k: (v,) for k, v in made["attributes"].items()}, shaped, bool(made["whole"]))
 
     def __or__(self, other: Case) -> Case:
-        """Returns the case of all nodes of both."""
+        """Returns the case that covers the nodes of both."""
         attributes = {
             name: tuple(dict.fromkeys((*values, *other.attributes[name]))) for name, values in self.attributes.items()
         }
@@ -110,7 +113,7 @@ class Case:
 
 
 def merged(cases: Iterable[Case]) -> dict[str, Case]:
-    """Returns one case for each op, by its name."""
+    """Returns one case per op, by op name, that covers all its cases."""
     result: dict[str, Case] = {}
     for case in cases:
         name = case.op.name

@@ -1,6 +1,6 @@
-"""The rules of shapes, dtypes and scales that nodes share, once for every backend; others are in nodes/.
+"""Checks of shapes, dtypes and scales that several nodes need, for all backends. Checks of one node are in nodes/.
 
-They take shapes, or arrays of NumPy or CuPy; torch, whose shapes may be symbolic, passes shapes.
+They take shapes, or arrays of NumPy or CuPy. The torch ops pass shapes, which may be symbolic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def scale_count(k: int) -> int:
 
 
 def scale_shape(shape: Shape, axis: int) -> Shape:
-    """Returns the shape of the scales of elements of that shape, blocked along an axis they have."""
+    """Returns the shape of the scales of elements of shape `shape` in blocks along `axis`, which must exist."""
     # A partial last block has a scale of its own: hence ceil, not floor.
     sizes = [*shape]
     sizes[axis] = scale_count(sizes[axis])
@@ -30,15 +30,15 @@ def scale_shape(shape: Shape, axis: int) -> Shape:
 
 
 def split_at(shape: Shape, axis: int) -> tuple[int, int, int]:
-    """Returns `shape` as (outer, K, inner): K is that of `axis` (0..rank-1), the others what is before and after it."""
+    """Returns (outer, K, inner): the size of `axis` (0..rank-1) and the products of the sizes before and after it."""
     return math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :])
 
 
 def normalize_axis(where: str, ndim: int, axis: int) -> int:
-    """Returns `axis` as 0..ndim-1.
+    """Returns `axis` counted from the front: 0..ndim-1.
 
     Raises:
-        ShapeError: there is no such axis.
+        ShapeError: a tensor of `ndim` axes has no such axis.
     """
     if not -ndim <= axis < ndim:
         raise ShapeError(
@@ -48,7 +48,7 @@ def normalize_axis(where: str, ndim: int, axis: int) -> int:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Returns "float32" for that dtype of NumPy, CuPy or torch."""
+    """Returns the plain name of a dtype of NumPy, CuPy or torch, such as "float32"."""
     # By name and not by np.dtype(dtype): that raises for torch's dtypes, and importing torch here would cost seconds.
     return getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
 
@@ -62,7 +62,7 @@ def check_value_dtype(where: str, dtype: Any) -> None:
 
 
 def check_scales(where: str, elements: Shape, scales: Shape, axis: int) -> None:
-    """Raises ShapeError unless scales of that shape have one code per block along `axis`, which such elements have."""
+    """Raises ShapeError unless shape `scales` has one code per block of shape `elements` along `axis`."""
     expected = scale_shape(elements, axis)
     if scales != expected:
         raise ShapeError(
@@ -74,7 +74,7 @@ def check_scales(where: str, elements: Shape, scales: Shape, axis: int) -> None:
 
 
 def check_codes(where: str, elements: Any, scales: Any, axis: int) -> None:
-    """Raises ShapeError unless both arrays are uint8 and `scales` fits `elements`, see `check_scales`."""
+    """Raises ShapeError unless both arrays are uint8 and `scales` has one code per block; see `check_scales`."""
     check_scales(where, elements.shape, scales.shape, axis)
     for name, codes in (("elements", elements), ("scales", scales)):
         if codes.dtype != np.uint8:

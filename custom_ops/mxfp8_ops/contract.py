@@ -1,7 +1,7 @@
-"""The registry of the nodes: their rows, from the files of nodes/, and what torch calls them.
+"""The registry of the nodes: their rows, which the files of nodes/ define, and the torch ops that correspond to them.
 
-ONNX graphs, function bodies, the native ONNX Runtime kernels and the torch ops implement these rows; passes and checks
-read them. For C++, `custom_ops/generate.py` writes them into src/contract.h.
+Function bodies, the ONNX Runtime kernels and the torch ops implement these rows; passes and checks read them.
+`custom_ops/generate.py` writes them into src/contract.h for C++.
 """
 
 from __future__ import annotations
@@ -83,20 +83,22 @@ __all__ = [
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
     {op.name: op for file in (quantize, gemm, embedding, grouped, fused_gemm, attention) for op in file.OPS}
 )
-"""Every node of the domain, by op type."""
+"""All nodes of the domain, by op type, in the order in which the docs and the C++ enum list them."""
 
 
 @dataclass(frozen=True)
 class TorchOp:
-    """One op of torch namespace `DOMAIN`; its file in torch_ops has its schema."""
+    """One op of the torch namespace `DOMAIN`; its file in torch_ops/ has the schema."""
 
     name: str
     node: Op | None = None
-    """The node it is exported to, that of quantized activations if it takes both; None if ONNX has none."""
+    """The node that an export to ONNX writes for it; None if there is none."""
     weight: tuple[str, str, str] | None = None
-    """Arguments with a packed weight: its elements, its scales, its format."""
+    """The names of the arguments that hold a packed weight: its elements, its scales, its format."""
     multiplies: bool = False
+    """Whether the op multiplies matrices."""
     trains: bool = False
+    """Whether the op has gradients, so that a program that contains it can be trained."""
 
     @property
     def full_name(self) -> str:
@@ -126,13 +128,13 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
         )
     }
 )
-"""Every op of the namespace, by full name."""
+"""All ops of the namespace, by full name."""
 
 TORCH_GEMMS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.multiplies)
 """Full names of the torch ops that multiply matrices."""
 
 TRAINING_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.trains)
-"""Those with gradients for training, which ONNX lacks."""
+"""Full names of the torch ops with gradients; no ONNX node has gradients."""
 
 PACKED_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.weight == _B)
-"""Those that the passes give a packed weight: the gemms, and the embedding."""
+"""Full names of the torch ops to which the passes give a packed weight: the gemms and the embedding."""

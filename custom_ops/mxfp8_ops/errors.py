@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Option:
-    """An option that an advice names: by its Python name, unless the command line puts in its own."""
+    """An option that an advice names. It prints its Python name; the command line prints its own spelling instead."""
 
     name: str
     value: object = None
@@ -41,17 +41,18 @@ class Mxfp8Error(ValueError):
 
         Args:
             where: file, node, tensor, option or function; or the whole message, if there are no other parts.
-            what: the error.
-            expected: a correct state.
-            advice: an instruction; in pieces where it names options.
+            what: what is wrong there.
+            expected: what would be right.
+            advice: what the user should do; a sequence of texts and options if it names options.
         """
+        # Parts, not one text: the command line spells options its own way, and `inside` prepends a place.
         self.where, self.what, self.expected = str(where), what, expected
         self._advice = (advice,) if isinstance(advice, str) else tuple(advice)
         super().__init__(self.message())
 
     @property
     def problem(self) -> str:
-        """The first part of the message: place and error."""
+        """The first part of the message: where, and what is wrong."""
         return f"{self.where}: {self.what}" if self.what else self.where
 
     @property
@@ -68,7 +69,7 @@ class Mxfp8Error(ValueError):
         return "".join(piece if isinstance(piece, str) else write(piece) for piece in self._advice)
 
     def inside(self, place: str) -> Self:
-        """Returns the same error with a place in front of its own."""
+        """Returns the same error with `place` in front of its own place."""
         return type(self)(f"{place}: {self.where}", self.what, expected=self.expected, advice=self._advice)
 
     @classmethod
@@ -85,6 +86,7 @@ class Mxfp8Error(ValueError):
     def unwritable(cls, path: object, error: OSError, advice: str | Sequence[str | Option] = "choose another") -> Self:
         """Returns the error for a file that the system does not let us write."""
         folder = Path(str(path)).parent
+        # The text of a FileNotFoundError names the file, but the folder is missing.
         if isinstance(error, FileNotFoundError) and "\0" not in str(folder) and not folder.is_dir():
             what = f"folder {folder} does not exist"
             return cls(path, what, expected="a file in an existing folder", advice="create the folder")
@@ -111,4 +113,4 @@ class ContractError(Mxfp8Error):
 
 
 class BackendError(Mxfp8Error):
-    """A backend (native library, ONNX Runtime, CUDA) is missing or too old for what is asked of it."""
+    """A backend (native library, ONNX Runtime, CUDA) is missing, or too old for the request."""

@@ -1,7 +1,7 @@
 """The number formats as data: one row per value dtype, element format and scale rounding.
 
-A row has the names of the dtype in other libraries, and its layout; behaviour derives from the rows. "Add a format" in
-custom_ops/README.md says what else a new row needs.
+A row has the names of the dtype in other libraries and its bit layout; behaviour derives from the rows. "Add a format"
+in custom_ops/README.md lists what else a new row needs.
 
 Source: OCP Microscaling Formats (MX) Specification v1.0, sections 5.2 (MXFP8), 5.3 (FP8 elements), 5.4 (E8M0 scales).
 """
@@ -23,7 +23,7 @@ SCALE_BIAS: Final = 127
 """E8M0: code s stands for 2^(s - 127)."""
 
 SCALE_NAN: Final = 255
-"""E8M0: the one code that is NaN; it poisons its block."""
+"""E8M0: the only NaN code; every value of its block is NaN."""
 
 ELEMENT_NAN: Final = 0x7F
 """The NaN we write: all exponent and mantissa bits set, sign clear, in every element format."""
@@ -34,7 +34,7 @@ class Dtype:
     """The names and codes of one dtype in the libraries that store it or compute with it."""
 
     name: str
-    """Our name, in arguments and recipes; in capitals, that of its code in src/mxfp8_ops.h."""
+    """Our name, in arguments and recipes. Its code in src/mxfp8_ops.h has the same name in capitals."""
     numpy_name: str
     """Name of the dtype in NumPy or ml_dtypes, in torch and in torchao."""
     bytes: int
@@ -42,15 +42,15 @@ class Dtype:
     mantissa_bits: int
     """Bits after the leading one."""
     onnx_name: str
-    """Name of its onnx.TensorProto.DataType."""
+    """Name in onnx.TensorProto.DataType."""
     onnx_dtype: int
-    """That code; the native library has the same."""
+    """Code in onnx.TensorProto.DataType; the native library uses the same code."""
     cuda_name: str
-    """Type in src/cuda/codec.cuh."""
+    """Name of the type in src/cuda/codec.cuh."""
     cuda_data_type: int
-    """cudaDataType, which cuBLAS and cuBLASLt take."""
+    """Code in cudaDataType, which cuBLAS and cuBLASLt take."""
     safetensors_name: str
-    """Dtype in safetensors files, those of compressed-tensors among them."""
+    """Name of the dtype in safetensors files, also in files of compressed-tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,9 @@ class ValueDtype(Dtype):
 
 @dataclass(frozen=True, kw_only=True)
 class Minifloat:
-    """An element: one sign bit, `exponent_bits`, `mantissa_bits`. With one exponent bit it is a fixed-point number.
+    """The layout of an element: a sign bit, exponent bits, mantissa bits. One exponent bit gives a fixed-point number.
 
-    Codes above `max_code` are NaN, but if there are several the first is infinity.
+    Codes above `max_code` are NaN; if there are several such codes, the first is infinity.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Minifloat:
 
     @property
     def bits(self) -> int:
-        """Bits per value, the sign among them."""
+        """Bits per value, the sign bit included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -98,7 +98,7 @@ class Minifloat:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number; values below have the same steps as those of that exponent."""
+        """Exponent of the smallest normal number; subnormal numbers have the same step as numbers of this exponent."""
         return 1 - self.bias
 
     @property
@@ -113,11 +113,11 @@ class ElementFormat(Dtype, Minifloat):
 
     bytes: int = 1
     twos_complement: bool = False
-    """A negative code is 256 less its magnitude, and each code is a number; else the top bit is the sign."""
+    """Whether a negative value has the code 256 - magnitude, and no code is NaN; otherwise the top bit is the sign."""
 
     @property
     def mx_name(self) -> str:
-        """Name of the format of blocks of these elements, OCP MX v1.0 section 5: MXFP8 or MXINT8."""
+        """Name of the block format with these elements, as in OCP MX v1.0 section 5: MXFP8 or MXINT8."""
         return "MXINT8" if self.twos_complement else "MXFP8"
 
 
@@ -155,7 +155,7 @@ ELEMENT_FORMATS: Final[Mapping[str, ElementFormat]] = MappingProxyType({f.name: 
 DTYPES: Final[Mapping[str, Dtype]] = MappingProxyType({**VALUE_DTYPES, **ELEMENT_FORMATS})
 
 SCALE_ROUNDINGS: Final = ("ceil", "floor", "even")
-"""How amax becomes a scale.
+"""The rules that derive a scale from the amax of a block.
 
 ceil   the smallest s with amax <= max * 2^(s - 127): nothing saturates. TransformerEngine, cuBLAS ("RCEIL"),
        NVIDIA's "Recipes for Pre-training LLMs with MXFP8".
@@ -165,17 +165,17 @@ even   floor after amax is rounded half up to the element's mantissa: torchao's 
 
 
 def scale_increment(fmt: Minifloat, scale_rounding: str) -> int:
-    """Returns what to add to the bits of a float32 amax so that its exponent field, less emax, is the scale code.
+    """Returns the integer to add to the bits of a float32 amax; the exponent field of the sum, less emax, is the scale.
 
-    All three roundings are this one integer addition: it carries into the exponent exactly where the rounding
-    says the next power of two is needed. No logarithm, so nothing is off by one near a boundary.
+    All three roundings are one integer addition: it carries into the exponent exactly where the rounding needs the next
+    power of two. It needs no logarithm, so no scale is off by one near a boundary.
 
-    A subnormal amax takes half of it, without its last bit. From 2^-127 on its bits are the leading one, which is not
-    implied, and the mantissa shifted right by one. Below, neither carries: the scale code is 0.
+    Add half the integer, rounded down, to a subnormal amax. From 2^-127 on, the bits of a subnormal are its leading
+    one, which is explicit, and its mantissa shifted right by one. Below 2^-127 nothing carries: the scale code is 0.
     """
     # With bits = exponent << 23 | mantissa, the sum carries into the exponent where mantissa + increment >= 2^23.
     if scale_rounding == "ceil":
-        return 0x7FFFFF - fmt.max_mantissa  # carries when the mantissa exceeds that of the format's maximum
+        return 0x7FFFFF - fmt.max_mantissa  # carries when the mantissa exceeds the mantissa of the format's maximum
     if scale_rounding == "floor":
         return 0
     if scale_rounding == "even":
@@ -184,27 +184,30 @@ def scale_increment(fmt: Minifloat, scale_rounding: str) -> int:
 
 
 LOG2_SLACK: Final = 2e-8
-"""A quarter of the least distance of the logarithms of two float32 numbers, 8.6e-8. Those of float64 are 1e-13 off."""
+"""A quarter of 8.6e-8, the smallest distance between the logarithms of two float32 numbers.
+
+The error of a float64 logarithm is at most 1e-13, far below the slack.
+"""
 
 
 def scale_offset(fmt: Minifloat, scale_rounding: str) -> float:
-    """Returns what to add to log2(amax) so that the sum, truncated and clamped to 0..254, is the scale code.
+    """Returns the number to add to a float64 log2(amax); the sum, truncated and clamped to 0..254, is the scale code.
 
-    `scale_increment` for those who have no bits: it carries where the mantissa is above 0x7fffff - increment. The slack
-    keeps that mantissa itself below the step, and no other number of float32 is so close. Subnormals need no rule of
-    their own. For logarithms in float64.
+    It replaces `scale_increment` in standard ONNX ops, which cannot read the bits of a float. The integer carries where
+    the mantissa is above 0x7fffff - increment. The slack keeps this mantissa itself below the step; every other float32
+    number is farther from the step. Subnormals need no rule of their own.
     """
     mantissa = 1 + (0x7FFFFF - scale_increment(fmt, scale_rounding)) * 2.0**-23
     return SCALE_BIAS + 1 - fmt.emax - math.log2(mantissa) - LOG2_SLACK
 
 
 def activation_dtype(name: str | None) -> ValueDtype:
-    """Returns what values are rounded to before they are multiplied: BFLOAT16 for "bfloat16".
+    """Returns the dtype to which a gemm rounds its activations first: BFLOAT16 for "bfloat16", FLOAT32 for None.
 
-    FLOAT32 for None: it holds every value, so they are multiplied as they are.
+    Rounding to FLOAT32 changes no value.
 
     Raises:
-        ContractError: another name.
+        ContractError: `name` is another name.
     """
     if name is None:
         return FLOAT32
@@ -217,7 +220,7 @@ def element_format(name: str) -> ElementFormat:
     """Returns the row of `ELEMENT_FORMATS` called `name`.
 
     Raises:
-        ContractError: there is no such format.
+        ContractError: no format has this name.
     """
     try:
         return ELEMENT_FORMATS[name]

@@ -1,7 +1,7 @@
-"""How the function body of a node is written: a `Body` collects its nodes and names their values.
+"""The writer of function bodies: a `Body` collects the nodes of one body and names their values.
 
-A body is written for a `Case`, what the nodes of one op have in common. An attribute of one value is a constant in it.
-One of several is read from the node, or chooses between the branches of an If, which ONNX Runtime folds.
+A body is written for a `Case`, the facts that the nodes of one op share. An attribute with one value is a constant in
+the body. An attribute with several is read from the node, or chooses a branch of an If, which ONNX Runtime folds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: Attr
 
 @dataclass(frozen=True)
 class Attribute:
-    """A reference to an attribute of the function, to be the value of an attribute of a node in its body."""
+    """A reference to an attribute of the function, for use as an attribute of a node in its body."""
 
     name: str
     type: AttributeProto.AttributeType
@@ -34,12 +34,12 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Style:
-    """How bodies are written where there is a choice."""
+    """The choices that a writer of bodies has."""
 
     folds_weights: bool = True
-    """Constant weights are decoded when a session opens, and held as float32; else at every run."""
+    """True: ONNX Runtime decodes constant weights once, when a session opens, and holds float32. False: at each run."""
     in_function: bool = True
-    """True: a function for ONNX Runtime. False: nodes of a graph, which other programs run too."""
+    """True: the body is a function, for ONNX Runtime. False: it is nodes of a graph, which other programs run too."""
 
 
 STYLE: Final = Style()
@@ -55,13 +55,13 @@ class Body:
     style: Style = STYLE
     nodes: list[NodeProto] = field(default_factory=list)
     called: list[Case] = field(default_factory=list)
-    """The nodes of the contract that are in it."""
+    """The nodes of the contract that the body contains."""
     _names: dict[str, int] = field(default_factory=dict)
     _constants: dict[bytes, str] = field(default_factory=dict)
 
     @property
     def op(self) -> Op:
-        """The node that the body is of."""
+        """The node type that the body computes."""
         return self.case.op
 
     def __call__(self, op_type: str, *inputs: str, out: str = "", **attributes: Any) -> str:
@@ -71,9 +71,9 @@ class Body:
         return out
 
     def call(self, op: Op, inputs: Mapping[str, tuple[str, Input]], out: Sequence[str], **attributes: Any) -> list[str]:
-        """Appends a node of the contract and returns its outputs, whose names are `out`.
+        """Appends a node of the contract and returns the names of its outputs, after `out`.
 
-        `inputs` has the value of each port, and what is known of it; attributes that are absent have their defaults.
+        `inputs` has each port's value and the known facts about it. An attribute that is left out has its default.
         """
         outputs = [self.unique(name) for name in out]
         settings = {**op.attributes, **attributes}
@@ -98,6 +98,7 @@ class Body:
 
     def result(self, value: str, port: str) -> None:
         """Makes `value` the output `port` of the function."""
+        # By renaming: an Identity would be one more node. An input keeps its name, so it needs one.
         for node in self.nodes:
             if value in node.output:
                 break
@@ -110,13 +111,14 @@ class Body:
                 names[:] = [port if name == value else name for name in names]
 
     def inner(self) -> Body:
-        """Returns the body of a Loop or an If inside this one, whose values it sees; no two share a name."""
+        """Returns an empty body for a Loop or an If inside this one, which may use the values of this body."""
+        # All bodies share `_names`, so that no value hides another. Constants are not visible outside their subgraph.
         return replace(self, nodes=[], _constants={})
 
     # --- Attributes
 
     def attribute(self, name: str) -> Any:
-        """Returns attribute `name`: its value if it has one, or a reference to that of the function."""
+        """Returns the value of attribute `name`; a reference to the function's attribute if it has several values."""
         value, *others = self.case.attributes[name]
         return Attribute(name, _KINDS[type(self.op.attributes[name])]) if others else value
 
@@ -137,9 +139,10 @@ class Body:
         return self.constant([value])
 
     def choose(self, name: str, write: Callable[[Body, Any], str], dtype: int = FLOAT) -> str:
-        """Returns what `write` makes for the value of attribute `name`: an If for each value but the last.
+        """Returns the result of `write` for the value that attribute `name` has when the model runs.
 
-        `write` appends nodes to the body that it is passed, for one value, and returns a result of `dtype`.
+        `write` appends nodes for one value to the body that it gets, and returns the name of a result of `dtype`. Each
+        value except the last adds an If.
         """
         return self._choice(name, self.case.attributes[name], write, dtype)
 
@@ -154,10 +157,10 @@ class Body:
         return self("If", condition, out=f"of_{name}", then_branch=branches[0], else_branch=branches[1])
 
     def _equals(self, name: str, value: Any) -> str:
-        """Returns whether the attribute `name` of several values is this one."""
+        """Returns the name of a bool tensor: whether attribute `name`, which has several values, equals `value`."""
         if not isinstance(value, str):
             return self("Equal", self.number(name), self.constant(type(value)(value)))
-        # One tensor of both, then apart: onnx's ReferenceEvaluator takes strings of two lengths for two dtypes.
+        # Both strings go through one tensor: in onnx's ReferenceEvaluator strings of two lengths have two dtypes.
         actual = self("Constant", value_string=Attribute(name, AttributeProto.STRING))
         actual = self("Reshape", actual, self.constant([1]))
         both = self("Concat", self("Constant", value_strings=[value]), actual, axis=0)
@@ -166,7 +169,7 @@ class Body:
     # --- Inputs
 
     def known(self, port: str) -> Input:
-        """Returns what is known of an input."""
+        """Returns the known facts about an input."""
         return self.case.inputs[port]
 
     def floats(self, port: str) -> str:
@@ -174,12 +177,12 @@ class Body:
         return port if self.known(port).dtype == FLOAT else self("Cast", port, to=FLOAT)
 
     def cast(self, value: str, name: str) -> str:
-        """Returns a float32 value in the dtype that the attribute `name` says."""
+        """Returns a float32 value cast to the dtype in attribute `name`."""
         dtype = self.attribute(name)
         return value if dtype == FLOAT else self("Cast", value, to=dtype)
 
     def like(self, value: str, port: str) -> str:
-        """Returns float32 values in the dtype of an input."""
+        """Returns float32 values cast to the dtype of an input."""
         dtype = self.known(port).dtype
         if dtype == FLOAT:
             return value
@@ -187,8 +190,8 @@ class Body:
 
     def or_zeros(self, name: str, like: str) -> str:
         """Returns the optional float32 input `name` [N], or zeros where it is absent; `like` is [..., N, x]."""
-        # A function has no If for that: its branches would name the absent value. Gemm's C is optional too, and
-        # 0 * 0 + C is "C or zero".
+        # An If cannot choose here, because a branch would name the absent value. Gemm's C is optional too: the result
+        # of 0 * 0 + C is C, or 0 without C.
         if self.known(name).present:
             return name
         n = self("Shape", like, start=-2, end=-1)
@@ -199,10 +202,8 @@ class Body:
     # --- Blocks
 
     def blocks(self, x: str, *, whole: bool) -> tuple[str, Callable[[str], str]]:
-        """Returns x [..., K] as blocks [n, 32], the last one of each row zero-padded, and what puts them back.
-
-        Only -1 and 32 in the shape: neither is ambiguous where another size is 0.
-        """
+        """Returns x [..., K] as blocks [n, 32], zero-padded at the end of each row, and the function that undoes it."""
+        # The shape of blocks is [-1, 32], without other sizes: with a size of 0 beside it, -1 is ambiguous.
         shape = padded = self("Shape", x)
         k = ""
         if not whole:
@@ -222,22 +223,22 @@ class Body:
     def values(self, elements: str, scales: str, known: Input, *, whole: bool = False) -> str:
         """Returns the float32 values of (elements [..., K], scales [..., ceil(K / 32)]) of any element format.
 
-        `known` is what is known of the elements, `whole` whether others say that their blocks are whole.
+        `known` has the facts about the elements. `whole` adds the fact that all blocks are full.
         """
         factors, whole = self.factors(scales, elements, known), known.whole or whole
         if known.constant and not self.style.folds_weights and (known.rank or 0) > 1 and (whole or known.last):
-            # ONNX Runtime folds every op with constant inputs but this one. It takes a scale [1] for that of a tensor,
-            # and divides by zero if there are no values.
+            # ONNX Runtime folds all ops with constant inputs except this one. It needs two axes and values: it reads a
+            # scale [1] as the scale of the whole tensor, and divides by zero if there are no values.
             return self("DequantizeLinear", elements, factors, axis=-1, block_size=BLOCK_SIZE)
         blocks, back = self.blocks(self("Cast", elements, to=FLOAT), whole=whole)
         return back(self("Mul", blocks, self("Reshape", factors, self.constant([-1, 1]))))
 
     def factors(self, scales: str, elements: str, known: Input) -> str:
-        """Returns what to multiply element values by, or INT8 codes, in float32: 2^(s - 127), and 2^-6 of that."""
+        """Returns the float32 factors of cast elements: 2^(s - 127); for INT8, whose unit is 2^-6, 2^(s - 133)."""
         codes = self("Cast", scales, to=INT32)
         if known.dtype in ELEMENTS:
             return self("Gather", self.powers(INT8.mantissa_bits * (known.dtype == INT8.onnx_dtype)), codes)
-        # Elements of formats that differ, or are unknown: 1.5 stays 1.5 in a floating-point format, and is 1 in INT8.
+        # The format is unknown, or nodes have several. A cast tells INT8: it makes 1 of 1.5, a float format keeps 1.5.
         of_format = self("Cast", self("CastLike", self.constant(np.float32(1.5)), elements), to=FLOAT)
         is_int8 = self("Less", of_format, self.constant(np.float32(1.5)))
         factors = self("Gather", self.powers(), codes)
@@ -248,8 +249,8 @@ class Body:
         """Returns the table code -> float32 value of all E8M0 scales, times 2^-shift: [0] is 2^-127, [255] NaN."""
         if not self.style.in_function:
             return self.constant(np.ldexp(numerics.decode_scale(np.arange(256, dtype=np.uint8)), -shift))
-        # ONNX Runtime shares constants of a few values between functions, and then what is computed of them. So the
-        # gemms of one activation decode it once, which they would not with a table each.
+        # Computed, because ONNX Runtime shares only small constants between functions, and then the values computed
+        # from them. So several gemms decode their common activation once. With a table in each function they would not.
         first, end, step = (self.constant(np.float32(x)) for x in (-127 - shift, 128 - shift, 1))
         finite = self("Pow", self.constant(np.float32(2)), self("Range", first, end, step))
         return self("Concat", finite, self.constant(np.full(1, np.nan, np.float32)), axis=0)

@@ -1,6 +1,6 @@
-"""Loads libmxfp8_ops through ctypes, on first use, and chooses the instruction set its kernels run on.
+"""Loads libmxfp8_ops through ctypes on first use, and selects the instruction set of its kernels.
 
-The best this processor has, unless the environment variable MXFP8_ISA or `forced_isa` names another.
+It is the best one of this processor, unless the environment variable MXFP8_ISA or `forced_isa` names another.
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from mxfp8_ops import c_abi, contract, system
 from mxfp8_ops.errors import BackendError, ShapeError
 
 PREPACK: Final = ("auto", "never", "decoded")
-"""What is kept of a constant weight besides itself: its codes in the layout of the kernel, 1.03 bytes a value; nothing;
-or bfloat16 numbers where the kernel multiplies those, two bytes a value. The order is that of mxfp8_ops.h."""
+"""The copies of a constant weight that the library keeps beside it, in the order of mxfp8_ops.h.
+
+auto     its codes in the layout of the kernel: 1.03 bytes a value.
+never    none.
+decoded  bfloat16 numbers, if the kernel multiplies bfloat16: two bytes a value.
+"""
 
 _REINSTALL: Final = "reinstall the project"
 _ERROR_FIELDS: Final = (1, 2, 3)
 """MXFP8_PROBLEM, MXFP8_EXPECTED and MXFP8_ADVICE of mxfp8_ops.h."""
 _BAD_ARGUMENT: Final = -1
-"""MXFP8_BAD_ARGUMENT of mxfp8_ops.h; every other status is a fault of the library or the machine."""
+"""MXFP8_BAD_ARGUMENT of mxfp8_ops.h; any other error status is a fault of the library or the machine."""
 
 
 class AttentionArguments(Structure):
-    """`mxfp8_attention_arguments` of the C header."""
+    """The C struct `mxfp8_attention_arguments`."""
 
     _fields_ = (
         *((name, c_int) for name in ("dtype", "mask_dtype", "activation_dtype", "causal", "nan_guard")),
@@ -45,7 +49,7 @@ class AttentionArguments(Structure):
 
 
 class PackStats(Structure):
-    """`mxfp8_pack_stats` of the C header."""
+    """The C struct `mxfp8_pack_stats`."""
 
     _fields_ = (("signal", c_double), ("noise", c_double), ("first_nonfinite", c_int64))
 
@@ -57,9 +61,9 @@ def check_prepack(prepack: str) -> None:
 
 
 class ConstantWeight:
-    """A weight [N, K] that never changes, in the layout of the kernel that multiplies it: see mxfp8_ops.h.
+    """A copy of a constant weight [N, K] in the layout of the kernel that multiplies it; see mxfp8_ops.h.
 
-    The first gemm that uses this object sets the weight. The weight's elements may not change while the object lives.
+    The first gemm that uses this object makes the copy. Do not change the weight's elements while the object lives.
 
     Args:
         prepack: one of `PREPACK`.
@@ -72,15 +76,15 @@ class ConstantWeight:
         weakref.finalize(self, load().mxfp8_weight_free, handle)
 
     def use(self) -> None:
-        """Makes the next gemm that this thread calls multiply with the weight."""
+        """Makes the next gemm of this thread multiply with this weight."""
         load().mxfp8_weight_use(self._handle)
 
 
 def library_path() -> Path:
-    """Returns the path of libmxfp8_ops, which is in the installed package.
+    """Returns the path of libmxfp8_ops in the installed package.
 
     Raises:
-        BackendError: it was not built.
+        BackendError: the library is not there.
     """
     # An editable install keeps the sources in the checkout and the built library in site-packages: look in both.
     folders = [Path(folder) for folder in mxfp8_ops.__path__]
@@ -97,22 +101,25 @@ def library_path() -> Path:
 
 
 def use_openmp(*, on: bool) -> None:
-    """Makes calls with a number of threads run on those of the process's OpenMP runtime, if it has one, or no longer.
+    """Makes calls with a number of threads run on the process's OpenMP threads, or on the library's own threads.
 
-    torch's threads wait busily for their next work and would keep the library's own from running: a gemm between torch
-    ops takes up to 1.4 times as long.
+    torch's OpenMP threads keep their processors busy while they wait for work. On threads of its own, beside them, a
+    gemm between torch ops takes up to 1.4 times as long.
+
+    Args:
+        on: use the OpenMP runtime; a process without one keeps the library's own threads.
     """
-    # CDLL(None) looks in the whole process: GOMP_parallel is there once libgomp is loaded, which torch does.
+    # CDLL(None) looks in the whole process. GOMP_parallel is there if libgomp is loaded; torch loads it.
     parallel = getattr(ctypes.CDLL(None), "GOMP_parallel", None) if on and sys.platform == "linux" else None
     load().mxfp8_use_openmp(ctypes.cast(parallel, c_void_p) if parallel else None)
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Returns the library, its functions typed.
+    """Returns the native library, with the types of its functions set.
 
     Raises:
-        BackendError: it is missing, cannot be loaded, or implements another node contract.
+        BackendError: the library is missing, cannot be loaded, or implements another node contract.
     """
     path = library_path()
     try:
@@ -130,7 +137,7 @@ def load() -> ctypes.CDLL:
         if function is None:
             raise BackendError(path, f"has no {name}", expected="the library of this version", advice=_REINSTALL)
         function.restype, function.argtypes = result, arguments
-    # The node contract is checked besides the functions: a library of another version may have the same functions.
+    # The node contract is checked too: a library of another version may have the same functions.
     version = library.mxfp8_contract_version()
     if version != contract.VERSION:
         raise BackendError(
@@ -151,7 +158,7 @@ def isa() -> str:
     Raises:
         BackendError: MXFP8_ISA names one that this machine does not have.
     """
-    # NULL: there are no kernels for what MXFP8_ISA names.
+    # NULL: MXFP8_ISA names an instruction set that has no kernels here.
     name: bytes | None = load().mxfp8_isa()
     if name is None:
         raise _no_such_isa("MXFP8_ISA", os.environ.get("MXFP8_ISA", ""))
@@ -185,7 +192,7 @@ def forced_isa(name: str) -> Iterator[None]:
 
 
 def check(where: str, status: int) -> None:
-    """Raises what a status other than 0 stands for, in the fields of its last error; call it on the thread that got it.
+    """Raises the last error of the library if `status` is not 0. Call it on the thread that received the status.
 
     Raises:
         ShapeError: an argument was refused.

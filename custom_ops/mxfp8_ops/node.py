@@ -1,6 +1,6 @@
-"""A row of the contract: what a node is called, its inputs, outputs and attributes, and its portable body.
+"""The type of a row of the contract: the name of a node, its inputs, outputs, attributes and portable body.
 
-`contract.py` is the registry of the rows, which are in nodes/.
+The rows are in nodes/; `contract.py` is their registry.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from mxfp8_ops import formats
 DOMAIN: Final = "mxfp8"
 """ONNX domain of the nodes, and torch namespace of the ops."""
 VERSION: Final = 1
-"""Version of this contract: the opset version of `DOMAIN`, recorded in every rewritten file."""
+"""Version of this contract: the opset version of `DOMAIN`, which every rewritten file records."""
 MIN_OPSET: Final = 21
-"""Lowest opset of the default domain that a rewritten model has; older models are converted up."""
+"""Lowest opset of the default domain in a rewritten model; a rewrite converts older models up to it."""
 
 # onnx.DataType.
 FLOAT: Final = formats.FLOAT32.onnx_dtype
@@ -35,82 +35,82 @@ VALUES: Final = tuple(dtype.onnx_dtype for dtype in formats.VALUE_DTYPES.values(
 ELEMENTS: Final = tuple(fmt.onnx_dtype for fmt in formats.ELEMENT_FORMATS.values())
 SCALES: Final = (UINT8,)
 ACTIVATIONS: Final = (FLOAT, BFLOAT16)
-"""The values of `activation_dtype`: FLOAT leaves values as they are, of any dtype; BFLOAT16 rounds them to it."""
+"""The values of `activation_dtype`: FLOAT leaves values of any dtype as they are; BFLOAT16 rounds them to bfloat16."""
 INDICES: Final = (INT32, INT64)
 VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name for d in formats.VALUE_DTYPES.values()})
-"""Name of each value dtype by its ONNX code."""
+"""Names of the value dtypes by ONNX code."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """One input or output: its name, the dtypes it accepts, its shape in words."""
+    """One input or output: its name, its possible dtypes, its shape in words."""
 
     name: str
     dtypes: tuple[int, ...]
     shape: str
     optional: bool = False
-    """A node leaves absent inputs out, the last ones; it writes an absent output as an empty name, wherever it is."""
+    """Whether a node may lack it. Absent inputs at the end are left out; an absent output has an empty name."""
     like: str = ""
-    """The input whose dtype it always has; "" if it has one of its own."""
+    """The input whose dtype it always has; "" if its dtype is its own."""
     has_stand_in: bool = False
-    """A node writes a constant that changes nothing where it is not there: [0] or True, or a vector of no values."""
+    """Whether nodes without this input have a constant there that changes nothing: [0], True, or an empty vector."""
 
 
 @dataclass(frozen=True)
 class Op:
     """One node type.
 
-    An input called B has the elements of a packed weight [..., N, K], and B_scales after it their scales, of one layout
-    for every node: a table of rows and an output projection may share theirs. A gemm's other inputs are A (or X),
-    A_scales, and bias, factor or experts; it is weight-only if A has no scales. Passes and checks know a node by these
-    names and by the properties below, never by a list of nodes.
+    The input B holds the elements of a packed weight [..., N, K], and the next input, B_scales, their scales. All nodes
+    use one layout, so that an embedding and an output projection may share a weight. The other inputs of a gemm are A
+    (or X), A_scales, and bias, factor or experts; a gemm is weight-only if A has no scales. Passes and checks recognize
+    a node by these names and by the properties below, so that a new node needs no entry in a list.
     """
 
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     attributes: Mapping[str, int | float | str]
-    """Default of each; every attribute is always written out."""
+    """Default values by name; a rewrite writes all attributes to each node."""
     summary: str
     body: Callable[[Any], None]
-    """Writes its portable body, to a `function_body.Body`."""
+    """The function that writes the portable body to a `function_body.Body`."""
     is_gemm: bool = False
     """Whether it multiplies matrices."""
     fuses: tuple[str, str] = ("", "")
-    """The node whose place it takes, and what it does besides, which was a node of its own."""
+    """The node that this one replaces, and the op that it absorbs; empty for a node that fuses nothing."""
 
     def at(self, port: str) -> int | None:
-        """Returns which input is called `port`, or None if there is none."""
+        """Returns the index of the input `port`, or None if the node has no such input."""
         return next((index for index, row in enumerate(self.inputs) if row.name == port), None)
 
     @property
     def weight_only(self) -> bool:
-        """Whether it is a gemm whose A is not quantized."""
+        """Whether the node is a gemm with an A that is not quantized."""
         return self.is_gemm and self.at("A_scales") is None
 
     @property
     def quantizes(self) -> bool:
-        """Whether it gives elements and scales: its first two outputs."""
+        """Whether the first two outputs are elements and scales."""
         return self.outputs[0].name == "elements"
 
     @property
     def packed_at(self) -> int | None:
-        """Which input holds the elements of a packed weight, if there is one; its scales are the next."""
+        """Index of the input with the elements of a packed weight, or None; the next input has their scales."""
         b = self.at("B")
         return self.at("elements") if b is None else b
 
     @property
     def indices_at(self) -> int | None:
-        """Which input picks entries of the packed weight along its first axis, if there is one."""
+        """Index of the input that selects entries of the packed weight along its first axis, or None."""
         return next((index for index, row in enumerate(self.inputs) if {*row.dtypes} <= {*INDICES}), None)
 
     @property
     def factors_at(self) -> tuple[int, int] | None:
-        """Which two inputs it multiplies first: A (or X) and B, or Q and K; None if it multiplies none."""
+        """Indices of the inputs that the node multiplies first: A (or X) and B, or Q and K; None without a product."""
         second = self.packed_at if self.is_gemm else self.at("K")
         return None if second is None else (0, second)
 
     @property
     def is_plain(self) -> bool:
-        """Whether it packs, or reads what is packed, and does nothing besides: others stand for several nodes."""
+        """Whether the node only packs values or uses a packed weight; other nodes replace several nodes of a model."""
         return not self.fuses[0] and (self.quantizes or self.packed_at is not None)

@@ -1,7 +1,7 @@
-"""The arithmetic of the formats in NumPy: elements, scales, dtypes, and the bound of a sum in float32.
+"""The arithmetic of the formats in NumPy: elements, scales, dtypes, and the error bound of a float32 sum.
 
-Written to be read, not to be fast. Elements and scales are `uint8` arrays that hold the codes; see `formats.py` for
-what the codes mean. The references of the nodes are in nodes/.
+The code is simple rather than fast. Elements and scales are `uint8` arrays of codes; `formats.py` defines the codes.
+The references of the nodes are in nodes/.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ VALUE_DTYPES: Final = {name: np.dtype(row.numpy_name) for name, row in formats.V
 
 @dataclass(frozen=True)
 class ErrorBound:
-    """How far a correct float32-accumulating x @ weight.T + bias may be from the exact result, per output.
+    """The largest error of x @ weight.T + bias with sums in float32, per output, against the exact result.
 
         magnitude * ((K + 2) * per_term + store) + (K + 2) * underflow + tiny,   magnitude = sum |x||w| + |bias|
 
     The classic forward bound gamma_K * magnitude with gamma_K = K * u, u = 2^-24 (Higham, Accuracy and Stability of
-    Numerical Algorithms, section 3.1; two extra roundings for the bias and the final store), which holds for every
-    order of the sum; plus K products that may underflow; plus half a unit in the last place of the result's dtype.
+    Numerical Algorithms, section 3.1; two more roundings for the bias and the store), which holds for any order of the
+    sum; plus K products that may underflow; plus half a unit in the last place of the result's dtype.
     """
 
     per_term: float
@@ -43,18 +43,18 @@ class ErrorBound:
     """Half a unit in the last place of a subnormal result."""
 
     def at(self, magnitude: Any, k: int) -> Any:
-        """Returns the bound where the magnitude is `magnitude`."""
+        """Returns the bound for sums of `k` products whose magnitude, sum |x||w| + |bias|, is `magnitude`."""
         return magnitude * ((k + 2) * self.per_term + self.store) + ((k + 2) * self.underflow + self.tiny)
 
 
 def error_bound(dtype: str) -> ErrorBound:
     """Returns the bound for results of `dtype`: "float32", "float16" or "bfloat16"."""
     row = formats.VALUE_DTYPES[dtype]
-    narrow = row is not formats.FLOAT32  # the sum is in float32 already: storing that rounds nothing
+    narrow = row is not formats.FLOAT32  # the sum is in float32 already: storing it as float32 rounds nothing
     store = 2.0 ** -(row.mantissa_bits + 1) if narrow else 0.0
     tiny = 2.0 ** (row.min_exponent - row.mantissa_bits - 1) if narrow else 0.0
-    # 1 + store: storing rounds the error of the sum too. A product in the subnormal range of float32, whose spacing is
-    # 2^-149, is off by up to half of that: 2^-150.
+    # 1 + store: storing rounds the error of the sum too. Subnormal float32 numbers are 2^-149 apart, so the rounding of
+    # a product there has an error of up to 2^-150.
     return ErrorBound(2.0**-24 * (1 + store), store, 2.0**-150 * (1 + store), tiny)
 
 

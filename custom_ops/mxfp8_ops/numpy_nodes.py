@@ -1,7 +1,7 @@
-"""The reference of every node, in NumPy, that every other implementation is tested against; from the files of nodes/.
+"""The reference of each node in NumPy, from the files of nodes/. Tests compare every other implementation with it.
 
-Written to be read, not to be fast. The backends have the same functions with the same signatures. Elements and scales
-are `uint8` arrays that hold the codes; see `formats.py` for what the codes mean.
+The code is simple rather than fast. The backends have the same functions with the same signatures. Elements and scales
+are `uint8` arrays of codes; `formats.py` defines the codes.
 """
 
 from mxfp8_ops.nodes.attention import attention, attention_error_bound

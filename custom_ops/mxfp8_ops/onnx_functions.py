@@ -1,11 +1,11 @@
 """The nodes of `contract.py` as ONNX model-local functions made of standard ops.
 
-A model that carries them runs in any ONNX Runtime, with no library: the runtime inlines the body. Where our library
-is registered, its kernel of the same name wins. The gemms accumulate in float32 and stay within `gemm_error_bound`; the
-others give the bytes of the reference. `body` of a row writes its body, for what the nodes of a model have in common.
+A model with these functions runs in any ONNX Runtime without our library: the runtime inlines their bodies. If our
+library is registered, its kernels run instead. Gemms accumulate in float32 and stay within `gemm_error_bound`; other
+nodes give the bytes of the reference. `Op.body` writes the body of a node, for the nodes of one model.
 
-Weights that are initializers are decoded once, when the session is made: from then on they take the memory, and the
-time, of float32; a table of MXFP8Embedding, those of float16. A `Style` says otherwise.
+ONNX Runtime decodes weights that are initializers once, when a session opens. They then take the memory and the time of
+float32; a table of MXFP8Embedding takes those of float16. A `Style` can prevent it.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from mxfp8_ops.node import BOOL, DOMAIN
 def functions(
     model: ModelProto, style: Style = STYLE, known: Mapping[str, Input] = MappingProxyType({})
 ) -> list[FunctionProto]:
-    """Returns the function bodies that the nodes of ours in `model` need, those of nodes inside others too.
+    """Returns the functions that the nodes of domain `mxfp8` in `model` need, also nodes in subgraphs.
 
     Attach them with `model.functions.extend(...)`, and import the domain `contract.DOMAIN` at `contract.VERSION`. They
-    are for this model alone: for the formats, attributes and shapes that its nodes have; and for its opset, at which
-    ONNX Runtime resolves an inlined body, whatever the function itself imports.
+    are valid for this model alone: for the formats, attributes and shapes of its nodes, and for its opset. ONNX Runtime
+    resolves an inlined body at the opset of the model and ignores the opset that the function imports.
 
     Args:
-        model: its default domain is at `contract.MIN_OPSET` or above.
-        style: how they are written.
-        known: dtypes and shapes of values by name, beside those that the model has. They make shorter bodies.
+        model: a model with its default domain at `contract.MIN_OPSET` or above.
+        style: the choices of the writer.
+        known: dtypes and shapes of values by name, beyond those in the model. More facts make shorter bodies.
 
     Raises:
-        ContractError: the opset is too low, there is no such node, or an attribute has a value that it cannot have.
+        ContractError: the opset is too low, the contract has no such node, or an attribute has an illegal value.
     """
     opset = next((entry.version for entry in model.opset_import if entry.domain in ("", "ai.onnx")), 0)
     if opset < contract.MIN_OPSET:
@@ -64,11 +64,13 @@ def functions(
     outer = [*merged(case for _, case in nodes).values()]
     try:
         bodies = [_body(case, opset, style) for case in outer if case.op.fuses[0]]
-        # Bodies of fused nodes hold plain ones, which share their function with those of the graph.
+        # The body of a fused node contains plain nodes. They share one function with the plain nodes of the graph, so
+        # its case covers both.
         plain = [*(case for case in outer if not case.op.fuses[0]), *(case for body in bodies for case in body.called)]
         bodies += [_body(case, opset, style) for case in merged(plain).values()]
     except ContractError:
-        for node, case in nodes:  # which of them it is
+        # A merged case does not tell which node is wrong: the bodies of single nodes do.
+        for node, case in nodes:
             try:
                 _body(case, opset, style)
             except ContractError as error:
@@ -99,13 +101,13 @@ def _function(body: Body) -> FunctionProto:
     )
 
 
-# --- What a model says of its nodes
+# --- The facts that a model has about its nodes
 
 
 def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False) -> Case:
-    """Returns the case of one node, from the facts of values by name.
+    """Returns the case of one node, from the known facts about values by name.
 
-    `whole` says whether those who read the elements that it makes need whole blocks.
+    `whole` tells that a reader of the elements has full blocks, so the node's blocks are full too.
 
     Raises:
         ContractError: the contract has no such node.
@@ -124,17 +126,18 @@ def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False)
 
 
 def settings_of(node: NodeProto) -> dict[str, Any]:
-    """Returns every attribute of one of `contract.OPS`: text as str, defaults for those that it leaves out."""
+    """Returns all attributes of a node of `contract.OPS`: text as str, and the default of each that is missing."""
     written = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     text = {name: value.decode(errors="replace") for name, value in written.items() if isinstance(value, bytes)}
     return {**contract.OPS[node.op_type].attributes, **written, **text}
 
 
 def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[NodeProto, Case]]:
-    """Yields the nodes of ours in a graph and those below, each with its case."""
+    """Yields each node of domain `mxfp8` in a graph and its subgraphs, with its case."""
     own = _values(graph)
     known = {**outer, **{name: value for name, value in own.items() if value.shape is not None or name not in outer}}
-    # The graph may know no shapes. Then the weight of a gemm says what the blocks of its other operand are cut from.
+    # The graph may have no shapes. But K of a gemm's weight is also K of its activation, so full blocks in the weight
+    # mean full blocks in the activation.
     read_whole = set()
     for node in graph.node:
         op = contract.OPS.get(node.op_type) if node.domain == DOMAIN else None
@@ -152,7 +155,7 @@ def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[Node
 
 
 def _result(case: Case) -> Input:
-    """Returns what is known of the first output of a node by the node alone."""
+    """Returns the facts about the first output of a node that follow from the node alone."""
     like, first = case.op.outputs[0].like, case.inputs[case.op.inputs[0].name]
     dtype = case.inputs[like].dtype if like else case.attributes["output_dtype"][0]
     shape = first.shape
@@ -163,9 +166,9 @@ def _result(case: Case) -> Input:
 
 
 def _values(graph: GraphProto) -> dict[str, Input]:
-    """Returns what a graph itself says of its values."""
+    """Returns the facts in a graph about its values, by name."""
     values = {info.name: _typed(info) for info in (*graph.input, *graph.value_info, *graph.output)}
-    fed = {info.name for info in graph.input}  # a caller may feed another value than the initializer of that name
+    fed = {info.name for info in graph.input}  # a caller may replace an initializer that is also an input
     for tensor in graph.initializer:
         if tensor.name not in fed:
             values[tensor.name] = _constant(tensor)
@@ -183,6 +186,7 @@ def _typed(info: ValueInfoProto) -> Input:
 
 
 def _constant(tensor: TensorProto) -> Input:
+    # Neutral constants (`Port.has_stand_in`): no values, [0], or [True].
     neutral = 0 in tensor.dims
     if list(tensor.dims) == [1] and tensor.data_location != TensorProto.EXTERNAL:
         neutral = bool(np.all(numpy_helper.to_array(tensor) == (tensor.data_type == BOOL)))

@@ -1,7 +1,7 @@
-"""The options of gemms, which the functions of every backend take by keyword.
+"""The options of gemms, which the functions of all backends take by keyword.
 
-A TypedDict documents the options of a function of the backends; a function here returns their values, with defaults.
-These are functions and no classes because a call of a gemm takes 10 us: an object would be 2 % of that.
+A TypedDict documents the options; the function of the same name returns their values, defaults included. It is a
+function, and no class, because a call of a gemm takes 10 us: an object would take 2 % of it.
 """
 
 from __future__ import annotations
@@ -30,35 +30,34 @@ class WeightGemm(_Product, total=False):
     """The options of `weight_gemm` and `grouped_weight_gemm`."""
 
     activation_dtype: str | None
-    """What x is rounded to first: "bfloat16" (to nearest even, beyond the greatest number to infinity, subnormals
-    kept), or None (the default), which multiplies it as it is."""
+    """Dtype to which x is rounded first: "bfloat16" (to nearest even; overflow gives infinity; subnormals stay), or
+    None (the default), which leaves x as it is."""
 
 
 class _Epilogue(TypedDict, total=False):
     epilogue: str
     """One of `contract.EPILOGUES`; "none" by default."""
     factor: npt.NDArray[Any] | None
-    """Multiplied after the epilogue: the shape of the result, float32, float16 or bfloat16; None (the default) is
-    ones."""
+    """Factor of the result after the epilogue, of its shape, float32, float16 or bfloat16; None (the default) for 1."""
 
 
 class FusedGemm(Gemm, _Epilogue, total=False):
-    """The options of a fused `gemm`."""
+    """The options of `fused_gemm`."""
 
 
 class FusedWeightGemm(WeightGemm, _Epilogue, total=False):
-    """The options of a fused `weight_gemm`."""
+    """The options of `fused_weight_gemm`."""
 
 
 def gemm(a_format: str = "e4m3", b_format: str = "e4m3", dtype: str = "float32") -> tuple[str, str, str]:
-    """Returns the values of `Gemm`."""
+    """Returns (a_format, b_format, dtype), the values of `Gemm`."""
     return a_format, b_format, dtype
 
 
 def weight_gemm(
     b_format: str = "e4m3", dtype: str = "float32", activation_dtype: str | None = None
 ) -> tuple[str, str, str | None]:
-    """Returns the values of `WeightGemm`."""
+    """Returns (b_format, dtype, activation_dtype), the values of `WeightGemm`."""
     return b_format, dtype, activation_dtype
 
 

@@ -1,6 +1,6 @@
-"""Nodes of `contract.py` replaced by standard ops, for programs that do not know functions, or not those of the domain.
+"""Replaces nodes of `contract.py` by standard ops, for programs that cannot run model-local functions.
 
-The ops are those of the function bodies, for one node: its attributes are known, and so are the inputs it leaves out.
+The ops are the ops of the function bodies, written for one node: its attributes and absent inputs are known.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ STYLE: Final = Style(in_function=False)
 
 
 def in_place_of(node: NodeProto, case: Case, fresh: Callable[[str], str]) -> list[NodeProto]:
-    """Returns nodes that compute what `node`, one of `contract.OPS`, does: standard ops, and unfused nodes of its body.
+    """Returns nodes that replace `node`, one of `contract.OPS`: standard ops, and unfused nodes of its body.
 
-    They are for any opset from `contract.MIN_OPSET` on, and hold no string and no Constant but of tensors.
+    They need opset `contract.MIN_OPSET` or later. They use no strings, and all their Constants are tensors.
 
-    `case` is from `onnx_functions.case_of`; `fresh` makes a name that nothing in the model has from the one wanted.
+    Args:
+        node: the node to replace.
+        case: its case, from `onnx_functions.case_of`.
+        fresh: a function that makes a name new to the model from a wanted name.
 
     Raises:
-        ContractError: an attribute has a value that the contract does not know.
+        ContractError: an attribute has a value that the contract does not allow.
     """
     op = contract.OPS[node.op_type]
     inputs = dict(zip((port.name for port in op.inputs), node.input, strict=False))
@@ -35,6 +38,7 @@ def in_place_of(node: NodeProto, case: Case, fresh: Callable[[str], str]) -> lis
         nodes = body_of(case)
     except ContractError as error:
         raise error.inside(f"node {node.name!r}") from None
+    # An empty name is an output that the node lacks: the ops that compute only it are left out.
     written = {name: output for name, output in outputs.items() if output}
     nodes = _needed(nodes, set(written))
     prefix = node.name or node.output[0]
@@ -43,10 +47,10 @@ def in_place_of(node: NodeProto, case: Case, fresh: Callable[[str], str]) -> lis
 
 
 def body_of(case: Case) -> list[NodeProto]:
-    """Returns the nodes that the node of a case stands for, named as its ports are.
+    """Returns the nodes that replace the node of a case; their inputs and outputs have the names of its ports.
 
     Raises:
-        ContractError: an attribute has a value that the contract does not know.
+        ContractError: an attribute has a value that the contract does not allow.
     """
     body = Body(case, contract.MIN_OPSET, STYLE)
     case.op.body(body)
@@ -71,7 +75,7 @@ def _inner(node: NodeProto) -> Iterable[NodeProto]:
 
 
 def _rename(nodes: Iterable[NodeProto], names: dict[str, str], fresh: Callable[[str], str]) -> None:
-    """Calls every value and node of a body as `names` says, or by a fresh name that goes there."""
+    """Renames all values and nodes of a body: by `names`, or by fresh names, which are added to `names`."""
 
     def new(name: str) -> str:
         if name not in names:
@@ -86,4 +90,4 @@ def _rename(nodes: Iterable[NodeProto], names: dict[str, str], fresh: Callable[[
                 _rename(attribute.g.node, names, fresh)
         node.input[:] = [new(name) for name in node.input]
         node.output[:] = [new(name) for name in node.output]
-        node.name = node.output[0]
+        node.name = node.output[0]  # a value's name is new to the model, so the node's is too

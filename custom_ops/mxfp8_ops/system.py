@@ -1,6 +1,6 @@
-"""What operating systems differ in: the library's file, the process that works, signals, files in use, the processor.
+"""The code that differs between operating systems: library files, forks, signals, files in use, processor names.
 
-CUDA apart (`cuda/`), which is used on Linux only.
+CUDA is used on Linux only, so its code is apart, in cuda/.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _IN_USE: Final = (5, 32, 1224)
 
 
 def fork_worker() -> int | None:
-    """Returns None in the process that is to work, a child except on Windows; its exit code in the parent, at its end.
+    """Forks, and returns None in the child; the parent waits for the child and returns its exit code.
 
-    The code is minus the number of the signal if one ended the child. SIGINT and SIGTERM raise KeyboardInterrupt, once
-    and with their number, in the process that works; the parent forwards them.
+    Windows has no fork: the process itself gets None. If a signal ended the child, the code is minus its number. SIGINT
+    and SIGTERM raise KeyboardInterrupt(number) once in the process that gets None; the parent forwards them.
     """
     before = {each: signal.getsignal(each) for each in _STOPS}
     child = 0
     if sys.platform != "win32":
-        # Blocked until both have their handlers: a signal in between would end one of them with a stack trace.
+        # Signals are blocked until both processes have their handlers: one in between would end one with a stack trace.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         child = os.fork()
 
@@ -46,7 +46,7 @@ def fork_worker() -> int | None:
             os.kill(child, signum)
 
     for each, handler in before.items():
-        if handler is not signal.SIG_IGN:  # as `nohup` and shells in the background have it
+        if handler is not signal.SIG_IGN:  # `nohup` and background shells ignore a signal: so does the command
             signal.signal(each, forward if child else _stop)
     if sys.platform != "win32":
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -62,20 +62,21 @@ def fork_worker() -> int | None:
 
 def _stop(signum: int, frame: FrameType | None) -> None:
     """Raises KeyboardInterrupt for SIGTERM too, so that temporary files are removed."""
-    # Once: a terminal sends Ctrl-C to both processes, and the parent forwards it.
+    # Once: the child gets Ctrl-C twice, from the terminal and from the parent.
     for each in _STOPS:
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt(signum)
 
 
 def in_use(error: OSError) -> bool:
-    """Returns whether Windows refuses to replace or remove a file because a program has it open or mapped."""
+    """Returns whether the error is Windows' refusal to replace or remove a file that a program has open or mapped."""
     return getattr(error, "winerror", None) in _IN_USE
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yields a folder that goes afterwards, at the end of the process where Windows keeps files that are mapped."""
+    """Yields a new folder and deletes it afterwards."""
+    # Windows does not delete mapped files: there the rest goes when the process ends.
     folder = Path(tempfile.mkdtemp(prefix="mxfp8-graph-"))
     try:
         yield folder
@@ -86,7 +87,7 @@ def temporary_folder() -> Iterator[Path]:
 
 
 def processor() -> str:
-    """Returns the name of the processor, or of its architecture if the system does not name it."""
+    """Returns the name of the processor; the name of its architecture if the system has none."""
     with contextlib.suppress(OSError):
         if match := re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.M):
             return match[1]

@@ -1,11 +1,11 @@
-"""Checks whether a quantizer, dequantizer or gemm of MXFP8 agrees with this project's, on the vectors of vectors.npz.
+"""Compares your quantizer, dequantizer or gemm of MXFP8 with this project's reference, on the vectors of vectors.npz.
 
     from mxfp8_ops import conformance
     print(conformance.check("quantize", my_quantize))
 
-`python -m mxfp8_ops.conformance` does it for programs in any language, which read and write files. vectors.npz is a zip
-archive of .npy arrays, called KIND/GROUP/SETTINGS/ARRAY; docs/numerics.md describes it. It is written by
-custom_ops/conformance_vectors.py from `numpy_nodes`.
+`python -m mxfp8_ops.conformance` does the same for programs in any language, which read and write files. vectors.npz is
+a zip archive of .npy arrays named KIND/GROUP/SETTINGS/ARRAY; docs/numerics.md describes it.
+custom_ops/conformance_vectors.py writes it from `numpy_nodes`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ KINDS: Final[Mapping[str, tuple[tuple[str, ...], ...]]] = {
     "dequantize": (("elements", "scales"), ("values",), ("element_format",)),
     "gemm": (("a", "a_scales", "b", "b_scales", "bias"), ("y",), ("a_format", "b_format")),
 }
-"""Names of inputs, of results, and of the options that are a case's settings."""
+"""For each kind: the names of its inputs, of its results, and of the options in the SETTINGS of a case."""
 
 Array = npt.NDArray[Any]
 Answer = tuple[Array, ...] | str
-"""Arrays, or why there are none."""
+"""The arrays of the tested function, or the reason why there are none."""
 
 
 class Case(NamedTuple):
-    """One call of the operation that is tested."""
+    """One call of the tested operation."""
 
     name: str
     """KIND/GROUP/SETTINGS, such as "quantize/boundaries/e4m3-ceil"."""
     options: Mapping[str, Any]
-    """Keyword arguments of the call, those of the function of this kind in `numpy_nodes`."""
+    """Keyword arguments of the call, as the function in `numpy_nodes` takes them."""
     inputs: tuple[Array, ...]
     """Positional arguments."""
     expected: Mapping[str, Array]
     """quantize: elements and scales, uint8; dequantize: values, float32; gemm: y, float64."""
     bound: Array | None
-    """How far a gemm may be from `y`."""
+    """The largest allowed error of each value of a gemm; None for other kinds."""
 
 
 class Outcome(NamedTuple):
@@ -55,20 +55,21 @@ class Outcome(NamedTuple):
 
     case: str
     total: int
-    """Values, or bytes of a quantizer."""
+    """Number of values; for a quantizer, of bytes."""
     passed: int
+    """Number of values that are right."""
     told: tuple[str, ...]
-    """The first three differences, with bytes in hex; or why there is no answer to compare."""
+    """The first three differences, with bytes in hex; or the reason why there is no answer."""
 
 
 class Result(NamedTuple):
-    """The results of a check; as text, a line per case and its first differences."""
+    """The results of a check. Its text has a line per case and the first differences."""
 
     outcomes: tuple[Outcome, ...]
 
     @property
     def passed(self) -> bool:
-        """Whether every case did."""
+        """Whether all cases passed."""
         return all(each.passed == each.total for each in self.outcomes)
 
     def __str__(self) -> str:
@@ -83,9 +84,10 @@ class Result(NamedTuple):
 @functools.cache
 def cases(kind: str) -> tuple[Case, ...]:
     """Returns the cases of one kind: "quantize", "dequantize" or "gemm"."""
-    (inputs, results, options), found = KINDS[kind], []
+    (inputs, results, options), all_cases = KINDS[kind], []
     with np.load(PATH) as file:
         arrays = {name: file[name] for name in file.files if name.startswith(f"{kind}/")}
+    # The inputs of a quantizer have no SETTINGS in their names, so they do not name a case.
     for name in dict.fromkeys(path.rpartition("/")[0] for path in arrays if path.count("/") == 3):
         _, group, settings = name.split("/")
         chosen: dict[str, Any] = dict(zip(options, settings.split("-"), strict=True))
@@ -94,25 +96,26 @@ def cases(kind: str) -> tuple[Case, ...]:
         folder = f"{kind}/{group}" if kind == "quantize" else name  # x is one array for all settings
         operands = tuple(arrays[path] for each in inputs if (path := f"{folder}/{each}") in arrays)
         expected = {each: arrays[f"{name}/{each}"] for each in results}
-        found.append(Case(name, chosen, operands, expected, arrays.get(f"{name}/bound")))
-    return tuple(found)
+        all_cases.append(Case(name, chosen, operands, expected, arrays.get(f"{name}/bound")))
+    return tuple(all_cases)
 
 
 def check(kind: str, function: Callable[..., Any], *, whole_blocks: bool = False, **known: Collection[Any]) -> Result:
-    """Returns how often `function` gives the bytes, or values, of the function of this kind in `numpy_nodes`.
+    """Returns the number of values of `function` that equal the reference in `numpy_nodes`, case by case.
 
-    Any NaN will do for NaN. A gemm is right within the bound of float32 sums, which is 0 where every order is exact.
+    Any NaN equals any other. A value of a gemm is right within the error bound of float32 sums, which is 0 in cases
+    where every order of the sum is exact.
 
     Args:
         kind: "quantize", "dequantize" or "gemm".
-        function: called with NumPy arrays as `numpy_nodes.quantize(x, axis=, element_format=, scale_rounding=)`,
-            `dequantize(elements, scales, element_format=)` or `gemm(a, a_scales, b, b_scales[, bias], a_format=,
-            b_format=)`; gives arrays of the same shapes, elements and scales of one byte each.
-        whole_blocks: pads what is quantized with zeros to whole blocks of 32, and cuts the elements.
-        **known: for options, the values that it knows: element_format=["e4m3"], axis=[-1].
+        function: a function of NumPy arrays with the arguments of the reference: `quantize(x, axis=, element_format=,
+            scale_rounding=)`, `dequantize(elements, scales, element_format=)` or `gemm(a, a_scales, b, b_scales[,
+            bias], a_format=, b_format=)`. It returns arrays of the reference's shapes, elements and scales in bytes.
+        whole_blocks: pads the values to quantize with zeros to full blocks of 32, and drops the padding of the result.
+        **known: the option values that the function supports: element_format=["e4m3"], axis=[-1].
 
     Raises:
-        ContractError: no case is left.
+        ContractError: no case has these option values.
     """
 
     def padded(x: Array, *, axis: int, **options: Any) -> tuple[Array, Array]:
@@ -141,13 +144,13 @@ def _answer(call: Callable[..., Any], case: Case) -> Answer:
 
 
 def outcome(case: Case, answer: Answer) -> Outcome:
-    """Returns how much of an answer is right."""
+    """Returns the number of right values in an answer, and its first differences."""
     total = sum(array.size for array in case.expected.values())
     if isinstance(answer, str):
         return Outcome(case.name, total, 0, (answer,))
     told = []
     for (name, right), actual in zip(case.expected.items(), answer, strict=True):
-        # The sign and the bits of a NaN are free; those of a zero are not, where values are dequantized.
+        # The sign and the bits of a NaN are free. The sign of a zero is free in sums, but not in dequantized values.
         same = (actual == right) & (np.signbit(actual) == np.signbit(right) if name == "values" else True)
         same |= np.isnan(actual) & np.isnan(right)
         if case.bound is not None:

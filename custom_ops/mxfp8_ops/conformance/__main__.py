@@ -1,7 +1,7 @@
-"""Judges the answers of a program in any language: `python -m mxfp8_ops.conformance FOLDER`.
+"""Compares the results of a program in any language with the reference: `python -m mxfp8_ops.conformance FOLDER`.
 
 The program reads the arrays of vectors.npz and writes its own to FOLDER/KIND/GROUP/SETTINGS/ARRAY.bin, row by row:
-bytes, or little-endian float32. The exit code is 0 if all that it answered is right, 1 if not, 2 if there is nothing.
+bytes, or little-endian float32. The exit code is 0 if all its results are right, 1 if not, 2 if there are none.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mxfp8_ops.conformance import KINDS, Answer, Case, Result, cases, outcome
 
 
 def _read(folder: Path, case: Case) -> Answer:
+    """Returns the arrays of a case from its folder, or the reason why one cannot be read."""
     arrays = []
     for name, right in case.expected.items():
         try:
@@ -27,10 +28,11 @@ def _read(folder: Path, case: Case) -> Answer:
 
 
 def main() -> int:
-    """Returns the exit code."""
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m mxfp8_ops.conformance", description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
+    # A program may implement a part of the cases: those without a folder are not counted.
     every = [case for kind in KINDS for case in cases(kind) if (folder / case.name).is_dir()]
     if not every:
         what = f"error: {folder}: has no answer; expected folders such as {cases('gemm')[0].name}; run your program"

@@ -1,4 +1,4 @@
-"""The nodes on the processor: the functions of `numpy_nodes.py`, natively."""
+"""The nodes on the processor: the functions of `numpy_nodes.py`, run by the native library."""
 
 from mxfp8_ops.cpu.attention import attention
 from mxfp8_ops.cpu.numpy_arrays import (

@@ -1,4 +1,4 @@
-"""`attention.attention`, natively, on NumPy arrays; it stays within `attention.attention_error_bound`."""
+"""Attention of NumPy arrays in the native library; its error stays within `numpy_nodes.attention_error_bound`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def attention(
 ) -> tuple[Array, Array, Array]:
     """Returns (y, present_key, present_value), as `numpy_nodes.attention` does."""
     settings = AttentionSettings(**options)
-    # Checked by name before shapes are read: an operand that is not an array has none.
+    # Types are checked before shapes are read: an operand that is not an array may have no shape.
     named = {"q": q, "k": k, "v": v}
     named |= {} if mask is None else {"mask": mask}
     named |= {} if past is None else dict(zip(("past_key", "past_value"), past, strict=True))
@@ -49,7 +49,7 @@ def attention(
         y=results[0].ctypes.data, present_key=results[1].ctypes.data, present_value=results[2].ctypes.data,
         **{name: x.ctypes.data for name, x in named.items()},
     )  # fmt: skip
-    # The library broadcasts along sizes of 1; ONNX aligns a mask with fewer dimensions at the last one.
+    # The library broadcasts a mask of four sizes along sizes of 1. ONNX aligns a shorter shape at the last dimension.
     if mask is not None:
         arguments.mask_dtype = contract.BOOL if mask.dtype == np.bool_ else VALUE_DTYPES[mask.dtype.name].onnx_dtype
         arguments.mask_sizes[:] = (*(1,) * (4 - mask.ndim), *mask.shape)

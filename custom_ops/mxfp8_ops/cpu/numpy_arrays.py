@@ -1,8 +1,8 @@
-"""The functions of `numpy_nodes.py`, natively, on NumPy arrays: same names, same arguments, same errors.
+"""The functions of `numpy_nodes.py` in the native library, on NumPy arrays: same names, same arguments, same errors.
 
-`quantize`, `dequantize` and `embedding` give the same bytes; the gemms accumulate in float32 and stay within
-`numpy_nodes.gemm_error_bound`. Each function also takes `threads`, how many to use (0 for one per
-processor), and raises BackendError if the native library is missing; it is loaded on first use.
+`quantize`, `dequantize` and `embedding` give the same bytes; gemms accumulate in float32 and stay within
+`numpy_nodes.gemm_error_bound`. Each function also takes `threads`, the number of threads (0: one per processor). The
+first call loads the library; a function raises BackendError if it is missing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Packed:
-    """A weight as the pass stores it, and how much of it the rounding lost."""
+    """A weight as a rewrite stores it, with the error of its rounding."""
 
     elements: Codes
     """uint8 [N, K]."""
@@ -41,7 +41,7 @@ class Packed:
     noise: float
     """Sum of (w - dequantized)^2, over the same blocks."""
     first_nonfinite: tuple[int, int] | None
-    """Row and column, in the source, of the first NaN or Inf; None if there is none."""
+    """Row and column of the first NaN or Inf in the array that was packed; None if there is none."""
 
 
 def quantize(
@@ -81,7 +81,7 @@ def dequantize(
     dtype: str = "float32",
     threads: int = 0,
 ) -> Array:
-    """Returns the values that (elements, scales) stand for, as `numpy_nodes.dequantize` does."""
+    """Returns the values of (elements, scales), as `numpy_nodes.dequantize` does."""
     formats.element_format(element_format)
     array("dequantize", "elements", elements), array("dequantize", "scales", scales)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
@@ -174,8 +174,8 @@ def embedding(
             y, threads=threads,
         )  # fmt: skip
     except ShapeError:
-        # The library has checked the indices too, but it knows their position in memory alone.
-        check_indices("embedding", indices, b.shape[0])  # says where in the array it is
+        # The library reports an index by its position in memory; this check reports its position in the array.
+        check_indices("embedding", indices, b.shape[0])
         raise
     return y
 
@@ -190,7 +190,7 @@ def grouped_gemm(
     threads: int = 0,
     **options: Unpack[op_options.Gemm],
 ) -> Array:
-    """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K]."""
+    """Returns dequantize(a) @ dequantize(b[experts]).T; a [..., M, K], b [E, N, K], as `numpy_nodes.grouped_gemm`."""
     return _grouped((a, a_scales), (b, b_scales), experts, op_options.gemm(**options), threads)
 
 
@@ -210,14 +210,14 @@ def grouped_weight_gemm(
 def pack(
     w: Array, *, transposed: bool = False, element_format: str = "e4m3", scale_rounding: str = "ceil", threads: int = 0
 ) -> Packed:
-    """Returns a weight quantized along K and stored [N, K], also if `w` is transposed, with the error this made.
+    """Returns a weight quantized along K and stored as [N, K], with the error of the rounding.
 
     Args:
-        w: float32, float16 or bfloat16 [N, K], or [K, N] if `transposed`. Rows may be strided; values in a row may not.
+        w: float32, float16 or bfloat16 [N, K], or [K, N] if `transposed`. A slice of its rows or columns is not copied.
         transposed: whether `w` is [K, N].
-        element_format: "e4m3" or "e5m2".
+        element_format: a name of `formats.ELEMENT_FORMATS`.
         scale_rounding: "ceil", "floor" or "even".
-        threads: as in the functions above.
+        threads: the number of threads; 0 for one per processor.
 
     Raises:
         ShapeError: wrong dtype, or not a matrix.
@@ -228,13 +228,13 @@ def pack(
     checks.check_value_dtype("pack", array("pack", "w", w).dtype)
     if w.ndim != 2:
         raise ShapeError("pack", f"weight has shape {w.shape}", expected="a matrix", advice="reshape it to [N, K]")
-    # A slice of rows or columns is read in place. The C ABI does not take negative strides, strides of a fraction of a
-    # value, nor rows that overlap.
+    # The library reads a slice of rows or columns in place. It refuses a negative stride, a stride of a fraction of a
+    # value, and rows that overlap: those are copied.
     if w.size and (w.strides[1] != w.itemsize or w.strides[0] % w.itemsize or w.strides[0] < w.shape[1] * w.itemsize):
         w = contiguous("pack", w)
     if not w.flags.aligned:
         w = contiguous("pack", w)
-    # NumPy gives a matrix without values any strides; the library wants at least the length of a row.
+    # An empty matrix may have any strides in NumPy, but the library takes only a stride of at least one row.
     stride = max(w.strides[0] // w.itemsize if w.size else 0, w.shape[1])
     n, k = w.shape[::-1] if transposed else w.shape
     elements, scales = (empty("pack", shape, np.uint8) for shape in ((n, k), (n, checks.scale_count(k))))
@@ -243,7 +243,7 @@ def pack(
         "pack", "mxfp8_pack", w.dtype, w, stride, transposed, n, k, element_format, scale_rounding, elements, scales,
         byref(stats), threads=threads,
     )  # fmt: skip
-    # A position in w as it is passed: row and column before a transposition.
+    # The library counts positions in w as the caller passes it, before a transposition.
     first = None if stats.first_nonfinite < 0 else divmod(stats.first_nonfinite, w.shape[1])
     return Packed(elements, scales, stats.signal, stats.noise, first)
 
@@ -263,8 +263,8 @@ def _grouped(
     lead, (m, n), (count, _, k) = shape[:-2], shape[-2:], b[0].shape
     picked = check_experts(where, experts, count)
     function = "mxfp8_grouped_weight_gemm" if rounding else "mxfp8_grouped_gemm"
-    # Every row of the result has its own row of a and its own expert, so what broadcasts is copied. b is not: the
-    # experts pick its matrices where they are.
+    # Each row of the result has its own row of a and its own expert, so operands that broadcast are copied. b is not
+    # copied: an expert is an index of its matrices.
     rows = [contiguous(where, np.broadcast_to(t, (*lead, *t.shape[-2:]))) for t in a]
     matrices = [contiguous(where, t) for t in b]
     of_rows = contiguous(where, np.broadcast_to(picked[..., None], (*lead, m)))

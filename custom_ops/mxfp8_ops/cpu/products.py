@@ -1,4 +1,4 @@
-"""The gemms, as calls of the library for two matrices each."""
+"""Gemms of NumPy arrays, as one call of the native library per product of two matrices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.numerics import Array
 
 
-def multiply(  # noqa: PLR0917 - one for the gemms of every kind
+def multiply(  # noqa: PLR0917 - all gemms go through this function
     a: tuple[Array, ...],
     b: tuple[Array, Array],
     bias: Array | None,
@@ -23,10 +23,15 @@ def multiply(  # noqa: PLR0917 - one for the gemms of every kind
     threads: int,
     end: tuple[str, Array | None] = ("none", None),
 ) -> Array:
-    """Returns epilogue(a @ dequantize(b).T + bias) * factor.
+    """Returns epilogue(a @ dequantize(b).T + bias) * factor, [..., M, N].
 
-    `a` is elements and scales, or values alone; `kinds` are what `op_options.gemm` returns, or for values
-    `op_options.weight_gemm`; `end` is epilogue and factor.
+    Args:
+        a: (elements, scales), or (values,).
+        b: (elements, scales).
+        bias: [N], or None.
+        kinds: the result of `op_options.gemm`; of `op_options.weight_gemm` if `a` is values.
+        threads: the number of threads; 0 for one per processor.
+        end: (epilogue, factor).
     """
     epilogue, factor = end
     fused_gemm.epilogue_function(epilogue)  # checks the name
@@ -39,7 +44,7 @@ def multiply(  # noqa: PLR0917 - one for the gemms of every kind
         factor = contiguous("gemm", factor)
     n, k = b[0].shape[-2:]
     function, more = ("mxfp8_fused_weight_gemm", (k, *rounding)) if rounding else ("mxfp8_fused_gemm", ())
-    of_factor = "float32" if factor is None else factor.dtype  # without a factor its dtype is checked all the same
+    of_factor = "float32" if factor is None else factor.dtype  # the library checks the dtype even without a factor
     for one_a, one_b, m, (one_y, one_factor) in products(a, b, y, factor):
         call(
             "gemm", function, kind, *one_a, *more, b_format, *one_b, bias, epilogue, of_factor, one_factor, m, n, k,
@@ -49,7 +54,11 @@ def multiply(  # noqa: PLR0917 - one for the gemms of every kind
 
 
 def checked_kinds(where: str, a: tuple[Array, ...], kinds: tuple[Any, ...]) -> tuple[Any, tuple[int, ...], str, str]:
-    """Returns the kind of `a`, the code of what values are rounded to, and the last two of `kinds`: see `multiply`."""
+    """Checks the names in `kinds` (see `multiply`) and returns (kind of a, rounding, b_format, dtype).
+
+    The kind of a is its element format, or the dtype of its values. The rounding is empty for elements; for values it
+    has the code of the dtype to which the gemm rounds them.
+    """
     rounding: tuple[int, ...] = ()
     if len(a) == 1:
         b_format, dtype, activation_dtype = kinds
@@ -63,13 +72,13 @@ def checked_kinds(where: str, a: tuple[Array, ...], kinds: tuple[Any, ...]) -> t
 
 
 def result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype: str) -> tuple[Array, Array | None]:
-    """Returns an empty result of a gemm of such operands, and the bias; ShapeError if they do not fit."""
+    """Returns (an array for the result of a gemm, the bias in float32); raises ShapeError if operands do not fit."""
     for name, operand in (("a", a), ("b", b)):
         for which, codes in zip((name, f"{name}_scales"), operand, strict=False):
             array("gemm", which, codes)
     bias = None if bias is None else floats("gemm", "bias", bias)
     shape = product_shape("gemm", a[0].shape, b[0].shape, None if bias is None else bias.shape)
-    # After the shapes, so that a wrong K is reported as such and not as scales that do not fit.
+    # After the shapes, so that the message for a wrong K names K and not the scales.
     for operand in (a, b):
         if len(operand) == 2:
             checks.check_codes("gemm", *operand, -1)
@@ -77,20 +86,21 @@ def result(a: tuple[Array, ...], b: tuple[Array, ...], bias: Array | None, dtype
 
 
 def products(a: tuple[Array, ...], b: tuple[Array, ...], *rows: Any) -> Iterator[Any]:
-    """Yields the operands of each product of two matrices, M, and the parts of `rows`, which have the rows of y.
+    """Yields (a, b, M, rows) of each product of two matrices, with the parts of `rows` that belong to it.
 
-    One per leading index; one in all if only `a` has leading indices. y is the first of `rows`, others may be None.
+    There is one product per leading index; a single one if `b` has no leading indices. `rows` are y and other arrays of
+    y's shape, or None.
     """
-    # A vector is a matrix of one row; these are views, so the caller's arrays are filled.
+    # A vector is a matrix of one row. These are views, so the calls write into the caller's arrays.
     if a[0].ndim == 1:
         rows = tuple(None if t is None else t[..., None, :] for t in rows)
     a = tuple(contiguous("gemm", np.atleast_2d(t)) for t in a)
     b = tuple(contiguous("gemm", t) for t in b)
-    # One weight for all rows makes the leading dimensions of a more rows of one product: one call, decoding b once.
+    # With one weight for all rows, the leading dimensions of a are more rows of one product: one call decodes b once.
     flat, shape = b[0].ndim == 2, rows[0].shape
     leading, m = ((), math.prod(shape[:-1])) if flat else (shape[:-2], shape[-2])
     if not flat:
         a, b = (tuple(np.broadcast_to(t, leading + t.shape[-2:]) for t in operand) for operand in (a, b))
-    # ndindex of () yields once, of (0,) never: an empty result needs no call, however many batches it has.
+    # ndindex of () yields once, ndindex of (0,) never: an empty result needs no call.
     for i in np.ndindex(leading if rows[0].size else (0,)):
         yield [t[i] for t in a], [t[i] for t in b], m, [None if t is None else t[i] for t in rows]

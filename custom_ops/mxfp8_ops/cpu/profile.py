@@ -1,4 +1,4 @@
-"""Which kernels ran, and how long: recorded by the native library, in C ABI calls and ONNX Runtime sessions."""
+"""The kernels that ran, with their times. The native library records calls of the C ABI and of ONNX Runtime nodes."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ class Call:
     isa: str
     """The instruction set the kernels ran on; empty if they ran on a GPU."""
     gemms: tuple[str, ...]
-    """The gemm kernels that ran, as src/cpu/kernels has them; more than one where rows differ in what they need."""
+    """The gemm kernels that ran, by their names in src/cpu/kernels; several if the rows of a needed different ones."""
     seconds: float
+    """Wall time."""
 
 
 class Profile:
     """The calls that the native library has recorded since the `with` began."""
 
     def calls(self) -> list[Call]:
-        """Returns the calls that have ended, in that order."""
+        """Returns the calls in the order in which they ended."""
         text: bytes | None = native.load().mxfp8_profile_text()
         if text is None:
             raise BackendError(
@@ -40,13 +41,13 @@ class Profile:
 
     def clear(self) -> None:
         """Deletes the calls so far."""
-        # Turning it on again also empties the record: mxfp8_ops.h.
+        # To turn recording on again also empties the record (mxfp8_ops.h).
         native.load().mxfp8_profile(1)
 
 
 @contextmanager
 def profiled() -> Iterator[Profile]:
-    """Records every call of the native library, in the whole process, inside a `with`."""
+    """Records all calls of the native library in the process inside a `with`; yields the record."""
     library = native.load()
     library.mxfp8_profile(1)
     try:
@@ -56,7 +57,7 @@ def profiled() -> Iterator[Profile]:
 
 
 def _call(line: str) -> Call:
-    # At most 3 splits, and escapes in the name: a node may be called anything, tabs and line ends included.
+    # A node's name may contain tabs and line ends: hence at most 3 splits, and escapes in the name.
     nanoseconds, isa, gemms, where = line.split("\t", 3)
     op, _, quoted = where.partition(" ")
     name = re.sub(r"\\(.)", lambda escaped: "\n" if escaped[1] == "n" else escaped[1], quoted[1:-1])

@@ -1,6 +1,6 @@
 """The nodes on NVIDIA GPUs: the functions of `numpy_nodes.py` on CuPy arrays, on the current stream.
 
-Importing this imports no CuPy and needs no GPU; the first call does.
+The import needs neither CuPy nor a GPU; the first call needs both.
 """
 
 from mxfp8_ops.cuda.cupy_arrays import (

@@ -1,7 +1,7 @@
-"""Compiles the kernels of src/cuda: CUDA C++ -> machine code (a cubin) for one architecture, kept on disk.
+"""Compiles the kernels of src/cuda: CUDA C++ -> machine code (a cubin) for one architecture, cached on disk.
 
-Our own step, because CuPy's passes -ftz=true, which flushes the subnormals that scale codes 0 and 254 need, and knows
-no architecture-specific targets (sm_90a). It needs NVRTC alone: no GPU, no driver, no CUDA toolkit, no CuPy.
+CuPy could compile them, but it passes -ftz=true, which flushes the subnormals that scale codes 0 and 254 need, and it
+has no architecture-specific targets (sm_90a). This module needs NVRTC alone: no GPU, driver, CUDA toolkit or CuPy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from mxfp8_ops.errors import BackendError
 SOURCES: Final = Path(__file__).parents[1] / "src" / "cuda"
 
 OPTIONS: Final = ("--std=c++17", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--fmad=false")
-"""Options for every kernel. Subnormals are kept, and a multiplication and an addition become one fused operation only
-where the source says so: the error bounds count roundings."""
+"""The options of all kernels. Subnormals stay. The compiler fuses no multiplication with an addition unless the source
+does, because the error bounds count roundings."""
 
 TARGETS: Final = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_120a")
-"""The targets that the tests compile for; others are made from the compute capability alike."""
+"""The targets for which the tests compile. `target` derives any other from the compute capability."""
 
 _VERSIONS: Final = ("13", "12")
 
@@ -44,10 +44,10 @@ class Cubin:
 def target(capability: tuple[int, int]) -> str:
     """Returns the compile target of a compute capability: (8, 6) -> "sm_86", (9, 0) -> "sm_90a".
 
-    From 9.0 on targets with an `a` exist, whose code runs on that capability alone and may use all it has.
+    From 9.0 on, a target has an `a`: its code may use all features of this capability, and runs on no other.
 
     Raises:
-        BackendError: below 8.0, which has no bfloat16 tensor cores.
+        BackendError: the capability is below 8.0, and has no bfloat16 tensor cores.
     """
     major, minor = capability
     if capability < (8, 0):
@@ -57,19 +57,19 @@ def target(capability: tuple[int, int]) -> str:
             expected="8.0 (Ampere) or later",
             advice="use the CPU kernels",
         )
-    # Kernels are compiled on the machine that runs them: that the code runs on no other capability does not matter.
+    # Kernels are compiled on the machine that runs them, so their code need not run on other capabilities.
     return f"sm_{major}{minor}{'a' if capability >= (9, 0) else ''}"
 
 
 def cache_folder() -> Path:
-    """Returns where cubins are kept: $XDG_CACHE_HOME/mxfp8-graph/cuda, or the same under ~/.cache."""
+    """Returns the folder of the cached cubins: mxfp8-graph/cuda in $XDG_CACHE_HOME, or in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "mxfp8-graph" / "cuda"
 
 
 def cubin(source: str, kernel: str, arch: str) -> bytes:
-    """Returns the machine code of one kernel, from the cache on disk or as `compile_kernel` compiles it now."""
-    # The name has a digest of everything that the code depends on, so a file in the cache is never out of date.
+    """Returns the machine code of one kernel, from the cache on disk or from `compile_kernel`."""
+    # The file name has a digest of everything that the code depends on, so a cached file is never out of date.
     path = cache_folder() / f"{source}-{arch}-{_key(source, kernel, arch)}.cubin"
     try:
         return path.read_bytes()
@@ -95,10 +95,10 @@ def compile_kernel(source: str, kernel: str, arch: str, extra: tuple[str, ...] =
     nvrtc, program = _nvrtc(), ctypes.c_void_p()
     path = SOURCES / f"{source}.cu"
     _check(nvrtc, nvrtc.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None))
-    # A name expression makes NVRTC instantiate the template: only the instance that is needed is compiled.
+    # A name expression makes NVRTC instantiate and compile one instance of the template only.
     try:
         _check(nvrtc, nvrtc.nvrtcAddNameExpression(program, kernel.encode()))
-        # No include path but ours: no header of CUDA is needed, so no toolkit is.
+        # Only our include path: the kernels need no header of the CUDA toolkit.
         options = [option.encode() for option in (f"--gpu-architecture={arch}", f"-I{SOURCES}", *OPTIONS, *extra)]
         status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
         log = _text(nvrtc, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
@@ -116,7 +116,7 @@ def nvrtc_version() -> tuple[int, int]:
     """Returns the version of the NVRTC in use.
 
     Raises:
-        BackendError: it is missing.
+        BackendError: NVRTC is missing.
     """
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvrtc = _nvrtc()
@@ -126,7 +126,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 def sections(code: bytes) -> dict[str, bytes]:
     """Returns the sections of a cubin, which is a 64-bit little-endian ELF file, by name."""
-    # ELF64 header: e_shoff at 40, then e_shentsize, e_shnum and e_shstrndx. By hand: no dependency reads cubins.
+    # ELF64 header: e_shoff at 40, then e_shentsize, e_shnum and e_shstrndx. No dependency of ours reads ELF files.
     table, size, count, names = struct.unpack_from("<Q10xHHH", code, 40)
     headers = [struct.unpack_from("<II16xQQ", code, table + i * size) for i in range(count)]
     start = headers[names][2]
@@ -141,7 +141,7 @@ def entry(code: bytes) -> str:
     """Returns the linker name of the one kernel in a cubin.
 
     Raises:
-        BackendError: there is not exactly one.
+        BackendError: the cubin has no kernel, or several.
     """
     names = [name.removeprefix(".text.") for name in sections(code) if name.startswith(".text.")]
     if len(names) != 1:
@@ -153,7 +153,8 @@ def entry(code: bytes) -> str:
 
 def _key(source: str, kernel: str, arch: str) -> str:
     """Returns a name that changes with anything that changes the machine code."""
-    # All headers, whether the source includes them or not: a few compilations too many, and never one too few.
+    # All headers count, also those that the source does not include: some kernels are compiled again without need, but
+    # none is out of date.
     digest = hashlib.sha256(repr((source, kernel, arch, OPTIONS, nvrtc_version())).encode())
     for path in sorted(SOURCES.glob("*.cu*")):
         if path.suffix == ".cuh" or path.stem == source:
@@ -162,10 +163,10 @@ def _key(source: str, kernel: str, arch: str) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes so that no other process ever sees half a file; a cache that cannot be written costs only time."""
+    """Writes a file of the cache; prints a warning if that fails, because a cache is not needed for correct results."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # In the folder of the result: a rename is atomic only within a file system.
+        # A rename, so that no other process reads half a file. It is atomic only within one file system.
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(data)
         Path(file.name).replace(path)
@@ -175,8 +176,8 @@ def _write(path: Path, data: bytes) -> None:
 
 @functools.cache
 def _nvrtc() -> Any:
-    """Returns NVRTC: that of the pip packages if installed, else the one that the system's loader finds."""
-    # The pip packages first: they belong to this environment, and a system's toolkit may be older.
+    """Returns NVRTC, from the pip packages if they are installed, otherwise from the system's loader."""
+    # The pip packages come first: they belong to this environment, and the system's toolkit may be older.
     tried = []
     for path in _candidates():
         try:
@@ -197,9 +198,10 @@ def _nvrtc() -> Any:
 
 
 def _load_builtins(nvrtc: str) -> None:
-    """Loads the library of built-ins that an NVRTC of the pip packages opens by its name alone while it compiles.
+    """Loads the library of built-ins beside an NVRTC of the pip packages.
 
-    NVRTC of CUDA 13.0 does not look in its own folder (it has no RPATH); the loader finds a library that is loaded.
+    NVRTC opens it by name when it compiles. NVRTC of CUDA 13.0 has no RPATH, so its loader does not look in its folder,
+    but it takes a library of this name that is already loaded.
     """
     if Path(nvrtc).is_absolute():
         for path in sorted(Path(nvrtc).parent.glob("libnvrtc-builtins.so.*")):
@@ -207,12 +209,12 @@ def _load_builtins(nvrtc: str) -> None:
 
 
 def _versions() -> tuple[str, ...]:
-    """Returns the major versions of CUDA whose NVRTC is tried, in this order."""
+    """Returns the major versions of CUDA whose NVRTC this machine can use, newest first."""
     try:
         newest, _ = system.driver_version()
     except BackendError:  # a machine that only compiles
         return _VERSIONS
-    # A driver refuses the cubins of a newer major version, whose ELF format it does not know.
+    # A driver refuses cubins of a newer major version, because it cannot read their ELF format.
     return tuple(version for version in _VERSIONS if int(version) <= newest)
 
 

@@ -1,7 +1,6 @@
-"""Products on FP8 tensor cores for CuPy, by cuBLASLt: the row `block_scaled` of the dispatch table.
+"""Products on FP8 tensor cores for CuPy, with cuBLASLt: the row `block_scaled` of the dispatch table.
 
-cuBLASLt is called through nvmath-python's bindings, on addresses (CuPy has no float8 dtype, which nvmath's own matmul
-would want).
+The calls use nvmath-python's bindings with addresses: nvmath's own matmul needs a float8 dtype, which CuPy lacks.
 
 Not verified on hardware yet: see src/cuda/README.md.
 """
@@ -21,10 +20,10 @@ from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import DTYPES, FLOAT32
 
 _WORKSPACE: Final = 32 << 20
-"""Most bytes of workspace for cuBLASLt, as NVIDIA recommends for Hopper and later."""
+"""Largest workspace for cuBLASLt in bytes, as NVIDIA recommends for Hopper and later."""
 
 _lock = threading.Lock()
-"""Protects a plan from the moment it gets the addresses of scales until its product is queued."""
+"""Held from the moment a plan gets the addresses of scales until its product is queued: threads share plans."""
 
 
 def available() -> bool:
@@ -64,9 +63,9 @@ def product(queue: Queue, index: int, p: Fp8Product) -> int:
     return p.y
 
 
-@functools.lru_cache(maxsize=4096)  # some hundred bytes each, never freed: M may vary from call to call
+@functools.lru_cache(maxsize=4096)  # a bound, because M may vary from call to call; a plan has some hundred bytes
 def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str]) -> _Plan:
-    """Returns the plan of a product. The heuristic wants an address of scales, so they point anywhere at first."""
+    """Returns the plan of a product, with addresses of scales that the caller must replace."""
     lt = _cublaslt()
     m, n, k = sizes
     x_type, b_type, y_type = (DTYPES[name].cuda_data_type for name in types)
@@ -80,7 +79,7 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str]) 
     _set(lt.matmul_preference_set_attribute, preference, names.MAX_WORKSPACE_BYTES, _WORKSPACE, np.uint64)
     for letter in "ABCD":  # 16 bytes: a view of a larger array need not have the default alignment of 256
         _set(lt.matmul_preference_set_attribute, preference, names[f"MIN_ALIGNMENT_{letter}_BYTES"], 16, np.uint32)
-    _point(description, 1 << 20, 1 << 20)
+    _point(description, 1 << 20, 1 << 20)  # any aligned address: the heuristic needs one, and does not read it
     result, count = lt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
     try:
         lt.matmul_algo_get_heuristic(

@@ -1,10 +1,10 @@
 """The functions of `numpy_nodes.py` on CuPy arrays: same names, same arguments, on the GPU and the current stream.
 
-`quantize` and `dequantize` give the same bytes, but any NaN of the latter is one NaN; the gemms accumulate in float32
-and stay within `numpy_nodes.gemm_error_bound`. Nothing here waits for the device. CuPy is imported on first use. The
-kernels are compiled on first use too (`build.py`), so run a shape once before capturing it into a CUDA graph.
+`quantize` and `dequantize` give the same bytes, except that all NaNs of `dequantize` have the same bits. Gemms
+accumulate in float32 and stay within `numpy_nodes.gemm_error_bound`. No function waits for the device. The first call
+imports CuPy and compiles kernels (`build.py`), so run a shape once before you capture it into a CUDA graph.
 
-Errors are those of `numpy_nodes.py`, and BackendError where there is no CuPy or no GPU.
+Errors are the errors of `numpy_nodes.py`, and BackendError without CuPy or a GPU.
 
 Not verified on hardware yet: see src/cuda/README.md.
 """
@@ -46,7 +46,7 @@ def quantize(
     else:
         elements, scales = check_out("quantize", out, x, shape, cupy)
     x = cupy.ascontiguousarray(x)
-    # From here on addresses alone: `x`, `elements` and `scales` must live until the work is queued.
+    # The request has only addresses, so `x`, `elements` and `scales` must live until the work is queued.
     request = planner.Quantize(
         CODES[x.dtype.name], CODES[element_format], increment, planner.PLAIN, x.data.ptr,
         *checks.split_at(x.shape, axis), elements.data.ptr, scales.data.ptr,
@@ -58,7 +58,7 @@ def quantize(
 def dequantize(
     elements: Any, scales: Any, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
 ) -> Any:
-    """Returns the values that (elements, scales) stand for, as `numpy_nodes.dequantize` does."""
+    """Returns the values of (elements, scales), as `numpy_nodes.dequantize` does."""
     formats.element_format(element_format)
     axis = checks.normalize_axis("dequantize", elements.ndim, axis)
     checks.check_codes("dequantize", elements, scales, axis)
@@ -74,9 +74,9 @@ def dequantize(
 
 
 def embedding(indices: Any, b: Any, b_scales: Any, *, b_format: str = "e4m3", dtype: str = "float32") -> Any:
-    """Returns the rows of b [V, D] that `indices` name, as `numpy_nodes.embedding` does.
+    """Returns dequantize(b)[indices]: rows of b [V, D] for indices [...], as `numpy_nodes.embedding` does.
 
-    An index that names no row gives a row of NaN: to look at the indices would wait for the device.
+    An index out of range gives a row of NaN, not an error: a check of the indices would have to wait for the device.
     """
     formats.element_format(b_format)
     y_dtype, shape = numerics.value_dtype(dtype), embedding_shape("embedding", indices, b.shape)
@@ -126,13 +126,13 @@ def _gemm(
     b = cupy.ascontiguousarray(b[0]), cupy.ascontiguousarray(b[1])
     bias = None if bias is None else cupy.ascontiguousarray(bias, np.float32)
     n, k = b[0].shape[-2:]
-    # cuBLASLt multiplies FP8 by FP8 only: it is of no use where x is not quantized.
+    # cuBLASLt multiplies FP8 by FP8 only, so it is no choice for an x that is not quantized.
     libraries = planner.CUBLAS | (planner.CUBLASLT if len(a) == 2 and cublaslt.available() else 0)
     place = dispatch.place(queue.device, libraries)
     codes = CODES[a_kind], CODES[b_format], CODES[dtype]
     bias_at = 0 if bias is None else bias.data.ptr
 
-    # One weight for all rows: the leading dimensions of a are rows of one product.
+    # With one weight for all rows, the leading dimensions of a are more rows of one product: b is decoded once.
     flat = b[0].ndim == 2
     leading, m = ((), math.prod(y.shape[:-1])) if flat else (y.shape[:-2], y.shape[-2])
     if not flat:

@@ -1,4 +1,4 @@
-"""GPUs through CuPy, which is imported on first use: `execution.Device`, and which GPU is current."""
+"""The GPUs of this machine through CuPy: an implementation of `execution.Device`, and the current device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mxfp8_ops.errors import BackendError
 from mxfp8_ops.formats import BFLOAT16, VALUE_DTYPES
 
 _DISALLOW_REDUCED_PRECISION_REDUCTION: Final = 16
-"""cublasMath_t: sums of split-K stay in float32."""
+"""cublasMath_t: partial sums of split-K stay in float32."""
 
 _WORKSPACE: Final = 32 << 20
 """Bytes of workspace for cuBLAS, as NVIDIA recommends for Hopper and later."""
@@ -33,10 +33,10 @@ def available() -> bool:
 
 @functools.cache
 def cupy_module() -> Any:
-    """Returns CuPy.
+    """Returns the module cupy, imported on first use.
 
     Raises:
-        BackendError: it cannot be imported, or there is no usable GPU.
+        BackendError: CuPy cannot be imported, or there is no usable GPU.
     """
     try:
         import cupy
@@ -75,14 +75,14 @@ class CudaDevice:
         """Queues y = x w^T on cuBLAS: bfloat16 operands, float32 sums, y bfloat16 or float32."""
         from cupy_backends.cuda.libs import cublas
 
-        # The current device is a property of the thread: cuBLAS goes to it, whatever device its operands are on.
+        # cuBLAS works on the thread's current device, even if its operands are on another one.
         with current(self.index):
             m, n, k = sizes
             one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
             x_type, y_type = BFLOAT16.cuda_data_type, VALUE_DTYPES[dtype].cuda_data_type
             library, handle = _cublas(), cupy_module().cuda.device.get_cublas_handle()
-            # A workspace of this call: streams would share cuBLAS's own, and each CUDA graph would allocate one. After
-            # the stream, because cublasSetStream resets the workspace.
+            # This call has its own workspace: streams would share cuBLAS's workspace, and each CUDA graph would
+            # allocate one. It is set after the stream, because cublasSetStream resets the workspace.
             memory, workspace = queue.allocate(_WORKSPACE)
             cublas.check_status(library.cublasSetStream_v2(handle, queue.stream))
             cublas.check_status(library.cublasSetWorkspace_v2(handle, workspace, _WORKSPACE))
@@ -100,13 +100,13 @@ class CudaDevice:
             del memory  # alive until the product is queued
 
     def functions(self, kernels: Sequence[str]) -> list[Any]:
-        """Returns kernels as CuPy functions, loading them if this is their first use. The device is current.
+        """Returns kernels as CuPy functions; loads those that are used for the first time. The device must be current.
 
         Raises:
             BackendError: NVRTC is missing or refuses a source, or the driver refuses a kernel.
         """
         missing = [kernel for kernel in dict.fromkeys(kernels) if kernel not in self._functions]
-        # NVRTC compiles on as many threads as it is called on, in up to seconds for a kernel; loading takes no time.
+        # NVRTC takes up to seconds per kernel, and compiles in parallel on several threads. To load takes no time.
         with ThreadPoolExecutor() if len(missing) > 1 else contextlib.nullcontext() as pool:
             codes = (pool.map if pool else map)(self._code, missing)
             for kernel, code in zip(missing, codes, strict=True):
@@ -118,7 +118,7 @@ class CudaDevice:
 
     def context(self) -> int:
         """Returns the address of the primary context."""
-        cupy_module().cuda.runtime.free(0)  # creates the context, if nothing has yet
+        cupy_module().cuda.runtime.free(0)  # creates the context if there is none yet
         address: int = cupy_module().cuda.driver.ctxGetCurrent()
         return address
 
@@ -137,10 +137,10 @@ def _load(kernel: str, code: bytes) -> Any:
 
 @functools.cache
 def _cublas() -> Any:
-    """Returns the cuBLAS that CuPy is linked with, whose own gemmEx refuses to be captured (cupy/cupy#6290)."""
+    """Returns the cuBLAS library of CuPy. CuPy's own gemmEx cannot be captured in a CUDA graph (cupy/cupy#6290)."""
     from cupy_backends.cuda.libs import cublas
 
-    library = ctypes.CDLL(cublas.__file__)  # names are looked up in what it is linked with too
+    library = ctypes.CDLL(cublas.__file__)  # the loader also searches the libraries that this module is linked with
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.cublasSetStream_v2.argtypes = (pointer, pointer)
     library.cublasSetWorkspace_v2.argtypes = (pointer, pointer, ctypes.c_size_t)
@@ -156,7 +156,7 @@ def device(index: int) -> CudaDevice:
     """Returns GPU number `index`.
 
     Raises:
-        BackendError: no CuPy, no GPU, or one that is too old.
+        BackendError: no CuPy, no GPU, or a GPU that is too old.
     """
     return CudaDevice(index)
 
@@ -166,11 +166,11 @@ def current(index: int) -> Iterator[CudaDevice]:
     """Makes GPU number `index` the current device and yields it.
 
     Raises:
-        BackendError: no CuPy, no such GPU, or one that is too old.
+        BackendError: no CuPy, no such GPU, or a GPU that is too old.
     """
     cupy = cupy_module()
     try:
-        # CuPy's wheels bring a CUDA runtime of their own, which does not see the device that torch selects.
+        # CuPy's wheels contain a CUDA runtime of their own, which does not know the device that torch selects.
         same = cupy.cuda.runtime.getDevice() == index
         with contextlib.nullcontext() if same else cupy.cuda.Device(index):
             yield device(index)

@@ -1,4 +1,4 @@
-"""Which rows of the dispatch table (`planner.routes`) products must take and, for measurements, how they are cut up."""
+"""Forces a row of the dispatch table (`planner.routes`) or a split of the work on all products, for measurements."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from mxfp8_ops.cuda.execution import Device
 from mxfp8_ops.cuda.planner import Place
 from mxfp8_ops.errors import BackendError
 
-# A stack, as the contexts below may be nested; of the process, because torch runs backward passes on other threads.
+# A stack, because the contexts below may be nested; one per process, because torch runs backward passes on other
+# threads.
 _chosen: Final[list[dict[str, int]]] = []
 
 
 def place(gpu: Device, libraries: int) -> Place:
-    """Returns the planner's description of a device: its capability, its libraries, and the choices made below."""
+    """Returns the planner's description of a device: its capability, its libraries, and the forced choices."""
     plain = _place(gpu.capability, gpu.processors, libraries)
-    # The usual case: nothing is chosen, and the cached Place needs no new tuple.
+    # Usually nothing is forced: then the cached Place is used, without a new tuple.
     return plain._replace(**{k: v for fields in _chosen for k, v in fields.items()}) if _chosen else plain
 
 
@@ -42,15 +43,15 @@ def forced_route(kernel: str) -> contextlib.AbstractContextManager[None]:
     """Uses one row of the dispatch table for every product, in the whole process, inside a `with`.
 
     Raises:
-        BackendError: there is no such row.
+        BackendError: the table has no such row.
     """
     names = [row.kernel for row in planner.routes()]
     if kernel not in names:
         choices = f"one of {', '.join(names)}"
         raise BackendError("cuda", f"route {kernel!r}", expected=choices, advice="correct the name")
-    return _choose(forced=names.index(kernel) + 1)  # the planner counts from 1, as 0 stands for none
+    return _choose(forced=names.index(kernel) + 1)  # the planner counts from 1; 0 means that no row is forced
 
 
 def fixed_cut(*, splits: int = 0, warps: int = 0, parts_bytes: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Cuts products up in a fixed way, as `mxfp8_cuda_place` says, in the whole process, inside a `with`."""
+    """Splits all products in the given way, in the whole process, inside a `with`; see `mxfp8_cuda_place`."""
     return _choose(splits=splits, warps=warps, parts_bytes=parts_bytes)

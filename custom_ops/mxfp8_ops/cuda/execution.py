@@ -1,7 +1,8 @@
-"""Does a plan of the planner on a device: scratch memory and the products of libraries; the library launches kernels.
+"""Executes a plan of the planner on a device: allocates its scratch memory, and calls the libraries that it needs.
 
-Works on addresses, so CuPy arrays, torch tensors and, in the tests, host memory all come through here. Nothing here
-waits for the device. ONNX Runtime executes the same plans without Python (src/cuda_host/executor.cpp).
+It works on addresses, so it serves CuPy arrays, torch tensors and, in tests, host memory. The native library launches
+the kernels. No function waits for the device. ONNX Runtime executes the same plans without Python
+(src/cuda_host/executor.cpp).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from mxfp8_ops.cuda.planner import CODES, MATMUL, NAMES, Dequantize, Plan
 
 
 class Device(Protocol):
-    """What plans need of a device."""
+    """The properties and products of a device that plans use."""
 
     index: int
     capability: tuple[int, int]
@@ -26,24 +27,24 @@ class Device(Protocol):
 
 
 class Queue:
-    """Where work goes: a device, one of its streams, and an allocator for scratch memory."""
+    """A device, one of its streams, and an allocator for scratch memory."""
 
     def __init__(self, device: Device, stream: int, allocate: Callable[[int], tuple[Any, int]]) -> None:
-        """Takes an allocator: bytes -> (an object that keeps the memory alive, its address, aligned to 256)."""
+        """Makes a queue. `allocate` maps a size to (object that keeps the memory alive, its address, 256-aligned)."""
         self.device, self.stream, self.allocate = device, stream, allocate
         self.packed = planner.queue(device.index, stream)
-        """For the functions of the planner."""
+        """The queue as the functions of the planner take it."""
 
 
 class Fp8Product(NamedTuple):
-    """A product y = x b^T, scaled by blocks, that a library has to do on FP8 tensor cores; addresses, then sizes."""
+    """A block-scaled product y = x b^T for a library that uses FP8 tensor cores: addresses, sizes, names of dtypes."""
 
     x: int
     x_scales: int
     b: int
     b_scales: int
     y: int
-    """0 if the library has memory of its own."""
+    """0 if the library allocates the result."""
     m: int
     n: int
     k: int
@@ -54,7 +55,7 @@ class Fp8Product(NamedTuple):
 
 
 class WideWeight(NamedTuple):
-    """A weight in bfloat16, kept between products: `wide_weight` makes one."""
+    """A weight in bfloat16 that is kept between products; see `wide_weight`."""
 
     data: int
     inexact: int
@@ -63,10 +64,13 @@ class WideWeight(NamedTuple):
 
 
 def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] | None = None) -> None:
-    """Queues the steps of a plan that are not queued yet.
+    """Queues the remaining steps of a plan.
 
-    `fp8_product` queues an FP8 product of a library, from the product and the scratch memory that `Queue.allocate`
-    returned, and returns the address of the result.
+    Args:
+        plan: the plan.
+        queue: the device and stream.
+        fp8_product: queues an FP8 product on a library, and returns the address of its result. Its arguments are the
+            product and the object of the scratch memory, from `Queue.allocate`.
 
     Raises:
         BackendError: a launch fails.
@@ -84,20 +88,20 @@ def run(plan: Plan, queue: Queue, fp8_product: Callable[[Fp8Product, Any], int] 
             x, x_scales, b, b_scales, y, m, n, k, x_kind, b_kind, dtype = step.arguments
             kinds = NAMES[x_kind], NAMES[b_kind], NAMES[dtype]
             product = Fp8Product(x, x_scales, b, b_scales, y, m, n, k, *kinds)
-            # The product may have put its result into memory of its own, which the step behind it reads.
+            # The library may have allocated the result: the next step reads it at this address.
             result = fp8_product(product, memory)
         plan.done += 1
-    # Alive until everything that reads it is queued: allocators reuse freed memory for later work of the stream only.
+    # Alive until all steps are queued. Then it may be freed: allocators reuse it for later work of the stream only.
     del memory
 
 
 def wide_weight(queue: Queue, b_format: str, b: tuple[int, int], shape: tuple[int, int]) -> WideWeight:
-    """Returns b = (elements, scales) of [N, K] in bfloat16, for products that read it again and again.
+    """Returns the weight b = (elements, scales) of shape [N, K] in bfloat16, so that products need not dequantize it.
 
-    Twice the memory of the elements, and no dequantizing.
+    It takes twice the memory of the elements.
     """
     n, k = shape
-    # One allocation for both: a word that says whether bfloat16 is exact, and behind it, aligned to 256, the weight.
+    # One allocation for both: the word that tells whether bfloat16 is exact, and the weight, aligned to 256.
     memory, inexact = queue.allocate(256 + 2 * n * k)
     data = inexact + 256
     request = Dequantize(CODES[b_format], CODES["bfloat16"], *b, n, k, 1, data, inexact)

@@ -1,9 +1,9 @@
-"""Which devices multiply MXFP8 themselves; elsewhere kernels decode it and multiply wider numbers.
+"""Tells whether a device has instructions that multiply MXFP8. On other devices kernels decode it and multiply floats.
 
-TransformerEngine's `is_mxfp8_available` gives the same answers: GPUs of compute capability 10.x and 11.x. They are
-about speed alone: results are those of `numpy_nodes.py` on any device.
+The answer is yes for GPUs of compute capability 10.x and 11.x, as in TransformerEngine's `is_mxfp8_available`. It
+matters for speed only: results agree with `numpy_nodes.py` on every device.
 
-Needs neither torch nor CuPy, but the CUDA driver. No answer about a GPU has been verified on one.
+The module needs the CUDA driver, but neither torch nor CuPy. The answers have not been verified on hardware.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from mxfp8_ops.errors import BackendError
 
 
 def is_mxfp8_native(device: object = "cuda") -> bool:
-    """Returns whether a device has tensor cores that multiply MXFP8, scales and all, in every layout of the operands.
+    """Returns whether a device has tensor cores that multiply MXFP8 with its scales, in all layouts of the operands.
 
     Args:
-        device: "cpu", "cuda" (GPU 0), "cuda:1", or a `torch.device`. A GPU that is not there is not native.
+        device: "cpu", "cuda" (GPU 0), "cuda:1", or a `torch.device`. The answer for a missing GPU is False.
 
     Raises:
-        BackendError: another device.
+        BackendError: `device` is another device.
     """
     return _answer(_gpu_index(device))[0]
 
 
 def native_reason(device: object = "cuda") -> str:
-    """Returns the reason for the answer of `is_mxfp8_native`; for the processor, with its instruction set.
+    """Returns the reason for the answer of `is_mxfp8_native`; for the processor, it names the instruction set in use.
 
     Raises:
-        BackendError: another device, or the native library is missing.
+        BackendError: `device` is another device, or the native library is missing.
     """
     index = _gpu_index(device)
     reason = _answer(index)[1]
@@ -40,15 +40,15 @@ def native_reason(device: object = "cuda") -> str:
 
 
 def is_mxfp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
-    """Returns `is_mxfp8_native("cuda")`, or (that, the reason): TransformerEngine's function under its name.
+    """Returns `is_mxfp8_native("cuda")`, or the pair (answer, reason) if `return_reason`.
 
-    Unlike TransformerEngine's, the reason is not empty where the answer is True.
+    TransformerEngine has the same function. Its reason is empty if the answer is True; this one is not.
     """
     return (is_mxfp8_native(), native_reason()) if return_reason else is_mxfp8_native()
 
 
 def _gpu_index(device: object) -> int | None:
-    """Returns the number of a GPU, None for the processor."""
+    """Returns the number of a GPU, or None for the processor."""
     match = re.fullmatch(r"cpu|cuda(:(\d{1,9}))?", str(device))
     if match is None:
         advice = "name one of these devices"
@@ -57,7 +57,7 @@ def _gpu_index(device: object) -> int | None:
 
 
 def _answer(index: int | None) -> tuple[bool, str]:
-    """Returns whether a device is native, and why."""
+    """Returns whether a device multiplies MXFP8 itself, and the reason."""
     if index is None:
         return False, f"{platform.machine()} processors have no MXFP8 instructions"
     try:

@@ -1,7 +1,7 @@
 """Gives the native library the CUDA driver and the compiled kernels (src/cuda_host/mxfp8_cuda.h).
 
-The library asks for the kernels of a node of ONNX Runtime while its session is made, and for those of the ops of CuPy
-and PyTorch on their first use.
+The library requests the kernels of an ONNX Runtime node when its session opens, and the kernels of CuPy and PyTorch ops
+on their first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CUBLAS: Final = ("cublasGemmEx", "cublasGetMathMode", "cublasSetMathMode")
 
 
 class _Gpu(Structure):
-    """`mxfp8_cuda_gpu` of the C header; the last fields are the functions of `_CUBLAS`."""
+    """The C struct `mxfp8_cuda_gpu`; its last fields are the functions of `_CUBLAS`."""
 
     _fields_ = (
         ("context", c_void_p),
@@ -40,7 +40,7 @@ _KERNELS = CFUNCTYPE(c_int, c_int, c_int, POINTER(c_char_p), POINTER(c_void_p), 
 
 
 class _Loader(Structure):
-    """`mxfp8_cuda_loader` of the C header."""
+    """The C struct `mxfp8_cuda_loader`."""
 
     _fields_ = (("gpu", _GPU), ("kernels", _KERNELS))
 
@@ -50,11 +50,11 @@ def connect() -> None:
     """Gives the library the CUDA driver and the kernels; once per process.
 
     Raises:
-        BackendError: no CuPy, no GPU or one that is too old, no driver, no NVRTC, or the native library is missing.
+        BackendError: CuPy, a GPU, the driver, NVRTC or the native library is missing, or the GPU is too old.
     """
     if not device.available():
-        device.device(0)  # raises, with the reason
-    build.nvrtc_version()  # raises here if NVRTC is missing, and not for the first node of a session
+        device.device(0)  # raises with the reason
+    build.nvrtc_version()  # a missing NVRTC raises here, rather than at the first node of a session
     give(native.load())
 
 
@@ -76,7 +76,7 @@ def give(library: ctypes.CDLL) -> None:
 
 
 def _answer(fill: Callable[[], None], message: int, size: int) -> int:
-    """Returns 0; or 1, with the message of the exception of `fill`: no exception may leave a callback of C."""
+    """Calls `fill` and returns 0. If it raises, writes the text to `message` and returns 1, as C has no exceptions."""
     try:
         fill()
     except Exception as error:
@@ -111,17 +111,17 @@ _LOADER: Final = _Loader(_GPU(_gpu), _KERNELS(_kernels))
 
 
 def _cublas() -> dict[str, int]:
-    """Returns the addresses of `_CUBLAS` in the cuBLAS that ONNX Runtime's CUDA provider is linked with.
+    """Returns the addresses of the functions `_CUBLAS` in the cuBLAS of ONNX Runtime's CUDA provider.
 
-    Nothing if that provider is not loaded; it is while a session with it is made.
+    The result is empty if the provider is not loaded. It is loaded while a session with it opens.
     """
-    # A process of PyTorch or CuPy alone has no use for it, and may not have it.
+    # A process with PyTorch or CuPy alone does not need these functions, and may not have the provider.
     onnxruntime = sys.modules.get("onnxruntime")
     if onnxruntime is None or onnxruntime.__file__ is None or sys.platform == "win32":
         return {}
     path = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
     with contextlib.suppress(OSError, AttributeError):  # AttributeError: no cuBLAS
-        # RTLD_NOLOAD: a cuBLAS of our own would be another one, and handles of one crash another.
+        # RTLD_NOLOAD takes the loaded cuBLAS. A second cuBLAS would crash on the handles of the first.
         provider = ctypes.CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         return {name: ctypes.cast(getattr(provider, name), c_void_p).value or 0 for name in _CUBLAS}
     return {}

@@ -1,8 +1,8 @@
-"""The launches of each operation on a GPU: the planner of the native library (src/cuda_host), through ctypes.
+"""Plans the launches of each operation on a GPU, with the planner of the native library (src/cuda_host).
 
-CuPy, PyTorch and ONNX Runtime take their plans from it, so one product takes the same kernels everywhere. Plans are
-made of addresses and sizes. With a queue, the call that plans an operation also launches it, as far as the library can
-do that alone; `execution.run` does the rest. Without one, nothing here needs a GPU.
+CuPy, PyTorch and ONNX Runtime use this planner, so that a product runs on the same kernels everywhere. A plan has
+addresses and sizes. If you pass a queue, the call also launches the steps, unless they need scratch memory or a product
+of another library; `execution.run` does the rest. Without a queue no function needs a GPU.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ CODES: Final = {name: row.onnx_dtype for name, row in formats.DTYPES.items()}
 NAMES: Final = {code: name for name, code in CODES.items()}
 
 CUBLAS, CUBLASLT, SCALED_MM = 1, 2, 4
-"""`Place.libraries`: MXFP8_CUBLAS and those that follow it in mxfp8_cuda_plan.h."""
+"""Values of `Place.libraries`: MXFP8_CUBLAS and the next two constants in mxfp8_cuda_plan.h."""
 
 LAUNCH, CLEAR, MATMUL, BLOCK_SCALED = range(4)
-"""`Step.what`: MXFP8_LAUNCH ..."""
+"""Values of `Step.what`: MXFP8_LAUNCH and the next three constants."""
 
 PLAIN, TRANSPOSED = range(2)
-"""`Quantize.layout`: MXFP8_PLAIN ..."""
+"""Values of `Quantize.layout`: MXFP8_PLAIN and the next constant."""
 
 _NO_ROUTE: Final = -4
 
-# The structs of mxfp8_cuda_plan.h, which says what the fields mean. Every field there is an int64_t, so a request is
-# the packed bytes of a tuple. That takes less time than to fill a ctypes structure field by field, and a plan may take
-# 3 us at most (benchmarks/cuda_planning.py).
+# The structs of mxfp8_cuda_plan.h, which documents their fields. All fields are int64_t, so a request is the packed
+# bytes of a tuple. To fill a ctypes structure field by field takes longer, and a plan may take at most 3 us
+# (benchmarks/cuda_planning.py).
 Place = namedtuple(
     "Place",
     "capability processors libraries forced splits warps parts_bytes",
@@ -56,20 +56,20 @@ Step = namedtuple("Step", "what kernel grid block in_scratch in_result arguments
 
 _PLACE, _GEMM = (struct.Struct(f"{len(request._fields)}q") for request in (Place, Gemm))
 _QUEUE: Final = struct.Struct("4q")  # mxfp8_cuda_queue
-_STEP: Final = struct.Struct("5i2I14q")  # mxfp8_cuda_step; all of its arguments, of which `count` are valid
+_STEP: Final = struct.Struct("5i2I14q")  # mxfp8_cuda_step; the first `count` of the 14 arguments are valid
 
 
 class Plan(Structure):
-    """The steps of an operation, in order, for one stream: `mxfp8_cuda_plan`. The next plan of a thread ends it."""
+    """The steps of an operation, in order, for one stream: `mxfp8_cuda_plan`. The thread's next plan invalidates it."""
 
     count: int
     """Number of steps."""
     done: int
-    """How many are queued."""
+    """Number of queued steps."""
     scratch_bytes: int
-    """Memory that the steps need, aligned to 256."""
+    """Bytes of scratch memory that the steps need, aligned to 256."""
     route: int
-    """Row of the dispatch table, -1 if there is nothing to do or to choose."""
+    """Row of the dispatch table; -1 if there is nothing to do, or no choice."""
 
     _fields_ = (
         ("_steps", POINTER(c_char)),
@@ -78,11 +78,11 @@ class Plan(Structure):
 
     @property
     def makes_its_result(self) -> bool:
-        """Whether a library product allocates y itself (`SCALED_MM`), so that the y of the request is not written."""
+        """Whether the library of the product allocates y (`SCALED_MM`) and leaves the y of the request as it is."""
         return any(step.what == BLOCK_SCALED and step.in_result for step in self.steps()[-1:])
 
     def steps(self) -> list[Step]:
-        """Returns the steps, before the thread makes another plan."""
+        """Returns the steps; call it before the thread makes another plan."""
         packed = self._steps[: self.count * _STEP.size] if self.count else b""
         return [
             Step(what, kernel, grid, block, in_scratch, in_result, tuple(arguments[:count]))
@@ -91,7 +91,7 @@ class Plan(Structure):
 
 
 class Route(NamedTuple):
-    """A row of the dispatch table: `mxfp8_cuda_route`, which says what the fields mean."""
+    """A row of the dispatch table; `mxfp8_cuda_route` documents the fields."""
 
     kernel: str
     capability: tuple[int, int]
@@ -104,17 +104,22 @@ class Route(NamedTuple):
 
 
 def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> Plan:
-    """Returns the plan of a product, the fields of a `Gemm`; with a queue, done as far as the library can.
+    """Returns the plan of a product; with a queue, also launches the steps that the library can do alone.
+
+    Args:
+        place: the device.
+        product: the fields of a `Gemm`.
+        queue: a result of `queue`, or None to launch nothing.
 
     Raises:
         BackendError: the device is too old, the forced row of the dispatch table cannot do the product, or a launch
             fails.
-        ShapeError: an unknown dtype or format, sizes or addresses that no tensor has, or 2^31 thread blocks or more.
+        ShapeError: a dtype or format is unknown, a size or address is impossible, or there are 2^31 or more blocks.
     """
     plan = Plan()
     status = native.load().mxfp8_cuda_plan_gemm(_packed_place(place), _GEMM.pack(*product), queue, byref(plan))
     if status:
-        # Its own error: a message about a route needs the names of dtypes, which the library's text does not have.
+        # The message is made here: it needs names of dtypes, and the library has only their codes.
         if status == _NO_ROUTE:
             raise _no_route(place, Gemm(*product))
         native.check("gemm", status)
@@ -122,29 +127,30 @@ def gemm(place: Place, product: tuple[int, ...], queue: bytes | None = None) -> 
 
 
 def plan(request: tuple[int, ...], queue: bytes | None = None) -> Plan:
-    """Returns the plan of a request, a struct of mxfp8_cuda_plan.h such as `Quantize`, by its name; as `gemm` does."""
+    """Returns the plan of a request, such as a `Quantize`; queue and errors as in `gemm`."""
+    # The name of the request's type is also the name of the C function.
     name, packed, planned = type(request).__name__.lower(), struct.pack(f"{len(request)}q", *request), Plan()
     native.check(name, getattr(native.load(), f"mxfp8_cuda_plan_{name}")(packed, queue, byref(planned)))
     return planned
 
 
 def proceed(plan: Plan, queue: bytes) -> Step | None:
-    """Queues steps from `plan.done` on; returns the product that a library has to do, or None at the end.
+    """Queues the steps after `plan.done`, up to a product of another library; returns it, or None at the end.
 
     Raises:
-        BackendError: a launch fails, or there is no such GPU.
+        BackendError: a launch fails, or the GPU does not exist.
     """
     native.check("cuda", native.load().mxfp8_cuda_continue(queue, byref(plan)))
     return plan.steps()[plan.done] if plan.done < plan.count else None
 
 
 def queue(gpu: int, stream: int, scratch: int = 0, result: int = 0) -> bytes:
-    """Returns a queue for the functions above: `mxfp8_cuda_queue`, which says what the fields mean."""
+    """Returns a queue for the functions above; `mxfp8_cuda_queue` documents the fields."""
     return _QUEUE.pack(gpu, stream, scratch, result)
 
 
 def swizzled_bytes(rows: int, k: int) -> int:
-    """Returns how many scales [rows, ceil(k / 32)] take in cuBLASLt's 128x4 layout; ShapeError as `gemm`."""
+    """Returns the bytes of scales [rows, ceil(k / 32)] in cuBLASLt's 128x4 layout; errors as in `gemm`."""
     # The result is a size, or a status below 0.
     size: int = native.load().mxfp8_cuda_swizzled_bytes(rows, k)
     native.check("swizzled_bytes", min(size, 0))
@@ -153,12 +159,12 @@ def swizzled_bytes(rows: int, k: int) -> int:
 
 @functools.cache
 def kernels() -> tuple[str, ...]:
-    """Returns every kernel of src/cuda by number, as C++ writes it: "quantize_rows<F32, E4M3, false>".
+    """Returns the kernels of src/cuda in the order of their numbers, as C++ names: "quantize_rows<F32, E4M3, false>".
 
-    The file has the name before the "<".
+    The name before the "<" is also the name of the file.
     """
     names: list[str] = []
-    # The library answers NULL past the last number: it has no function that counts.
+    # The library returns NULL after the last kernel.
     while name := native.load().mxfp8_cuda_kernel(len(names)):
         names.append(name.decode())
     return tuple(names)
@@ -166,9 +172,9 @@ def kernels() -> tuple[str, ...]:
 
 @functools.cache
 def routes() -> tuple[Route, ...]:
-    """Returns the dispatch table (src/cuda_host/routes.cpp). The first row that fits a product counts."""
+    """Returns the dispatch table (src/cuda_host/routes.cpp). A product takes the first row that fits it."""
     rows: list[Route] = []
-    while address := native.load().mxfp8_cuda_route_at(len(rows)):  # NULL past the last row
+    while address := native.load().mxfp8_cuda_route_at(len(rows)):  # NULL after the last row
         name, capability, *rest = (c_int64 * len(Route._fields)).from_address(address)
         rows.append(Route(string_at(name).decode(), divmod(capability, 10), *rest))
     return tuple(rows)

@@ -1,4 +1,4 @@
-"""CUDA on this machine: the driver and its GPUs. Needs no CuPy and no torch."""
+"""The CUDA driver of this machine and its GPUs. The module needs neither CuPy nor torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ DRIVER: Final = "libcuda.so.1"
 """File name of the CUDA driver."""
 
 _MAJOR, _MINOR, _PROCESSORS = 75, 76, 16
-"""CUdevice_attribute."""
+"""Values of CUdevice_attribute."""
 
 _NO_DEVICE: Final = 100
-"""CUresult."""
+"""CUDA_ERROR_NO_DEVICE of CUresult."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that the driver shows."""
+    """A GPU of the driver."""
 
     name: str
     capability: tuple[int, int]
@@ -48,7 +48,7 @@ def gpus() -> list[Gpu]:
         BackendError: there is no driver, or it does not work.
     """
     driver, count = _driver(), ctypes.c_int()
-    # Not counted as an error: a driver without a GPU is what a container without access to one has.
+    # No error: a container without access to a GPU may have the driver.
     status = driver.cuInit(0)
     if status == _NO_DEVICE:
         return []

@@ -1,7 +1,4 @@
-"""The nodes inside ONNX Runtime: registers the native library with a session.
-
-sessions.py     registering and making sessions
-"""
+"""The nodes inside ONNX Runtime: `register` adds the native library to session options, `session` opens a session."""
 
 from mxfp8_ops.ort.sessions import DEVICES, DISABLE, FASTER_WITHOUT, MIN_ORT, register, session
 

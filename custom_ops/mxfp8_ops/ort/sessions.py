@@ -1,7 +1,7 @@
 """Runs the nodes inside ONNX Runtime: registers the native library with a session.
 
-A rewritten file also runs without the library, slowly, on the function bodies it has. With the library registered, its
-kernels run every node of the domain: on the processor, or on a GPU (`DEVICES`).
+Without the library a rewritten file runs slowly, on its function bodies. With it, the kernels of the library run all
+nodes of the domain, on the processor or on a GPU (`DEVICES`).
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     import onnxruntime
 
 MIN_ORT: Final = (1, 20)
-"""Oldest ONNX Runtime the binding is tested with."""
+"""Oldest version of ONNX Runtime that the tests run."""
 
 DEVICES: Final = ("cpu", "cuda", "cuda-copies")
-"""Where the nodes run.
+"""The devices on which nodes run.
 
-cpu          on the processor.
-cuda         on the CUDA execution provider, on its stream: needs onnxruntime-gpu, CuPy and a GPU. Nodes that ONNX
-             Runtime leaves to the CPU provider run there.
-cuda-copies  on GPU 0, with operands copied there and results back at each node; weights are copied once. For a GPU
-             beside an ONNX Runtime that has no CUDA provider; needs CuPy.
+cpu          the processor.
+cuda         the GPU of the CUDA execution provider, on its stream. It needs onnxruntime-gpu, CuPy and a GPU. Nodes that
+             ONNX Runtime assigns to the CPU provider run on the processor.
+cuda-copies  GPU 0, for an ONNX Runtime without the CUDA provider. Each node copies its operands to the GPU and its
+             results back; weights are copied once. It needs CuPy.
 """
 
 _CUDA_PROVIDER: Final = "CUDAExecutionProvider"
@@ -35,40 +35,41 @@ _DEVICE: Final = "mxfp8.device"
 """Configuration entry with the device of the nodes (src/cuda_host/mxfp8_cuda.h)."""
 
 _KEEP_WIDE: Final = "mxfp8.keep_wide"
-"""Configuration entry for weights in bfloat16 besides MXFP8."""
+"""Configuration entry: keep weights in bfloat16, too."""
 
 _PREPACK: Final = "mxfp8.prepack"
-"""Configuration entry for what is kept of constant weights on the processor."""
+"""Configuration entry: the copies of constant weights that the processor keeps."""
 
 FASTER_WITHOUT: Final[Mapping[str, tuple[int, int]]] = {"SkipLayerNormFusion": (1, 30)}
-"""Optimizations of ONNX Runtime that make models slower on the processor, each with the first version in which it does.
+"""Optimizations of ONNX Runtime that make models slower on the processor, each with its first slow version.
 
-SkipLayerNormalization takes 2 to 5 times what Add and LayerNormalization take since the latter was vectorized, and less
-than them before: benchmarks/ort_optimizers.py, up to 1.31.
+SkipLayerNormalization takes 2 to 5 times as long as Add and LayerNormalization since LayerNormalization is vectorized;
+before, it took less. benchmarks/ort_optimizers.py measures it, up to version 1.31.
 """
 
 DISABLE: Final = "optimization.disable_specified_optimizers"
-"""ONNX Runtime's configuration entry with the optimizations that a session leaves out, separated by semicolons."""
+"""ONNX Runtime's configuration entry that lists the optimizations to leave out, separated by semicolons."""
 
 _REGISTERED: Final = "mxfp8.registered"
-"""Configuration entry that marks session options which have the library."""
+"""Configuration entry: the library is registered with these session options."""
 
 
 def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = False, prepack: str = "auto") -> None:
-    """Registers the nodes with an `onnxruntime.SessionOptions`, once per object.
+    """Registers the nodes with an `onnxruntime.SessionOptions`; call it once per object.
 
-    On the processor, the session also leaves out the optimizations of `FASTER_WITHOUT`, unless the options have the
-    entry `DISABLE` already (set it to "" to have them all).
+    On the processor, the session also leaves out the optimizations of `FASTER_WITHOUT`, unless the options already have
+    the entry `DISABLE` (set it to "" to keep all optimizations).
 
     Args:
-        session_options: options to make one session with.
+        session_options: the options of one session.
         device: one of `DEVICES`.
         keep_wide: see `session`.
         prepack: see `session`.
 
     Raises:
-        BackendError: the library is missing, ONNX Runtime is too old, the options already have it, the device cannot
-            be used, weights are to be kept on another device than "cuda", or `prepack` is none of its values.
+        BackendError: the library is missing, ONNX Runtime is too old, the library is registered with these options
+            already, the device cannot be used, `keep_wide` is on for a device other than "cuda", or `prepack` is
+            unknown.
     """
     ort = _onnxruntime()
     _check_device(ort, device)
@@ -79,7 +80,7 @@ def register(session_options: Any, *, device: str = "cpu", keep_wide: bool = Fal
             advice="omit keep_wide",
         )
     native.check_prepack(prepack)
-    cpu.isa()  # raises for a wrong MXFP8_ISA here, and not at the first node
+    cpu.isa()  # a wrong MXFP8_ISA raises here, rather than at the first node
     if _has_entry(session_options, _REGISTERED):
         raise BackendError(
             "session options",
@@ -121,25 +122,25 @@ def session(
     """Returns an `onnxruntime.InferenceSession` of a model, with the nodes registered.
 
     Without `device`, the nodes run on "cuda" if `providers` has CUDAExecutionProvider, and on the processor otherwise.
-    If they cannot run there, a warning says why, and they run on the processor.
+    If "cuda" cannot be used, they run on the processor and a warning tells why.
 
     Args:
-        model: path of an ONNX file, or its bytes. From a file a session holds the weights once - those in an external
-            data file only as pages of it -, from bytes twice: ONNX Runtime keeps the bytes.
+        model: path of an ONNX file, or its bytes. Prefer a path: a session then holds the weights once, and weights in
+            an external data file only as mapped pages. With bytes it holds them twice, as ONNX Runtime keeps the bytes.
         providers: execution providers, first choice first; by default the CPU, after CUDA if `device` is "cuda".
         session_options: an `onnxruntime.SessionOptions` to start from. The library is registered with it, so use it
             for one session.
-        device: one of `DEVICES`: the nodes run there, or an error says why not.
-        keep_wide: on "cuda", keep constant weights in bfloat16 too: two more bytes a value, and products of many rows
-            need not dequantize them at each run.
-        prepack: what the processor keeps of a constant weight from the first run on, besides the weight itself.
-            "auto": its codes in the layout of the kernel, 1.03 bytes a value; where the weight is mapped from an
-            external data file, its own pages are given back. "decoded": bfloat16 numbers where the kernel multiplies
-            those, two bytes a value. "never": nothing, and every run turns the weight.
+        device: one of `DEVICES`. If the nodes cannot run there, you get an error instead of a warning.
+        keep_wide: on "cuda", keep constant weights in bfloat16 too. This takes two more bytes a value; products of many
+            rows then skip the dequantization at each run.
+        prepack: the copy of a constant weight that the processor keeps from the first run on. "auto": its codes in the
+            layout of the kernel, 1.03 bytes a value; if the weight is mapped from an external data file, its pages are
+            released. "decoded": bfloat16 numbers if the kernel multiplies bfloat16, two bytes a value. "never": no
+            copy; each run rearranges the weight.
         **kwargs: passed on to InferenceSession.
 
     Raises:
-        ContractError: there is no such file.
+        ContractError: the file does not exist.
         BackendError: the library is missing, ONNX Runtime is too old, or `device`, `keep_wide` or `prepack` cannot be
             used.
     """
@@ -155,6 +156,7 @@ def session(
     used = _device(ort, names) if device is None else device
     register(options, device=used, keep_wide=keep_wide, prepack=prepack)
     inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
+    # ONNX Runtime only warns if a provider fails, and goes on without it. The caller asked for this device.
     if device == "cuda" and _CUDA_PROVIDER not in inference_session.get_providers():
         raise BackendError(
             "device 'cuda'",
@@ -166,7 +168,7 @@ def session(
 
 
 def _device(ort: Any, providers: Sequence[str]) -> str:
-    """Returns where the nodes run by default; warns if that is the processor in spite of the CUDA provider."""
+    """Returns the default device of the nodes; warns if it is the processor although `providers` names CUDA."""
     if _CUDA_PROVIDER not in providers:
         return "cpu"
     try:
@@ -189,6 +191,7 @@ def _check_device(ort: Any, device: str) -> None:
             advice="pip uninstall onnxruntime && pip install onnxruntime-gpu, or use device='cuda-copies'",
         )
     if device != "cpu":
+        # Here, because a session on the processor needs no CuPy.
         from mxfp8_ops.cuda import loader
 
         loader.connect()
@@ -219,6 +222,7 @@ def _installed(ort: Any) -> tuple[int, ...]:
 
 
 def _has_entry(session_options: Any, key: str) -> bool:
+    # ONNX Runtime has no function that lists entries; to read a missing one raises.
     try:
         session_options.get_session_config_entry(key)
     except RuntimeError:  # no such entry
