@@ -23,8 +23,7 @@
 // - an array has at most 2^48 bytes and ends inside the address space;
 // - a stride is at least the number of values of a row;
 // - the address of an array that has values is a multiple of the size of one value (mxfp8_pack_stats: 8 bytes). An
-// array
-//   without values may have any address, NULL too. If y has no values, the library checks no other array but indices.
+//   array without values may have any address, NULL too. If y has no values, only y and indices are checked.
 //
 // The library cannot check these, so you must: the memory exists and is as large as the sizes say, and results overlap
 // neither operands nor each other. If they overlap, their values are undefined; no other memory is written.
