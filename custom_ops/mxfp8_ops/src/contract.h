@@ -1,4 +1,4 @@
-// The rows of formats.py and contract.py.
+// The number formats and nodes of formats.py and contract.py, as C++ tables.
 #pragma once
 #include <cstdint>
 
@@ -8,27 +8,27 @@ namespace mxfp8 {
 
 struct Dtype {
   int code;
-  const char* name;  // as ONNX writes it
-  const char* cuda;  // as codec.cuh does
+  const char* name;  // in ONNX
+  const char* cuda;  // in codec.cuh
   int bytes;
   uint32_t increments[4];  // for elements, formats.scale_increment of each rounding
 };
 
 struct Port {
   const char* name;
-  int dtypes[8];  // 0 at the end
+  int dtypes[8];  // the allowed ones; the rest is 0
   bool optional;
-  int like = -1;  // the input whose dtype it has
+  int like = -1;  // index of the input that has the same dtype; -1 if there is none
 };
 
 struct Node {
   const char* name;
-  Port inputs[8], outputs[5];                           // no name at the end
+  Port inputs[8], outputs[5];                           // ports without a name are unused
   int output_dtype;                                     // default of the attribute; 0 if it has none
-  int a, a_scales, b, b_scales, bias, experts, factor;  // which input of a gemm is what; -1 if there is none
+  int a, a_scales, b, b_scales, bias, experts, factor;  // index of this input of a gemm; -1 if there is none
 };
 
-// Below, up to the last line, is what custom_ops/generate.py writes. Op is the index of kNodes; the format rows
+// custom_ops/generate.py writes the lines below, up to the last one. Op is the index in kNodes; the format rows
 // are ROW(name, mantissa bits, exponent bias, code of the largest finite magnitude), and the attributes of any node
 // ROW(type, name, default).
 // clang-format off

@@ -1,5 +1,5 @@
-// An error for the user, in fields: what is wrong, what is expected, what to do. Whoever knows the place - the function
-// that was called, the node of a session - puts that before them.
+// An error for the user, in fields: the problem, the expected value, the advice. The caller that knows the place (a
+// function of the C ABI, a node of a session) writes it in front of them.
 #pragma once
 #include <exception>
 #include <string>
@@ -16,7 +16,7 @@ class Error : public std::exception {
   }
   const char* what() const noexcept override { return text_.c_str(); }
 
-  int status;  // of the C ABI
+  int status;  // a code of mxfp8_ops.h
   std::string problem, expected, advice;
 
  private:

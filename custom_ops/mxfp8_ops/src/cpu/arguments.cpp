@@ -27,7 +27,7 @@ void check_code(const char* name, int64_t code, const Dtype (&rows)[N]) {
   refuse(is(name, code), "one of " + choices, "pass a code of mxfp8_ops.h");
 }
 
-// The bytes of a count of values that overflowed, or did not.
+// Checks an array of `count` values; `overflows` says that the count is no int64_t.
 void check_bytes(const Array& a, bool overflows, int64_t count) {
   int64_t bytes = 0;
   if (overflows || __builtin_mul_overflow(count, a.value_bytes, &bytes) || bytes > kMostBytes) {

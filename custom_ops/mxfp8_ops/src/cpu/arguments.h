@@ -1,5 +1,5 @@
-// What the entry points of the C ABI share: the checks, before one reads or writes a byte of an array, and what they
-// run on. These functions throw Error, which names the argument.
+// Shared by the entry points of the C ABI: the checks of arguments, which come before any array is read or written, and
+// the choice of kernels and threads. These functions throw Error, which names the argument.
 #pragma once
 #include <cstdint>
 #include <initializer_list>
@@ -12,21 +12,21 @@
 
 namespace mxfp8 {
 
-// The answer to a call that computes something.
+// Runs the body of a call that computes, and returns its status. Such a call appears in the profile.
 template <class Body>
 int computed(const Body& body) {
   const ProfiledCall call(nullptr);
   return answer(body);
 }
 
-// The instruction set that such a call runs on. Throws Error.
+// The kernels of such a call. Throws Error if MXFP8_ISA names an instruction set that is not available.
 const Kernels& kernels_in_use();
 
-// The library's own threads, so many at most.
+// At most `threads` of the library's own threads; 0 means one per processor.
 Parallel checked_threads(int threads);
 
-// The most bytes of an array: no process has room for more. Far enough from 2^63 for everything that is counted about
-// an array - its tasks, its multiply-adds, its packed form - to be an int64_t.
+// The most bytes of an array: no process has room for more. This is so far below 2^63 that the tasks, the multiply-adds
+// and the packed bytes of an array are int64_t too.
 constexpr int64_t kMostBytes = int64_t(sizeof(void*) > 4 ? uint64_t(1) << 48 : uint64_t(1) << 31);
 
 void check_value_dtype(const char* name, int64_t dtype);
@@ -41,15 +41,15 @@ struct Size {
   const char* name;
   int64_t value;
 };
-// None may be below 0.
+// Throws Error for a size below 0.
 void check_sizes(std::initializer_list<Size> sizes);
 
-// `size` may be `least` .. `most`.
+// Throws Error for a size outside of `least` .. `most`.
 void check_range(Size size, int64_t least, int64_t most);
 
-// A dense array with these sizes, none below 0; or a matrix of rows `stride` values apart. If it has values, it needs
-// an address that is a multiple of what each takes, and must not end beyond the address space or have more than
-// kMostBytes.
+// Checks of a dense array with these sizes, none below 0, or of a matrix whose rows are `stride` values apart. If the
+// array has values, its address is a multiple of the bytes of one value, it ends inside the address space, and it has
+// at most kMostBytes.
 struct Array {
   const char* name;
   uint64_t address;

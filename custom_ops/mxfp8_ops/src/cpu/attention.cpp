@@ -1,8 +1,8 @@
-// MXFP8Attention: how it is split into tasks - kernels/attention.cpp does them -, and the presents.
+// MXFP8Attention: the split into tasks, which kernels/attention.cpp computes, and the presents.
 //
-// A task is one head of keys and up to kAttentionRows of the rows that share it. Where those are fewer than threads, as
-// in generation, keys are split too, and what tasks made of their parts is merged. Each run of tasks has its own
-// scratch memory.
+// A task is one head of keys and up to kAttentionRows of the rows that share it. If there are fewer such tasks than
+// threads, as in generation, the keys are split too; each task then writes a state, and the states are merged. Each run
+// of tasks has its own scratch memory.
 #include "attention.h"
 
 #include <atomic>
@@ -16,18 +16,18 @@ namespace mxfp8 {
 namespace {
 
 constexpr int64_t kTaskProducts = 1 << 20;  // multiply-adds worth a task: 10 us
-constexpr int64_t kReadValues = 1 << 17;    // of keys and values, read for few rows: the same
-constexpr int64_t kLeastKeys = 256;         // keys worth a task of their own
-constexpr int64_t kLeastRows = 64;          // rows worth packing keys and values for
-constexpr int64_t kTasksPerThread = 4;
+constexpr int64_t kReadValues = 1 << 17;    // values of keys and values that a task reads for few rows: 10 us too
+constexpr int64_t kLeastKeys = 256;         // the fewest keys of a task
+constexpr int64_t kLeastRows = 64;          // the fewest rows for which packing keys and values pays
+constexpr int64_t kTasksPerThread = 4;      // so that a delayed thread does not delay the call
 
-// As many that every thread has some, but no smaller ones than pay.
+// The number of blocks of rows: two per thread, unless their rows would be too few to pay for packing.
 int64_t wanted_blocks(const AttentionArgs& a, int64_t rows, int64_t threads) {
   const int64_t for_threads = ceil_div(2 * threads, a.batch * a.kv_heads);
   return std::max(ceil_div(rows, kAttentionRows), std::min(for_threads, ceil_div(rows, kLeastRows)));
 }
 
-// The tasks of an attention: `parts` of keys for each of `blocks` of rows of each head of keys.
+// The tasks of an attention: each head of keys has `blocks` blocks of rows, and each block has `parts` parts of keys.
 struct Split {
   int64_t rows, each, blocks, total, parts, keys;
   Split(const AttentionArgs& a, int threads)
@@ -49,7 +49,7 @@ struct Split {
   }
 };
 
-// Puts a task's keys, or values, of `width` bytes into `present`: of the past and, behind it, the new ones.
+// Copies a task's keys, or its values, to `present`: first the past ones, then the new ones. Each has `width` bytes.
 void put_together(const AttentionArgs& a, const AttentionTask& t, const void* past, const void* fresh, void* present,
                   size_t width) {
   if (present == nullptr || width == 0) return;
@@ -71,7 +71,7 @@ void write_presents(const AttentionArgs& a, const AttentionTask& t) {
   put_together(a, t, a.past_value, a.v, a.present_value, size_t(a.dv) * bytes);
 }
 
-// A mask as rows of bytes, once for the batches and heads that share it.
+// A mask as rows of bytes. Batches and heads that share a mask count once.
 class MaskRows {
  public:
   explicit MaskRows(const AttentionArgs& a)
@@ -81,7 +81,7 @@ class MaskRows {
         masks_(heads_ * (a.mask_strides[0] == 0 ? 1 : a.batch)),
         bytes_(width_ * (a.mask_strides[3] == 0 ? 1 : a.past + a.keys)) {}
 
-  // Whether each mask has the same in every row, as one of keys that an exporter expands.
+  // Whether all rows of each mask are equal, as in a mask of padding that an exporter expands to every row.
   bool are_equal(const Parallel& parallel) const {
     std::atomic<bool> equal{true};
     for_ranges(parallel, masks_ * a_.rows, kMaskBytes / bytes_, [&](int64_t, int64_t begin, int64_t end) {
@@ -92,7 +92,7 @@ class MaskRows {
     });
     return equal;
   }
-  // Whether the first row of every mask adds nothing.
+  // Whether the first row of every mask hides no key and adds 0.
   bool hide_nothing() const {
     for (int64_t mask = 0; mask < masks_; ++mask) {
       const void* first = row(mask, 0);
@@ -112,7 +112,7 @@ class MaskRows {
   }
 
  private:
-  static constexpr int64_t kMaskBytes = 1 << 18;  // worth a task: 10 us
+  static constexpr int64_t kMaskBytes = 1 << 18;  // bytes that one task compares: 10 us
   const char* row(int64_t mask, int64_t row) const {
     const int64_t* s = a_.mask_strides;
     return static_cast<const char*>(a_.mask) + (mask / heads_ * s[0] + mask % heads_ * s[1] + row * s[2]) * width_;
@@ -122,7 +122,8 @@ class MaskRows {
   int64_t width_, heads_, masks_, bytes_;
 };
 
-// Loading a mask for every row and head takes as long as the products: drops what is there twice, or adds nothing.
+// Loading a mask for every row and head takes as long as the products, so this replaces equal rows by one, and drops a
+// mask that changes no score.
 void simplify_mask(const Parallel& parallel, AttentionArgs* args) {
   if (args->mask == nullptr || args->past + args->keys == 0) return;
   const MaskRows rows(*args);
@@ -146,13 +147,14 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
   if (args.rows == 0 || args.dv == 0) {
     const bool keys = args.present_key != nullptr && args.d > 0, values = args.present_value != nullptr && args.dv > 0;
     const int64_t heads = (keys || values) && args.past + args.keys > 0 ? args.batch * args.kv_heads : 0;
+    // y is empty, but the presents may not be.
     return parallel_for(parallel, heads, [&](int64_t i) {
       write_presents(args, {i / args.kv_heads, i % args.kv_heads, 0, 0, 0, args.past + args.keys});
     });
   }
   simplify_mask(parallel, &args);
   const Split split(args, parallel.threads);
-  const AttentionTask first = split.at(args, 0);  // no task has more rows, or needs more memory
+  const AttentionTask first = split.at(args, 0);  // the largest task: its scratch memory fits every task
   const int64_t count = split.count(args), state = attention_state_kernels[kernels.column](args, first);
   const int64_t each = attention_scratch_kernels[kernels.column](args, first);
   const double values = double(count) * double(split.keys) * double(args.d + args.dv);
@@ -185,7 +187,7 @@ using namespace mxfp8;
 
 namespace {
 
-// A mask has each size of the scores, or 1.
+// Each size of a mask is the size of the scores, or 1.
 void check_mask(const mxfp8_attention_arguments& g) {
   if (g.mask_dtype != MXFP8_BOOL) check_value_dtype("mask_dtype", g.mask_dtype);
   const int64_t full[] = {g.batch, g.q_heads, g.rows, g.past + g.keys};

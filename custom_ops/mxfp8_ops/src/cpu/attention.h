@@ -1,4 +1,4 @@
-// MXFP8Attention.
+// MXFP8Attention: its arguments, its tasks, and the kernels that compute them.
 #pragma once
 #include "kernels/kernels.h"
 
@@ -11,7 +11,7 @@ struct AttentionArgs {
   const void *q, *k, *v, *past_key, *past_value;
   int mask_dtype;           // MXFP8_BOOL or a value dtype
   const void* mask;         // null: none
-  int64_t mask_strides[4];  // from batch to batch, head, row and key, in values; 0 where the mask has one for all
+  int64_t mask_strides[4];  // between batches, heads, rows and keys, in values; 0 where the mask has size 1
   void *y, *present_key, *present_value;  // the presents may be null
   int64_t batch, rows, keys, past, q_heads, kv_heads, d, dv;
   float scale;     // not 0
@@ -20,27 +20,29 @@ struct AttentionArgs {
   bool nan_guard;  // rows without a sum give 0, not NaN
 };
 
-// Rows of one head of keys: those of the query heads that share it, `rows` each, one after the other.
+// A range of rows and keys of one head of keys. The rows are numbered through the query heads that share the head of
+// keys, `rows` for each.
 struct AttentionTask {
   int64_t batch, head, row_begin, row_end, key_begin, key_end;
 };
-constexpr int64_t kAttentionRows = 512;   // the most rows of a task: they share what is packed of keys and values
+constexpr int64_t kAttentionRows = 512;   // the most rows of a task: they share packed keys and values
 constexpr int64_t kAttentionRowPad = 32;  // rows are padded to a multiple of it in a task's memory
-constexpr int64_t kAttentionPad = 16;     // and values of a row
+constexpr int64_t kAttentionPad = 16;     // values of a row are padded to a multiple of it
 
-// The floats that say what a task made of its keys, and the bytes of scratch memory it needs.
+// The number of floats in the state of a task (its running sums), and the bytes of scratch memory that it needs.
 MXFP8_KERNEL_WITH_BF16(int64_t, attention_state, const AttentionArgs&, const AttentionTask&)
 MXFP8_KERNEL_WITH_BF16(int64_t, attention_scratch, const AttentionArgs&, const AttentionTask&)
-// Writes the task's rows of y or, if there is a state, that. Scratch memory begins with a cache line. `next` is what
-// the caller does then, or null.
+// Writes the task's rows of y; if `state` is not null, writes the state instead. Scratch memory starts at a cache line.
+// `next` is the task that follows, for prefetching, or null.
 MXFP8_KERNEL_WITH_BF16(void, attention, const AttentionArgs&, const AttentionTask&, const AttentionTask* next,
                        void* scratch, float* state)
-// Writes the rows of y of tasks that differ in their keys alone, from their states, one behind the other.
+// Writes the rows of y of `count` tasks that have the same rows but different keys, from their states, which are
+// contiguous.
 MXFP8_KERNEL_WITH_BF16(void, attention_merge, const AttentionArgs&, const AttentionTask&, float* states, int64_t count)
 
-// A scale of 0 stands for 1 / sqrt(d), and a mask of one value that hides nothing for none. attention.cpp.
+// Computes the whole attention. A scale of 0 stands for 1 / sqrt(d).
 void attention(const Kernels&, const Parallel&, AttentionArgs);
-// Those of a dense mask with these sizes.
+// Sets the strides of a dense mask with these sizes.
 void set_mask_strides(const int64_t (&sizes)[4], AttentionArgs*);
 
 }  // namespace mxfp8

@@ -1,4 +1,4 @@
-// Makes the panels of constant weights at their first call, and gives back the pages of their files.
+// Packs the panels of a constant weight at its first call, and then releases the pages of its file.
 #include "constant_weight.h"
 
 #include <algorithm>
@@ -14,7 +14,8 @@ const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& par
   const GemmKernel* kernel = kernel_of_panels(kernels, args);
   if (kernel == nullptr) return nullptr;
   if (!ready_.load(std::memory_order_acquire)) {
-    // Others wait, so that every call of one or two rows adds in the same order: gemms are not called from tasks.
+    // Other callers wait for the panels: if they read b meanwhile, a call of one or two rows would add in another order
+    // than later ones. This cannot deadlock, because no task calls a gemm.
     const std::lock_guard<std::mutex> lock(making_);
     if (!ready_.load(std::memory_order_relaxed)) {
       b_ = args.b, format_ = args.b_format, n_ = args.n, k_ = args.k;
@@ -27,7 +28,7 @@ const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& par
   return fits && data_ != nullptr && kernel == panels_.kernel ? &panels_ : nullptr;
 }
 
-// Leaves data_ empty where there can be no panels, or no memory is left for them: then gemms read b.
+// Leaves data_ null if the kernel cannot hold the values, or if memory for panels is missing: gemms then read b.
 void ConstantWeight::make(const GemmKernel& kernel, bool decoded, const Parallel& parallel, const GemmArgs& args) {
   data_.reset(::operator new(size_t(kernel.panel_bytes(args, decoded)), std::align_val_t{64}, std::nothrow));
   if (data_ == nullptr) return;
@@ -46,6 +47,7 @@ std::shared_ptr<ConstantWeight> shared_weight(const void* elements, Prepack prep
   static std::mutex mutex;
   static std::map<std::pair<const void*, Prepack>, std::weak_ptr<ConstantWeight>> weights;
   const std::lock_guard<std::mutex> lock(mutex);
+  // Without this, the map would keep an entry for every weight that the process ever had.
   for (auto each = weights.begin(); each != weights.end();) {
     each = each->second.expired() ? weights.erase(each) : std::next(each);
   }

@@ -11,18 +11,18 @@ namespace mxfp8 {
 
 // The values of the setting mxfp8.prepack.
 enum class Prepack {
-  kAuto = MXFP8_PREPACK_AUTO,        // the codes of the weight, turned
-  kNever = MXFP8_PREPACK_NEVER,      // nothing
-  kDecoded = MXFP8_PREPACK_DECODED,  // what is multiplied: bfloat16 numbers, where the kernel multiplies those
+  kAuto = MXFP8_PREPACK_AUTO,        // keeps the codes, in the layout of the kernel
+  kNever = MXFP8_PREPACK_NEVER,      // keeps no panels
+  kDecoded = MXFP8_PREPACK_DECODED,  // keeps bfloat16 numbers, if the kernel multiplies those
 };
 
-// Elements b [N, K] and their scales: those of the first call, which makes the panels that it and every later call
-// reads. Any number of threads may call with one weight at once.
+// The panels of one weight b [N, K]. The first call sets b and packs the panels; that call and every later one read
+// them. Any number of threads may use one weight at once.
 class ConstantWeight {
  public:
   explicit ConstantWeight(Prepack prepack) : prepack_(prepack) {}
 
-  // The panels for such a call, or null where it has to read b as it lies.
+  // The panels for a call with these arguments, or null if its kernel reads b directly.
   const Panels* panels(const Kernels&, const Parallel&, const GemmArgs&);
 
  private:
@@ -31,14 +31,15 @@ class ConstantWeight {
   const Prepack prepack_;
   std::atomic<bool> ready_{false};
   std::mutex making_;
-  const uint8_t* b_ = nullptr;  // of the first call
+  const uint8_t* b_ = nullptr;  // this and the next two are of the first call
   int format_ = 0;
   int64_t n_ = 0, k_ = 0;
   Panels panels_ = {};
-  Scratch data_;  // of panels_, or null where there are none
+  Scratch data_;  // the memory of panels_; null if there are none
 };
 
-// The one of elements at this address, which all who multiply with them share. The caller keeps the elements.
+// The weight whose elements are at this address. All callers with the same address share one, so its panels exist once.
+// The caller keeps the elements in memory.
 std::shared_ptr<ConstantWeight> shared_weight(const void* elements, Prepack);
 
 }  // namespace mxfp8

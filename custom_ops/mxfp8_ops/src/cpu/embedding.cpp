@@ -1,4 +1,4 @@
-// How an embedding is split into tasks, and its entry point.
+// The split of an embedding into tasks, and its entry point.
 #include "embedding.h"
 
 #include "arguments.h"

@@ -1,10 +1,10 @@
-// MXFP8Embedding.
+// MXFP8Embedding: its arguments and its kernel.
 #pragma once
 #include "kernels/kernels.h"
 
 namespace mxfp8 {
 
-// Rows of b [v, d] that indices [count] name, each within -v..v-1.
+// y [count, d]: the rows of b [v, d] that indices [count] name. An index is within -v..v-1.
 struct EmbeddingArgs {
   int index_dtype;
   const void* indices;
@@ -19,6 +19,6 @@ struct EmbeddingArgs {
 
 MXFP8_KERNEL(void, embedding, const EmbeddingArgs&, int64_t begin, int64_t end)
 
-void embedding(const Kernels&, const Parallel&, const EmbeddingArgs&);  // indices are checked before: indices.h
+void embedding(const Kernels&, const Parallel&, const EmbeddingArgs&);  // the caller has checked the indices: indices.h
 
 }  // namespace mxfp8

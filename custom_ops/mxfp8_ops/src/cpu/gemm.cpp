@@ -1,4 +1,4 @@
-// How a gemm is split into strips of rows and tasks.
+// The split of a gemm into strips of rows, and of each strip into tasks.
 #include "gemm.h"
 
 #include <vector>
@@ -12,23 +12,23 @@ namespace mxfp8 {
 namespace {
 
 constexpr int64_t kTaskProducts = 1 << 21;  // multiply-adds that one gemm task handles: 10 us
-constexpr int64_t kDecodeRows = 12;         // rows whose multiply-adds take as long as reading and decoding B
+constexpr int64_t kDecodeRows = 12;         // reading and decoding B takes as long as the multiply-adds of so many rows
 constexpr int64_t kGemmStep = 2 * kBlock;   // values that a gemm kernel multiplies at once, and pads rows of A to
 constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a gemm packs
 constexpr int64_t kPackedBytes = 8 << 20;   // bytes of A packed at a time
-constexpr int64_t kStripBytes = 1 << 20;    // bytes of a strip that has more rows than any kernel takes
-constexpr int64_t kTasksPerThread = 4;      // so that a thread that is delayed does not delay the call
-constexpr int64_t kColumnGranularity = kPanelColumns;  // columns of y: whole panels, and cache lines of the result
+constexpr int64_t kStripBytes = 1 << 20;    // the most bytes of a strip of more than kGemmRows rows
+constexpr int64_t kTasksPerThread = 4;      // so that a delayed thread does not delay the call
+constexpr int64_t kColumnGranularity = kPanelColumns;  // columns of a task: whole panels, and whole cache lines of y
 
 // Rows of A, packed for the kernel that multiplies them.
 struct Strip {
   int64_t row, rows;
-  const GemmRow* gemm;
+  const GemmRow* gemm;  // null before the first kernel is chosen
   void* packed;
   int exponent;  // exponent of the lowest bit in `packed`
 };
 
-// Whether a row of the table is for these operands, however many rows they have.
+// Whether a row of the table takes the formats of these operands.
 bool takes(const Kernels& kernels, const GemmArgs& args, const GemmRow& row) {
   const bool fits_bf16 = args.a_scales != nullptr || args.rounds_a || args.a_format == MXFP8_BFLOAT16;
   const auto all = [&](int format) {
@@ -40,13 +40,13 @@ bool takes(const Kernels& kernels, const GemmArgs& args, const GemmRow& row) {
          (row.values == Values::kInt8 && all_int8);
 }
 
-// Whether panels are used for so many rows.
+// Whether panels are used for this number of rows.
 bool enough_for_panels(const Kernels& kernels, const GemmRow& row, int64_t rows) {
   return rows >= kernels.least_panel_rows || row.values == Values::kInt8;
 }
 
-// The first row of the table after `last` for these rows; null stands for before the first. Where there are panels, and
-// rows enough for them, the first is that of their kernel.
+// The next row of the table after `last`, or the first row if `last` is null, that takes these operands and this number
+// of rows. If the call has panels, and enough rows for them, the first is the row of their kernel.
 const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
   const GemmRow* next = last == nullptr ? kernels.gemms : last + 1;
   if (last == nullptr && args.panels != nullptr) {
@@ -55,7 +55,7 @@ const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t r
     next = kernels.gemms;
   }
   const auto fits = [&](const GemmRow& row) { return rows >= row.least_rows && rows <= row.most_rows; };
-  while (!fits(*next) || !takes(kernels, args, *next)) ++next;  // ends at the last, which takes anything
+  while (!fits(*next) || !takes(kernels, args, *next)) ++next;  // ends at the last row, which takes all operands
   return next;
 }
 
@@ -66,14 +66,14 @@ void add_strips(int64_t begin, int64_t end, int64_t most, const GemmRow* last, s
   }
 }
 
-// Bytes of the strip's packed rows, whole tiles of them.
+// Bytes of the strip's packed rows, rounded up to whole tiles.
 size_t packed_bytes(const Strip& strip, int64_t k_padded) {
   const int64_t tile_rows = strip.gemm->kernel->tile_rows;
   return size_t(ceil_div(strip.rows, tile_rows) * tile_rows * k_padded * strip.gemm->kernel->value_bytes);
 }
 
-// Packs the strips, all in one turn of the threads; those whose values a kernel cannot hold once more, for the next, in
-// strips of as many rows as any kernel takes.
+// Packs all strips in one parallel loop. Strips whose values the kernel cannot hold are packed again for the next
+// kernel, cut into strips of kGemmRows, which every kernel takes.
 void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used,
                  std::vector<Strip>* strips, std::vector<Scratch>* scratch) {
   const int64_t k_padded = ceil_div(args.k, kGemmStep) * kGemmStep;
@@ -115,14 +115,14 @@ void pack_strips(const Kernels& kernels, const Parallel& parallel, const GemmArg
   }
 }
 
-// How many rows to pack at a time: the packed rows should stay in L2.
+// The number of rows to pack at a time: packed rows should stay in L2.
 int64_t rows_of_strip(const Kernels& kernels, int64_t k) {
   int64_t rows = kernels.strip_rows;
   while (rows > kGemmRows && 2 * rows * k > kStripBytes) rows /= 2;
   return rows;
 }
 
-// The arguments of some of the rows.
+// The arguments of the same gemm for rows begin..end-1.
 GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
   GemmArgs part = args;
   const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : value_bytes(args.a_format);
@@ -139,8 +139,8 @@ GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
 void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used) {
   const int64_t strip_rows = rows_of_strip(kernels, args.k);
   if (parallel.threads > 1 && args.m >= parallel.threads * strip_rows * 3 / 4) {
-    // Rows enough for strips of each thread's own: a packed strip stays in the cache of its thread, and no thread waits
-    // for another.
+    // There are enough rows for each thread to have its own strips. A packed strip then stays in the cache of its
+    // thread, and no thread waits for another.
     const int64_t turns = ceil_div(args.m, parallel.threads * strip_rows);
     const Parallel alone{nullptr, nullptr, 1};
     for_ranges(parallel, args.m, ceil_div(args.m, turns * parallel.threads),
@@ -156,7 +156,8 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
     std::vector<Scratch> scratch;
     pack_strips(kernels, parallel, args, used, &strips, &scratch);
 
-    // Each task multiplies one strip with a range of columns. The end of a row costs what a whole step does.
+    // Each task multiplies one strip with a range of columns. A partial step at the end of a row takes as long as a
+    // whole one, so K is rounded up.
     const int64_t depth = ceil_div(args.k, kGemmStep) * kGemmStep;
     const int64_t work = (end - begin + int64_t(strips.size()) * kDecodeRows) * args.n * depth / kTaskProducts;
     int64_t wanted = 1;
@@ -171,7 +172,7 @@ void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& 
       const Strip& strip = strips[size_t(task / ranges)];
       const int64_t column = task % ranges * columns;
       GemmArgs g = args;
-      if (g.panels != nullptr && g.panels->kernel != strip.gemm->kernel) g.panels = nullptr;  // a later kernel
+      if (g.panels != nullptr && g.panels->kernel != strip.gemm->kernel) g.panels = nullptr;  // of another kernel
       strip.gemm->kernel->multiply(g, strip.row, strip.rows, 0, ceil_div(strip.rows, strip.gemm->kernel->tile_rows),
                                    column, std::min(args.n, column + columns), strip.packed, strip.exponent);
     });

@@ -1,4 +1,4 @@
-// The entry points of the gemms.
+// The entry points of the gemms, and of the constant weights that they use.
 #include <utility>
 
 #include "arguments.h"
@@ -37,12 +37,12 @@ void multiply(GemmArgs g, const Parallel& parallel) {
   gemm(kernels_in_use(), parallel, g);
 }
 
-// The gemms with A quantized, and with values for A.
+// The gemms whose A is quantized, then those whose A is values.
 int quantized_product(GemmArgs g, int threads) {
   g.weight = std::exchange(next_weight, nullptr);
   return computed([&] {
     check_element_format("a_format", g.a_format);
-    const uint8_t no_scales = 0;  // stands for those of K = 0: without an address, a would be taken for values
+    const uint8_t no_scales = 0;  // for K = 0, where a_scales may be null: a null pointer would say that A is values
     const bool writes = check_product(g);
     const Parallel parallel = checked_threads(threads);
     if (!writes) return;

@@ -1,9 +1,9 @@
-// MXFP8GroupedGemm and MXFP8GroupedWeightGemm: rows are sorted by expert, and every expert that has rows is one gemm,
-// straight from its packed matrix.
+// MXFP8GroupedGemm and MXFP8GroupedWeightGemm: rows are sorted by expert, and each expert that has rows is one gemm
+// with its quantized matrix.
 //
-// y [M, N], a [.., K], b [E, N, K]. Rows of one expert that lie together, in a and in y, are multiplied where they are;
-// others are copied next to each other, and their results back. So at few rows the bytes moved are those of the picked
-// matrices, 1.03 N K each; at many, (K + N) per row more.
+// y [M, N], a [.., K], b [E, N, K]. If the rows of an expert are neighbours in a, or in y, the gemm reads or writes
+// them in place; otherwise they are copied together, and results are copied back. Bytes moved: 1.03 N K for each expert
+// that has rows, and for each copied row K + N values.
 #include "grouped.h"
 
 #include <cstring>
@@ -16,12 +16,12 @@
 namespace mxfp8 {
 namespace {
 
-constexpr int64_t kCopyBytes = 1 << 18;  // that one task copies: 20 us
+constexpr int64_t kCopyBytes = 1 << 18;  // bytes that one task copies: 20 us
 
 using Bytes = std::unique_ptr<char[]>;
 Bytes room(int64_t rows, int64_t row_bytes) { return Bytes(new char[size_t(rows * row_bytes)]); }
 
-// Calls body(i) for every row, rows of that many bytes.
+// Calls body(i) for every row, in parallel; the row size sets the number of rows in a task.
 template <class Body>
 void for_rows(const Parallel& parallel, int64_t rows, int64_t row_bytes, const Body& body) {
   const int64_t each = std::max<int64_t>(1, kCopyBytes / std::max<int64_t>(1, row_bytes));
@@ -49,14 +49,14 @@ uint32_t bits_of(float value) {
   return bits;
 }
 
-// A float16 as float32, exactly: its exponent is 112 below.
+// A float16 as float32, exactly: the biases of their exponents differ by 112.
 uint32_t widened(uint16_t half) {
   const uint32_t magnitude = uint32_t(half & 0x7fff) << 13, sign = uint32_t(half & 0x8000) << 16;
   if (magnitude >= 0x7c00u << 13) return sign | magnitude | 0x7f800000;  // Inf, NaN
   return sign | bits_of(float_of(magnitude) * float_of((127 + 112) << 23));
 }
 
-// To nearest even; a NaN stays one.
+// Rounds to nearest even. NaN stays NaN: a set mantissa bit keeps it from becoming Inf.
 uint16_t bfloat16_of(uint32_t bits) {
   if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
   return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
@@ -72,7 +72,7 @@ void round_row(int dtype, const void* from, int64_t count, uint16_t* to) {
   }
 }
 
-// Scratch memory for the rows of any one expert.
+// Copied rows of one expert.
 struct Gathered {
   Bytes a, scales, y;
 };
@@ -109,15 +109,16 @@ class Grouped {
   }
   char* y(int64_t row) const { return static_cast<char*>(g_.y) + row * y_bytes_; }
 
-  // The rows of expert `e`.
+  // Computes the rows of y that expert `e` has.
   void multiply(int64_t e, const std::vector<int64_t>& rows) {
-    if (e == args_.experts) {  // none
+    if (e == args_.experts) {  // no matrix: zeros
       return for_rows(parallel_, int64_t(rows.size()), y_bytes_,
                       [&](int64_t i) { std::memset(y(rows[size_t(i)]), 0, size_t(y_bytes_)); });
     }
     GemmArgs g = g_;
     g.m = int64_t(rows.size()), g.bias = nullptr, g.a_stride = g.k, g.y_stride = g.n;
-    if (g.k > 0) g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);  // else e may be anything
+    if (g.k > 0)
+      g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);  // b has no values if K is 0, so no offset
     if (args_.weights != nullptr) g.weight = args_.weights[e].get();
     Gathered scratch;
     gather(rows, &g, &scratch);
@@ -130,9 +131,9 @@ class Grouped {
              [&](int64_t i) { std::memcpy(y(rows[size_t(i)]), scratch.y.get() + i * y_bytes_, size_t(y_bytes_)); });
   }
 
-  // Makes the rows of a that `rows` of y are made of those of `g`: where they are, or copied.
+  // Sets g->a to the rows of a for these rows of y: in place if they are neighbours, otherwise copied.
   void gather(std::vector<int64_t> rows, GemmArgs* g, Gathered* scratch) {
-    if (g->k == 0) return;  // there is nothing to read
+    if (g->k == 0) return;  // A has no values
     if (args_.row != nullptr) {
       for (int64_t& row : rows) row = args_.row[row];
     }
@@ -198,11 +199,11 @@ bool check_grouped(const GroupedArgs& args) {
   return true;
 }
 
-// The gemms with A quantized, and with values for A.
+// Both grouped gemms: A is elements and scales if `quantized`, otherwise values.
 int grouped_product(GroupedArgs args, bool quantized, int threads) {
   return computed([&] {
     GemmArgs& g = args.gemm;
-    const uint8_t no_scales = 0;  // as in mxfp8_gemm
+    const uint8_t no_scales = 0;  // as in quantized_product of gemm_entries.cpp
     if (quantized) {
       check_element_format("a_format", g.a_format);
     } else {

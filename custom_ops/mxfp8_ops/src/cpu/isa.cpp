@@ -1,4 +1,4 @@
-// Chooses the kernels by what the processor and the operating system support: the fastest set, unless the environment
+// Chooses the instruction set: the fastest that the processor and the operating system support, unless the environment
 // variable MXFP8_ISA or mxfp8_isa_force names another.
 #include "isa.h"
 
@@ -39,8 +39,8 @@ struct Isa {
 };
 
 #if defined(MXFP8_X86)
-// The features of the processor (cpuid) and the registers that the operating system saves (XGETBV). Not by
-// __builtin_cpu_supports: it needs a part of the compiler's library that not every compiler brings.
+// The features of the processor (cpuid) and the registers that the operating system saves (XGETBV). This does not use
+// __builtin_cpu_supports, which needs a part of the compiler's library that some compilers lack.
 class Processor {
  public:
   Processor() {
@@ -112,9 +112,9 @@ const Isa kIsas[] = {
     {&portable::kernels, [] { return true; }},
 };
 
-// Intel's processors multiply pairs of bfloat16 on one port and float32, or pairs of 16-bit integers, on two: on a Xeon
-// of 2024 the sets avx512 and avx512_vnni took 0.5 to 1.0 of the time (1.02 at 16 rows) of avx512_bf16, which is for
-// AMD's then.
+// Whether the set is slower than the next one on this processor. Intel's processors multiply pairs of bfloat16 on one
+// port, but float32 and pairs of 16-bit integers on two: on a Xeon of 2024 the sets avx512 and avx512_vnni took 0.5 to
+// 1.0 of the time of avx512_bf16 (1.02 at 16 rows). So by default only AMD's processors use avx512_bf16.
 bool is_slower_than_the_next([[maybe_unused]] const Isa& isa) {
 #if defined(MXFP8_X86)
   return isa.kernels == &avx512_bf16::kernels && processor().intel();
@@ -148,7 +148,7 @@ bool force_isa(const char* name) {
 
 const char* available_isas() {
   struct Names {
-    char list[96] = "";  // room for all
+    char list[96] = "";  // room for all names
     Names() {
       for (const Isa& isa : kIsas) {
         if (find(isa.kernels->isa) == nullptr) continue;

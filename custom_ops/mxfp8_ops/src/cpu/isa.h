@@ -1,16 +1,16 @@
-// Which instruction set's kernels run.
+// The instruction set in use, and those that this machine supports.
 #pragma once
 #include "kernels/kernels.h"
 
 namespace mxfp8 {
 
-// The kernels in use, or null if MXFP8_ISA names a set this machine does not have.
+// The kernels in use; null if MXFP8_ISA names a set that this machine lacks.
 const Kernels* kernels();
 
-// Makes the named set the one in use; false if it is not available.
+// Changes the set in use. Returns false, and changes nothing, if the set is not available.
 bool force_isa(const char* name);
 
-// Names of the sets compiled in and usable here, best first, comma-separated.
+// Names of the sets that this build has and this machine supports, best first, separated by commas.
 const char* available_isas();
 
 }  // namespace mxfp8

@@ -5,7 +5,7 @@
 namespace mxfp8 {
 namespace {
 
-// The message, then its fields: the order of MXFP8_MESSAGE to MXFP8_ADVICE.
+// The message, then its fields, in the order of MXFP8_MESSAGE to MXFP8_ADVICE. Longer texts are cut.
 thread_local char last_error[4][1024];
 
 }  // namespace

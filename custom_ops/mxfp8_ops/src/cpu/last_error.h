@@ -1,4 +1,4 @@
-// The answer of an entry point of the C ABI: a status, and the fields of an error for mxfp8_last_error.
+// Turns exceptions of an entry point into the status of the C ABI and the fields of mxfp8_last_error.
 #pragma once
 #include <new>
 
@@ -7,10 +7,10 @@
 
 namespace mxfp8 {
 
-// Keeps the fields for mxfp8_last_error and returns the status. Allocates nothing.
+// Stores the fields for mxfp8_last_error and returns the status. Allocates nothing, as memory may be exhausted.
 int failed(int status, const char* problem, const char* expected, const char* advice) noexcept;
 
-// Runs the body of an entry point. Nothing that it throws leaves the library.
+// Runs the body of an entry point and returns the status. No exception leaves the library.
 template <class Body>
 int answer(const Body& body) noexcept {
   try {

@@ -1,4 +1,4 @@
-// What the C ABI tells about the library, and the choice of its instruction set and threads.
+// Entry points for the version of the library, its instruction set and its threads.
 #include "arguments.h"
 #include "isa.h"
 #include "parallel.h"

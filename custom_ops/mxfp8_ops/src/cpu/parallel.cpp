@@ -1,6 +1,6 @@
-// The library's own pool: threads that start when first needed, and never end. Concurrent calls share them; a caller
-// always works on its own tasks too, so a busy pool delays no caller. After fork() the child forgets the parent's pool
-// (its threads do not exist there) and starts its own; and it forgets an OpenMP runtime, which hangs there.
+// The library's own pool: threads start when a call first needs them, and never end. Concurrent calls share them; a
+// caller always works on its own tasks too, so a busy pool delays no caller. After fork() the child drops the parent's
+// pool, whose threads do not exist there, and starts its own; it also drops an OpenMP runtime, which hangs there.
 #include "parallel.h"
 
 #include <algorithm>
@@ -20,13 +20,13 @@
 namespace mxfp8 {
 namespace {
 
-constexpr int kMostThreads = 256;  // threads never end: one call must not start any number of them
+constexpr int kMostThreads = 256;  // a limit, because threads never end
 
 struct Job {
   void (*task)(void*, size_t);
   void* argument;
   size_t count;
-  int helpers;  // how many more threads may join; guarded by the pool's mutex
+  int helpers;  // the number of threads that may still join; guarded by the pool's mutex
   int active;   // threads at work besides the caller; guarded by the pool's mutex
   int caller;   // processor the caller runs on
   std::atomic<size_t> next{0};
@@ -40,7 +40,7 @@ struct Job {
 class Pool {
  public:
   void run(Job* job) {
-    const bool one = job->helpers == 1;  // from here on the pool's threads count it down
+    const bool one = job->helpers == 1;  // read now: once the job is in the queue, other threads change it
     {
       std::lock_guard<std::mutex> lock(mutex_);
       start_threads(job->helpers);
@@ -51,7 +51,7 @@ class Pool {
     } else {
       wake_.notify_all();
     }
-    std::this_thread::yield();  // to a helper that was woken on this processor: it steps aside
+    std::this_thread::yield();  // lets a helper that woke on this processor run, so that it moves to another
     job->work();
     std::unique_lock<std::mutex> lock(mutex_);
     remove(job);
@@ -59,7 +59,7 @@ class Pool {
   }
 
  private:
-  // A machine that refuses more threads makes the call slower, not wrong.
+  // If the machine refuses more threads, the call is only slower.
   void start_threads(int wanted) {
     try {
       for (; threads_ < wanted; ++threads_) std::thread([this] { serve(); }).detach();
@@ -94,7 +94,7 @@ class Pool {
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<Job*> jobs_;  // jobs that more threads may join
+  std::deque<Job*> jobs_;  // jobs that still need helpers
   int threads_ = 0;
 };
 
@@ -106,7 +106,7 @@ void after_fork() {
   the_openmp.store(nullptr);
 }
 
-// Before there is a pool or a runtime that a fork could copy.
+// Registers after_fork. Call it before a pool or a runtime exists, so that no fork can copy either without it.
 void prepare() {
   static std::once_flag once;
   std::call_once(once, keep_loaded, after_fork);
@@ -130,16 +130,16 @@ void run_on_pool(void* threads, void (*task)(void*, size_t), void* argument, siz
   pool()->run(&job);
 }
 
-// All threads of the team each time, however few tasks there are: the runtime ends those that a smaller team lacks.
+// Always asks for the whole team, even for few tasks: for a smaller team, the runtime would end the other threads.
 void run_on_openmp(void* threads, void (*task)(void*, size_t), void* argument, size_t count) {
   const auto team = unsigned(reinterpret_cast<intptr_t>(threads));
   const GompParallel parallel = the_openmp.load(std::memory_order_acquire);
   Job job{task, argument, count, 0, 0, -1, {}, {}};
-  if (parallel == nullptr) return job.work();  // another thread has just gone back to the pool
+  if (parallel == nullptr) return job.work();  // another thread has just called use_openmp(null)
   parallel([](void* mine) { static_cast<Job*>(mine)->work(); }, &job, team, 0);
 }
 
-// Saves the floating-point control word, sets the default one, restores on the way out.
+// Sets the default floating-point control word, and restores the old one at the end of the scope.
 class DefaultFloatEnvironment {
  public:
 #if defined(__x86_64__)

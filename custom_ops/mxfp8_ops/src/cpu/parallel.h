@@ -1,5 +1,5 @@
-// Runs the tasks of a kernel: on the caller's thread, on the library's own pool, on ONNX Runtime's, or on those of an
-// OpenMP runtime that the process has anyway.
+// Runs the tasks of a kernel: on the caller's thread, on the library's own threads, on ONNX Runtime's threads, or on
+// the threads of an OpenMP runtime that the process already has.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -11,21 +11,21 @@ namespace mxfp8 {
 struct Parallel {
   void (*run)(void* pool, void (*task)(void*, size_t), void* argument, size_t count);
   void* pool;
-  int threads;  // how many can run at once
+  int threads;  // the most tasks that run at once
 };
 
-// The library's own threads; `threads` <= 0 means one per processor, and more than 256 (or, if there are more, than
-// processors) means so many. Threads start with the first call that needs them.
+// The library's own threads. `threads` <= 0 means one per processor; a number above both 256 and the number of
+// processors counts as the larger of these. Threads start with the first call that needs them.
 Parallel own_threads(int threads);
 
-// From now on own_threads(threads), threads > 0, are teams of the OpenMP runtime whose GOMP_parallel this is; null: no
-// longer. Threads of such a runtime wait busily for their next team, and would keep the library's own from running.
+// Makes own_threads(threads), threads > 0, return teams of the OpenMP runtime that has this GOMP_parallel; null ends
+// that. Idle threads of such a runtime spin, and would keep the library's own threads from running.
 using GompParallel = void (*)(void (*team)(void*), void* argument, unsigned threads, unsigned flags);
 void use_openmp(GompParallel parallel);
 
 namespace detail {
-// Runs one task with the floating-point environment the kernels are written for - round to nearest, subnormals kept -
-// whatever the caller's thread or the pool has set (torch.set_flush_denormal, session.set_denormal_as_zero).
+// Runs one task with round to nearest and with subnormal numbers, as the kernels expect, even if the caller's thread or
+// the pool has another setting (torch.set_flush_denormal, session.set_denormal_as_zero).
 void guarded(void (*task)(void*, size_t), void* argument, size_t index);
 }  // namespace detail
 

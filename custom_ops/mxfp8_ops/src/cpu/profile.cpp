@@ -14,11 +14,11 @@ namespace {
 constexpr size_t kMostBytesWritten = size_t(1) << 26;  // later calls are not recorded
 
 std::atomic<bool> on{false};
-std::mutex mutex;     // guards what follows
-std::string written;  // lines
+std::mutex mutex;     // guards `written`
+std::string written;  // the lines so far
 thread_local ProfiledCall* current = nullptr;
 
-// A name in one line.
+// The name with line ends and backslashes escaped, so that a record stays one line.
 std::string escaped(const char* name) {
   std::string text;
   for (; *name != 0; ++name) {
@@ -49,7 +49,7 @@ ProfiledCall::ProfiledCall(const char* where) noexcept
 ProfiledCall::~ProfiledCall() {
   if (!on_) return;
   current = nullptr;
-  if (where_ == nullptr && kernels_ == nullptr) return;  // it computed nothing
+  if (where_ == nullptr && kernels_ == nullptr) return;  // it computed nothing, or failed first
   const auto nanoseconds = std::chrono::nanoseconds(std::chrono::steady_clock::now() - start_).count();
   try {
     std::string line = std::to_string(nanoseconds) + '\t' + (kernels_ == nullptr ? "" : kernels_->isa) + '\t';
@@ -57,7 +57,7 @@ ProfiledCall::~ProfiledCall() {
     line += '\t' + escaped(where_ == nullptr ? "" : where_) + '\n';
     const std::lock_guard<std::mutex> lock(mutex);
     if (written.size() + line.size() <= kMostBytesWritten) written += line;
-  } catch (const std::exception&) {  // out of memory: a call is missing
+  } catch (const std::exception&) {  // out of memory: the record lacks this call
   }
 }
 

@@ -1,5 +1,5 @@
-// Which kernels ran, and how long: for `mxfp8-graph run --profile`. Nothing is recorded unless mxfp8_profile turned it
-// on; then a line for each call of the C ABI, and of each node in an ONNX Runtime session.
+// Records the kernels that ran, and their time, for `mxfp8-graph run --profile`. Once mxfp8_profile turns it on, it
+// adds a line for each call of the C ABI and of each node in an ONNX Runtime session.
 #pragma once
 #include <atomic>
 #include <chrono>
@@ -11,7 +11,8 @@ namespace mxfp8 {
 
 using GemmsUsed = std::atomic<uint32_t>;  // bit i: Kernels::gemms[i]
 
-// A call, from here to the end of the scope. `where` outlives it; null: a call of the C ABI.
+// A call, which lasts from the constructor to the end of the scope. `where` names the node, and outlives this object;
+// it is null for a call of the C ABI.
 class ProfiledCall {
  public:
   explicit ProfiledCall(const char* where) noexcept;
@@ -25,13 +26,13 @@ class ProfiledCall {
 
   const char* where_;
   bool on_;
-  const Kernels* kernels_ = nullptr;  // null: a GPU's
+  const Kernels* kernels_ = nullptr;  // null for a call on a GPU
   GemmsUsed gemms_{0};
   std::chrono::steady_clock::time_point start_;
 };
 
-// Records the instruction set of the calling thread's call. The second returns where to note the gemm kernels that ran,
-// or null if the call is not recorded.
+// Records the instruction set of the call on this thread. gemms_used returns the set of gemm kernels to add to, or null
+// if the call is not recorded.
 void runs_on(const Kernels&) noexcept;
 GemmsUsed* gemms_used() noexcept;
 

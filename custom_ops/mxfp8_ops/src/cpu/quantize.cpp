@@ -1,4 +1,4 @@
-// How quantize, dequantize and pack are split into tasks, and their entry points.
+// The split of quantize, dequantize and pack into tasks, and their entry points.
 #include "quantize.h"
 
 #include <vector>
@@ -42,7 +42,8 @@ void pack(const Kernels& kernels, const Parallel& parallel, const QuantizeArgs& 
           mxfp8_pack_stats* result) {
   Stats total;
   if (args.outer != 0 && args.k != 0) {
-    // Ranges do not depend on the number of threads, and are added in order: neither do the sums.
+    // Ranges do not depend on the number of threads, and their sums are added in order. So the result is the same for
+    // any number of threads.
     int64_t count = args.outer;
     int64_t per_task = kTaskValues / args.k;
     if (transposed) {

@@ -1,11 +1,11 @@
-// MXFP8Quantize and MXFP8Dequantize; and packing, which quantizes a weight and tells what that lost.
+// MXFP8Quantize and MXFP8Dequantize, and packing, which quantizes a weight and measures the error.
 #pragma once
 #include "../mxfp8_ops.h"
 #include "kernels/kernels.h"
 
 namespace mxfp8 {
 
-constexpr int64_t kColumnTile = 64;  // columns a strided kernel handles at once
+constexpr int64_t kColumnTile = 64;  // columns that a kernel of strided blocks computes at once
 constexpr int64_t kPackDepth = 8;    // blocks along K in one tile of the transposing pack
 
 // x is [outer, K, inner] for quantize; for pack it is [N, K] or, transposed, [K, N], with `stride` values per row.

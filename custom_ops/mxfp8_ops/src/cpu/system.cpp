@@ -28,8 +28,8 @@ namespace mxfp8 {
 #if defined(__linux__)
 namespace {
 
-// Whether every page is one of a file, which the process has not written to: such a page can be dropped, and comes back
-// from the file. /proc/self/pagemap has 64 bits for each page.
+// Whether every page in memory is an unchanged page of a file, which can be dropped because the file still has its
+// data. /proc/self/pagemap has 64 bits for each page.
 bool are_of_files(uintptr_t first_page, uintptr_t last_page) {
   constexpr uint64_t present = uint64_t(1) << 63, of_file = uint64_t(1) << 61;
   const int map = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
@@ -109,7 +109,7 @@ ArmFeatures arm_features() {
   return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_FHM"),
           has("hw.optional.arm.FEAT_I8MM") && has("hw.optional.arm.FEAT_BF16")};
 #elif defined(_WIN32)
-  // PF_ARM_V82_DP_, V82_I8MM_ and V86_BF16_INSTRUCTIONS_AVAILABLE; there is none for FMLAL.
+  // PF_ARM_V82_DP_, V82_I8MM_ and V86_BF16_INSTRUCTIONS_AVAILABLE; FMLAL has no such constant.
   return {IsProcessorFeaturePresent(43) != 0, false,
           IsProcessorFeaturePresent(66) != 0 && IsProcessorFeaturePresent(68) != 0};
 #else
@@ -131,7 +131,7 @@ int processor_count() {
 }
 
 #if defined(_WIN32)
-void keep_loaded(void (*forget)()) {  // nothing forks here
+void keep_loaded(void (*forget)()) {  // Windows has no fork
   HMODULE self = nullptr;
   GetModuleHandleExW(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
                      reinterpret_cast<LPCWSTR>(forget), &self);
@@ -144,7 +144,7 @@ std::string load_functions(const char* library, std::initializer_list<std::pair<
   const auto close = [&] { FreeLibrary(handle); };
 #else
 void keep_loaded(void (*forget)()) {
-#if defined(__APPLE__)  // elsewhere the linker has been told
+#if defined(__APPLE__)  // elsewhere the library is linked with -z nodelete
   Dl_info self;
   if (dladdr(reinterpret_cast<void*>(forget), &self) != 0) dlopen(self.dli_fname, RTLD_NOW | RTLD_NODELETE);
 #endif

@@ -7,41 +7,41 @@
 
 namespace mxfp8 {
 
-// Says that these bytes are not needed soon, if they are of a mapped file: their pages leave memory, and are read again
-// where they are used. Does nothing for other memory, or on other systems than Linux.
+// Releases the pages of these bytes if they are unchanged pages of a mapped file: a later use reads them from the file
+// again. Does nothing for other memory, or on other systems than Linux.
 void release_mapped_file(const void* data, int64_t bytes);
 
-// Asks for large pages of memory that is read front to back: prefetchers stop at the end of a page.
+// Asks for large pages, for memory that is read front to back: hardware prefetchers stop at the end of a page.
 void use_large_pages(void* data, int64_t bytes);
 
-// One per processor this process may use.
+// The number of processors that this process may use.
 int processor_count();
 
 // The processor that the calling thread runs on; -1 where step_aside does nothing.
 int current_processor();
 
-// Moves the calling thread off processor `taken`, if it runs there and may run elsewhere. Linux tends to wake a
-// sleeping thread on the processor of the thread that wakes it, and to leave it there for longer than a job lasts: the
-// two would take turns while the next processor idles.
+// Moves the calling thread off processor `taken`, if it runs there and may run elsewhere. Linux often wakes a thread on
+// the processor of the thread that wakes it, and leaves it there for longer than a job lasts. The two threads would
+// then share one processor while another idles.
 void step_aside(int taken);
 
-// For a library with threads that never end: it stays in memory until the process ends, and a forked child, where the
-// threads do not exist, calls `forget`.
+// Keeps this library in memory until the process ends, because its threads never end, and makes a forked child, which
+// does not have these threads, call `forget`.
 void keep_loaded(void (*forget)());
 
-// Whether this process may use the tiles of AMX, if the processor has them. Linux saves them only for processes that
-// have asked for it, because they take 8 KB of a signal's stack; for other systems this is untried, and false.
+// Whether this process may use the tiles of AMX, if the processor has them. Linux saves tiles only for processes that
+// ask for it, because they take 8 KB of a signal's stack. On other systems this is untested, so it returns false.
 bool may_use_tiles();
 
-// What an AArch64 processor has beyond the first version of the architecture: dot products of bytes (SDOT), of float16
-// (FMLAL), and products of matrices of bytes and of bfloat16 (SMMLA, BFMMLA).
+// Optional features of an AArch64 processor: dot products of bytes (SDOT), dot products of float16 (FMLAL), and
+// products of matrices of bytes and of bfloat16 (SMMLA, BFMMLA).
 struct ArmFeatures {
   bool dots, half_dots, matrices;
 };
 ArmFeatures arm_features();
 
-// Finds functions of a dynamic library, each for the pointer at the address beside its name. Returns what is wrong,
-// or "".
+// Loads a dynamic library and stores the address of each named function at the pointer beside the name. Returns the
+// error, or "".
 std::string load_functions(const char* library, std::initializer_list<std::pair<const char*, void*>> functions);
 
 }  // namespace mxfp8

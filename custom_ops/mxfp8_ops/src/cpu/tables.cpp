@@ -1,5 +1,5 @@
-// The gemms of every instruction set. A set has the kernels that it makes faster, and takes all others from the set
-// below.
+// The gemm table of every instruction set: the first row that takes the operands and the number of rows wins. A set
+// defines only the kernels that it makes faster, and takes the others from the sets before it.
 #include "gemm.h"
 #include "isa.h"
 
@@ -78,7 +78,7 @@ MXFP8_ISA_TABLE("avx512_bf16", 3, gemms, true, kGemmRows)
 
 namespace amx_bf16 {
 extern const GemmKernel gemm_amx, gemm_amx_parts;
-constexpr int64_t kFewRows = 3;  // up to here turning B takes longer than multiplying it in registers
+constexpr int64_t kFewRows = 3;  // up to this number of rows, turning B takes longer than multiplying it in registers
 constexpr GemmRow gemms[] = {
     {Values::kBf16, 1, kFewRows, &avx512::gemm_skinny_f32},
     {Values::kOther, 1, kFewRows, &avx512::gemm_skinny_f32},
@@ -105,7 +105,7 @@ MXFP8_ISA_TABLE("neon_dot", 0, gemms, false, kGemmRows)
 namespace neon_mm {
 extern const GemmKernel gemm_bf16, gemm_skinny_half;
 #if defined(__APPLE__)
-using neon_dot::gemm_int8;  // of Apple's processors an M3 takes 10 to 25% longer with SMMLA, as two projects report
+using neon_dot::gemm_int8;  // two projects report that SMMLA takes 10 to 25% longer on an M3
 #else
 extern const GemmKernel gemm_int8;
 #endif
