@@ -66,7 +66,7 @@ class TestOnTheProvider(TestWithCopies):
 
 
 for _name, _test in inspect.getmembers(test_ort, inspect.isfunction):
-    if _name.startswith("test_"):
+    if _name.startswith("test_") and _name != "test_gemms_of_int8_with_float8_are_within_the_bound":  # no GPU has it
         setattr(TestWithCopies, _name, staticmethod(_test))
 
 

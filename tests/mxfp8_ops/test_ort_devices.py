@@ -182,7 +182,9 @@ class TestEverythingTheCpuKernelsDo:
 
 
 for _name, _test in inspect.getmembers(test_ort, inspect.isfunction):
-    if _name.startswith("test_") and _name != "test_gemms_of_int8_with_float8":  # refused, see below
+    if (
+        _name.startswith("test_") and _name != "test_gemms_of_int8_with_float8_are_within_the_bound"
+    ):  # refused, see below
         setattr(TestEverythingTheCpuKernelsDo, _name, staticmethod(_test))
 
 
