@@ -102,7 +102,7 @@ def special() -> Floats:
 def block(*values: float) -> Floats:
     """Returns a block of 32: these values, then zeros."""
     x = np.zeros(BLOCK_SIZE, np.float32)
-    # As bits: an assignment of a float may set the quiet bit of a signaling NaN.
+    # Copied as bits, so that NaNs keep theirs.
     for at, value in enumerate(values):
         x.view(np.uint32)[at] = np.asarray(value, np.float32).view(np.uint32)
     return x

@@ -95,7 +95,7 @@ class Case:
         Raises:
             ValueError, TypeError, LookupError: the data is not a case of `op`.
         """
-        # The data comes from a file that any program may have edited: names and types are checked, values by the body.
+        # The data comes from a model file, which other programs may have edited: so names and types are checked.
         same = {name: type(value) for name, value in made["attributes"].items()}
         if same != {name: type(default) for name, default in op.attributes.items()}:
             raise ValueError("other attributes")

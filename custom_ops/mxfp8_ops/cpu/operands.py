@@ -86,7 +86,7 @@ def thread_count(where: str, threads: int) -> int:
         count = -1
     if count < 0:
         raise ShapeError(where, f"threads is {threads!r}", expected="0 (all processors) or more", advice="correct it")
-    return min(count, 2**31 - 1)  # the largest C int; the library lowers it to the number of processors
+    return min(count, 2**31 - 1)  # the largest C int; the library itself lowers a number that is too large
 
 
 def _allocated(where: str, make: Callable[[], Array], shape: tuple[int, ...]) -> Array:

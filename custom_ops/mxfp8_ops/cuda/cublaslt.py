@@ -79,7 +79,7 @@ def _plan(index: int, sizes: tuple[int, int, int], types: tuple[str, str, str]) 
     _set(lt.matmul_preference_set_attribute, preference, names.MAX_WORKSPACE_BYTES, _WORKSPACE, np.uint64)
     for letter in "ABCD":  # 16 bytes: a view of a larger array need not have the default alignment of 256
         _set(lt.matmul_preference_set_attribute, preference, names[f"MIN_ALIGNMENT_{letter}_BYTES"], 16, np.uint32)
-    _point(description, 1 << 20, 1 << 20)  # any aligned address: the heuristic needs one, and does not read it
+    _point(description, 1 << 20, 1 << 20)  # the heuristic needs an address; `product` sets the real ones
     result, count = lt.MatmulHeuristicResult(1), np.zeros(1, np.int32)
     try:
         lt.matmul_algo_get_heuristic(

@@ -156,7 +156,7 @@ def session(
     used = _device(ort, names) if device is None else device
     register(options, device=used, keep_wide=keep_wide, prepack=prepack)
     inference_session = ort.InferenceSession(model, sess_options=options, providers=list(providers), **kwargs)
-    # ONNX Runtime only warns if a provider fails, and goes on without it. The caller asked for this device.
+    # A session may open without a provider that it was asked for. The caller named this device, so that is an error.
     if device == "cuda" and _CUDA_PROVIDER not in inference_session.get_providers():
         raise BackendError(
             "device 'cuda'",
@@ -222,7 +222,6 @@ def _installed(ort: Any) -> tuple[int, ...]:
 
 
 def _has_entry(session_options: Any, key: str) -> bool:
-    # ONNX Runtime has no function that lists entries; to read a missing one raises.
     try:
         session_options.get_session_config_entry(key)
     except RuntimeError:  # no such entry
