@@ -1,4 +1,4 @@
-// MXFP8Attention: attention.attention, in float32; attention_bf16.h has what rounds to bfloat16 and multiplies that.
+// MXFP8Attention: attention.attention, in float32; attention_bf16.h has the engines that round to bfloat16 first.
 //
 // q [B, S, Hq * D], k [B, T, Hkv * D], v [B, T, Hkv * Dv], pasts [B, Hkv, P, ...]: read where they lie; y
 // [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of kAttentionRows of the G * S rows that share keys, and, where
@@ -108,7 +108,7 @@ class FewRows {
   }
 
  private:
-  // The rows themselves, if they are whole vectors of what is multiplied, or copies.
+  // The rows in place, if they are whole vectors of the type that is multiplied, or else copies.
   MXFP8_INLINE_MEMBER const float* in_place(Source from, int64_t count, int64_t d, int64_t wide, float* room,
                                             int64_t* stride) {
     if (a_.dtype == MXFP8_FLOAT32 && !a_.rounds && d == wide) {

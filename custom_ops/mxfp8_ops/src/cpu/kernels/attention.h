@@ -1,12 +1,12 @@
-// Shared by the kernels of MXFP8Attention: where rows lie, the exponential, and the walk over blocks of keys.
+// Shared by the kernels of MXFP8Attention: where rows lie, the exponential, and the loop over blocks of keys.
 //
-// A task is a block of the rows that one head of keys has - the G query heads that share it, S rows each, one after the
-// other - and a range of keys. It goes through the keys kKeys at a time and keeps, per row, the highest score so far,
-// the sum of the weights and the sum of the weighted values, both as if the highest score were 0; where a higher score
-// comes, they are scaled down. Nothing of the size S x T is ever in memory.
+// A task is a range of keys and a block of the rows of one head of keys. The rows of a head of keys are those of the G
+// query heads that share it, S rows each, one after the other. A task goes through the keys kKeys at a time. Per row it
+// keeps the highest score so far, the sum of the weights and the sum of the weighted values. Both sums take the highest
+// score as 0: a higher score scales them down. Nothing of the size S x T is ever in memory.
 //
-// An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
-// float32, attention_bf16.h that of bfloat16.
+// An engine packs keys and values, multiplies queries with keys, and weights with values. attention.cpp has the engines
+// of float32, attention_bf16.h has the engines of bfloat16.
 #pragma once
 #include "../attention.h"
 #include "codec.h"
@@ -64,8 +64,8 @@ MXFP8_INLINE Vec exp2_of(Vec z) {
 }
 MXFP8_INLINE float exp2_of(float z) { return exp2_of(all_of(z))[0]; }
 
-// Where the keys and values of a head are: those of the past, then the new ones, which lie between those of other
-// heads.
+// Where the keys and values of a head are: first the past ones, then the new ones. The new ones of other heads lie
+// between these.
 struct Source {
   const void* data;
   int64_t offset, stride;  // in values
@@ -98,7 +98,7 @@ MXFP8_INLINE int64_t query_offset(const AttentionArgs& a, const AttentionTask& t
   return ((t.batch * a.rows + place.row) * a.q_heads + place.head) * d;
 }
 
-// Calls call(rows of queries, index of the first, how many) for all rows of a task, once for those of a head.
+// Calls call(rows of queries, index of the first, how many) for all rows of a task, once for each head's rows.
 template <class Call>
 MXFP8_INLINE void for_queries(const AttentionArgs& a, const AttentionTask& t, const Call& call) {
   const int64_t rows = t.row_end - t.row_begin;
@@ -131,7 +131,7 @@ MXFP8_NOINLINE void load_rows(const AttentionArgs& a, Source from, int64_t rows,
   with_dtype(a.dtype, [&](auto dtype) { load_rows_of<decltype(dtype)>(from, rows, count, to, to_stride, rounds); });
 }
 
-// Scratch memory, handed out in whole cache lines; from 0 on it only counts.
+// Scratch memory, in whole cache lines. With the start 0 it only counts bytes.
 struct Room {
   uintptr_t next;
   template <class T>
@@ -197,8 +197,8 @@ struct Scaling {
   }
 };
 
-// Products of one row to scores, where they are, -Inf in place of keys from `seen` on up to a whole vector. Returns the
-// highest, or -Inf if all are NaN.
+// Turns products of one row into scores, in place, with -Inf for keys from `seen` on up to a whole vector. Returns the
+// highest score, or -Inf if all are NaN.
 MXFP8_INLINE float score_row(const Scaling& scaling, float* products, const float* mask, int64_t seen) {
   if (mask != nullptr) {
     for (int64_t j = 0; j < seen; j += kLanes) {
@@ -213,8 +213,8 @@ MXFP8_INLINE float score_row(const Scaling& scaling, float* products, const floa
   return highest_lane(top);
 }
 
-// Scores [count] of one row, of which `highest` is the highest, to weights; `write(j, weights)` takes them. Keys from
-// `seen` on have none. The row's running sums are scaled to the new highest score.
+// Turns scores [count] of one row, of which `highest` is the highest, into weights; `write(j, weights)` takes them.
+// Keys from `seen` on have no weight. The row's running sums are scaled to the new highest score.
 template <class Write>
 MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t seen, int64_t count, float block,
                         RunningRow row, int64_t dv, const Write& write) {
@@ -246,7 +246,7 @@ MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t see
   for (; j < count; j += kLanes) write(j, zero());
 }
 
-// The keys that a row may see of those before key_end.
+// The end of the keys that a row may see, up to key_end.
 MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, int64_t row, int64_t key_end) {
   return a.causal ? least_of(key_end, a.past + row + 1) : key_end;
 }
@@ -258,8 +258,9 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, in
   return seen_end(a, begin.head == last.head ? last.row : a.rows - 1, key_end);
 }
 
-// Prefetches the next keys and values. Rows of a head lie too far apart for the prefetcher of the processor. A block of
-// keys and values and, at the end of a task, the rows of the next. Rows that are weighed ask for their share.
+// Prefetches the next block of keys and values and, at the end of a task, the rows of the next task. Rows of a head lie
+// too far apart for the processor's own prefetcher. Each call of `ask` prefetches the share of the rows that are
+// weighed then.
 class Ahead {
  public:
   Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
@@ -296,14 +297,14 @@ class Ahead {
   int64_t key_ = 0, count_ = 0, queries_ = 0;
 };
 
-// How many keys from `key` on are done at once: none of the past with new ones.
+// How many keys from `key` on are done at once: past and new keys are done apart.
 template <class Engine>
 MXFP8_INLINE int64_t keys_from(const AttentionArgs& a, int64_t key, int64_t key_end) {
   const int64_t end = key < a.past ? least_of(a.past, key_end) : key_end;
   return least_of(Engine::kKeys, end - key);
 }
 
-// Goes through the keys of a task; `next`, if there is one, is what follows.
+// Goes through the keys of a task; `next`, if it is not null, is the task after it.
 template <class Engine>
 MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Engine& engine,
                          const Running& running) {

@@ -1,6 +1,6 @@
-// MXFP8Attention for values rounded to bfloat16, on dot products of pairs: those of registers, or AMX tiles of 32 rows
-// of queries with 32 keys, or columns of values. Keys and values are packed as both want their second operand: pairs of
-// what is summed over in one word.
+// MXFP8Attention for values rounded to bfloat16, on dot products of pairs: in registers, or in AMX tiles of 32 rows of
+// queries with 32 keys or with 32 columns of values. Keys and values are packed as the second operand of either: a word
+// has two values that are next to each other along the dimension of the sum.
 //
 // Products of bfloat16 are exact in float32, and added there. Numbers below 2^-126, operands and sums, count as 0.
 #pragma once
@@ -209,7 +209,7 @@ class PairRows {
   const AttentionArgs& a_;
   const AttentionTask& t_;
   int64_t d_, dv_, rows_;
-  float *queries_, *keys_, *values_, *narrow_, *products_, *weights_;  // but for products_, pairs in words
+  float *queries_, *keys_, *values_, *narrow_, *products_, *weights_;  // a word is a pair, except in products_
 };
 
 // Few rows: keys and values are narrowed in registers.
@@ -265,7 +265,7 @@ class FewPairRows {
   const AttentionArgs& a_;
   const AttentionTask& t_;
   int64_t d_, dv_;
-  float *queries_, *products_, *weights_;  // but for products_, pairs in words
+  float *queries_, *products_, *weights_;  // a word is a pair, except in products_
   Source keys_, values_;
 };
 

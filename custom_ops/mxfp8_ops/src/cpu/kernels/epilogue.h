@@ -19,7 +19,8 @@ MXFP8_INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// The coefficients from I on; a recursion, because a loop here keeps the loop around it from being vectorized.
+// The polynomial's coefficients from I on. This is a recursion: a loop here stops the vectorization of the loop around
+// it.
 template <size_t I = 0, size_t N>
 MXFP8_INLINE float polynomial(const float (&coefficients)[N], float x) {
   if constexpr (I + 1 == N) {
@@ -69,15 +70,16 @@ struct Gelu {
 struct Silu {
   MXFP8_INLINE float of(float x) { return x / (1.0f + exponential(-x)); }
 };
-// x (1 + tanh z) / 2 = x / (1 + e^-2z), z = sqrt(2 / pi) (x + 0.044715 x^3): nothing cancels.
+// x (1 + tanh z) / 2 = x / (1 + e^-2z), z = sqrt(2 / pi) (x + 0.044715 x^3): this form has no cancellation.
 struct GeluTanh {
   MXFP8_INLINE float of(float x) {
-    const float inner = multiply_add(x * x, -0.0713548163f, -1.59576912f);  // -2 sqrt(2 / pi), that times 0.044715
+    const float inner = multiply_add(x * x, -0.0713548163f, -1.59576912f);  // 0.044715 c, c; c = -2 sqrt(2 / pi)
     return x / (1.0f + exponential(x * inner));
   }
 };
 
-// Calls f(T{}) with the type that stands for an epilogue. Codes are checked where they come in.
+// Calls f(T{}) with the type that stands for an epilogue. The callers check the codes (cpu/arguments.cpp for the C
+// ABI).
 template <class Call>
 MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
   switch (epilogue) {
@@ -96,7 +98,7 @@ MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
   }
 }
 
-// Sums of some rows of the result, from column `column` on; `stride` values from one row's to the next's.
+// Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
 struct Finished {
   int64_t row, rows, column, width;
   float* sums;
@@ -126,8 +128,8 @@ struct Bias {
   }
 };
 
-// The same where there is an epilogue or a factor, up to kGemmColumns columns, in float32. Many rows at once: an
-// epilogue has as many constants as there are registers.
+// The same for results with an epilogue or a factor, up to kGemmColumns columns, in float32. It does many rows at once:
+// an epilogue has as many constants as there are registers.
 template <class E>
 MXFP8_NOINLINE void store_fused(const GemmArgs& args, const Finished& part) {
   alignas(64) float values[kGemmColumns];
