@@ -273,7 +273,7 @@ MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row,
       const __mmask16 present = left >= 16 ? 0xffff : left <= 0 ? 0 : __mmask16((1u << left) - 1);
       __m512 rest = load_values(D{}, values + i + j * 16, present);
       const __mmask16 nan = _mm512_cmp_ps_mask(rest, rest, _CMP_UNORD_Q);
-      rest = _mm512_mask_mov_ps(rest, nan, _mm512_set1_ps(__builtin_nanf("")));  // a NaN stays a NaN when bits are cut off
+      rest = _mm512_mask_mov_ps(rest, nan, _mm512_set1_ps(__builtin_nanf("")));  // its upper bits are a NaN too
       const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(rest), infinity);
       const __mmask16 finite = _mm512_cmpneq_epi32_mask(magnitude, infinity);
       for (int part = 0; part < Parts; ++part) {
