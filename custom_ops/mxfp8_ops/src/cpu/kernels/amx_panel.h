@@ -110,7 +110,8 @@ class Panel {
     }
   }
 
-  // A bit for every row that did not fit since the last call. Do not use the values of these rows since then.
+  // A bit for every row that did not fit since the last call. Do not use the values of these rows that were decoded
+  // since.
   MXFP8_INLINE_MEMBER uint32_t misfits() {
     uint64_t special = _mm512_cmpeq_epi8_mask(highest_, _mm512_set1_epi8(0x7f));
     uint32_t rows = misfits_;

@@ -204,8 +204,8 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
 }
 
 // Calls panel(chunk, column, strip, accumulate) for strips of kGemmColumns columns of the result, in chunks `depth`
-// deep. It multiplies all tiles with one panel of B: PanelRows rows of B, which are decoded at a time. T is the type of
-// packed values.
+// deep. The call multiplies all tiles with one panel of B, which is PanelRows rows of it. T is the type of packed
+// values.
 template <class T, int Step, int64_t PanelRows, class Panel>
 MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
                                  int64_t column_end, int64_t depth, const Panel& panel) {

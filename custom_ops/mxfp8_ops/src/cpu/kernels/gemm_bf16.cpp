@@ -37,8 +37,8 @@ MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, 
   return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kPanel;
 }
 
-// A chunk of a panel of B: decoded values, or, where `values` is null, codes. `misfits` has a bit for each column with
-// sums that are not exact.
+// A chunk of a panel of B: decoded values, or, where `values` is null, codes. `misfits` has a bit for each column for
+// which these are not exact.
 struct ChunkOfB {
   const uint16_t* values;
   PanelView codes;

@@ -1,14 +1,14 @@
-// The gemm of E4M3 elements on dot products of 16-bit integers. They are exact, and run at twice the rate of float32 on
-// processors that have the instruction.
+// The gemm of E4M3 elements on dot products of 16-bit integers. The dot products are exact, and run at twice the rate
+// of float32 on processors that have the instruction.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. An element times a power of two is a 16-bit integer, unless the element is small.
 // So the 32 products of a block add up in 32 bits, without rounding. The sum, as float32, times both scales of the
 // block is added to the result: this takes 16 + 3 operations, float32 takes 32.
 //
 // B's elements are multiplied by 2^5 or 2^6, a block of A by 2^2 to 2^6: by as much as its sum allows, see bits_fewer.
-// Then elements below 2^-2, or 2^-3, are small: they are not integers. (A block of B has a largest element of 224 to
-// 448: one element of 700, or 1400, is small if they are normally distributed.) Small elements are zeros in the dot
-// products, and their products are added one by one:
+// Small elements are not integers then. In B, these are the elements below 2^-2, or 2^-3. (Next to a block's largest
+// element of 224 to 448, they are one of 700, or 1400, if elements are normally distributed.) Small elements are zeros
+// in the dot products, and their products are added one by one:
 //   A . B = (A's integers) . (B's integers)          the dot products
 //         + (A's small elements) . (B's integers)    add_small_of_a: each with a row of a panel
 //         + A . (B's small elements)                 add_small_of_b: each with a column of A, summed up in `Rest`

@@ -9,7 +9,8 @@
 //
 // A step that has subnormal elements is multiplied by 2^kLift, which makes all of them normal, and its scale by
 // 2^-kLift. So every sum is larger by that power of two, and the number that is added to y is the same, bit for bit.
-// Elements are plain if all are normal numbers: of kPlainGroup elements that are not plain, each step is checked.
+// The kernel checks single steps only in groups of kPlainGroup elements that are not all plain, which means normal
+// numbers.
 #include "gemm_skinny.h"
 #include "shift_decode.h"
 
