@@ -58,8 +58,8 @@ struct Ahead {
   }
 };
 
-// A panel: kAmxColumns rows of B from `column` on; those past `column_end` are zero. Decodes it one chunk after the
-// other, step by step.
+// A panel: kAmxColumns rows of B from `column` on; rows past `column_end` are zero. Decodes chunk after chunk, step by
+// step.
 template <class F>
 class Panel {
  public:

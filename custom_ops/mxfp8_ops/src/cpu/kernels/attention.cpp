@@ -5,8 +5,8 @@
 // those are few, over keys. Bytes moved: q, k, v, the past and y once, keys and values once more per further block of
 // rows. Multiply-adds: B * Hq * S * (P + T) * (D + Dv), half of them if causal; exponentials: B * Hq * S * (P + T).
 //
-// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other, and both are
-// one function. Few rows, as in generation: keys and values are read from where they are, once, lanes along D.
+// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other; one function
+// computes both. Few rows, as in generation: keys and values are read in place, once, with lanes along D.
 #include "attention.h"
 
 #include "attention_bf16.h"
@@ -209,7 +209,7 @@ void attention_merge(const AttentionArgs& args, const AttentionTask& task, float
     const Running other = running_in(rows, states + part * attention_state(args, task));
     for (int64_t i = 0; i < rows; ++i) {
       const float a = first.highest[i], b = other.highest[i], now = a > b ? a : b;
-      if (now == -__builtin_inff()) {  // both have seen nothing, or NaN
+      if (now == -__builtin_inff()) {  // neither has a score, or all are NaN
         first.sum[i] += other.sum[i];
         continue;
       }

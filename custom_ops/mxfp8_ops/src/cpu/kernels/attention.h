@@ -44,8 +44,9 @@ MXFP8_INLINE float sum_of_lanes(Vec v) {
 #endif
 }
 
-// 2^z for z <= 0, within 3 units of 2^-24 (the polynomial is off by 1.6, computing it by no more than the rest); 0
-// below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds to a whole number, and has it in its low bits.
+// 2^z for z <= 0, within 3 units of 2^-24: the polynomial is off by 1.6, its evaluation by no more than the rest. The
+// result is 0 below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds z to a whole number, which is in the low bits
+// of the sum.
 MXFP8_INLINE Vec exp2_of(Vec z) {
   typedef uint32_t Bits __attribute__((vector_size(sizeof(Vec))));  // unsigned: where z is too low they wrap
   const Vec shifted = z + 12582912.0f, f = z - (shifted - 12582912.0f);
@@ -82,7 +83,7 @@ MXFP8_INLINE Source values_at(const AttentionArgs& a, const AttentionTask& t, in
   return source_at(a, t, key, a.past_value, a.v, a.dv);
 }
 
-// A row of a task: which head of queries it is of, and its place among the S.
+// A row of a task: its head of queries, and its place among the S rows of this head.
 struct RowPlace {
   int64_t head, row;
 };
@@ -108,7 +109,8 @@ MXFP8_INLINE void for_queries(const AttentionArgs& a, const AttentionTask& t, co
   }
 }
 
-// `rows` rows of `count` values as float32, `to_stride` apart, zeros behind them; `rounds` them to bfloat16 first.
+// Stores `rows` rows of `count` values as float32, `to_stride` apart, with zeros behind them. If `rounds`, rounds them
+// to bfloat16 first.
 template <class D>
 MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to, int64_t to_stride, bool rounds) {
   for (int64_t i = 0; i < rows; ++i, to += to_stride) {
@@ -164,7 +166,7 @@ MXFP8_INLINE int64_t mask_offset(const AttentionArgs& a, const AttentionTask& t,
   return t.batch * s[0] + place.head * s[1] + place.row * s[2] + key * s[3];
 }
 
-// The scores of a mask's row for keys key..key + count - 1, with zeros up to the next whole vector.
+// The scores in a mask's row for keys key..key + count - 1, with zeros up to the next whole vector.
 template <class T, class Load>
 MXFP8_INLINE void load_mask_as(const AttentionArgs& a, int64_t offset, int64_t count, float* to, const Load& load) {
   const T* from = static_cast<const T*>(a.mask) + offset;

@@ -48,10 +48,10 @@ MXFP8_INLINE float float_of(uint32_t bits) {
   return value;
 }
 
-// Rounds the bits of a float32 magnitude to a narrower float, half to even; the caller saturates.
-// A power of two whose unit in the last place is that of the narrow format at this magnitude - or at its smallest
-// normal number, for what is smaller - is added: the float32 sum rounds where the narrow format does, and its low bits
-// count those units. They are signed numbers because every instruction set compares those.
+// Rounds the bits of a float32 magnitude to a narrower float, half to even; the caller saturates. The function adds a
+// power of two. Its unit in the last place is the unit of the narrow format at this magnitude, or, for smaller
+// magnitudes, at the format's smallest normal number. So the float32 sum rounds where the narrow format does, and its
+// low bits count those units. They are signed numbers because every instruction set compares signed numbers.
 template <int MantissaBits, int Bias>
 MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
   constexpr int shift = 23 - MantissaBits;
@@ -79,8 +79,8 @@ MXFP8_INLINE uint32_t encode(float value) {
   return code | ((bits >> 24) & 0x80);
 }
 
-// Bits of the float32 value of an element code. Subnormal elements are made from a normal float by subtraction, so that
-// no denormal float32 is ever an operand.
+// Bits of the float32 value of an element code. A subtraction makes subnormal elements from a normal float, so that no
+// denormal float32 is ever an operand.
 template <class F>
 MXFP8_INLINE uint32_t decode_bits(uint32_t code) {
   if (F::is_integer) return bits_of(float(int8_t(code)) * (1.0f / (1 << F::mantissa_bits)));
@@ -140,9 +140,9 @@ MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
   return fast_scale_code<F>(amax, F::emax == 0 && amax < kFirstNormal ? increment / 2 : increment);
 }
 
-// Value dtypes: how each is stored, a signed integer of that size, and its conversion from and to float32, rounding to
-// nearest even. load_block gives a block's float32 values: in place if they are that already, else in `room`.
-// store_short_block stores values that have at most 8 significant bits, and are normal, infinite or NaN.
+// Value dtypes: how each is stored, a signed integer of that size, and its conversion from and to float32, which rounds
+// to nearest even. load_block returns a block's float32 values: in place if they are float32 already, or else in
+// `room`. store_short_block stores values that have at most 8 significant bits, and are normal, infinite or NaN.
 struct Float32 {
   using Storage = float;
   using Bits = int32_t;

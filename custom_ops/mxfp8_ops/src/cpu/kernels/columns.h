@@ -1,7 +1,7 @@
-// Rows of B become float32 columns: lane c of a register has a value of row c, so that sums over K are not added up
-// across lanes. Words of four elements are turned, decoded by shifts (shift_decode.h) and multiplied by their scales.
-// Codes that shifts do not decode - NaN, scales near the ends - are decoded one by one. For each 16 weights AVX-512
-// takes five operations to turn, check, decode and scale.
+// Rows of B become float32 columns: lane c of a register has a value of row c, so that sums over K stay in their lanes.
+// Words of four elements are turned, decoded by shifts (shift_decode.h) and multiplied by their scales. Shifts do not
+// decode NaN, or codes with scales near the ends: these are decoded one by one. For each 16 weights AVX-512 takes five
+// operations to turn, check, decode and scale.
 #pragma once
 #include "gemm.h"
 #include "shift_decode.h"

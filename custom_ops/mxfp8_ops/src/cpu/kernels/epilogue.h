@@ -1,9 +1,9 @@
 // How a gemm ends: float32 sums -> bias, epilogue, factor -> the dtype of the result. Every gemm kernel stores its rows
 // through `finish`.
 //
-// The epilogues are scalar code without branches, which the compiler vectorizes. How far each is from the exact
-// function of x, in units of 2^-24 |x|, is fused.EPILOGUES; test_epilogues.py measures it. NaN stays NaN, and so does
-// the product of an infinite sum and 0: gelu(-inf) is NaN, as it is where 0.5 x (1 + erf) is computed.
+// The epilogues are scalar code without branches, which the compiler vectorizes. fused.EPILOGUES has the distance of
+// each from the exact function of x, in units of 2^-24 |x|; test_epilogues.py measures it. NaN stays NaN. The product
+// of an infinite sum and 0 is NaN too: gelu(-inf) is NaN, as in the formula 0.5 x (1 + erf).
 #pragma once
 #include "../gemm.h"
 #include "codec.h"
@@ -30,7 +30,8 @@ MXFP8_INLINE float polynomial(const float (&coefficients)[N], float x) {
   }
 }
 
-// e^x, within 2 units of 2^-24 of itself; infinity above 88.4, about 2^-126 below -87. NaN gives some number.
+// e^x, within 2 units of 2^-24 of itself; infinity above 88.4, about 2^-126 below -87. The result for NaN is any
+// number.
 MXFP8_INLINE float exponential(float x) {
   // x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to a whole number, and leaves it in the low bits; the
   // first part of ln 2 has few bits, so that its product with n is exact. e^r = 1 + r + r^2 P(r).

@@ -252,7 +252,7 @@ MXFP8_NOINLINE int make_tiles(const GemmArgs& args, int64_t column, int64_t colu
 template <class D, int Parts>
 struct AsParts {};
 
-// 16 values of dtype D as float32; zeros where there are none.
+// 16 values of dtype D as float32; absent values are zero.
 MXFP8_INLINE __m512 load_values(Float32, const float* from, __mmask16 present) {
   return _mm512_maskz_loadu_ps(present, from);
 }
@@ -295,7 +295,7 @@ MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row,
   return true;
 }
 
-// Packs tiles of A; `with_type` calls its argument with what A is made of.
+// Packs tiles of A; `with_type` calls its argument with the type of A.
 template <int Parts, class WithType>
 MXFP8_INLINE int pack_tiles(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                             void* packed, const WithType& with_type) {

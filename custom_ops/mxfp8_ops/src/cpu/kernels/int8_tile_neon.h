@@ -18,7 +18,7 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kDepth = 512;  // depth of a chunk
 constexpr uint8_t kFlipped = 0;
-constexpr int kRows = 4;  // 8 sums, 8 totals, 6 operands: compilers keep those of larger tiles in memory
+constexpr int kRows = 4;  // 8 sums, 8 totals, 6 operands: with larger tiles compilers keep them in memory
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int kRowsTogether = 2;
 #else

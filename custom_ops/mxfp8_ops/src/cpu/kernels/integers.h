@@ -49,7 +49,7 @@ MXFP8_INLINE BlockIntegers integers_of_block(__m256i codes) {
   const __m256i odd_powers = _mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(lower, high));
   const __m256i even = _mm256_mullo_epi16(_mm256_and_si256(lower, eighths), even_powers);
   const __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(eighths, 8), odd_powers);
-  // The sign of a word is that of its upper byte; a word is zero only if that byte is.
+  // The sign of a word is the sign of its upper byte; a word is zero only if its upper byte is zero.
   return {_mm256_sign_epi16(even, _mm256_slli_epi16(codes, 8)), _mm256_sign_epi16(odd, codes)};
 }
 

@@ -139,7 +139,7 @@ MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, in
   alignas(64) int32_t amax[kColumnTile] = {};
   alignas(64) float inverse[kColumnTile];
   alignas(64) float scale[kColumnTile];
-  alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits, or none for a column that holds a NaN or Inf
+  alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits; no bits for a column with a NaN or Inf
   for (int64_t row = 0; row < depth; ++row) load_columns<D>(x + row * stride, width, values[row], amax);
   bool finite = true;
   for (int64_t column = 0; column < kColumnTile; ++column) {
