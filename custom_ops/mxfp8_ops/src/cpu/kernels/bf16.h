@@ -170,7 +170,8 @@ MXFP8_INLINE int smallest(__m128i codes) {
 }
 
 // Decodes up to kScaleValues elements of a row of A into steps `stride` values apart. False if a scale does not fit
-// bfloat16, or, unless `Any`, if one is of an all-zero block or NaN, or if an element is NaN or Inf.
+// bfloat16. With `Any`, NaN scales, scale codes 0 of all-zero blocks, and NaN or Inf elements are allowed; without it,
+// these return false too.
 template <class F, bool Any>
 MXFP8_INLINE bool pack_some(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales, int64_t count,
                             int64_t stride, uint16_t* out, Extent* extent) {
@@ -292,7 +293,8 @@ MXFP8_INLINE void pack_values(const typename D::Storage* values, int64_t count, 
   exponents.add_to(extent);
 }
 
-// Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False as above.
+// Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False if a scale does not fit
+// bfloat16.
 template <class F>
 MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
                            uint16_t* out, Extent* extent) {
