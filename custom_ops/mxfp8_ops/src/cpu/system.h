@@ -1,4 +1,5 @@
-// What operating systems differ in, besides what the C++ library hides. No other file asks which one this is.
+// The functions that each operating system implements in its own way and that the C++ library lacks. No other file asks
+// which operating system this is.
 #pragma once
 #include <cstdint>
 #include <initializer_list>

@@ -10,8 +10,8 @@ constexpr int kAmxRows = 16;                 // rows of a tile
 constexpr int64_t kAmxRowBytes = 64;         // bytes of a row of a tile
 constexpr int64_t kAmxTile = kAmxRows * 32;  // bfloat16 values of a full tile
 
-// Tiles 0, 1 and 4 get `first` rows and 2, 3 and 5 `second`; 6 and 7 are full. The tiles are given up when this ends:
-// a thread that holds them pays at every switch to another.
+// Tiles 0, 1 and 4 get `first` rows, tiles 2, 3 and 5 get `second`; tiles 6 and 7 are full. The destructor releases the
+// tiles: a thread that holds them pays at every switch to another thread.
 class AmxTiles {
  public:
   AmxTiles() = default;
@@ -34,7 +34,8 @@ class AmxTiles {
       configuration.row_bytes[tile] = kAmxRowBytes;
       configuration.rows[tile] = uint8_t(full ? kAmxRows : of_first ? first : second);
     }
-    // GCC 12 tells its optimizer that _tile_loadconfig reads 8 bytes, and would leave out the stores of the others.
+    // For the optimizer of GCC 12, _tile_loadconfig reads 8 bytes only: without this line GCC removes the stores of the
+    // other bytes.
     asm volatile("" ::"m"(configuration));
     _tile_loadconfig(&configuration);
   }

@@ -1,5 +1,5 @@
-// Blocks of sums in the tiles of AMX, and how rows of A are cut into them: A as bfloat16 values, or each value in parts
-// that add up to it.
+// Blocks of sums in the tiles of AMX, and the cut of rows of A into these tiles: A as bfloat16 values, or each value as
+// parts whose sum is the value.
 #pragma once
 #include "amx_panel.h"
 
@@ -11,7 +11,7 @@ constexpr int64_t kPairColumns = 2 * kAmxColumns;  // columns of two tiles side 
 struct Sums {
   float* at;
   int64_t stride;
-  bool add;  // to what is there
+  bool add;  // to the sums in memory
 };
 
 // The sums of up to two tiles of rows of A with one panel of B or two, in tiles 0 to 3.
@@ -35,7 +35,7 @@ struct WholeBlock {
     }
   }
 
-  // Adds the products of one step of K: of the first tile of A, of the second, of the two panels.
+  // Adds the products of one step of K: `first` and `second` are the tiles of A, `left` and `right` the panels.
   static MXFP8_INLINE_MEMBER void step(const uint16_t* first, const uint16_t* second, const uint16_t* left,
                                        const uint16_t* right) {
 #pragma GCC unroll 2
@@ -63,8 +63,8 @@ struct WholeBlock {
   }
 };
 
-// The same where a row of A is Parts bfloat16 numbers that add up to each value. The products with all but the first,
-// 2^-8 of it, are added up apart, in tiles 2 and 3: then they add no more roundings than there are values.
+// The same where Parts bfloat16 numbers of a row of A add up to each value. Tiles 2 and 3 add up the products with all
+// parts after the first, which are 2^-8 of it: so these products add no more roundings than there are values.
 template <int Parts, bool TwoPanels>
 struct PartsBlock {
   static constexpr int parts = Parts;

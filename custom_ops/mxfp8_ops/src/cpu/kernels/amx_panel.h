@@ -1,8 +1,8 @@
 // B for the tiles of AMX: 16 of its rows at a time are decoded and turned, so that a row of a tile holds two values
 // along K of 16 columns. A step, 64 values along K, makes two tiles: of the even values, and of the odd ones.
 //
-// Of a constant weight, codes are read turned from panels of panel.h, each of which is two of these side by side; or
-// all its tiles are decoded once: of each 16 columns, the steps of the whole K.
+// Codes of a constant weight are read turned, from panels of panel.h, each of which is two of these side by side. Or
+// all tiles of a constant weight are decoded once: for each 16 columns, the steps of the whole K.
 #pragma once
 #include "amx.h"
 #include "bf16.h"
@@ -16,7 +16,7 @@ constexpr int kGroups = kStepBf16 / kGroup;
 constexpr int64_t kSlab = 32;                                     // values along K of a tile
 constexpr int64_t kPanelStep = int64_t(kAmxColumns) * kStepBf16;  // values of a panel in a step: two tiles
 
-// The codes of the 16 columns from `column` on in panels of a constant weight; null where the call has none.
+// The codes of the 16 columns from `column` on in panels of a constant weight; null where the call has no such panels.
 MXFP8_INLINE PanelView turned_at(const GemmArgs& args, int64_t column) {
   if (args.panels == nullptr || args.panels->decoded) return {};
   const PanelView pair = panel_at(args, args.panels->data, column / kPanel * kPanel, 0);
@@ -28,7 +28,7 @@ MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, 
   return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kAmxColumns;
 }
 
-// Loads the scales of a panel, 127 where there are none, and turns them: row i holds block i of every column.
+// Loads the scales of a panel, with 127 in place of absent ones, and turns them: row i holds block i of every column.
 MXFP8_INLINE void load_panel_scales(const uint8_t* scales, int64_t blocks, int64_t columns, int64_t count,
                                     __m128i* turned) {
   const __mmask16 present = __mmask16((1u << count) - 1);
@@ -39,8 +39,8 @@ MXFP8_INLINE void load_panel_scales(const uint8_t* scales, int64_t blocks, int64
   turn(turned);
 }
 
-// Fetches a range of B in order of its addresses, a bit with every step that is decoded elsewhere: the processor's own
-// prefetcher joins in, which reading many rows side by side does not wake.
+// Fetches a range of B in the order of its addresses, a part for each decoded step of other columns. The processor's
+// own prefetcher then starts too; it does not start where many rows are read side by side.
 struct Ahead {
   const uint8_t* elements;
   const uint8_t* scales;
@@ -58,8 +58,8 @@ struct Ahead {
   }
 };
 
-// A panel: kAmxColumns rows of B from `column` on; those past `column_end` are zero. Decodes it one chunk after the
-// other, step by step.
+// A panel: kAmxColumns rows of B from `column` on; rows past `column_end` are zero. Decodes chunk after chunk, step by
+// step.
 template <class F>
 class Panel {
  public:
@@ -110,7 +110,8 @@ class Panel {
     }
   }
 
-  // A bit for every row that did not fit since this was asked last; values decoded there must not be used.
+  // A bit for every row that did not fit since the last call. Do not use the values of these rows that were decoded
+  // since.
   MXFP8_INLINE_MEMBER uint32_t misfits() {
     uint64_t special = _mm512_cmpeq_epi8_mask(highest_, _mm512_set1_epi8(0x7f));
     uint32_t rows = misfits_;

@@ -1,12 +1,12 @@
-// MXFP8Attention: attention.attention, in float32; attention_bf16.h has what rounds to bfloat16 and multiplies that.
+// MXFP8Attention: attention.attention, in float32; attention_bf16.h has the engines that round to bfloat16 first.
 //
 // q [B, S, Hq * D], k [B, T, Hkv * D], v [B, T, Hkv * Dv], pasts [B, Hkv, P, ...]: read where they lie; y
 // [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of kAttentionRows of the G * S rows that share keys, and, where
 // those are few, over keys. Bytes moved: q, k, v, the past and y once, keys and values once more per further block of
 // rows. Multiply-adds: B * Hq * S * (P + T) * (D + Dv), half of them if causal; exponentials: B * Hq * S * (P + T).
 //
-// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other, and both are
-// one function. Few rows, as in generation: keys and values are read from where they are, once, lanes along D.
+// Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other; one function
+// computes both. Few rows, as in generation: keys and values are read in place, once, with lanes along D.
 #include "attention.h"
 
 #include "attention_bf16.h"
@@ -108,7 +108,7 @@ class FewRows {
   }
 
  private:
-  // The rows themselves, if they are whole vectors of what is multiplied, or copies.
+  // The rows in place, if they are whole vectors of the type that is multiplied, or else copies.
   MXFP8_INLINE_MEMBER const float* in_place(Source from, int64_t count, int64_t d, int64_t wide, float* room,
                                             int64_t* stride) {
     if (a_.dtype == MXFP8_FLOAT32 && !a_.rounds && d == wide) {
@@ -209,7 +209,7 @@ void attention_merge(const AttentionArgs& args, const AttentionTask& task, float
     const Running other = running_in(rows, states + part * attention_state(args, task));
     for (int64_t i = 0; i < rows; ++i) {
       const float a = first.highest[i], b = other.highest[i], now = a > b ? a : b;
-      if (now == -__builtin_inff()) {  // both have seen nothing, or NaN
+      if (now == -__builtin_inff()) {  // neither has a score, or all are NaN
         first.sum[i] += other.sum[i];
         continue;
       }

@@ -1,12 +1,12 @@
-// Shared by the kernels of MXFP8Attention: where rows lie, the exponential, and the walk over blocks of keys.
+// Shared by the kernels of MXFP8Attention: where rows lie, the exponential, and the loop over blocks of keys.
 //
-// A task is a block of the rows that one head of keys has - the G query heads that share it, S rows each, one after the
-// other - and a range of keys. It goes through the keys kKeys at a time and keeps, per row, the highest score so far,
-// the sum of the weights and the sum of the weighted values, both as if the highest score were 0; where a higher score
-// comes, they are scaled down. Nothing of the size S x T is ever in memory.
+// A task is a range of keys and a block of the rows of one head of keys. The rows of a head of keys are those of the G
+// query heads that share it, S rows each, one after the other. A task goes through the keys kKeys at a time. Per row it
+// keeps the highest score so far, the sum of the weights and the sum of the weighted values. Both sums take the highest
+// score as 0: a higher score scales them down. Nothing of the size S x T is ever in memory.
 //
-// An engine packs keys and values, multiplies queries with keys, and weights with values; attention.cpp has those of
-// float32, attention_bf16.h that of bfloat16.
+// An engine packs keys and values, multiplies queries with keys, and weights with values. attention.cpp has the engines
+// of float32, attention_bf16.h has the engines of bfloat16.
 #pragma once
 #include "../attention.h"
 #include "codec.h"
@@ -44,8 +44,9 @@ MXFP8_INLINE float sum_of_lanes(Vec v) {
 #endif
 }
 
-// 2^z for z <= 0, within 3 units of 2^-24 (the polynomial is off by 1.6, computing it by no more than the rest); 0
-// below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds to a whole number, and has it in its low bits.
+// 2^z for z <= 0, within 3 units of 2^-24: the polynomial is off by 1.6, its evaluation by no more than the rest. The
+// result is 0 below 2^-125; NaN stays NaN. The sum with 1.5 * 2^23 rounds z to a whole number, which is in the low bits
+// of the sum.
 MXFP8_INLINE Vec exp2_of(Vec z) {
   typedef uint32_t Bits __attribute__((vector_size(sizeof(Vec))));  // unsigned: where z is too low they wrap
   const Vec shifted = z + 12582912.0f, f = z - (shifted - 12582912.0f);
@@ -64,8 +65,8 @@ MXFP8_INLINE Vec exp2_of(Vec z) {
 }
 MXFP8_INLINE float exp2_of(float z) { return exp2_of(all_of(z))[0]; }
 
-// Where the keys and values of a head are: those of the past, then the new ones, which lie between those of other
-// heads.
+// Where the keys and values of a head are: first the past ones, then the new ones. The new ones of other heads lie
+// between these.
 struct Source {
   const void* data;
   int64_t offset, stride;  // in values
@@ -82,7 +83,7 @@ MXFP8_INLINE Source values_at(const AttentionArgs& a, const AttentionTask& t, in
   return source_at(a, t, key, a.past_value, a.v, a.dv);
 }
 
-// A row of a task: which head of queries it is of, and its place among the S.
+// A row of a task: its head of queries, and its place among the S rows of this head.
 struct RowPlace {
   int64_t head, row;
 };
@@ -98,7 +99,7 @@ MXFP8_INLINE int64_t query_offset(const AttentionArgs& a, const AttentionTask& t
   return ((t.batch * a.rows + place.row) * a.q_heads + place.head) * d;
 }
 
-// Calls call(rows of queries, index of the first, how many) for all rows of a task, once for those of a head.
+// Calls call(rows of queries, index of the first, how many) for all rows of a task, once for each head's rows.
 template <class Call>
 MXFP8_INLINE void for_queries(const AttentionArgs& a, const AttentionTask& t, const Call& call) {
   const int64_t rows = t.row_end - t.row_begin;
@@ -108,7 +109,8 @@ MXFP8_INLINE void for_queries(const AttentionArgs& a, const AttentionTask& t, co
   }
 }
 
-// `rows` rows of `count` values as float32, `to_stride` apart, zeros behind them; `rounds` them to bfloat16 first.
+// Stores `rows` rows of `count` values as float32, `to_stride` apart, with zeros behind them. If `rounds`, rounds them
+// to bfloat16 first.
 template <class D>
 MXFP8_INLINE void load_rows_of(Source from, int64_t rows, int64_t count, float* to, int64_t to_stride, bool rounds) {
   for (int64_t i = 0; i < rows; ++i, to += to_stride) {
@@ -131,7 +133,7 @@ MXFP8_NOINLINE void load_rows(const AttentionArgs& a, Source from, int64_t rows,
   with_dtype(a.dtype, [&](auto dtype) { load_rows_of<decltype(dtype)>(from, rows, count, to, to_stride, rounds); });
 }
 
-// Scratch memory, handed out in whole cache lines; from 0 on it only counts.
+// Scratch memory, in whole cache lines. With the start 0 it only counts bytes.
 struct Room {
   uintptr_t next;
   template <class T>
@@ -164,7 +166,7 @@ MXFP8_INLINE int64_t mask_offset(const AttentionArgs& a, const AttentionTask& t,
   return t.batch * s[0] + place.head * s[1] + place.row * s[2] + key * s[3];
 }
 
-// The scores of a mask's row for keys key..key + count - 1, with zeros up to the next whole vector.
+// The scores in a mask's row for keys key..key + count - 1, with zeros up to the next whole vector.
 template <class T, class Load>
 MXFP8_INLINE void load_mask_as(const AttentionArgs& a, int64_t offset, int64_t count, float* to, const Load& load) {
   const T* from = static_cast<const T*>(a.mask) + offset;
@@ -197,8 +199,8 @@ struct Scaling {
   }
 };
 
-// Products of one row to scores, where they are, -Inf in place of keys from `seen` on up to a whole vector. Returns the
-// highest, or -Inf if all are NaN.
+// Turns products of one row into scores, in place, with -Inf for keys from `seen` on up to a whole vector. Returns the
+// highest score, or -Inf if all are NaN.
 MXFP8_INLINE float score_row(const Scaling& scaling, float* products, const float* mask, int64_t seen) {
   if (mask != nullptr) {
     for (int64_t j = 0; j < seen; j += kLanes) {
@@ -213,8 +215,8 @@ MXFP8_INLINE float score_row(const Scaling& scaling, float* products, const floa
   return highest_lane(top);
 }
 
-// Scores [count] of one row, of which `highest` is the highest, to weights; `write(j, weights)` takes them. Keys from
-// `seen` on have none. The row's running sums are scaled to the new highest score.
+// Turns scores [count] of one row, of which `highest` is the highest, into weights; `write(j, weights)` takes them.
+// Keys from `seen` on have no weight. The row's running sums are scaled to the new highest score.
 template <class Write>
 MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t seen, int64_t count, float block,
                         RunningRow row, int64_t dv, const Write& write) {
@@ -246,7 +248,7 @@ MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t see
   for (; j < count; j += kLanes) write(j, zero());
 }
 
-// The keys that a row may see of those before key_end.
+// The end of the keys that a row may see, up to key_end.
 MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, int64_t row, int64_t key_end) {
   return a.causal ? least_of(key_end, a.past + row + 1) : key_end;
 }
@@ -258,8 +260,9 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, in
   return seen_end(a, begin.head == last.head ? last.row : a.rows - 1, key_end);
 }
 
-// Prefetches the next keys and values. Rows of a head lie too far apart for the prefetcher of the processor. A block of
-// keys and values and, at the end of a task, the rows of the next. Rows that are weighed ask for their share.
+// Prefetches the next block of keys and values and, at the end of a task, the rows of the next task. Rows of a head lie
+// too far apart for the processor's own prefetcher. Each call of `ask` prefetches the share of the rows that are
+// weighed then.
 class Ahead {
  public:
   Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
@@ -296,14 +299,14 @@ class Ahead {
   int64_t key_ = 0, count_ = 0, queries_ = 0;
 };
 
-// How many keys from `key` on are done at once: none of the past with new ones.
+// How many keys from `key` on are done at once: past and new keys are done apart.
 template <class Engine>
 MXFP8_INLINE int64_t keys_from(const AttentionArgs& a, int64_t key, int64_t key_end) {
   const int64_t end = key < a.past ? least_of(a.past, key_end) : key_end;
   return least_of(Engine::kKeys, end - key);
 }
 
-// Goes through the keys of a task; `next`, if there is one, is what follows.
+// Goes through the keys of a task; `next`, if it is not null, is the task after it.
 template <class Engine>
 MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Engine& engine,
                          const Running& running) {

@@ -1,8 +1,9 @@
-// MXFP8Attention for values rounded to bfloat16, on dot products of pairs: those of registers, or AMX tiles of 32 rows
-// of queries with 32 keys, or columns of values. Keys and values are packed as both want their second operand: pairs of
-// what is summed over in one word.
+// MXFP8Attention for values rounded to bfloat16, on dot products of pairs: in registers, or in AMX tiles of 32 rows of
+// queries with 32 keys or with 32 columns of values. Keys and values are packed as the second operand of either: a word
+// has two values that are next to each other along the dimension of the sum.
 //
-// Products of bfloat16 are exact in float32, and added there. Numbers below 2^-126, operands and sums, count as 0.
+// Products of bfloat16 are exact in float32, and the sums are float32. Numbers below 2^-126, operands and sums, count
+// as 0.
 #pragma once
 
 #if defined(__AVX512BF16__)
@@ -31,7 +32,7 @@ MXFP8_INLINE Vec widened(BFloat16, const uint16_t* from, int64_t count) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves_at(from, count)), 16));
 }
 
-// 16 words, each a pair of values as they follow each other.
+// 16 words, each a pair of adjacent values.
 MXFP8_INLINE Vec narrowed(Vec first, Vec second) {
   return _mm512_castsi512_ps(reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
 }
@@ -39,7 +40,7 @@ MXFP8_INLINE void write_narrowed(float* to, Vec values) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(values)));
 }
 
-// Rows of queries or keys, each with zeros behind up to `width` values, a multiple of 32.
+// Rows of queries or keys, each with zeros behind it up to `width` values, a multiple of 32.
 MXFP8_NOINLINE void narrow_rows(const AttentionArgs& a, Source from, int64_t rows, int64_t width, float* to) {
   with_dtype(a.dtype, [&](auto dtype) {
     const auto* row = static_cast<const typename decltype(dtype)::Storage*>(from.data) + from.offset;
@@ -209,7 +210,7 @@ class PairRows {
   const AttentionArgs& a_;
   const AttentionTask& t_;
   int64_t d_, dv_, rows_;
-  float *queries_, *keys_, *values_, *narrow_, *products_, *weights_;  // but for products_, pairs in words
+  float *queries_, *keys_, *values_, *narrow_, *products_, *weights_;  // a word is a pair, except in products_
 };
 
 // Few rows: keys and values are narrowed in registers.
@@ -265,7 +266,7 @@ class FewPairRows {
   const AttentionArgs& a_;
   const AttentionTask& t_;
   int64_t d_, dv_;
-  float *queries_, *products_, *weights_;  // but for products_, pairs in words
+  float *queries_, *products_, *weights_;  // a word is a pair, except in products_
   Source keys_, values_;
 };
 

@@ -37,7 +37,7 @@ MXFP8_INLINE void multiply_tile(const float* a, int64_t a_stride, const B& b, in
       for (int j = 0; j < N; ++j) sums[i][j] = B::add(value, row[j], sums[i][j]);
     }
   }
-#pragma GCC unroll 12  // or the sums go through memory
+#pragma GCC unroll 12  // otherwise the sums go through memory
   for (int i = 0; i < R; ++i) {
 #pragma GCC unroll 4
     for (int j = 0; j < N; ++j) {
@@ -50,7 +50,7 @@ MXFP8_INLINE void multiply_tile(const float* a, int64_t a_stride, const B& b, in
 template <class B, int N>
 MXFP8_NOINLINE void multiply_columns(const float* a, int64_t a_stride, const B& b, int64_t column, int64_t k, float* c,
                                      int64_t c_stride, int64_t rows, bool accumulate) {
-  constexpr int kMost = N == 4 ? kTileRows : 2 * kTileRows;  // as many sums as there are registers for
+  constexpr int kMost = N == 4 ? kTileRows : 2 * kTileRows;  // the registers have room for its sums
   for (int64_t i = 0; i < rows; i += kMost) {
     with_rows<kMost>(rows - i, [&](auto r) {
       multiply_tile<B, decltype(r)::value, N>(a + i * a_stride, a_stride, b, column, k, c + i * c_stride, c_stride,

@@ -1,5 +1,5 @@
 // Elements to bfloat16, and A packed as bfloat16. 64 elements at a time: both bytes of a value come from tables indexed
-// by the element code (VPERMI2B). A scale is put in by adding it to the exponent of everything but zeros.
+// by the element code (VPERMI2B). A scale is added to the exponent of every value except zeros.
 #pragma once
 #include "bf16_exact.h"
 
@@ -7,8 +7,8 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int kScaleValues = 512;  // elements whose 16 scales are loaded at once
 
-// Two registers of values, 32 each: those of even codes, and those of odd ones. So where four codes along K are a
-// 32-bit lane, each of the two has a pair along K in that lane.
+// Two registers of 32 values each: `even` has the values of the codes at even places, `odd` the others. A 32-bit lane
+// of four codes along K becomes a pair along K in the same lane of each register.
 struct Values {
   __m512i even, odd;
 };
@@ -28,7 +28,7 @@ MXFP8_INLINE Values dealt(const __m512i* half) {
   return {narrow(half[0], half[1]), narrow(_mm512_srli_epi32(half[0], 16), _mm512_srli_epi32(half[1], 16))};
 }
 
-// The bytes of the 128 magnitudes, made once.
+// The bytes of the 128 magnitudes, computed once.
 template <class F>
 struct Tables {
   alignas(64) uint8_t low[128], high[128];
@@ -52,8 +52,8 @@ struct Tables {
 template <class F>
 constexpr Tables<F> kTables{};
 
-// _mm512_permutex2var_epi8, over the index: what GCC 12 chooses to write over, it copies first, and a copy takes the
-// time of half a dot product.
+// _mm512_permutex2var_epi8, with the result in the register of the index. With the intrinsic, GCC 12 copies the operand
+// that it overwrites: a copy takes the time of half a dot product.
 MXFP8_INLINE __m512i look_up(__m512i index, __m512i low, __m512i high) {
   asm("vpermi2b %2, %1, %0" : "+v"(index) : "v"(low), "vm"(high));
   return index;
@@ -72,7 +72,7 @@ class Decoder {
   // Without scales; NaN and Inf come out as such. `highest` collects the upper bytes of all magnitudes: see
   // has_special.
   MXFP8_INLINE_MEMBER Values values(__m512i codes, __m512i* highest) const {
-    asm("" : "+v"(codes));  // or GCC loads them once per use, and they may cross cache lines
+    asm("" : "+v"(codes));  // otherwise GCC loads them once per use, and they may cross cache lines
     if constexpr (F::is_integer) {
       // A sign and a magnitude. 128, which the tables take for 0, is 2 = 0x4000.
       const __m512i magnitude = _mm512_abs_epi8(codes), two = _mm512_srli_epi16(magnitude, 1);
@@ -104,8 +104,7 @@ MXFP8_INLINE __m512i add_exponents(__m512i values, __m512i exponents) {
   return _mm512_maskz_add_epi16(nonzero, values, exponents);
 }
 
-// The numbers that up to 16 scale codes add to the exponent of a bfloat16, for each of them a pair of equal 16-bit
-// lanes.
+// The numbers that up to 16 scale codes add to the exponent of a bfloat16: each is in a pair of equal 16-bit lanes.
 MXFP8_INLINE __m512i exponents_of(__m128i scales) {
   const __m512i shifted = _mm512_slli_epi32(_mm512_sub_epi32(_mm512_cvtepu8_epi32(scales), _mm512_set1_epi32(127)), 7);
   return _mm512_mask_blend_epi16(0xaaaaaaaa, shifted, _mm512_slli_epi32(shifted, 16));
@@ -125,7 +124,7 @@ MXFP8_INLINE __mmask16 outside(__m128i scales, int lowest, int highest) {
          _mm_cmpgt_epu8_mask(scales, _mm_set1_epi8(char(highest)));
 }
 
-// Whether a block is all zeros, its scale a number: then its scale does not matter.
+// Whether a block is all zeros and its scale is a number: then its scale does not matter.
 MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale) {
   const __mmask32 present = count >= kBlock ? ~__mmask32(0) : (__mmask32(1) << count) - 1;
   const __m256i codes = _mm256_maskz_loadu_epi8(present, elements);
@@ -153,7 +152,7 @@ MXFP8_INLINE __m512i lanes_of_step(int64_t step) {
   return _mm512_add_epi32(first, _mm512_set1_epi32(int(2 * step)));
 }
 
-// As add_exponents, for any elements; a scale that is NaN shows in its half.
+// Like add_exponents, for any elements; a NaN scale makes all values of its half NaN.
 MXFP8_INLINE __m512i scale_any(__m512i values, __m512i exponents, const uint8_t* scales) {
   const __m512i infinity = _mm512_set1_epi16(0x7f80);
   const __m512i magnitudes = _mm512_and_si512(values, _mm512_set1_epi16(0x7fff));
@@ -171,7 +170,8 @@ MXFP8_INLINE int smallest(__m128i codes) {
 }
 
 // Decodes up to kScaleValues elements of a row of A into steps `stride` values apart. False if a scale does not fit
-// bfloat16, or, unless `Any`, if one is of an all-zero block or NaN, or if an element is NaN or Inf.
+// bfloat16. With `Any`, NaN scales, scale codes 0 of all-zero blocks, and NaN or Inf elements are allowed; without it,
+// these return false too.
 template <class F, bool Any>
 MXFP8_INLINE bool pack_some(const Decoder<F>& decoder, const uint8_t* elements, const uint8_t* scales, int64_t count,
                             int64_t stride, uint16_t* out, Extent* extent) {
@@ -263,7 +263,7 @@ class Exponents {
     _mm512_store_si512(low, lowest_);
     _mm512_store_si512(high, highest_);
     for (int i = 0; i < kBlock; ++i) {
-      if (low[i] == 0x7f80) continue;  // nothing finite but zeros
+      if (low[i] == 0x7f80) continue;  // every finite value is zero
       // A subnormal has the lowest bit of all, which is below what the dot product reads.
       extent->add((low[i] >> 7) - 127 - (low[i] == 0 ? 8 : 7), (high[i] >> 7) - 127);
     }
@@ -293,7 +293,8 @@ MXFP8_INLINE void pack_values(const typename D::Storage* values, int64_t count, 
   exponents.add_to(extent);
 }
 
-// Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False as above.
+// Packs `count` elements of a row of A, from k on, into steps `stride` values apart. False if a scale does not fit
+// bfloat16.
 template <class F>
 MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
                            uint16_t* out, Extent* extent) {

@@ -1,4 +1,4 @@
-// When bfloat16 products of elements times scales are exact, and what happens to a column of which they are not. See
+// The test for exact bfloat16 products of elements times scales, and the exact sums of columns that fail it. See
 // gemm_bf16.cpp.
 #pragma once
 #include "gemm.h"
@@ -8,14 +8,14 @@ namespace mxfp8::MXFP8_ISA {
 constexpr int kLowestNormal = -126;
 constexpr int kStepBf16 = 64;  // elements decoded at once
 
-// Exponent of the lowest bit an element can have, relative to its scale.
+// The exponent of the lowest bit that an element can have, relative to its scale.
 template <class F>
 constexpr int kElementExponent = 1 - F::bias - F::mantissa_bits;
-// That of the highest one; the code -128 is a binade above what encode gives.
+// The exponent of the highest bit; the code -128 is a binade above the largest result of encode.
 template <class F>
 constexpr int kHighestExponent = F::emax + (F::is_integer ? 1 : 0);
 
-// The scales for which every finite element, scaled, is finite and every nonzero one is normal.
+// The scales with which every finite element, scaled, is finite and every nonzero one is normal.
 template <class F>
 constexpr int kMaxScale = 254 - kHighestExponent<F>;
 template <class F>
@@ -34,14 +34,15 @@ struct Extent {
 template <class D>
 struct AsBf16 {};
 
-// Calls f(T{}) with what A is made of: elements of a format, or values that are, or become, bfloat16.
+// Calls f(T{}) with the type of A: elements of a format, or values that are, or become, bfloat16.
 template <class Call>
 MXFP8_INLINE void with_a_format(const GemmArgs& args, const Call& call) {
   if (args.a_scales != nullptr) return with_format(args.a_format, call);
   with_dtype(args.a_format, [&](auto dtype) MXFP8_INLINE_LAMBDA { call(AsBf16<decltype(dtype)>{}); });
 }
 
-// Replaces what a panel added to one column of a strip, which held `before` [rows, Columns], by exact sums.
+// Replaces the sums that a panel added to one column of a strip by exact sums. `before` [rows, Columns] is the column
+// before that.
 template <class F, int Columns>
 MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
                                    const float* before, float* strip) {
@@ -50,8 +51,8 @@ MXFP8_NOINLINE void correct_column(const GemmArgs& args, int64_t row, int64_t ro
   }
 }
 
-// Whether elements of B, without their scales, may be multiplied with what A has packed: no product, and no sum of
-// four, may leave the range of normal floats.
+// Whether elements of B, without their scales, may be multiplied with packed A: every product, and every sum of four,
+// must stay in the range of normal floats.
 MXFP8_INLINE bool multiplies_codes(const GemmArgs& args, const Extent& extent) {
   bool fits = false;
   with_format(args.b_format, [&](auto format) {
@@ -61,8 +62,8 @@ MXFP8_INLINE bool multiplies_codes(const GemmArgs& args, const Extent& extent) {
   return fits;
 }
 
-// The smallest scale code of B that makes neither a weight subnormal nor a product with what has its lowest bit at
-// `exponent`.
+// The smallest scale code of B that keeps every weight normal, and every product with a value of A whose lowest bit has
+// this `exponent`.
 template <class F>
 MXFP8_INLINE int lowest_scale(int exponent) {
   const int needed = 127 + kLowestNormal - exponent - kElementExponent<F>;

@@ -1,11 +1,11 @@
 // The tiles of gemm_bf16.cpp on Arm: BFMMLA, which multiplies two rows of A with two of B, four values each.
 //
-//   floor      a block of two rows and two columns: 8 products; the scales are in the values
+//   floor      a block of two rows and two columns: 8 products; the values contain the scales
 //
-// An operand has four values along K of two columns, which are two words of a panel that lie together; or of two rows
-// of A, packed [step of 4, pair of rows, 2, 4], in tiles of kRows rows whether they are there or not.
-// BFMMLA adds products in pairs, each sum rounded to odd, with an error of up to 2^-23 of it: a chain of K products has
-// K / 2 such sums, and its error is at most K 2^-24, which numerics.gemm_error_bound allows.
+// An operand has four values along K of two columns, which are two words of a panel that lie together; or four values
+// along K of two rows of A. A is packed [step of 4, pair of rows, 2, 4], always in tiles of kRows rows.
+// BFMMLA adds products in pairs, and rounds each sum to odd, with an error of up to 2^-23 of the sum. A chain of K
+// products has K / 2 such sums, so its error is at most K 2^-24, which numerics.gemm_error_bound allows.
 #pragma once
 #include "bf16_exact.h"
 #include "panel.h"
@@ -13,7 +13,7 @@
 namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kDepth = 256;  // depth of a chunk: the panel, decoded, stays in L1 with a tile of A
-constexpr int kRows = 10;        // 5 x 4 sums, as a chain of them waits 5 cycles, and 5 + 4 operands
+constexpr int kRows = 10;        // 5 x 4 sums, because a chain of sums waits 5 cycles, and 5 + 4 operands
 constexpr int kFewRows = 0;      // weights are decoded before they are multiplied, for any number of rows
 constexpr int kPairs = int(kPanel) / 2;
 constexpr int64_t kOperand = 8;  // values of a register
@@ -57,7 +57,7 @@ MXFP8_INLINE uint32_t columns_outside(const uint8_t* codes, int64_t depth, int l
   return columns;
 }
 
-// Eight elements to values: of two columns, four each, which have scales First and First + 1.
+// Turns eight elements into values: four each of two columns, whose scales are First and First + 1.
 template <class F, bool Split, int First>
 MXFP8_INLINE uint16x8_t decode_operand(int8x8_t codes, float32x4_t scales) {
   float32x4_t values[2];
@@ -66,7 +66,7 @@ MXFP8_INLINE uint16x8_t decode_operand(int8x8_t codes, float32x4_t scales) {
     values[0] = vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
     values[1] = vcvtq_f32_s32(vmovl_high_s16(wide));
   } else {
-    // The bits of bfloat16 values times 2^-bias_gap: those of subnormal elements too, as subnormal numbers.
+    // The bits of bfloat16 values times 2^-bias_gap; subnormal elements become subnormal numbers.
     constexpr int up = 7 - F::mantissa_bits;
     const uint16x8_t bits = vreinterpretq_u16_s16(vshll_n_s8(codes, up)) & vdupq_n_u16(uint16_t(0x8000 | (0x7f << up)));
     values[0] = vreinterpretq_f32_u32(vshll_n_u16(vget_low_u16(bits), 16));

@@ -1,7 +1,7 @@
 // The tiles of gemm_bf16.cpp on x86: VDPBF16PS, sixteen pairs of values along K.
 //
-// A lane of a register has two values along K of a column; of four elements, a word, the even two make one register and
-// the odd two another. A is packed in that order.
+// A lane of a register has two values of a column along K. Of a word, which has four elements, the two even ones are in
+// one register and the two odd ones in another. A is packed in this order.
 #pragma once
 #include "bf16.h"
 #include "panel.h"
@@ -97,7 +97,7 @@ MXFP8_NOINLINE void multiply_tile(const uint16_t* a, const uint16_t* b, int64_t 
   }
 }
 
-// The same with a panel's codes, and scales applied to sums.
+// The same with a panel's codes: the scales are applied to the sums.
 template <class F, int R, int V>
 MXFP8_NOINLINE void multiply_codes(const uint16_t* a, PanelView panel, int64_t depth, float* strip, bool accumulate) {
   const Decoder<F> decoder;
@@ -160,7 +160,7 @@ MXFP8_NOINLINE void multiply_codes(const uint16_t* a, PanelView panel, int64_t d
   }
 }
 
-// All vectors of columns of a panel, as many at a time as registers allow.
+// Multiplies all vectors of columns of a panel, as many at a time as the registers allow.
 template <class F>
 MXFP8_INLINE void multiply_few_rows(const uint16_t* a, int64_t rows, PanelView panel, int64_t columns, int64_t depth,
                                     float* strip, bool accumulate) {
@@ -176,7 +176,7 @@ MXFP8_INLINE void multiply_few_rows(const uint16_t* a, int64_t rows, PanelView p
   }
 }
 
-// Multiplies rows of a tile with all columns of a panel, decoded or, where `values` is null, of its codes.
+// Multiplies rows of a tile with all columns of a panel: decoded values, or, where `values` is null, codes.
 template <class F>
 MXFP8_INLINE void multiply_rows(const uint16_t* a, int64_t rows, const uint16_t* values, PanelView codes,
                                 int64_t columns, int64_t depth, float* strip, bool accumulate) {

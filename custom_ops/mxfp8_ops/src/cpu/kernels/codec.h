@@ -48,10 +48,10 @@ MXFP8_INLINE float float_of(uint32_t bits) {
   return value;
 }
 
-// Rounds the bits of a float32 magnitude to a narrower float, half to even; the caller saturates.
-// A power of two whose unit in the last place is that of the narrow format at this magnitude - or at its smallest
-// normal number, for what is smaller - is added: the float32 sum rounds where the narrow format does, and its low bits
-// count those units. They are signed numbers because every instruction set compares those.
+// Rounds the bits of a float32 magnitude to a narrower float, half to even; the caller saturates. The function adds a
+// power of two. Its unit in the last place is the unit of the narrow format at this magnitude, or, for smaller
+// magnitudes, at the format's smallest normal number. So the float32 sum rounds where the narrow format does, and its
+// low bits count those units. They are signed numbers because every instruction set compares signed numbers.
 template <int MantissaBits, int Bias>
 MXFP8_INLINE uint32_t round_magnitude(uint32_t magnitude) {
   constexpr int shift = 23 - MantissaBits;
@@ -79,8 +79,8 @@ MXFP8_INLINE uint32_t encode(float value) {
   return code | ((bits >> 24) & 0x80);
 }
 
-// Bits of the float32 value of an element code. Subnormal elements are made from a normal float by subtraction, so that
-// no denormal float32 is ever an operand.
+// Bits of the float32 value of an element code. A subtraction makes subnormal elements from a normal float, so that no
+// denormal float32 is ever an operand.
 template <class F>
 MXFP8_INLINE uint32_t decode_bits(uint32_t code) {
   if (F::is_integer) return bits_of(float(int8_t(code)) * (1.0f / (1 << F::mantissa_bits)));
@@ -112,8 +112,8 @@ MXFP8_INLINE float inverse_scale_value(uint32_t code) {
   return float_of(code == 254 ? 0x00400000 : (254 - code) << 23);
 }
 
-// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment. Right unless it
-// is in doubt: then scale_code is to be asked.
+// Scale code of a block whose largest magnitude has these bits; `increment` is formats.scale_increment. The code is
+// right unless any_in_doubt is true of it: then call scale_code.
 template <class F>
 MXFP8_INLINE uint32_t fast_scale_code(uint32_t amax, uint32_t increment) {
   if (amax >= kInfinity) return kScaleNan;
@@ -121,28 +121,28 @@ MXFP8_INLINE uint32_t fast_scale_code(uint32_t amax, uint32_t increment) {
   return uint32_t(code < 0 ? 0 : code > 254 ? 254 : code);
 }
 
-// Whether a code is in doubt: NaN, or 1 in a format whose emax is 0, which may be of a subnormal magnitude. In bytes,
-// so that a register holds many.
+// Whether a code is in doubt: NaN, or, in a format whose emax is 0, code 1, because the magnitude may be subnormal. The
+// comparison is in bytes, so that a register holds many.
 template <class F>
 MXFP8_INLINE bool any_in_doubt(const uint8_t* codes, int64_t count) {
   uint8_t any = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const auto next = uint8_t(codes[i] + 1);  // 0 and, in doubt if emax is 0, 2
+    const auto next = uint8_t(codes[i] + 1);  // 0 for NaN; 2 for code 1, in doubt if emax is 0
     any = uint8_t(any | uint8_t(F::emax == 0 ? (next & 0xfd) == 0 : next == 0));
   }
   return any != 0;
 }
 
-// The same for any magnitude. A subnormal one takes half of the increment: the bits of one with the exponent -127 have
-// its mantissa shifted right by one. Where emax is larger, its scale code is 0 either way.
+// The scale code for any magnitude. A subnormal magnitude takes half of the increment: its bits are the mantissa of the
+// exponent -127, shifted right by one. Where emax is larger than 0, its scale code is 0 with either increment.
 template <class F>
 MXFP8_INLINE uint32_t scale_code(uint32_t amax, uint32_t increment) {
   return fast_scale_code<F>(amax, F::emax == 0 && amax < kFirstNormal ? increment / 2 : increment);
 }
 
-// Value dtypes: how each is stored, a signed integer of that size, and its conversion from and to float32, rounding to
-// nearest even. load_block gives a block's float32 values: in place if they are that already, else in `room`.
-// store_short_block stores values that have at most 8 significant bits, and are normal, infinite or NaN.
+// Value dtypes: how each is stored, a signed integer of that size, and its conversion from and to float32, which rounds
+// to nearest even. load_block returns a block's float32 values: in place if they are float32 already, or else in
+// `room`. store_short_block stores values that have at most 8 significant bits, and are normal, infinite or NaN.
 struct Float32 {
   using Storage = float;
   using Bits = int32_t;
@@ -208,8 +208,8 @@ struct BFloat16 {
   }
 };
 
-// Calls f(T{}) with the type that stands for a dtype or format code. Codes are checked where they come in (api.cpp,
-// nodes.cpp): another one ends the process.
+// Calls f(T{}) with the type that stands for a dtype or format code. The callers check codes (cpu/arguments.cpp for the
+// C ABI, ort/nodes.cpp for nodes): an unknown code ends the process here.
 template <class Call>
 MXFP8_INLINE void with_dtype(int dtype, const Call& call) {
   // No switch: with one, GCC 12 makes packing float32 8% slower.

@@ -1,7 +1,7 @@
-// Rows of B become float32 columns: lane c of a register has a value of row c, so that sums over K are not added up
-// across lanes. Words of four elements are turned, decoded by shifts (shift_decode.h) and multiplied by their scales.
-// Codes that shifts do not decode - NaN, scales near the ends - are decoded one by one. For each 16 weights AVX-512
-// takes five operations to turn, check, decode and scale.
+// Rows of B become float32 columns: lane c of a register has a value of row c, so that sums over K stay in their lanes.
+// Words of four elements are turned, decoded by shifts (shift_decode.h) and multiplied by their scales. Shifts do not
+// decode NaN, or codes with scales near the ends: these are decoded one by one. For each 16 weights AVX-512 takes five
+// operations to turn, check, decode and scale.
 #pragma once
 #include "gemm.h"
 #include "shift_decode.h"
@@ -15,7 +15,7 @@ constexpr int64_t kStretch = kWord * kBlock;    // values along K whose scales a
 constexpr int64_t kSquare = kLanes * kDecoded;  // elements of kLanes rows of kLanes words
 static_assert(kStretch % kDecoded == 0, "a stretch is whole squares");
 
-// kLanes rows of B, of which there are `columns`, kStretch values of each, of which there are `left`.
+// kLanes rows of B, of which `columns` exist, kStretch values of each, of which `left` exist.
 struct Stretch {
   const uint8_t* elements;
   const uint8_t* scales;
@@ -40,7 +40,7 @@ MXFP8_INLINE void turn_rows(const uint8_t* rows, int64_t stride, Bytes* words) {
 #endif
 }
 
-// Turns words from value k on. Zeros where there is nothing.
+// Turns words from value k on, with zeros for absent rows and values.
 [[maybe_unused]] MXFP8_NOINLINE void turn_fringe(const Stretch& from, int64_t k, Bytes* words) {
   alignas(64) uint8_t padded[kSquare] = {};
   const int64_t count = min_of(from.left - k, kDecoded);
@@ -50,7 +50,7 @@ MXFP8_INLINE void turn_rows(const uint8_t* rows, int64_t stride, Bytes* words) {
   turn_rows(padded, kDecoded, words);
 }
 
-// A stretch's scales, a byte for each block. 2^0 where there is nothing, which fits in every format.
+// A stretch's scales, a byte for each block. Absent blocks get 2^0, which fits in every format.
 MXFP8_INLINE Ints load_scales(const Stretch& from) {
   alignas(64) uint32_t words[kLanes];
   for (uint32_t& word : words) word = 0x7f7f7f7f;
@@ -68,7 +68,7 @@ MXFP8_INLINE Ints load_scales(const Stretch& from) {
   return all;
 }
 
-// Whether each of them, times 2^bias_gap, is a normal float.
+// Whether each of these scales, times 2^bias_gap, is a normal float.
 template <class F>
 MXFP8_INLINE bool fit(Ints scales) {
   constexpr int highest = F::is_integer ? 254 : 254 - Shift<F>::bias_gap;
@@ -78,8 +78,8 @@ MXFP8_INLINE bool fit(Ints scales) {
   return !any_less(reinterpret_cast<SignedBytes>(scales ^ 0x7f7f7f7f), int8_t(127 - highest));
 }
 
-// Decodes turned words, value k of lane c to out[k * kLanes + c]; `scales` begin with their first block's. False if
-// that is not exact.
+// Decodes turned words, value k of lane c to out[k * kLanes + c]; `scales` begins with the scales of their first block.
+// Returns false if the result is not exact.
 template <class F, bool Plain>
 MXFP8_INLINE bool decode_turned(const Bytes* words, Ints scales, float* out) {
   Bytes specials = {};
@@ -116,8 +116,8 @@ MXFP8_NOINLINE bool decode_subnormals(const Bytes* words, const Ints& scales, fl
   return decode_turned<F, false>(words, scales, out);
 }
 
-// Decodes a stretch to the end of a block, value k of lane c to out[k * kLanes + c], and fetches what lies `ahead`
-// bytes further: into L2, as L1 may have no room for lines 4 KiB apart.
+// Decodes a stretch to the end of a block, value k of lane c to out[k * kLanes + c]. Fetches the codes `ahead` bytes
+// further into L2, because L1 may have no room for lines 4 KiB apart.
 template <class F>
 MXFP8_INLINE void decode_stretch(const Stretch& from, int64_t ahead, float* out) {
   const Ints scales = load_scales(from);

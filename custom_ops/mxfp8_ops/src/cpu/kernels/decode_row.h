@@ -1,5 +1,5 @@
-// A row of elements and its scales to values, bit for bit those of numerics.dequantize: what dequantize.cpp and
-// embedding.cpp do with the rows that each goes through.
+// A row of elements and its scales to values, bit for bit those of numerics.dequantize. dequantize.cpp and
+// embedding.cpp decode their rows with it.
 #pragma once
 #include "codec.h"
 #include "simd.h"

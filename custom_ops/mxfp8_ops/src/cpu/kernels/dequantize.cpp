@@ -1,6 +1,7 @@
-// MXFP8Dequantize: numerics.dequantize, bit for bit. Rows (blocks contiguous) and columns (blocks `inner` apart), as in
-// quantize.cpp: a tile of the columns layout is one block deep and 64 columns wide, and up to 64 tiles side by side are
-// done together: whole pages are read and written in turn. Bytes moved per value: 1.03 read, 4 or 2 written.
+// MXFP8Dequantize: numerics.dequantize, bit for bit. It has the rows layout (blocks contiguous) and the columns layout
+// (blocks `inner` apart) of quantize.cpp. A tile of the columns layout is one block deep and 64 columns wide. Up to 64
+// tiles side by side are done together, so that whole pages are read and written in turn. Bytes moved per value: 1.03
+// read, 4 or 2 written.
 #include "../quantize.h"
 #include "codec.h"
 #include "decode_row.h"

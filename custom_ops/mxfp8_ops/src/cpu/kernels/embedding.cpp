@@ -1,6 +1,7 @@
-// MXFP8Embedding: numerics.embedding, bit for bit. Rows of b [V, D] that indices name, to y [count, D]; a task does a
-// range of the rows of y. Bytes moved per value: 1.03 read, 4 or 2 written; rows are read whole, and each row's first
-// lines are asked for while the one before is decoded, because no hardware knows where it lies.
+// MXFP8Embedding: numerics.embedding, bit for bit. It decodes the rows of b [V, D] that indices name, to y [count, D];
+// a task does a range of the rows of y. Bytes moved per value: 1.03 read, 4 or 2 written. Rows are read whole. The
+// kernel prefetches the first lines of each row while it decodes the row before, because the hardware cannot know where
+// it lies.
 #include "../embedding.h"
 
 #include "codec.h"
@@ -10,7 +11,7 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int64_t kLine = 64;    // bytes of a cache line
-constexpr int64_t kAhead = 512;  // bytes of a row that are asked for: where the hardware has noticed the stream
+constexpr int64_t kAhead = 512;  // bytes of a row to prefetch: from there on the hardware follows the stream
 
 template <class I, class F, class D>
 void rows(const EmbeddingArgs& args, int64_t begin, int64_t end) {

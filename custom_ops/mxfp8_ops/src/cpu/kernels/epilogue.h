@@ -1,9 +1,9 @@
 // How a gemm ends: float32 sums -> bias, epilogue, factor -> the dtype of the result. Every gemm kernel stores its rows
 // through `finish`.
 //
-// The epilogues are scalar code without branches, which the compiler vectorizes. How far each is from the exact
-// function of x, in units of 2^-24 |x|, is fused.EPILOGUES; test_epilogues.py measures it. NaN stays NaN, and so does
-// the product of an infinite sum and 0: gelu(-inf) is NaN, as it is where 0.5 x (1 + erf) is computed.
+// The epilogues are scalar code without branches, which the compiler vectorizes. fused.EPILOGUES has the distance of
+// each from the exact function of x, in units of 2^-24 |x|; test_epilogues.py measures it. NaN stays NaN. The product
+// of an infinite sum and 0 is NaN too: gelu(-inf) is NaN, as in the formula 0.5 x (1 + erf).
 #pragma once
 #include "../gemm.h"
 #include "codec.h"
@@ -19,7 +19,8 @@ MXFP8_INLINE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// The coefficients from I on; a recursion, because a loop here keeps the loop around it from being vectorized.
+// The polynomial's coefficients from I on. This is a recursion: a loop here stops the vectorization of the loop around
+// it.
 template <size_t I = 0, size_t N>
 MXFP8_INLINE float polynomial(const float (&coefficients)[N], float x) {
   if constexpr (I + 1 == N) {
@@ -29,7 +30,8 @@ MXFP8_INLINE float polynomial(const float (&coefficients)[N], float x) {
   }
 }
 
-// e^x, within 2 units of 2^-24 of itself; infinity above 88.4, about 2^-126 below -87. NaN gives some number.
+// e^x, within 2 units of 2^-24 of itself; infinity above 88.4, about 2^-126 below -87. The result for NaN is any
+// number.
 MXFP8_INLINE float exponential(float x) {
   // x = n ln 2 + r with |r| <= ln 2 / 2. Adding 1.5 * 2^23 rounds to a whole number, and leaves it in the low bits; the
   // first part of ln 2 has few bits, so that its product with n is exact. e^r = 1 + r + r^2 P(r).
@@ -69,15 +71,16 @@ struct Gelu {
 struct Silu {
   MXFP8_INLINE float of(float x) { return x / (1.0f + exponential(-x)); }
 };
-// x (1 + tanh z) / 2 = x / (1 + e^-2z), z = sqrt(2 / pi) (x + 0.044715 x^3): nothing cancels.
+// x (1 + tanh z) / 2 = x / (1 + e^-2z), z = sqrt(2 / pi) (x + 0.044715 x^3): this form has no cancellation.
 struct GeluTanh {
   MXFP8_INLINE float of(float x) {
-    const float inner = multiply_add(x * x, -0.0713548163f, -1.59576912f);  // -2 sqrt(2 / pi), that times 0.044715
+    const float inner = multiply_add(x * x, -0.0713548163f, -1.59576912f);  // 0.044715 c, c; c = -2 sqrt(2 / pi)
     return x / (1.0f + exponential(x * inner));
   }
 };
 
-// Calls f(T{}) with the type that stands for an epilogue. Codes are checked where they come in.
+// Calls f(T{}) with the type that stands for an epilogue. The callers check the codes (cpu/arguments.cpp for the C
+// ABI).
 template <class Call>
 MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
   switch (epilogue) {
@@ -96,7 +99,7 @@ MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
   }
 }
 
-// Sums of some rows of the result, from column `column` on; `stride` values from one row's to the next's.
+// Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
 struct Finished {
   int64_t row, rows, column, width;
   float* sums;
@@ -126,8 +129,8 @@ struct Bias {
   }
 };
 
-// The same where there is an epilogue or a factor, up to kGemmColumns columns, in float32. Many rows at once: an
-// epilogue has as many constants as there are registers.
+// The same for results with an epilogue or a factor, up to kGemmColumns columns, in float32. It does many rows at once:
+// an epilogue has as many constants as there are registers.
 template <class E>
 MXFP8_NOINLINE void store_fused(const GemmArgs& args, const Finished& part) {
   alignas(64) float values[kGemmColumns];

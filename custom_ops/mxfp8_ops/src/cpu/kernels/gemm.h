@@ -1,9 +1,8 @@
-// Shared by the gemm kernels: where packed values lie, the walk over strips of the result, and the store of a
-// strip.
+// Shared by the gemm kernels: where packed values lie, the loop over strips of the result, and the store of a strip.
 //
-// Packed A, `rows` rows: chunks of K, `depth` deep; in a chunk, tiles of up to kTileRows rows, as equal as
-// they can be, since a thin one keeps few sums busy; in a tile, step by step along K, the values of each of its rows.
-// So a multiply reads it front to back.
+// Packed A, `rows` rows: chunks of K, `depth` deep. A chunk has tiles of up to kTileRows rows, of nearly equal size,
+// because a thin tile keeps few sums busy. A tile has steps along K, a step has the values of each row of the tile. So
+// a multiply reads packed A front to back.
 #pragma once
 #include "../gemm.h"
 #include "codec.h"
@@ -64,7 +63,7 @@ MXFP8_INLINE void decode_block(const uint8_t* elements, int64_t count, uint8_t s
   }
 }
 
-// Each row of B is a new stream to the hardware prefetcher: fetches this chunk of the next panel's row meanwhile.
+// Each row of B is a new stream to the hardware prefetcher: this fetches the same chunk of a row of the next panel.
 MXFP8_INLINE void prefetch_next_panel(const GemmArgs& args, int64_t row, Chunk chunk) {
   const uint8_t* next = args.b + row * args.k + chunk.k;
   for (int64_t i = 0; i < chunk.count; i += 64) __builtin_prefetch(next + i);
@@ -91,8 +90,8 @@ MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t col
   }
 }
 
-// Block `block` of a row of A, dequantized if it is quantized, rounded if that is asked for, as float32; zeros follow a
-// partial block.
+// Block `block` of a row of A as float32: dequantized if it is quantized, rounded if the caller asks for it. Zeros
+// follow a partial block.
 MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block, float* out) {
   const int64_t offset = row * args.a_stride + block * kBlock;
   const int64_t count = args.k - block * kBlock;
@@ -117,8 +116,8 @@ MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block,
   }
 }
 
-// One row of A times one row of B over a part of K, from the operands themselves, decoded to float32: for
-// everything the fast kernels cannot do exactly.
+// One row of A times one row of B over a part of K, from the operands themselves, decoded to float32. The fast kernels
+// use it where they are not exact.
 template <class F>
 MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column, int64_t k_begin, int64_t count) {
   const auto* b = args.b + column * args.k;
@@ -138,9 +137,10 @@ MXFP8_NOINLINE float exact_dot(const GemmArgs& args, int64_t row, int64_t column
   return sum;
 }
 
-// One row of A times one row of B whose sum in float32 overflowed. A multiply-add adds the exact product: to a sum that
-// is -Inf already, +2^174 changes nothing, though it is +Inf in float32. Here such a product is an infinity, and others
-// are added in float64, where no sum of them overflows: the result is infinite only as the products or their sum are.
+// One row of A times one row of B whose sum in float32 overflowed. A multiply-add adds the exact product: +2^174 leaves
+// a sum of -Inf as it is, though +2^174 is +Inf in float32. Here such a product is an infinity. The other products are
+// added in float64, where their sum stays finite. So the result is infinite only where a product or the sum of the
+// products is.
 template <class F>
 MXFP8_NOINLINE float dot_of_overflow(const GemmArgs& args, int64_t row, int64_t column) {
   const auto* b = args.b + column * args.k;
@@ -168,7 +168,7 @@ MXFP8_NOINLINE void correct_overflow(const GemmArgs& args, const Finished& part)
   }
 }
 
-// Whether one of the values is infinite or NaN: times 0 they are NaN, others 0.
+// Whether a value is infinite or NaN: such a value times 0 is NaN, any other value times 0 is 0.
 MXFP8_INLINE bool any_nonfinite(const float* values, int64_t count) {
   constexpr int unrolled = 4;
   Vec zeros[unrolled] = {zero(), zero(), zero(), zero()};
@@ -203,8 +203,9 @@ MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, i
   }
 }
 
-// Walks the result in strips of kGemmColumns columns, chunks `depth` deep. T is the type of packed values; PanelRows
-// rows of B are decoded at a time. panel(chunk, column, strip, accumulate) multiplies all tiles with one panel of B.
+// Calls panel(chunk, column, strip, accumulate) for strips of kGemmColumns columns of the result, in chunks `depth`
+// deep. The call multiplies all tiles with one panel of B, which is PanelRows rows of it. T is the type of packed
+// values.
 template <class T, int Step, int64_t PanelRows, class Panel>
 MXFP8_INLINE void for_each_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
                                  int64_t column_end, int64_t depth, const Panel& panel) {

@@ -6,25 +6,25 @@
 // long as multiplying it with 100 rows.
 //
 // Layout: B is decoded in panels of 16 rows, turned, so that a row of a tile holds two values along K of 16 columns.
-// Panels are decoded a group at a time, one chunk deep, and wait in L2; a tile or two of A stay in L1 meanwhile. Packed
-// A: chunks of K; in a chunk, tiles of 16 rows; in a tile, steps of 64 values along K; in a step, rows; of a row, the
-// even values, then the odd ones, as decoding gives those of B. Where A has parts, see below, all of a row's lie
-// together.
+// Panels are decoded a group at a time, one chunk deep, and stay in L2, with a tile or two of A in L1. Packed A: chunks
+// of K; in a chunk, tiles of 16 rows; in a tile, steps of 64 values along K; in a step, rows; of a row, the even
+// values, then the odd ones, in the order in which B is decoded. Where values of A have parts (amx_blocks.h), all parts
+// of a row lie together.
 #include "amx_blocks.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int64_t kDepth = 384;         // depth of a chunk: two tiles of A, and as much of two panels, fill L1
-constexpr int64_t kGroupColumns = 128;  // columns of a group: its panels wait in L2
+constexpr int64_t kGroupColumns = 128;  // columns of a group: its panels stay in L2
 
-// A group of panels, decoded, one chunk deep: in `room`, or those of a constant weight.
+// A group of panels, decoded, one chunk deep: in `room`, or in the decoded tiles of a constant weight.
 struct Group {
   int64_t column, columns;
   Chunk chunk;
   uint32_t misfits[kGroupColumns / kAmxColumns];
   const uint16_t* b;
-  int64_t depth;  // values along K from a panel to the next
+  int64_t depth;  // distance from a panel to the next, in values along K
   alignas(64) uint16_t room[kGroupColumns * kDepth];
 };
 
@@ -54,7 +54,8 @@ MXFP8_INLINE void decode_group(const GemmArgs& args, Ahead* ahead, int lowest, G
   }
 }
 
-// Replaces the sums of columns that did not fit, which were `before` [rows, kPairColumns], by exact ones.
+// Replaces the sums of columns that did not fit by exact sums. `before` [rows, kPairColumns] are the sums before the
+// chunk.
 template <class F>
 MXFP8_NOINLINE void correct(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
                             uint32_t misfits, const float* before, Sums sums) {
@@ -67,8 +68,8 @@ MXFP8_NOINLINE void correct(const GemmArgs& args, int64_t row, int64_t rows, int
   }
 }
 
-// Adds the products of a chunk of A, from `a` on, to a block: of `first` rows and then `second` ones with panels of B
-// that are `next` values apart.
+// Adds the products of a chunk of A, from `a` on, to a block. The chunk has a tile of `first` rows and then one of
+// `second` rows; the panels of B are `next` values apart.
 template <class A, class Block>
 MXFP8_INLINE void multiply_chunk(Block block, const uint16_t* a, int64_t first, int64_t second, const uint16_t* b,
                                  int64_t next, int64_t depth) {
@@ -80,7 +81,7 @@ MXFP8_INLINE void multiply_chunk(Block block, const uint16_t* a, int64_t first, 
   }
 }
 
-// Multiplies `rows` rows of A, from `row` on, with two panels of the group, `j` columns in it.
+// Multiplies `rows` rows of A, from `row` on, with two panels of the group, from its column `j` on.
 template <class F, class A>
 MXFP8_INLINE void multiply_pair(const GemmArgs& args, AmxTiles* tiles, const uint16_t* a, int64_t row, int64_t rows,
                                 const Group& group, int64_t j, Sums sums) {
@@ -110,7 +111,7 @@ MXFP8_INLINE void multiply_many(const GemmArgs& args, int64_t row, int64_t rows,
   AmxTiles tiles;
   Group group;
   alignas(64) float block[A::rows_at_once * kPairColumns];  // sums of a pair of panels
-  alignas(64) float strip[kAmxStripRows * kGroupColumns];   // where a sum is made of several chunks
+  alignas(64) float strip[kAmxStripRows * kGroupColumns];   // for sums over several chunks
   for (group.column = column_begin; group.column < column_end; group.column += kGroupColumns) {
     group.columns = min_of(kGroupColumns, column_end - group.column);
     Ahead ahead(args, group.column + group.columns);
@@ -133,8 +134,8 @@ MXFP8_INLINE void multiply_many(const GemmArgs& args, int64_t row, int64_t rows,
   }
 }
 
-// The same for rows that are multiplied at once: B is multiplied right after it is decoded, a step behind, so that the
-// tiles work meanwhile, and sums stay in them along all of K.
+// The same for rows that fit in the tiles at once. Each step of B is decoded, and multiplied one step later, so that
+// the tiles work during the next decode. The sums stay in the tiles along all of K.
 template <class F, class A>
 MXFP8_INLINE void multiply_few(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
                                int64_t column_end, const uint16_t* a, int lowest) {
@@ -242,16 +243,16 @@ MXFP8_NOINLINE int make_tiles(const GemmArgs& args, int64_t column, int64_t colu
   int lowest = kAllZero;
   const uint8_t* codes = args.b_scales + column * blocks_of(args.k);
   for (int64_t i = 0; i < min_of(kAmxColumns, column_end - column) * blocks_of(args.k); ++i) {
-    if (codes[i] >= kMinScale<F> && codes[i] < lowest) lowest = codes[i];  // others are of blocks of zeros
+    if (codes[i] >= kMinScale<F> && codes[i] < lowest) lowest = codes[i];  // lower codes belong to blocks of zeros
   }
   return lowest;
 }
 
-// Values of dtype D, to be packed as the parts they are made of, cut off after 8 bits each.
+// Values of dtype D, to be packed as parts that add up to the value, each the next 8 bits of it.
 template <class D, int Parts>
 struct AsParts {};
 
-// 16 values of dtype D as float32; zeros where there are none.
+// 16 values of dtype D as float32; absent values are zero.
 MXFP8_INLINE __m512 load_values(Float32, const float* from, __mmask16 present) {
   return _mm512_maskz_loadu_ps(present, from);
 }
@@ -272,13 +273,13 @@ MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row,
       const __mmask16 present = left >= 16 ? 0xffff : left <= 0 ? 0 : __mmask16((1u << left) - 1);
       __m512 rest = load_values(D{}, values + i + j * 16, present);
       const __mmask16 nan = _mm512_cmp_ps_mask(rest, rest, _CMP_UNORD_Q);
-      rest = _mm512_mask_mov_ps(rest, nan, _mm512_set1_ps(__builtin_nanf("")));  // one that is cut off stays one
+      rest = _mm512_mask_mov_ps(rest, nan, _mm512_set1_ps(__builtin_nanf("")));  // its upper bits are a NaN too
       const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(rest), infinity);
       const __mmask16 finite = _mm512_cmpneq_epi32_mask(magnitude, infinity);
       for (int part = 0; part < Parts; ++part) {
         const __m512i bits = _mm512_and_si512(_mm512_castps_si512(rest), upper);
         words[part][j] = _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16));
-        rest = _mm512_maskz_sub_ps(finite, rest, _mm512_castsi512_ps(bits));  // exact; nothing is left of Inf
+        rest = _mm512_maskz_sub_ps(finite, rest, _mm512_castsi512_ps(bits));  // exact; the rest of Inf is 0
       }
     }
     for (int part = 0; part < Parts; ++part) {
@@ -294,7 +295,7 @@ MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row,
   return true;
 }
 
-// Packs tiles of A; `with_type` calls its argument with what A is made of.
+// Packs tiles of A; `with_type` calls its argument with the type of A.
 template <int Parts, class WithType>
 MXFP8_INLINE int pack_tiles(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                             void* packed, const WithType& with_type) {

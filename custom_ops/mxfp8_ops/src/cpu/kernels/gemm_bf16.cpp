@@ -1,21 +1,21 @@
-// The gemms on the bf16 dot product (VDPBF16PS; BFMMLA on Arm), which multiplies MXFP8 exactly: an element times its
-// scale has four significant bits, so it is a bfloat16, and the products of two of those are exact in the float32
+// The gemms on the bf16 dot product (VDPBF16PS; BFMMLA on Arm), which multiplies MXFP8 exactly. An element times its
+// scale has four significant bits, so it is a bfloat16. The product of two bfloat16 numbers is exact in the float32
 // accumulator.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. Work is split over M and N. Bytes moved: 1.03 N K once per 256 rows of A + 2 M K +
 // the result.
 //
-// The one thing in the way: these instructions read subnormal inputs as zero and flush subnormal results, whatever the
-// processor's mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a chunk of a panel of B.
-// Every product, and every sum of products before rounding, is a multiple of 2^(ea + eb). With ea, eb >= -126 no input
-// is subnormal, and with ea + eb >= -126 no result is. So there are two ways to apply the scales of B:
-//   to the weights' exponents, once for all rows, if a column of the panel passes that test and has no NaN;
+// The limit: these instructions read subnormal inputs as zero and flush subnormal results, whatever the processor's
+// mode. Let ea and eb be the exponents of the lowest bit set anywhere in A and in a chunk of a panel of B. Every
+// product, and every sum of products before rounding, is a multiple of 2^(ea + eb). With ea, eb >= -126 no input is
+// subnormal, and with ea + eb >= -126 no result is. So there are two ways to apply the scales of B:
+//   to the weights' exponents, once for all rows, if a column of the panel passes this test and has no NaN;
 //   for few rows to the sum of each block, as float32: weights go from their codes to the dot product in registers, and
-//   any scale will do with which they are finite. eb is then that of the elements.
-// Other columns go to exact_dot, and an A that does not fit to gemm_f32.cpp. An all-zero block whose scale has no such
-// exponents, whatever A is, counts as one with the scale 2^0.
+//   every scale is allowed that keeps the weights finite. eb is then the exponent of the elements.
+// exact_dot computes the other columns, and gemm_f32.cpp computes an A that does not fit. An all-zero block whose scale
+// fails with every A counts as a block with the scale 2^0.
 //
-// Layout: panel.h; the headers of tiles say in which order A is packed.
+// Layout: panel.h; the headers of tiles give the order in which A is packed.
 #if defined(__AVX2__)
 #include "bf16_tile_x86.h"
 #else
@@ -25,20 +25,20 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-// A chunk of a panel, turned at this call, and decoded.
+// A chunk of a panel: turned at this call, and decoded.
 struct Room {
   alignas(64) uint8_t elements[kPanel * kDepth];
   alignas(64) uint8_t codes[kPanel * kDepth / kBlock];
   alignas(64) uint16_t values[kPanel * kDepth];
 };
 
-// Where decoded panels are: those of the whole K one behind the other.
+// Where decoded panels are: panels of the whole K lie one behind the other.
 MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, int64_t column, int64_t k) {
   return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kPanel;
 }
 
-// A chunk of a panel of B: decoded, or, where `values` is null, its codes; and a bit for each column that these are not
-// exact for.
+// A chunk of a panel of B: decoded values, or, where `values` is null, codes. `misfits` has a bit for each column for
+// which these are not exact.
 struct ChunkOfB {
   const uint16_t* values;
   PanelView codes;
@@ -56,7 +56,8 @@ MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t c
     codes = panel_at(args, panels->data, column, chunk.k);
   } else {
     turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room->elements);
-    // Not from `lowest` on: panels of a constant weight do not know A, and must have the same misfits.
+    // The limit is kMinScale, not `lowest`: panels of a constant weight do not depend on A, and must have the same
+    // misfits.
     turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room->codes, [](int64_t, int64_t) {});
   }
   if (rows <= kFewRows) return {nullptr, codes, columns_outside(codes.codes, chunk.padded, 0, kMaxScale<F>)};

@@ -4,8 +4,8 @@
 // B are decoded, two registers of them at a time and 256 deep, into L1. Work is split over N (and M if N is
 // small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
 //
-// Layout: the lanes of a sum are columns of the result, so that any number of rows keeps all lanes busy, and nothing is
-// added up across them. B is decoded as columns.h says; values of A are broadcast.
+// Layout: the lanes of a sum are columns of the result, so that all lanes have work with any number of rows, and sums
+// over K stay in their lanes. columns.h decodes B; values of A are broadcast.
 #include "columns.h"
 
 namespace mxfp8::MXFP8_ISA {

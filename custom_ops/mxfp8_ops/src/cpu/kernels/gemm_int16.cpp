@@ -1,22 +1,22 @@
-// The gemm of E4M3 elements on dot products of 16-bit integers, which are exact, and run at twice the rate of float32
-// where a processor has them.
+// The gemm of E4M3 elements on dot products of 16-bit integers. The dot products are exact, and run at twice the rate
+// of float32 on processors that have the instruction.
 //
-// y [M, N] = A [M, K] . B [N, K]^T. An element times a power of two is a 16-bit integer, unless it is small, so that
-// the 32 products of a block add up in 32 bits: not rounded at all. The sum, as float32, times both scales of the block
-// is added to the result: 16 + 3 operations for what takes float32 32.
+// y [M, N] = A [M, K] . B [N, K]^T. An element times a power of two is a 16-bit integer, unless the element is small.
+// So the 32 products of a block add up in 32 bits, without rounding. The sum, as float32, times both scales of the
+// block is added to the result: this takes 16 + 3 operations, float32 takes 32.
 //
 // B's elements are multiplied by 2^5 or 2^6, a block of A by 2^2 to 2^6: by as much as its sum allows, see bits_fewer.
-// Smaller elements than 2^-2, or 2^-3 (B's, next to a block's largest of 224 to 448: one of 700, or 1400, if they are
-// normally distributed), are not integers then. They are zeros in the dot products, and their products are added one by
-// one:
+// Small elements are not integers then. In B, these are the elements below 2^-2, or 2^-3. (Next to a block's largest
+// element of 224 to 448, they are one of 700, or 1400, if elements are normally distributed.) Small elements are zeros
+// in the dot products, and their products are added one by one:
 //   A . B = (A's integers) . (B's integers)          the dot products
 //         + (A's small elements) . (B's integers)    add_small_of_a: each with a row of a panel
 //         + A . (B's small elements)                 add_small_of_b: each with a column of A, summed up in `Rest`
-// Where a column of B has many, those are integers too, of a panel of their own; where a tile of A has many, or a scale
-// beyond what float32 holds in a product, another kernel takes over. Blocks of B with such scales are for exact_dot.
+// Where a column of B has many small elements, these become integers in a second panel. Another kernel takes over where
+// a tile of A has many, or a scale whose products float32 cannot hold. exact_dot adds the blocks of B with such scales.
 //
-// Layout: lanes of a sum are columns of the result, as in gemm_f32.cpp; a lane holds values k and k + 2, as a word of
-// four elements falls apart into even and odd ones.
+// Layout: lanes of a sum are columns of the result, as in gemm_f32.cpp. A lane holds values k and k + 2, because a word
+// of four elements splits into its even and its odd elements.
 #include "columns.h"
 #include "packed_integers.h"
 
@@ -26,21 +26,22 @@ namespace {
 constexpr int kVectors = 2;                    // vectors of columns in a register tile
 constexpr int64_t kPanel = kVectors * kLanes;  // rows of B decoded at a time
 constexpr int kPairs = int(kBlock) / 2;        // pairs of integers of a block
-constexpr int kWordPairs = kPairs / 2;         // half of them are of even elements, then come the odd ones'
+constexpr int kWordPairs = kPairs / 2;         // pairs of even elements; pairs of odd ones follow
 constexpr int64_t kPairLanes = 2 * kLanes;     // integers of a register
 static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
-// A panel of B: its integers [vector, block, pair, column], scales with what they are multiplied by [vector, block,
-// column], and the positions of elements that are not integers.
+// A panel of B: its integers [vector, block, pair, column]; its scales, divided by the factor of the integers [vector,
+// block, column]; the positions of elements that are not integers (`others`); the blocks whose scales do not fit
+// (`strange`).
 struct Panel {
   alignas(64) int16_t integers[kPanel * kDepth];
   alignas(64) float scales[kPanel * kDepth / kBlock];
   uint64_t others[kVectors][kDepth / kWord];    // a bit for each element of a word of each column
-  uint32_t strange[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: that is 0
+  uint32_t strange[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: `scales` has 0
 };
 
-// Calls take(vector, k, words) with all that a panel of B is made of, one chunk deep, turned: kLanes columns, words
-// from value k on. Fetches what lies `ahead` bytes further.
+// Calls take(vector, k, words) for all squares of a panel of B, one chunk deep. `words` are turned: kLanes columns,
+// words from value k on. Fetches the codes `ahead` bytes further.
 template <class Take>
 MXFP8_INLINE void for_each_square(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
                                   const Take& take) {
@@ -59,7 +60,7 @@ MXFP8_INLINE void for_each_square(const GemmArgs& args, int64_t column, int64_t 
   }
 }
 
-// Where the pairs of word `word` of a square go; those of odd elements come kWordPairs pairs behind.
+// Where the pairs of even elements of word `word` of a square go; pairs of odd elements go kWordPairs pairs further.
 MXFP8_INLINE int16_t* pairs_at(Panel* panel, int64_t vector, int64_t k, int word) {
   return panel->integers + (vector * kDepth + k + word / kWordPairs * kBlock) * kLanes + word % kWordPairs * kPairLanes;
 }
@@ -97,7 +98,7 @@ MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t c
   }
 }
 
-// Which of up to 64 words have an element that is not an integer.
+// Which of up to 64 words have an element in `others`: small or NaN.
 MXFP8_INLINE uint64_t words_with_others(const uint64_t* others, int64_t words) {
   static_assert(kDepth / kWord == 64 && kPadding / kWord % 8 == 0);
   uint64_t all = 0;
@@ -112,11 +113,11 @@ MXFP8_INLINE uint64_t words_with_others(const uint64_t* others, int64_t words) {
   return all;
 }
 
-// More small elements than these of a column, in a chunk, are integers of a panel of their own: only what a column
-// holds itself decides how it is added up.
+// The most small elements of a column, in a chunk, that are added one by one. With more, they are integers of a second
+// panel. Only the column's own elements decide how they are added up.
 constexpr int kMostSmall = 12;
 
-// The columns of a vector of a panel that have more small elements.
+// The columns of a vector of a panel that have more small elements than kMostSmall.
 MXFP8_INLINE uint32_t columns_with_many(const uint64_t* others, int64_t words) {
   uint8_t counts[kLanes] = {};
   for (uint64_t left = words_with_others(others, words); left != 0; left &= left - 1) {
@@ -130,7 +131,7 @@ MXFP8_INLINE uint32_t columns_with_many(const uint64_t* others, int64_t words) {
   return many;
 }
 
-// Moves the small elements of columns that have many from a panel's `others` to the integers of `small`.
+// Moves the small elements of columns that have many (`many`) from `others` of the panel to the integers of `small`.
 template <int Bits>
 MXFP8_NOINLINE void decode_small(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk,
                                  const uint32_t* many, Panel* panel, Panel* small) {
@@ -160,7 +161,7 @@ MXFP8_NOINLINE void decode_small(const GemmArgs& args, int64_t column, int64_t c
   }
 }
 
-// Decodes a panel to the first of two; returns how many have integers.
+// Decodes a panel into panels[0], and many small elements into panels[1]; returns how many panels have integers.
 template <int Bits>
 MXFP8_INLINE int decode_panels(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
                                Panel* panels) {
@@ -206,11 +207,11 @@ MXFP8_NOINLINE void multiply_tile(const int16_t* a, const float* a_scales, int64
         store(to, multiply_add(__builtin_convertvector(sums[i][j], Vec) * scales[j], all_of(a_scales[i]), load(to)));
       }
     }
-    __asm__ volatile("" ::: "memory");  // or GCC keeps the strip, and its addresses, across blocks
+    __asm__ volatile("" ::: "memory");  // otherwise GCC keeps the strip, and its addresses, across blocks
   }
 }
 
-// The small elements of a tile of A times a panel's integers.
+// Adds the products of the small elements of a tile of A with a panel's integers.
 template <int V>
 MXFP8_NOINLINE void add_small_of_a(const Small* smalls, const Panel& panel, float* strip) {
   const Small* last = smalls + smalls->k;
@@ -230,10 +231,10 @@ MXFP8_NOINLINE void add_small_of_a(const Small* smalls, const Panel& panel, floa
   }
 }
 
-// The sums that are added to columns of a strip besides the dot products, [kGemmColumns, row].
+// The sums besides the dot products that are added to columns of a strip, [kGemmColumns, row].
 struct Rest {
   alignas(64) float sums[kGemmColumns][kGemmRows + kLanes];
-  uint64_t columns = 0;  // that have a sum
+  uint64_t columns = 0;  // a bit for each column that has a sum
 
   MXFP8_INLINE_MEMBER float* of(int64_t column, int64_t lanes) {
     if ((columns >> column & 1) == 0) std::memset(sums[column], 0, size_t(lanes) * sizeof(float));
@@ -242,25 +243,25 @@ struct Rest {
   }
 };
 
-// A small element of B, `value`, times values `k` of all rows of A.
+// Adds the products of a small element of B, `value`, with values `k` of all rows of A.
 MXFP8_INLINE void add_small_of_b(const PackedA& a, int64_t k, float value, float* sums) {
   const uint8_t* codes = a.codes(k);
   const float* scales = a.scales(k);
-  const Vec factor = all_of(value * 256.0f);  // for values_of
+  const Vec factor = all_of(value * 256.0f);  // values_of returns 2^-8 times each value
   for (int64_t i = 0; i < a.lanes; i += kLanes) {
     store(sums + i, multiply_add(values_of(codes + i) * load(scales + i), factor, load(sums + i)));
   }
 }
 
-// Whether a block is all zeros, its scale a number.
+// Whether a block is all zeros and its scale is a number.
 MXFP8_INLINE bool is_zero(const uint8_t* elements, int64_t count, uint8_t scale) {
   uint8_t any = 0;
   for (int64_t i = 0; i < count; ++i) any |= elements[i];
   return (any & 0x7f) == 0 && scale != kScaleNan;
 }
 
-// Adds the small elements that a panel's columns, from `at` on in the strip, have of B, and blocks whose scales do not
-// fit. A's rows begin with `row`.
+// Adds to `rest` the products of a panel's `others`, and of the blocks whose scales do not fit. The panel's columns
+// begin at column `at` of the strip, A's rows with `row`.
 MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row, int64_t column, int64_t columns,
                              int64_t at, Chunk chunk, const Panel& panel, Rest* rest) {
   const int64_t blocks = blocks_of(args.k);
@@ -270,7 +271,7 @@ MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row
       for (uint64_t others = panel.others[j][word]; others != 0; others &= others - 1) {
         const int bit = __builtin_ctzll(others);
         const int64_t c = j * kLanes + bit / kWord, k = chunk.k + word * kWord + bit % kWord;
-        if (panel.strange[j][word * kWord / kBlock] >> (bit / kWord) & 1) continue;  // below
+        if (panel.strange[j][word * kWord / kBlock] >> (bit / kWord) & 1) continue;  // see the next loop
         const uint8_t code = args.b[(column + c) * args.k + k];
         const float value = decode<E4M3>(code) * scale_value(args.b_scales[(column + c) * blocks + k / kBlock]);
         add_small_of_b(a, k, value, rest->of(at + c, a.lanes));
@@ -290,7 +291,7 @@ MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row
   }
 }
 
-// Adds the rest of a panel's columns, from `at` on, to a strip of rows `first` to `first` + `rows` of A.
+// Adds the `rest` of a panel's columns, from `at` on, to a strip. The strip has rows `first` to `first` + `rows` of A.
 MXFP8_NOINLINE void add_to_strip(Rest* rest, int64_t at, int64_t first, int64_t rows, int64_t lanes, float* strip) {
   for (int64_t j = 0; j < kPanel; j += kLanes) {
     const uint64_t columns = ((uint64_t(1) << kLanes) - 1) << (at + j);

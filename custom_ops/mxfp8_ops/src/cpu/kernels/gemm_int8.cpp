@@ -1,12 +1,13 @@
 // The gemm of INT8 elements on dot products of integers.
 //
-// y [M, N] = A [M, K] . B [N, K]^T. The 32 products of a block add up in 32 bits: not rounded at all. The sum times
-// both scales of the block, an exact float32, is added to the result. The headers of tiles say what that takes.
+// y [M, N] = A [M, K] . B [N, K]^T. The 32 products of a block add up in 32 bits, without rounding. The sum times both
+// scales of the block, an exact float32, is added to the result. The headers of tiles say how many operations that
+// takes.
 //
 //   bytes      B once, 33 for 32 weights; packed A from L2 for each panel of B
 //
-// Layout: panel.h. A block of B with a scale that a float32 product cannot hold counts as zero here, and exact_dot adds
-// it; a strip of A with such a block, or a NaN scale, is for another kernel.
+// Layout: panel.h. A block of B whose scale's products float32 cannot hold counts as zero here, and exact_dot adds it.
+// A strip of A with such a block, or with a NaN scale, goes to another kernel.
 #if defined(__AVX2__)
 #include "int8_tile_x86.h"
 #else
@@ -16,7 +17,7 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-// A chunk of a panel, and which of its blocks count as zero.
+// A chunk of a panel, and which of its blocks count as zero (`strange`).
 struct Panel {
   alignas(64) uint8_t elements[kPanel * kDepth];
   alignas(64) uint8_t codes[kPanel * kDepth / kBlock];

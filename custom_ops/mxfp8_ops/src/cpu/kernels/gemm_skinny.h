@@ -1,6 +1,6 @@
-// Shared by the two kernels for few rows: the walk over the result. A few rows of A are packed as one
-// tile, in groups of at most Most rows; the row kernel multiplies one group with one row of B, which it decodes in
-// registers, so B is read from memory once; at most a part of a row of it is written, which stays in L1.
+// Shared by the two kernels for few rows: the loop over the result. A few rows of A are packed as one tile, in groups
+// of at most Most rows. The row kernel multiplies one group with one row of B, which it decodes in registers. So B is
+// read from memory once. At most a part of a row of it is written, which stays in L1.
 //
 // Packed A: groups; in a group, steps of Step values along K; in a step, each of its rows. The order of the values in a
 // step is the one in which the row kernel decodes B.
@@ -36,7 +36,7 @@ MXFP8_INLINE void with_group(int64_t rows, const Call& call) {
   }
 }
 
-// Columns of the result that one group of rows contributes to, over a part of K.
+// A group of rows, a part of K, and the columns of the result to which these contribute.
 template <class T>
 struct Work {
   const GemmArgs& args;
@@ -57,9 +57,9 @@ struct Pass {
   int64_t ahead, ahead_scales;  // distance to what to fetch
 };
 
-// For every column of `work`, C at a time: dot(Columns<C>, Pass, sums) adds R sums for each to `sums`, kSumRows apart,
-// or adds nothing and returns false if it cannot do so exactly. Then each column is tried alone, so that one of them
-// does not change the other's sum.
+// Calls dot(Columns<C>, Pass, sums) for every column of `work`, C at a time. dot adds R sums for each column to `sums`,
+// kSumRows apart; if it cannot do so exactly, it adds nothing and returns false. Then each column is tried alone, so
+// that one column does not change the sum of another.
 template <int C>
 using Columns = Rows<C>;
 template <class F, int R, int C, class T, class Dot>

@@ -2,7 +2,7 @@
 // that is exact.
 //
 // y [M, N] = A [M, K] . B [N, K]^T. Work is split over N. Bytes moved: 1.03 N K + A + the result. The scales of B are
-// applied to the sum of each block, as float32: any scale will do, and NaN and Inf codes too.
+// applied to the sum of each block, as float32: every scale is allowed, and NaN and Inf codes too.
 #include "bf16.h"
 #include "gemm_skinny.h"
 

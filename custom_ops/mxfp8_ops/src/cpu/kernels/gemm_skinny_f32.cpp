@@ -2,14 +2,15 @@
 //
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 16. Work is split over N. Bytes moved: 1.03 N K + 4 M K + the result.
 //
-// Elements become float32 by shifts, see shift_decode.h; A is packed in the order in which they come. The missing
-// 2^bias_gap is put into the scale, which multiplies each block's sum. So that small products stay normal, A is packed
-// times 2^t, which puts its largest value at 2^100; the scale takes 2^-t back. Exact if A spans less than 2^97, else
-// pack refuses. A row of B whose scales do not fit, or that has NaN or Inf codes, goes to exact_dot.
+// Elements become float32 by shifts, see shift_decode.h; A is packed in the same order. The missing 2^bias_gap is put
+// into the scale, which multiplies each block's sum. So that small products stay normal, A is packed times 2^t, which
+// puts its largest value at 2^100; the scale takes 2^-t back. The result is exact if A spans less than 2^97; otherwise
+// pack refuses. A row of B with NaN or Inf codes, or with scales that do not fit, goes to exact_dot.
 //
 // A step that has subnormal elements is multiplied by 2^kLift, which makes all of them normal, and its scale by
-// 2^-kLift: every sum is that power of two larger, and what is added to y the same, bit for bit. Only steps among
-// kPlainGroup elements that are not all plain - normal numbers - are looked at one by one.
+// 2^-kLift. So every sum is larger by that power of two, and the number that is added to y is the same, bit for bit.
+// The kernel checks single steps only in groups of kPlainGroup elements that are not all plain, which means normal
+// numbers.
 #include "gemm_skinny.h"
 #include "shift_decode.h"
 
@@ -17,28 +18,28 @@ namespace mxfp8::MXFP8_ISA {
 namespace {
 
 constexpr int kStep = kDecoded;
-constexpr int kPlainGroup = 256;  // elements that are looked at together for whether they are plain
+constexpr int kPlainGroup = 256;  // elements that one check for plain ones covers
 constexpr int kSteps = kPlainGroup / kStep;
 constexpr int kUnrolled = kLanes == 8 ? 8 : 4;  // steps: the fastest, as measured
 constexpr int kLargestExponent = 100;           // greatest exponent of packed A, where it is scaled
 constexpr int kSmallestExponent = 3;
 
-// B is fetched twice: far ahead into L2, which has room for more requests to memory, and from there into L1. One row of
-// A takes 8% less time so than with one distance of 4096.
+// B is fetched twice: far ahead into L2, which has room for more requests to memory, and from there into L1. With this,
+// one row of A takes 8% less time than with one distance of 4096.
 constexpr int64_t kFarBytes = 16384;
 constexpr int64_t kNearBytes = 2 * kPlainGroup;
 
 typedef uint8_t Codes __attribute__((vector_size(16)));
 constexpr int64_t kCodes = sizeof(Codes);
 
-// Scales of `blocks` blocks, each with `offset` added to its exponent. False if one is then not a normal float.
+// Scales of `blocks` blocks, each with `offset` added to its exponent. False if a result is not a normal float.
 MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t blocks, int offset, float* scales) {
   const int lowest = 1 - offset, highest = min_of(254 - offset, kScaleNan - 1);
   if (lowest > 255 || highest < 0) return false;
   const Codes low = Codes{} + uint8_t(lowest < 0 ? 0 : lowest), high = Codes{} + uint8_t(highest);
   Codes below = low, above = high;
   for (int64_t i = 0; i < blocks; i += kCodes) {
-    Codes some = low;  // where there is no block, anything that fits
+    Codes some = low;  // absent blocks get a code that fits
     if (blocks - i >= kCodes) {
       std::memcpy(&some, codes + i, sizeof some);
     } else {
@@ -142,7 +143,7 @@ MXFP8_INLINE void pack_step(const float* values, float* out) {
   }
 }
 
-// Multiplies packed A by the power of two that the kernel wants, and returns its exponent.
+// Multiplies packed A by the power of two that the kernel needs, and returns its exponent.
 int scale_packed(float* packed, int64_t count, const Magnitudes& magnitudes) {
   uint32_t lowest = kInfinity, highest = 0;
   for (int i = 0; i < kPiece; ++i) {

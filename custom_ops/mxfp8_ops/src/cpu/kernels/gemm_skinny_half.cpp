@@ -5,9 +5,9 @@
 // takes 12 operations, and 11 more for each row of A: 8 products, a sum, the product of both scales, and a
 // multiply-add.
 //
-// An element times 2^-8 is a float16 number, subnormal ones too: its sign, and its magnitude 7 bits up. A row of B with
-// a NaN, or a scale whose product a float32 cannot hold, goes to exact_dot; a strip of A with such a row to another
-// kernel.
+// An element times 2^-8 is a float16 number, also where it is subnormal: its sign, and its magnitude 7 bits up. A row
+// of B with a NaN, or with a scale whose product float32 cannot hold, goes to exact_dot; a strip of A with such a row
+// goes to another kernel.
 #include <arm_neon.h>
 
 #include "gemm_skinny.h"
@@ -19,7 +19,7 @@ constexpr int kStep = int(kBlock);
 constexpr int64_t kRowsOfGroup = 4;
 constexpr int64_t kFarBytes = 16384;  // B is fetched this far ahead
 constexpr int kBiasGap = 16;          // both elements are 2^-8 too small
-// The scales, that of B times 2^16, are within 2^-46 .. 2^46, the nonzero sums of a block within 2^-34 .. 2^7.
+// Both scales, with B's times 2^16, are within 2^-46 .. 2^46; the nonzero sums of a block are within 2^-34 .. 2^7.
 constexpr int kMostExponent = 46;
 constexpr uint32_t kLowestOfA = 127 - kMostExponent, kHighestOfA = 127 + kMostExponent;
 constexpr uint32_t kLowestOfB = kLowestOfA - kBiasGap, kHighestOfB = kHighestOfA - kBiasGap;

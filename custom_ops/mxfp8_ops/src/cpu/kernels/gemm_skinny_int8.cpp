@@ -4,12 +4,13 @@
 // y [M, N] = A [M, K] . B [N, K]^T, M <= 2. Work is split over N. Bytes moved: 1.03 N K + A + the result. A register
 // of B takes 3 operations, and 4 more for each row of A: dot product, conversion, two multiplications.
 //
-// Packed A has A's elements plus 128, which the instruction takes as unsigned. A sum is too large by 128 times the sum
-// of B's elements, which one dot product gives for all rows. The scales of a block are multiplied first, then its sum;
-// a row of B with a scale that float32 products cannot hold goes to exact_dot, such a row of A to another kernel.
+// Packed A has A's elements plus 128, because the instruction takes them as unsigned bytes. A sum is too large by 128
+// times the sum of B's elements, which one dot product computes for all rows. The two scales of a block are multiplied
+// first, then the product with the sum. A row of B whose scale's products float32 cannot hold goes to exact_dot; such a
+// row of A goes to another kernel.
 //
-// SDOT, on Arm, takes signed bytes, and a step is a block: two products, then, as int8_tile_neon.h says, a subtraction
-// of what the sum begins with, and a multiply-add.
+// SDOT, on Arm, takes signed bytes, and a step is a block: two products, a subtraction of the start of the sum (see
+// int8_tile_neon.h), and a multiply-add.
 #include "gemm_skinny.h"
 #include "int8.h"
 
@@ -19,7 +20,7 @@ namespace {
 #if defined(__aarch64__)
 constexpr int kStep = int(kBlock);
 constexpr uint8_t kFlipped = 0;
-constexpr int64_t kScaleLanes = kLanes;  // that a scale of A, as what sums begin with, takes
+constexpr int64_t kScaleLanes = kLanes;  // lanes of a scale of A, with which sums begin
 #else
 constexpr int kStep = kDecoded;
 constexpr uint8_t kFlipped = 0x80;  // plus 128

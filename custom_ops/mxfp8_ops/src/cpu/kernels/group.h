@@ -1,6 +1,6 @@
-// Many blocks at a time: sixteen along a row, so that what follows from a block's largest magnitude - scale, inverse -
-// is computed for sixteen at once, and no block waits for another; or one per column of many. AVX-512 in
-// group_avx512.h; elsewhere the compiler's vectors.
+// Many blocks at a time: sixteen along a row, or one per column of many. The scales and inverses, which depend on a
+// block's largest magnitude, are computed for sixteen blocks at once, so no block waits for another. group_avx512.h has
+// the functions for AVX-512; other sets use the compiler's vectors.
 #pragma once
 #include <limits>
 
@@ -10,7 +10,7 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kGroup = 16;  // blocks
 
-// Where adjacent blocks are. Other blocks need an array of pointers.
+// Where adjacent blocks are. For blocks that are not adjacent, use an array of pointers.
 template <class T>
 struct Touching {
   T* begin;
@@ -46,7 +46,7 @@ MXFP8_INLINE uint32_t largest_magnitude(const typename D::Storage* x, Count coun
   return bits_of(D::load(stored));
 }
 
-// Asks for values that are `bytes` ahead: the processor's own prefetching stops at every page.
+// Prefetches the values `bytes` ahead, because the processor's own prefetcher stops at the end of every page.
 template <class T>
 MXFP8_INLINE void prefetch_block(const T* x, size_t bytes) {
   for (size_t byte = 0; byte < kBlock * sizeof *x; byte += 64) {
@@ -55,7 +55,7 @@ MXFP8_INLINE void prefetch_block(const T* x, size_t bytes) {
 }
 constexpr size_t kPrefetch = 4096;  // bytes
 
-// Raises the largest magnitude of each column, as stored, by that of `Rows` rows.
+// Raises the largest magnitude of each column, as stored, to the largest of `Rows` rows.
 template <class D, int Rows>
 MXFP8_INLINE void raise_magnitudes(const typename D::Storage* x, int64_t stride, int64_t width,
                                    typename D::Bits* __restrict amax) {
@@ -90,7 +90,7 @@ MXFP8_INLINE void load_columns(const typename D::Storage* x, int64_t width, floa
   }
 }
 
-// Groups of blocks that all touch. with(group, f) calls f(x, elements): where the group's blocks are, and where their
+// Groups of adjacent blocks only. with(group, f) calls f(x, elements): where the group's blocks are, and where their
 // elements go.
 template <class D>
 struct TouchingBlocks {
@@ -105,9 +105,9 @@ struct TouchingBlocks {
   MXFP8_INLINE_MEMBER void finish(int64_t) const {}
 };
 
-// Groups of blocks in rows of x that end in a partial block, or that the next row does not follow. They are gathered in
-// order, from block number `block` of all rows on; one may be while the one before it is not finished. Partial blocks
-// are copied, with zeros behind them.
+// Groups of blocks in rows of x that end in a partial block, or that have a gap behind them. Call gather for groups in
+// order, from block number `block` of all rows on; you may gather one group before the group in front of it is
+// finished. Partial blocks are copied, with zeros behind them.
 template <class D>
 struct ApartBlocks {
   using T = typename D::Storage;
@@ -190,13 +190,13 @@ struct ApartBlocks {
 //
 // quantize_groups: quantizes `groups` times kGroup blocks of TouchingBlocks or ApartBlocks, and adds up their errors if
 //   `sums` is not null. Returns how many groups it did.
-// kGroupsAddErrors: whether `sums` may be other than null.
+// kGroupsAddErrors: whether `sums` may be a pointer other than null.
 // quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k
 //   of column c is turned[c * stride + k]. Returns whether it did the tile.
 // encode_columns: encodes a row of columns, each with its own scale.
 //
-// The first and the third stop at a block that holds a NaN or Inf, whose largest element may be infinite, or whose
-// scale code is in doubt, or do nothing at all; what was written past that does not count.
+// quantize_groups and quantize_turned stop at a block that holds a NaN or Inf, whose largest element may be infinite,
+// or whose scale code is in doubt; or they do nothing at all. Ignore what they wrote past the blocks that they did.
 #if defined(__AVX512BW__)
 #include "group_avx512.h"
 #else
@@ -231,7 +231,7 @@ MXFP8_INLINE bool quantize_group(const From& x, uint32_t increment, const To& el
     inverse[b] = inverse_scale_value(scale);
     finite = finite && scale != kScaleNan;
   }
-  if (F::emax == 0 ? any_in_doubt<F>(scales, kGroup) : !finite) return false;  // each the faster, as measured
+  if (F::emax == 0 ? any_in_doubt<F>(scales, kGroup) : !finite) return false;  // the faster test, as measured
   for (int b = 0; b < kGroup; ++b) {
     alignas(64) float room[kBlock];
     const float* values = D::load_block(x[b], room);

@@ -24,8 +24,8 @@ MXFP8_INLINE __m512i largest_lanes(const __m512i (&v)[16]) {
   return _mm512_max_epu32(_mm512_shuffle_i32x4(c[0], c[1], 0x88), _mm512_shuffle_i32x4(c[0], c[1], 0xdd));
 }
 
-// Bits of each block's largest magnitude, as float32. 16-bit values travel in the upper half of a lane, where their
-// order is that of the whole lane.
+// Bits of each block's largest magnitude, as float32. 16-bit values are in the upper half of a lane, where their order
+// is the order of the whole lane.
 template <class From>
 MXFP8_INLINE __m512i largest_magnitudes(Float32, const From& x) {
   const __m512i mask = _mm512_set1_epi32(int(kMagnitude));
@@ -79,7 +79,7 @@ struct Rounding {
     power = _mm512_castsi512_ps(_mm512_add_epi32(at_least, _mm512_set1_epi32(shift << 23)));
     sum = _mm512_add_ps(magnitude, power);
   }
-  // The code, but for a constant that the caller subtracts.
+  // The code plus a constant, which the caller subtracts.
   MXFP8_INLINE_MEMBER __m512i code() const {
     const __m512i bits = _mm512_castps_si512(power);
     return _mm512_add_epi32(_mm512_sub_epi32(_mm512_castps_si512(sum), bits), _mm512_srli_epi32(bits, shift));
@@ -91,7 +91,8 @@ struct Rounding {
   }
 };
 
-// Sums of squares in float64 of scaled values and of their errors, lane by lane; the upper eight lanes apart.
+// Sums of squares in float64 of scaled values and of their errors, lane by lane; the upper eight lanes have their own
+// sums.
 template <class F>
 struct Squares {
   __m512d signal[2] = {_mm512_setzero_pd(), _mm512_setzero_pd()};
@@ -108,8 +109,8 @@ struct Squares {
   }
 };
 
-// Codes of 64 scaled values. Packing leaves groups of four, which in_order puts in order; packing the values
-// themselves, with signed saturation, leaves their signs.
+// Codes of 64 scaled values. The pack of codes leaves groups of four, which in_order puts in order; the pack of the
+// values themselves, with signed saturation, leaves their signs.
 template <class F>
 MXFP8_INLINE __m512i encode_four(__m512 v0, __m512 v1, __m512 v2, __m512 v3) {
   if constexpr (F::is_integer) {
@@ -183,7 +184,7 @@ MXFP8_INLINE __m512i raised_exponents(__m512i amax, uint32_t increment) {
   return _mm512_srli_epi32(_mm512_add_epi32(amax, added), 23);
 }
 
-// Scales and elements of a group whose largest magnitudes are known. False if a block needs more care.
+// Scales and elements of a group, from its largest magnitudes. False if a block needs the slower code.
 template <class D, class F, class From, class To>
 MXFP8_INLINE bool quantize_group(const From& x, __m512i amax, uint32_t increment, const To& elements, uint8_t* scales,
                                  Sums* sums) {
@@ -216,7 +217,7 @@ MXFP8_INLINE bool quantize_group(const From& x, __m512i amax, uint32_t increment
 
 constexpr bool kGroupsAddErrors = true;
 
-// The largest magnitudes of a group are found before the one in front of it is encoded, so that nothing waits for them.
+// The loop computes the largest magnitudes of a group before it encodes the group in front, so no step waits for them.
 template <class D, class F, class Blocks>
 MXFP8_INLINE int64_t quantize_groups(Blocks& blocks, int64_t groups, uint32_t increment, uint8_t* scales, Sums* sums) {
   __m512i next = _mm512_setzero_si512();

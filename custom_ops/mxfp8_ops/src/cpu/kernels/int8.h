@@ -1,6 +1,6 @@
-// INT8 elements, their scales, and their dot products: of bytes (VPDPBUSD), at four times the rate of float32; in the
-// set avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice its rate. On Arm of
-// signed bytes: SDOT, or SMMLA at twice its rate.
+// INT8 elements, their scales, and their dot products. On x86: of bytes (VPDPBUSD), at four times the rate of float32;
+// in the set avx2, which lacks that instruction, of pairs of 16-bit integers (VPMADDWD), at up to twice the rate of
+// float32. On Arm: of signed bytes, by SDOT, or by SMMLA at twice the rate of SDOT.
 #pragma once
 #include "shift_decode.h"
 
@@ -13,7 +13,7 @@
 namespace mxfp8::MXFP8_ISA {
 
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr int64_t kIntWord = 8;  // elements along K that a panel has together
+constexpr int64_t kIntWord = 8;  // elements along K that lie together in a panel
 #else
 constexpr int64_t kIntWord = 4;
 #endif
@@ -22,7 +22,7 @@ constexpr uint32_t kLowestScale = 127 - 57, kHighestScale = 127 + 46;
 constexpr int kElementBits = INT8::mantissa_bits;  // an element is its code times 2^-6
 
 #if defined(__aarch64__)
-using Factor = int8_t;  // what dot products multiply
+using Factor = int8_t;  // the type that dot products multiply
 #elif defined(MXFP8_DOTS_OF_BYTES)
 using Factor = int8_t;
 
@@ -39,11 +39,12 @@ MXFP8_INLINE void add_dots(Ints a, Ints b, Ints* sums) {
 }
 #endif
 
-// Sums may begin with a number whose bits they stay in the mantissa of: kSumBits exponents above that of an integer.
+// Sums may begin with a number whose mantissa has room for their bits: its exponent is kSumBits above the exponent of
+// an integer.
 constexpr int kSumBits = 23;
 constexpr uint32_t kHalf = 0x400000;  // and the middle of its binade
 
-// Bytes of packed A for each value: those of a factor, and a few for each block.
+// Bytes of packed A for each value: the bytes of a factor, and a few for each block.
 constexpr int64_t kPackedBytes = int64_t(sizeof(Factor)) + 1;
 
 // The scale of a block of A, times 2^-6; 0 for a block of zeros.

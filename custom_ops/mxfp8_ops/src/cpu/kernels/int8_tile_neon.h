@@ -1,16 +1,15 @@
-// The tiles of gemm_int8.cpp on Arm: SMMLA, which multiplies two rows of A with two of B, or else SDOT, a row with
-// four.
+// The tiles of gemm_int8.cpp on Arm: SMMLA, which multiplies two rows of A with two of B, or else SDOT, which
+// multiplies a row of A with four of B.
 //
 //   floor      SMMLA: a block of two rows and two columns takes 4 products and a fold of 2 operations. SDOT: a block of
-//              a row and four columns takes 8, and 2
+//              a row and four columns takes 8 products and a fold of 2 operations
 //
 // The fold has no conversion, and no product with A's scale: a sum begins with the bits of 1.5 * 2^23 times that scale.
-// It is below 2^22, so it stays in the mantissa of that number; the number less what it began with is the sum times the
-// scale, exactly. A multiply-add with B's scale adds it to the total. The same bits as on x86.
+// The sum is below 2^22, so it stays in the mantissa of that number. The number less its start is the sum times the
+// scale, exactly. A multiply-add with B's scale adds it to the total. The bits are the same as on x86.
 //
-// Packed A, tiles of kRows rows whether they are there or not: factors [block, step of 8, pair of rows, 2, 8] for
-// SMMLA, [block, row, 32] for SDOT; and behind them all, what sums begin with, for each result that a register has of a
-// row.
+// Packed A, always in tiles of kRows rows: factors [block, step of 8, pair of rows, 2, 8] for SMMLA, [block, row, 32]
+// for SDOT. Behind all factors are the starts of sums: for each row, one for each result that a register has of it.
 #pragma once
 #include "int8.h"
 #include "panel.h"
@@ -19,7 +18,7 @@ namespace mxfp8::MXFP8_ISA {
 
 constexpr int64_t kDepth = 512;  // depth of a chunk
 constexpr uint8_t kFlipped = 0;
-constexpr int kRows = 4;  // 8 sums, 8 totals, 6 operands: compilers keep those of larger tiles in memory
+constexpr int kRows = 4;  // 8 sums, 8 totals, 6 operands: with larger tiles compilers keep them in memory
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 constexpr int kRowsTogether = 2;
 #else
@@ -62,7 +61,7 @@ MXFP8_INLINE void pack_block(const PackedA& to, Chunk chunk, int64_t tile, int64
   for (int i = 0; i < kColumnsTogether; ++i) starts[i] = ((code + kSumBits) << 23) | kHalf;
 }
 
-// What a tile reads of a panel.
+// The operands that a tile reads of a panel.
 struct OperandB {
   const int8_t* factors;
   const float* scales;  // [block, vector of columns, lane of a sum]
@@ -73,14 +72,14 @@ struct RoomOfB {
 MXFP8_INLINE OperandB operand_of(PanelView panel, int64_t depth, RoomOfB* room) {
   float* to = room->scales;
   for (int64_t i = 0; i < depth / kBlock * kPanel; i += kColumnsTogether, to += kLanes) {
-    for (int lane = 0; lane < kLanes; ++lane) {  // times 2^-12, both elements being multiples of 2^-6
+    for (int lane = 0; lane < kLanes; ++lane) {  // times 2^-12: both elements are multiples of 2^-6
       to[lane] = float_of(uint32_t(panel.codes[i + lane % kColumnsTogether] - 2 * kElementBits) << 23);
     }
   }
   return {reinterpret_cast<const int8_t*>(panel.elements), room->scales};
 }
 
-// Adds 16 bytes of products to sums. `Word` is which of four a register of A has.
+// Adds 16 bytes of products to sums. `Word` is the number of the word of A's register, of four.
 template <int Word>
 MXFP8_INLINE int32x4_t add_products(int32x4_t sums, int8x16_t rows, int8x16_t columns) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -90,7 +89,8 @@ MXFP8_INLINE int32x4_t add_products(int32x4_t sums, int8x16_t rows, int8x16_t co
 #endif
 }
 
-// Loads stay behind it: a sum is then loaded, not copied, which takes no operation; and few operands are held.
+// Loads stay behind it. So a sum is loaded, which takes no operation, instead of copied; and few operands stay in
+// registers.
 MXFP8_INLINE void fence() { __asm__ volatile("" ::: "memory"); }
 
 template <int Units, int Words>
@@ -114,7 +114,7 @@ MXFP8_INLINE void multiply_step(const int8_t* a, int64_t next_row, const int8_t*
   word(Rows<0>{}), word(Rows<1>{}), word(Rows<2>{}), word(Rows<3>{});
 }
 
-// Two halves of a register are results of two rows, for SMMLA.
+// Totals of a register: with SMMLA, its two halves are results of two rows.
 MXFP8_INLINE float32x4_t load_totals(const float* strip, bool second) {
   if (kRowsTogether == 1) return vld1q_f32(strip);
   return vcombine_f32(vld1_f32(strip), second ? vld1_f32(strip + kGemmColumns) : vdup_n_f32(0));
@@ -125,12 +125,12 @@ MXFP8_INLINE void store_totals(float32x4_t totals, bool second, float* strip) {
   if (second) vst1_f32(strip + kGemmColumns, vget_high_f32(totals));
 }
 
-// Adds to the totals of R rows of A and a panel what `depth` values give.
+// Adds the products of `depth` values to the totals of R rows of A and a panel.
 template <int R>
 MXFP8_NOINLINE void multiply_rows(const int8_t* a, const uint32_t* starts, OperandB b, int64_t depth, float* strip) {
   constexpr int units = (R + kRowsTogether - 1) / kRowsTogether;
   constexpr int64_t next_row = kRowsTogether == 1 ? kBlock : kDecoded;
-  constexpr int words = kRowsTogether == 1 ? kDecoded / int(kIntWord) : 1;  // of B, that a register of A has values for
+  constexpr int words = kRowsTogether == 1 ? kDecoded / int(kIntWord) : 1;  // words of B per register of A
   constexpr int steps = int(kBlock / kIntWord) / words;
   float32x4_t totals[units][kVectors];
 #pragma GCC unroll 4

@@ -4,12 +4,12 @@
 //              products and 16 additions
 //
 // VPDPBUSD multiplies unsigned bytes by signed ones. A panel has B's elements plus 128, so a sum is too large by 128
-// times the sum of A's block: sums begin with what corrects that, which costs no operation.
+// times the sum of A's block. Sums begin with a number that corrects this, which costs no operation.
 //
-// The fold, where additions of integers run beside dot products and multiplications do not (AMD): a sum begins with the
-// bits of 1.5 * 2^23 times both scales. It is below 2^22, so it stays in the mantissa of that number; the number less
-// what it began with is the sum times the scales. Elsewhere: a conversion, and a multiply-add with both scales, whose
-// exponents are added as integers. Both give the same bits.
+// There are two folds. On AMD, additions of integers run beside dot products, and multiplications do not. There a sum
+// begins with the bits of 1.5 * 2^23 times both scales. The sum is below 2^22, so it stays in the mantissa of that
+// number. The number less its start is the sum times the scales. On other processors the fold is a conversion, and a
+// multiply-add with both scales, whose exponents are added as integers. Both folds give the same bits.
 //
 // 16-bit factors are unpacked from a panel, of each block the even elements, then the odd ones.
 #pragma once
@@ -19,13 +19,13 @@
 namespace mxfp8::MXFP8_ISA {
 
 #if defined(__AVX512BF16__)
-constexpr bool kFoldsByAdding = true;  // of the processors that have this set only AMD's use it: see isa.cpp
+constexpr bool kFoldsByAdding = true;  // only AMD's processors use this set: see isa.cpp
 #else
 constexpr bool kFoldsByAdding = false;
 #endif
 constexpr int64_t kDepth = 512;                                // depth of a chunk
 constexpr int kWords = int(kBlock) * int(sizeof(Factor)) / 4;  // lanes that the factors of a block take
-// With 32 registers the totals of a tile stay there, with 16 they are added up in L1.
+// With 32 registers the totals of a tile stay in them, with 16 registers they are added up in L1.
 constexpr bool kTotalsInRegisters = kLanes > 8;
 constexpr int kRows = 6;
 #if defined(MXFP8_DOTS_OF_BYTES)
@@ -33,16 +33,17 @@ constexpr uint8_t kFlipped = 0x80;  // plus 128
 constexpr int kUnrolled = 8;
 #else
 constexpr uint8_t kFlipped = 0;
-constexpr int kUnrolled = 2;  // GCC 12 keeps operands of more in memory
+constexpr int kUnrolled = 2;  // with more, GCC 12 keeps operands in memory
 #endif
 
 using ByteTiles = Tiles<kRows>;
 
-// What the sums of a block and a row begin with, and the exponent of its scale, in place, less the biases.
+// The start of the sums of a block and a row, and the exponent of its scale, in its place in a float32, less the
+// biases.
 struct BlockOfA {
   int32_t start, exponent;
 };
-// Of the product of the scales of two blocks: times 2^-12, both elements being multiples of 2^-6.
+// The product of the scales of two blocks is times 2^-12, because both elements are multiples of 2^-6.
 constexpr int kProductBias = 2 * 127 - 127 + 2 * kElementBits;
 
 // Where packed A lies: factors [chunk, tile, block, row, 32]; and for each tile, block and row a BlockOfA.
@@ -63,13 +64,13 @@ struct PackedA {
   }
 };
 
-// What a tile reads of a panel.
+// The operands that a tile reads of a panel.
 struct OperandB {
   const Factor* factors;
   const uint8_t* codes;
 };
 
-// Adds to the totals of R rows of A and V registers of columns what `depth` values give.
+// Adds the products of `depth` values to the totals of R rows of A and V registers of columns.
 template <int R, int V>
 MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, const Factor* b, const uint8_t* codes,
                                   int64_t depth, float* strip) {
@@ -120,7 +121,7 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
         }
       }
     }
-    if (!kTotalsInRegisters) __asm__ volatile("" ::: "memory");  // or GCC keeps the strip, and its addresses
+    if (!kTotalsInRegisters) __asm__ volatile("" ::: "memory");  // otherwise GCC keeps the strip, and its addresses
   }
   if (kTotalsInRegisters) {
 #pragma GCC unroll 16
@@ -131,10 +132,10 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
 }
 
 #if defined(MXFP8_DOTS_OF_BYTES)
-// Stores the elements of a block of A as factors; returns what corrects sums with them.
+// Stores the elements of a block of A as factors; returns the correction of sums with them.
 MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), elements);
-  // As unsigned bytes, each 128 too large, they add up in 64-bit lanes.
+  // As unsigned bytes, each too large by 128, they add up in 64-bit lanes.
   const __m256i moved = _mm256_xor_si256(elements, _mm256_set1_epi8(char(0x80)));
   const __m256i quarters = _mm256_sad_epu8(moved, _mm256_setzero_si256());
   const __m128i halves = _mm_add_epi64(_mm256_castsi256_si128(quarters), _mm256_extracti128_si256(quarters, 1));

@@ -1,8 +1,8 @@
 // E4M3 elements as 16-bit integers, and their dot products (VPDPWSSD), for processors that multiply pairs of integers
 // at twice the rate of float32.
 //
-// An element times 2^Bits, Bits <= 6, is an integer below 2^15, unless it is smaller than 2^(3 - Bits): such a `small`
-// one counts as zero here. Elements of a register fall apart into those at even places and those at odd ones.
+// An element times 2^Bits, Bits <= 6, is an integer below 2^15, unless it is smaller than 2^(3 - Bits). Such a `small`
+// element counts as zero here. The elements of a register split into those at even places and those at odd places.
 #pragma once
 #include "shift_decode.h"
 
@@ -17,14 +17,14 @@ namespace mxfp8::MXFP8_ISA {
 constexpr int kMostBits = 6;
 constexpr int first_integer(int bits) { return (10 - bits) << E4M3::mantissa_bits; }  // magnitude codes from here on
 
-// An element is 8 to 15, times 2^(its exponent code - 10): what the former is multiplied by.
+// An element is an integer, 8 to 15, times 2^(its exponent code - 10). Returns the factor of that integer.
 template <int Bits>
 constexpr int power_of(int exponent) {
   return 1 << exponent >> (10 - Bits);
 }
 
-// Adds products of pairs to sums. The instruction itself: with its intrinsic GCC 12 keeps sums in memory, which takes
-// twice the time.
+// Adds products of pairs to sums. The code is the instruction itself: with its intrinsic, GCC 12 keeps sums in memory,
+// which takes twice the time.
 MXFP8_INLINE void add_dots(Ints pairs, Ints other_pairs, Ints* sums) {
   __asm__(MXFP8_DOTS_OF_INTEGERS " %2, %1, %0" : "+v"(*sums) : "v"(pairs), "v"(other_pairs));
 }
@@ -49,7 +49,7 @@ MXFP8_INLINE BlockIntegers integers_of_block(__m256i codes) {
   const __m256i odd_powers = _mm256_or_si256(_mm256_srli_epi16(low, 8), _mm256_andnot_si256(lower, high));
   const __m256i even = _mm256_mullo_epi16(_mm256_and_si256(lower, eighths), even_powers);
   const __m256i odd = _mm256_mullo_epi16(_mm256_srli_epi16(eighths, 8), odd_powers);
-  // The sign of a word is that of its upper byte; a word is zero only if that byte is.
+  // The sign of a word is the sign of its upper byte; a word is zero only if its upper byte is zero.
   return {_mm256_sign_epi16(even, _mm256_slli_epi16(codes, 8)), _mm256_sign_epi16(odd, codes)};
 }
 
@@ -70,7 +70,7 @@ struct Pairs {
 };
 
 #if defined(__AVX512F__)
-// Both bytes of an integer, from tables by magnitude code. `kOther` in place of what is none.
+// Both bytes of an integer, from tables by magnitude code. The upper byte is `kOther` if the element is not an integer.
 constexpr uint8_t kOther = 0x80;
 template <int Bits>
 struct IntegerTables {
@@ -95,8 +95,8 @@ struct IntegerDecoder {
       for (int j = 0; j < 2; ++j) tables[i][j] = _mm512_load_si512(integer_tables<Bits>.bytes[i] + 64 * j);
     }
   }
-  // `others` gets a bit for each element that is not an integer: small or NaN. A small one counts as zero, NaN as any
-  // number.
+  // `others` gets a bit for each element that is not an integer: small or NaN. In the result a small element is zero, a
+  // NaN is any number.
   MXFP8_INLINE_MEMBER Pairs operator()(Bytes elements, uint64_t* others) const {
     const auto codes = reinterpret_cast<__m512i>(elements);
     const __m512i low = _mm512_permutex2var_epi8(tables[0][0], codes, tables[0][1]);
@@ -128,7 +128,7 @@ MXFP8_INLINE uint32_t lanes_of(Ints mask) {
 }
 #endif
 
-// Small elements times 2^kSmallBits, integers below 2^7; others count as zero.
+// Small elements times 2^kSmallBits, integers below 2^7; all other elements are zero.
 constexpr int kSmallBits = 9;
 template <int Bits>
 MXFP8_INLINE Pairs small_integers(Bytes codes) {
@@ -154,7 +154,7 @@ MXFP8_INLINE uint64_t nan_bits(Bytes codes) {
 #endif
 }
 
-// The values of kLanes elements, small ones too, times 2^-8; NaN as any number.
+// The values of kLanes elements, also small ones, times 2^-8; NaN becomes any number.
 MXFP8_INLINE Vec values_of(const uint8_t* codes) {
 #if defined(__AVX512F__)
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));

@@ -1,4 +1,4 @@
-// A, packed for gemm_int16.cpp: blocks as 16-bit integers, and what they leave out.
+// A, packed for gemm_int16.cpp: blocks as 16-bit integers, and lists of the elements that are not integers.
 #pragma once
 #include "gemm.h"
 #include "integers.h"
@@ -12,7 +12,7 @@ constexpr int64_t kPadding = 64;  // packed rows are padded to a multiple of it
 // one: at 4% of them a tile takes as long as in gemm_f32.cpp, as measured.
 constexpr int64_t kSmallEvery = 24;
 
-// Scales whose products, with what integers are multiplied by, are normal float32 numbers, and finite with any sum of
+// Scales whose products with the factors of the integers are normal float32 numbers, and stay finite with any sum of
 // integers.
 constexpr int kLowestScale = 127 - 57, kHighestScale = 127 + 46;
 
@@ -25,8 +25,8 @@ struct Small {
 };
 
 // Where packed A lies. Integers: [chunk, tile, block, row, pair], even elements before odd ones; codes: [k, row];
-// scales: [block, row], without and with what the integers are multiplied by; and of each tile and chunk its small
-// elements.
+// scales: [block, row], once as they are and once divided by the factor of the integers; and the small elements of each
+// tile and chunk.
 struct PackedA {
   int64_t rows;
   int64_t lanes = (rows + kTurnRows - 1) / kTurnRows * kTurnRows;  // rows of codes and scales
@@ -47,18 +47,18 @@ struct PackedA {
     return reinterpret_cast<float*>(codes(padded)) + at_k / kBlock * lanes;
   }
   MXFP8_INLINE_MEMBER float* integer_scales(int64_t at_k) const { return scales(padded) + at_k / kBlock * lanes; }
-  // The first entry of a list is not an element: its `k` is how many entries follow.
+  // The first entry of a list is not an element: its `k` is the number of entries after it.
   MXFP8_INLINE_MEMBER Small* smalls(Chunk chunk, int64_t tile) const {
     return reinterpret_cast<Small*>(integer_scales(padded)) + tiles.offset(chunk, tile) / kSmallEvery;
   }
 };
 
-// The bits after the point of B's integers. With more, fewer of its elements are small, and more of A's: which costs
-// more where many rows have to be added to.
+// The bits after the point of B's integers. With more bits, fewer of B's elements are small, and more of A's are, which
+// costs more where there are many rows to add to.
 MXFP8_INLINE int bits_of_b(int64_t rows) { return rows < 64 ? 6 : 5; }
 
-// Bytes of packed A for each value of it. Of a few rows, which are padded, they would be too few: `enough_bytes` from
-// `least` rows on.
+// Bytes of packed A for each value of it. A few rows, which are padded, need more: enough_bytes tells whether this
+// number is enough from `least` rows on.
 constexpr int64_t kPackedBytes = 5;
 constexpr bool enough_bytes(int64_t least) {
   for (int64_t rows = least; rows <= kGemmRows; ++rows) {
@@ -71,14 +71,14 @@ constexpr bool enough_bytes(int64_t least) {
   return true;
 }
 
-// How many bits fewer than kMostBits a block of A must have, so that no sum with a block of B leaves 32 bits: it is at
-// most the sum of A's magnitudes, here with kMostBits, times B's largest.
+// How many bits fewer than kMostBits a block of A must have, so that every sum with a block of B fits in 32 bits. Such
+// a sum is at most B's largest magnitude times the sum of A's magnitudes (`magnitudes`, with kMostBits).
 MXFP8_INLINE int bits_fewer(int magnitudes, int64_t rows) {
   const int most = 0x7fffffff / (448 << bits_of_b(rows));
   return (magnitudes > most) + (magnitudes > 2 * most) + (magnitudes > 4 * most) + (magnitudes > 8 * most);
 }
 
-// Where a block of a row of A goes.
+// Where the parts of a packed block of a row of A go.
 struct PackedBlock {
   int64_t rows;  // rows of the strip
   int16_t* integers;
@@ -87,7 +87,7 @@ struct PackedBlock {
   int64_t most_smalls;
 };
 
-// Packs a block: values k on of a chunk, of a row of a tile. False if it does not fit.
+// Packs a block of a row of a tile: values k on of a chunk. False if the block does not fit.
 MXFP8_INLINE bool pack_block(__m256i codes, uint32_t scale, int64_t row, int64_t k, const PackedBlock& to) {
   const BlockIntegers integers = integers_of_block<kMostBits>(codes);
   const auto sums = [](__m256i some)
@@ -104,7 +104,7 @@ MXFP8_INLINE bool pack_block(__m256i codes, uint32_t scale, int64_t row, int64_t
   const float of_integers = fits ? float_of((scale - kMostBits + uint32_t(fewer)) << 23) : 0.0f;
   *to.scale = value;
   *to.integer_scale = is_nan ? float_of(kQuietNan) : of_integers;
-  // With fewer bits, less is an integer.
+  // With fewer bits, fewer elements are integers.
   const __m256i small = _mm256_set1_epi16(short((1 << (E4M3::mantissa_bits + fewer)) - 1));
   const __m128i shift = _mm_cvtsi32_si128(fewer);
   const auto store = [&](int16_t* at, __m256i some) MXFP8_INLINE_LAMBDA {
@@ -150,7 +150,7 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Ch
   return true;
 }
 
-// Turns the codes of rows `begin` to `end` of the strip: kTurnRows at a time, those that begin there.
+// Turns the codes of rows `begin` to `end` of the strip, kTurnRows at a time: the groups that begin in this range.
 MXFP8_INLINE void pack_codes(const GemmArgs& args, int64_t row, int64_t begin, int64_t end, const PackedA& to) {
   for (int64_t k = 0; k < args.k; k += kTurnRows) {
     for (int64_t lane = (begin + kTurnRows - 1) / kTurnRows * kTurnRows; lane < end; lane += kTurnRows) {

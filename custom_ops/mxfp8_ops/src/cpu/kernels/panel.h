@@ -1,9 +1,8 @@
-// Panels of B: kPanel of its rows, turned, so that lanes of a register are columns of the result and nothing is added
-// up across lanes. Elements [word, column, 4]: a word is four elements along K, or eight for SMMLA. Scale codes [block,
-// column].
+// Panels of B: kPanel of its rows, turned, so that lanes of a register are columns of the result and sums stay in their
+// lanes. Elements [word, column, 4]: a word is four elements along K, or eight for SMMLA. Scale codes [block, column].
 //
-// A panel is turned at every call, one chunk of K at a time, or, of a constant weight, once (constant_weight.h): then
-// panels of the whole K lie one behind the other, first their elements, then their codes.
+// A panel is turned at every call, one chunk of K at a time. Panels of a constant weight are turned once
+// (constant_weight.h), with the whole K: they lie one behind the other, first their elements, then their codes.
 #pragma once
 #include "columns.h"
 
@@ -28,14 +27,14 @@ MXFP8_INLINE int64_t bytes_of_panels(const GemmArgs& args) {
   return (args.n + kPanel - 1) / kPanel * kPanel * (panel_depth(args.k) + panel_depth(args.k) / kBlock);
 }
 
-// Panel `column` / kPanel of those in `data`, from `k` on.
+// The panel of `column` among the panels in `data`, from `k` on.
 MXFP8_INLINE PanelView panel_at(const GemmArgs& args, const void* data, int64_t column, int64_t k) {
   const auto* base = static_cast<const uint8_t*>(data);
   const int64_t depth = panel_depth(args.k), codes = (args.n + kPanel - 1) / kPanel * kPanel * depth;
   return {base + column * depth + k * kPanel, base + codes + (column * depth + k * kPanel) / kBlock};
 }
 
-// Whether a block has values, which then need its scale.
+// Whether a block has values other than 0, or a NaN scale: then its scale matters.
 template <class F>
 MXFP8_INLINE bool has_values(const uint8_t* elements, int64_t count, uint8_t code) {
   constexpr uint8_t value = F::is_integer ? 0xff : 0x7f;
@@ -44,8 +43,8 @@ MXFP8_INLINE bool has_values(const uint8_t* elements, int64_t count, uint8_t cod
   return code == kScaleNan || (any & value) != 0;
 }
 
-// Turns the scale codes of a chunk of a panel. A block of zeros whose code is outside of lowest..highest gets 2^0;
-// calls misfit(block, column) for another such block.
+// Turns the scale codes of a chunk of a panel. Where a code is outside of lowest..highest, a block of zeros gets 2^0;
+// for any other block it calls misfit(block, column).
 template <class F, class Misfit>
 MXFP8_INLINE void turn_codes(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int lowest,
                              int highest, uint8_t* codes, const Misfit& misfit) {
@@ -72,7 +71,8 @@ MXFP8_INLINE void turn_codes(const GemmArgs& args, int64_t column, int64_t colum
   }
 }
 
-// Turns the elements of a chunk of a panel, `flipped` by exclusive or; fetches what lies `ahead` bytes further.
+// Turns the elements of a chunk of a panel, with an exclusive or with `flipped`; prefetches the elements `ahead` bytes
+// further.
 #if defined(__AVX2__)
 template <int64_t Word = kWord>
 MXFP8_INLINE void turn_elements(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, uint8_t flipped,

@@ -15,8 +15,8 @@ namespace {
 
 constexpr int64_t kRun = 8;  // tiles side by side
 
-// The difference of a value and its rounding is exact in float32: they are within a factor of two of each other, or the
-// rounding is zero.
+// The difference of a value and its rounding is exact in float32: the two are within a factor of two of each other, or
+// the rounding is zero.
 template <class F>
 MXFP8_INLINE void add_errors(const float* values, const uint8_t* elements, float scale, Sums* sums) {
   for (int i = 0; i < kBlock; ++i) {
@@ -56,7 +56,7 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
   alignas(64) uint8_t codes[kBlock];
   Sums sums;
   Sums* const wanted = stats == nullptr ? nullptr : &sums;
-  // Numbered through all rows: groups of blocks need not end where a row does.
+  // Blocks have numbers through all rows, because a group of blocks may go on in the next row.
   for (int64_t block = row_begin * row_blocks; true; ++block) {
     const int64_t groups = grouped ? (row_end * row_blocks - block) / kGroup : 0;
     if (touching) {
@@ -94,7 +94,7 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
   if (stats != nullptr) sums.add_to(stats);
 }
 
-// The second reading of x comes from L2.
+// The loop reads x twice: the second time from L2.
 template <class D, class F>
 void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
   alignas(64) typename D::Bits amax[kRun * kColumnTile];
@@ -129,8 +129,9 @@ void columns(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end) {
   });
 }
 
-// Quantizes `depth` <= 32 rows of `width` <= 64 columns, each column one block. codes: [32, 64], of which only [depth,
-// width] counts. The values are kept as float32 meanwhile: neighbouring rows of x may evict each other from L1.
+// Quantizes `depth` <= 32 rows of `width` <= 64 columns; each column is one block. codes: [32, 64], of which only
+// [depth, width] is valid. The values stay as float32 meanwhile, because neighbouring rows of x may evict each other
+// from L1.
 template <class D, class F>
 MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, int64_t depth, int64_t width,
                                 uint32_t increment, uint8_t (*codes)[kColumnTile], uint8_t* scales, Sums* sums) {
@@ -138,7 +139,7 @@ MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, in
   alignas(64) int32_t amax[kColumnTile] = {};
   alignas(64) float inverse[kColumnTile];
   alignas(64) float scale[kColumnTile];
-  alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits, or none for a column that holds a NaN or Inf
+  alignas(64) uint32_t counts[kColumnTile];  // a mask: all bits; no bits for a column with a NaN or Inf
   for (int64_t row = 0; row < depth; ++row) load_columns<D>(x + row * stride, width, values[row], amax);
   bool finite = true;
   for (int64_t column = 0; column < kColumnTile; ++column) {
@@ -172,8 +173,8 @@ MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, in
   }
 }
 
-// Pack of a transposed weight: x [K, N] -> elements [N, K]. A tile is 64 columns by 8 blocks, so that each row of the
-// result is written 256 bytes at a time. Tiles are numbered with the columns innermost.
+// The pack of a transposed weight: x [K, N] -> elements [N, K]. A tile is 64 columns by 8 blocks, so that each row of
+// the result is written 256 bytes at a time. The numbers of tiles go along the columns first.
 template <class D, class F>
 void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, Stats* stats) {
   const int64_t blocks = (args.k + kBlock - 1) / kBlock;

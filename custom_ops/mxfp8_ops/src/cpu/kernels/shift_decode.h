@@ -1,9 +1,10 @@
-// Elements become float32 by shifts alone: sign to the top, exponent and mantissa below it, where they stand for the
-// element's value times 2^-bias_gap; INT8 codes by conversion. A register of bytes gives four registers of floats,
-// element 4 l + i in lane l of register i.
+// Elements become float32 by shifts alone: the sign goes to the top, exponent and mantissa below it, and the result is
+// the element's value times 2^-bias_gap. INT8 codes become float32 by conversion. A register of bytes gives four
+// registers of floats, element 4 l + i in lane l of register i.
 //
-// Subnormal elements come out as subnormal floats: correctly, but a processor may take 150 cycles to multiply one. They
-// are to be found - all_plain of many elements, else look_at - and `lift`ed. NaN and Inf come out as numbers.
+// Subnormal elements become subnormal floats. They are correct, but a processor may take 150 cycles to multiply one. So
+// the caller looks for them, with all_plain for many elements and look_at for a step, and calls `lift` for steps that
+// have them. NaN and Inf become numbers.
 #pragma once
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -29,8 +30,8 @@ struct Shift {
   static constexpr uint8_t special = 0x80 | (F::max_code + 1);    // codes with the sign set from here on: NaN, Inf
 };
 
-// The smaller, and the larger, of each two bytes. Not `a < b ? a : b`: GCC 12 compiles that to comparisons and
-// selections.
+// The smaller, and the larger, of each two bytes. x86 needs the intrinsics: GCC 12 compiles `a < b ? a : b` to
+// comparisons and selections.
 MXFP8_INLINE Bytes smaller(Bytes a, Bytes b) {
 #if defined(__AVX512BW__)
   return reinterpret_cast<Bytes>(_mm512_min_epu8(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
@@ -76,7 +77,7 @@ MXFP8_INLINE Bytes load_bytes(const uint8_t* elements) {
   return bytes;
 }
 
-// Whether elements are all normal numbers: those of codes(0) to codes(Count - 1).
+// Whether all elements are normal numbers: the elements of codes(0) to codes(Count - 1).
 template <class F, int Count, class Codes>
 MXFP8_INLINE bool all_plain(const Codes& codes) {
   if (F::is_integer) return true;
@@ -84,13 +85,13 @@ MXFP8_INLINE bool all_plain(const Codes& codes) {
   Bytes least = Bytes{} + uint8_t(0x7f);
 #pragma GCC unroll 16
   for (int i = 0; i < Count; ++i) {
-    // NaN and Inf become the smallest numbers, zero the next, then come subnormal codes.
+    // NaN and Inf become the smallest numbers, then comes zero, then subnormal codes.
     least = smaller(least, (codes(i) + uint8_t(specials)) & uint8_t(0x7f));
   }
   return !any_less(reinterpret_cast<SignedBytes>(least), int8_t(specials + 1 + Shift<F>::subnormals));
 }
 
-// Whether they are normal numbers or zeros: for elements that are not all plain.
+// Whether all elements are normal numbers or zeros: for elements where all_plain is false.
 template <class F, int Count, class Codes>
 MXFP8_INLINE bool all_plain_or_zero(const Codes& codes) {
   Bytes least = Bytes{} + uint8_t(0xff), most = {};
@@ -104,17 +105,17 @@ MXFP8_INLINE bool all_plain_or_zero(const Codes& codes) {
          !any_less(reinterpret_cast<SignedBytes>(flipped), int8_t(0x7f - F::max_code));
 }
 
-// Collects codes in `specials`, see Shift::special, and returns whether one of them is subnormal.
+// Collects codes in `specials`, see Shift::special. Returns whether a code is subnormal.
 template <class F>
 MXFP8_INLINE bool look_at(Bytes codes, Bytes* specials) {
   if (F::is_integer) return false;
   const Bytes signed_codes = codes | uint8_t(0x80);
   *specials = larger(*specials, signed_codes);
-  // Less 1, zero is the largest signed byte, and subnormal codes are the smallest ones.
+  // After the subtraction of 1, zero is the largest signed byte, and subnormal codes are the smallest signed bytes.
   return any_less(reinterpret_cast<SignedBytes>(signed_codes - uint8_t(1)), int8_t(-128 + Shift<F>::subnormals));
 }
 
-// Whether there is a NaN or Inf among codes that were looked at.
+// Whether there is a NaN or Inf among the codes that look_at collected.
 template <class F>
 MXFP8_INLINE bool any_special(Bytes specials) {
   if (F::is_integer) return false;

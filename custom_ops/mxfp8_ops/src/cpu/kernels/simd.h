@@ -1,8 +1,9 @@
-// The few vector operations the float32 gemm needs, on the widest registers of the instruction set being compiled.
+// The few vector operations that the float32 gemm needs, on the widest registers of the instruction set that this is
+// compiled for.
 //
-// halves_to_floats decodes 32 elements through float16: an E5M2 code is the upper byte of one, an E4M3 code becomes one
-// by moving its magnitude a bit down, 2^-8 too small. The conversion treats subnormals as it should, at full speed.
-// INT8 codes are converted as integers.
+// halves_to_floats decodes 32 elements through float16. An E5M2 code is the upper byte of a float16. An E4M3 code
+// becomes a float16, 2^-8 too small, when its magnitude moves a bit down. The conversion of subnormal numbers is
+// correct, at full speed. INT8 codes are converted as integers.
 #pragma once
 #include <cstring>
 
@@ -22,7 +23,7 @@ namespace mxfp8::MXFP8_ISA {
 MXFP8_ELEMENT_FORMATS(MXFP8_CHECK)
 #undef MXFP8_CHECK
 
-// What a scale is multiplied by to make the factor of halves_to_floats.
+// The factor that halves_to_floats needs is the scale times this number.
 template <class F>
 constexpr float kHalfFactor = F::is_integer     ? 1.0f / (1 << F::mantissa_bits)
                               : F::has_infinity ? 1.0f
@@ -34,7 +35,7 @@ using Vec = __m512;
 constexpr int kLanes = 16;
 constexpr int kTileRows = 6;     // 6 x 4 accumulators, 4 + 1 operands: 29 of 32 registers
 constexpr int kFloatRows = 12;   // rows of a tile in gemm_f32.cpp: 12 x 2 accumulators, 2 + 1 operands
-constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at a time
+constexpr int kSkinnyGroup = 8;  // rows of A that gemm_skinny_f32.cpp multiplies at once
 MXFP8_INLINE Vec zero() { return _mm512_setzero_ps(); }
 MXFP8_INLINE Vec all_of(float x) { return _mm512_set1_ps(x); }  // straight from memory: adding takes a port of FMA
 MXFP8_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
@@ -56,7 +57,7 @@ MXFP8_INLINE void store_sums(const Vec* v, float* out, bool accumulate) {
   _mm_storeu_ps(out, accumulate ? _mm_add_ps(_mm_loadu_ps(out), sums) : sums);
 }
 
-// The scales of the 64 elements from k on, four to a lane: one block per half.
+// The scales of the 64 elements from k on, a lane for each four elements: one block per half.
 MXFP8_INLINE Vec spread_scales(const float* scales, int64_t k) {
   const float* two = scales + k / kBlock;
   return _mm512_mask_blend_ps(0xff00, _mm512_set1_ps(two[0]), _mm512_set1_ps(two[1]));

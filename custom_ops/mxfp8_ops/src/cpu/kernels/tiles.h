@@ -1,5 +1,5 @@
-// The walk over x [outer, K, inner] in tiles one block deep and kColumnTile columns wide, columns innermost. Tiles side
-// by side are done together, row after row: whole pages are read and written in turn.
+// The loop over x [outer, K, inner] in tiles one block deep and kColumnTile columns wide, columns innermost. Tiles side
+// by side are done together, row after row, so that whole pages are read and written in turn.
 #pragma once
 #include "codec.h"
 
