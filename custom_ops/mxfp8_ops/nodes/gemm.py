@@ -58,7 +58,7 @@ def weight_gemm(
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
+    The rest is as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
     """
     b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     check_value_dtype("gemm", x.dtype)
@@ -174,8 +174,8 @@ def weight_gemm_dtype(wanted: int) -> int:
     """Returns the output_dtype of an MXFP8WeightGemm for a result of dtype `wanted`; if they differ, add a Cast.
 
     Where the neighbours of a float16 node run only in float32, ONNX Runtime runs this node in float32 too, and keeps
-    its attributes. A node with float16 on both sides and with its dtype as an attribute then fails to load. So the
-    result is float32 for float16.
+    its attributes. A node with float16 on both sides and with its dtype as an attribute then fails to load. So
+    output_dtype is float32 for float16.
 
     Args:
         wanted: an onnx.DataType.
