@@ -1,4 +1,4 @@
-"""Shared by the torch ops: the row that registers an op, the checks of operands, and the codes of dtypes in the library.
+"""Shared by the torch ops: the row that registers an op, the checks of operands, the codes of dtypes in the library.
 
 The checks work on symbolic shapes, so torch.export and torch.compile see the same rules and messages as an eager call.
 """
@@ -31,8 +31,8 @@ class Op(NamedTuple):
     schema: str
     """In the syntax of torch. The kernels have its defaults: torch leaves out arguments that equal them."""
     kernels: Mapping[str, Callable[..., Any]]
-    """By dispatch key. The kernel for "Autograd" takes the keys of the call first. An op that has a kernel for "CPU" and
-    is not made of others has a kernel for "CUDA" in cuda.py, by the same name."""
+    """By dispatch key. The kernel for "Autograd" takes the keys of the call first. An op that has a kernel for "CPU"
+    and is not made of others has a kernel for "CUDA" in cuda.py, by the same name."""
     fake: Callable[..., Any] | None = None
     """Returns empty results for operands without data."""
     vmap: Callable[..., Any] | None = None
@@ -128,8 +128,8 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
     """Returns the tensors, contiguous; `operands` are their names, for the error: "x b b_scales".
 
     Raises:
-        ShapeError: a storage does not have all its tensor's values. Torch does not check this; if a resize made a storage
-            smaller than its tensor, the rest of the memory may belong to other objects.
+        ShapeError: a storage does not have all its tensor's values. Torch does not check this; if a resize made a
+            storage smaller than its tensor, the rest of the memory may belong to other objects.
     """
     for name, tensor in zip(operands.split(), tensors, strict=True):
         check_memory(where, name, tensor)

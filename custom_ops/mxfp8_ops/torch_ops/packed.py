@@ -8,8 +8,8 @@ dequantized and quantized again along N in every backward pass, into memory that
 then 1.03; nothing is kept). With "ceil" scales that costs next to nothing: both quantizations round to the same 4
 significant bits, so only values that are subnormal in their block along N change. Of 1024 x 1024 normal weights 3 in a
 million change, by 1e-8 of the norm; of heavy-tailed ones (normal times lognormal) 2 in 10,000, by 3e-7, where packing
-had an error of 2.7e-2. The error of dx is 2.7e-2, from the quantization of dy, with or without it. Scales that saturate,
-"floor" and "even", do so here too: 0.6e-2.
+had an error of 2.7e-2. The error of dx is 2.7e-2, from the quantization of dy, with or without it. Scales that
+saturate, "floor" and "even", do so here too: 0.6e-2.
 
 So dx is the dx of fake quantization with a straight-through estimator, and as exact as the dgrad of `linear_train`.
 The same is true for gradients of gradients (`mxfp8::product`).

@@ -41,7 +41,7 @@ from mxfp8_ops.torch_ops.schemas import schema
 def check_quantize(
     x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[tuple[int, ...], int, int, int, int]:
-    """Returns shape, `axis` as 0..rank-1, and the codes of dtype, format and rounding; raises the errors of `quantize`."""
+    """Returns shape, `axis` as 0..rank-1, the codes of dtype, format and rounding; raises the errors of `quantize`."""
     element_code, rounding = FORMAT_CODES[element_format], ROUNDING_CODES[scale_rounding]
     dtype, shape = x.dtype, tuple(x.shape)  # slices of a tuple cost less than those of a torch.Size
     if dtype not in DTYPE_CODES:
