@@ -35,7 +35,7 @@ def gemm(
     Args:
         a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
         a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against the leading dimensions of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
         **options: see `op_options.Gemm`.
@@ -135,7 +135,7 @@ def product_shape(
 
 
 def a_values(g: Body) -> str:
-    """Returns the float32 values of A, whose K is that of B."""
+    """Returns the float32 values of A, which has the same K as B."""
     return g.values("A", "A_scales", g.known("A"), whole=g.known("B").whole)
 
 

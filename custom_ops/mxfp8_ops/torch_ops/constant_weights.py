@@ -16,11 +16,11 @@ from torch import Tensor
 from mxfp8_ops import native
 
 _LEAST_ROWS: Final = 3
-"""One or two rows take as long with the weight as it lies, and would add in another order the second time."""
+"""One or two rows take as long without a copy, and with a copy the second product would add in another order."""
 
 _Known = tuple[tuple[int, int, int], native.ConstantWeight | None]
 _known: WeakKeyDictionary[torch.UntypedStorage, dict[Any, _Known]] = WeakKeyDictionary()
-"""By the memory of a weight and its place there: its versions, and what is kept of it from its second product on."""
+"""By the memory of a weight and its place there: its versions, and its copy from its second product on."""
 
 _setting = "auto"
 
@@ -33,7 +33,7 @@ def set_prepack(prepack: str) -> None:
             the kernel multiplies bfloat16, two bytes a value. "never": no copies.
 
     Raises:
-        BackendError: another value.
+        BackendError: `prepack` has another value.
     """
     global _setting  # noqa: PLW0603 - the ops have no other way to reach it
     native.check_prepack(prepack)

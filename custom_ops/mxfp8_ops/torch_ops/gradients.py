@@ -60,7 +60,7 @@ def refuse_cut(op: str, x: Tensor) -> None:
 
 
 def _has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether a tensor carries a tangent of the innermost transform."""
+    """Returns True if a tensor carries a tangent of the innermost transform."""
     if torch._C._are_functorch_transforms_active():
         interpreter = torch._C._functorch.peek_interpreter_stack()
         if interpreter is not None and interpreter.key() != torch._C._functorch.TransformType.Jvp:
@@ -135,7 +135,7 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _recorded_outside(t: Any) -> bool:
-    """Whether an outer level of torch.func, or autograd outside of it, records ops on `t`."""
+    """Returns True if an outer level of torch.func, or autograd outside of it, records ops on `t`."""
     while isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
         if t.requires_grad:
@@ -185,7 +185,7 @@ def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], back
 
 @functools.cache
 def _defaults(name: str) -> tuple[Any, ...]:
-    """Returns the default of each argument of an op. Cached: a schema makes all of its arguments anew when asked."""
+    """Returns the default of each argument of an op. Cached: each read of a schema makes all of its arguments again."""
     return tuple(argument.default_value for argument in getattr(torch.ops.mxfp8, name).default._schema.arguments)
 
 

@@ -117,7 +117,7 @@ def check_devices(where: str, *tensors: Tensor | None) -> None:
 
 
 def plain(itemsize: int, *tensors: Tensor) -> bool:
-    """Returns whether all tensors are contiguous and their storages have all their values, of `itemsize` bytes each."""
+    """Returns True if all tensors are contiguous and their storages have all their values, of `itemsize` bytes each."""
     for t in tensors:
         if t.untyped_storage().nbytes() < (t.numel() + t.storage_offset()) * itemsize or not t.is_contiguous():
             return False

@@ -43,7 +43,7 @@ def check_quantize(
 ) -> tuple[tuple[int, ...], int, int, int, int]:
     """Returns shape, `axis` as 0..rank-1, the codes of dtype, format and rounding; raises the errors of `quantize`."""
     element_code, rounding = FORMAT_CODES[element_format], ROUNDING_CODES[scale_rounding]
-    dtype, shape = x.dtype, tuple(x.shape)  # slices of a tuple cost less than those of a torch.Size
+    dtype, shape = x.dtype, tuple(x.shape)  # slices of a tuple cost less than slices of a torch.Size
     if dtype not in DTYPE_CODES:
         check_dtype("quantize", dtype)
     return shape, checks.normalize_axis("quantize", len(shape), axis), DTYPE_CODES[dtype], element_code, rounding
@@ -84,7 +84,8 @@ def quantize_cpu(x: Tensor, *args: Any) -> Pair:
 def _strided_matrix(x: Tensor) -> tuple[Tensor, bool] | None:
     """Returns the matrix in memory of `x` [..., K], and True if it is transposed; None if there is no such matrix.
 
-    The rows are [M, K] with K contiguous, or [K, M] with M contiguous (the transposed case), `stride(0)` apart.
+    The matrix is [M, K] with K contiguous, or [K, M] with M contiguous (the transposed case); its rows are `stride(0)`
+    apart.
     """
     k = x.shape[-1]
     if x.numel() == 0 or x.dim() < 2:

@@ -200,9 +200,10 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_parts(x: Tensor) -> bool:
-    """Whether `x` [..., M, K] is a DTensor with rows in the middle sharded (a sequence), which _matrix would gather.
+    """Returns True if the caller has to quantize `x` [..., M, K] before it flattens the rows.
 
-    It is quantized first, so that codes are gathered, if no block has rows of two matrices.
+    `x` is then a DTensor with a shard along rows in the middle (a sequence), which _matrix would gather, and no block
+    has rows of two matrices. After the quantization, torch gathers codes.
     """
     places = getattr(x, "placements", ())
     return any(place.is_shard() and 0 < place.dim < x.dim() - 1 for place in places) and x.shape[-2] % BLOCK_SIZE == 0
