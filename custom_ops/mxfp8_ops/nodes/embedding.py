@@ -24,8 +24,8 @@ def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m
 
     Args:
         indices: int32 or int64 [...]; a negative one counts from the last row.
-        b: elements uint8 [V, D], in the layout of the second operand of a gemm with N = V and K = D. The gemm may
-            share them.
+        b: elements uint8 [V, D], in the layout of the second operand of a gemm with N = V and K = D. A gemm and an
+            embedding may share them.
         b_scales: uint8 [V, ceil(D / 32)].
         b_format: "e4m3", "e5m2" or "int8".
         dtype: dtype of the result, "float32", "float16" or "bfloat16"; the latter two are rounded from float32.

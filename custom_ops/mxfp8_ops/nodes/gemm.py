@@ -78,7 +78,7 @@ def weight_gemm(
 def gemm_error_bound(
     x: Array, weight: Array, dtype: str = "float32", bias: Array | None = None
 ) -> npt.NDArray[np.float64]:
-    """Returns the `ErrorBound` of every output of x @ weight.T + bias.
+    """Returns the largest error of each output of x @ weight.T + bias, by its `numerics.ErrorBound`.
 
     x [..., M, K] and weight [..., N, K] are dequantized values, bias is [N]; dtype is the dtype of the result that you
     judge. Compare it with `gemm(..., dtype="float32")`: a reference in 16 bits has one more rounding.

@@ -1,6 +1,6 @@
 """The nodes as torch ops: importing this module registers `torch.ops.mxfp8.*`. It loads no native code by itself.
 
-`numpy_nodes.py` defines their results, and `contract.TORCH_OPS` lists the ops that are nodes. A dtype of None is
+`numpy_nodes.py` defines the results, and `contract.TORCH_OPS` lists the ops that are nodes. A dtype of None is
 float32, and in weight_gemm the dtype of x. AOTInductor cannot package a ScalarType with any other default (torch 2.13
 writes the default out as an int and refuses to read it).
 

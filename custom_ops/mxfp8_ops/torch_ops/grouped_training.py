@@ -7,8 +7,8 @@ For each expert e, with the rows x_e and dy_e that `offs` gives it, the products
     wgrad  dw_e = dy_e^T x_e     dy and x blocked along the rows of the group
 
 No block of the last product lies in two groups: `quantize_groups` quantizes the rows of each on their own, and the last
-block of a group may be partial, so nothing is padded in memory. The bits are the same as in a loop of `linear_train` over
-the groups. On every device each group is one product of `gemm`, and `offs` is read on the host.
+block of a group may be partial, so nothing is padded in memory. The bits are the same as in a loop of `linear_train`
+over the groups. On every device each group is one product of `gemm`, and `offs` is read on the host.
 
 The columnwise copy of x is made in the forward pass and saved instead of x. A derivative of the gradients is an error.
 """

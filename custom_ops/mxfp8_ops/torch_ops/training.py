@@ -8,8 +8,8 @@ A stack [..., N, K] multiplies x [..., M, K] with the same leading sizes matrix 
 products Q K^T and P V of attention are such calls, with w = K and w = V^T, and these three give dQ, dK, dP and dV.
 
 A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
-high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes dy
-E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
+high-precision tensor and never from the other quantized copy. Elements are E4M3; with fp8_format="HYBRID" dy
+has E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
 
 The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
 A weight [N, K] itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass. Of a
