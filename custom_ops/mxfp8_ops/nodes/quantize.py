@@ -174,7 +174,7 @@ def _quantize_body(g: Body) -> None:
 
 def _quantized(g: Body, x: str) -> tuple[str, str]:
     """Returns the elements and scales of float32 values [..., K]."""
-    # Infinity marks a bad block, because ReduceMax may drop a NaN. Where is slow if it has to broadcast.
+    # Infinity replaces NaN, which ReduceMax may drop: both mark a bad block. Where is slow if it has to broadcast.
     x = g("Where", g("IsNaN", x), g.constant(np.float32(np.inf)), x)
     blocks, back = g.blocks(x, whole=g.case.whole)
     amax = _largest(g, g("Abs", blocks))
