@@ -1,1 +1,1 @@
-"""The nodes, a file for each kind: contract row, NumPy reference, bound of its error, shape rule, portable body."""
+"""The nodes, a file for each kind: contract row, NumPy reference, error bound, shape rule, portable body."""

@@ -1,4 +1,4 @@
-"""MXFP8Attention: ONNX's Attention on 3-D inputs. The reference has every score in memory at once, in float64."""
+"""MXFP8Attention: ONNX's Attention on 3-D inputs. The reference keeps all scores in memory, in float64."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Floats = npt.NDArray[np.float64]
 Past = tuple[Array, Array]
 """Keys [B, Hkv, P, D] and values [B, Hkv, P, Dv]."""
 NO_MASK: Final = np.ones(1, np.bool_)
-"""The constant for no mask in a node."""
+"""The constant that stands for no mask in a node."""
 NO_PAST: Final = (0,)
-"""The shape of the constant for no past in a node."""
+"""The shape of the constant that stands for no past in a node."""
 _ROUNDOFF: Final = 2.0**-24
 """Half a unit in the last place of float32, relative."""
 _LEAST: Final = 2.0**-126
 """The smallest normal float32: bfloat16 dot products and fast exponentials may take smaller numbers for 0."""
 _EXP_UNITS: Final = 8
-"""Roundoffs that an exponential may be off by, beside those of its argument."""
+"""The largest error of an exponential, in roundoffs, without the error of its argument."""
 
 
 class _Heads(TypedDict):
@@ -50,10 +50,10 @@ class AttentionOptions(_Heads, total=False):
     scale: float
     """Factor of the scores; 0 (the default) stands for 1 / sqrt(D)."""
     activation_dtype: str | None
-    """"bfloat16" rounds q, k and v to that first, and allows as much for the weights of the keys; None (the default):
-    all are multiplied as they are."""
+    """"bfloat16" rounds q, k and v to bfloat16 first, and permits this rounding of the weights of the keys too; None
+    (the default) leaves all as they are."""
     nan_guard: bool
-    """Rows that see nothing give 0, not NaN."""
+    """Rows that see no key give 0, not NaN."""
 
 
 class AttentionSettings(NamedTuple):
@@ -72,7 +72,7 @@ class AttentionSettings(NamedTuple):
         return self.q_num_heads, self.kv_num_heads
 
 
-# Python's error for a misspelt option, or for one that is missing, begins with this name.
+# Python's error for a misspelt or missing option begins with this name.
 AttentionSettings.__new__.__qualname__ = "attention"
 
 
@@ -86,24 +86,24 @@ def attention(
 ) -> tuple[Array, Array, Array]:
     """Returns (y, present_key, present_value) of ONNX's Attention, with scores and sums in float64.
 
-    Of each head y is softmax(scale * q @ k.T + mask) @ v; head h of q meets head h // (Hq / Hkv) of k and v. Other
-    implementations compute in float32, in any order, and differ by at most `attention_error_bound`. A row of scores
-    with a NaN or Inf, or of -Inf throughout, makes a row of NaN, or of 0 with `nan_guard`. The effect of a NaN or
-    Inf in v on rows that a mask hides it from is not defined.
+    For each head, y is softmax(scale * q @ k.T + mask) @ v; head h of q uses head h // (Hq / Hkv) of k and v. Other
+    implementations compute in float32, in any order, and differ by at most `attention_error_bound`. If a row of scores
+    has a NaN or Inf, or only -Inf, the row of y is NaN, or 0 with `nan_guard`. If a mask hides a NaN or Inf in v from
+    a row, its effect on this row is undefined.
 
     Args:
         q: [B, S, Hq * D] float32, float16 or bfloat16.
-        k: [B, T, Hkv * D] of that dtype.
-        v: [B, T, Hkv * Dv] of that dtype.
+        k: [B, T, Hkv * D] of the dtype of q.
+        v: [B, T, Hkv * Dv] of the dtype of q.
         mask: bool, True where a row may see a key, or float32, float16 or bfloat16, added to the scores; broadcasts to
             [B, Hq, S, P + T].
-        past: keys [B, Hkv, P, D] and values [B, Hkv, P, Dv] before those of k and v, of the dtype of q.
+        past: the keys [B, Hkv, P, D] and values [B, Hkv, P, Dv] before k and v, of the dtype of q.
         **options: see `AttentionOptions`.
 
     Returns:
         y: [B, S, Hq * Dv] of the dtype of q.
         present_key: [B, Hkv, P + T, D], the keys of the past and k.
-        present_value: [B, Hkv, P + T, Dv], the same of the values.
+        present_value: [B, Hkv, P + T, Dv], the values of the past and v.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -130,16 +130,17 @@ def attention_error_bound(
     past: Past | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Floats:
-    """Returns how far a correct float32 attention may be from the exact one, per value of y, where that is finite.
+    """Returns the largest error of a correct float32 attention, for each value of y that is finite.
 
-    A score's error d, absolute, is a weight's relative one: of the dot product (gamma_D of Higham, section 3.1), of the
-    mask's sum, of what is subtracted before the exponential, of that itself. With G = sum of p * (e^d - 1), what the
-    sum of the weights may be off by, a weight is off by a factor of at most e^d / (1 - G), and 1 + 2^-8 where weights
-    may be rounded to bfloat16. To that come the sum over keys, which running sums scale anew now and then; what is
-    taken for 0, being below 2^-126; and storing y. No mean of values is further from another than twice the largest.
+    The absolute error d of a score is the relative error of its weight. It has four parts: the dot product (gamma_D of
+    Higham, section 3.1), the sum with the mask, the subtraction before the exponential, and the exponential. With
+    G = sum of p * (e^d - 1), the largest error of the sum of the weights, a weight is wrong by a factor of at most
+    e^d / (1 - G), and by a factor of 1 + 2^-8 where weights may be rounded to bfloat16. Three more errors follow: the
+    sum over keys, which running sums scale again at times; numbers below 2^-126, which may count as 0; and the store
+    of y. Two means of values differ by at most twice the largest magnitude.
 
-    Args: as in `attention`; `nan_guard` changes nothing. Compare with its result for float32 inputs of the same
-    values: storing y rounds too.
+    Args: as in `attention`; `nan_guard` changes nothing. Compare a result with `attention` for float32 inputs of the
+    same values: the store of y rounds too.
 
     Returns:
         [B, S, Hq * Dv].
@@ -167,7 +168,7 @@ def attention_error_bound(
 def check_attention(
     where: str, operands: tuple[Array, Array, Array], mask: Array | None, past: Past | None, heads: tuple[int, int]
 ) -> AttentionSizes:
-    """Returns the sizes of an attention, whose arguments `attention` explains; `heads` are Hq and Hkv.
+    """Returns the sizes of an attention with these arguments (see `attention`); `heads` are Hq and Hkv.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -211,7 +212,7 @@ def _operand(x: Array, activation_dtype: str | None) -> Floats:
 
 
 def _of_q_heads(x: Floats, sizes: AttentionSizes) -> Floats:
-    """Returns x [B, Hkv, ...] with every head repeated for the heads of q that share it."""
+    """Returns x [B, Hkv, ...] as [B, Hq, ...]: each head once for every head of q that shares it."""
     return np.repeat(x, sizes.q_heads // sizes.kv_heads, 1)
 
 
@@ -237,7 +238,7 @@ def _scored(
 
 
 def _softmax(scores: Floats, otherwise: float) -> Floats:
-    """Returns the softmax of each row, and `otherwise` in rows that have none."""
+    """Returns the softmax of each row, and `otherwise` in rows without a finite maximum."""
     with np.errstate(invalid="ignore"):
         highest = scores.max(-1, keepdims=True, initial=-np.inf)
         powers = np.exp(scores - highest)
@@ -283,12 +284,13 @@ class AttentionSizes:
 def attention_sizes(
     where: str, operands: tuple[Shape, Shape, Shape], mask: Shape, pasts: tuple[Shape, Shape], heads: tuple[int, int]
 ) -> AttentionSizes:
-    """Returns the sizes of an attention of tensors of these shapes.
+    """Returns the sizes of an attention whose tensors have these shapes.
 
-    They are those of `attention`, in its order; `pasts` are both [0] for none, `heads` Hq and Hkv.
+    The shapes are in the order of the arguments of `attention`. Without a past, both `pasts` are [0]. `heads` are Hq
+    and Hkv.
 
     Raises:
-        ShapeError: they do not fit together.
+        ShapeError: the shapes do not fit together.
     """
     sizes = _unmasked_sizes(where, operands, pasts, heads)
     expected = [(sizes.batch, sizes.kv_heads, sizes.past, d) for d in (sizes.d, sizes.dv)]
@@ -301,7 +303,7 @@ def attention_sizes(
             f"D = {sizes.d} and Dv = {sizes.dv}, or both [0] for no past",
             advice="pass the present_key and present_value of the step before",
         )
-    # NumPy's rule: sizes are compared from the last one; a mask may have fewer dimensions than the scores.
+    # NumPy's rule compares sizes from the last one; a mask may have fewer dimensions than the scores.
     fitting = zip(reversed(mask), reversed(sizes.scores), strict=False)
     if len(mask) > len(sizes.scores) or any(size not in (1, full) for size, full in fitting):
         raise ShapeError(
@@ -347,7 +349,7 @@ def _attention_body(g: Body) -> None:
     # Query heads that share keys are one matrix [G * S, D], so that no key is repeated.
     heads = {*g.case.attributes["q_num_heads"], *g.case.attributes["kv_num_heads"]}
     shared = None
-    if len(heads) > 1:  # no -1: it would be ambiguous where another size is 0
+    if len(heads) > 1:  # no -1: it is ambiguous where another size is 0
         stacked = g("Mul", g("Div", g.vector("q_num_heads"), g.vector("kv_num_heads")), g("Shape", q, start=2, end=3))
         shared = g("Concat", g("Shape", keys, end=2), stacked, axis=0)
     rows = g("Mul", _rounded(g, q), _scale(g, q))
@@ -357,7 +359,7 @@ def _attention_body(g: Body) -> None:
     if g.known("attn_mask").present is not False:
         scores = g("Add", scores, _additive_mask(g))
     scores = g.choose("is_causal", lambda g, causal: _seen(g, scores, sizes, total) if causal else scores)
-    # ONNX Runtime's Softmax makes NaN of a row with a NaN or Inf, or of -Inf throughout.
+    # ONNX Runtime's Softmax gives NaN for a row with a NaN or Inf, or with only -Inf.
     weights = g("Softmax", scores, axis=-1)
     weights = g.choose("nan_guard", lambda g, guard: _without_nan(g, weights) if guard else weights)
     y = g("MatMul", _stacked(g, _rounded(g, weights), shared, total), _rounded(g, values))
@@ -379,7 +381,7 @@ def _split_heads(g: Body, port: str, heads: str) -> str:
     """Returns an input [B, L, heads * D] as float32 [B, heads, L, D]."""
     count, last = g.vector(heads), g.known(port).last
     if isinstance(number := g.attribute(heads), int) and last is not None:
-        shape = g.constant([0, 0, number, last // number])  # 0 stands for the size that is there
+        shape = g.constant([0, 0, number, last // number])  # 0 keeps the size of the input
         return g("Transpose", g("Reshape", g.floats(port), shape), perm=[0, 2, 1, 3])
     d = g("Div", g("Shape", port, start=2), count)
     shape = g("Concat", g("Shape", port, end=2), count, d, axis=0)
@@ -396,19 +398,19 @@ def _merged_heads(g: Body, y: str, values: str) -> str:
 
 
 def _with_past(g: Body, new: str, past: str) -> str:
-    """Returns `past` [B, Hkv, P, D] and, behind it, `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
+    """Returns `past` [B, Hkv, P, D] followed by `new` [B, T, Hkv * D], as float32 [B, Hkv, P + T, D]."""
     values, there = _split_heads(g, new, "kv_num_heads"), g.known(past)
     if there.present is False:
         return values
     before = g.floats(past)
-    if there.rank != 4:  # it may be a vector of no values
+    if there.rank != 4:  # it may be an empty vector
         shape = g("Concat", g("Shape", values, end=2), _past_length(g), g("Shape", values, start=3), axis=0)
         before = g("Reshape", before, shape, allowzero=1)
     return g("Concat", before, values, axis=2)
 
 
 def _past_length(g: Body) -> str:
-    """Returns [P], the third dimension of past_key; 0 if it has none, which stands for no past."""
+    """Returns [P], the third dimension of past_key; [0] if past_key has fewer dimensions, which stands for no past."""
     if g.known("past_key").present is False:
         return g.constant([0])
     return g("ReduceSum", g("Shape", "past_key", start=2, end=3), g.constant([0]), keepdims=1)
@@ -425,12 +427,12 @@ def _product(g: Body, q: str, keys: str) -> str:
     """Returns q @ transpose(keys)."""
     if g.known("past_key").present is False:
         return g("MatMul", q, g("Transpose", keys, perm=[0, 1, 3, 2]))
-    # ONNX Runtime before 1.24 would move the Transpose up to a past without values, and divides by zero there.
+    # ONNX Runtime before 1.24 moves a Transpose up to a past without values, and divides by zero there.
     return g("Einsum", q, keys, equation="bhsd,bhtd->bhst")
 
 
 def _scale(g: Body, q: str) -> str:
-    """Returns the attribute, or 1 / sqrt(D) where that is 0."""
+    """Returns the attribute `scale`, or 1 / sqrt(D) where it is 0."""
     scales = g.case.attributes["scale"]
     if 0 not in scales:
         return g.number("scale")
@@ -442,21 +444,21 @@ def _scale(g: Body, q: str) -> str:
 
 
 def _additive_mask(g: Body) -> str:
-    """Returns attn_mask as what to add to the scores, whether it is boolean or not."""
+    """Returns the numbers to add to the scores for attn_mask, whether it is boolean or not."""
     dtype, zero, hidden = g.known("attn_mask").dtype, g.constant(np.float32(0)), g.constant(np.float32(-np.inf))
     if dtype == BOOL:
         return g("Where", "attn_mask", zero, hidden)
     if dtype:
         return g.floats("attn_mask")
     mask = g("Cast", "attn_mask", to=FLOAT)
-    # 2 becomes 1 in a boolean's dtype alone.
+    # 2 becomes 1 only in a boolean's dtype.
     two = g("Cast", g("CastLike", g.constant(np.float32(2)), "attn_mask"), to=FLOAT)
     added = g("Where", g("Equal", mask, zero), hidden, zero)
     return g("Where", g("Less", two, g.constant(np.float32(2))), added, mask)
 
 
 def _seen(g: Body, scores: str, sizes: str, total: str) -> str:
-    """Returns the scores of the keys that a row may see, j <= P + i, and -Inf for others."""
+    """Returns the scores of the keys j that row i may see, j <= P + i, and -Inf for other keys."""
     zero, one = g.constant(0), g.constant(1)
     start = g("Squeeze", _past_length(g))
     i = g("Range", start, g("Add", start, g("Gather", sizes, g.constant(2))), one)

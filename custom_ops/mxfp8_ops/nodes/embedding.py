@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 
 
 def embedding(indices: Array, b: Codes, b_scales: Codes, *, b_format: str = "e4m3", dtype: str = "float32") -> Array:
-    """Returns dequantize(b)[indices]: the rows of a packed table, as ONNX's Gather and torch's embedding give them.
+    """Returns dequantize(b)[indices]: rows of a packed table, as in ONNX's Gather and torch's embedding.
 
     Args:
         indices: int32 or int64 [...]; a negative one counts from the last row.
-        b: elements uint8 [V, D]: laid out as the second operand of a gemm with N = V and K = D, which may share them.
+        b: elements uint8 [V, D], in the layout of the second operand of a gemm with N = V and K = D. A gemm and an
+            embedding may share them.
         b_scales: uint8 [V, ceil(D / 32)].
-        b_format: "e4m3" or "e5m2".
+        b_format: "e4m3", "e5m2" or "int8".
         dtype: dtype of the result, "float32", "float16" or "bfloat16"; the latter two are rounded from float32.
 
     Returns:
@@ -49,7 +50,7 @@ INDEX_DTYPES: Final = ("int32", "int64")
 
 
 def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
-    """Returns the shape of the rows of b [V, D] that `indices` [...] name: [..., D].
+    """Returns [..., D], the shape of the rows of b [V, D] at `indices` [...].
 
     Raises:
         ShapeError: the indices are neither int32 nor int64, or the table is not a matrix.
@@ -69,7 +70,7 @@ def embedding_shape(where: str, indices: Any, b: Shape) -> Shape:
 
 
 def check_indices(where: str, indices: Any, rows: int) -> None:
-    """Raises ShapeError, which names the first that is wrong, unless all indices are within -rows..rows-1."""
+    """Raises ShapeError if an index is outside -rows..rows-1; the error names the first such index."""
     # Both signs are legal: ONNX Gather counts negative indices from the end.
     wrong = np.argwhere((indices < -rows) | (indices >= rows))
     if len(wrong):

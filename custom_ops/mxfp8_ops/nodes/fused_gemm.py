@@ -40,7 +40,7 @@ def fused_gemm(
     bias: Array | None = None,
     **options: Unpack[op_options.FusedGemm],
 ) -> Array:
-    """Returns epilogue(A @ B.T + bias) * factor, as `gemm.gemm` multiplies, whose operands and errors it has.
+    """Returns epilogue(A @ B.T + bias) * factor; the product, its operands and its errors are as in `gemm.gemm`.
 
     Raises:
         ContractError: also for an unknown epilogue.
@@ -56,9 +56,9 @@ def fused_gemm(
 def fused_weight_gemm(
     x: Array, b: Codes, b_scales: Codes, bias: Array | None = None, **options: Unpack[op_options.FusedWeightGemm]
 ) -> Array:
-    """Returns epilogue(x @ dequantize(b).T + bias) * factor, as `gemm.weight_gemm` multiplies.
+    """Returns epilogue(x @ dequantize(b).T + bias) * factor; the product is as in `gemm.weight_gemm`.
 
-    All as in `fused_gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16;
+    The rest is as in `fused_gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16;
     see `op_options.FusedWeightGemm`.
     """
     epilogue, factor, rest = op_options.epilogue(**options)
@@ -67,7 +67,7 @@ def fused_weight_gemm(
     sums = gemm.weight_gemm(x, b, b_scales, bias, b_format=b_format, activation_dtype=activation_dtype)
     if factor is not None:
         check_factor("gemm", factor, sums.shape)
-    # The sums are rounded to float32 once before the epilogue and once after it, as in the kernels; in between float64.
+    # As in the kernels, the sums are rounded to float32 before the epilogue and after it; the epilogue is in float64.
     with np.errstate(over="ignore", invalid="ignore"):
         y = row.of(sums.astype(np.float64))
         if factor is not None:
@@ -76,7 +76,7 @@ def fused_weight_gemm(
 
 
 def check_factor(where: str, factor: Any, y: Shape) -> None:
-    """Raises ShapeError unless `factor` is an array of values of the shape `y` of what it multiplies."""
+    """Raises ShapeError unless `factor` is an array of values with the shape `y` of the result."""
     # No broadcasting: the kernels read the factor at the place of each result.
     check_value_dtype(where, factor.dtype)
     if factor.shape != y:
@@ -98,9 +98,9 @@ class Epilogue:
 
     of: Callable[[Float64s], Float64s]
     steepest: float
-    """The greatest magnitude of its derivative: the factor on an error of the sum, at most."""
+    """The greatest magnitude of its derivative, which is the largest factor on an error of the sum."""
     error: float
-    """The greatest error of evaluating it in float32, in units of 2^-24 |x|: no epilogue exceeds |x|."""
+    """The greatest error of the function in float32, in units of 2^-24 |x|: no epilogue exceeds |x|."""
 
 
 def _relu(x: Float64s) -> Float64s:
@@ -122,8 +122,8 @@ def _silu(x: Float64s) -> Float64s:
     return np.asarray(x / (1 + np.exp(-x)))
 
 
-# The derivatives of gelu and gelu_tanh reach 1.129, that of silu 1.0998. An exponential or an erf in float32 and the
-# operations around it may be off by 8 roundings of |x|; none and relu do not round at all.
+# The derivatives of gelu and gelu_tanh reach 1.129, the derivative of silu 1.0998. An exponential or an erf in
+# float32, with the operations around it, may have an error of 8 roundings of |x|; none and relu do not round.
 FUNCTIONS: Final[Mapping[str, Epilogue]] = MappingProxyType(
     {
         "none": Epilogue(lambda x: x, 1.0, 0.0),
@@ -153,13 +153,13 @@ def fused_gemm_error_bound(
     epilogue: str = "none",
     factor: Array | None = None,
 ) -> Float64s:
-    """Returns how far every output of a fused gemm may be from its reference with dtype="float32".
+    """Returns the largest error of each output of a fused gemm, against its reference with dtype="float32".
 
-    All as in `gemm.gemm_error_bound`, with the epilogue and the factor of the call.
+    The rest is as in `gemm.gemm_error_bound`, with the epilogue and the factor of the call.
     """
     bound, row = numerics.error_bound(dtype), epilogue_function(epilogue)
-    # An error of the sum grows with the derivative at most; then come the epilogue's own error and two roundings more,
-    # of its result and of the product with a factor. No epilogue exceeds the magnitude of the gemm.
+    # The derivative bounds the growth of an error of the sum. Then come the epilogue's own error and two roundings, of
+    # its result and of the product with a factor. No epilogue exceeds the magnitude of the gemm.
     bound = replace(
         bound,
         per_term=bound.per_term * row.steepest,
@@ -186,10 +186,10 @@ def _fused_gemm_body(g: Body, gemm: Op) -> None:
 
 
 def _product(g: Body, gemm: Op) -> str:
-    """Returns the epilogue of what `gemm` gives, in float32."""
+    """Returns the epilogue of the result of `gemm`, in float32."""
     inputs = {p.name: (p.name, g.known(p.name)) for p in gemm.inputs if p.name != "bias"}
     if g.style.in_function:
-        # ONNX Runtime derives what dtypes an input may have from the standard ops that read it.
+        # ONNX Runtime derives the dtypes that an input may have from the standard ops that read it.
         inputs = {name: (g("Identity", value), known) for name, (value, known) in inputs.items()}
     if g.known("bias").present is not False:
         # Never an empty name: ONNX Runtime before 1.27 crashes on one.
@@ -220,9 +220,9 @@ def _activated(g: Body, x: str, name: str) -> str:
 
 
 def _fused(gemm: Op, a: str, *, gated: bool) -> Op:
-    """Returns the row of a gemm with an epilogue and, if it is gated, a factor.
+    """Returns the contract row of a gemm with an epilogue and, if it is gated, a factor.
 
-    Those with a factor are nodes of their own: a body cannot find out that an input of any shape is absent.
+    Gemms with a factor are nodes of their own: a body cannot find out that an input of any shape is absent.
     """
     *operands, bias = gemm.inputs
     factor = (Port("factor", VALUES, "shape of Y"),) if gated else ()

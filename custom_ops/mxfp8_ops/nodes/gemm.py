@@ -1,4 +1,4 @@
-"""MXFP8Gemm and MXFP8WeightGemm: products with a packed weight, with an operand in MXFP8 or of values."""
+"""MXFP8Gemm and MXFP8WeightGemm: products of a packed weight with a packed operand or with plain values."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def gemm(
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias, with the sums in float64.
 
-    Other implementations accumulate in float32, in any order: they differ from this by at most
+    Other implementations accumulate in float32, in any order. Their results differ from this one by at most
     `gemm_error_bound`.
 
     Args:
         a: elements uint8 [..., M, K] (or [K], which gives [..., N]).
         a_scales: uint8 [..., M, ceil(K / 32)].
-        b: elements uint8 [..., N, K]; leading dimensions broadcast against those of `a`.
+        b: elements uint8 [..., N, K]; leading dimensions broadcast against the leading dimensions of `a`.
         b_scales: uint8 [..., N, ceil(K / 32)].
         bias: float32 [N], or None.
         **options: see `op_options.Gemm`.
@@ -58,7 +58,7 @@ def weight_gemm(
 ) -> Array:
     """Returns x @ dequantize(b).T + bias, with the sums in float64.
 
-    All as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
+    The rest is as in `gemm`, but x [..., M, K] (or [K]) is float32, float16 or bfloat16; see `op_options.WeightGemm`.
     """
     b_format, dtype, activation_dtype = op_options.weight_gemm(**options)
     check_value_dtype("gemm", x.dtype)
@@ -67,21 +67,21 @@ def weight_gemm(
         x = x.astype(value_dtype("bfloat16"))
     weight = dequantize(b, b_scales, element_format=b_format)
     with np.errstate(over="ignore", invalid="ignore"):
-        # An element has 4 significant bits and x at most 24: each product is exact in the 53 bits of float64.
+        # An element has at most 7 significant bits and x at most 24: each product is exact in the 53 bits of float64.
         y = x.astype(np.float64) @ np.swapaxes(weight, -1, -2).astype(np.float64)
         if bias is not None:
             y = y + bias.astype(np.float64)
-        # Through float32 to 16 bits, as the kernels do: they accumulate in float32 and round that.
+        # Through float32 to 16 bits, as in the kernels: they accumulate in float32 and round the sum.
         return np.asarray(y, np.float32).astype(value_dtype(dtype))
 
 
 def gemm_error_bound(
     x: Array, weight: Array, dtype: str = "float32", bias: Array | None = None
 ) -> npt.NDArray[np.float64]:
-    """Returns the `ErrorBound` of every output of x @ weight.T + bias.
+    """Returns the largest error of each output of x @ weight.T + bias, by its `numerics.ErrorBound`.
 
-    x [..., M, K] and weight [..., N, K] are dequantized values, bias [N], dtype that of the result being judged.
-    Compare with `gemm(..., dtype="float32")`: a reference rounded to 16 bits adds a rounding of its own.
+    x [..., M, K] and weight [..., N, K] are dequantized values, bias is [N]; dtype is the dtype of the result that you
+    judge. Compare it with `gemm(..., dtype="float32")`: a reference in 16 bits has one more rounding.
     """
     magnitude = np.abs(x.astype(np.float64)) @ np.swapaxes(np.abs(weight.astype(np.float64)), -1, -2)
     if bias is not None:
@@ -94,7 +94,7 @@ def gemm_error_bound(
 
 def check_gemm_shapes(where: str, x: Shape, b: Shape, bias: Shape | None) -> None:
     """Raises ShapeError unless x [..., M, K] (or [K]), b [..., N, K] and bias [N] have the same K and N."""
-    # The second operand has K last too, as nn.Linear stores a weight: blocks of both are then contiguous in memory.
+    # The second operand has K last too, as a weight of nn.Linear: blocks of both are then contiguous in memory.
     if len(x) < 1 or len(b) < 2 or x[-1] != b[-1]:
         raise ShapeError(
             where,
@@ -111,7 +111,7 @@ def check_gemm_shapes(where: str, x: Shape, b: Shape, bias: Shape | None) -> Non
 def product_shape(
     where: str, x: Shape, b: Shape, bias: Shape | None, broadcast: Callable[..., Any] = np.broadcast_shapes
 ) -> Shape:
-    """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed: [..., M, N] (or [..., N]).
+    """Returns [..., M, N] (or [..., N]), the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
 
     Leading dimensions combine as `broadcast` says; torch.broadcast_shapes knows symbolic ones.
 
@@ -119,7 +119,7 @@ def product_shape(
         ShapeError: they do not fit together.
     """
     check_gemm_shapes(where, x, b, bias)
-    # One weight for all rows: nothing broadcasts.
+    # One weight for all rows: no dimension broadcasts.
     if len(b) == 2:
         return (*x[:-1], b[0])
     try:
@@ -135,7 +135,7 @@ def product_shape(
 
 
 def a_values(g: Body) -> str:
-    """Returns the float32 values of A, whose K is that of B."""
+    """Returns the float32 values of A, which has the same K as B."""
     return g.values("A", "A_scales", g.known("A"), whole=g.known("B").whole)
 
 
@@ -147,7 +147,7 @@ def b_values(g: Body) -> str:
     perm = [*range(known.rank - 2), known.rank - 1, known.rank - 2]
     if not (known.constant and known.whole and g.style.folds_weights):
         return g("Transpose", g.values("B", "B_scales", known), perm=perm)
-    # ONNX Runtime keeps every step of what it folds until it has folded all weights, so few steps are in float32.
+    # ONNX Runtime keeps every step of its constant folding until all weights are done, so few steps are in float32.
     b, scales = g("Transpose", "B", perm=perm), g("Transpose", "B_scales", perm=perm)
     lead, n = g("Shape", b, end=-2), g("Shape", b, start=-1)
     blocks = g("Concat", lead, g("Shape", scales, start=-2, end=-1), g.constant([BLOCK_SIZE]), n, axis=0)
@@ -171,10 +171,11 @@ def _matmul(g: Body, values: Callable[[Body], str]) -> None:
 
 
 def weight_gemm_dtype(wanted: int) -> int:
-    """Returns the output_dtype to give an MXFP8WeightGemm for a result of dtype `wanted`; a Cast must make up for it.
+    """Returns the output_dtype of an MXFP8WeightGemm for a result of dtype `wanted`; if they differ, add a Cast.
 
-    ONNX Runtime runs a float16 node between nodes that it has in float32 only in float32 too, but leaves its attributes
-    alone: a node with float16 on both sides whose dtype is an attribute then fails to load. So float32 stands for it.
+    Where the neighbours of a float16 node run only in float32, ONNX Runtime runs this node in float32 too, and keeps
+    its attributes. A node with float16 on both sides and with its dtype as an attribute then fails to load. So
+    output_dtype is float32 for float16.
 
     Args:
         wanted: an onnx.DataType.

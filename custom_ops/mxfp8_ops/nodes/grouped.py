@@ -33,17 +33,17 @@ def grouped_gemm(
     experts: npt.NDArray[np.int64],
     **options: Unpack[op_options.Gemm],
 ) -> Array:
-    """Returns a times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
+    """Returns the products of `a` and the transposed matrices of b[experts], with the sums in float64.
 
-    The same as `gemm(a, a_scales, b[experts], b_scales[experts])`, but for rows without an expert.
+    It is `gemm(a, a_scales, b[experts], b_scales[experts])`, except for rows without an expert.
 
     Args:
         a: elements uint8 [..., M, K].
         a_scales: uint8 [..., M, ceil(K / 32)].
         b: elements uint8 [E, N, K].
         b_scales: uint8 [E, N, ceil(K / 32)].
-        experts: int64 [...], which broadcasts with the leading dimensions of `a`; -1 is the last expert, and E is none:
-            the result is 0 there, whatever `a` holds.
+        experts: int64 [...], which broadcasts with the leading dimensions of `a`; -1 is the last expert. E stands for
+            no expert: the result is 0 there, whatever the values of `a`.
         **options: see `op_options.Gemm`.
 
     Returns:
@@ -61,19 +61,19 @@ def grouped_gemm(
 def grouped_weight_gemm(
     x: Array, b: Codes, b_scales: Codes, experts: npt.NDArray[np.int64], **options: Unpack[op_options.WeightGemm]
 ) -> Array:
-    """Returns x times the transposes of the matrices of `b` that `experts` pick, with the sums in float64.
+    """Returns the products of `x` and the transposed matrices of b[experts], with the sums in float64.
 
-    All as in `grouped_gemm`, but with x [..., M, K] and the options of `weight_gemm`.
+    The rest is as in `grouped_gemm`, but with x [..., M, K] and the options of `weight_gemm`.
     """
     check_value_dtype("grouped_gemm", x.dtype)
     grouped_shape("grouped_gemm", x.shape, b.shape, experts.shape)
     check_scales("grouped_gemm", b.shape, b_scales.shape, -1)
     picked = check_experts("grouped_gemm", experts, b.shape[0])
     no_expert = picked == b.shape[0]
-    # One matrix more, of zeros: NumPy needs some matrix at the index E, which stands for no expert.
+    # One more matrix, of zeros: NumPy needs a matrix at the index E, which stands for no expert.
     b, b_scales = (np.concatenate([t, np.zeros((1, *t.shape[1:]), np.uint8)])[picked] for t in (b, b_scales))
     y = weight_gemm(x, b, b_scales, **options)
-    y[np.broadcast_to(no_expert, y.shape[:-2])] = 0  # a NaN in x times the zeros would give NaN
+    y[np.broadcast_to(no_expert, y.shape[:-2])] = 0  # a NaN in x times the zeros is NaN
     return y
 
 
@@ -83,7 +83,7 @@ def grouped_weight_gemm(
 def grouped_shape(
     where: str, x: Shape, b: Shape, experts: Shape, broadcast: Callable[..., Any] = np.broadcast_shapes
 ) -> Shape:
-    """Returns the shape of x [..., M, K] times the transposes of b [E, N, K] that experts [...] pick: [..., M, N].
+    """Returns [..., M, N], the shape of the products of x [..., M, K] and the matrices of b [E, N, K] at experts [...].
 
     The shape of the indices broadcasts with the leading dimensions of `x`, as in `product_shape`.
 
@@ -97,12 +97,12 @@ def grouped_shape(
             expected="[..., M, K] and [E, N, K] with the same K",
             advice="store each expert's weight with K last",
         )
-    # As if every index had picked its matrix: a stack of weights [..., N, K].
+    # The weights are a stack [..., N, K], with one matrix for each index.
     return product_shape(where, x, (*experts, *b[1:]), None, broadcast)
 
 
 def check_experts(where: str, experts: Any, count: int) -> Any:
-    """Returns indices of experts as 0..count, where `count` stands for no expert.
+    """Returns the indices of experts as 0..count, where `count` stands for no expert.
 
     -1 is the last expert, as in ONNX Gather.
 
@@ -119,7 +119,7 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
             expected=f"{-count} to {count - 1}, or {count} for none",
             advice="correct the indices",
         )
-    # `count` itself passes: it stands for no expert, and no index of Gather could say that.
+    # `count` itself passes: it stands for no expert, which has no index in Gather.
     return experts + count * (experts < 0)
 
 
@@ -127,7 +127,7 @@ def check_experts(where: str, experts: Any, count: int) -> Any:
 
 
 def _grouped_matmul(g: Body, values: Callable[[Body], str]) -> None:
-    """Y = values of A or X @ transpose(B[experts]), one MatMul per expert that is picked: none is repeated."""
+    """Y = values of A or X @ transpose(B[experts]), with one MatMul for each expert among the indices."""
     a, b = values(g), b_values(g)
     count = g("Squeeze", g("Shape", b, end=1), out="count")
     experts = g("Unsqueeze", _experts(g, count), g.constant([-1]))
@@ -146,7 +146,7 @@ def _grouped_matmul(g: Body, values: Callable[[Body], str]) -> None:
 
 
 def _experts(g: Body, count: str) -> str:
-    """Returns the indices of experts as 0..count, count being none; other indices fail at run time, in the Gather."""
+    """Returns the indices of experts as 0..count, where count is no expert; others fail at run time in Gather."""
     from_end = g("Add", "experts", count)
     experts = g("Where", g("Less", "experts", g.constant(0)), from_end, "experts", out="from_start")
     beyond = g("Or", g("Less", experts, g.constant(0)), g("Greater", experts, count), out="beyond")
@@ -155,7 +155,7 @@ def _experts(g: Body, count: str) -> str:
 
 
 def _expert(outer: Body, a: str, b: str, experts: str, picked: str) -> GraphProto:
-    """Returns the body of a Loop over `picked`: the rows of one expert are multiplied and put into the result."""
+    """Returns the body of a Loop over `picked`: it multiplies the rows of one expert and puts them into the result."""
     g = outer.inner()
     turn, more, before = (g.unique(name) for name in ("turn", "more", "before"))
     expert = g("Gather", picked, turn, out="expert")

@@ -1,4 +1,4 @@
-"""MXFP8Quantize and MXFP8Dequantize: blocks of 32 values to elements and scales, and back."""
+"""MXFP8Quantize and MXFP8Dequantize: from blocks of 32 values to elements and scales, and back."""
 
 from __future__ import annotations
 
@@ -42,18 +42,19 @@ def quantize(
 
     Per block: amax -> scale code s (`formats.SCALE_ROUNDINGS`), clamped to 0..254; then every value times
     2^(127 - s), rounded to nearest even, saturating. An all-zero block has s = 0. A NaN or Inf anywhere in a
-    block gives s = 255 and 32 NaN elements: bad values surface.
+    block gives s = 255 and 32 elements 0x7F, which are NaN in e4m3 and e5m2: all values of the block become NaN.
 
-    Elements mean something with the scales of their own blocks only, and nothing marks where those begin: a part of
-    the pair along `axis` is elements[..., 32 * i : 32 * j] with scales[..., i:j]. Cut elsewhere, or reshaped across
-    `axis`, it has shapes that fit and values that are wrong. Other axes may be cut anywhere, both arrays alike.
+    Elements need the scales of their own blocks, and the arrays have no marks where blocks begin. Along `axis`, a part
+    of the pair is elements[..., 32 * i : 32 * j] with scales[..., i:j]. If you cut elsewhere or reshape across `axis`,
+    the shapes fit and the values are wrong. You may cut other axes anywhere, both arrays alike.
 
     Args:
         x: [..., K, ...] float32, float16 or bfloat16. The last block may be partial (as if zero-padded).
-        axis: the blocked axis (that of length K).
-        element_format: "e4m3" or "e5m2".
+        axis: the blocked axis (its length is K).
+        element_format: "e4m3", "e5m2" or "int8".
         scale_rounding: "ceil", "floor" or "even".
-        out: arrays to write elements and scales to, and to return: C-contiguous, and apart from each other and `x`.
+        out: the arrays for elements and scales, which are also the result: C-contiguous, and apart from each other
+            and `x`.
 
     Returns:
         elements: uint8, the shape of `x`.
@@ -71,7 +72,7 @@ def quantize(
     axis = normalize_axis("quantize", x.ndim, axis)
     if out is not None:
         out = check_out("quantize", out, x, scale_shape(x.shape, axis), np)
-    # float32 holds every float16 and bfloat16, so the rules below need one dtype only.
+    # float32 holds every float16 and bfloat16, so the rules below need only one dtype.
     values = np.moveaxis(x, axis, -1).astype(np.float32)
     k = values.shape[-1]
     # A zero changes neither amax nor another element: a partial block quantizes as a whole one (docs/numerics.md).
@@ -82,8 +83,8 @@ def quantize(
     # Magnitudes order as their bits do, and NaN (above Inf) wins the maximum by itself.
     amax_bits = (blocks.view(np.uint32) & 0x7FFFFFFF).max(-1, initial=0).astype(np.int64)
     finite = amax_bits < 0x7F800000  # the bits of Inf; NaN has larger ones
-    # The exponent field of float32 is log2(amax) + 127, and E8M0 has the bias 127 too (OCP MX v1.0, section 5.4):
-    # shifting the mantissa out and taking off emax gives the scale code. Code 255 is NaN, so 254 is the largest.
+    # The exponent field of float32 is log2(amax) + 127, and E8M0 has the bias 127 too (OCP MX v1.0, section 5.4). So
+    # the field, without the mantissa, less emax is the scale code. Code 255 is NaN, so 254 is the largest.
     # Subnormals, below 0x800000, have no implied leading one: `scale_increment` says why they take half.
     added = np.where(amax_bits < 0x800000, increment >> 1, increment)
     scales = np.clip(((amax_bits + added) >> 23) - fmt.emax, 0, 254)
@@ -106,13 +107,13 @@ def quantize(
 def dequantize(
     elements: Codes, scales: Codes, *, axis: int = -1, element_format: str = "e4m3", dtype: str = "float32"
 ) -> Array:
-    """Returns the values that (elements, scales) stand for; exact in float32 wherever float32 can hold them.
+    """Returns the values of (elements, scales); they are exact in float32 wherever float32 can hold them.
 
     Args:
         elements: uint8 [..., K, ...].
         scales: uint8, the shape of `elements` with K replaced by ceil(K / 32).
         axis: the blocked axis.
-        element_format: "e4m3" or "e5m2".
+        element_format: "e4m3", "e5m2" or "int8".
         dtype: "float32", "float16" or "bfloat16"; the latter two are rounded from float32.
 
     Raises:
@@ -130,9 +131,9 @@ def dequantize(
 
 
 def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tuple[Any, Any]:
-    """Returns `out`, the arrays that the elements and scales of `x` are to be written to.
+    """Returns `out`, the arrays for the elements and scales of `x`, after a check.
 
-    `scales` is the shape of the scales, `library` the module that `x` is an array of: NumPy or CuPy.
+    `scales` is the shape of the scales, `library` the module of the array `x`: NumPy or CuPy.
 
     Raises:
         ShapeError: they are not two C-contiguous, writeable uint8 arrays of these shapes, or share memory.
@@ -149,7 +150,7 @@ def check_out(where: str, out: Any, x: Any, scales: Shape, library: Any) -> tupl
             expected = f"C-contiguous, writeable {expected}"
             raise ShapeError(where, f"out: {name} are {what}", expected=expected, advice="pass other arrays")
     # A kernel reads x while it writes: with common memory it would read its own output. may_share_memory compares
-    # bounds only, so views that interleave are refused too; the exact test can take exponential time.
+    # only bounds, so it refuses views that interleave too; the exact test can take exponential time.
     if any(library.may_share_memory(*pair) for pair in (out, (out[0], x), (out[1], x))):
         what, expected = "out: elements, scales and x share memory", "three arrays without common memory"
         raise ShapeError(where, what, expected=expected, advice="pass other arrays")
@@ -173,7 +174,7 @@ def _quantize_body(g: Body) -> None:
 
 def _quantized(g: Body, x: str) -> tuple[str, str]:
     """Returns the elements and scales of float32 values [..., K]."""
-    # An infinity marks a bad block as well as a NaN, which ReduceMax may drop. Where is slow if it has to broadcast.
+    # Infinity replaces NaN, which ReduceMax may drop: both mark a bad block. Where is slow if it has to broadcast.
     x = g("Where", g("IsNaN", x), g.constant(np.float32(np.inf)), x)
     blocks, back = g.blocks(x, whole=g.case.whole)
     amax = _largest(g, g("Abs", blocks))
@@ -188,7 +189,7 @@ def _quantized(g: Body, x: str) -> tuple[str, str]:
     elements = back(elements)
     if not g.case.whole or is_mixed:
         elements = g("Cast", elements, to=dtype)
-    # A slice of every 32nd value has one for each block.
+    # A slice of every 32nd value has one value for each block.
     ends, axes = (g.constant([value]) for value in (np.iinfo(np.int64).max, -1))
     sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
     codes = g("Gather", _table(g, np.arange(256, dtype=np.uint8)), index)
@@ -211,7 +212,7 @@ def _row(dtype: int) -> formats.ElementFormat:
 
 
 def _scale_index(g: Body, amax: str) -> str:
-    """Returns where `_table` has what belongs to the scale codes of amax, as int32: see `formats.scale_offset`."""
+    """Returns the int32 indices into a `_table` for the scale codes of amax: see `formats.scale_offset`."""
 
     def of_rounding(g: Body, rounding: str) -> str:
         return g.choose(
@@ -225,14 +226,17 @@ def _scale_index(g: Body, amax: str) -> str:
 
 
 def _table(g: Body, values: npt.NDArray[Any]) -> str:
-    """Returns `values` [256] by scale code, for a `_scale_index`: 255 is code 254, of finite values; 256 is 255."""
+    """Returns a table of `values` [256], one for each scale code, for a `_scale_index`.
+
+    Index 255 is for code 254, of finite values; index 256 is for code 255.
+    """
     return g.constant(np.concatenate([values[:-1], values[-2:]]))
 
 
 def _elements(g: Body, blocks: str, index: str, dtype: Any) -> str:
-    """Returns the elements of blocks [n, 32] without NaN, by their `_scale_index`.
+    """Returns the elements of blocks [n, 32], which have no NaN; `index` is their `_scale_index`.
 
-    `dtype` is an onnx.DataType, or the reference to one of several floating-point formats.
+    `dtype` is an onnx.DataType, or a reference to one of several floating-point formats.
     """
     fmt = _row(dtype if isinstance(dtype, int) else g.case.attributes["output_dtype"][0])
     # A product, and QuantizeLinear of a whole tensor: a quotient by the subnormal 2^-127 is no number where a session
@@ -270,11 +274,11 @@ class Lines:
     lead: str
     """The sizes before K, in front of a 1; P is their product."""
     trail: str
-    """Those after K; Q is their product."""
+    """The sizes after K; Q is their product."""
 
     @classmethod
     def of(cls, g: Body, x: str) -> Lines | None:
-        """Returns those of `x`, whose blocks are along the attribute `axis`; None if that is the last one."""
+        """Returns the lines of `x`, whose blocks are along the attribute `axis`; None if `axis` is the last one."""
         axis, rank = g.attribute("axis"), g.known(g.op.inputs[0].name).rank
         if axis == -1 or (rank is not None and axis == rank - 1):
             return None

@@ -1,11 +1,11 @@
 """The nodes as torch ops: importing this module registers `torch.ops.mxfp8.*`. It loads no native code by itself.
 
-They mean what `numpy_nodes.py` says, and `contract.TORCH_OPS` says which are nodes. A dtype of None is float32, and
-that of x in weight_gemm: a ScalarType with any other default cannot be packaged by AOTInductor (torch 2.13 writes the
-default out as an int and refuses to read it).
+`numpy_nodes.py` defines the results, and `contract.TORCH_OPS` lists the ops that are nodes. A dtype of None is
+float32, and in weight_gemm the dtype of x. AOTInductor cannot package a ScalarType with any other default (torch 2.13
+writes the default out as an int and refuses to read it).
 
 A file per kind of op: checks, fake kernel, CPU kernel, and in OPS the rows that register them. The schema of a node's
-op follows from its row of the contract. Below them:
+op follows from its row of the contract. The other files:
 
 cuda.py      CUDA kernels, through CuPy
 operands.py  the rows of OPS, and the checks of all ops
@@ -14,24 +14,24 @@ schemas.py   the schema of a node's op, from its row of the contract
 gradients.py  shared by the ops with gradients
 cached_weights.py  quantized weights that live for several calls
 constant_weights.py  weights in the layout of the kernels, on the CPU
-sharding.py  how the ops run on DTensors; only those who use these import it, as it takes half a second
+sharding.py  the ops on DTensors; only programs with DTensors import it, as the import takes half a second
 
-Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. They are cut
-along the blocked axis between blocks only, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. Views that
-begin elsewhere, or reshape that axis, have shapes that fit and values that are wrong; no op detects that.
+Elements and scales are uint8 tensors: `module.to(dtype)` changes float8 buffers, but leaves these alone. Cut them
+along the blocked axis only between blocks, both alike: elements[..., 32 * i : 32 * j] with scales[..., i:j]. If a view
+begins elsewhere or reshapes this axis, the shapes fit and the values are wrong; no op detects this.
 
-linear_train uses quantize_both for a gradient [M, N]: it gives quantize(x) and quantize(x.t()), and on a GPU reads x
+linear_train uses quantize_both for a gradient [M, N]: it returns quantize(x) and quantize(x.t()), and on a GPU reads x
 once. grouped_linear_train is linear_train for each group of rows; quantize_groups and grouped_wgrad make the gradients
 of its weights.
 
-Gradients: linear_train and product have all of them, linear_packed and weight_gemm those of x and bias (the packed
-weight is frozen), gemm that of its bias, grouped_gemm that of values. All are in reverse mode, by backward() and by
-torch.func.grad: rounding is passed straight through. A second derivative of linear_train and its grouped form raises,
-and so does forward mode. quantize returns integers, which pass no gradient on: it raises if x requires one. dequantize
-and embedding take integers, which have none.
+Gradients: linear_train and product have all gradients, linear_packed and weight_gemm the gradients of x and bias (the
+packed weight is frozen), gemm the gradient of its bias, grouped_gemm the gradient of values. All are in reverse mode,
+by backward() and by torch.func.grad, and pass straight through the rounding. A second derivative of linear_train and
+its grouped form raises an error, and so does forward mode. quantize returns integers, which pass no gradient on: it
+raises an error if x requires a gradient. dequantize and embedding take integers, which have no gradients.
 
-Autocast casts the x of linear_train and its grouped form, as it does that of F.linear, and never a weight; the other
-ops compute in the dtypes they are given. torch.vmap loops over the ops, with a warning; it refuses linear_train and its
+Autocast casts the x of linear_train and its grouped form, like the x of F.linear, and never a weight; the other ops
+compute in the dtypes of their arguments. torch.vmap loops over the ops, with a warning; it refuses linear_train and its
 grouped form. Results are contiguous.
 
 The ops are registered straight with the dispatcher (`torch.library.Library`) rather than with `custom_op`, which costs
@@ -77,7 +77,7 @@ def register(op: Op, library: Any) -> None:
     library.define(" ".join(op.schema.split()), tags=(torch.Tag.pt2_compliant_tag,))
     for key, kernel in op.kernels.items():
         library.impl(op.name, kernel, key, with_keyset=key == "Autograd")
-    # An op that is made of others runs on every device that those run on: it needs no kernel of its own.
+    # An op that is made of others runs on every device of these others: it needs no kernel of its own.
     if "CPU" in op.kernels and "CompositeExplicitAutograd" not in op.kernels:
         library.impl(op.name, _on_cuda(op.name), "CUDA")
     full_name = f"{contract.DOMAIN}::{op.name}"

@@ -21,7 +21,7 @@ _PLAIN: Final = (Tensor, torch.nn.Parameter)
 _Entries = dict[tuple[Any, ...], tuple[int, Pair]]
 
 _active: WeakKeyDictionary[torch.UntypedStorage, _Entries] | None = None
-"""By the memory of a weight, of which a program may use views: by layout, the version and its elements and scales.
+"""The copies of each weight, by its memory, as a program may use views: by layout, version, elements and scales.
 
 Not a ContextVar: the backward pass of a GPU runs in threads of its own.
 """
@@ -31,11 +31,12 @@ Not a ContextVar: the backward pass of a GPU runs in threads of its own.
 def weight_cache() -> Iterator[None]:
     """Keeps the quantized copies of trained weights, until the weight changes or the context ends.
 
-    Results are the same bits. Each weight takes 2.06 bytes per value more: 1.03 of either copy, of whole weights also
-    where FSDP2 shards them. A copy is dropped when its weight changes in place or is freed, and all are at the end of a
-    step of any torch.optim optimizer: FSDP2 writes the weights that it gathers without counting a change, so other code
-    that changes sharded weights has to run outside of the context. Code that torch.compile compiled, tensor
-    subclasses and traces do without the cache. A context within another uses that one's cache.
+    Results are the same bits. Each weight takes 2.06 more bytes per value, 1.03 for each of two copies; where FSDP2
+    shards a weight, the copies are of the whole weight. The cache drops a copy when its weight changes in place or is
+    freed, and all copies at the end of a step of any torch.optim optimizer. torch does not count the changes that FSDP2
+    makes to the weights that it gathers, so run other code that changes sharded weights outside of the context. Code
+    from torch.compile, tensor subclasses and traces do not use the cache. A context within another uses the outer
+    cache.
     """
     global _active  # noqa: PLW0603 - the backward pass has no other way to reach it
     if _active is not None:
@@ -64,10 +65,10 @@ def quantized_weight(weight: Tensor, scale_rounding: str) -> Pair:
 
 
 def _entries(weight: Tensor) -> _Entries | None:
-    """Returns the cached copies of the memory of `weight`, or None if it is not to be cached."""
+    """Returns the cached copies of the memory of `weight`, or None if the cache does not take it."""
     if _active is None or type(weight) not in _PLAIN or weight.is_inference():
         return None
-    if torch._C._len_torch_dispatch_stack():  # a trace has to record how the copy is made
+    if torch._C._len_torch_dispatch_stack():  # a trace has to record the quantization
         return None
     storage = weight.untyped_storage()
     # A stack may be an activation, which no second call reads; in the backward pass a view has lost its parameter. The

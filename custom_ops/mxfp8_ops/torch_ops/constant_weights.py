@@ -1,7 +1,7 @@
 """Constant weights of products on the CPU, kept in the layout of the kernel: the setting `prepack` of the torch ops.
 
-An op cannot know which of its operands are constant. A weight that a second product of three rows or more reads
-unchanged counts as one; what is kept of it goes when the weight is changed in place or freed. Changes that torch does
+An op cannot know which of its operands are constant. A weight counts as constant if a second product of three
+rows or more reads it unchanged; its copy is freed when the weight is changed in place or freed. Changes that torch does
 not count - of `weight.data`, or of a NumPy array that shares the memory - need `set_prepack("never")`.
 """
 
@@ -16,24 +16,24 @@ from torch import Tensor
 from mxfp8_ops import native
 
 _LEAST_ROWS: Final = 3
-"""One or two rows take as long with the weight as it lies, and would add in another order the second time."""
+"""One or two rows take as long without a copy, and with a copy the second product would add in another order."""
 
 _Known = tuple[tuple[int, int, int], native.ConstantWeight | None]
 _known: WeakKeyDictionary[torch.UntypedStorage, dict[Any, _Known]] = WeakKeyDictionary()
-"""By the memory of a weight and its place there: its versions, and what is kept of it from its second product on."""
+"""By the memory of a weight and its place there: its versions, and its copy from its second product on."""
 
 _setting = "auto"
 
 
 def set_prepack(prepack: str) -> None:
-    """Sets what is kept of constant weights from now on, in the whole process; what is kept so far goes.
+    """Sets the form of the copies of constant weights, in the whole process, and frees the copies so far.
 
     Args:
         prepack: "auto": the codes in the layout of the kernel, 1.03 bytes a value. "decoded": bfloat16 numbers where
-            the kernel multiplies those, two bytes a value. "never": nothing.
+            the kernel multiplies bfloat16, two bytes a value. "never": no copies.
 
     Raises:
-        BackendError: another value.
+        BackendError: `prepack` has another value.
     """
     global _setting  # noqa: PLW0603 - the ops have no other way to reach it
     native.check_prepack(prepack)
@@ -42,12 +42,12 @@ def set_prepack(prepack: str) -> None:
 
 
 def use_constant(b: Tensor, b_scales: Tensor, rows: int) -> native.ConstantWeight | None:
-    """Makes the next product of this thread read what is kept of the weight `b` [N, K], if it is constant.
+    """Returns the copy of the weight `b` [N, K] if it is constant; the next product of this thread reads the copy.
 
-    The caller holds the result until that product is done: another thread may forget the weight meanwhile.
+    The caller holds the result until this product is done: another thread may free the copy meanwhile.
     """
     if rows < _LEAST_ROWS or _setting == "never" or b.dim() != 2 or b.is_inference() or b_scales.is_inference():
-        return None  # torch does not count the changes of tensors that were made in inference mode
+        return None  # torch does not count the changes of tensors from inference mode
     weights = _known.setdefault(b.untyped_storage(), {})
     place, versions = (b.storage_offset(), b.shape), (b._version, b_scales._version, b_scales.data_ptr())
     known = weights.get(place)

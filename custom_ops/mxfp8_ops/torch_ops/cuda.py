@@ -1,10 +1,10 @@
 """The torch ops on CUDA devices: the planner's kernels on tensors' own memory, on torch's current stream.
 
-Nothing is copied but strided inputs, and nothing waits for the device, so the ops can be captured into CUDA graphs once
-each shape has run (kernels compile and load on first use). Memory comes from torch's allocator.
+The ops copy only strided inputs and do not wait for the device, so CUDA graphs can capture them once each shape has run
+(kernels compile and load on first use). Memory comes from torch's allocator.
 
-Meaning, shapes and errors are those of quantize.py and gemm.py, which check the operands; ShapeError also where tensors
-are on several devices, and BackendError where there is no CuPy or the GPU is too old.
+Results, shapes and errors are as in quantize.py and gemm.py, which check the operands. Two more errors: ShapeError if
+tensors are on several devices, and BackendError if there is no CuPy or the GPU is too old.
 
 Not verified on hardware yet: see src/cuda/README.md.
 """
@@ -32,7 +32,7 @@ from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_qua
 
 
 class _Kept(NamedTuple):
-    """The form of a weight by `keep_wide`. As `b` is alive, no other tensor gets its addresses."""
+    """A weight that `keep_wide` keeps. As `b` stays alive, no other tensor gets its addresses."""
 
     b: Pair
     versions: tuple[int, int]
@@ -53,7 +53,7 @@ def quantize(x: Tensor, *args: Any) -> Pair:
     """Returns (elements, scales) of `x` [..., K, ...], as `numpy_nodes.quantize` does, bit for bit."""
     _, axis, *codes = check_quantize(x, *args)
     check_memory("quantize", "x", x)
-    # x.t() of a contiguous matrix is read as it lies; the kernel writes the codes in the order of x.
+    # The kernel reads x.t() of a contiguous matrix in place, and writes the codes in the order of x.
     transposed = x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous()
     if transposed and axis == 0:
         # Blocks are contiguous in memory: quantize the transpose, then transpose bytes instead of values.
@@ -67,7 +67,7 @@ def quantize(x: Tensor, *args: Any) -> Pair:
 
 
 def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns quantize(x) and quantize(x.t()) of a matrix, which is read once: (elements, scales) of either."""
+    """Returns the elements and scales of quantize(x) and of quantize(x.t()), for a matrix, which is read once."""
     check_both(x, *args)
     (x,) = _readable("quantize_both", "x", x)
     rows, columns = _empty(x, 1), _empty(x.t(), 1)
@@ -77,7 +77,7 @@ def quantize_both(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
-    """Returns the values that (elements, scales) stand for, in float32 if no dtype is given."""
+    """Returns the values of (elements, scales), in float32 by default."""
     check_devices("dequantize", elements, scales)
     shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
     elements, scales = _readable("dequantize", "elements scales", elements, scales)
@@ -94,19 +94,19 @@ def dequantize(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
 def gemm(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any
 ) -> Tensor:
-    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 by default."""
     options = (*gemm_options(*rest, **named), 0)
     return _gemm((a, a_scales), (b, b_scales), bias, gemm_shape("gemm", a, a_scales, b, b_scales, bias), options)
 
 
 def weight_gemm(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any, **named: Any) -> Tensor:
-    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given."""
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` by default."""
     options = weight_gemm_options(x.dtype, *rest, **named)
     return _gemm((x,), (b, b_scales), bias, gemm_shape("weight_gemm", x, None, b, b_scales, bias), options)
 
 
 def embedding(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", *args: Any) -> Tensor:
-    """Returns the rows of b [V, D] that `indices` name. For one that names none, the device reports an error later."""
+    """Returns the rows of b [V, D] at `indices`. The device reports an index outside of the table later."""
     check_devices("embedding", indices, b, b_scales)
     _, dtype, _ = check_embedding(indices, b, b_scales, b_format, *args)
     for name, tensor in (("indices", indices), ("b", b), ("b_scales", b_scales)):
@@ -117,9 +117,9 @@ def embedding(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m
 def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
     """Keeps the weight [N, K] in bfloat16 too, so that products with many rows need not dequantize it each time.
 
-    Twice the memory of float8, until `forget_kept`. A weight that is changed in place is dequantized anew each time;
-    torch does not track that for tensors made in inference mode, so those must not change. The work is queued on
-    torch's current stream: like any tensor, the weight may be used on another once that has waited for this one.
+    The copy takes twice the memory of float8, until `forget_kept`. If a weight changes in place, each product
+    dequantizes it again; torch does not track changes of tensors from inference mode, so do not change them. The work
+    is queued on torch's current stream: as for any tensor, another stream has to wait for it before it uses the weight.
 
     Raises:
         ShapeError: not a contiguous matrix, or the scales do not fit.
@@ -135,7 +135,7 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
 
 
 def forget_kept() -> None:
-    """Frees the weights of `keep_wide`. Only the streams that made them may still be reading them."""
+    """Frees the weights of `keep_wide`. At the call, only the streams that made them may still read them."""
     _kept.clear()
 
 
@@ -147,7 +147,7 @@ def _find(b: Pair) -> _Kept | None:
 def _gemm(
     a: Sequence[Tensor], b: Pair, bias: Tensor | None, shape: Sequence[int], options: tuple[torch.dtype, int, int, int]
 ) -> Tensor:
-    """Returns y of `shape`, [..., M, N] (or [N]); `options` are those that `weight_gemm_options` returns."""
+    """Returns y of `shape`, [..., M, N] (or [N]); `options` are the result of `weight_gemm_options`."""
     dtype, a_code, b_code, activation_code = options
     check_devices("gemm", *a, *b, bias)
     quantized, matrix = len(a) == 2, b[0].dim() == 2
@@ -164,7 +164,7 @@ def _gemm(
     queue = _queue(elements)
     libraries = planner.CUBLAS | (planner.SCALED_MM if quantized and matrix else 0)
     place = dispatch.place(queue.device, libraries)
-    # Without scales of a, any address stands in for theirs.
+    # Without scales of a, any address takes their place.
     for m, x, x_scales, w, w_scales, to in products(y, a[0], a[-1], *b):
         operands = x, x_scales if quantized else 0, w, w_scales, bias_at, to
         # The fields of a Gemm: to make one takes longer than to plan.
@@ -181,7 +181,7 @@ def _gemm(
 
 
 def _readable(where: str, operands: str, *tensors: Tensor) -> Sequence[Tensor]:
-    """Returns what `operands.readable` does: the usual case first, in as few steps as Python allows."""
+    """Returns the result of `operands.readable`: the usual case first, in as few steps as Python allows."""
     for t in tensors:
         if not t.is_contiguous() or t.storage_offset() or t.untyped_storage().nbytes() < t.nbytes:
             return readable(where, operands, *tensors)
@@ -205,7 +205,7 @@ def _quantize(x: Tensor, codes: list[int], layout: int, sizes: tuple[int, int, i
 
 def _versions(b: Pair) -> tuple[int, int]:
     """Returns numbers that change with the tensors' contents."""
-    # Tensors made in inference mode have no version: asking for it raises.
+    # Tensors from inference mode have no version: a read of it raises an error.
     first, second = (-1 if t.is_inference() else t._version for t in b)
     return first, second
 

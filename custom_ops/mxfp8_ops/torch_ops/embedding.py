@@ -1,4 +1,4 @@
-"""`mxfp8::embedding`: rows of a packed table. Meaning and errors are those of `numpy_nodes.py`; dtypes are torch's.
+"""`mxfp8::embedding`: rows of a packed table. Results and errors are as in `numpy_nodes.py`; dtypes are torch's.
 
 The op that corresponds to `torch.nn.functional.embedding`; negative indices count from the last row. The arguments
 `padding_idx` and `scale_grad_by_freq` of that function change gradients only, and a packed table has none, so this op
@@ -35,7 +35,7 @@ INDEX_CODES: Final = {torch.int32: contract.INT32, torch.int64: contract.INT64}
 def check_embedding(
     indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> tuple[tuple[int, ...], torch.dtype, int]:
-    """Returns shape and dtype of the result and the format's code; raises as `embedding` does, but for the indices."""
+    """Returns the result's shape and dtype and the format's code; raises the errors of `embedding` but for indices."""
     b_code, dtype = FORMAT_CODES[b_format], dtype or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("embedding", dtype)
@@ -51,7 +51,7 @@ def _embedding_fake(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) ->
 
 
 def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> Tensor:
-    """Returns the rows of b [V, D] that `indices` [...] name: [..., D], in float32 if no dtype is given."""
+    """Returns the rows of b [V, D] at `indices` [...] as [..., D], in float32 by default."""
     shape, dtype, b_code = check_embedding(indices, b, b_scales, *args)
     if not (plain(indices.itemsize, indices) and plain(1, b, b_scales)):
         indices, b, b_scales = readable("embedding", "indices b b_scales", indices, b, b_scales)
@@ -61,13 +61,13 @@ def embedding_cpu(indices: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> T
         *b.shape, DTYPE_CODES[dtype], y.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     if status:
-        check_indices("embedding", indices.numpy(), b.shape[0])  # says where in the tensor it is
+        check_indices("embedding", indices.numpy(), b.shape[0])  # its error has the place in the tensor
         native.check("embedding", status)
     return y
 
 
 def picked(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str, dtype: torch.dtype) -> Tensor:
-    """Returns the rows, made of other ops. An index that names no row is an error of the device, later."""
+    """Returns the rows, by other ops. The device reports an index outside of the table later."""
     # index_select takes no negative indices. No check here: it would wait for the device.
     flat = indices.reshape(-1)
     rows = torch.where(flat < 0, flat + b.shape[0], flat)

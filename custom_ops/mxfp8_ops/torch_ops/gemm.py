@@ -1,7 +1,8 @@
-"""`mxfp8::gemm` and `weight_gemm`. Meaning and errors are those of `numpy_nodes.py`; dtypes are torch's.
+"""`mxfp8::gemm` and `weight_gemm`. Results and errors are as in `numpy_nodes.py`; dtypes are torch's.
 
-`gemm` takes integers, which have no gradients, and a bias, which has one. `weight_gemm` has those of x and bias, so
-that adapters train on a packed model. They can be differentiated again. BackendError if the native library is missing.
+`gemm` takes integers, which have no gradients, and a bias, which has one. `weight_gemm` has gradients of x and bias, so
+that adapters train on a packed model. You can differentiate the gradients again. Both ops raise BackendError if the
+native library is missing.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from mxfp8_ops.torch_ops.schemas import schema
 def gemm_options(
     a_format: str = "e4m3", b_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> tuple[torch.dtype, int, int]:
-    """Returns the dtype of the result and the codes of the formats, of `gemm`'s arguments after the bias.
+    """Returns the dtype of the result and the codes of the formats, from the arguments of `gemm` after the bias.
 
     Raises:
         ContractError: unknown format.
@@ -62,7 +63,7 @@ def _gemm_fake(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: G
 def gemm_cpu(
     a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any
 ) -> Tensor:
-    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 if no dtype is given."""
+    """Returns dequantize(a) @ dequantize(b).T + bias, in float32 by default."""
     dtype, a_code, b_code = gemm_options(*rest)
     shape = gemm_shape("gemm", a, a_scales, b, b_scales, bias)
     if not plain(1, a, a_scales, b, b_scales):
@@ -103,7 +104,9 @@ def weight_gemm_options(
     dtype: torch.dtype | None = None,
     activation_dtype: torch.dtype | None = None,
 ) -> tuple[torch.dtype, int, int, int]:
-    """Returns the dtype of the result and the codes of x, b and the rounding of x, of `weight_gemm`'s last arguments.
+    """Returns the dtype of the result, and the codes of the dtype of x, of the format of b and of the rounding of x.
+
+    The arguments are the last ones of `weight_gemm`.
 
     Raises:
         ContractError: unknown format or activation_dtype.
@@ -127,7 +130,7 @@ def _weight_gemm_fake(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | Non
 
 
 def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
-    """Returns x @ dequantize(b).T + bias, in the dtype of `x` if none is given; rows of `x` may be strided."""
+    """Returns x @ dequantize(b).T + bias, in the dtype of `x` by default; rows of `x` may be strided."""
     dtype, x_code, b_code, activation_code = weight_gemm_options(x.dtype, *rest)
     shape = gemm_shape("weight_gemm", x, None, b, b_scales, bias)
     n, k = shape[-1], x.shape[-1]
@@ -173,11 +176,11 @@ def _weight_gemm_backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient]:
     """Returns the gradients of x, through the frozen weight in float32, and of the bias.
 
     For adapters (LoRA) on a packed model: no gradient is quantized, and the packed weight has none. Where x is rounded
-    to bfloat16, its gradient is that of the rounded value.
+    to bfloat16, its gradient is the gradient of the rounded value.
     """
     dx = None
     if ctx.needs_input_grad[0]:
-        # Dequantized anew in every backward pass: saving it would keep 4 bytes per weight alive.
+        # Dequantized again in every backward pass: a saved copy would take 4 bytes per weight.
         weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format)
         rows = grad.float().unsqueeze(-2) if len(ctx.x_shape) == 1 else grad.float()
         dx = (rows @ weight).sum_to_size(ctx.x_shape).to(ctx.x_dtype)
@@ -201,7 +204,7 @@ def gemm_shape(  # noqa: PLR0917 - the op's operands
     """Returns the shape of x [..., M, K] (or [K]) times b [..., N, K] transposed.
 
     Raises:
-        ShapeError: they do not fit together, nor with their scales [..., ceil(K / 32)] and the bias float32 [N].
+        ShapeError: they do not fit together, or not with their scales [..., ceil(K / 32)] and the bias float32 [N].
     """
     # The usual call, in as few steps as Python allows: a whole op may take 5 us.
     x_shape, b_shape, codes = x.shape, b.shape, torch.uint8
@@ -222,7 +225,7 @@ def gemm_shape(  # noqa: PLR0917 - the op's operands
 def _gemm_shape(  # noqa: PLR0917 - the op's operands
     where: str, x: Tensor, x_scales: Tensor | None, b: Tensor, b_scales: Tensor, bias: Tensor | None
 ) -> tuple[int, ...]:
-    """Returns what `gemm_shape` does, or raises, for operands of any rank."""
+    """Returns the result of `gemm_shape`, or raises its errors, for operands of any rank."""
     bias_shape = None if bias is None else tuple(bias.shape)
     broadcast: Any = torch.broadcast_shapes  # NumPy's does not take symbolic sizes
     shape = product_shape(where, tuple(x.shape), tuple(b.shape), bias_shape, broadcast)

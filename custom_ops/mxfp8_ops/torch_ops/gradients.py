@@ -1,6 +1,6 @@
-"""Shared by the ops with gradients: they record them in reverse mode, by backward() and torch.func.grad.
+"""Shared by the ops with gradients: they record gradients in reverse mode, for backward() and torch.func.grad.
 
-`torch.library.register_autograd` would do the same, and take 3 us more of a call that wants no gradient.
+`torch.library.register_autograd` does the same, but takes 3 us more of a call that needs no gradient.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def refuse_tangents(op: str, instead: str, *tensors: Tensor | None) -> None:
 
 
 def refuse_cut(op: str, x: Tensor) -> None:
-    """Raises Mxfp8Error if a derivative by x is wanted: the results are integers, which pass none on.
+    """Raises Mxfp8Error if x needs a derivative: the results are integers, which pass no derivative on.
 
-    Not while torch.export traces: the exported program checks when it runs.
+    It raises no error while torch.export traces: the exported program checks when it runs.
     """
     # requires_grad alone is no reason: under torch.no_grad nothing is recorded.
     has = "requires a gradient" if x.requires_grad and torch.is_grad_enabled() else ""
@@ -60,7 +60,7 @@ def refuse_cut(op: str, x: Tensor) -> None:
 
 
 def _has_tangent(*tensors: Tensor | None) -> bool:
-    """Whether a tensor carries a tangent of the innermost transform."""
+    """Returns True if a tensor carries a tangent of the innermost transform."""
     if torch._C._are_functorch_transforms_active():
         interpreter = torch._C._functorch.peek_interpreter_stack()
         if interpreter is not None and interpreter.key() != torch._C._functorch.TransformType.Jvp:
@@ -70,17 +70,17 @@ def _has_tangent(*tensors: Tensor | None) -> bool:
 
 
 def below_autograd(op: Any, *arguments: Any) -> Any:
-    """Returns op(*arguments) as its kernel for the tensors' device computes it, recording nothing."""
+    """Returns op(*arguments) from its kernel for the tensors' device, without a record for gradients."""
     # Dispatch goes on below the autograd key: the op would otherwise call its autograd kernel again.
     with torch._C._AutoDispatchBelowAutograd():
         return op.default(*arguments)
 
 
 def kernel(name: str, places: tuple[int, ...], record: Kernel, instead: str, cpu: Kernel | None = None) -> Kernel:
-    """Returns the autograd kernel of an op: it records a call of which a gradient is wanted.
+    """Returns the autograd kernel of an op, which records a call that needs a gradient.
 
-    `places` are those of the operands that have gradients, among the op's arguments. `record` is from `recorder`,
-    `instead` what the error for a tangent advises, `cpu` the op's CPU kernel, if it is not made of others.
+    `places` are the places, among the op's arguments, of the operands with gradients. `record` is from `recorder`,
+    `instead` is the advice in the error for a tangent, `cpu` is the op's CPU kernel, if it is not made of others.
     """
 
     def autograd(keys: torch._C.DispatchKeySet, *args: Any) -> Any:
@@ -102,7 +102,7 @@ def kernel(name: str, places: tuple[int, ...], record: Kernel, instead: str, cpu
 
 
 def cut(name: str, cpu: Kernel) -> Kernel:
-    """Returns the autograd kernel of an op that quantizes its first argument: it refuses one with a derivative."""
+    """Returns the autograd kernel of an op that quantizes its first argument, and refuses one with a derivative."""
 
     def autograd(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any) -> Any:
         refuse_cut(name, x)
@@ -114,7 +114,7 @@ def cut(name: str, cpu: Kernel) -> Kernel:
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `backward` with results that have no derivative: torch refuses it (`once_differentiable`)."""
+    """Returns `backward` with results that torch refuses to differentiate (`once_differentiable`)."""
     once: Any = once_differentiable(backward)
 
     def first(ctx: Any, grad: Tensor) -> Any:
@@ -128,14 +128,14 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch._C._are_functorch_transforms_active():
             with torch.no_grad():
                 return backward(ctx, grad)
-        # torch asks only whether `grad` is recorded, and without this would drop what the operands contribute.
+        # torch checks only if `grad` is recorded; without this, it would drop the contribution of the operands.
         return once(ctx, grad.detach().requires_grad_() if torch.is_grad_enabled() else grad)
 
     return first
 
 
 def _recorded_outside(t: Any) -> bool:
-    """Whether an outer level of torch.func, or autograd outside of it, records what is made of `t`."""
+    """Returns True if an outer level of torch.func, or autograd outside of it, records ops on `t`."""
     while isinstance(t, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
         if t.requires_grad:
@@ -185,12 +185,12 @@ def recorder(name: str, places: tuple[int, ...], save: Callable[..., None], back
 
 @functools.cache
 def _defaults(name: str) -> tuple[Any, ...]:
-    """Returns the default of each argument of an op. Cached: a schema makes all of its arguments anew when asked."""
+    """Returns the default of each argument of an op. Cached: each read of a schema makes all of its arguments again."""
     return tuple(argument.default_value for argument in getattr(torch.ops.mxfp8, name).default._schema.arguments)
 
 
 def dtype_of(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of the gradient of a weight: its own, or what a parameter's `grad_dtype` asks for."""
+    """Returns the dtype of the gradient of a weight: its own, or the `grad_dtype` of a parameter."""
     # Only leaves have it, and None there stands for any dtype.
     wanted: torch.dtype | None = weight.grad_dtype if weight.is_leaf else None
     return wanted or weight.dtype

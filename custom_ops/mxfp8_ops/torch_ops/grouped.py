@@ -1,11 +1,11 @@
-"""`mxfp8::grouped_gemm`: a mixture of experts' products, one gemm per group of rows.
+"""`mxfp8::grouped_gemm`: the products of a mixture of experts, one gemm per group of rows.
 
 The op that corresponds to `torch.nn.functional.grouped_mm`: the rows are sorted by expert, `offs[e]` is where the rows
 of expert e end, and they are multiplied by that expert's weight.
 
     y[offs[e-1]:offs[e]] = a[offs[e-1]:offs[e]]  b[e]^T
 
-It is made of `gemm` and `weight_gemm`, on any device that has those, and reads `offs` on the host. In ONNX it is
+It is made of `gemm` and `weight_gemm`, on any device that has them, and reads `offs` on the host. In ONNX it is
 MXFP8GroupedGemm or MXFP8GroupedWeightGemm, which take an expert per row. Values have gradients, as in `weight_gemm`.
 """
 
@@ -55,7 +55,7 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
         BackendError: no kernels for the device of `a`.
     """
     y = _fake(a, a_scales, b, b_scales, offs, a_format, b_format, dtype)
-    # Slices of these are passed on, so a storage that is too small would be noticed for some groups only.
+    # The products get slices of these, and would notice a storage that is too small only for some groups.
     for name, tensor in (("a", a), ("a_scales", a_scales), ("b", b), ("b_scales", b_scales), ("offs", offs)):
         if tensor is not None:
             check_memory("grouped_gemm", name, tensor)
@@ -71,7 +71,7 @@ def grouped_gemm(  # noqa: PLR0917 - the op's schema
 
 
 def groups(where: str, offs: Tensor, count: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yields (expert, its rows, the blocks of 32 rows of its own that they are) of each group that has rows.
+    """Yields (expert, its rows, their blocks of 32, which no other group shares) of each group that has rows.
 
     Raises:
         ShapeError: `offs` is not ascending within 0..count.
@@ -137,7 +137,7 @@ def _fake(a: Tensor, a_scales: Tensor | None, b: Tensor, b_scales: Tensor, offs:
 def options(
     a_format: str = "e4m3", b_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> tuple[str, str, torch.dtype | None]:
-    """Returns the op's last arguments with their defaults: torch leaves out those that equal them."""
+    """Returns the op's last arguments with their defaults: torch leaves out arguments that equal them."""
     return a_format, b_format, dtype
 
 

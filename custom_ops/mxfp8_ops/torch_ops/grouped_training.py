@@ -7,8 +7,8 @@ For each expert e, with the rows x_e and dy_e that `offs` gives it, the products
     wgrad  dw_e = dy_e^T x_e     dy and x blocked along the rows of the group
 
 No block of the last product lies in two groups: `quantize_groups` quantizes the rows of each on their own, and the last
-block of a group may be partial, so nothing is padded in memory. The bits are those of a loop of `linear_train` over the
-groups. On every device each group is one product of `gemm`, and `offs` is read on the host.
+block of a group may be partial, so nothing is padded in memory. The bits are the same as in a loop of `linear_train`
+over the groups. On every device each group is one product of `gemm`, and `offs` is read on the host.
 
 The columnwise copy of x is made in the forward pass and saved instead of x. A derivative of the gradients is an error.
 """
@@ -39,7 +39,7 @@ def grouped_linear_train(
 
     Args:
         x: [S, K] float32, float16 or bfloat16, sorted by expert.
-        weight: [E, N, K] float32, float16 or bfloat16, not necessarily that of `x`.
+        weight: [E, N, K] float32, float16 or bfloat16; the dtype may differ from `x`.
         offs: int32 or int64 [E], ascending: the end of each group of rows. A group may be empty.
         fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
         scale_rounding: "ceil", "floor" or "even".
@@ -61,7 +61,7 @@ def grouped_linear_train(
 
 
 def _check(x: Tensor, weight: Tensor, offs: Tensor, fp8_format: str, scale_rounding: str) -> None:
-    """Raises as `grouped_linear_train` does, but for the values of `offs`."""
+    """Raises the errors of `grouped_linear_train`, except for the values of `offs`."""
     if fp8_format not in GRADIENT_FORMATS:
         raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
@@ -78,7 +78,7 @@ def _check(x: Tensor, weight: Tensor, offs: Tensor, fp8_format: str, scale_round
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves the operands of `_backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
+    """Saves a columnwise copy of x, for the gradient of the weight, and the weight, for the gradient of x."""
     x, weight, offs, ctx.fp8_format, ctx.scale_rounding = inputs
     ctx.x_dtype, ctx.weight_dtype = x.dtype, gradients.dtype_of(weight)
     needs_x, needs_weight = ctx.needs_input_grad[:2]
@@ -131,8 +131,8 @@ def _quantize_groups_fake(x: Tensor, offs: Tensor, element_format: str = "e4m3",
 def quantize_groups(x: Tensor, offs: Tensor, *args: str) -> Pair:
     """Returns `x` [S, K] blocked along S, as elements [K, S] and scales [K, S // 32 + E].
 
-    The rows of a group are quantized on their own: the scales of its blocks lie behind those of the group before, and
-    both are 0 behind the last group.
+    The rows of a group are quantized on their own. The scales of its blocks follow the scales of the group before.
+    Elements and scales are 0 behind the last group.
 
     Raises:
         ShapeError: x is no matrix, has another dtype, or `offs` is not ascending within 0..S.
@@ -164,7 +164,7 @@ def _grouped_wgrad_fake(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor
 
 
 def grouped_wgrad(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, offs: Tensor, *rest: Any) -> Tensor:
-    """Returns [E, N, K], for each group the product over its rows of a [N, S] and b [K, S], as `quantize_groups` says.
+    """Returns [E, N, K]: for each group, the product of a [N, S] and b [K, S] over its rows (see `quantize_groups`).
 
     Raises:
         ShapeError: shapes or dtypes do not fit, or `offs` is not ascending within 0..S.

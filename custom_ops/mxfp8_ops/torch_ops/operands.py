@@ -1,4 +1,4 @@
-"""Shared by the torch ops: how one is registered, the checks of operands, and the codes of dtypes in the library.
+"""Shared by the torch ops: the row that registers an op, the checks of operands, the codes of dtypes in the library.
 
 The checks work on symbolic shapes, so torch.export and torch.compile see the same rules and messages as an eager call.
 """
@@ -24,17 +24,17 @@ Pair = tuple[Tensor, Tensor]
 class Op(NamedTuple):
     """One op of namespace `mxfp8`.
 
-    An op that is made of others needs a schema and one kernel for "CompositeExplicitAutograd": torch finds its fake
-    results by running that on fake tensors.
+    An op that is made of others needs a schema and one kernel for "CompositeExplicitAutograd": torch gets its fake
+    results from this kernel on fake tensors.
     """
 
     schema: str
-    """As torch reads it. The kernels have its defaults: torch leaves out arguments that equal them."""
+    """In the syntax of torch. The kernels have its defaults: torch leaves out arguments that equal them."""
     kernels: Mapping[str, Callable[..., Any]]
-    """By dispatch key. That of "Autograd" takes the call's keys first. An op with one for "CPU" that is not made of
-    others has one for "CUDA" in cuda.py, by the same name."""
+    """By dispatch key. The kernel for "Autograd" takes the keys of the call first. An op that has a kernel for "CPU"
+    and is not made of others has a kernel for "CUDA" in cuda.py, by the same name."""
     fake: Callable[..., Any] | None = None
-    """Gives empty results for operands without data."""
+    """Returns empty results for operands without data."""
     vmap: Callable[..., Any] | None = None
     """The rule of torch.vmap; None for a loop, of which torch warns."""
 
@@ -59,12 +59,12 @@ class _Codes(dict[str, int]):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """Returns the native library, whose calls with a number of threads run on those of torch from now on.
+    """Returns the native library; its calls with a number of threads run on the threads of torch from now on.
 
     Raises:
         BackendError: it is missing or cannot be loaded.
     """
-    # torch's own threads wait busily for work and would keep the library's from running: native.use_openmp.
+    # torch's own threads wait busily for work and would block the threads of the library: native.use_openmp.
     native.use_openmp(on=True)
     return native.load()
 
@@ -75,13 +75,13 @@ DTYPE_CODES: Final = {getattr(torch, row.numpy_name): row.onnx_dtype for row in 
 FORMAT_CODES: Final = _Codes(
     {name: row.onnx_dtype for name, row in formats.ELEMENT_FORMATS.items()}, formats.element_format
 )
-"""That of each element format; ContractError for an unknown one."""
+"""Code of each element format; ContractError for an unknown one."""
 
 ROUNDING_CODES: Final = _Codes(
     {name: code for code, name in enumerate(formats.SCALE_ROUNDINGS)},
     lambda name: formats.scale_increment(formats.E4M3, name),
 )
-"""That of each rounding of scales; ContractError for an unknown one."""
+"""Code of each rounding of scales; ContractError for an unknown one."""
 
 
 with torch._C._DisableTorchDispatch():  # real tensors, also if this is imported under a FakeTensorMode
@@ -117,7 +117,7 @@ def check_devices(where: str, *tensors: Tensor | None) -> None:
 
 
 def plain(itemsize: int, *tensors: Tensor) -> bool:
-    """Returns whether all tensors are contiguous and their storages have all their values, of `itemsize` bytes each."""
+    """Returns True if all tensors are contiguous and their storages have all their values, of `itemsize` bytes each."""
     for t in tensors:
         if t.untyped_storage().nbytes() < (t.numel() + t.storage_offset()) * itemsize or not t.is_contiguous():
             return False
@@ -128,8 +128,8 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
     """Returns the tensors, contiguous; `operands` are their names, for the error: "x b b_scales".
 
     Raises:
-        ShapeError: a storage does not have all its tensor's values. Torch does not see to that, and where a storage was
-            resized below its tensor, the rest of the memory may belong to other objects.
+        ShapeError: a storage does not have all its tensor's values. Torch does not check this; if a resize made a
+            storage smaller than its tensor, the rest of the memory may belong to other objects.
     """
     for name, tensor in zip(operands.split(), tensors, strict=True):
         check_memory(where, name, tensor)
@@ -137,7 +137,7 @@ def readable(where: str, operands: str, *tensors: Tensor) -> list[Tensor]:
 
 
 def check_memory(where: str, name: str, tensor: Tensor) -> None:
-    """Raises what `readable` does, for one tensor of any strides."""
+    """Raises the errors of `readable`, for one tensor of any strides."""
     if tensor.numel() == 0 or plain(tensor.itemsize, tensor):
         return
     # The offset of the last value that the strides reach; torch's strides are never negative.

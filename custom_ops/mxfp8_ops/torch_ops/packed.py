@@ -6,13 +6,13 @@
 The weight is frozen: it has no gradient and no master copy. Its packed form is blocked along K; for dgrad it is
 dequantized and quantized again along N in every backward pass, into memory that is free afterwards (4 bytes per weight,
 then 1.03; nothing is kept). With "ceil" scales that costs next to nothing: both quantizations round to the same 4
-significant bits, so only values change that are subnormal in their block along N. Of 1024 x 1024 normal weights 3 in a
+significant bits, so only values that are subnormal in their block along N change. Of 1024 x 1024 normal weights 3 in a
 million change, by 1e-8 of the norm; of heavy-tailed ones (normal times lognormal) 2 in 10,000, by 3e-7, where packing
-had an error of 2.7e-2. The error of dx is 2.7e-2, that of quantizing dy, with or without it. Scales that saturate,
-"floor" and "even", do so here too: 0.6e-2.
+had an error of 2.7e-2. The error of dx is 2.7e-2, from the quantization of dy, with or without it. Scales that
+saturate, "floor" and "even", do so here too: 0.6e-2.
 
-So dx is that of fake quantization with a straight-through estimator, and as exact as the dgrad of `linear_train`.
-Gradients of gradients are too (`mxfp8::product`).
+So dx is the dx of fake quantization with a straight-through estimator, and as exact as the dgrad of `linear_train`.
+The same is true for gradients of gradients (`mxfp8::product`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def linear_packed(  # noqa: PLR0917 - the op's schema
     """Returns quantize(x) @ dequantize(b).mT + bias; see the module for the gradients.
 
     x [..., M, K] (or [K]) is float32, float16 or bfloat16, the packed weight uint8 [..., N, K] with scales
-    [..., N, ceil(K / 32)], bias float32 [N]; the result [..., M, N] (or [N]), of the dtype of `x` if none is given.
+    [..., N, ceil(K / 32)], bias float32 [N]; the result [..., M, N] (or [N]), of the dtype of `x` by default.
     `fp8_format` "HYBRID" is for gradients in E5M2, `scale_rounding` for `x` and the backward pass.
 
     Raises:
@@ -69,7 +69,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Gradient, Gradient]:
     gradients.refuse_tangents("linear_packed", "differentiate in reverse mode", grad)
     dx = None
     if ctx.needs_input_grad[0]:
-        # Dequantized anew in every backward pass, and freed after it: 4 bytes per weight.
+        # Dequantized again in every backward pass, and freed after it: 4 bytes per weight.
         weight = torch.ops.mxfp8.dequantize.default(*ctx.saved_tensors, -1, ctx.b_format)
         dy = grad.unsqueeze(-2) if len(ctx.x_shape) == 1 else grad
         formats = ctx.grad_format, ctx.b_format, ctx.a_format

@@ -14,9 +14,9 @@ Product = tuple[int, int, int, int, int, int]
 
 
 def products(y: Tensor, a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor) -> Iterable[Product]:
-    """Returns M and the addresses of each matrix product that `y` [..., N] is made of; all tensors are contiguous.
+    """Returns M and the addresses of each matrix product in `y` [..., N]; all tensors are contiguous.
 
-    There is none where the result is empty, however many leading indices it has.
+    An empty `y` has no products, for any number of leading indices.
     """
     if not (values := y.numel()):
         return ()

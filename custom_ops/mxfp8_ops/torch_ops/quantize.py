@@ -1,4 +1,4 @@
-"""`mxfp8::quantize`, `quantize_both` and `dequantize`. Meaning and errors as in `numpy_nodes.py`; dtypes are torch's.
+"""`mxfp8::quantize`, `quantize_both` and `dequantize`. Results and errors as in `numpy_nodes.py`; dtypes are torch's.
 
 Where the native library takes a row stride, strided inputs are read in place; others are copied once. Results are
 contiguous, whatever the strides of the inputs. BackendError if the library is missing.
@@ -41,9 +41,9 @@ from mxfp8_ops.torch_ops.schemas import schema
 def check_quantize(
     x: Tensor, axis: int = -1, element_format: str = "e4m3", scale_rounding: str = "ceil"
 ) -> tuple[tuple[int, ...], int, int, int, int]:
-    """Returns shape, `axis` as 0..rank-1, and the codes of dtype, format and rounding; raises as `quantize` does."""
+    """Returns shape, `axis` as 0..rank-1, the codes of dtype, format and rounding; raises the errors of `quantize`."""
     element_code, rounding = FORMAT_CODES[element_format], ROUNDING_CODES[scale_rounding]
-    dtype, shape = x.dtype, tuple(x.shape)  # slices of a tuple cost less than those of a torch.Size
+    dtype, shape = x.dtype, tuple(x.shape)  # slices of a tuple cost less than slices of a torch.Size
     if dtype not in DTYPE_CODES:
         check_dtype("quantize", dtype)
     return shape, checks.normalize_axis("quantize", len(shape), axis), DTYPE_CODES[dtype], element_code, rounding
@@ -55,7 +55,7 @@ def _quantize_fake(x: Tensor, *args: Any) -> Pair:
 
 
 def quantize_cpu(x: Tensor, *args: Any) -> Pair:
-    """Returns (elements, scales) of `x` [..., K, ...], which may be cut as `numpy_nodes.quantize` says.
+    """Returns (elements, scales) of `x` [..., K, ...]; `numpy_nodes.quantize` says where you may cut them.
 
     Contiguous tensors, matrices with strided rows and transposed matrices (blocked along their last axis, the one that
     is strided in memory) are read in place.
@@ -82,9 +82,10 @@ def quantize_cpu(x: Tensor, *args: Any) -> Pair:
 
 
 def _strided_matrix(x: Tensor) -> tuple[Tensor, bool] | None:
-    """Returns `x` [..., K] as the matrix it is in memory, and whether that is transposed; None if there is none.
+    """Returns the matrix in memory of `x` [..., K], and True if it is transposed; None if there is no such matrix.
 
-    The rows are [M, K] with K contiguous, or [K, M] with M contiguous (the transposed case), `stride(0)` apart.
+    The matrix is [M, K] with K contiguous, or [K, M] with M contiguous (the transposed case); its rows are `stride(0)`
+    apart.
     """
     k = x.shape[-1]
     if x.numel() == 0 or x.dim() < 2:
@@ -121,7 +122,7 @@ def _quantize_strided(x: Tensor, rows: Tensor, transposed: bool, codes: tuple[in
 
 
 def check_both(x: Tensor, *args: str) -> None:
-    """Raises as `quantize_both` does."""
+    """Raises the errors of `quantize_both`."""
     check_quantize(x, -1, *args)
     if x.dim() != 2:
         raise ShapeError("quantize_both", f"x has shape {tuple(x.shape)}", expected="a matrix", advice="reshape it")
@@ -129,12 +130,12 @@ def check_both(x: Tensor, *args: str) -> None:
 
 def _both_fake(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     check_both(x, *args)
-    # The second pair is that of the transpose: shape [K, M], blocked along M, as a gemm wants it.
+    # The second pair is for the transpose: shape [K, M], blocked along M, as a gemm wants it.
     return *_quantize_fake(x, -1, *args), *_quantize_fake(x.t(), -1, *args)
 
 
 def quantize_both_cpu(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns quantize(x) and quantize(x.t()) of a matrix: (elements, scales) of either."""
+    """Returns the elements and scales of quantize(x) and of quantize(x.t()), for a matrix."""
     check_both(x, *args)
     return *quantize_cpu(x, -1, *args), *quantize_cpu(x.t(), -1, *args)
 
@@ -145,7 +146,7 @@ def quantize_both_cpu(x: Tensor, *args: str) -> tuple[Tensor, Tensor, Tensor, Te
 def check_dequantize(
     elements: Tensor, scales: Tensor, axis: int = -1, element_format: str = "e4m3", dtype: torch.dtype | None = None
 ) -> tuple[tuple[int, ...], int, torch.dtype, int]:
-    """Returns shape and dtype of the result, `axis` as 0..rank-1, the format's code; raises as `dequantize` does."""
+    """Returns the result's shape and dtype, `axis` as 0..rank-1, the format's code; raises as `dequantize` does."""
     element_code, dtype = FORMAT_CODES[element_format], dtype or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("dequantize", dtype)
@@ -163,7 +164,7 @@ def _dequantize_fake(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
 
 
 def dequantize_cpu(elements: Tensor, scales: Tensor, *args: Any) -> Tensor:
-    """Returns the values that (elements, scales) stand for."""
+    """Returns the values of (elements, scales)."""
     shape, axis, dtype, element_code = check_dequantize(elements, scales, *args)
     if not plain(1, elements, scales):
         elements, scales = readable("dequantize", "elements scales", elements, scales)

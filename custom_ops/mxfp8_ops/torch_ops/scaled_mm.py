@@ -1,6 +1,6 @@
 """Products on FP8 tensor cores, by torch's own scaled_mm: the row `block_scaled` of the dispatch table, on Blackwell.
 
-The packed operands go in as they are; only their scales are laid out anew (swizzle_scales.cu).
+The packed operands go in as they are; only their scales get a new layout (swizzle_scales.cu).
 
 Not verified on hardware yet: see src/cuda/README.md.
 """
@@ -20,10 +20,10 @@ from mxfp8_ops.formats import DTYPES
 
 
 class Products:
-    """Does the FP8 products of a plan, for `execution.run`."""
+    """Computes the FP8 products of a plan, for `execution.run`."""
 
     last: Tensor
-    """The result of the last one, [M, N]."""
+    """The result of the last product, [M, N]."""
 
     def __init__(self, operands: Sequence[Tensor]) -> None:
         """Remembers the tensors whose addresses the products may name, besides scratch memory."""
@@ -31,7 +31,7 @@ class Products:
 
     def __call__(self, p: Fp8Product, scratch: Tensor | None) -> int:
         """Queues a product and returns the address of its result."""
-        # A plan has addresses, torch wants tensors: each address is one of an operand, or lies in scratch memory.
+        # A plan has addresses, torch needs tensors: each address is of an operand, or lies in scratch memory.
         x = self._tensor(p.x, p.m * p.k, scratch).view(_dtype(p.x_kind)).view(p.m, p.k)
         b = self._tensor(p.b, p.n * p.k, scratch).view(_dtype(p.b_kind)).view(p.n, p.k)
         x_scales, b_scales = (
@@ -39,7 +39,7 @@ class Products:
             for at, rows in ((p.x_scales, p.m), (p.b_scales, p.n))
         )
         if x.dtype != b.dtype:
-            # scaled_mm takes blocks of E4M3 by E4M3 alone (check_mxfp8_recipe in torch's ScaledBlasUtils.cpp). The
+            # scaled_mm takes only blocks of E4M3 by E4M3 (check_mxfp8_recipe in torch's ScaledBlasUtils.cpp). The
             # older function takes E5M2 for one of the two.
             dtype = _dtype(p.dtype)
             self.last = torch._scaled_mm(x, b.t(), scale_a=x_scales, scale_b=b_scales, out_dtype=dtype)

@@ -3,10 +3,10 @@
 1. The inputs, by their names in lower case: Tensor, or Tensor? if they may be absent.
 2. `axis`, if the node has it.
 3. For every input with elements their format ("b_format"), which in ONNX is the type of the tensor.
-4. What the node gives: `dtype`, or `element_format` if it quantizes.
+4. The type of the result: `dtype`, or `element_format` if it quantizes.
 5. The other attributes, with their defaults; not `block_size`, which is 32.
 
-A dtype of None is the one that the op computes if it is not asked for another.
+A dtype of None is the default dtype of the op.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Argument(NamedTuple):
     default: int | float | str | None = None
     """Default of an argument that may be left out; a Tensor may not."""
     attribute: str = ""
-    """The attribute that carries it in ONNX; "" for an input, and for the format of one."""
+    """The attribute that carries it in ONNX; "" for an input, and for the format of an input."""
 
     def __str__(self) -> str:
         default = f'"{self.default}"' if isinstance(self.default, str) else self.default
@@ -50,7 +50,7 @@ def arguments(node: contract.Op) -> list[Argument]:
 
 
 def schema(name: str, node: contract.Op) -> str:
-    """Returns the schema of torch op `name`, that of `node`, as torch reads it."""
+    """Returns the schema of torch op `name`, the op of `node`, in the syntax of torch."""
     results = ["Tensor" for port in node.outputs if not port.optional]
     returns = results[0] if len(results) == 1 else f"({', '.join(results)})"
     return f"{name}({', '.join(map(str, arguments(node)))}) -> {returns}"

@@ -1,16 +1,16 @@
-"""The ops on DTensors: importing this module tells torch how they run on shards; the package does not import it.
+"""The ops on DTensors: an import of this module tells torch how they run on shards; the package does not import it.
 
 A row of `EQUATIONS` names the axes of an op's operands, as einsum does. Along a dimension of the mesh one axis is
-sharded or none: operands that have it are sharded along it, all others are replicated. So is the result; if the axis
-is summed, that is a partial sum. The last operand that is sharded chooses the axis. So weights stay where they are and
-activations move: as codes, 1.03 bytes per value, because an op that is made of others runs as these, and quantizes
-first.
+sharded or none: operands that have it are sharded along it, all others are replicated. The same is true for the
+result; if the axis is summed, the result is a partial sum. The last operand that is sharded chooses the axis. So
+weights stay where they are and activations move. They move as codes, 1.03 bytes per value, because an op that is made
+of others runs as these others, and quantizes first.
 
 Shards have one size, and along a blocked axis they hold whole blocks of 32; operands for which that is impossible are
 replicated. Partial sums are float32, whatever the dtype of the result, and are reduced before it is rounded; a float32
 result stays partial until DTensor needs it.
 
-`torch.distributed.tensor.experimental.register_sharding` does not serve: it does not know which dimension of the mesh
+`torch.distributed.tensor.experimental.register_sharding` does not fit: it does not know which dimension of the mesh
 is sharded, it may move a weight because that is smaller, and partial sums have the dtype of the result there.
 """
 
@@ -51,7 +51,7 @@ MADE_OF_OTHERS: Final[Mapping[str, Callable[..., Any]]] = {
     "product": train_product.product,
     "grouped_linear_train": grouped_training.grouped_linear_train,
 }
-"""Ops that run as those they are made of."""
+"""Ops that are made of other ops, and run as these."""
 
 _WHOLE: Final = frozenset("vset")
 """Axes that are never sharded: indices and the ends of groups count along them, and "t" has the blocks of groups."""
@@ -61,7 +61,7 @@ Placements = tuple[Placement, ...]
 
 
 class Operand(NamedTuple):
-    """What a plan depends on, of one DTensor."""
+    """The properties of one DTensor that a plan depends on."""
 
     name: str
     shape: torch.Size
@@ -69,7 +69,7 @@ class Operand(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a call runs."""
+    """The placements of the operands and results of one call."""
 
     operands: Mapping[str, Placements]
     results: Sequence[Placements]
@@ -140,7 +140,7 @@ class _Planner:
 
 
 def _terms(op: str, rank: int, axis: int) -> tuple[dict[str, str], list[str]]:
-    """Returns the axes of each operand of a call, by its name, and those of each result; `axis` has the blocks."""
+    """Returns the axes of each operand, by its name, and the axes of each result; `axis` has the blocks."""
     equation = EQUATIONS[op]
     if "*" in equation:
         axes = "".join(sorted({*string.ascii_lowercase} - _WHOLE)[:rank])
@@ -200,7 +200,7 @@ def _distributed(op: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
     """Returns an operand as a DTensor.
 
     Raises:
-        ShapeError: it is none, and torch is not told that such tensors are replicated; or it is on another mesh.
+        ShapeError: it is a plain tensor outside of torch's `implicit_replication`, or it is on another mesh.
     """
     if isinstance(tensor, DTensor) and tensor.device_mesh == mesh:
         return tensor
@@ -218,7 +218,7 @@ def _distributed(op: str, tensor: Tensor, mesh: DeviceMesh) -> DTensor:
 
 @functools.cache
 def _defaults(op: Any) -> dict[str, Any]:
-    """Returns the default of each argument: torch leaves out those that equal it."""
+    """Returns the default of each argument: torch leaves out arguments that equal it."""
     return {argument.name: argument.default_value for argument in op._schema.arguments}
 
 

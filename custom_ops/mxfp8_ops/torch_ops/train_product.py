@@ -9,7 +9,7 @@ quantize(x) by x is one, saturated values included. So a gradient of a product i
 a gradient of that. Each operand is quantized from its own values along the axis that is summed; in derivatives of any
 order the operand in the place of a has the element format of a, and likewise for b and dy.
 
-The gradients of `linear_packed` are made of it.
+`linear_packed` computes its gradients with this op.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def product(  # noqa: PLR0917 - the op's schema
     """Returns a @ b.mT [..., M, N], both quantized along K; see the module for the gradients.
 
     a [..., M, K] and b [..., N, K] are float32, float16 or bfloat16, and leading dimensions broadcast. A dtype of None
-    is that of `a`; `grad_format` is the element format of gradients of the result.
+    is the dtype of `a`; `grad_format` is the element format of gradients of the result.
 
     Raises:
         ShapeError: shapes or dtypes do not fit.
@@ -53,7 +53,7 @@ def product(  # noqa: PLR0917 - the op's schema
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     a, b, ctx.a_format, ctx.b_format, ctx.grad_format, ctx.scale_rounding, _ = inputs
     ctx.a_like, ctx.b_like = (a.shape, a.dtype), (b.shape, b.dtype)
-    # Each gradient needs the other operand only: the rest is not kept alive.
+    # Each gradient needs only the other operand: the rest is not saved.
     needs_a, needs_b, *_ = ctx.needs_input_grad
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None)
 

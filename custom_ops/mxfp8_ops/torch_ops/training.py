@@ -4,12 +4,12 @@
     dgrad  dx = dy w      dy [M, N] blocked along N, w   [N, K] along N ("columnwise")
     wgrad  dw = dy^T x    dy [M, N] blocked along M, x   [M, K] along M ("columnwise")
 
-A stack [..., N, K] meets x [..., M, K] with the same leading sizes matrix by matrix. It need not be a weight: the
+A stack [..., N, K] multiplies x [..., M, K] with the same leading sizes matrix by matrix. It need not be a weight: the
 products Q K^T and P V of attention are such calls, with w = K and w = V^T, and these three give dQ, dK, dP and dV.
 
 A block must lie along the axis a product sums over, so x, w and dy are each quantized twice, always from the
-high-precision tensor and never from the other quantized copy. Elements are E4M3; fp8_format="HYBRID" makes those of dy
-E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
+high-precision tensor and never from the other quantized copy. Elements are E4M3; with fp8_format="HYBRID" dy
+has E5M2. The weight stays a master parameter in its own dtype, and the gradient of the bias is summed in float32.
 
 The columnwise copy of x is made in the forward pass and saved instead of x: 1.03 bytes per value instead of 2 or 4.
 A weight [N, K] itself is saved (it is a parameter and lives anyway) and quantized columnwise in the backward pass. Of a
@@ -48,8 +48,8 @@ def linear_train(
 
     Args:
         x: [..., M, K] (or [K]) float32, float16 or bfloat16. Any M and K, also 0.
-        weight: [N, K] float32, float16 or bfloat16, not necessarily that of `x`; or [..., N, K] for x [..., M, K] with
-            the same leading sizes.
+        weight: [N, K] float32, float16 or bfloat16; the dtype may differ from `x`. Also [..., N, K] for x [..., M, K]
+            with the same leading sizes.
         bias: [N] float32, float16 or bfloat16, or None.
         fp8_format: "E4M3", or "HYBRID" for gradients in E5M2.
         scale_rounding: "ceil", "floor" or "even".
@@ -76,7 +76,7 @@ def linear_train(
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, fp8_format: str, scale_rounding: str) -> None:
-    """Raises as `linear_train` does."""
+    """Raises the errors of `linear_train`."""
     if fp8_format not in GRADIENT_FORMATS:
         raise ContractError.unknown("fp8_format", fp8_format, GRADIENT_FORMATS)
     formats.scale_increment(formats.E4M3, scale_rounding)
@@ -109,7 +109,7 @@ def check_master(where: str, x: Tensor, weight: Tensor) -> None:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Saves the operands of `backward`: a columnwise copy of x for the weight's gradient, the weight for that of x."""
+    """Saves a columnwise copy of x, for the gradient of the weight, and the weight, for the gradient of x."""
     x, weight, bias, ctx.fp8_format, ctx.scale_rounding = inputs
     ctx.x_shape, ctx.x_dtype, ctx.stack = x.shape, x.dtype, weight.dim() > 2
     ctx.weight_dtype = gradients.dtype_of(weight)
@@ -200,9 +200,10 @@ def rounded(total: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _in_parts(x: Tensor) -> bool:
-    """Whether `x` [..., M, K] is a DTensor with rows in the middle sharded (a sequence), which _matrix would gather.
+    """Returns True if the caller has to quantize `x` [..., M, K] before it flattens the rows.
 
-    It is quantized first, so that codes are gathered, if no block has rows of two matrices.
+    `x` is then a DTensor with a shard along rows in the middle (a sequence), which _matrix would gather, and no block
+    has rows of two matrices. After the quantization, torch gathers codes.
     """
     places = getattr(x, "placements", ())
     return any(place.is_shard() and 0 < place.dim < x.dim() - 1 for place in places) and x.shape[-2] % BLOCK_SIZE == 0
@@ -220,7 +221,7 @@ def _columnwise(x: Tensor, element_format: str, scale_rounding: str) -> tuple[Te
 
 
 def refuse_vmap(name: str, of: str, advice: str) -> Callable[..., Any]:
-    """Returns the rule of torch.vmap of an op with gradients that are blocked along the rows `of` something."""
+    """Returns the torch.vmap rule that refuses an op whose gradients are blocked along the rows of operand `of`."""
 
     def refuse(*_: Any) -> Any:
         expected = f"a plain call, because its gradients are blocked along all rows of {of}"
