@@ -30,7 +30,7 @@ PACKAGES = (
 ONNXRUNTIME = "onnxruntime==1.26.0"
 """Importing 1.28 and later ends qemu 7.2 with a segmentation fault, without our library too."""
 TESTS = ("pytest>=8.4", "hypothesis>=6.100")
-NOT_HERE = ("*cuda*", "*gpu*", "*device*", "*torch*", "*sass*", "*session_memory*", "*stress*")
+NOT_HERE = ("*cuda*", "*gpu*", "*device*", "*torch*", "*sass*", "*ort_sessions*", "*threads*")
 """Tests of what the emulated system lacks: torch, a GPU, a process whose memory is its program's, and processors for
 many threads: those of ONNX Runtime wait busily, and a test with eight sessions does not end in minutes."""
 DIFFERENT = (
