@@ -4,8 +4,7 @@ The time to open a session, of a run of 8 x 128 and of 1 x 16 tokens, and the me
 MiniLM and for an encoder of 85 million parameters. Each session has a process of its own, which measures nothing else;
 processes of all files take turns. A floor is not known: float32 in the same ONNX Runtime is the measure.
 
-Sessions of one file with external data share its pages. `--together` measures the proportional set size of 1, 2 and 4
-sessions, and the throughput of calls that come at once.
+`--together` measures the throughput of calls that come at once. production.py measures the memory of several sessions.
 """
 
 from __future__ import annotations
@@ -82,17 +81,12 @@ def measure(path: str) -> list[float]:
 
 
 def together(path: str) -> dict[str, float]:
-    """Returns the proportional set size, in MB, of this process with 1, 2 and 4 sessions; and batches per second."""
-    result, sessions = {}, []
-    for count in (1, 2, 4):
-        while len(sessions) < count:
-            sessions.append(session_of(path, threads=1))
-            sessions[-1].run(None, feeds(sessions[-1], 1, 16))
-        result[f"proportional set of {count} sessions, MB:"] = psutil.Process().memory_full_info().pss / 1e6
-    result["batches/s of 4 sessions with one thread each:"] = _throughput(sessions)
-    result["of one session that 4 callers share:"] = _throughput([session_of(path)] * 4)
-    result["of 4 sessions with all threads:"] = _throughput([session_of(path) for _ in range(4)])
-    return result
+    """Returns the batches per second of 4 callers, by the sessions that they have."""
+    return {
+        "of 4 sessions with one thread each:": _throughput([session_of(path, threads=1) for _ in range(4)]),
+        "of one session that 4 callers share:": _throughput([session_of(path)] * 4),
+        "of 4 sessions with all threads:": _throughput([session_of(path) for _ in range(4)]),
+    }
 
 
 def _throughput(sessions: list[onnxruntime.InferenceSession], seconds: float = 4) -> float:
@@ -157,7 +151,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--measure-together", help=argparse.SUPPRESS)
-    parser.add_argument("--together", action="store_true", help="measure several sessions on one file too")
+    parser.add_argument(
+        "--together", action="store_true", help="measure the throughput of several sessions on one file too"
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each file is measured")
     chosen = parser.parse_args()
     if chosen.measure or chosen.measure_together:
@@ -193,10 +189,10 @@ def main() -> None:
             external = folder / "together.onnx"
             mxfp8_graph.rewrite(folder / "85M.onnx", "mxint8", output=external, bodies="small", external_data="always")
             shared = child("--measure-together", str(external))
-            said = ", ".join(
-                f"{what} {value:.0f}" if "MB" in what else f"{what} {value:.1f}" for what, value in shared.items()
+            said = ", ".join(f"{what} {value:.1f}" for what, value in shared.items())
+            notes.append(
+                f"The 85M encoder as `mxint8` with bodies small and external data, batches per second: {said}."
             )
-            notes.append(f"The 85M encoder as `mxint8` with bodies small and external data, in one process: {said}.")
     title = "Rewritten files in ONNX Runtime without our library"
     publish("without_library", title, COLUMNS, rows, notes=notes)
 
