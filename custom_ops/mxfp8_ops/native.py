@@ -63,21 +63,21 @@ def check_prepack(prepack: str) -> None:
 class ConstantWeight:
     """A copy of a constant weight [N, K] in the layout of the kernel that multiplies it; see mxfp8_ops.h.
 
-    The first gemm that uses this object makes the copy. Do not change the weight's elements while the object lives.
+    The first gemm that gets this object makes the copy, or shares the copy of an equal weight. Keep the weight's
+    elements and scales, and do not change them, while the object lives.
 
     Args:
         prepack: one of `PREPACK`.
     """
 
-    def __init__(self, prepack: str = "auto") -> None:
-        handle = c_void_p()
-        check("prepack", load().mxfp8_weight_new(PREPACK.index(prepack), ctypes.byref(handle)))
-        self._handle = handle
-        weakref.finalize(self, load().mxfp8_weight_free, handle)
+    number: Final[int]
+    """The weight in calls of the C ABI."""
 
-    def use(self) -> None:
-        """Makes the next gemm of this thread multiply with this weight."""
-        load().mxfp8_weight_use(self._handle)
+    def __init__(self, prepack: str = "auto") -> None:
+        number = c_int64()
+        check("prepack", load().mxfp8_weight_new(PREPACK.index(prepack), ctypes.byref(number)))
+        self.number = number.value
+        weakref.finalize(self, load().mxfp8_weight_free, self.number)
 
 
 def library_path() -> Path:

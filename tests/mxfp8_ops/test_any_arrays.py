@@ -151,7 +151,7 @@ def test_quantize_writes_the_same_bytes_into_given_arrays(
         assert (room[::2] == 0xAA).all()
 
 
-@pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads"}), (cuda, set())])
+@pytest.mark.parametrize(("backend", "more"), [(cpu, {"threads", "weight"}), (cuda, set())])
 def test_a_backend_has_the_arguments_of_the_reference_in_its_order_and_some_of_its_own(backend: Any, more: set) -> None:
     shared = [name for name in backend.__all__ if inspect.isfunction(getattr(numpy_nodes, name, None))]
     assert "quantize" in shared

@@ -257,13 +257,14 @@ def test_a_training_step_reads_each_gradient_once(emulated, monkeypatch):
 def test_torch_uses_a_kept_weight_until_it_changes(emulated):
     x, b = values(70, 64), torch_cuda.quantize(values(6, 64, seed=1))
 
-    def kernels(x: Any = x) -> list[str]:
+    def kernels(x: Any = x, fmt: str = "e4m3") -> list[str]:
         emulated.launched.clear()
-        torch_cuda.weight_gemm(x, *b)
+        torch_cuda.weight_gemm(x, *b, None, fmt)
         return sources(emulated)
 
     assert kernels()[0] == "dequantize"
     torch_cuda.keep_wide(*b)
+    assert kernels(fmt="e5m2")[0] == "dequantize"  # the same codes in another format are another weight
     assert kernels() == ["matmul_bf16 bfloat16", "gemm_float32"]
     assert "dequantize" not in kernels(x.float())
     b[0].add_(1)

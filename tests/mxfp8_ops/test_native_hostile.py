@@ -47,12 +47,12 @@ ARGUMENTS = {
     **same("value_dtype x_dtype y_dtype factor_dtype", FLOAT32, [*CODES, 3, 17, 19]),
     **same("activation_dtype", FLOAT32, [*CODES, 10]), **same("index_dtype", INT64, CODES),
     **same("scale_rounding", 0, [3, 99, -1]), **same("epilogue", 2, [5, 99, -1]), **same("transposed", 0, []),
-    **same("threads", 1, [-1, -(2**31)]), **SIZES, **STRIDES, **POINTERS,
+    **same("threads", 1, [-1, -(2**31)]), **same("weight", 0, [-1, 2**62]), **SIZES, **STRIDES, **POINTERS,
 }  # fmt: skip
 """Name of the argument: a value that is right, and values that are not."""
 
 A, B, MNK, Y = "a_format a a_scales ", "b_format b b_scales ", "m n k ", "y_dtype y "
-X, ENDS, END = "x_dtype x x_stride activation_dtype ", "bias epilogue factor_dtype factor ", "y_stride threads"
+X, ENDS, END = "x_dtype x x_stride activation_dtype ", "bias epilogue factor_dtype factor ", "y_stride weight threads"
 ENTRIES = {
     "quantize": "value_dtype x outer k inner element_format scale_rounding elements scales threads",
     "dequantize": "element_format elements scales outer k inner value_dtype y threads",
@@ -104,7 +104,7 @@ def call(entry: str, **changed: Any) -> tuple[int, str]:
         if name in POINTERS and value is not None:
             rooms.append(create_string_buffer(ROOM))
             value = -(-addressof(rooms[-1]) // 16) * 16 + (value == "odd")
-        kind = c_void_p if name in POINTERS else c_int64 if name in SIZES or name in STRIDES else c_int
+        kind = c_void_p if name in POINTERS else c_int64 if name in {*SIZES, *STRIDES, "weight"} else c_int
         arguments.append(kind(value))
     return getattr(LIBRARY, f"mxfp8_{entry}")(*arguments), LIBRARY.mxfp8_last_error(0).decode()
 

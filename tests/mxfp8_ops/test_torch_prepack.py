@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
-from compare import assert_within, heavy_tailed
+from compare import assert_same, assert_within, heavy_tailed
 
 torch = pytest.importorskip("torch")
 
@@ -56,10 +59,41 @@ def test_torch_keeps_a_weight_that_is_read_twice_until_it_is_freed():
     few, many = torch.ones(2, 96), torch.ones(3, 96)
     for x, weights in ((few, []), (many, [None]), (few, [None]), (many, [native.ConstantWeight])):
         torch.ops.mxfp8.weight_gemm(x, *b, None, "int8", None, torch.bfloat16)
-        entries = [each for of_storage in kept.values() for _, each in of_storage.values()]
-        assert [each and type(each) for each in entries] == weights
-    del b, entries
+        copies = [each for of_b in kept.values() for of_scales in of_b.values() for _, each in of_scales.values()]
+        assert [each and type(each) for each in copies] == weights
+    del copies
+    [of_b] = kept.values()
+    b[1] = b[1].clone()  # the scales are freed first
+    assert not of_b
+    del b, of_b
     assert not kept
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "int8"])
+def test_torch_reads_scales_that_are_new_at_each_call(fmt):
+    """Their memory is that of the last call's scales, at the same version."""
+    x, (b, scales) = torch.from_numpy(heavy_tailed((5, 64), 1)), torch.ops.mxfp8.quantize(torch.randn(96, 64), -1, fmt)
+    expected = torch.ops.mxfp8.weight_gemm(x, b, scales, None, fmt)
+    for power in range(8):
+        y = torch.ops.mxfp8.weight_gemm(x, b, scales + power, None, fmt)
+        assert_same(y.numpy(), (expected * 2**power).numpy(), f"the product with scales times 2^{power}")
+
+
+def test_torch_modules_that_threads_make_and_free_multiply_with_their_own_weights():
+    """The memory of a freed weight is used again at once, also while other threads multiply."""
+    x = torch.ones(4, 96)
+    weights = [weight_of(seed) for seed in range(6)]
+
+    def run(index: int) -> torch.Tensor:
+        b, scales = (t.clone() for t in weights[index])
+        return [torch.ops.mxfp8.weight_gemm(x, b, scales, None, "int8", None, torch.bfloat16) for _ in range(3)][-1]
+
+    expected = [run(index) for index in range(len(weights))]
+    order = np.random.default_rng(0).integers(0, len(weights), 2000).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        wrong = [i for i, y in zip(order, pool.map(run, order), strict=True) if not torch.equal(y, expected[i])]
+    assert not wrong
+    assert not constant_weights._known
 
 
 def test_torch_prepack_is_one_of_three():

@@ -123,16 +123,15 @@ struct Case {
       for (int j = 0; j < k && column < n; ++j) sums[at].add(double(a.values[row * k + j]) * b.values[column * k + j]);
     }
   }
-  std::vector<float> run(const Format& f, mxfp8_weight* weight) const {
+  std::vector<float> run(const Format& f, int64_t weight) const {
     Bytes y(sums.size() * f.bytes);
     const float* add = bias.empty() ? nullptr : bias.data();
     const int activation = rounds ? MXFP8_BFLOAT16 : MXFP8_FLOAT32, threads = 1 + number % 2;
     const uint8_t *x = a.bytes.data(), *x_scales = a.scales.data(), *w = b.bytes.data(), *w_scales = b.scales.data();
-    mxfp8_weight_use(weight);
     check(a.f.bytes > 1 ? mxfp8_weight_gemm(a.f.code, x, k, activation, b.f.code, w, w_scales, add, m, n, k, f.code,
-                                            y.data(), n + 1, threads)
+                                            y.data(), n + 1, weight, threads)
                         : mxfp8_gemm(a.f.code, x, x_scales, b.f.code, w, w_scales, add, m, n, k, f.code, y.data(),
-                                     n + 1, threads));
+                                     n + 1, weight, threads));
     std::vector<float> values;
     for (size_t i = 0; i < y.size(); i += f.bytes) {
       uint32_t bits = 0;
@@ -143,7 +142,7 @@ struct Case {
   }
   // Returns the largest error as a share of the bound. The second call reads the panels that the first has made.
   double try_on(const char* isa) const {
-    mxfp8_weight* weight = nullptr;
+    int64_t weight = 0;
     if (prepack != MXFP8_PREPACK_NEVER) check(mxfp8_weight_new(prepack, &weight));
     const auto first = run(kF32, weight), y = run(kF32, weight), narrow = run(kBf16, weight);
     mxfp8_weight_free(weight);

@@ -111,26 +111,30 @@ void multiply(Random& random, Counts* counts, bool weight_only, bool fused) {
   const void* factor_at = times ? factor.at : nullptr;
   const auto* bias_at = reinterpret_cast<const float*>(biased ? bias.at : nullptr);
   const int prepack = chance(random, 4) ? int(random() % 5) - 1 : int(MXFP8_PREPACK_NEVER);
-  mxfp8_weight* weight = nullptr;
+  int64_t weight = 0;
   const bool known = prepack >= MXFP8_PREPACK_AUTO && prepack <= MXFP8_PREPACK_DECODED;
   if ((mxfp8_weight_new(prepack, &weight) == MXFP8_OK) != known) fail("weight_new" + list({prepack}));
-  mxfp8_weight_use(weight);
+  if (chance(random, hostile)) {  // the gemm gets the number of a freed weight, or of none
+    mxfp8_weight_free(weight);
+    weight = weight == 0 ? -1 : weight;
+    refused = true;
+  }
   const std::string call =
       (fused ? "fused_" : "") + std::string(weight_only ? "weight_gemm" : "gemm") +
       list({x_kind, activation, b_format, y_dtype, m, n, k, x_stride, y_stride, biased, epilogue, factor_dtype, times});
   int status = 0;
   if (weight_only && fused) {
     status = mxfp8_fused_weight_gemm(x_kind, x.at, x_stride, activation, b_format, b.at, b_scales.at, bias_at, epilogue,
-                                     factor_dtype, factor_at, m, n, k, y_dtype, y.at, y_stride, threads);
+                                     factor_dtype, factor_at, m, n, k, y_dtype, y.at, y_stride, weight, threads);
   } else if (weight_only) {
     status = mxfp8_weight_gemm(x_kind, x.at, x_stride, activation, b_format, b.at, b_scales.at, bias_at, m, n, k,
-                               y_dtype, y.at, y_stride, threads);
+                               y_dtype, y.at, y_stride, weight, threads);
   } else if (fused) {
     status = mxfp8_fused_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, epilogue, factor_dtype,
-                              factor_at, m, n, k, y_dtype, y.at, y_stride, threads);
+                              factor_at, m, n, k, y_dtype, y.at, y_stride, weight, threads);
   } else {
     status = mxfp8_gemm(x_kind, x.at, x_scales.at, b_format, b.at, b_scales.at, bias_at, m, n, k, y_dtype, y.at,
-                        y_stride, threads);
+                        y_stride, weight, threads);
   }
   mxfp8_weight_free(weight);
   judge(call, status, refused, counts);

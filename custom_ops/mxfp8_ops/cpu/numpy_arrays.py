@@ -1,8 +1,9 @@
 """The functions of `numpy_nodes.py` in the native library, on NumPy arrays: same names, same arguments, same errors.
 
 `quantize`, `dequantize` and `embedding` give the same bytes; gemms accumulate in float32 and stay within
-`numpy_nodes.gemm_error_bound`. Each function also takes `threads`, the number of threads (0: one per processor). The
-first call loads the library; a function raises BackendError if it is missing.
+`numpy_nodes.gemm_error_bound`. Each function also takes `threads`, the number of threads (0: one per processor); gemms
+of one weight b [N, K] that never changes take its `native.ConstantWeight`, and then copy b once. The first call loads
+the library; a function raises BackendError if it is missing.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def dequantize(
     return y
 
 
-def gemm(
+def gemm(  # noqa: PLR0913 - the operands and two settings
     a: Codes,
     a_scales: Codes,
     b: Codes,
@@ -101,10 +102,11 @@ def gemm(
     bias: Array | None = None,
     *,
     threads: int = 0,
+    weight: native.ConstantWeight | None = None,
     **options: Unpack[op_options.Gemm],
 ) -> Array:
     """Returns dequantize(a) @ dequantize(b).T + bias; a [..., M, K], b [..., N, K], as in `numpy_nodes.gemm`."""
-    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**options), threads)
+    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**options), threads, weight=weight)
 
 
 def weight_gemm(
@@ -114,13 +116,14 @@ def weight_gemm(
     bias: Array | None = None,
     *,
     threads: int = 0,
+    weight: native.ConstantWeight | None = None,
     **options: Unpack[op_options.WeightGemm],
 ) -> Array:
     """Returns x @ dequantize(b).T + bias; x [..., M, K], b [..., N, K], as in `numpy_nodes.weight_gemm`."""
-    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**options), threads)
+    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**options), threads, weight=weight)
 
 
-def fused_gemm(
+def fused_gemm(  # noqa: PLR0913 - the operands and two settings
     a: Codes,
     a_scales: Codes,
     b: Codes,
@@ -128,11 +131,12 @@ def fused_gemm(
     bias: Array | None = None,
     *,
     threads: int = 0,
+    weight: native.ConstantWeight | None = None,
     **options: Unpack[op_options.FusedGemm],
 ) -> Array:
     """Returns epilogue(A @ B.T + bias) * factor; a [..., M, K], b [..., N, K], as in `numpy_nodes.fused_gemm`."""
     epilogue, factor, rest = op_options.epilogue(**options)
-    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**rest), threads, (epilogue, factor))
+    return multiply((a, a_scales), (b, b_scales), bias, op_options.gemm(**rest), threads, (epilogue, factor), weight)
 
 
 def fused_weight_gemm(
@@ -142,11 +146,12 @@ def fused_weight_gemm(
     bias: Array | None = None,
     *,
     threads: int = 0,
+    weight: native.ConstantWeight | None = None,
     **options: Unpack[op_options.FusedWeightGemm],
 ) -> Array:
     """Returns epilogue(x @ dequantize(b).T + bias) * factor; x [..., M, K], as in `numpy_nodes.fused_weight_gemm`."""
     epilogue, factor, rest = op_options.epilogue(**options)
-    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**rest), threads, (epilogue, factor))
+    return multiply((x,), (b, b_scales), bias, op_options.weight_gemm(**rest), threads, (epilogue, factor), weight)
 
 
 def embedding(

@@ -8,20 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics
+from mxfp8_ops import checks, formats, native, numerics
 from mxfp8_ops.cpu.operands import array, call, contiguous, empty, floats
 from mxfp8_ops.nodes import fused_gemm
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.numerics import Array
 
 
-def multiply(  # noqa: PLR0917 - all gemms go through this function
+def multiply(  # noqa: PLR0913, PLR0917 - all gemms go through this function
     a: tuple[Array, ...],
     b: tuple[Array, Array],
     bias: Array | None,
     kinds: tuple[Any, ...],
     threads: int,
     end: tuple[str, Array | None] = ("none", None),
+    weight: native.ConstantWeight | None = None,
 ) -> Array:
     """Returns epilogue(a @ dequantize(b).T + bias) * factor, [..., M, N].
 
@@ -32,7 +33,9 @@ def multiply(  # noqa: PLR0917 - all gemms go through this function
         kinds: the result of `op_options.gemm`; of `op_options.weight_gemm` if `a` is values.
         threads: the number of threads; 0 for one per processor.
         end: (epilogue, factor).
+        weight: the copy of b, if b never changes.
     """
+    number = 0 if weight is None else weight.number
     epilogue, factor = end
     fused_gemm.epilogue_function(epilogue)  # checks the name
     if factor is not None:
@@ -48,7 +51,7 @@ def multiply(  # noqa: PLR0917 - all gemms go through this function
     for one_a, one_b, m, (one_y, one_factor) in products(a, b, y, factor):
         call(
             "gemm", function, kind, *one_a, *more, b_format, *one_b, bias, epilogue, of_factor, one_factor, m, n, k,
-            dtype, one_y, n, threads=threads,
+            dtype, one_y, n, number, threads=threads,
         )  # fmt: skip
     return y
 

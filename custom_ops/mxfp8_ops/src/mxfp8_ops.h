@@ -14,8 +14,8 @@
 // function, under the same name without `mxfp8_`.
 //
 // Every function that returns int, mxfp8_contract_version aside, returns MXFP8_OK or one of the negative codes below.
-// A function never throws, never allocates its result, and keeps no pointer after it returns; the exception is b of a
-// mxfp8_weight. Any number of threads may call at once.
+// A function never throws, never allocates its result, and keeps no pointer after it returns; the exceptions are b and
+// b_scales of a weight. Any number of threads may call at once.
 //
 // The library checks these, before it reads or writes an array, and returns MXFP8_BAD_ARGUMENT:
 // - every dtype, format and rounding is one of the codes below; no size or number of threads is below 0;
@@ -106,42 +106,43 @@ MXFP8_API int mxfp8_embedding(int index_dtype, const void* indices, int64_t coun
 // Computes y [M, N] = a [M, K] times the transpose of b, plus bias [N], which may be NULL.
 MXFP8_API int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                          const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype,
-                         void* y, int64_t y_stride, int threads);
+                         void* y, int64_t y_stride, int64_t weight, int threads);
 
 // Computes the same from an unquantized x [M, K]. With activation_dtype MXFP8_FLOAT32 the values of x are multiplied
 // unchanged, whatever their dtype; with MXFP8_BFLOAT16 they are first rounded to bfloat16, to nearest even.
 MXFP8_API int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
                                 const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n,
-                                int64_t k, int y_dtype, void* y, int64_t y_stride, int threads);
+                                int64_t k, int y_dtype, void* y, int64_t y_stride, int64_t weight, int threads);
 
 // The same two gemms, which then apply an epilogue to the sums plus bias, and multiply the result by factor [M, N],
 // which may be NULL. Both steps compute in float32.
 MXFP8_API int mxfp8_fused_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                                const uint8_t* b_scales, const float* bias, int epilogue, int factor_dtype,
                                const void* factor, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
-                               int64_t y_stride, int threads);
+                               int64_t y_stride, int64_t weight, int threads);
 MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
                                       const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue,
                                       int factor_dtype, const void* factor, int64_t m, int64_t n, int64_t k,
-                                      int y_dtype, void* y, int64_t y_stride, int threads);
+                                      int y_dtype, void* y, int64_t y_stride, int64_t weight, int threads);
 
-// A weight b [N, K] that never changes. The first gemm with it copies b into the layout of its kernel, if that kernel
-// has one; that gemm and later ones read the copy. Any number of threads may use one weight.
+// A weight b [N, K] that never changes: a number above 0, which a gemm takes as `weight`; there, 0 stands for none. The
+// first gemm with it copies b and its scales into the layout of its kernel, if that kernel has one; that gemm and later
+// ones read the copy. Weights of equal contents share one copy, which is freed with the last of them. Any number of
+// threads may use one weight.
 //
 // MXFP8_PREPACK_AUTO     copies the elements and scales, 1.03 bytes a value.
 // MXFP8_PREPACK_NEVER    copies nothing: every gemm reads b.
 // MXFP8_PREPACK_DECODED  copies bfloat16 numbers, 2 bytes a value, where the kernel multiplies those; else as AUTO.
 //
-// Keep b unchanged until mxfp8_weight_free. Gemms without a copy read it; so do, beside a copy, those of up to 3 rows
-// on amx_bf16, and those of up to 4 rows on neon_mm, except for INT8. From 3 rows on, a gemm with MXFP8_PREPACK_AUTO
-// gives the same bits as one without a weight.
+// The first gemm sets the b, b_scales, format, N and K of the weight. A gemm with others computes from its own b. Keep
+// b and b_scales in memory and unchanged until mxfp8_weight_free. Gemms without a copy read them; so do, beside a copy,
+// those of up to 3 rows on amx_bf16, and those of up to 4 rows on neon_mm, except for INT8. From 3 rows on, a gemm with
+// MXFP8_PREPACK_AUTO gives the same bits as one without a weight.
+//
+// A weight may be freed while gemms of other threads use it. No gemm takes its number after that.
 enum { MXFP8_PREPACK_AUTO = 0, MXFP8_PREPACK_NEVER = 1, MXFP8_PREPACK_DECODED = 2 };
-typedef struct mxfp8_weight mxfp8_weight;
-MXFP8_API int mxfp8_weight_new(int prepack, mxfp8_weight** weight);
-MXFP8_API void mxfp8_weight_free(mxfp8_weight* weight);
-// Attaches the weight to the next call that this thread makes to one of the four gemms above; NULL detaches it. The
-// first such call sets the b, format, N and K of the weight. A call with others computes from its own b.
-MXFP8_API void mxfp8_weight_use(mxfp8_weight* weight);
+MXFP8_API int mxfp8_weight_new(int prepack, int64_t* weight);
+MXFP8_API void mxfp8_weight_free(int64_t weight);
 
 // A gemm with one of several matrices for each row, as a mixture of experts needs: row i of y [M, N] is row i of a
 // [M, K] times the transpose of b[experts[i]], where b is [count, N, K]. experts [M] are from -count to count; a

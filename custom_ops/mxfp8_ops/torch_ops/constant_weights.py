@@ -18,9 +18,11 @@ from mxfp8_ops import native
 _LEAST_ROWS: Final = 3
 """One or two rows take as long without a copy, and with a copy the second product would add in another order."""
 
-_Known = tuple[tuple[int, int, int], native.ConstantWeight | None]
-_known: WeakKeyDictionary[torch.UntypedStorage, dict[Any, _Known]] = WeakKeyDictionary()
-"""By the memory of a weight and its place there: its versions, and its copy from its second product on."""
+_Copies = dict[Any, tuple[tuple[int, int], native.ConstantWeight | None]]
+_known: WeakKeyDictionary[torch.UntypedStorage, WeakKeyDictionary[torch.UntypedStorage, _Copies]] = WeakKeyDictionary()
+"""By the memory of a weight, the memory of its scales, and their places there: the versions of both, and the copy of
+the weight from its second product on. Whichever memory is freed first, the copy goes with it: an address, which the
+next tensor may get, is never a key."""
 
 _setting = "auto"
 
@@ -41,22 +43,25 @@ def set_prepack(prepack: str) -> None:
     _known.clear()
 
 
-def use_constant(b: Tensor, b_scales: Tensor, rows: int) -> native.ConstantWeight | None:
-    """Returns the copy of the weight `b` [N, K] if it is constant; the next product of this thread reads the copy.
+def constant_weight(b: Tensor, b_scales: Tensor, rows: int) -> native.ConstantWeight | None:
+    """Returns the copy of the weight `b` [N, K] for a product of so many rows; None if `b` is not known to be constant.
 
     The caller holds the result until this product is done: another thread may free the copy meanwhile.
     """
     if rows < _LEAST_ROWS or _setting == "never" or b.dim() != 2 or b.is_inference() or b_scales.is_inference():
         return None  # torch does not count the changes of tensors from inference mode
-    weights = _known.setdefault(b.untyped_storage(), {})
-    place, versions = (b.storage_offset(), b.shape), (b._version, b_scales._version, b_scales.data_ptr())
-    known = weights.get(place)
+    of_scales = _known.get(b.untyped_storage())
+    if of_scales is None:
+        of_scales = _known.setdefault(b.untyped_storage(), WeakKeyDictionary())
+    copies = of_scales.setdefault(b_scales.untyped_storage(), {})
+    place = b.storage_offset(), b.shape, b_scales.storage_offset()
+    versions = b._version, b_scales._version
+    known = copies.get(place)
     if known is None or known[0] != versions:
-        weights[place] = versions, None
+        copies[place] = versions, None
         return None
     weight = known[1]
     if weight is None:
         weight = native.ConstantWeight(_setting)
-        weights[place] = versions, weight
-    weight.use()
+        copies[place] = versions, weight
     return weight

@@ -26,7 +26,15 @@ from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
 from mxfp8_ops.torch_ops.embedding import check_embedding, picked
 from mxfp8_ops.torch_ops.gemm import gemm_options, gemm_shape, weight_gemm_options
-from mxfp8_ops.torch_ops.operands import DTYPE_CODES, Pair, check_codes, check_devices, check_memory, readable
+from mxfp8_ops.torch_ops.operands import (
+    DTYPE_CODES,
+    FORMAT_CODES,
+    Pair,
+    check_codes,
+    check_devices,
+    check_memory,
+    readable,
+)
 from mxfp8_ops.torch_ops.products import products
 from mxfp8_ops.torch_ops.quantize import check_both, check_dequantize, check_quantize
 
@@ -39,8 +47,8 @@ class _Kept(NamedTuple):
     wide: WideWeight
 
 
-_kept: dict[tuple[int, int, torch.Size], _Kept] = {}
-"""Weights kept in bfloat16 too, by address and shape."""
+_kept: dict[tuple[int, int, torch.Size, int], _Kept] = {}
+"""Weights kept in bfloat16 too, by address, shape and the code of the format."""
 
 _INCREMENTS = {
     (row.onnx_dtype, i): formats.scale_increment(row, rounding)
@@ -131,7 +139,7 @@ def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:
         )
     at = b.data_ptr(), b_scales.data_ptr()
     wide = execution.wide_weight(_queue(b), b_format, at, (*b.shape,))
-    _kept[at[0], at[1], b.shape] = _Kept((b, b_scales), _versions((b, b_scales)), wide)
+    _kept[(*at, b.shape, FORMAT_CODES[b_format])] = _Kept((b, b_scales), _versions((b, b_scales)), wide)
 
 
 def forget_kept() -> None:
@@ -139,8 +147,8 @@ def forget_kept() -> None:
     _kept.clear()
 
 
-def _find(b: Pair) -> _Kept | None:
-    entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape))
+def _find(b: Pair, b_code: int) -> _Kept | None:
+    entry = _kept.get((b[0].data_ptr(), b[1].data_ptr(), b[0].shape, b_code))
     return entry if entry is not None and entry.versions == _versions(b) else None
 
 
@@ -159,7 +167,7 @@ def _gemm(
         bias_at = bias.data_ptr()
     y = torch.empty(shape, dtype=dtype, device=elements.device)
     # keep_wide keeps matrices; a stack of weights is never among them.
-    kept = _find(b) if _kept and matrix else None
+    kept = _find(b, b_code) if _kept and matrix else None
     wide = kept.wide[:2] if kept else (0, 0)
     queue = _queue(elements)
     libraries = planner.CUBLAS | (planner.SCALED_MM if quantized and matrix else 0)

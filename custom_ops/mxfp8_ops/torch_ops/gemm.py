@@ -18,7 +18,7 @@ from mxfp8_ops.checks import dtype_name, scale_count
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.nodes.gemm import product_shape
 from mxfp8_ops.torch_ops import gradients
-from mxfp8_ops.torch_ops.constant_weights import use_constant
+from mxfp8_ops.torch_ops.constant_weights import constant_weight
 from mxfp8_ops.torch_ops.gradients import Gradient
 from mxfp8_ops.torch_ops.operands import (
     DTYPE_CODES,
@@ -77,10 +77,10 @@ def gemm_cpu(
     native_library, y_code, threads = library(), DTYPE_CODES[dtype], torch.get_num_threads()
     # The library wants an address for the scales of a even if K = 0 and there are none, when torch has null.
     for m, a_data, a_scales_data, b_data, b_scales_data, y_data in products(y, a, a_scales, b, b_scales):
-        _kept = use_constant(b, b_scales, m)
+        weight = constant_weight(b, b_scales, m)
         status = native_library.mxfp8_gemm(
             a_code, a_data, a_scales_data or y_data, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
-            threads,
+            0 if weight is None else weight.number, threads,
         )  # fmt: skip
         if status:
             native.check("gemm", status)
@@ -147,10 +147,10 @@ def weight_gemm_cpu(x: Tensor, b: Tensor, b_scales: Tensor, bias: Tensor | None 
     y = EMPTY[dtype](*shape)
     native_library, y_code, threads = library(), DTYPE_CODES[dtype], torch.get_num_threads()
     for m, x_data, _, b_data, b_scales_data, y_data in products(y, x, x, b, b_scales):
-        _kept = use_constant(b, b_scales, m)
+        weight = constant_weight(b, b_scales, m)
         status = native_library.mxfp8_weight_gemm(
             x_code, x_data, stride, activation_code, b_code, b_data, b_scales_data, bias_at, m, n, k, y_code, y_data, n,
-            threads,
+            0 if weight is None else weight.number, threads,
         )  # fmt: skip
         if status:
             native.check("weight_gemm", status)

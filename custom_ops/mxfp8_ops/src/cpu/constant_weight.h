@@ -1,4 +1,5 @@
-// A weight that never changes, in the layout of the kernel that multiplies it.
+// A weight that never changes, in the layout of the kernel that multiplies it. Its panels are known by what they hold:
+// weights of equal elements, scales and sizes share them, in all sessions and programs of the process.
 #pragma once
 #include <atomic>
 #include <memory>
@@ -16,8 +17,10 @@ enum class Prepack {
   kDecoded = MXFP8_PREPACK_DECODED,  // keeps bfloat16 numbers, if the kernel multiplies those
 };
 
-// The panels of one weight b [N, K]. The first call sets b and packs the panels; that call and every later one read
-// them. Any number of threads may use one weight at once.
+class SharedPanels;
+
+// One weight b [N, K] with its scales. The first call sets both; that call and every later one read its panels. Any
+// number of threads may use one weight at once. The owner keeps b and its scales in memory, unchanged.
 class ConstantWeight {
  public:
   explicit ConstantWeight(Prepack prepack) : prepack_(prepack) {}
@@ -26,20 +29,14 @@ class ConstantWeight {
   const Panels* panels(const Kernels&, const Parallel&, const GemmArgs&);
 
  private:
-  void make(const GemmKernel&, bool decoded, const Parallel&, const GemmArgs&);
+  bool is_of(const GemmArgs&) const;
 
   const Prepack prepack_;
   std::atomic<bool> ready_{false};
   std::mutex making_;
-  const uint8_t* b_ = nullptr;  // this and the next two are of the first call
-  int format_ = 0;
-  int64_t n_ = 0, k_ = 0;
-  Panels panels_ = {};
-  Scratch data_;  // the memory of panels_; null if there are none
+  GemmArgs first_ = {};  // of the first call
+  std::shared_ptr<SharedPanels> shared_;
+  const Panels* panels_ = nullptr;  // of shared_; null if there are none
 };
-
-// The weight whose elements are at this address. All callers with the same address share one, so its panels exist once.
-// The caller keeps the elements in memory.
-std::shared_ptr<ConstantWeight> shared_weight(const void* elements, Prepack);
 
 }  // namespace mxfp8

@@ -22,7 +22,7 @@ class ConstantWeight;
 struct Panels {
   const GemmKernel* kernel;
   bool decoded;  // whether they hold decoded values instead of codes
-  int lowest;    // the lowest scale code, if decoded
+  int lowest;    // the lowest scale code if decoded, else what make_panels has returned
   const void* data;
 };
 

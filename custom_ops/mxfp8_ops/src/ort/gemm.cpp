@@ -163,7 +163,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
               static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
               k, 0, nullptr, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
     set_end(kernel.attributes, factor, y, batch * m, &job.args);
-    job.args.weight = kernel.weight(b, flat ? 0 : b_row / n);
+    if (!kernel.weights.empty()) job.args.weight = kernel.weights[size_t(b_row / n)].get();
     kernel.backend->run(context, &job);
   }
 }

@@ -147,7 +147,7 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
        of_rows.data(),
        sources.data(),
        int(kernel.attributes.activation_dtype)});
-  if (kernel.weight(b, b.dims[0] - 1) != nullptr) job.args.weights = kernel.weights.data();
+  if (!kernel.weights.empty()) job.args.weights = kernel.weights.data();
   job.where = kernel.where, job.experts = expert, job.indices = indices;
   job.a_rows = product(a.dims.begin(), a.dims.end() - 1), job.runs = runs_of(leading, a.dims, experts.dims);
   kernel.backend->run(context, &job);

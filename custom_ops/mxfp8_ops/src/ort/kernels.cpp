@@ -98,17 +98,14 @@ void check_scales(const std::string& where, const char* name, const Tensor& elem
   }
 }
 
-// The weights that b of a gemm on the processor is, if it never changes.
-void keep_weights(const OrtKernelInfo* info, const Overload& overload, NodeKernel* kernel) {
-  const int index = row_of(overload.op).b;
-  const std::optional<Tensor> b = index < 0 ? std::nullopt : constant(info, size_t(index));
-  if (!b || b->dims.size() < 2) return;
-  kernel->b = b->data;
-  const int64_t size = product(b->dims.end() - 2, b->dims.end()), count = product(b->dims.begin(), b->dims.end() - 2);
-  for (int64_t i = 0; i < count; ++i) {
-    const auto* elements = static_cast<const uint8_t*>(b->data) + i * size;
-    kernel->weights.push_back(shared_weight(elements, overload.place.prepack));
-  }
+// The matrices of b of a gemm on the processor, if b and its scales never change.
+std::vector<std::shared_ptr<ConstantWeight>> constant_weights(const OrtKernelInfo* info, const Overload& overload) {
+  const Node& node = row_of(overload.op);
+  const std::optional<Tensor> b = node.b < 0 ? std::nullopt : constant(info, size_t(node.b));
+  if (!b || b->dims.size() < 2 || !constant(info, size_t(node.b_scales))) return {};
+  std::vector<std::shared_ptr<ConstantWeight>> weights(size_t(product(b->dims.begin(), b->dims.end() - 2)));
+  for (auto& weight : weights) weight = std::make_shared<ConstantWeight>(overload.place.prepack);
+  return weights;
 }
 
 OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
@@ -129,9 +126,8 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     auto backend = device == Device::kCpu    ? cpu_backend(where)
                    : device == Device::kCuda ? cuda_backend(where, overload, info)
                                              : cuda_copies_backend(where, overload, info);
-    auto made =
-        std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend), nullptr, {}});
-    if (device == Device::kCpu) keep_weights(info, overload, made.get());
+    auto made = std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend), {}});
+    if (device == Device::kCpu) made->weights = constant_weights(info, overload);
     *kernel = made.release();
   });
 }

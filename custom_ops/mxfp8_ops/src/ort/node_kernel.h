@@ -14,14 +14,8 @@ struct NodeKernel {
   std::string where;  // "MXFP8Gemm 'node name'"
   Attributes attributes;
   std::unique_ptr<const Backend> backend;
-  // On the processor, if b never changes: for each of its matrices, the first of which is at `b`.
-  const void* b = nullptr;
+  // The matrices of b on the processor; empty unless b and its scales never change.
   std::vector<std::shared_ptr<ConstantWeight>> weights;
-
-  // That of matrix `index` of b, or null.
-  ConstantWeight* weight(const Tensor& of_b, int64_t index) const {
-    return of_b.data == b && size_t(index) < weights.size() ? weights[size_t(index)].get() : nullptr;
-  }
 };
 
 struct Implementation {
