@@ -6,8 +6,9 @@
 //
 //   bytes      B once, 33 for 32 weights; packed A from L2 for each panel of B
 //
-// Layout: panel.h. A block of B whose scale's products float32 cannot hold counts as zero here, and exact_dot adds it.
-// A strip of A with such a block, or with a NaN scale, goes to another kernel.
+// Layout: panel.h. A block of A or B counts as zero here if products with its scale may leave the range of float32, or
+// if its scale is NaN. Such blocks are outside of the range. They are added afterwards, one by one, so that a row has
+// the same bits whatever rows or panels are beside it.
 #if defined(__AVX2__)
 #include "int8_tile_x86.h"
 #else
@@ -17,59 +18,116 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-// A chunk of a panel, and which of its blocks count as zero (`strange`).
+// What the kernel returns of packed operands: whether a block is outside of the range.
+constexpr int kInRange = 0, kHasOutside = -1;
+
+// A chunk of a panel.
 struct Panel {
   alignas(64) uint8_t elements[kPanel * kDepth];
   alignas(64) uint8_t codes[kPanel * kDepth / kBlock];
-  uint32_t strange[kDepth / kBlock];  // a bit for each column
-  bool any_strange;
 };
 
-MXFP8_NOINLINE void turn_panel(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, Panel* panel) {
-  panel->any_strange = false;
+MXFP8_INLINE bool is_outside(const uint8_t* elements, int64_t count, uint8_t code) {
+  if (__builtin_expect(code >= kLowestScale && code <= kHighestScale, 1)) return false;
+  return has_values<INT8>(elements, count, code);
+}
+
+// Makes a block of a column of a panel zero.
+MXFP8_INLINE void clear_block(PanelView panel, int64_t block, int64_t column) {
+  const_cast<uint8_t*>(panel.codes)[block * kPanel + column] = kNeutralScale;
+  auto* elements = const_cast<uint8_t*>(panel.elements) + block * kBlock * kPanel + column * kIntWord;
+  for (int64_t word = 0; word < kBlock / kIntWord; ++word) {
+    std::memset(elements + word * kPanel * kIntWord, kFlipped, kIntWord);
+  }
+}
+
+// Returns whether a block of the panel is outside of the range.
+MXFP8_NOINLINE bool turn_panel(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, Panel* panel) {
+  bool any = false;
   turn_elements<kIntWord>(args, column, columns, chunk, kFlipped, kPanel * args.k, panel->elements);
   turn_codes<INT8>(args, column, columns, chunk, kLowestScale, kHighestScale, panel->codes,
                    [&](int64_t block, int64_t c) {
-                     if (!panel->any_strange) std::memset(panel->strange, 0, sizeof panel->strange);
-                     panel->any_strange = true;
-                     panel->strange[block] |= uint32_t(1) << c;
-                     panel->codes[block * kPanel + c] = kNeutralScale;
-                     uint8_t* elements = panel->elements + (block * kBlock * kPanel) + c * kIntWord;
-                     for (int64_t word = 0; word < kBlock / kIntWord; ++word) {
-                       std::memset(elements + word * kPanel * kIntWord, kFlipped, kIntWord);
-                     }
+                     any = true;
+                     clear_block({panel->elements, panel->codes}, block, c);
                    });
+  return any;
 }
 
-// Packs a chunk of a tile of the strip that begins with `row`. False if a scale does not fit.
+// Packs a chunk of a tile of the strip that begins with `row`. Returns whether a block is outside of the range.
 MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Chunk chunk, const PackedA& to) {
   const int64_t first = to.tiles.first_row(tile);
+  bool any = false;
   for (int64_t i = 0; i < to.tiles.rows_of(tile); ++i) {
     const auto* elements = static_cast<const uint8_t*>(args.a) + (row + first + i) * args.a_stride;
     const uint8_t* codes = args.a_scales + (row + first + i) * blocks_of(args.k);
     for (int64_t k = chunk.k; k < chunk.k + chunk.padded; k += kBlock) {
       alignas(32) uint8_t block[kBlock] = {};
       const int64_t left = args.k - k;
+      const uint8_t* from = left < kBlock ? block : elements + k;
       if (left < kBlock) std::memcpy(block, elements + k, size_t(left < 0 ? 0 : left));
       uint32_t code = left > 0 ? codes[k / kBlock] : kNeutralScale;
       if (__builtin_expect(code < kLowestScale || code > kHighestScale, 0)) {
-        if (has_values<INT8>(elements + k, left, uint8_t(code))) return false;
+        if (has_values<INT8>(elements + k, left, uint8_t(code))) {
+          any = true;
+          std::memset(block, 0, sizeof block);
+          from = block;
+        }
         code = kNeutralScale;
       }
-      pack_block(to, chunk, tile, i, (k - chunk.k) / kBlock, left < kBlock ? block : elements + k, code);
+      pack_block(to, chunk, tile, i, (k - chunk.k) / kBlock, from, code);
     }
   }
-  return true;
+  return any;
 }
 
-// Adds the blocks of a panel that count as zero to rows of a strip that begin with `row` of A.
-MXFP8_NOINLINE void add_strange(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, Chunk chunk,
-                                const Panel& panel, float* strip) {
-  for (int64_t block = 0; block < blocks_of(chunk.count); ++block) {
-    for (uint32_t strange = panel.strange[block]; strange != 0; strange &= strange - 1) {
-      const int64_t c = __builtin_ctz(strange), k = chunk.k + block * kBlock;
+// Adds the blocks of a panel that are outside of the range to rows of a strip that begin with `row` of A.
+MXFP8_NOINLINE void add_outside_of_b(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                                     Chunk chunk, float* strip) {
+  for (int64_t c = 0; c < columns; ++c) {
+    for (int64_t k = chunk.k; k < chunk.k + chunk.count; k += kBlock) {
+      const uint8_t code = args.b_scales[(column + c) * blocks_of(args.k) + k / kBlock];
+      if (!is_outside(args.b + (column + c) * args.k + k, args.k - k, code)) continue;
       for (int64_t i = 0; i < rows; ++i) {
         strip[i * kGemmColumns + c] += exact_dot<INT8>(args, row + i, column + c, k, min_of(kBlock, args.k - k));
+      }
+    }
+  }
+}
+
+// A block of a panel in float32.
+struct DecodedBlock {
+  alignas(64) float values[kBlock][kPanel];
+};
+MXFP8_INLINE void decode_panel_block(PanelView panel, int64_t block, DecodedBlock* to) {
+  const uint8_t* elements = panel.elements + block * kBlock * kPanel;
+  for (int64_t k = 0; k < kBlock; ++k) {
+    for (int64_t c = 0; c < kPanel; ++c) {
+      const auto code = int8_t(elements[(k / kIntWord * kPanel + c) * kIntWord + k % kIntWord] ^ kFlipped);
+      to->values[k][c] = float(code) * float_of(uint32_t(panel.codes[block * kPanel + c] - kElementBits) << 23);
+    }
+  }
+}
+
+// Adds the blocks of A that are outside of the range. Its 32 products with a column add up front to back, on every
+// instruction set. The panel's own such blocks are zeros: add_outside_of_b has added them.
+MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t rows, PanelView panel, Chunk chunk,
+                                     float* strip) {
+  DecodedBlock decoded;
+  for (int64_t block = 0; block < blocks_of(chunk.count); ++block) {
+    const int64_t k = chunk.k + block * kBlock;
+    bool is_decoded = false;
+    for (int64_t i = 0; i < rows; ++i) {
+      const auto* elements = static_cast<const uint8_t*>(args.a) + (row + i) * args.a_stride + k;
+      if (!is_outside(elements, args.k - k, args.a_scales[(row + i) * blocks_of(args.k) + k / kBlock])) continue;
+      if (!is_decoded) decode_panel_block(panel, block, &decoded);
+      is_decoded = true;
+      alignas(64) float x[kBlock];
+      load_a_block(args, row + i, k / kBlock, x);
+      for (int64_t c = 0; c < kPanel; c += kLanes) {
+        Vec sum = zero();
+        for (int64_t j = 0; j < kBlock; ++j) sum = multiply_add(all_of(x[j]), load(decoded.values[j] + c), sum);
+        float* to = strip + i * kGemmColumns + c;
+        store(to, load(to) + sum);
       }
     }
   }
@@ -80,16 +138,17 @@ MXFP8_NOINLINE void add_strange(const GemmArgs& args, int64_t row, int64_t rows,
 int gemm_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    void* packed) {
   const PackedA to(packed, rows, args.k);
+  bool any = false;
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
-      if (!pack_chunk(args, row, tile, chunk_at(args.k, kDepth, c, kPanelPadding), to)) return kNotExact;
+      any |= pack_chunk(args, row, tile, chunk_at(args.k, kDepth, c, kPanelPadding), to);
     }
   }
-  return 0;
+  return any ? kHasOutside : kInRange;
 }
 
 void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
-                        int64_t column_begin, int64_t column_end, const void* packed, int) {
+                        int64_t column_begin, int64_t column_end, const void* packed, int outside) {
   const PackedA a(packed, rows, args.k);
   const int64_t first = a.tiles.first_row(tile_begin), count = a.tiles.first_row(tile_end) - first;
   Panel panel;
@@ -108,10 +167,12 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
       [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
         const int64_t columns = min_of(kPanel, column_end - column);
         PanelView view{panel.elements, panel.codes};
+        bool outside_of_b = false;
         if (args.panels != nullptr) {
           view = panel_at(args, args.panels->data, column, chunk.k);
+          outside_of_b = args.panels->lowest == kHasOutside;
         } else {
-          turn_panel(args, column, columns, chunk, &panel);
+          outside_of_b = turn_panel(args, column, columns, chunk, &panel);
         }
         if (!accumulate) {
           for (int64_t i = 0; i < count; ++i) std::memset(strip + i * kGemmColumns, 0, size_t(kPanel) * sizeof(float));
@@ -121,8 +182,11 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
         } else {
           multiply_panel(Rows<1>{}, view, chunk, strip);
         }
-        if (args.panels == nullptr && __builtin_expect(panel.any_strange, 0)) {
-          add_strange(args, row + first, count, column, chunk, panel, strip);
+        if (__builtin_expect(outside_of_b, 0)) {
+          add_outside_of_b(args, row + first, count, column, columns, chunk, strip);
+        }
+        if (__builtin_expect(outside == kHasOutside, 0)) {
+          add_outside_of_a(args, row + first, count, view, chunk, strip);
         }
       });
 }
@@ -130,12 +194,15 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
 int64_t gemm_int8_panel_bytes(const GemmArgs& args, bool) { return bytes_of_panels(args); }
 
 int gemm_int8_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64_t column_end, void* data) {
-  bool fits = true;
+  int outside = kInRange;
   for (int64_t column = column_begin; column < column_end; column += kPanel) {
     make_panel<INT8, kIntWord>(args, column, kFlipped, kLowestScale, kHighestScale, data,
-                               [&](int64_t, int64_t) { fits = false; });
+                               [&](int64_t block, int64_t c) {
+                                 outside = kHasOutside;
+                                 clear_block(panel_at(args, data, column, 0), block, c);
+                               });
   }
-  return fits ? 0 : kNotExact;
+  return outside;
 }
 
 MXFP8_PANEL_KERNEL(gemm_int8, kRows, kPackedBytes);
