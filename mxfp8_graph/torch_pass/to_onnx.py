@@ -158,11 +158,10 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
         settings.setdefault(tuple(site.split(" ", 3)[:3]), []).extend(nodes)
     for setting, nodes in settings.items():
         keys: dict[str, Any] = dict(zip(("activations", "scale_rounding", "weight_format"), setting, strict=True))
-        # Not validated: a pattern of many names is longer than a recipe allows.
-        rules.append(Rule.model_construct(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
+        rules.append(Rule(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
     fields = {**dict(known or Recipe(fuse=False)), "include": (), "exclude": (), "rules": tuple(rules)}
-    fields |= {"attention_scores": False, "attention_values": False, "record": known.to_record() if known else text}
-    return _Decided.model_construct(None, **fields)
+    fields |= dict.fromkeys(("fp8_dpa", "attention_scores", "attention_values"), False)
+    return _Decided(**fields, record=known.to_record() if known else text)
 
 
 def _store(graph: ir.Graph, weights: Mapping[str, Any]) -> set[str]:
