@@ -24,7 +24,8 @@ class WriteOptions(TypedDict, total=False):
     """The options of every function that writes a model."""
 
     external_data: Literal["auto", "always", "never"]
-    """Whether tensors go to OUTPUT.data. "auto", the default: if the source has external data, or near 2 GB."""
+    """Whether tensors of an ONNX file go to OUTPUT.data. "auto", the default: if the source has external data, or near
+    2 GB."""
     overwrite: bool
     """Whether an existing output may be replaced. The input never is. Default: False."""
 
