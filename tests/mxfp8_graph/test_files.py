@@ -64,6 +64,24 @@ def test_an_error_while_it_is_written_leaves_the_old_files_alone(tmp_path, old, 
         assert str(caught.value).startswith(f"{tmp_path / 'o'}: cannot be written: No space left on device; expected")
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            FileNotFoundError(2, "No such file or directory", "source"),
+            "source: No such file or directory; expected a re",
+        ),
+        (OSError(5, "Input/output error"), "{out}: not written, because of Input/output error; expected a source and "),
+    ],
+)
+def test_an_error_of_the_source_is_not_one_of_the_output(tmp_path, error, expected):
+    def broken() -> None:
+        with output(tmp_path / "o", overwrite=True):
+            raise error
+
+    assert refused(broken).startswith(expected.format(out=tmp_path / "o"))
+
+
 @pytest.fixture(params=["pair over pair", "pair over one", "one over pair", "pair", "one"])
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """The files before and after."""
