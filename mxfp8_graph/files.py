@@ -116,8 +116,8 @@ def _read_errors(path: Path, folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file = error.filename
-        # A failed write names no file.
-        is_write = error.errno in _NO_ROOM if file is None else str(file).startswith(str(folder))
+        # A failed write names no file, or the one that is copied.
+        is_write = error.errno in _NO_ROOM or (file is not None and str(file).startswith(str(folder)))
         if is_write or hasattr(error, OF_CALLBACK):
             raise
         if file is not None:
