@@ -7,13 +7,19 @@ between, there is no model, rather than a model beside another model's data.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Final
 
 from mxfp8_ops.errors import ContractError, Option
+
+_NO_ROOM: Final = frozenset({errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EROFS})
+OF_CALLBACK: Final = "of_callback"
+"""Attribute of an OSError that a user's callback raised; `output` leaves such an error as it is."""
 
 
 @contextlib.contextmanager
@@ -39,13 +45,14 @@ def output(
         replaces: files beside `path` that belong to the old output, and to no other model.
 
     Raises:
-        ContractError: see `check_output`; or a step, or the caller, raised an OSError.
+        ContractError: see `check_output`; or a step, or the caller, raised an OSError; see also `OF_CALLBACK`.
     """
     check = partial(check_output, path, overwrite=overwrite, inputs=list(inputs), replaces=replaces)
     check(beside=beside)
     with _refused(path), _temporary_folder(path) as name:
         folder = Path(name)
-        yield folder
+        with _read_errors(path, folder):
+            yield folder
         written = sorted(path.with_name(file.name) for file in folder.iterdir() if file.name != path.name)
         if written or (folder / path.name).exists():
             check(beside=written)  # again, because others may have written files since
@@ -103,11 +110,31 @@ def _temporary_folder(path: Path) -> tempfile.TemporaryDirectory[str]:
 
 
 @contextlib.contextmanager
+def _read_errors(path: Path, folder: Path) -> Iterator[None]:
+    """Turns an OSError about another file than those in `folder` into a ContractError: the disk of `path` has room."""
+    try:
+        yield
+    except OSError as error:
+        file = error.filename
+        # A failed write names no file, or the one that is copied.
+        is_write = error.errno in _NO_ROOM or (file is not None and str(file).startswith(str(folder)))
+        if is_write or hasattr(error, OF_CALLBACK):
+            raise
+        if file is not None:
+            raise ContractError.unreadable(file, error, "a readable file") from None
+        what = f"not written, because of {error.strerror or error}"
+        expected, advice = "a source and an output that the system can read and write", "check their disks"
+        raise ContractError(path, what, expected=expected, advice=advice) from None
+
+
+@contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
     """Turns an OSError into a ContractError about writing `path`."""
     try:
         yield
     except OSError as error:
+        if hasattr(error, OF_CALLBACK):
+            raise
         raise ContractError.unwritable(path, error, "free some space or pass another path") from None
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
 from typing_extensions import Unpack as Unpack  # noqa: PLC0414 - used elsewhere
 
-from mxfp8_graph.files import data_path_of, is_any_of
+from mxfp8_graph.files import OF_CALLBACK, data_path_of, is_any_of
 from mxfp8_ops.errors import ContractError, Option
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ class WriteOptions(TypedDict, total=False):
     """The options of every function that writes a model."""
 
     external_data: Literal["auto", "always", "never"]
-    """Whether tensors go to OUTPUT.data. "auto", the default: if the source has external data, or near 2 GB."""
+    """Whether tensors of an ONNX file go to OUTPUT.data. "auto", the default: if the source has external data, or near
+    2 GB."""
     overwrite: bool
     """Whether an existing output may be replaced. The input never is. Default: False."""
 
@@ -138,3 +139,20 @@ class Options:
     bodies: str = "folded"
     weights: CheckpointWeights | None = None
     progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if self.progress is not None:
+            object.__setattr__(self, "progress", _marking(self.progress))
+
+
+def _marking(callback: Progress) -> Progress:
+    """Returns a user's callback that marks its OSErrors, so that they are not taken for errors of the output."""
+
+    def call(site: str, done: int, total: int) -> None:
+        try:
+            callback(site, done, total)
+        except OSError as error:
+            setattr(error, OF_CALLBACK, True)
+            raise
+
+    return call

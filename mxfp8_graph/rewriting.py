@@ -108,6 +108,8 @@ def rewrite(
         where = model if kind.is_file else "rewrite"
         advice = ("export the model with torch.export, or leave out ", Option("training"))
         raise ContractError(where, what, expected="an exported program (.pt2)", advice=advice)
+    if kind.is_program:
+        _refuse_onnx_options(options, model if kind.is_file else "rewrite")
     if training and weights is not None:
         what, advice = "weights of a checkpoint for training", ("leave out ", Option("weights"))
         raise ContractError("rewrite", what, expected="weights in high precision", advice=advice)
@@ -164,6 +166,16 @@ def _exported(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dyna
         what, advice = "example inputs or dynamic shapes of a model that is exported already", "leave them out"
         raise ContractError("rewrite", what, expected="a torch.nn.Module with them", advice=advice)
     return model, kind
+
+
+def _refuse_onnx_options(options: RewriteOptions, where: Any) -> None:
+    """Raises ContractError if an option that only ONNX files have differs from its default."""
+    for name in ("external_data", "bodies"):
+        default = getattr(Options, name)
+        if (value := options.get(name, default)) != default:
+            advice = ("leave out ", Option(name), ", or pass it to to_onnx after the rewrite")
+            what = f"{name} is {value!r}, an option of ONNX files"
+            raise ContractError(where, what, expected="an ONNX model", advice=advice)
 
 
 def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> CheckpointWeights | None:

@@ -158,7 +158,7 @@ def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter)
     """Returns the result of `rewrite_onnx` for a model that is rewritten already; copies it to `copy_to`, if set."""
     options, path = reporter.options, reporter.options.copy_to
     if path is None:
-        return source, reporter.report(already_rewritten=True)
+        return None if options.dry_run else source, reporter.report(already_rewritten=True)
     size = _write(model, path, options, as_source=bool(external_files(model)))
     return None if options.dry_run else path, reporter.report((), size, already_rewritten=True)
 

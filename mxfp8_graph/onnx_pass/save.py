@@ -5,16 +5,19 @@ Tensors are written one by one: a weight is packed when it is written, and exter
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
+import onnx
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
 from mxfp8_graph import files
 from mxfp8_graph.onnx_pass import single_file
 from mxfp8_graph.onnx_pass.graph import initializers_of, is_large, name_of
-from mxfp8_graph.onnx_pass.load import external_files, load, path_of
-from mxfp8_graph.onnx_pass.protos import to_proto
+from mxfp8_graph.onnx_pass.load import external_files, path_of
+from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -51,7 +54,7 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
 
 def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> list[Path]:
     """Returns `replaces` for `save`; ContractError if `save` could not write there. For dry runs."""
-    replaces = _data_of(path) if overwrite else []
+    replaces = _data_of(path, external=external) if overwrite else []
     files.check_output(path, overwrite=overwrite, replaces=replaces, **_place(model, path, external=external))
     return replaces
 
@@ -71,7 +74,7 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replac
             its data, or cannot be written.
     """
     if replaces is None:
-        replaces = _data_of(path) if overwrite else []
+        replaces = _data_of(path, external=external) if overwrite else []
     place = _place(model, path, external=external)
     with files.output(path, overwrite=overwrite, replaces=replaces, **place) as folder:
         draft = folder / path.name
@@ -93,16 +96,31 @@ def _place(model: ir.Model, path: Path, *, external: bool) -> dict[str, list[Pat
     }
 
 
-def _data_of(path: Path) -> list[Path]:
-    """Returns the data file beside `path` if the old model at `path` names it; else it belongs to another model."""
+def _data_of(path: Path, *, external: bool) -> list[Path]:
+    """Returns the data file beside `path` if the old model at `path` names it; else it belongs to another model.
+
+    The old model is not loaded: a model whose data is missing, cut or linked still names it.
+
+    Raises:
+        ContractError: the old model cannot be read, and a new data file (`external`) would replace the old one.
+    """
     data = files.data_path_of(path)
-    if not path.is_file() or not data.is_file():
+    if not path.is_file() or not os.path.lexists(data):
         return []
     try:
-        names_it = any(Path(file).name == data.name for file in external_files(load(path)))
-    except ContractError:  # an old output that is not a model names no data
-        names_it = False
-    return [data] if names_it else []
+        proto = onnx.ModelProto.FromString(single_file.skeleton(path))
+    except (OSError, DecodeError) as error:
+        if not external:
+            return []
+        why = getattr(error, "strerror", None) or "not a complete ONNX file"
+        what = f"exists already, and {path}, whose data it may be, cannot be read: {why}"
+        raise ContractError(data, what, expected="no file there", advice="move it away or pass another path") from None
+    named = set()
+    for graph in iter_graphs(proto.graph):
+        constants = (attribute.t for node in graph.node for attribute in node.attribute)
+        for tensor in (*graph.initializer, *constants):
+            named |= {os.path.normpath(entry.value) for entry in tensor.external_data if entry.key == "location"}
+    return [data] if data.name in named else []
 
 
 def _write_data(model: ir.Model, data: Path) -> None:

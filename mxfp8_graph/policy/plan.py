@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
-from mxfp8_graph.policy.recipe import Recipe, Rule
+from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
@@ -156,8 +156,9 @@ def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
     for the site's role; `min_dim`.
 
     Raises:
-        RecipeError: a rule or a pattern decides nothing.
+        RecipeError: a rule or a pattern decides nothing, or the recipe is malformed.
     """
+    recipe = load_recipe(recipe)  # checks it
     decisions = [_decide(site, recipe) for site in sites]
     _refuse_unused(sites, recipe)
     return decisions

@@ -7,8 +7,9 @@ projection and the attention products. It also keeps routers, as ModelOpt does.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -88,15 +89,22 @@ def _format_name(value: Any) -> Any:
     return name if isinstance(name, str) else value
 
 
+@contextlib.contextmanager
+def _explained(where: object) -> Iterator[None]:
+    """Turns pydantic's error into a RecipeError that names `where`."""
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        # `from None`: pydantic's own message says the same in its words, and quotes a page of its documentation.
+        raise recipe_file.explained(error, where) from None
+
+
 class _Construction(type(BaseModel)):  # type: ignore[misc]
     """Raises the same RecipeError for a wrong field in Python as for one in a file."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
-        try:
+        with _explained(cls.__name__):
             return super().__call__(*args, **fields)
-        except pydantic.ValidationError as error:
-            # `from None`: pydantic's own message says the same in its words, and quotes a page of its documentation.
-            raise recipe_file.explained(error, cls.__name__) from None
 
 
 if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
@@ -104,9 +112,34 @@ if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
 else:
 
     class _Model(BaseModel, metaclass=_Construction):
-        """Base of recipes and rules: immutable, because their invariants are checked at construction only."""
+        """Base of recipes and rules: immutable, because their invariants are checked at construction only.
 
-        model_config = ConfigDict(frozen=True, extra="forbid")
+        pydantic's ways to an instance without a check, and its own errors, are replaced.
+        """
+
+        model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
+
+        @classmethod
+        def model_validate(cls, *args: Any, **options: Any) -> Any:
+            with _explained(cls.__name__):
+                return super().model_validate(*args, **options)
+
+        @classmethod
+        def model_validate_json(cls, *args: Any, **options: Any) -> Any:
+            with _explained(cls.__name__):
+                return super().model_validate_json(*args, **options)
+
+        @classmethod
+        def model_construct(cls, _fields_set: Any = None, **fields: Any) -> Any:
+            return cls(**fields)
+
+        def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Any:
+            # Fields that were left out stay left out, see `setting`.
+            kept = {name: getattr(self, name) for name in self.model_fields_set}
+            return type(self)(**{**kept, **update}) if update else super().model_copy(deep=deep)
+
+        def copy(self, **options: Any) -> Any:  # pydantic's older name
+            return self.model_copy(**options)
 
 
 class Rule(_Model):
@@ -246,7 +279,6 @@ class Recipe(_Model):
 
     def without_fusion(self) -> Recipe:
         """Returns the recipe with `fuse` false."""
-        # A copy without validation: the recipe is valid, and `fuse` takes part in no invariant.
         return self.model_copy(update={"fuse": False})
 
     def for_cpu(self) -> Recipe:
@@ -335,10 +367,9 @@ def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
 
 def _validated(fields: dict[str, Any], where: object) -> Recipe:
     """Returns the recipe with these fields; an error names `where` instead of the class."""
-    try:
-        return Recipe.model_validate(fields)
-    except pydantic.ValidationError as error:
-        raise recipe_file.explained(error, where) from None
+    with _explained(where):
+        recipe: Recipe = Recipe.__pydantic_validator__.validate_python(fields)
+        return recipe
 
 
 def _text(value: object) -> str:
@@ -355,21 +386,35 @@ def recorded(text: str | None) -> Recipe | None:
     """
     try:
         recipe = Recipe.model_validate_json(text or "")
-    except pydantic.ValidationError:
+    except RecipeError:
         return None
     return recipe if "fuse" in recipe.model_fields_set else recipe.without_fusion()
 
 
-def load_recipe(recipe: str | Path | Recipe) -> Recipe:
-    """Returns the recipe of an argument: a `Recipe` itself, the name of a preset, or a .yaml, .yml or .toml file.
+def load_recipe(recipe: str | Path | Recipe, **fields: Any) -> Recipe:
+    """Returns the recipe of an argument, with further fields: `load_recipe("mxint8", embeddings=True)`.
 
-    "auto" is the preset that measured best on a processor like this one: see `presets.BETTER`.
+    Args:
+        recipe: a `Recipe`, the name of a preset, or a .yaml, .yml or .toml file. "auto" is the preset that measured
+            best on a processor like this one: see `presets.BETTER`.
+        **fields: fields of `Recipe`, which replace those of `recipe`; the name lists them.
 
     Raises:
-        RecipeError: no such preset or file, or the file is malformed; names the file and the key.
+        RecipeError: no such preset or file; the file is malformed, which names the file and the key; or a field does
+            not exist or cannot have the value.
     """
+    loaded = _loaded(recipe)
+    if not fields:
+        return loaded
+    name = f"{loaded.name} with {', '.join(f'{key}={value}' for key, value in fields.items())}"
+    return _validated({**loaded.model_dump(exclude_unset=True), "name": name, **fields}, "load_recipe")
+
+
+def _loaded(recipe: str | Path | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
-        return recipe
+        # Again, because pickle, and whoever writes to its __dict__, do not check.
+        checked = recipe.model_validate(recipe)
+        return recipe if checked.__dict__ == recipe.__dict__ else checked
     if not isinstance(recipe, (str, Path)):
         expected = "a preset's name, a file, or a Recipe"
         raise RecipeError("recipe", f"a {type(recipe).__name__}", expected=expected, advice="pass Recipe(**fields)")

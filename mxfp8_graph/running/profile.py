@@ -5,6 +5,8 @@ ONNX Runtime measures its nodes; torch's ops are called and timed one by one. Th
 
 from __future__ import annotations
 
+import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ class NodeProfile(Data):
     isa: str
     """The instruction set of our kernels; empty if the framework runs the node itself."""
     seconds: float
-    """Mean time of a run."""
+    """Median of the times that it took in the runs, as for the model: one slow run is no property of a node."""
 
 
 Event = Mapping[str, Any]
@@ -62,19 +64,20 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
     """
     starts = sorted(event["ts"] for event in events if event["name"] == "model_run")
     # The first run of a session is slower: it allocates memory and prepares kernels.
-    since = starts[-runs]
+    starts = starts[-runs:]
     native = by_node(calls)
     rounding = (node for node in model.graph.all_nodes() if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
     rounded = {node.name: formats.BFLOAT16.name for node in rounding}
-    seconds: dict[str, float] = defaultdict(float)
+    seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * runs)
     first: dict[str, Event] = {}
     for event in sorted(events, key=lambda event: int(event["ts"])):
         op = event.get("args", {}).get("op_name")
-        if event["cat"] != "Node" or op is None or op in CONTROL_FLOW or event["ts"] < since:
+        if event["cat"] != "Node" or op is None or op in CONTROL_FLOW or event["ts"] < starts[0]:
             continue
         name = event["name"].removesuffix("_kernel_time")
         first.setdefault(name, event)
-        seconds[name] += event["dur"] / 1e6 / runs
+        # A node in the body of a Loop has several entries in a run.
+        seconds[name][bisect_right(starts, event["ts"]) - 1] += event["dur"] / 1e6
     return [
         NodeProfile(
             name=name,
@@ -82,7 +85,7 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
             operands=_operands(event["args"], rounded.get(name)),
             kernel=kernel,
             isa=isa,
-            seconds=seconds[name],
+            seconds=statistics.median(seconds[name]),
         )
         for name, event in first.items()
         for kernel, isa in [kernels_of(native[name])]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,12 +92,12 @@ class TorchProgram(Runnable):
         try:
             with torch.inference_mode(), self._restored(), cpu.profiled() as profiler.written:
                 profiler.run(*leaves, enable_io_processing=False)
-                profiler.nodes.clear()  # first calls of kernels are slower
+                profiler.seconds.clear()  # first calls of kernels are slower
                 for _ in range(repeat):
                     profiler.run(*leaves, enable_io_processing=False)
         except Exception as error:  # ops may raise any class
             raise unrunnable(self.name, error) from None
-        return [replace(node, seconds=node.seconds / repeat) for node in profiler.nodes.values()]
+        return [replace(node, seconds=statistics.median(profiler.seconds[n])) for n, node in profiler.nodes.items()]
 
     def _feeds(self, inputs: Mapping[str, Array]) -> Any:
         return pytree.tree_unflatten(self.placeholders(inputs).values(), self._program.call_spec.in_spec)
@@ -169,12 +171,14 @@ def _tensor(array: Array) -> torch.Tensor:
 
 
 class _Profiler(Interpreter):
-    """Runs a program node by node, and records the kernels of each node and the total time of its runs."""
+    """Runs a program node by node, and records the kernels of each node and the time of each of its runs."""
 
     def __init__(self, module: GraphModule) -> None:
         super().__init__(module)
         self.written: cpu.Profile
         self.nodes: dict[Node, NodeProfile] = {}
+        """Without times, which are in `seconds`."""
+        self.seconds: dict[Node, list[float]] = defaultdict(list)
 
     def run_node(self, n: Node) -> Any:
         """Runs one node."""
@@ -185,10 +189,10 @@ class _Profiler(Interpreter):
         self.written.clear()
         start = time.perf_counter()
         result = super().run_node(n)
-        seconds = time.perf_counter() - start + (self.nodes[n].seconds if n in self.nodes else 0)
+        self.seconds[n].append(time.perf_counter() - start)
         kernel, isa = kernels_of(self.written.calls())
         self.nodes[n] = NodeProfile(
-            name=n.name, op=internals.op_name(n), operands=operands, kernel=kernel, isa=isa, seconds=seconds
+            name=n.name, op=internals.op_name(n), operands=operands, kernel=kernel, isa=isa, seconds=0
         )
         return result
 

@@ -52,7 +52,8 @@ class RunReport(Report):
         """Yields the inputs and kernels, the time of each node, and the outputs."""
         notes = [("note", self.note)] if self.note else []
         yield Section(facts=[("inputs", self.inputs), ("kernels", self.isa), *notes])
-        yield Section(title="Nodes", columns=_profile(self.nodes), bar="ms")
+        title = f"Nodes: median of {len(self.timing.seconds)} further runs, with a profiler"
+        yield Section(title=title, columns=_profile(self.nodes), bar="ms")
         rows = [(output["name"], output["dtype"], shape_text(output["shape"])) for output in self.outputs]
         yield Section(title="Outputs", columns=(("output", "dtype", "shape"), rows))
 

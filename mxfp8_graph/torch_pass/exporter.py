@@ -17,9 +17,11 @@ import contextlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import onnx_ir as ir
+import onnxscript
 import torch
 from onnxscript import opset18, opset23, optimizer
 from onnxscript.function_libs.torch_lib.ops import nn
@@ -28,7 +30,7 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_pass import internals
-from mxfp8_ops.errors import ContractError, Mxfp8Error
+from mxfp8_ops.errors import ContractError
 
 _OPS: Final[Any] = opset18
 """The standard ops. `Any`, since their stubs are typed for tensors of one dtype."""
@@ -41,6 +43,7 @@ def export(
     opset: int,
     names: Mapping[str, Any],
     before_optimizing: Callable[[torch.onnx.ONNXProgram], None] = lambda exported: None,
+    translations: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
 ) -> ir.Model:
     """Returns the ONNX model of a program without mxfp8 ops.
 
@@ -49,13 +52,15 @@ def export(
         opset: version of the default operator domain.
         names: arguments for torch.onnx.export that give names.
         before_optimizing: called with the result of torch.onnx.export before constants are folded.
+        translations: torch op -> the function that builds its ONNX nodes, besides torch's.
 
     Raises:
-        ContractError: torch cannot export it.
+        ContractError: torch cannot export it, or onnxscript cannot optimize the result.
     """
-    table: dict[Any, Callable[..., Any]] = {torch.ops.aten.scaled_dot_product_attention.default: _attention(opset)}
-    try:
-        with quiet(), torch.no_grad():
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    table: dict[Any, Callable[..., Any]] = {attention: _attention(opset), **translations}
+    with quiet(), torch.no_grad():
+        with _explained(f"torch {torch.__version__} cannot export the program"):
             exported = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -65,22 +70,27 @@ def export(
                 optimize=False,
                 **names,
             )
-            assert exported is not None  # None is for exports that write a file themselves
-            before_optimizing(exported)
-            model: ir.Model = exported.model
+        assert exported is not None  # None is for exports that write a file themselves
+        before_optimizing(exported)
+        model: ir.Model = exported.model
+        with _explained(f"onnxscript {onnxscript.__version__} cannot optimize the exported program"):
             # onnx's reference evaluator fails to fold more than 64 values of GatherElements, and onnxscript reports it.
             optimizer.optimize_ir(model, should_fold=lambda n: False if n.op_type == "GatherElements" else None)
             onnx_fusions.fuse(model)
-    except Mxfp8Error:
-        raise
-    except Exception as error:  # errors of its translations and of wrong names have no common base class
-        what = f"torch {torch.__version__} cannot export the program: {first_line(error.__cause__ or error)}"
-        advice = "replace that op in the model"
-        raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
     if (version := model.opset_imports.get("", 0)) != opset:
         what = f"onnxscript cannot bring the model from opset {version} to {opset}"
         raise ContractError("to_onnx", what, expected="ops that both have", advice="pass another opset")
     return model
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns any exception into a ContractError: errors of translations and of wrong names have no common base class."""
+    try:
+        yield
+    except Exception as error:
+        what, advice = f"{what}: {first_line(error.__cause__ or error)}", "replace that op in the model"
+        raise ContractError("to_onnx", what, expected="ops that have an ONNX form", advice=advice) from error
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def rewrite_torch(
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
-            return model if path is None else None, reporter.report(already_rewritten=True)
+            return None if options.dry_run else model, reporter.report(already_rewritten=True)
         write(source, path, recipe.model_dump_json(), overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:

@@ -67,11 +67,12 @@ def write(program: ExportedProgram, path: Path, recipe: str | None, *, overwrite
 
 
 class _Sink(io.RawIOBase):
-    """A file that stores its first error, and ignores all writes after it."""
+    """A file that stores its first error, and ignores all writes after it. It is written in order only."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self._file = file
+        self._size = self._position = 0
 
     def writable(self) -> bool:
         return True
@@ -80,14 +81,20 @@ class _Sink(io.RawIOBase):
         return True  # torch asks, and seeks to the start at the end
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        return offset
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
 
     def write(self, data: Any) -> int:
+        if self._position != self._size and self.error is None:
+            what = f"torch {torch.__version__} writes byte {self._position} of a .pt2 file after byte {self._size}"
+            expected, advice = "a release that writes bytes in order", "install another release of torch"
+            self.error = ContractError("save", what, expected=expected, advice=advice)
         if self.error is None:
             try:
                 self._file.write(data)
             except OSError as error:
                 self.error = error
+        self._size = self._position = self._position + len(data)
         return len(data)
 
 

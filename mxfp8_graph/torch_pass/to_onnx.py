@@ -1,8 +1,8 @@
 """to_onnx: exports a packed program in high precision, and quantizes the same nodes again by the ONNX pass.
 
-    gemm(quantize(x), w)           ->  linear(x, W)
+    gemm(quantize(x), w)           ->  matmul(x, W^T)
     gemm(quantize(q), quantize(k)) ->  matmul(q, k^T)
-    weight_gemm(x, w)              ->  linear(x, W)
+    weight_gemm(x, w)              ->  matmul(x, W^T)
     gemm(quantize(x), w[ids])      ->  matmul(x, W[ids]^T)
     grouped_gemm(x, w, offs)       ->  matmul(x, W[group of each row]^T)
     embedding(ids, w)              ->  embedding(W, ids)
@@ -46,7 +46,27 @@ from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _ATEN: Final = torch.ops.aten
 _SITE: Final = "mxfp8_graph.site"
-"""Key in the custom metadata of a product or lookup: activations, scale rounding, weight format and weight, as text."""
+"""Key in the metadata of an ONNX node that multiplies or picks rows: activations, scale rounding, weight format and
+weight, as text."""
+
+
+# An op and not metadata of the fx node: torch's exporter decomposes ops first, and keeps neither their names nor a
+# documented way from an ONNX node back to its op.
+@torch.library.custom_op("mxfp8_graph::site", mutates_args=())
+def _site(y: torch.Tensor, text: str) -> torch.Tensor:
+    """Returns a copy of `y`, the result of a product or lookup; `text` is as for `_SITE`."""
+    return y.clone()
+
+
+@_site.register_fake
+def _(y: torch.Tensor, text: str) -> torch.Tensor:
+    return torch.empty_like(y)
+
+
+def _marked(y: Any, text: str) -> Any:
+    """Writes `text` into the metadata of the ONNX node that computes `y`; adds no node."""
+    y.producer().metadata_props[_SITE] = text
+    return y
 
 
 class _Decided(Recipe):
@@ -69,14 +89,20 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
         plain.lift(exported)
 
     shapes = {} if names["dynamic_shapes"] is None else {"dynamic_shapes": names["dynamic_shapes"]}
-    model = exporter.export(plain.finish(), opset, shapes, before_optimizing)
-    _store(model.graph, plain.values)
+    translations = {torch.ops.mxfp8_graph.site.default: _marked}
+    model = exporter.export(plain.finish(), opset, shapes, before_optimizing, translations)
+    zeros = _store(model.graph, plain.values)
     nodes = {str(node.name) for node in model.graph}
     wanted = nodes & {name for names in plain.sites.values() for name in names}
+    if not wanted:
+        expected, advice = "one that an output needs", "call torch.onnx.export for the program before rewrite"
+        raise ContractError("to_onnx", "no output needs an mxfp8 op of the program", expected=expected, advice=advice)
     # By the name of the node, so that nothing is guessed, and a tied table stays for the nodes that keep it.
     own = {node: site.split(" ", 3)[3] for site, names in plain.sites.items() for node in nodes.intersection(names)}
     own = {node: weight for node, weight in own.items() if weight}
-    weights = CheckpointWeights(where="to_onnx", weights=plain.weights, names=own, instead=True)
+    # A weight of which only zeros are left must be used, or the file would multiply with zeros.
+    packed = {name: plain.weights[name] for name in plain.weights if name in zeros or name in own.values()}
+    weights = CheckpointWeights(where="to_onnx", weights=packed, names=own, instead=True)
     # The check for NaN and Inf ran when the program was packed.
     whole = Options(name="to_onnx", output=path, weights=weights, allow_nonfinite=True, **options)
     size = sum(tensor.nbytes for tensor in source.state_dict.values())
@@ -132,24 +158,32 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
         settings.setdefault(tuple(site.split(" ", 3)[:3]), []).extend(nodes)
     for setting, nodes in settings.items():
         keys: dict[str, Any] = dict(zip(("activations", "scale_rounding", "weight_format"), setting, strict=True))
-        # Not validated: a pattern of many names is longer than a recipe allows.
-        rules.append(Rule.model_construct(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
+        rules.append(Rule(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
     fields = {**dict(known or Recipe(fuse=False)), "include": (), "exclude": (), "rules": tuple(rules)}
-    fields |= {"attention_scores": False, "attention_values": False, "record": known.to_record() if known else text}
-    return _Decided.model_construct(None, **fields)
+    fields |= dict.fromkeys(("fp8_dpa", "attention_scores", "attention_values"), False)
+    return _Decided(**fields, record=known.to_record() if known else text)
 
 
-def _store(graph: ir.Graph, weights: Mapping[str, Any]) -> None:
-    """Turns the inputs in `weights` into initializers; None stands for zeros, which are computed only if read."""
+def _store(graph: ir.Graph, weights: Mapping[str, Any]) -> set[str]:
+    """Turns the inputs in `weights` into initializers if a node uses them; returns the names of those with zeros.
+
+    None in `weights` stands for zeros, which are computed only if read.
+    """
+    names = set()
     for value in [value for value in graph.inputs if value.name in weights]:
         shape, dtype = ir.Shape(value.shape or ()), value.dtype or ir.DataType.UNDEFINED
         kept = weights[str(value.name)]
         graph.inputs.remove(value)
+        if not value.uses() and not value.is_graph_output():
+            continue  # the optimizer removed the last node that used it
         zeros = partial(_zeros, shape, dtype)
         value.const_value = ir.LazyTensor(zeros, dtype, shape, name=value.name) if kept is None else kept
         graph.register_initializer(value)
+        if kept is None:
+            names.add(str(value.name))
     for value in set(graph.initializers.values()).difference(graph.outputs):
         value.type = value.shape = None  # else the file declares the type of each twice
+    return names
 
 
 def _zeros(shape: ir.Shape, dtype: ir.DataType) -> ir.TensorProtocol:
@@ -191,7 +225,6 @@ class _Plain:
             if result is not None:
                 # In place: users, metadata and the program's signature refer to the node.
                 node.target, node.args, node.kwargs = result.target, result.args, result.kwargs
-                node.meta["custom"] = result.meta.get("custom", {})
                 graph.erase_node(result)
                 count += 1
         graph.eliminate_dead_code()
@@ -210,21 +243,18 @@ class _Plain:
 
     def lift(self, exported: torch.onnx.ONNXProgram) -> None:
         """Turns the weights of the exported program into inputs, in place, and adds its nodes to `sites`."""
-        graph, translated = exported.model.graph, exported.exported_program
-        assert translated is not None  # it was exported by torch.export
+        graph = exported.model.graph
         # The optimizer folds and merges initializers, but not inputs.
         for name in self.weights:
-            value = graph.initializers.pop(name)
+            # torch's exporter drops a weight that no output needs.
+            if (value := graph.initializers.pop(name, None)) is None:
+                continue
             self.values[name] = value.const_value if name in self._kept else None
             value.const_value = None
             graph.inputs.append(value)
-        # The exporter decomposes ops first, which keeps the metadata of nodes and not their names.
-        settings = {node.name: (node.meta.get("custom") or {}).get(_SITE) for node in translated.graph.nodes}
         for node in graph:
-            text = node.metadata_props.get("pkg.torch.onnx.fx_node", "")  # "%linear_1 : [num_users=1] = ..."
-            setting = settings.get(text.partition(" ")[0].removeprefix("%"))
-            if setting and node.op_type in {"MatMul", "Gemm", "Gather"}:
-                self.sites.setdefault(setting, []).append(str(node.name))
+            if text := node.metadata_props.pop(_SITE, None):
+                self.sites.setdefault(text, []).append(str(node.name))
 
     def _result(self, node: Node, build: Builder) -> Node | None:
         """Returns a new node with the plain result of `node`; None if its operands are not as `rewrite` makes them."""
@@ -245,11 +275,15 @@ class _Plain:
             return None
         w, name = operand
         if x is None:  # ids pick rows of a table
-            product = result = build.add("rows", _ATEN.embedding.default, w, argument("indices"))
+            product = build.add("rows", _ATEN.embedding.default, w, argument("indices"))
         else:
-            bias = argument("bias") and build.cast(argument("bias"), wide)
-            product, result = _product(build, build.cast(x, wide), w, bias, argument("offs"))
-        product.meta["custom"] = {_SITE: f"{activations} {rounding} {argument('b_format')} {name}"}
+            product = _product(build, build.cast(x, wide), w, argument("offs"))
+        text = f"{activations} {rounding} {argument('b_format')} {name}"
+        result = build.add("site", torch.ops.mxfp8_graph.site.default, product, text)
+        if argument("offs") is not None:
+            result = build.add("result", _ATEN.squeeze.dim, result, 1)
+        if argument("bias") is not None:
+            result = build.add("sum", _ATEN.add.Tensor, result, build.cast(argument("bias"), wide))
         return build.cast(result, dtype)
 
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> tuple[Node, str] | None:
@@ -302,11 +336,8 @@ def _quantize(node: Node, operand: str) -> Node | None:
     return source if is_alike else None
 
 
-def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | None) -> tuple[Node, Node]:
-    """Returns (the node that multiplies, the result)."""
-    if w.op == "placeholder" and w.meta["val"].dim() == 2:
-        product = build.add("product", _ATEN.linear.default, x, w, bias)
-        return product, product
+def _product(build: Builder, x: Node, w: Node, offs: Node | None) -> Node:
+    """Returns the node that multiplies; with `offs`, its result has an axis of size 1 behind the rows."""
     if offs is not None:
         # ONNX has no product of groups of rows, so each row picks its matrix. A row after the last group picks none,
         # and the node gives 0 for it.
@@ -317,9 +348,4 @@ def _product(build: Builder, x: Node, w: Node, bias: Node | None, offs: Node | N
         w = build.add("picked", _ATEN.index_select.default, w, 0, group)
         x = build.add("matrices", _ATEN.unsqueeze.default, x, 1)
     transposed = build.add("transposed", _ATEN.transpose.int, w, -2, -1)
-    product = result = build.add("product", _ATEN.matmul.default, x, transposed)
-    if offs is not None:
-        result = build.add("result", _ATEN.squeeze.dim, product, 1)
-    if bias is not None:
-        result = build.add("sum", _ATEN.add.Tensor, result, bias)
-    return product, result
+    return build.add("product", _ATEN.matmul.default, x, transposed)

@@ -64,6 +64,24 @@ def test_an_error_while_it_is_written_leaves_the_old_files_alone(tmp_path, old, 
         assert str(caught.value).startswith(f"{tmp_path / 'o'}: cannot be written: No space left on device; expected")
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (
+            FileNotFoundError(2, "No such file or directory", "source"),
+            "source: No such file or directory; expected a re",
+        ),
+        (OSError(5, "Input/output error"), "{out}: not written, because of Input/output error; expected a source and "),
+    ],
+)
+def test_an_error_of_the_source_is_not_one_of_the_output(tmp_path, error, expected):
+    def broken() -> None:
+        with output(tmp_path / "o", overwrite=True):
+            raise error
+
+    assert refused(broken).startswith(expected.format(out=tmp_path / "o"))
+
+
 @pytest.fixture(params=["pair over pair", "pair over one", "one over pair", "pair", "one"])
 def case(request: pytest.FixtureRequest) -> tuple[dict[str, bytes], dict[str, bytes]]:
     """The files before and after."""
@@ -264,6 +282,36 @@ def test_external_data_go_with_the_model_that_names_them(tmp_path, model, extern
         for _ in range(2):
             mxfp8_graph.rewrite(model, output=out, overwrite=True, external_data="never")
         assert data.read_bytes() == before
+
+
+def linked(path: Path) -> None:
+    os.link(path, path.with_suffix(".link"))
+
+
+def dangling(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize("damage", [lambda data: os.truncate(data, 9), linked, dangling, Path.unlink])
+def test_damaged_data_of_the_old_output_are_replaced(tmp_path, model, damage):
+    out, data = tmp_path / "o.onnx", tmp_path / "o.onnx.data"
+    mxfp8_graph.rewrite(model, output=out, external_data="always")
+    before = contents(tmp_path)
+    damage(data)
+    mxfp8_graph.rewrite(model, output=out, overwrite=True, external_data="always")
+    assert not data.is_symlink()
+    assert contents(tmp_path) | before == contents(tmp_path)
+
+
+def test_an_old_output_that_cannot_be_read_is_the_reason(tmp_path, model):
+    out = tmp_path / "o.onnx"
+    put(tmp_path, {"o.onnx": b"not a model", "o.onnx.data": b"data"})
+    message = refused(mxfp8_graph.rewrite, model, output=out, overwrite=True, external_data="always")
+    what = f"exists already, and {out}, whose data it may be, cannot be read: not a complete ONNX file"
+    assert message == f"{out}.data: {what}; expected no file there; move it away or pass another path"
+    mxfp8_graph.rewrite(model, output=out, overwrite=True)  # without data it leaves that file alone
+    assert contents(tmp_path)["o.onnx.data"] == b"data"
 
 
 def test_the_data_of_the_old_output_are_kept_if_the_input_has_them(tmp_path):

@@ -139,6 +139,7 @@ def test_a_rewritten_graph_keeps_the_record_of_its_recipe() -> None:
     again, report = mxfp8_graph.rewrite(graph)
     assert again is graph
     assert report.already_rewritten
+    assert mxfp8_graph.rewrite(graph, dry_run=True)[0] is None
     with pytest.raises(RecipeError, match="packed with scale_rounding ceil, asked for floor"):
         mxfp8_graph.rewrite(graph, "ocp")
     proto = gs.export_onnx(graph)

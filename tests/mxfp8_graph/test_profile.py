@@ -83,13 +83,14 @@ def test_what_stays_in_float32_has_no_kernel_of_ours_and_names_come_through_as_t
     assert nodes[name].kernel
 
 
-def test_times_are_the_mean_of_the_counted_runs():
-    """A warm-up of 9 us and runs of 2 and 4, as ONNX Runtime writes them: when each began, and for how long."""
-    events = [event("model_run", 100 * run, 50, "Session") for run in range(3)]
-    events += [event("x_kernel_time", 100 * run + 1, dur, op_name="Relu") for run, dur in enumerate((9, 2, 4))]
-    (node,) = of_session(ir.from_proto(b.chain_model()), events, [], runs=2)
+def test_times_are_the_median_of_the_counted_runs():
+    """A warm-up of 9 us, then runs of 2 + 1, 90 + 1 and 3 + 1: when each began, and for how long its two calls took."""
+    events = [event("model_run", 100 * run, 95, "Session") for run in range(4)]
+    for start, dur in zip((0, 100, 200, 300), (9, 2, 90, 3), strict=True):
+        events += [event("x_kernel_time", start + at, us, op_name="Relu") for at, us in ((1, dur), (92, 1))]
+    (node,) = of_session(ir.from_proto(b.chain_model()), events, [], runs=3)
     assert (node.name, node.op, node.operands, node.kernel, node.isa) == ("x", "Relu", "", "", "")
-    assert node.seconds == pytest.approx(3e-6)
+    assert node.seconds == pytest.approx(4e-6)
 
 
 def test_nodes_in_bodies_of_branches_are_counted():
@@ -116,6 +117,7 @@ def test_programs_have_the_same_profile():
     seen = [(node.op, node.operands, node.kernel) for node in nodes if node.operands]
     assert [row[:2] for row in seen] == [("mxfp8::gemm", "e4m3 x e4m3"), ("linear", "float32 x float32")]
     assert seen[0][2].startswith("gemm_")
+    assert all(node.seconds > 0 for node in nodes)
 
 
 def test_nothing_is_written_down_unless_asked():

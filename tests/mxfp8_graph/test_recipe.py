@@ -1,5 +1,6 @@
 """Recipes: presets, files, and the error of each mistake in one."""
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from mxfp8_graph.policy.plan import plan
 from mxfp8_graph.policy.presets import PRESETS
 from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import RecipeError
@@ -32,6 +34,13 @@ def complaint(call: Callable[..., Any], *arguments: Any) -> str:
         call(*arguments)
     assert caught.value.__cause__ is None
     return str(caught.value)
+
+
+def unpickled(**values: object) -> Recipe:
+    """Returns a recipe with these values that nothing has checked."""
+    recipe = Recipe()
+    recipe.__dict__.update(values)
+    return pickle.loads(pickle.dumps(recipe))
 
 
 ON = ("output_projections", "routers", "embeddings", "attention_scores", "attention_values", "fp8_dpa")
@@ -73,8 +82,13 @@ def test_a_preset_is_one_row_of_the_table(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_recipe_is_its_own_recipe() -> None:
-    mine = Recipe(name="mine")
+    mine = Recipe(name="mine", rules=(Rule(name="mlp"),))
     assert load_recipe(mine) is mine
+
+
+def test_a_preset_takes_further_fields() -> None:
+    named = load_recipe("mxint8", embeddings=True)
+    assert named == Recipe(**PRESETS["mxint8"], embeddings=True, name="mxint8 with embeddings=True")
 
 
 def test_yaml_and_toml_files_have_the_fields_of_a_recipe(load: Load) -> None:
@@ -153,6 +167,13 @@ def test_all_mistakes_are_in_one_error(load: Load) -> None:
         (lambda: Recipe(rules=({"min_n": -1},)), "Recipe: rules.0.min_n: -1; expected greater than or equal to 0"),
         (lambda: Rule(name="a", quantise=False), "Rule: quantise: unknown key; expected a field of docs/recipes.md"),
         (lambda: Rule(name="("), "Rule: name: '(' is not a regular expression (missing ), unterminated subpattern"),
+        (lambda: Recipe().model_copy(update={"activations": "fp16"}), "Recipe: activations: 'fp16'; expected 'e4m3', "),
+        (lambda: Recipe().model_copy(update={"embedding": True}), "Recipe: embedding: unknown key; expected a field"),
+        (lambda: Recipe.model_construct(min_dim=-1), "Recipe: min_dim: -1; expected greater than or equal to 0"),
+        (lambda: Recipe.model_validate({"rules": [{}]}), "Recipe: rules.0: a rule without a key matches every site"),
+        (lambda: load_recipe(unpickled(min_dim=-1)), "Recipe: min_dim: -1; expected greater than or equal to 0"),
+        (lambda: plan([], unpickled(margin=1)), "Recipe: margin: 1; expected 0; correct it"),
+        (lambda: load_recipe("mxint8", embedding=True), "load_recipe: embedding: unknown key; expected a field of"),
         (lambda: load_recipe({"min_dim": 3}), "recipe: a dict; expected a preset's name, a file, or a Recipe"),
     ],
 )

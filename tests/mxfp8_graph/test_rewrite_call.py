@@ -67,6 +67,16 @@ def test_dynamic_shapes_are_passed_on() -> None:
         (Scaled(), {"example_inputs": (X,)}, r"Scaled: torch.export refuses it: TypeError: .*scale"),
         (b.matmul_model(), {"example_inputs": (X,)}, "example inputs or dynamic shapes of a model that is exported"),
         (object(), {}, "model is a object; .*; load the model first"),
+        (
+            Scaled(),
+            {"example_inputs": (X, ONE), "bodies": "tiny"},
+            "rewrite: bodies is 'tiny', an option of ONNX files",
+        ),
+        (
+            Path("m.pt2"),
+            {"external_data": "always"},
+            "m.pt2: external_data is 'always', .* leave out external_data, or",
+        ),
         (b.matmul_model(), {"bodies": "tiny"}, "bodies: 'tiny'; expected one of folded, small, none; correct the name"),
     ],
 )

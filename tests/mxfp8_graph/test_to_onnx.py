@@ -20,10 +20,11 @@ from torch_programs import Apply
 import mxfp8_graph
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_graph.running.sessions import Session
+from mxfp8_graph.torch_pass import to_onnx
 from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.contract import FLOAT8E5M2
-from mxfp8_ops.errors import RecipeError
+from mxfp8_ops.errors import ContractError, RecipeError
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +168,58 @@ def test_kernels_give_the_bytes_of_the_program_where_only_gemms_round(tmp_path: 
     ep, x = packed(Linear(), torch.randn(3, 64)), torch.from_numpy(normal(3, 64))
     path = mxfp8_graph.to_onnx(ep, tmp_path / "a.onnx")
     np.testing.assert_array_equal(run(path, x.numpy(), kernels=True), ep.module()(x).detach().numpy())
+
+
+# --- Ops that no output needs --------------------------------------------------------------------------------------
+
+
+class Unused(torch.nn.Module):
+    """relu of linear a, and a function of the module whose result nothing uses."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (torch.nn.Linear(64, 64) for _ in range(3))
+        self.table, self.function = torch.nn.Embedding(40, 64), function
+
+    def forward(self, x: Any, ids: Any) -> Any:
+        self.function(self, x, ids)
+        return torch.relu(self.a(x))
+
+
+LINEAR = {"a.bias", "a.weight_mxfp8", "a.weight_mxfp8_scales"}
+OUTPUTS_TOO = Recipe(output_projections=True, embeddings=True)
+
+
+@looped(
+    "unused",
+    {
+        "a chain": lambda m, x, ids: m.c(torch.relu(m.b(x))),
+        "a table": lambda m, x, ids: m.b(m.table(ids)),
+        "a weight that another linear uses": lambda m, x, ids: m.a(torch.tanh(x)),
+        "a product of activations": lambda m, x, ids: m.b(x) @ m.c(x).T,
+        "a check of torch": lambda m, x, ids: torch._check((m.b(x) > 0).sum().item() >= 0),
+    }.values(),
+)
+def test_ops_that_no_output_needs_are_left_out(unused: Any, tmp_path: Path) -> None:
+    x, ids = torch.from_numpy(normal(3, 64)), torch.tensor([1, 2])
+    module = Unused(unused)
+    program = packed(module, x, ids, recipe=OUTPUTS_TOO, batch=False)
+    path = mxfp8_graph.to_onnx(program, tmp_path / "a.onnx", overwrite=True)
+    assert data(onnx.load(path)).keys() == LINEAR
+    y = next(iter(Session(path, kernels=True).run({"x": x.numpy(), "ids": ids.numpy()}).values()))
+    np.testing.assert_allclose(y, program.module()(x, ids).detach().numpy(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_program_whose_packed_linears_are_all_unused(tmp_path: Path) -> None:
+    module = Apply(lambda m, x: (torch.relu(x @ m.w.T), x.cos())[1], {"w": torch.ones(64, 64)})
+    with pytest.raises(ContractError, match="to_onnx: no output needs an mxfp8 op of the program"):
+        mxfp8_graph.to_onnx(packed(module, torch.ones(2, 64), batch=False), tmp_path / "a.onnx")
+
+
+def test_an_error_of_our_code_is_not_called_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(to_onnx._Plain, "lift", lambda *_: {}["linear.weight"])
+    with pytest.raises(KeyError, match=r"linear\.weight"):
+        mxfp8_graph.to_onnx(packed(Linear(), torch.randn(2, 64)), tmp_path / "a.onnx")
 
 
 # --- A program in bfloat16 ---------------------------------------------------------------------------------------

@@ -175,6 +175,20 @@ def test_a_full_disk_is_named_and_leaves_the_old_file(tmp_path: Path, rewritten:
     assert [p.name for p in tmp_path.iterdir()] == ["model.pt2"]
 
 
+def test_a_write_before_the_end_is_an_error(
+    tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_header(_: Any, file: Any, **__: Any) -> None:
+        file.write(b"size")
+        file.seek(0)  # as torch does at the end
+        assert (file.tell(), file.write(b"4")) == (0, 1)
+
+    monkeypatch.setattr(torch.export, "save", with_header)
+    with pytest.raises(ContractError, match=r"writes byte 0 of a .pt2 file after byte 4; .*; install another release"):
+        mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_newer_contract(tmp_path: Path, rewritten: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
     path = mxfp8_graph.save(rewritten, tmp_path / "model.pt2")
     monkeypatch.setattr(contract, "VERSION", 0)

@@ -9,6 +9,7 @@ connections: errors of a few linears in a row add up in squares. 12% is three li
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -154,6 +155,27 @@ def test_attention_products(name: str) -> None:
     for batch, length in ((2, 8), (3, 5)):
         other = {key: value.repeat(2, 2)[:batch, :length] for key, value in inputs.items()}
         assert relative_l2(rewritten.module()(**other), model(**other)) < OUTPUT_ERROR
+
+
+class Hidden(nn.Module):
+    """A model that returns the first of its outputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.model(**inputs)[0]
+
+
+def test_a_bert_without_the_output_of_its_pooler_goes_to_onnx(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model, _, inputs = build("bert")
+    packed, report = mxfp8_graph.rewrite(export(Hidden(model), **inputs), "mxfp8-weight-only")
+    assert any("pooler" in s.decision.site.module for s in report.rewritten)
+    path = mxfp8_graph.to_onnx(packed, tmp_path / "bert.onnx")
+    found = mxfp8_graph.verify(packed, path, inputs={name: tensor.numpy() for name, tensor in inputs.items()})
+    assert found.outputs[0].rewritten.relative_l2 < 1e-5
 
 
 @pytest.mark.parametrize("form", ["grouped_mm", "batched_mm"])

@@ -177,6 +177,7 @@ def test_already_rewritten() -> None:
     again, report = mxfp8_graph.rewrite(rewritten)
     assert again is rewritten
     assert report.already_rewritten
+    assert mxfp8_graph.rewrite(rewritten, dry_run=True)[0] is None
     mismatch = "Recipe mismatch for '(linear|gemm)': packed with scale_rounding ceil, asked for floor"
     for other in (rewritten, rewritten.run_decompositions(), torch.export.export(rewritten.module(), (X,))):
         with pytest.raises(RecipeError, match=mismatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,38 @@ def test_matmuls_of_one_weight_are_treated_alike() -> None:
     with pytest.raises(BudgetNotMetError) as caught:
         tune(model, "relative_l2<=1e-5")
     assert [step.plan.worst for step in caught.value.best.steps[4:]] == [("first", "second")]
+
+
+def test_weights_of_one_name_in_two_branches_are_two_weights() -> None:
+    y = onnx.helper.make_empty_tensor_value_info("y")
+
+    def branch(name: str, seed: int) -> onnx.GraphProto:
+        stored = [onnx.numpy_helper.from_array(b.weight(64, 64, seed=seed), "w")]
+        return onnx.helper.make_graph(b.steps(f"{name}:MatMul x w>y"), name, [], [y], stored)
+
+    choose = b.node("If", "c", "h", "choose", then_branch=branch("yes", 0), else_branch=branch("no", 1))
+    inputs = {"x": (np.float32, ["m", 64]), "c": (np.bool_, [])}
+    model = b.model([choose, *b.steps("Tanh h>z")], inputs, {"z": (np.float32, ["m", 64])})
+    samples = [{**sample, "c": np.array(number == 0)} for number, sample in enumerate(SAMPLES)]
+    with pytest.raises(BudgetNotMetError) as caught:
+        tune(model, "relative_l2<=1e-5", inputs=samples)
+    assert [len(step.plan.worst) for step in caught.value.best.steps[4:]] == [1]
+
+
+def test_one_rewritten_model_at_a_time_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[weakref.ref[Any]] = []
+    counts = []
+
+    def trial(bench: Bench, *arguments: Any) -> Any:
+        counts.append(sum(each() is not None for each in opened))
+        result = of_bench(bench, *arguments)
+        opened.append(weakref.ref(result.runnable))
+        return result
+
+    of_bench = Bench.trial
+    monkeypatch.setattr(Bench, "trial", trial)
+    tune(chain(), "relative_l2<=0.5")
+    assert counts == [0, 0, 0, 0]
 
 
 def test_a_name_that_is_the_module_of_another_site_cannot_be_told_apart() -> None:

@@ -135,14 +135,15 @@ class _Search:
     def run(self) -> None:
         """Tries plans with one treatment, then plans with two; `best` chooses among the steps."""
         # A plan takes as many runs as there are samples; about 8 plans with two treatments follow.
-        self.bench.total = len(self.bench.samples) * (len(TREATMENTS) + 9) + _ROUNDS * (len(TREATMENTS) + 1)
+        self.bench.total = len(self.bench.samples) * (len(TREATMENTS) + 9) + _ROUNDS * 2 * len(TREATMENTS)
         # A dry run lists the sites of the model.
         path = self.bench.folder / f"planned{self.bench.suffix}"
         _, report = rewriting.rewrite(self.bench.model, self.base, output=path, dry_run=True)
         self._sites = [site.decision.site for site in report.sites]
         self.bytes_before = report.account.bytes_before
-        runnables = {treatment: self._try(Plan(treatment=treatment)) for treatment in TREATMENTS}
-        self._time(runnables, range(len(self.steps)))
+        for treatment in TREATMENTS:
+            # Timed at once, so that only one of the rewritten models is in memory.
+            self._time(self._try(Plan(treatment=treatment)), -1)
         uniform = list(self.steps)
         if met := [step for step in uniform if step.met]:
             # All have one size. A faster treatment that misses the budget may meet it with its worst sites treated
@@ -182,11 +183,11 @@ class _Search:
         values = [b.metric.badness(b.value(step.scores[b.metric.name])) for b in missed or self.budgets[:1]]
         return (len(missed), *values)
 
-    def _time(self, runnables: dict[str, Runnable], steps: Sequence[int]) -> None:
-        """Measures the latencies of some steps, whose models take turns with the original."""
-        original, *seconds = self.bench.seconds({"original": self.bench.original, **runnables}, _ROUNDS).values()
-        for index, value in zip(steps, seconds, strict=True):
-            self.steps[index] = replace(self.steps[index], seconds=(value, original))
+    def _time(self, runnable: Runnable, index: int) -> None:
+        """Measures the latency of a step, whose model takes turns with the original."""
+        models = {"original": self.bench.original, self.steps[index].plan.treatment: runnable}
+        original, value = self.bench.seconds(models, _ROUNDS).values()
+        self.steps[index] = replace(self.steps[index], seconds=(value, original))
 
     def _bisect(self, treatment: str, better: str) -> None:
         """Finds the fewest of the worst sites that need a better treatment."""
@@ -203,7 +204,7 @@ class _Search:
                 low = middle
         # Of the plans that meet the budget, only the last is timed: it treats the fewest sites better.
         if best is not None:
-            self._time({treatment: best}, [at])
+            self._time(best, at)
 
     def _try(self, plan: Plan) -> Runnable:
         """Adds the step of a plan, and returns its model."""
@@ -230,12 +231,15 @@ class _Search:
         measure.total = self.bench.total
         squares: dict[str, float] = defaultdict(float)
         names: dict[str, tuple[str, ...]] = defaultdict(tuple)
+        keys: dict[str, str] = {}
         with open_switchable(self.bench.model, recipe, allow_nonfinite=allow) as switchable:
             off = [False] * len(switchable.switched)
             measure.expected = measure.outputs(lambda feeds: switchable.run(feeds, off), "original")
             for report, scores in zip(switchable.switched, damages_alone(switchable, measure), strict=True):
                 site = report.decision.site
-                key = site.weight or site.name
+                # Graphs beside each other may use one name for two weights. A packed weight has one name.
+                key = f"{site.subgraph}/{site.weight or site.name}"
+                key = keys.setdefault(report.packed or key, key)
                 squares[key] += RELATIVE_L2.badness(scores[RELATIVE_L2.name].mean) ** 2
                 names[key] += (site.name,)
         self.bench.runs = measure.runs
