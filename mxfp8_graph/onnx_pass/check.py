@@ -195,6 +195,8 @@ def complaint(model: ir.Model) -> str:
         content = proto.SerializeToString()
     try:
         onnx.checker.check_model(content)
+    except MemoryError:
+        raise
     except Exception as error:  # exceptions from onnx's C++ have no common base
         said, _, context = " ".join(str(error).split()).partition(" ==> Context: ")
         # The checker names the node at the end, in a long context; here a message begins with it.

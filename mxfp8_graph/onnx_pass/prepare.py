@@ -210,6 +210,8 @@ def infer(model: ir.Model, notes: list[str]) -> None:
         _copy_outer_constants(proto.graph, {})
         try:
             typed = _inferred(proto)
+        except MemoryError:
+            raise
         except Exception as error:  # exceptions from onnx's C++ have no common base
             notes.append(f"shapes could not be inferred: {first_line(error)}")
             return
