@@ -156,7 +156,7 @@ def refuse(error: BaseException) -> int:
 
 def _message(error: BaseException) -> tuple[int, str]:
     """Returns (the exit code of an error, its message)."""
-    if _is_out_of_memory(error):
+    if not isinstance(error, Mxfp8Error) and _is_out_of_memory(error):
         advice = "free memory, use a machine with more, or raise the limit (ulimit -v)"
         return BAD_INPUT, f"error: mxfp8-graph: out of memory; expected enough for the model; {advice}"
     if isinstance(error, Mxfp8Error):
@@ -182,7 +182,7 @@ def _message(error: BaseException) -> tuple[int, str]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether memory ran out, which may be the cause of an error that names the step that failed."""
+    """Returns whether memory ran out; another error may have this as its cause."""
     while error is not None:
         if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
             return True

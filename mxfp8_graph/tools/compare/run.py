@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
@@ -52,6 +53,7 @@ METRICS: Final = ("relative_l2", "cosine")
 ORIGINAL: Final = "original"
 
 
+@blame_models_if_checker_complains("model")
 def compare(
     model: Model,
     recipes: Sequence[str | Path | Recipe] = (),
