@@ -55,11 +55,9 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
         for tensor in graph.initializer:
             _check_tensor(tensor, name)
     parts: list[Any] = [proto.graph, *proto.functions]  # a function has nodes like a graph
-    for node in (each for part in parts for graph in iter_graphs(part) for each in graph.node):
-        for attribute in node.attribute or ():
-            is_one = attribute.type == onnx.AttributeProto.TENSOR and not attribute.ref_attr_name
-            for tensor in [attribute.t] if is_one else attribute.tensors:
-                _check_tensor(tensor, name)
+    for part in parts:
+        for node in (each for graph in iter_graphs(part) for each in graph.node):
+            _check_attributes(node, name, refers=part is not proto.graph)
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
@@ -135,6 +133,18 @@ def nodes(model: ir.Model) -> None:
     for node in model.graph.all_nodes():
         if node.domain == contract.DOMAIN:
             _check_ours(node, name_of(model))
+
+
+def _check_attributes(node: onnx.NodeProto, model: str, *, refers: bool) -> None:
+    """Checks the attributes of a node; `refers`: they may refer to attributes of a function around the node."""
+    for attribute in node.attribute or ():
+        if attribute.ref_attr_name and not refers:
+            where = f"{model}: node {_called(node)!r} ({node.op_type})"
+            what = f"attribute {attribute.name!r} refers to attribute {attribute.ref_attr_name!r} of a function"
+            raise ContractError(where, what, expected="a value outside of functions", advice=_AGAIN)
+        is_one = attribute.type == onnx.AttributeProto.TENSOR and not attribute.ref_attr_name
+        for tensor in [attribute.t] if is_one else attribute.tensors:
+            _check_tensor(tensor, model)
 
 
 def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:

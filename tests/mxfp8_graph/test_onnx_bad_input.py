@@ -279,6 +279,12 @@ def called(*bodies: str) -> onnx.ModelProto:
     return proto
 
 
+def refers_to_a_function() -> onnx.NodeProto:
+    softmax = node("Softmax", "x", "z", axis=1)
+    softmax.attribute[0].ref_attr_name = "a"
+    return softmax
+
+
 def packed_by_16() -> onnx.ModelProto:
     proto, _ = mxfp8_graph.rewrite(matmul_model())
     next(each for each in proto.graph.node[0].attribute if each.name == "block_size").i = 16
@@ -312,6 +318,8 @@ REFUSED: dict[str, onnx.ModelProto] = {
     "tensor 's': strings as external data; expected strings in the model": beside(
         "Identity s>z", s=np.array(["text"], object)
     ),
+    "node 'Softmax_z' (Softmax): attribute 'axis' refers to attribute 'a' of a function; expected a value outside of "
+    "functions": linear(lambda p: p.graph.node.append(refers_to_a_function())),
     "tensor 'c': unknown dtype 99; expected a dtype of onnx": linear(
         lambda p: p.graph.node.append(node("Constant", "", "z", value=onnx.TensorProto(name="c", data_type=99)))
     ),
