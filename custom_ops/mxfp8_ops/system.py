@@ -35,7 +35,7 @@ def fork_worker() -> int | None:
     and SIGTERM raise KeyboardInterrupt(number) once in the process that gets None; the parent forwards them.
     """
     before = {each: signal.getsignal(each) for each in _STOPS}
-    child = 0
+    parent, child = os.getpid(), 0
     if sys.platform != "win32":
         # Signals are blocked until both processes have their handlers: one in between would end one with a stack trace.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
@@ -48,16 +48,38 @@ def fork_worker() -> int | None:
     for each, handler in before.items():
         if handler is not signal.SIG_IGN:  # `nohup` and background shells ignore a signal: so does the command
             signal.signal(each, forward if child else _stop)
-    if sys.platform != "win32":
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if child:
-            return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if sys.platform == "linux":
+    if sys.platform == "linux" and not child:
         import ctypes
 
         # SIGKILL cannot be forwarded: the kernel sends SIGTERM to the child when the parent ends.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it ended before the call
+            os.kill(os.getpid(), signal.SIGTERM)
+    if sys.platform != "win32":
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if child:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)  # the result stands, and there is no child to forward to
+            return code
     return None
+
+
+def stop_by_default() -> None:
+    """Ends `fork_worker`'s handling of signals in the child: the next SIGINT or SIGTERM ends the process."""
+    for each in _STOPS:
+        if signal.getsignal(each) is _stop:  # after a first signal both are ignored
+            signal.signal(each, signal.SIG_DFL)
+
+
+def used_up_processor_time() -> bool:
+    """Returns whether the child of `fork_worker` reached the limit on processor time (`ulimit -t`)."""
+    if sys.platform == "win32":
+        return False
+    import resource
+
+    limit, usage = resource.getrlimit(resource.RLIMIT_CPU)[0], resource.getrusage(resource.RUSAGE_CHILDREN)
+    # The kernel compares another count with the limit, by up to 6% larger in measurements.
+    return limit != resource.RLIM_INFINITY and usage.ru_utime + usage.ru_stime >= 0.9 * limit
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -1,12 +1,14 @@
 """The app with all commands; prints and writes their results; turns their errors into messages and exit codes.
 
 Exit codes: 0 success; 1 verification failed, or a budget not met; 2 usage or bad input; 3 nothing eligible; 70 a defect
-of ours; 130 and 143 interrupted and terminated. Results go to stdout, everything else to stderr.
+of ours; 128 + n stopped by signal n. Results go to stdout, everything else to stderr.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,6 +38,9 @@ DEFECT: Final = 70
 
 _UsageError: Final[Any] = typer.BadParameter.__base__
 """click's UsageError; newer versions of typer have their own copy of it."""
+
+_NO_MEMORY: Final = re.compile("(can't|[Cc]annot) allocate memory|failed to map segment|[Ff]ailed to allocate memory")
+"""What allocators and loaders say without memory."""
 
 _debug: ContextVar[bool] = ContextVar("debug", default=False)
 
@@ -151,6 +156,9 @@ def refuse(error: BaseException) -> int:
 
 def _message(error: BaseException) -> tuple[int, str]:
     """Returns (the exit code of an error, its message)."""
+    if not isinstance(error, Mxfp8Error) and _is_out_of_memory(error):
+        advice = "free memory, use a machine with more, or raise the limit (ulimit -v)"
+        return BAD_INPUT, f"error: mxfp8-graph: out of memory; expected enough for the model; {advice}"
     if isinstance(error, Mxfp8Error):
         from mxfp8_graph.policy.plan import NothingEligibleError
 
@@ -171,6 +179,18 @@ def _message(error: BaseException) -> tuple[int, str]:
         f"internal error: {type(error).__name__}: {first_line(error)}; a defect of mxfp8-graph {__version__}, not of "
         "your model; please report it, with the output of `mxfp8-graph --debug ...` and `mxfp8-graph doctor`"
     )
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Returns whether memory ran out; another error may have this as its cause."""
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+            return True
+        # torch raises RuntimeError, and the loader of libraries ImportError.
+        if isinstance(error, (RuntimeError, ImportError)) and _NO_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _flag(option: Option) -> str:

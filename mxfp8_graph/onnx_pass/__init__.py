@@ -2,7 +2,7 @@
 
 run.py          calls the steps
 load.py         file or proto -> graph; protos.py: between proto and graph; single_file.py: leaves weights in the file
-check.py        refuses models that later steps cannot handle
+check.py        refuses models that later steps cannot handle; blame.py: asks onnx.checker after an unexpected exception
 prepare.py      opset, functions, Attention, Dropout, dtypes; conversion.py and float32.py do parts of it
 find.py         finds the matmuls; ops.py: the table of ops; forms.py, einsum.py, operands.py, views.py: its readers
 replace.py      replaces the matmuls; weights.py: weights that are packed when they are written

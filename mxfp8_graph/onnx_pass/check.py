@@ -1,30 +1,30 @@
-"""Refuses models that later steps cannot handle, and asks onnx.checker about a model.
+"""Refuses models that later steps cannot handle.
 
-`load` checks the header, names, sizes of tensors and nodes of ours, because later steps rely on them. A complaint of
-onnx.checker alone refuses nothing: ONNX Runtime runs models that the checker refuses. If a later step fails, the
-complaint becomes the error.
+`load` checks the header, names, sizes of tensors and nodes of ours, because later steps rely on them. If a later step
+fails all the same, `blame.py` asks onnx.checker about the model.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
-from typing import Final
+from typing import Any, Final
 
 import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import STANDARD, label, name_of
-from mxfp8_graph.onnx_pass.protos import iter_graphs, lent, subgraphs
+from mxfp8_graph.onnx_pass.protos import iter_graphs, subgraphs
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
 
 _AGAIN: Final = "export the model again"
 _KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
-_EMPTY: Final = onnx.TensorProto(name="tensor", data_type=onnx.TensorProto.FLOAT, dims=[0], raw_data=b"")
+
+_MOST_VALUES: Final = 1 << 59
+"""A tensor with more values, of 16 bytes at most, is too large for every machine."""
 
 
 def fields(proto: onnx.ModelProto, name: str) -> None:
@@ -54,6 +54,10 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
     for graph in iter_graphs(proto.graph):
         for tensor in graph.initializer:
             _check_tensor(tensor, name)
+    parts: list[Any] = [proto.graph, *proto.functions]  # a function has nodes like a graph
+    for part in parts:
+        for node in (each for graph in iter_graphs(part) for each in graph.node):
+            _check_attributes(node, name, refers=part is not proto.graph)
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
@@ -131,14 +135,30 @@ def nodes(model: ir.Model) -> None:
             _check_ours(node, name_of(model))
 
 
+def _check_attributes(node: onnx.NodeProto, model: str, *, refers: bool) -> None:
+    """Checks the attributes of a node; `refers`: they may refer to attributes of a function around the node."""
+    for attribute in node.attribute or ():
+        if attribute.ref_attr_name and not refers:
+            where = f"{model}: node {_called(node)!r} ({node.op_type})"
+            what = f"attribute {attribute.name!r} refers to attribute {attribute.ref_attr_name!r} of a function"
+            raise ContractError(where, what, expected="a value outside of functions", advice=_AGAIN)
+        is_one = attribute.type == onnx.AttributeProto.TENSOR and not attribute.ref_attr_name
+        for tensor in [attribute.t] if is_one else attribute.tensors:
+            _check_tensor(tensor, model)
+
+
 def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
     where = f"{model}: tensor {tensor.name!r}"
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         what = f"unknown dtype {tensor.data_type}"
         raise ContractError(where, what, expected="a dtype of onnx", advice=_AGAIN)
-    if min(tensor.dims, default=0) < 0:
-        raise ContractError(where, f"dims {list(tensor.dims)}", expected="dims from 0 on", advice=_AGAIN)
+    # NumPy counts the bytes of an empty array without its dims of 0.
+    if min(tensor.dims, default=0) < 0 or math.prod(dim for dim in tensor.dims if dim) >= _MOST_VALUES:
+        most = "dims from 0 on, of a tensor that memory can hold"
+        raise ContractError(where, f"dims {list(tensor.dims)}", expected=most, advice=_AGAIN)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        if tensor.data_type == onnx.TensorProto.STRING:
+            raise ContractError(where, "strings as external data", expected="strings in the model", advice=_AGAIN)
         numbers = (entry.value for entry in tensor.external_data if entry.key in {"offset", "length"})
         if not all(number.isdecimal() for number in numbers):
             what = "external offset or length is not a number"
@@ -179,25 +199,3 @@ def _check_ours(node: ir.Node, model: str) -> None:
         if name == "block_size" and attribute.value != formats.BLOCK_SIZE:
             expected = f"{formats.BLOCK_SIZE}, the only one that runs"
             raise ContractError(where, f"block_size {attribute.value}", expected=expected, advice=_AGAIN)
-
-
-def complaint(model: ir.Model) -> str:
-    """Returns the complaint of onnx.checker about a model; "" if it has none.
-
-    The checker gets empty tensors, because it refuses a proto in memory whose data is in files.
-    """
-    with lent(model) as proto:
-        for graph in iter_graphs(proto.graph):
-            for tensor in graph.initializer:
-                name = tensor.name
-                tensor.CopyFrom(_EMPTY)
-                tensor.name = name
-        content = proto.SerializeToString()
-    try:
-        onnx.checker.check_model(content)
-    except Exception as error:  # exceptions from onnx's C++ have no common base
-        said, _, context = " ".join(str(error).split()).partition(" ==> Context: ")
-        # The checker names the node at the end, in a long context; here a message begins with it.
-        node = re.match(r"Bad node spec for node\. Name: (.*?) OpType: (\S+)", context)
-        return f"node {node[1]!r} ({node[2]}): {said.rstrip('.')}" if node else said.rstrip(".") or type(error).__name__
-    return ""

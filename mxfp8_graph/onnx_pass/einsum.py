@@ -100,6 +100,8 @@ def _sizes(x: ir.Value, static: Static | None, c: _Contraction) -> dict[str, int
 
 def _contraction(equation: str, x: ir.Value, w: ir.Value, *, swapped: bool) -> _Contraction:
     """Returns the labels of an equation by dimension; `swapped` if w comes first in the equation."""
+    if not isinstance(equation, str):  # onnx_ir leaves bytes that are no UTF-8 as they are
+        raise _NoMatMulError("it is no text; correct the model")
     terms, arrow, result = equation.replace(" ", "").partition("->")
     sides = terms.split(",")
     if len(sides) != 2:

@@ -292,4 +292,4 @@ def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str
 def _dtype_name(code: int) -> str | None:
     if code in contract.VALUE_NAMES:
         return contract.VALUE_NAMES[code]
-    return ir.DataType(code).name.lower() if code else None
+    return ir.DataType(code).name.lower() if code in ir.DataType.__members__.values() and code else None

@@ -5,6 +5,7 @@ Large raw data of the file itself becomes external data of that file, so every l
 
 from __future__ import annotations
 
+import errno
 import stat
 from pathlib import Path
 from typing import Final
@@ -56,6 +57,8 @@ def load(model: str | Path | onnx.ModelProto) -> ir.Model:
             raise ContractError(path, "not a regular file", expected="an ONNX file", advice="name one")
         size, content = path.stat().st_size, skeleton(path)
     except OSError as error:
+        if error.errno == errno.ENOMEM:  # the file is not to blame
+            raise MemoryError from error
         raise ContractError.unreadable(path, error, "a readable ONNX file") from None
     if not content:
         raise ContractError(path, "the file is empty", expected="an ONNX model", advice="export it again")

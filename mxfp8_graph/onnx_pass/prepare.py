@@ -144,6 +144,8 @@ def through(
     with lent(model) as proto:
         try:
             changed = call(proto)
+        except MemoryError:
+            raise
         except Exception as error:  # exceptions from onnx's C++ have no common base
             said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             expected = f"opset {MIN_OPSET} or above" if converts else "a model that onnx understands"
@@ -210,6 +212,8 @@ def infer(model: ir.Model, notes: list[str]) -> None:
         _copy_outer_constants(proto.graph, {})
         try:
             typed = _inferred(proto)
+        except MemoryError:
+            raise
         except Exception as error:  # exceptions from onnx's C++ have no common base
             notes.append(f"shapes could not be inferred: {first_line(error)}")
             return

@@ -65,6 +65,8 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     try:
         with _quiet():
             model = ir.from_proto(proto)
+    except MemoryError:
+        raise
     except Exception as error:  # onnx_ir's exceptions have no common base
         raise _refusal(name, "read", error) from None
     finally:

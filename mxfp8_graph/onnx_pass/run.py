@@ -13,7 +13,8 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass import check, record
+from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
@@ -31,7 +32,7 @@ from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract
-from mxfp8_ops.errors import ContractError, Mxfp8Error
+from mxfp8_ops.errors import ContractError
 
 WANTED: Final = "MatMul or Gemm in the model"
 """The ops that the pass looks for, for messages."""
@@ -39,38 +40,21 @@ WANTED: Final = "MatMul or Gemm in the model"
 Result = tuple[Path | onnx.ModelProto | None, RewriteReport]
 
 
+@blame_models_if_checker_complains("source")
 def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Options) -> Result:
     """Returns (the output's path, or the rewritten proto without an output, or None on a dry run; the report).
 
-    Raises the errors of `mxfp8_graph.rewrite`; see also `explained`.
+    Raises the errors of `mxfp8_graph.rewrite`.
     """
     reporter = Reporter(recipe=recipe, options=options)
-    with explained(source, options.name):
-        model = load(source)
-        _refuse_foreign(model)
-        before = record.find(model)
-        if not already_rewritten(before, recipe, options, what="model"):
-            return rewrite_model(model, reporter)
-        reporter.bytes_before = bytes_of(model)
-        reporter.notes = [*fusion_note(before, recipe), *cpu_note(model)]
-        return _copied(source, model, reporter)
-
-
-@contextlib.contextmanager
-def explained(source: str | Path | onnx.ModelProto, name: str) -> Iterator[None]:
-    """Turns an unexpected exception into onnx.checker's complaint about the model, if there is one.
-
-    Without a complaint the exception is a defect of ours, and stays.
-    """
-    try:
-        yield
-    except (Mxfp8Error, OSError, Warning):
-        raise
-    except Exception as error:
-        if not (said := check.complaint(load(source))):
-            raise
-        expected, advice = "a model that passes onnx.checker", "export the model again"
-        raise ContractError(name, said, expected=expected, advice=advice) from error
+    model = load(source)
+    _refuse_foreign(model)
+    before = record.find(model)
+    if not already_rewritten(before, recipe, options, what="model"):
+        return rewrite_model(model, reporter)
+    reporter.bytes_before = bytes_of(model)
+    reporter.notes = [*fusion_note(before, recipe), *cpu_note(model)]
+    return _copied(source, model, reporter)
 
 
 @contextlib.contextmanager

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import take_name
 from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, without_padding
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, attribute, default, label, module_of, name_of
-from mxfp8_graph.onnx_pass.load import external_files, path_of
+from mxfp8_graph.onnx_pass.load import external_files, load, path_of
 from mxfp8_graph.packed.weight import Array, Codes, Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
@@ -46,8 +49,10 @@ class _Use(NamedTuple):
     """Axis of the blocks, as a negative number."""
 
 
-def contents(model: ir.Model) -> Contents:
+@blame_models_if_checker_complains("source")
+def contents(source: str | Path | onnx.ModelProto) -> Contents:
     """Returns the packed weights and the other parameters of an ONNX model."""
+    model = load(source)
     graph, path = model.graph, path_of(model)
     weights: dict[ir.Value, PackedWeight] = {}
     taken: set[str] = set()

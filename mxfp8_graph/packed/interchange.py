@@ -55,11 +55,9 @@ def contents(model: Any) -> Contents:
             return from_torch.contents(model, "program")
         return replace(from_torch.contents(load(model), str(model)), files=frozenset({Path(model)}))
     from mxfp8_graph.onnx_pass import graphsurgeon
-    from mxfp8_graph.onnx_pass.load import load as load_onnx
     from mxfp8_graph.packed import from_onnx
 
-    proto_or_path = graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model
-    return from_onnx.contents(load_onnx(proto_or_path))
+    return from_onnx.contents(graphsurgeon.to_proto(model) if kind is Kind.GRAPHSURGEON else model)
 
 
 def export_safetensors(

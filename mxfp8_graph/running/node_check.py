@@ -155,8 +155,14 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
     twin.CopyFrom(node)
     twin.domain, twin.name = BODY_DOMAIN, f"{prefix}/twin"
     twin.output[:] = [f"{prefix}/twin/{index}" for index in range(len(node.output))]
+    sources = {each.output[0]: each.input[0] for each in model.graph.node if _declares_elements(each)}
     for index, port in enumerate(contract.OPS[node.op_type].inputs[: len(twin.input)]):
-        if port.dtypes == contract.VALUES:
+        if (values := sources.get(node.input[index])) is not None:
+            name, shape = f"{prefix}/input/{index}", f"{prefix}/shape/{index}"
+            model.graph.node.append(helper.make_node("Shape", [values], [shape], name=shape))
+            model.graph.node.append(helper.make_node("Reshape", [node.input[index], shape], [name], name=name))
+            twin.input[index] = name
+        elif port.dtypes == contract.VALUES:
             # A body starts with a Cast. After an op that it has in float32 only, ONNX Runtime drops the rounding to
             # float16 before a Cast; an Identity between the two keeps it.
             name = f"{prefix}/input/{index}"
@@ -164,6 +170,16 @@ def _add_twin(model: ModelProto, node: NodeProto, prefix: str) -> NodeProto:
             twin.input[index] = name
     model.graph.node.append(twin)
     return twin
+
+
+def _declares_elements(node: NodeProto) -> bool:
+    """Whether a node tells ONNX Runtime a rank of its elements, which is wrong where the rank is unknown.
+
+    The library cannot declare INT8 or E5M2 without a rank (`shapes.cpp`), and ops of a function body infer from it. A
+    Reshape to the shape of the values restores the rank.
+    """
+    dtype = next((a.i for a in node.attribute if a.name == "output_dtype"), contract.FLOAT8E4M3FN)
+    return node.op_type == contract.QUANTIZE.name and dtype != contract.FLOAT8E4M3FN
 
 
 def _twin_of(function: FunctionProto) -> FunctionProto:

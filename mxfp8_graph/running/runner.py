@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mxfp8_graph.models import Kind, kind_of
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.report.base import Report
@@ -63,6 +64,7 @@ class RunReport(Report):
         return [{"name": name, "dtype": a.dtype.name, "shape": a.shape} for name, a in self.timing.outputs.items()]
 
 
+@blame_models_if_checker_complains("model")
 def run_model(model: Model, *, repeat: int = 10, profile: bool = False, **samples: Unpack[SampleOptions]) -> RunReport:
     """Returns outputs and latencies of `repeat` runs with our kernels, after a warm-up.
 

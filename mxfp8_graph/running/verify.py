@@ -13,6 +13,7 @@ from typing import Final
 
 import onnx_ir as ir
 
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.running.compare import difference, sameness
@@ -29,6 +30,7 @@ _ORIGINAL: Final = "the original {} (the rewrite is not to blame)"
 """Name of the original model in errors."""
 
 
+@blame_models_if_checker_complains("original", "rewritten")
 def verify(
     original: Model, rewritten: Model, *, max_rel_l2: float | None = None, **samples: Unpack[SampleOptions]
 ) -> VerifyReport:

@@ -104,16 +104,71 @@ def test_a_signal_leaves_no_half_file(name: str, code: int, call: str) -> None:
 
 @posix
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "code", "message"), [("SIGINT", 130, "interrupted\n"), ("SIGTERM", 143, "terminated\n")]
+)
+def test_a_signal_during_the_shutdown_of_python_ends_the_command(name: str, code: int, message: str) -> None:
+    late = f"atexit.register(lambda: (os.kill(os.getpid(), signal.{name}), time.sleep(9)))"
+    result = script(f"import atexit; rewriting.rewrite = lambda *args, **options: ({late}, sys.exit())")
+    assert (result.returncode, result.stdout, result.stderr) == (code, "", message)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl")
+def test_the_child_ends_if_its_parent_ended_before_the_kernel_watches_it() -> None:
+    orphan = "ctypes.CDLL = lambda name: (os.kill(os.getppid(), signal.SIGKILL), time.sleep(.3)) and library(name)"
+    result = script(f"import ctypes; library = ctypes.CDLL; {orphan}", source=save(b.chain_model()))
+    assert (result.returncode, result.stdout, result.stderr) == (-9, "", "terminated\n")
+    assert [p.name for p in Path.cwd().iterdir()] == ["m.onnx"]
+
+
+LIMIT = "error: mxfp8-graph: reached its limit on processor time (ulimit -t); expected a model that takes less; raise"
+KILLED = "error: mxfp8-graph: killed (SIGKILL), as systems do when memory runs out; expected enough memory for the mod"
+
+
+@posix
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
     [
-        ("SIGSEGV", "onnx or another native library crashed (Segmentation fault); expected a sound model; check the"),
-        ("SIGKILL", "killed (SIGKILL), as systems do when memory runs out; expected enough memory for the model; free"),
+        (
+            "SIGSEGV",
+            2,
+            "error: mxfp8-graph: onnx or another native library crashed (Segmentation fault); expected a so",
+        ),
+        ("SIGKILL", 2, KILLED),
+        ("SIGXCPU", 2, LIMIT),
+        ("SIGHUP", 129, "stopped by a signal: Hangup"),
+        pytest.param(
+            "SIGRTMIN + 3",
+            165,
+            "stopped by a signal: ",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="real-time signals"),
+        ),
     ],
 )
-def test_a_crash_is_one_line(name: str, message: str) -> None:
+def test_a_signal_is_one_line(name: str, code: int, message: str) -> None:
     result = script(f"rewriting.rewrite = lambda *args, **options: os.kill(os.getpid(), signal.{name})")
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith(f"error: mxfp8-graph: {message}")
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (code, "", 1)
+    assert result.stderr.startswith(message)
+
+
+@posix
+@pytest.mark.parametrize("call", ["bytearray(1 << 62)", "mmap.mmap(-1, 1 << 62)", "torch.empty(1 << 60)"])
+def test_memory_that_runs_out_is_no_defect(call: str) -> None:
+    result = script(f"import mmap, torch; rewriting.rewrite = lambda *args, **options: {call}")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: mxfp8-graph: out of memory; expected enough for the model; free memory, use a machine with more, or "
+        "raise the limit (ulimit -v)\n"
+    )
+
+
+@posix
+def test_the_limit_on_processor_time_is_named() -> None:
+    result = script(
+        "import itertools, resource",
+        "rewriting.rewrite = lambda *args, **options: sum(itertools.repeat(0))",
+        "resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 2,) * 2)",
+    )
+    assert (result.returncode, result.stderr[: len(LIMIT)]) == (2, LIMIT)
 
 
 def test_a_pipe_gets_no_colour_and_100_columns() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,6 @@ from trt_rules import violations
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass import single_file
-from mxfp8_graph.tools import dialects
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
 
@@ -49,15 +49,15 @@ def relative(actual: np.ndarray, expected: np.ndarray) -> float:
 
 @pytest.mark.usefixtures("own_folder")
 def test_a_result_that_no_tool_could_load_is_a_defect_and_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside = dialects.convert.__globals__
-    write = inside["_to_other"]
+    module = importlib.import_module("mxfp8_graph.tools.dialects.convert")  # the package has a function of that name
+    write = module._to_other
 
     def lose_a_node(edit: Any, *rest: Any) -> dict[str, Any]:
         facts = write(edit, *rest)
         edit.model.graph.remove(edit.model.graph[0])
         return facts
 
-    monkeypatch.setitem(inside, "_to_other", lose_a_node)
+    monkeypatch.setattr(module, "_to_other", lose_a_node)
     b.save(rewritten("chain"), Path("m.onnx"))
     said = refused("convert", "m.onnx", "--to", "standard", code=70)
     assert said.startswith("internal error: RuntimeError: m.onnx: node ")

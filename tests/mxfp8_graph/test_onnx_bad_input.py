@@ -17,6 +17,8 @@ from oracle import run
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError, Recipe
+from mxfp8_graph.onnx_pass import run as run_onnx
+from mxfp8_graph.running.runner import run_model
 from mxfp8_ops.errors import ContractError, Mxfp8Error, RecipeError
 
 F32, F16 = np.float32, np.float16
@@ -277,6 +279,12 @@ def called(*bodies: str) -> onnx.ModelProto:
     return proto
 
 
+def refers_to_a_function() -> onnx.NodeProto:
+    softmax = node("Softmax", "x", "z", axis=1)
+    softmax.attribute[0].ref_attr_name = "a"
+    return softmax
+
+
 def packed_by_16() -> onnx.ModelProto:
     proto, _ = mxfp8_graph.rewrite(matmul_model())
     next(each for each in proto.graph.node[0].attribute if each.name == "block_size").i = 16
@@ -304,6 +312,17 @@ REFUSED: dict[str, onnx.ModelProto] = {
     "tensor 'w': unknown dtype 99; expected a dtype of onnx": linear(
         lambda p: setattr(p.graph.initializer[0], "data_type", 99)
     ),
+    "tensor 'w': dims [0, 2305843009213693952]; expected dims from 0 on, of a tensor that memory can hold": linear(
+        lambda p: p.graph.initializer[0].CopyFrom(onnx.TensorProto(name="w", data_type=1, dims=[0, 1 << 61]))
+    ),
+    "tensor 's': strings as external data; expected strings in the model": beside(
+        "Identity s>z", s=np.array(["text"], object)
+    ),
+    "node 'Softmax_z' (Softmax): attribute 'axis' refers to attribute 'a' of a function; expected a value outside of "
+    "functions": linear(lambda p: p.graph.node.append(refers_to_a_function())),
+    "tensor 'c': unknown dtype 99; expected a dtype of onnx": linear(
+        lambda p: p.graph.node.append(node("Constant", "", "z", value=onnx.TensorProto(name="c", data_type=99)))
+    ),
     "tensor 'w': has 24576 bytes; expected 24192 for float [63, 96]": linear(
         lambda p: p.graph.initializer[0].dims.__setitem__(0, 63)
     ),
@@ -311,14 +330,55 @@ REFUSED: dict[str, onnx.ModelProto] = {
 }  # fmt: skip
 
 
+for _tensor in (t for p in REFUSED.values() for t in p.graph.initializer if t.name == "s"):
+    _tensor.data_location = onnx.TensorProto.EXTERNAL
+    _tensor.external_data.add(key="location", value="s.bin")
+
+
 @looped("said", REFUSED)
 def test_a_damaged_model_is_refused_in_one_line(said: str) -> None:
     assert message(REFUSED[said]).removeprefix("model: ").rpartition("; ")[0] == said
 
 
+READERS: dict[str, Callable[[onnx.ModelProto], object]] = {
+    "rewrite": mxfp8_graph.rewrite,
+    "convert": lambda model: mxfp8_graph.convert(model, "qdq"),
+    "verify": lambda model: mxfp8_graph.verify(model, chain_model()),
+    "verify, rewritten": lambda model: mxfp8_graph.verify(chain_model(), model),
+    "run": run_model,
+    "compare": mxfp8_graph.compare,
+    "analyze": mxfp8_graph.analyze,
+    "tune": lambda model: mxfp8_graph.tune(model, "cosine>=0.9"),
+    "unpack": mxfp8_graph.unpack,
+}
+
+
+@looped("reader", READERS)
+def test_a_model_that_onnx_checker_refuses_is_to_blame_for_an_unexpected_exception(reader: str) -> None:
+    proto = linear(lambda p: p.graph.node.append(b.choose("Neg x>b", "Abs x>a", "z", "if", "c")), c=np.array(True))
+    proto.graph.node[-1].attribute.append(proto.graph.node[-1].attribute[0])
+    said = r"node 'if' \(If\): Attribute '\w+' appeared multiple times; expected a model that passes onnx\.checker"
+    with pytest.raises(ContractError, match=f"model: {said}; export the model again"):
+        READERS[reader](proto)
+
+
 def test_functions_that_call_each_other_are_refused_with_the_error_of_onnx_checker() -> None:
     with pytest.raises(ContractError, match=r"must not be recursive; expected a model that passes onnx\.checker"):
         mxfp8_graph.rewrite(called("G a>r", "F a>r"))
+
+
+@looped("error", [MemoryError, KeyError])
+def test_a_sound_model_and_a_lack_of_memory_are_not_blamed(
+    error: type[Exception], monkeypatch: Any, tmp_path: Path
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(run_onnx, "find_and_plan", fail)
+    constant = node("Constant", "", "k", value=numpy_helper.from_array(weight(64, 96)))  # in a file, external to it
+    path = save(linear(lambda p: p.graph.node.insert(0, constant)), tmp_path / "m.onnx")
+    with pytest.raises(error):
+        mxfp8_graph.rewrite(path)
 
 
 def test_a_name_that_is_no_unicode_is_refused() -> None:

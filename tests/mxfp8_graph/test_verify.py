@@ -1,5 +1,6 @@
 """verify(): the errors it reports, what it lets pass, and that it catches wrong kernels, NaN and wrong models."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -86,6 +87,34 @@ def test_a_rewrite_passes(model: onnx.ModelProto, recipe: str) -> None:
     assert report.failures == ()
     # Two roundings to 4 significant bits give 2^-5 * sqrt(2/3) per gemm; three gemms in a row at most double it.
     assert 0 < report.worst_relative_l2 < 0.1
+
+
+CARRIED = [b.value(*each) for each in (("i", np.int64, []), ("go", np.bool_, []), ("h0", np.float32, None))]
+UNKNOWN_RANK: dict[str, onnx.NodeProto | str] = {
+    "Loop": b.node("Loop", "rounds yes x", "h", body=b.subgraph("Relu h0>h1; Identity go>on", "on h1", CARRIED)),
+    "If": b.choose("Unsqueeze x zeros>a", "Identity x>c", yes="no"),
+    "Squeeze": "Unsqueeze x axes>u; Squeeze u>h",
+    "Squeeze, axes at run time": "Unsqueeze x ones>u; Squeeze u axes>h",
+    "Reshape": "Reshape x to>h",
+    "Expand": "Expand x to>h",
+    "SequenceAt": "Unsqueeze x zeros>u; SequenceConstruct u x>q; SequenceAt q one>h",
+}
+"""What makes h [4, 2, 64] of x, so that ONNX Runtime infers no rank."""
+
+
+@looped("producer, recipe", itertools.product(UNKNOWN_RANK, ["mxfp8", "mxint8"]))
+def test_activations_of_unknown_rank_pass(producer: str, recipe: str) -> None:
+    maker = UNKNOWN_RANK[producer]
+    nodes = b.steps(maker) if isinstance(maker, str) else [maker]
+    constants = {"zeros": np.int64([0]), "ones": np.int64([1]), "one": 1, "rounds": 2, "yes": True, "no": False}
+    feeds = {"x": b.weight(4, 2, 64), "to": np.array([4, 2, 64]), "axes": np.array([1])}
+    read = b.read_by(nodes)
+    specs = {name: (np.int64, ["n"]) for name in feeds.keys() & read - {"x"}}
+    stored = {name: array for name, array in constants.items() if name in read}
+    model = b.text_model([*nodes, *b.steps("MatMul h w>m; Relu m>y")], [4, 2, 64], [None] * 3, inputs=specs, **stored)
+    report = check(model, recipe, inputs={name: array for name, array in feeds.items() if name in read})
+    assert report.failures == ()
+    assert [node.op for node in report.nodes] == ["MXFP8Quantize", "MXFP8FusedGemm"]
 
 
 def test_in_how_many_sessions_nodes_are_checked_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

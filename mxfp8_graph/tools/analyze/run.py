@@ -21,6 +21,7 @@ from typing import Final
 
 import yaml
 
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite, plan
@@ -42,6 +43,7 @@ _PARTS: Final = 4
 """Number of runs that fetch activations, each a part of them, since memory may not hold all."""
 
 
+@blame_models_if_checker_complains("model")
 def analyze(
     model: Model,
     recipe: str | Recipe = presets.DEFAULT,

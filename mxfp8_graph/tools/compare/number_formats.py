@@ -1,6 +1,7 @@
 """The formats that `compare` emulates, since they have no kernels here, as data: one row per format.
 
-E4M3 and E5M2 with E8M0 scales on blocks of 32, and MXINT8, are real recipes: see `policy/presets.py`.
+E4M3 and E5M2 with E8M0 scales on blocks of 32, and MXINT8, are recipes: see `policy/presets.py`, and `VARIANTS` in
+run.py.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
@@ -33,7 +34,7 @@ VARIANTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "mxfp8-even": {"scale_rounding": "even"},
     "mxfp8-e5m2": {"weight_format": "e5m2", "activations": "e5m2"},
 }
-"""Recipes beside the presets: the fields that differ from the defaults."""
+"""Settings of `mxfp8` that are no presets: the fields that differ from the defaults."""
 
 WORDS: Final[Mapping[str, str]] = {
     "mxfp8": "E4M3, ceil scales (TransformerEngine's MXFP8BlockScaling), blocks of 32",
@@ -44,14 +45,15 @@ WORDS: Final[Mapping[str, str]] = {
     "mxint8-weight-only": "INT8 weights, floor scales; activations as they are",
     "ocp": "E4M3, floor scales (the OCP specification's)",
     "all": "E4M3, ceil scales; also output projections, routers, embeddings and attention products",
-    "mxfp8-even": "E4M3, even scales",
-    "mxfp8-e5m2": "E5M2, ceil scales",
+    "mxfp8-even": "E4M3, even scales: mxfp8 with scale_rounding=even",
+    "mxfp8-e5m2": "E5M2, ceil scales: mxfp8 with weight_format=e5m2 and activations=e5m2",
 }
 METRICS: Final = ("relative_l2", "cosine")
 """The default metrics."""
 ORIGINAL: Final = "original"
 
 
+@blame_models_if_checker_complains("model")
 def compare(
     model: Model,
     recipes: Sequence[str | Path | Recipe] = (),

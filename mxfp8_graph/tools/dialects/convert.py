@@ -16,6 +16,7 @@ from rich.filesize import decimal as size  # a number of bytes in words
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass import record
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS
 from mxfp8_graph.onnx_pass.fuse import fuse
@@ -23,7 +24,6 @@ from mxfp8_graph.onnx_pass.graph import STANDARD, name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load
 from mxfp8_graph.onnx_pass.prepare import upgrade
 from mxfp8_graph.onnx_pass.protos import to_proto
-from mxfp8_graph.onnx_pass.run import explained
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Unpack, WriteOptions, check_options
 from mxfp8_graph.policy.recipe import load_recipe
@@ -98,6 +98,7 @@ def _count(number: int, name: str) -> str:
     return f"{number} {name}{'' if number == 1 else 's'}"
 
 
+@blame_models_if_checker_complains("model")
 def convert(
     model: str | Path | onnx.ModelProto,
     to: str,
@@ -150,8 +151,7 @@ def convert(
     external = wants_external(loaded, path, options.get("external_data", "auto"), as_source=as_source)
     # Before the conversion, so that a wrong path costs no time.
     replaces = [] if path is None else check_output(loaded, path, external=external, overwrite=overwrite)
-    with explained(model, name_of(loaded)):
-        edit, facts = _converted(loaded, to, frozenset(allow), accuracy_level)
+    edit, facts = _converted(loaded, to, frozenset(allow), accuracy_level)
     result: Path | onnx.ModelProto
     if path is None:
         result = to_proto(edit.model)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from mxfp8_graph import files, rewriting
+from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite
@@ -52,6 +53,7 @@ class TuneOptions(SampleOptions, total=False):
     """Called as progress(what, runs done, runs that it may take). Default: None."""
 
 
+@blame_models_if_checker_complains("model")
 def tune(
     model: Model,
     budget: str | Sequence[str],

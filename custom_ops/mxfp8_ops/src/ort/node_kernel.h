@@ -53,8 +53,9 @@ int input_dtype(const OrtShapeInferContext*, size_t index);
 void set_output(OrtShapeInferContext*, size_t index, int dtype, SymbolicDims);
 // Sets the dtype of a node's elements, its first output, where their rank is unknown. ONNX Runtime assumes the first
 // dtype of the port unless it gets another with a shape: so they get one dimension, by whose symbol input_dims knows
-// them. It holds no tensor between nodes to its inferred shape, and elements are read by nodes of this library; other
-// nodes infer from the rank of what they read, so results that are values stay without a shape.
+// them. It holds no tensor between nodes to its inferred shape, and in rewritten models nodes of this library alone
+// read elements. Other nodes infer from the rank of what they read (node_check.py restores it for function bodies), so
+// results that are values stay without a shape.
 void set_elements_of_any_rank(OrtShapeInferContext*, const Node&, const Attributes&);
 Dim scale_dim(const Dim&);
 // The dimensions of a gemm's result, from those of a and b [..., N, K].

@@ -1,9 +1,9 @@
 // How a gemm ends: float32 sums -> bias, epilogue, factor -> the dtype of the result. Every gemm kernel stores its rows
 // through `finish`.
 //
-// The epilogues are scalar code without branches, which the compiler vectorizes. fused.EPILOGUES has the distance of
-// each from the exact function of x, in units of 2^-24 |x|; test_epilogues.py measures it. NaN stays NaN. The product
-// of an infinite sum and 0 is NaN too: gelu(-inf) is NaN, as in the formula 0.5 x (1 + erf).
+// The epilogues are scalar code without branches, which the compiler vectorizes. FUNCTIONS in nodes/fused_gemm.py has
+// the bound of each one's error, in units of 2^-24 |x|; test_fused.py tests it. NaN stays NaN. The product of an
+// infinite sum and 0 is NaN too: gelu(-inf) is NaN, as in the formula 0.5 x (1 + erf).
 #pragma once
 #include "../gemm.h"
 #include "codec.h"
