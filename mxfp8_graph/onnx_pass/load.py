@@ -9,7 +9,6 @@ import stat
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
@@ -17,7 +16,7 @@ from google.protobuf.message import DecodeError
 from mxfp8_graph.file_reading import locate
 from mxfp8_graph.onnx_pass import check
 from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, initializers_of
-from mxfp8_graph.onnx_pass.protos import from_proto, large_constant
+from mxfp8_graph.onnx_pass.protos import from_proto, in_memory, large_constant
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
 
@@ -99,8 +98,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
                 continue
             size += _place(tensor, path, name)
             files.add(Path(tensor.path))
-            dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
-            node.attributes[key] = ir.AttrTensor(key, dense)
+            node.attributes[key] = ir.AttrTensor(key, in_memory(tensor), doc_string=attribute.doc_string)
     for each in external:
         if isinstance(each, ir.ExternalTensor):
             size += _place(each, path, name)

@@ -14,7 +14,7 @@ from mxfp8_graph import files
 from mxfp8_graph.onnx_pass import single_file
 from mxfp8_graph.onnx_pass.graph import initializers_of, is_large, name_of
 from mxfp8_graph.onnx_pass.load import external_files, load, path_of
-from mxfp8_graph.onnx_pass.protos import to_proto
+from mxfp8_graph.onnx_pass.protos import metadata_of, to_proto
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -119,7 +119,13 @@ def _write_data(model: ir.Model, data: Path) -> None:
             offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
             file.write(bytes(offset - file.tell()))
             single_file.write_tensor(tensor, file)
-            shape = ir.Shape(tensor.shape.numpy())
             value.const_value = ir.ExternalTensor(
-                data.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)
+                data.name,
+                offset,
+                tensor.nbytes,
+                tensor.dtype,
+                shape=ir.Shape(tensor.shape.numpy()),
+                name=str(value.name),
+                doc_string=tensor.doc_string,
+                metadata_props=metadata_of(tensor),
             )
