@@ -40,6 +40,9 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
     if not proto.graph.output:
         raise ContractError(name, "the graph has no outputs", expected="at least one", advice=_AGAIN)
     newest = onnx.defs.onnx_opset_version()
+    _one_opset(proto.opset_import, name)
+    for function in proto.functions:
+        _one_opset(function.opset_import, f"{name}: function {function.name!r}")
     versions = {entry.version for entry in proto.opset_import if entry.domain in STANDARD}
     known = [("IR version", proto.ir_version, int(onnx.IR_VERSION)), *(("opset", v, newest) for v in versions)]
     for what, version, most in known:
@@ -54,6 +57,14 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
     for graph in iter_graphs(proto.graph):
         for tensor in graph.initializer:
             _check_tensor(tensor, name)
+
+
+def _one_opset(imports: Iterable[onnx.OperatorSetIdProto], where: str) -> None:
+    """Raises ContractError if the default domain is imported, by either of its names, in several versions."""
+    versions = sorted({entry.version for entry in imports if entry.domain in STANDARD})
+    if len(versions) > 1:
+        what = f"imports the default domain in versions {' and '.join(map(str, versions))}"
+        raise ContractError(where, what, expected="one version", advice="remove the wrong import")
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:

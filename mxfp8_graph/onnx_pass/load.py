@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from mxfp8_graph.file_reading import locate
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, initializers_of
+from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, STANDARD, initializers_of
 from mxfp8_graph.onnx_pass.protos import from_proto, in_memory, large_constant
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
@@ -86,6 +86,9 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
     check.fields(proto, name)
     model = from_proto(proto, name)
     model.meta.update({"name": name, _SOURCE: path})
+    for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+        if imports.keys() >= STANDARD:  # a conversion would raise one of the two only
+            del imports["ai.onnx"]
     files: set[Path] = set()
     external = [value.const_value for value in initializers_of(model)]
     inner = {node for function in model.functions.values() for node in function.all_nodes()}

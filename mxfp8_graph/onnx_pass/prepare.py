@@ -85,6 +85,7 @@ def upgrade(
             what = "no opset import for the default domain"
             raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
         model.opset_imports[""] = MIN_OPSET  # for the bodies of our nodes
+    notes += _name_nodes_apart(model)
     opset = opset_of(model)
     chosen = list(model.functions) if opset < least else _holding(model, holds_sites)
     if chosen:
@@ -105,6 +106,20 @@ def upgrade(
             notes.append(f"training_info stays as it was, for opset {opset}")
     model.ir_version = max(model.ir_version, _IR_VERSION)
     return model
+
+
+def _name_nodes_apart(model: ir.Model) -> list[str]:
+    """Renames nodes that have the name of another node of their graph, which ONNX Runtime refuses; returns a note."""
+    repeated: dict[str, None] = {}
+    functions = (graph for each in model.functions.values() for graph in (each.graph, *each.graph.subgraphs()))
+    for graph in (*model.graphs(), *functions):
+        taken, seen = {str(node.name) for node in graph}, set[str]()
+        for node in graph:
+            if node.name and node.name in seen:
+                repeated[node.name] = None
+                node.name = take_name(node.name, taken)
+            seen.add(str(node.name))
+    return [f"renamed nodes, for several of one graph had the name {', '.join(repeated)}"] if repeated else []
 
 
 def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
