@@ -17,7 +17,7 @@ from mxfp8_graph.onnx_pass import check, record
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, stored
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import described, to_proto
@@ -112,6 +112,7 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
         reporter.fusions = fuse(model, recipe)
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
+    reporter.notes += _stored_twice(sites, outcomes)
     reporter.notes += [*cpu_note(model), *_removed_notes(names, described(model))]
     # This packs the weights, so the reports of sites come after it.
     size = _write(model, options.output, options, as_source=as_source)
@@ -185,6 +186,22 @@ def linear_note(model: ir.Model) -> list[str]:
     ops = Counter(n.op_type for n in model.graph.all_nodes() if n.op_type in {"LinearClassifier", "LinearRegressor"})
     named = ", ".join(f"{count} {op}" for op, count in ops.items())
     return [f"{named}: not rewritten, the weights are attributes and no tensors"] if named else []
+
+
+def _stored_twice(sites: list[OnnxSite], outcomes: list[Replaced | Decision]) -> Iterator[str]:
+    """Yields a note on each weight that is packed for some nodes, and stored as it was for others."""
+    packed: dict[ir.Value, list[str]] = {}
+    kept: dict[ir.Value, list[str]] = {}
+    for site, outcome in zip(sites, outcomes, strict=True):
+        if site.w.static:
+            users = packed if isinstance(outcome, Replaced) else kept
+            users.setdefault(site.w.static.value, []).append(site.matmul.name)
+    for value, names in packed.items():
+        readers = kept.get(value) or [label(node) for node in value.consumers()]
+        readers += [f"output {value.name}"] if value.is_graph_output() else []
+        if readers and (tensor := stored(value)) is not None:
+            stays = f"{value.name!r} ({tensor.nbytes:,} bytes) is stored as it was for {', '.join(readers)}"
+            yield f"weight {stays}, and packed for {', '.join(names)}"
 
 
 def _removed_notes(before: dict[str, list[str]], after: dict[str, list[str]]) -> Iterator[str]:
