@@ -24,6 +24,7 @@ from mxfp8_ops.errors import ContractError
 
 _AGAIN: Final = "export the model again"
 _KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
+_DTYPES: Final = frozenset(map(int, ir.DataType))
 _EMPTY: Final = onnx.TensorProto(name="tensor", data_type=onnx.TensorProto.FLOAT, dims=[0], raw_data=b"")
 
 
@@ -147,6 +148,9 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         what = f"unknown dtype {tensor.data_type}"
         raise ContractError(where, what, expected="a dtype of onnx", advice=_AGAIN)
+    if tensor.data_type not in _DTYPES:
+        what = f"dtype {onnx.TensorProto.DataType.Name(tensor.data_type)}, which onnx_ir {ir.__version__} lacks"
+        raise ContractError(where, what, expected="a dtype that it has", advice="upgrade onnx-ir")
     if min(tensor.dims, default=0) < 0:
         raise ContractError(where, f"dims {list(tensor.dims)}", expected="dims from 0 on", advice=_AGAIN)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:

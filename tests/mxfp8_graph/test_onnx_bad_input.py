@@ -9,6 +9,7 @@ from typing import Any
 import models as b
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from grids import looped
 from models import chain_model, matmul_model, node, save, steps, text_model, value, weight
@@ -317,6 +318,12 @@ REFUSED: dict[str, onnx.ModelProto] = {
 @looped("said", REFUSED)
 def test_a_damaged_model_is_refused_in_one_line(said: str) -> None:
     assert message(REFUSED[said]).removeprefix("model: ").rpartition("; ")[0] == said
+
+
+def test_a_dtype_that_onnx_has_before_onnx_ir_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxfp8_graph.onnx_pass.check._DTYPES", frozenset({onnx.TensorProto.INT64}))
+    said = f"tensor 'w': dtype FLOAT, which onnx_ir {onnx_ir.__version__} lacks; expected a dtype that it has"
+    assert message(linear(lambda proto: None)).removeprefix("model: ") == f"{said}; upgrade onnx-ir"
 
 
 def test_functions_that_call_each_other_are_refused_with_the_error_of_onnx_checker() -> None:
