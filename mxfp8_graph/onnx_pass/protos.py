@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -104,9 +105,10 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.LazyTensor):  # onnx_ir would read it twice, and wrap its errors
                 value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
-    for node in model.graph.all_nodes():
-        attribute = large_constant(node)
-        if attribute is not None and isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
+    for node, attribute in large_constants(model):
+        tensor = attribute.as_tensor()
+        # One that `save` wrote is in a file beside the model, under a relative path.
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.location).is_absolute():
             node.attributes["value"] = ir.AttrTensor("value", in_memory(tensor), doc_string=attribute.doc_string)
     try:
         with _quiet():
@@ -195,6 +197,12 @@ def large_constant(node: ir.Node) -> ir.Attr | None:
     attribute = node.attributes.get("value") if is_op(node, "Constant") else None
     is_tensor = attribute is not None and attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref()
     return attribute if attribute is not None and is_tensor and is_large(attribute.as_tensor()) else None
+
+
+def large_constants(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
+    """Yields each node for which `large_constant` has an attribute, and that."""
+    found = ((node, large_constant(node)) for node in model.graph.all_nodes())
+    return ((node, attribute) for node, attribute in found if attribute is not None)
 
 
 def _stub(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
