@@ -6,7 +6,7 @@ the body. An attribute with several is read from the node, or chooses a branch o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -106,9 +106,7 @@ class Body:
             self("Identity", value, out=port)
             return
         self.unique(port)
-        for node in self.nodes:
-            for names in (node.input, node.output):
-                names[:] = [port if name == value else name for name in names]
+        _rename(self.nodes, value, port)
 
     def inner(self) -> Body:
         """Returns an empty body for a Loop or an If inside this one, which may use the values of this body."""
@@ -272,7 +270,21 @@ class Body:
 
     def unique(self, name: str) -> str:
         """Returns `name`, numbered from its second use on; ports of the function are never shadowed."""
-        taken = name in {port.name for port in self.op.inputs}
-        count = self._names.get(name, int(taken))
+        count = self._names.get(name, int(name in {port.name for port in self.op.inputs}))
+        numbered = name if count == 0 else f"{name}_{count}"
+        while numbered != name and numbered in self._names:  # "x_1" may be a name of its own
+            count += 1
+            numbered = f"{name}_{count}"
         self._names[name] = count + 1
-        return name if count == 0 else f"{name}_{count}"
+        self._names.setdefault(numbered, 1)
+        return numbered
+
+
+def _rename(nodes: Iterable[NodeProto], old: str, new: str) -> None:
+    """Renames a value in nodes and in their subgraphs, which may read it too."""
+    for node in nodes:
+        for names in (node.input, node.output):
+            names[:] = [new if name == old else name for name in names]
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                _rename(graph.node, old, new)

@@ -14,7 +14,6 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import onnx
 
-from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass.protos import iter_graphs
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError, Mxfp8Error
@@ -61,13 +60,12 @@ def complaint(model: Any) -> str:
 
     It raises nothing but MemoryError.
     """
-    kind = kind_of(model)
     try:
         proto = onnx.ModelProto()
-        if kind is Kind.ONNX_FILE:
-            proto.ParseFromString(skeleton(Path(model)))
-        elif kind is Kind.ONNX_MODEL:
+        if isinstance(model, onnx.ModelProto):
             proto.CopyFrom(model)
+        elif isinstance(model, (str, Path)) and Path(model).suffix != ".pt2":
+            proto.ParseFromString(skeleton(Path(model)))
         else:
             return ""
         content = _without_data(proto).SerializeToString()

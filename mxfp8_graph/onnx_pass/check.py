@@ -22,6 +22,7 @@ from mxfp8_ops.errors import ContractError
 
 _AGAIN: Final = "export the model again"
 _KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
+_DTYPES: Final = frozenset(map(int, ir.DataType))
 
 _MOST_VALUES: Final = 1 << 59
 """A tensor with more values, of 16 bytes at most, is too large for every machine."""
@@ -40,6 +41,9 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
     if not proto.graph.output:
         raise ContractError(name, "the graph has no outputs", expected="at least one", advice=_AGAIN)
     newest = onnx.defs.onnx_opset_version()
+    _one_opset(proto.opset_import, name)
+    for function in proto.functions:
+        _one_opset(function.opset_import, f"{name}: function {function.name!r}")
     versions = {entry.version for entry in proto.opset_import if entry.domain in STANDARD}
     known = [("IR version", proto.ir_version, int(onnx.IR_VERSION)), *(("opset", v, newest) for v in versions)]
     for what, version, most in known:
@@ -58,6 +62,14 @@ def fields(proto: onnx.ModelProto, name: str) -> None:
     for part in parts:
         for node in (each for graph in iter_graphs(part) for each in graph.node):
             _check_attributes(node, name, refers=part is not proto.graph)
+
+
+def _one_opset(imports: Iterable[onnx.OperatorSetIdProto], where: str) -> None:
+    """Raises ContractError if the default domain is imported, by either of its names, in several versions."""
+    versions = sorted({entry.version for entry in imports if entry.domain in STANDARD})
+    if len(versions) > 1:
+        what = f"imports the default domain in versions {' and '.join(map(str, versions))}"
+        raise ContractError(where, what, expected="one version", advice="remove the wrong import")
 
 
 def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
@@ -152,6 +164,9 @@ def _check_tensor(tensor: onnx.TensorProto, model: str) -> None:
     if tensor.data_type not in onnx.TensorProto.DataType.values() or not tensor.data_type:
         what = f"unknown dtype {tensor.data_type}"
         raise ContractError(where, what, expected="a dtype of onnx", advice=_AGAIN)
+    if tensor.data_type not in _DTYPES:
+        what = f"dtype {onnx.TensorProto.DataType.Name(tensor.data_type)}, which onnx_ir {ir.__version__} lacks"
+        raise ContractError(where, what, expected="a dtype that it has", advice="upgrade onnx-ir")
     # NumPy counts the bytes of an empty array without its dims of 0.
     if min(tensor.dims, default=0) < 0 or math.prod(dim for dim in tensor.dims if dim) >= _MOST_VALUES:
         most = "dims from 0 on, of a tensor that memory can hold"

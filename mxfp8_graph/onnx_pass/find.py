@@ -35,7 +35,7 @@ from mxfp8_graph.onnx_pass.graph import (
     shape_of,
     subgraphs_of,
 )
-from mxfp8_graph.onnx_pass.operands import Operand, Operands, source_of
+from mxfp8_graph.onnx_pass.operands import Operand, Operands, is_decoded, origin_of, source_of
 from mxfp8_graph.onnx_pass.ops import DEQUANTIZES, ROLE_OPS, VIEW_OPS, borders, form_of
 from mxfp8_graph.onnx_pass.views import Static
 from mxfp8_graph.policy import eligibility
@@ -255,11 +255,14 @@ class _Finder:
 
     def _weight_blocker(self, value: ir.Value) -> str | None:
         """Returns the reason why an operand that comes from stored data cannot be packed, or None."""
-        if is_overridable(value):
-            return f"weight {value.name!r} is also a graph input that a caller may replace; remove it from the inputs"
+        if is_overridable(origin := origin_of(value)):
+            return (
+                f"weight {origin.name!r} is also a graph input that a caller may replace; remove it from the inputs: "
+                "python -m onnxruntime.tools.remove_initializer_from_input --input MODEL --output NEW_MODEL"
+            )
         if self._operands.is_constant(value):
             via = source_of(value)
-            if via in DEQUANTIZES:
+            if via in DEQUANTIZES or is_decoded(value):
                 return (
                     f"weight {value.name!r} is quantized already, by {via}, and would be rounded twice; rewrite the "
                     "model it was quantized from"

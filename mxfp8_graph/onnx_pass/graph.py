@@ -75,6 +75,8 @@ def fresh_names(model: ir.Model) -> Callable[[str], str]:
 def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:
     """Yields the graphs in the attributes of a control-flow node."""
     for attribute in node.attributes.values():
+        if attribute.is_ref():
+            continue
         if attribute.type == ir.AttributeType.GRAPH:
             yield attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:

@@ -10,15 +10,14 @@ import stat
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import onnx
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from mxfp8_graph.file_reading import locate
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import OVERRIDABLE, initializers_of
-from mxfp8_graph.onnx_pass.protos import from_proto, large_constant
+from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, OVERRIDABLE, STANDARD, initializers_of
+from mxfp8_graph.onnx_pass.protos import from_proto, in_memory, large_constant
 from mxfp8_graph.onnx_pass.single_file import skeleton
 from mxfp8_ops.errors import ContractError
 
@@ -90,24 +89,26 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
     check.fields(proto, name)
     model = from_proto(proto, name)
     model.meta.update({"name": name, _SOURCE: path})
+    for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+        if imports.keys() >= STANDARD:  # a conversion would raise one of the two only
+            del imports["ai.onnx"]
     files: set[Path] = set()
-    external = [value.const_value for value in initializers_of(model)]
+    for value in initializers_of(model):
+        if isinstance(tensor := value.const_value, ir.ExternalTensor):
+            size += _place(tensor, path, name)
+            files.add(Path(tensor.path))
+            if tensor.nbytes <= INLINE_BYTES:  # steps and onnx's passes read sizes, axes and scalars
+                value.const_value = in_memory(tensor)
     inner = {node for function in model.functions.values() for node in function.all_nodes()}
     for node in (*model.graph.all_nodes(), *inner):
         for key, attribute in list(node.attributes.items()):
             if not isinstance(tensor := attribute.value, ir.ExternalTensor):
                 continue
-            if node not in inner and large_constant(node):  # may be packed; else `to_proto` reads it
-                external.append(tensor)
-                continue
             size += _place(tensor, path, name)
             files.add(Path(tensor.path))
-            dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
-            node.attributes[key] = ir.AttrTensor(key, dense)
-    for each in external:
-        if isinstance(each, ir.ExternalTensor):
-            size += _place(each, path, name)
-            files.add(Path(each.path))
+            # The large value of a Constant may be packed; else `to_proto` reads it.
+            if node in inner or not large_constant(node) or tensor.nbytes <= INLINE_BYTES:
+                node.attributes[key] = ir.AttrTensor(key, in_memory(tensor), doc_string=attribute.doc_string)
     model.meta[_FILES] = files - {path and path.absolute()}
     model.meta[_SIZE] = size
     for graph, message in zip(model.graphs(), check.names(proto, name), strict=True):

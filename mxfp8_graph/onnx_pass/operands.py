@@ -10,6 +10,7 @@ the index is applied to the index; a view that changes the matrices, to the stac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final
@@ -39,6 +40,14 @@ _INTEGERS: Final = frozenset({ir.DataType.INT32, ir.DataType.INT64})
 
 _FLOATS: Final = frozenset({ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE})
 """Dtypes of a table of numbers. A table of integers is a shape, or has further indices."""
+
+
+_CODES: Final = frozenset(
+    dtype
+    for dtype in ir.DataType
+    if dtype.name.removeprefix("U").startswith(("INT2", "INT4", "INT8", "INT16", "FLOAT4", "FLOAT6", "FLOAT8"))
+)
+"""Dtypes of weights that are quantized already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,12 +284,36 @@ class Operands:
         return replace(picked, rank=picked.rank + (more or -len(axes)), index_steps=(*picked.index_steps, step))
 
 
+def origin_of(value: ir.Value) -> ir.Value:
+    """Returns the value in front of the views that make `value`."""
+    while (node := _view_of(value)) is not None and node.inputs[0] is not None:
+        value = node.inputs[0]
+    return value
+
+
 def source_of(value: ir.Value) -> str:
-    """Returns the type of the op that makes a constant, in front of its views; "" for an initializer."""
+    """Returns the type of the op that makes a constant, in front of its views; the first view for a stored one."""
     while (node := _view_of(value)) is not None and node.inputs[0] is not None and node.inputs[0].producer():
         value = node.inputs[0]
     maker = value.producer()
     return "" if maker is None else maker.op_type
+
+
+def is_decoded(value: ir.Value) -> bool:
+    """Whether a constant is computed from stored codes, as by Mul(Cast(codes), scales): the largest of its tensors."""
+    seen: set[ir.Value] = set()
+    waiting, tensors = [value], list[ir.TensorProtocol]()
+    while waiting:
+        each = waiting.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if (tensor := stored(each)) is not None:
+            tensors.append(tensor)
+        elif (node := each.producer()) is not None:
+            waiting += [before for before in node.inputs if before is not None]
+    size_of = lambda tensor: (math.prod(tensor.shape.numpy()), tensor.dtype.bitwidth)  # noqa: E731
+    return bool(tensors) and max(tensors, key=size_of).dtype in _CODES
 
 
 def _view_of(value: ir.Value) -> ir.Node | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 from onnx import inliner, shape_inference, version_converter
@@ -26,9 +27,20 @@ from mxfp8_graph.onnx_pass.graph import (
     name_of,
     opset_of,
     stored,
+    subgraphs_of,
 )
 from mxfp8_graph.onnx_pass.ops import op_of
-from mxfp8_graph.onnx_pass.protos import from_proto, is_foreign, iter_graphs, large_constant, lent, subgraphs
+from mxfp8_graph.onnx_pass.protos import (
+    ANNOTATION,
+    EXTRAS,
+    from_proto,
+    is_foreign,
+    iter_graphs,
+    large_constant,
+    lent,
+    subgraphs,
+    training_graphs,
+)
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.contract import MIN_OPSET
 from mxfp8_ops.errors import ContractError
@@ -73,6 +85,7 @@ def upgrade(
             what = "no opset import for the default domain"
             raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
         model.opset_imports[""] = MIN_OPSET  # for the bodies of our nodes
+    notes += _name_nodes_apart(model)
     opset = opset_of(model)
     chosen = list(model.functions) if opset < least else _holding(model, holds_sites)
     if chosen:
@@ -89,8 +102,24 @@ def upgrade(
         notes.append(f"converted opset {opset} to {least}")
         infer(model, [])
         notes += conversion.after(model, opset)
+        if training_graphs(model):
+            notes.append(f"training_info stays as it was, for opset {opset}")
     model.ir_version = max(model.ir_version, _IR_VERSION)
     return model
+
+
+def _name_nodes_apart(model: ir.Model) -> list[str]:
+    """Renames nodes that have the name of another node of their graph, which ONNX Runtime refuses; returns a note."""
+    repeated: dict[str, None] = {}
+    functions = (graph for each in model.functions.values() for graph in (each.graph, *each.graph.subgraphs()))
+    for graph in (*model.graphs(), *functions):
+        taken, seen = {str(node.name) for node in graph}, set[str]()
+        for node in graph:
+            if node.name and node.name in seen:
+                repeated[node.name] = None
+                node.name = take_name(node.name, taken)
+            seen.add(str(node.name))
+    return [f"renamed nodes, for several of one graph had the name {', '.join(repeated)}"] if repeated else []
 
 
 def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
@@ -99,9 +128,10 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
     The new nodes have the metadata of the old one, and names that begin with its name. If onnx fails, the nodes stay
     and a note has the reason.
     """
-    _make_names_unique(model)
+    renamed = _make_names_unique(model)
     origins = {str(node.outputs[0].name): node for node in model.graph.all_nodes() if is_op(node, "Attention")}
     if not origins:
+        _rename(model, renamed)
         return model
     before = {value.name for node in model.graph.all_nodes() for value in node.outputs} - origins.keys()
     ops = [("", "Attention")]
@@ -110,6 +140,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
         model = through(model, call, "inliner")
     except ContractError as error:
         notes.append(f"the products inside Attention are not quantized: {error}")
+        _rename(model, renamed)
         return model
     # The inliner puts new nodes where the old one was. The last of them makes the output of the old one.
     for graph in model.graphs():
@@ -122,6 +153,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
                     part.metadata_props.update(origin.metadata_props)
                     part.name = f"{origin.name}_{part.outputs[0].name}" if origin.name else part.name
                 parts = []
+    _rename(model, renamed)
     notes.append(f"took apart {len(origins)} Attention, for the recipe quantizes attention products")
     return model
 
@@ -132,7 +164,7 @@ def through(
     """Returns the result of a pass of onnx, with the tensors and the metadata that the pass does not see.
 
     Args:
-        model: replaced by the result; its values may get new names.
+        model: replaced by the result.
         call: runs the pass.
         what: name of the pass in messages.
         converts: whether a node with the outputs of an old node is a new version of it, with its name and metadata.
@@ -140,7 +172,7 @@ def through(
     Raises:
         ContractError: the pass fails.
     """
-    _make_names_unique(model)
+    renamed = _make_names_unique(model)
     with lent(model) as proto:
         try:
             changed = call(proto)
@@ -152,12 +184,18 @@ def through(
             text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
             raise ContractError(name_of(model), text, expected=expected, advice=_AGAIN) from None
     result = from_proto(changed, name_of(model))
-    result.meta.update({**model.meta, **result.meta})
+    result.meta.update(model.meta)
     result.metadata_props.update(model.metadata_props)
-    result.graph.metadata_props.update(model.graph.metadata_props)
     for key in model.functions.keys() - result.functions.keys():
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in result.graph.all_nodes()):
             result.functions[key] = model.functions[key]  # the converter drops all
+    _restore(result, model, converts=converts)
+    _rename(result, renamed)
+    return result
+
+
+def _restore(result: ir.Model, model: ir.Model, *, converts: bool) -> None:
+    """Gives `result` the tensors, declared types and texts of `model`, which a pass of onnx made it from."""
     # By name: onnx's passes keep the names of initializers and of results.
     tensors = {value.name: value for value in initializers_of(model)}
     outputs = (value for node in model.graph.all_nodes() for value in node.outputs if value.name)
@@ -166,43 +204,94 @@ def through(
     for graph in result.graphs():
         for value in graph.initializers.values():
             if (before := tensors.get(str(value.name))) is not None:
-                if before.const_value is not None and is_large(before.const_value):
+                if before.const_value is not None and (
+                    is_large(before.const_value) or _same(before.const_value, value.const_value)
+                ):
                     value.const_value = before.const_value
                 value.meta[OVERRIDABLE] = before.meta.get(OVERRIDABLE, False)
-                value.metadata_props.update(before.metadata_props)
-            if not (value.is_graph_input() or value.is_graph_output()):
-                value.type, value.shape = (None, None) if before is None else (before.type, before.shape)
+                _describe(value, before)
+            elif not (value.is_graph_input() or value.is_graph_output()):
+                value.type = value.shape = None
         for node in graph:
-            origin = known.get(str(node.outputs[0].name)) if node.outputs else None
+            origin = next((known[value.name] for value in node.outputs if value.name in known), None)
             producer = None if origin is None else origin.producer()
             if producer is not None and (constant := large_constant(producer)) is not None:
                 node.attributes["value"] = constant
-            if converts and producer is not None:  # the converter loses them
-                node.metadata_props.update(producer.metadata_props)
-                node.name, node.doc_string = producer.name, node.doc_string or producer.doc_string
+            if converts and producer is not None:
+                _restore_node(node, producer)
             elif converts and node.name:  # the converter names an added node like the node that needs it
                 node.name = take_name(node.name, names)
         # The declared types stay as they were: onnx's passes add inferred ones.
         inputs = graph.inputs if graph is result.graph else ()  # inputs of a body may have the name of an outer value
         for value in (*inputs, *(output for node in graph for output in node.outputs)):
             if (before := known.get(str(value.name))) is not None:
-                value.type, value.shape, value.doc_string = before.type, before.shape, before.doc_string
-                value.metadata_props.update(before.metadata_props)
+                _describe(value, before)
             elif not value.is_graph_input():
                 value.type = value.shape = None
-    return result
+    if converts:
+        _restore_graph(result.graph, model.graph)
 
 
-def _make_names_unique(model: ir.Model) -> None:
-    """Renames a value that has the name of a value of another graph, as in the two branches of an If."""
-    # `through` looks up values by name.
-    fresh, seen = fresh_names(model), set[str]()
+def _restore_node(node: ir.Node, before: ir.Node) -> None:
+    """Gives a node the name, texts and metadata of its old version, which onnx's converter loses, and its subgraphs."""
+    node.metadata_props.update(before.metadata_props)
+    node.name, node.doc_string = before.name, node.doc_string or before.doc_string
+    node.meta.update(before.meta)
+    for name, attribute in node.attributes.items():
+        if (old := before.attributes.get(name)) is not None and old.type == attribute.type:
+            attribute.doc_string = old.doc_string
+    for graph, inner in zip(subgraphs_of(node), subgraphs_of(before), strict=True):
+        _restore_graph(graph, inner)
+
+
+def _restore_graph(graph: ir.Graph, before: ir.Graph) -> None:
+    graph.doc_string = before.doc_string
+    graph.metadata_props.update(before.metadata_props)
+    graph.meta.update({key: before.meta[key] for key in before.meta.keys() & {EXTRAS}})
+    for value, old in zip(graph.inputs, before.inputs, strict=True):
+        _describe(value, old)
+
+
+def _describe(value: ir.Value, before: ir.Value) -> None:
+    """Gives a value the declared type, the texts and the quantization annotation of `before`."""
+    value.type, value.shape, value.doc_string = before.type, before.shape, before.doc_string
+    value.metadata_props.update(before.metadata_props)
+    if ANNOTATION in before.meta:
+        value.meta[ANNOTATION] = before.meta[ANNOTATION]
+
+
+def _same(tensor: ir.TensorProtocol, other: ir.TensorProtocol | None) -> bool:
+    """Whether two small tensors have the same values; their texts may differ."""
+    if other is None or (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
+        return False
+    if tensor.dtype == ir.DataType.STRING:
+        return bool(np.array_equal(tensor.numpy(), other.numpy()))
+    return tensor.tobytes() == other.tobytes()
+
+
+def _make_names_unique(model: ir.Model) -> dict[str, str]:
+    """Renames a value that has the name of a value of another graph, as in the two branches of an If.
+
+    Returns new name -> old name.
+    """
+    # `_restore` looks up values by name.
+    fresh, seen, renamed = fresh_names(model), set[str](), dict[str, str]()
     for graph in model.graphs():
         for value in (*list(graph.initializers.values()), *(output for node in graph for output in node.outputs)):
             if value.name in seen:
-                value.name = fresh(str(value.name))
+                old, value.name = str(value.name), fresh(str(value.name))
+                renamed[value.name] = old
             if value.name:
                 seen.add(value.name)
+    return renamed
+
+
+def _rename(model: ir.Model, renamed: Mapping[str, str]) -> None:
+    """Gives values their names of before `_make_names_unique` back: annotations refer to tensors by name."""
+    for graph in model.graphs() if renamed else ():
+        for value in (*list(graph.initializers.values()), *(output for node in graph for output in node.outputs)):
+            if (old := renamed.get(str(value.name))) is not None:
+                value.name = old
 
 
 def infer(model: ir.Model, notes: list[str]) -> None:
@@ -221,7 +310,7 @@ def infer(model: ir.Model, notes: list[str]) -> None:
     for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
         del graph.initializer[count:]
     for part, message in zip(model.graphs(), iter_graphs(typed.graph), strict=True):
-        types = {info.name: info for info in (*message.input, *message.output, *message.value_info)}
+        types = {info.name: info for info in (*message.value_info, *message.input, *message.output)}
         for value in (*part.inputs, *(output for node in part for output in node.outputs)):
             info = types.get(value.name or "")
             if info is not None and info.HasField("type") and not is_foreign(info.type):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.naming import first_line
-from mxfp8_graph.onnx_pass.graph import is_large, is_op, name_of
+from mxfp8_graph.onnx_pass.graph import is_large, is_op, label, name_of, subgraphs_of
 from mxfp8_ops.errors import ContractError
 
 FOREIGN: Final = "types that onnx_ir does not have"
@@ -24,13 +25,21 @@ FOREIGN: Final = "types that onnx_ir does not have"
 _DEVICES: Final = "device configurations"
 """Key of `Node.meta`: onnx_ir cannot write a configuration without a name, and drops the sharding of values."""
 
-_TRAINING: Final = "training_info"
-"""Key of `Model.meta`: the field of the model that onnx_ir does not have."""
+_PARTS: Final = "parts of the model"
+"""Key of `Model.meta`: training_info, which onnx_ir does not have, and configurations, which it may leave out."""
+
+EXTRAS: Final = "extra declarations"
+"""Key of `Graph.meta`: what onnx_ir does not read, as a GraphProto: see `_extras`."""
+
+ANNOTATION: Final = "quant_parameter_tensor_names"
+"""Key of `Value.meta`, onnx_ir's own: the parameters of the quantization annotation of a tensor."""
 
 
 def subgraphs(node: onnx.NodeProto) -> Iterator[tuple[str, onnx.GraphProto]]:
     """Yields (attribute name, graph) for each subgraph of a control-flow node."""
     for attribute in node.attribute or ():  # fast for nodes without attributes, of which large models have many
+        if attribute.ref_attr_name:
+            continue
         for inner in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
             yield attribute.name, inner
 
@@ -72,17 +81,23 @@ def from_proto(proto: onnx.ModelProto, name: str) -> ir.Model:
     finally:
         for info, declared in foreign.values():
             info.type.CopyFrom(declared)
-    for part, message in zip(model.graphs(), iter_graphs(proto.graph), strict=True):
-        if foreign:
+    for part, message in _pairs(model, proto):
+        if isinstance(message, onnx.GraphProto):
             infos = [*message.input, *message.output, *message.value_info]
             part.meta[FOREIGN] = {info.name: foreign[id(info)][1] for info in infos if id(info) in foreign}
-        for value in part.initializers.values():
-            if isinstance(value.const_value, ir.serde.TensorProtoTensor):
-                value.const_value.metadata_props.clear()  # else written twice: with the message, and from here
-        _keep_devices(part, message.node)
-    for function, body in zip(model.functions.values(), proto.functions, strict=True):
-        _keep_devices(function, body.node)
-    model.meta[_TRAINING] = onnx.ModelProto(training_info=proto.training_info)
+            for value in part.initializers.values():
+                _written_once(value.const_value)
+        part.meta[EXTRAS] = _extras(message, proto.ir_version)
+        for node, each in zip(part, message.node, strict=True):
+            for attribute in node.attributes.values():
+                if not attribute.is_ref() and attribute.type in {ir.AttributeType.TENSOR, ir.AttributeType.TENSORS}:
+                    single = attribute.type == ir.AttributeType.TENSOR
+                    for tensor in [attribute.as_tensor()] if single else attribute.as_tensors():
+                        _written_once(tensor)
+            if each.device_configurations:
+                node.meta[_DEVICES], node.device_configurations = tuple(each.device_configurations), ()
+    model.meta[_PARTS] = onnx.ModelProto(training_info=proto.training_info, configuration=proto.configuration)
+    model.device_configurations = ()
     return model
 
 
@@ -92,23 +107,60 @@ def to_proto(model: ir.Model) -> onnx.ModelProto:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.LazyTensor):  # onnx_ir would read it twice, and wrap its errors
                 value.const_value = ir.Tensor(value.const_value.numpy(), dtype=value.const_value.dtype, name=value.name)
-    for node in model.graph.all_nodes():
-        attribute = large_constant(node)
-        if attribute is not None and isinstance(tensor := attribute.as_tensor(), ir.ExternalTensor):
-            dense = ir.Tensor(np.array(tensor.numpy()), dtype=tensor.dtype, name=tensor.name)
-            node.attributes["value"] = ir.AttrTensor("value", dense)
+    for node, attribute in large_constants(model):
+        tensor = attribute.as_tensor()
+        # One that `save` wrote is in a file beside the model, under a relative path.
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.location).is_absolute():
+            node.attributes["value"] = ir.AttrTensor("value", in_memory(tensor), doc_string=attribute.doc_string)
     try:
         with _quiet():
             proto = ir.to_proto(model)
     except ir.serde.SerdeError as error:  # texts that are no UTF-8
         raise _refusal(name_of(model), "write", error) from None
-    proto.MergeFrom(model.meta.get(_TRAINING, onnx.ModelProto()))
-    for graph, message in zip(model.graphs(), iter_graphs(proto.graph), strict=True):
-        _complete(graph, message.node)
-        _declare(message, graph.meta.get(FOREIGN, {}))
-    for function, body in zip(model.functions.values(), proto.functions, strict=True):
-        _complete(function, body.node)
+    proto.MergeFrom(model.meta.get(_PARTS, onnx.ModelProto()))
+    for part, message in _pairs(model, proto):
+        for node, each in zip(part, message.node, strict=True):
+            # Absent outputs at the end: a function body has them, and ONNX Runtime refuses the call without.
+            each.output.extend([""] * (len(node.outputs) - len(each.output)))
+            each.device_configurations.extend(node.meta.get(_DEVICES, ()))
+        if isinstance(message, onnx.GraphProto):
+            _declare(message, part.meta.get(FOREIGN, {}), part.meta.get(EXTRAS, onnx.GraphProto()))
+        elif EXTRAS in part.meta:
+            message.value_info.extend(part.meta[EXTRAS].value_info)
     return proto
+
+
+def in_memory(tensor: ir.ExternalTensor) -> ir.Tensor[Any]:
+    """Returns an external tensor with its values, name and texts in memory."""
+    return ir.Tensor(
+        np.array(tensor.numpy()),
+        dtype=tensor.dtype,
+        name=tensor.name,
+        doc_string=tensor.doc_string,
+        metadata_props=dict(tensor.metadata_props),
+    )
+
+
+def metadata_of(tensor: ir.TensorProtocol) -> dict[str, str]:
+    """Returns the metadata of a tensor, which one that is still a message has there."""
+    message = tensor.raw if isinstance(tensor, ir.serde.TensorProtoTensor) else None
+    entries = () if message is None else message.metadata_props
+    return {**{entry.key: entry.value for entry in entries}, **tensor.metadata_props}
+
+
+def described(model: ir.Model) -> dict[str, list[str]]:
+    """Returns what the model says by name about tensors and nodes that a rewrite may remove: kind -> their names."""
+    nodes = list(model.graph.all_nodes())
+    outputs = (value for node in nodes for value in node.outputs)
+    stored = (value for graph in model.graphs() for value in (*graph.inputs, *graph.initializers.values()))
+    annotated = dict.fromkeys(str(value.name) for value in (*stored, *outputs) if value.meta.get(ANNOTATION))
+    devices = [label(node) for node in nodes if node.meta.get(_DEVICES)]
+    return {"quantization annotations of tensors": list(annotated), "device configurations of nodes": devices}
+
+
+def training_graphs(model: ir.Model) -> bool:
+    """Whether the model has training_info, which no step changes."""
+    return bool(model.meta[_PARTS].training_info)
 
 
 @contextlib.contextmanager
@@ -149,9 +201,26 @@ def large_constant(node: ir.Node) -> ir.Attr | None:
     return attribute if attribute is not None and is_tensor and is_large(attribute.as_tensor()) else None
 
 
+def large_constants(model: ir.Model) -> Iterator[tuple[ir.Node, ir.Attr]]:
+    """Yields each node for which `large_constant` has an attribute, and that."""
+    found = ((node, large_constant(node)) for node in model.graph.all_nodes())
+    return ((node, attribute) for node, attribute in found if attribute is not None)
+
+
 def _stub(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
-    dims = tensor.shape.numpy()
-    return ir.serde.TensorProtoTensor(onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=dims))
+    stub = onnx.TensorProto(name=name, data_type=int(tensor.dtype), dims=tensor.shape.numpy())
+    if tensor.doc_string:
+        stub.doc_string = tensor.doc_string
+    onnx.helper.set_metadata_props(stub, metadata_of(tensor))
+    result = ir.serde.TensorProtoTensor(stub)
+    _written_once(result)
+    return result
+
+
+def _written_once(tensor: Any) -> None:
+    """Leaves the metadata of a tensor in its message alone: onnx_ir writes the message, and then the metadata."""
+    if isinstance(tensor, ir.serde.TensorProtoTensor) and tensor.raw.metadata_props:
+        tensor.metadata_props.clear()
 
 
 @contextlib.contextmanager
@@ -181,25 +250,54 @@ def is_foreign(declared: onnx.TypeProto) -> bool:
     return which in {"map_type", "opaque_type"}
 
 
-def _keep_devices(nodes: ir.Graph | ir.Function, messages: Any) -> None:
-    for node, message in zip(nodes, messages, strict=True):
-        if message.device_configurations:
-            node.meta[_DEVICES], node.device_configurations = tuple(message.device_configurations), ()
+def _pairs(model: ir.Model, proto: onnx.ModelProto) -> Iterator[tuple[Any, Any]]:
+    """Yields each graph and function with its message, those inside before those behind."""
+    yield from _below(model.graph, proto.graph)
+    for function, body in zip(model.functions.values(), proto.functions, strict=True):
+        yield from _below(function, body)
 
 
-def _complete(nodes: ir.Graph | ir.Function, messages: Any) -> None:
-    for node, message in zip(nodes, messages, strict=True):
-        # Absent outputs at the end: a function body has them, and ONNX Runtime refuses the call without.
-        message.output.extend([""] * (len(node.outputs) - len(message.output)))
-        message.device_configurations.extend(node.meta.get(_DEVICES, ()))
+def _below(part: ir.Graph | ir.Function, message: Any) -> Iterator[tuple[Any, Any]]:
+    yield part, message
+    for node, each in zip(part, message.node, strict=True):
+        if inner := list(subgraphs(each)):
+            for graph, (_, below) in zip(subgraphs_of(node), inner, strict=True):
+                yield from _below(graph, below)
 
 
-def _declare(graph: onnx.GraphProto, foreign: dict[str, onnx.TypeProto]) -> None:
-    """Declares the types that onnx_ir lacks; removes second declarations of outputs, which it adds for initializers."""
+def _extras(part: Any, ir_version: int) -> onnx.GraphProto:
+    """Returns the declarations that onnx_ir loses: of inputs and outputs, twice, or of names that nothing has."""
+    if isinstance(part, onnx.FunctionProto):
+        outputs = {name for node in part.node for name in node.output}
+        return onnx.GraphProto(value_info=[info for info in part.value_info if info.name not in outputs])
+    names = _names(part)
+    ends = {info.name for info in (*part.input, *part.output)}
+    infos = (info for info in part.value_info if info.name in ends or info.name not in names)
+    annotations = (
+        each
+        for each in part.quantization_annotation
+        if each.tensor_name not in names or not each.quant_parameter_tensor_names
+    )
+    # Before IR version 10, torch declared values of functions so; onnx_ir reads them.
+    kept = [info for info in infos if ir_version >= 10 or "::" not in str(info.name)]
+    return onnx.GraphProto(value_info=kept, quantization_annotation=annotations)
+
+
+def _names(graph: onnx.GraphProto) -> set[str]:
+    inputs, stored = (info.name for info in graph.input), (tensor.name for tensor in graph.initializer)
+    return {*inputs, *stored}.union(*(node.output for node in graph.node))
+
+
+def _declare(graph: onnx.GraphProto, foreign: dict[str, onnx.TypeProto], extras: onnx.GraphProto) -> None:
+    """Declares the types that onnx_ir lacks, and what it lost; removes the outputs that it adds for initializers."""
     outputs = {info.name for info in graph.output}
     for index in reversed(range(len(graph.value_info))):
         if graph.value_info[index].name in outputs:
             del graph.value_info[index]
+    names, ends = _names(graph), outputs.union(info.name for info in graph.input)
+    # A new value may have a name that the original only declared.
+    graph.value_info.extend(i for i in extras.value_info if i.name in ends or i.name not in names)
+    graph.quantization_annotation.extend(extras.quantization_annotation)
     if not foreign:
         return
     computed = {name for node in graph.node for name in node.output} - outputs

@@ -18,10 +18,10 @@ from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
 from mxfp8_graph.onnx_pass.find import OnnxSite, find_sites
 from mxfp8_graph.onnx_pass.fuse import fuse
-from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, stored
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
-from mxfp8_graph.onnx_pass.protos import to_proto
+from mxfp8_graph.onnx_pass.protos import described, to_proto
 from mxfp8_graph.onnx_pass.replace import Editor, Replaced
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
@@ -78,6 +78,7 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     recipe, options = reporter.recipe, reporter.options
     reporter.bytes_before = reporter.bytes_before or bytes_of(model)
     as_source, tensor_bytes = bool(external_files(model)), sum(tensor.byte_size for tensor in stored_tensors(model))
+    names = described(model)
     # The size before comes first: `prepare` may add and remove tensors.
     model = prepare(model, recipe, reporter.notes)
     sites, decisions = find_and_plan(model, recipe)
@@ -95,7 +96,8 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
         reporter.fusions = fuse(model, recipe)
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
-    reporter.notes += cpu_note(model)
+    reporter.notes += _stored_twice(sites, outcomes)
+    reporter.notes += [*cpu_note(model), *_removed_notes(names, described(model))]
     # This packs the weights, so the reports of sites come after it.
     size = _write(model, options.output, options, as_source=as_source)
     if options.dry_run:
@@ -168,6 +170,29 @@ def linear_note(model: ir.Model) -> list[str]:
     ops = Counter(n.op_type for n in model.graph.all_nodes() if n.op_type in {"LinearClassifier", "LinearRegressor"})
     named = ", ".join(f"{count} {op}" for op, count in ops.items())
     return [f"{named}: not rewritten, the weights are attributes and no tensors"] if named else []
+
+
+def _stored_twice(sites: list[OnnxSite], outcomes: list[Replaced | Decision]) -> Iterator[str]:
+    """Yields a note on each weight that is packed for some nodes, and stored as it was for others."""
+    packed: dict[ir.Value, list[str]] = {}
+    kept: dict[ir.Value, list[str]] = {}
+    for site, outcome in zip(sites, outcomes, strict=True):
+        if site.w.static:
+            users = packed if isinstance(outcome, Replaced) else kept
+            users.setdefault(site.w.static.value, []).append(site.matmul.name)
+    for value, names in packed.items():
+        readers = kept.get(value) or [label(node) for node in value.consumers()]
+        readers += [f"output {value.name}"] if value.is_graph_output() else []
+        if readers and (tensor := stored(value)) is not None:
+            stays = f"{value.name!r} ({tensor.nbytes:,} bytes) is stored as it was for {', '.join(readers)}"
+            yield f"weight {stays}, and packed for {', '.join(names)}"
+
+
+def _removed_notes(before: dict[str, list[str]], after: dict[str, list[str]]) -> Iterator[str]:
+    """Yields a note on each kind of `protos.described` that goes away with tensors and nodes."""
+    for kind, names in before.items():
+        if gone := [name for name in names if name not in {*after[kind]}]:
+            yield f"{kind} that are replaced are removed: {', '.join(gone)}"
 
 
 def cpu_note(model: ir.Model) -> list[str]:

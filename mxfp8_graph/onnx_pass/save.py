@@ -6,6 +6,7 @@ Tensors are written one by one: a weight is packed when it is written, and exter
 from __future__ import annotations
 
 import os
+from io import BufferedWriter
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ from mxfp8_graph import files
 from mxfp8_graph.onnx_pass import single_file
 from mxfp8_graph.onnx_pass.graph import initializers_of, is_large, name_of
 from mxfp8_graph.onnx_pass.load import external_files, path_of
-from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
+from mxfp8_graph.onnx_pass.protos import iter_graphs, large_constants, metadata_of, to_proto
 from mxfp8_ops.errors import ContractError, Option
 
 INLINE_LIMIT: Final = 1_900_000_000
@@ -42,9 +43,10 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
             what, advice = "external_data 'always' without an output", ("pass ", Option("output"))
             raise ContractError(name_of(model), what, expected="a path to put it next to", advice=advice)
         return False
-    tensors = (value.const_value for value in initializers_of(model))
+    tensors = [value.const_value for value in initializers_of(model)]
     # onnx_ir does not know the size of strings.
-    does_not_fit = sum(t.nbytes for t in tensors if t and t.dtype != ir.DataType.STRING) > INLINE_LIMIT
+    size = sum(t.nbytes for t in tensors if t and t.dtype != ir.DataType.STRING) + _bytes_of_constants(model)
+    does_not_fit = size > INLINE_LIMIT
     if choice == "never" and does_not_fit:
         what = "the model does not fit into one protobuf file (2 GB)"
         advice = ("pass ", Option("external_data", "always"))
@@ -123,8 +125,14 @@ def _data_of(path: Path, *, external: bool) -> list[Path]:
     return [data] if data.name in named else []
 
 
+def _bytes_of_constants(model: ir.Model) -> int:
+    return sum(attribute.as_tensor().nbytes for _, attribute in large_constants(model))
+
+
 def _write_data(model: ir.Model, data: Path) -> None:
     """Writes the large initializers to `data`, packed weights first, and makes them external tensors of that file.
+
+    Large values of Constant nodes stay in the model if they fit into one protobuf file.
 
     Not `onnx_ir.external_data`: it writes tensors in the order of their sizes, and a weight whose scales come before
     its elements would be packed twice.
@@ -132,12 +140,26 @@ def _write_data(model: ir.Model, data: Path) -> None:
     values = [value for value in initializers_of(model) if value.const_value and is_large(value.const_value)]
     with data.open("wb") as file:
         for value in sorted(values, key=lambda value: not isinstance(value.const_value, ir.LazyTensor)):
-            tensor = value.const_value
-            assert tensor is not None  # of `values`
-            offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
-            file.write(bytes(offset - file.tell()))
-            single_file.write_tensor(tensor, file)
-            shape = ir.Shape(tensor.shape.numpy())
-            value.const_value = ir.ExternalTensor(
-                data.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name)
-            )
+            assert value.const_value is not None  # of `values`
+            value.const_value = _written(value.const_value, str(value.name), file)
+        for node, attribute in large_constants(model) if _bytes_of_constants(model) > INLINE_LIMIT else ():
+            tensor = attribute.as_tensor()
+            moved = _written(tensor, tensor.name or "", file)
+            node.attributes[attribute.name] = ir.AttrTensor(attribute.name, moved, doc_string=attribute.doc_string)
+
+
+def _written(tensor: ir.TensorProtocol, name: str, file: BufferedWriter) -> ir.ExternalTensor:
+    """Returns a tensor as an external tensor of `file`, after writing it there."""
+    offset = -(-file.tell() // ALIGNMENT) * ALIGNMENT
+    file.write(bytes(offset - file.tell()))
+    single_file.write_tensor(tensor, file)
+    return ir.ExternalTensor(
+        Path(file.name).name,
+        offset,
+        tensor.nbytes,
+        tensor.dtype,
+        shape=ir.Shape(tensor.shape.numpy()),
+        name=name,
+        doc_string=tensor.doc_string,
+        metadata_props=metadata_of(tensor),
+    )

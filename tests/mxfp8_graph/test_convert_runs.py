@@ -102,6 +102,23 @@ def test_stock_onnx_runtime_runs_mxint8_weights(to: str, shape: tuple[int, ...])
     assert codes_of(mxfp8_graph.convert(there, "mxfp8")[0]) == codes_of(ours)
 
 
+@looped("to, yes", pairwise(to=INT8_DIALECTS, yes=[True, False]))
+def test_stock_onnx_runtime_runs_mxint8_weights_that_a_subgraph_reads(to: str, yes: bool) -> None:
+    """ONNX Runtime fuses Q/DQ, and refuses the model if it does not find the weight beside it."""
+    state = [b.value(name, *of) for name, *of in (("i", np.int64, []), ("go", np.bool_, []), ("v", np.float32, None))]
+    body = [*b.steps("Identity go>on"), b.choose("MatMul v w>t", "MatMul v u>e", "new")]
+    loop = b.subgraph(body, "on new", state, u=b.weight(64, 64, seed=1))
+    nodes = [b.node("Loop", "n - x", "last", body=loop), *b.steps("MatMul last w>h; Relu h>y")]
+    stored = {"w": b.weight(64, 64), "n": np.array(2)}
+    ends = {"x": (np.float32, [3, 64]), "yes": (np.bool_, [])}, {"y": (np.float32, [3, 64])}
+    ours, _ = mxfp8_graph.rewrite(b.model(nodes, *ends, stored), "mxint8-weight-only")
+    there, report = mxfp8_graph.convert(ours, to, **({"accuracy_level": 0} if to == "nbits" else {}))
+    assert any("w_mxfp8: a subgraph reads it" in note for note in report.notes) == (to == "qdq")
+    feeds = {"x": oracle.normal(3, 64), "yes": np.array(yes)}
+    assert relative(in_stock(there, feeds, level=0), oracle.run(ours, feeds)[0]) < 1e-6
+    assert codes_of(mxfp8_graph.convert(there, "mxfp8")[0]) == codes_of(ours)
+
+
 @looped("to, k", [("qdq", 64), ("nbits", 70)])
 def test_int8_activations_of_onnx_runtime_are_as_far_off_as_int8_is(to: str, k: int) -> None:
     """An activation is off by half a step at most, and a step is the largest of its block over 127."""

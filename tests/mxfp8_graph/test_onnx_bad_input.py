@@ -9,6 +9,7 @@ from typing import Any
 import models as b
 import numpy as np
 import onnx
+import onnx_ir
 import pytest
 from grids import looped
 from models import chain_model, matmul_model, node, save, steps, text_model, value, weight
@@ -305,6 +306,9 @@ REFUSED: dict[str, onnx.ModelProto] = {
         lambda p: p.graph.node.append(SHADOW), c=np.array(True)
     ),
     "node 'Neg_p' (Neg): it needs its own result; expected no cycle": beside("Neg q>p; Abs p>q"),
+    "imports the default domain in versions 18 and 21; expected one version": linear(
+        lambda p: p.opset_import.append(helper.make_opsetid("ai.onnx", 18))
+    ),
     "local function 'F' is defined twice; expected each once": linear(
         lambda p: p.functions.extend([called("Neg a>r").functions[0]] * 2)
     ),
@@ -360,6 +364,12 @@ def test_a_model_that_onnx_checker_refuses_is_to_blame_for_an_unexpected_excepti
     said = r"node 'if' \(If\): Attribute '\w+' appeared multiple times; expected a model that passes onnx\.checker"
     with pytest.raises(ContractError, match=f"model: {said}; export the model again"):
         READERS[reader](proto)
+
+
+def test_a_dtype_that_onnx_has_before_onnx_ir_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mxfp8_graph.onnx_pass.check._DTYPES", frozenset({onnx.TensorProto.INT64}))
+    said = f"tensor 'w': dtype FLOAT, which onnx_ir {onnx_ir.__version__} lacks; expected a dtype that it has"
+    assert message(linear(lambda proto: None)).removeprefix("model: ") == f"{said}; upgrade onnx-ir"
 
 
 def test_functions_that_call_each_other_are_refused_with_the_error_of_onnx_checker() -> None:

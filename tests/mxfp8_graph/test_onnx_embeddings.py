@@ -144,7 +144,8 @@ NO_LOOKUPS = {
     ),
     "a caller may replace it": (
         replaceable(),
-        "weight 'table' is also a graph input that a caller may replace; remove it from the inputs",
+        "weight 'table' is also a graph input that a caller may replace; remove it from the inputs: "
+        "python -m onnxruntime.tools.remove_initializer_from_input --input MODEL --output NEW_MODEL",
     ),
 }
 

@@ -272,6 +272,9 @@ NEAR_MISSES: dict[str, onnx.ModelProto] = {
         "q k v int_mask", shapes={"int_mask": (np.int32, ["batch", 1, "rows", "keys"])}
     ),
     "a soft cap of the standard op": models.standard(softcap=2.0),
+    "another number for causal": models.standard(is_causal=17),
+    "a window of keys": models.standard(opset=25, left_window_size=2),
+    "no number as scale": models.standard(scale=float("nan")),
     "the standard op's scores": models.standard(outputs="a pk pv scores"),
 }  # fmt: skip
 

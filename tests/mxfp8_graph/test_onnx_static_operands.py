@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from grids import looped
-from models import Shape, node, read_by, steps, text_model, weight
+from models import Shape, node, read_by, steps, text_model, value, weight
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, reasons, refusal, rewrite, run
@@ -85,6 +85,13 @@ def test_a_weight_behind_views_is_packed_as_the_matmul_reads_it(views: str) -> N
     assert w.dtype != F32 or w.size > wt.size or report.sites[0].decision.site.weight_bytes == w.nbytes
 
 
+def replaceable(views: str, w: np.ndarray) -> onnx.ModelProto:
+    """Returns the model with its weight as an input, too."""
+    proto = viewed(views, w)
+    proto.graph.input.append(value("w", w.dtype, w.shape))
+    return proto
+
+
 ONLY = "expected only Identity, Transpose, Cast, Reshape, Squeeze, Unsqueeze, Split, Slice; fold the constants first"
 EMPTY = {"none": np.zeros(0, np.int64), "huge": np.array([2**60, 0]), "zero": np.array([0])}
 KEPT = {
@@ -108,6 +115,23 @@ KEPT = {
         viewed("DequantizeLinear w s>a; Transpose a>wt", TURNED.astype(np.int8), s=np.array(0.5, F32)),
         "weight 'wt' is quantized already, by DequantizeLinear, and would be rounded twice; rewrite the model it "
         "was quantized from",
+    ),
+    "decoded from codes": (
+        viewed(
+            "Cast w>c|to=1; Cast zero>z|to=1; Sub c z>d; Mul d s>e; Transpose e>wt", TURNED.astype(np.int8),
+            zero=np.zeros((96, 1), np.uint8), s=np.ones((96, 1), F32),
+        ),
+        "weight 'wt' is quantized already, by Mul, and would be rounded twice; rewrite the model it "
+        "was quantized from",
+    ),
+    "multiplied by a mask": (
+        viewed("Cast mask>m|to=1; Mul w m>a; Transpose a>wt", TURNED, mask=np.ones((96, 64), np.uint8)),
+        f"weight 'wt' comes through Mul; {ONLY}",
+    ),
+    "a view of what a caller may replace": (
+        replaceable("Transpose w>a; Identity a>wt", TURNED),
+        "weight 'w' is also a graph input that a caller may replace; remove it from the inputs: "
+        "python -m onnxruntime.tools.remove_initializer_from_input --input MODEL --output NEW_MODEL",
     ),
     "repeated along a batch that the activation lacks": (
         text_model("Expand w sizes>wt; MatMul x wt>h; Neg h>y", (3, 64), (5, 3, 96), sizes=[5, 64, 96]),

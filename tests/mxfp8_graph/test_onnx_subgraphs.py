@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from grids import looped
 from models import calling, choose, local_function, model, node, steps, subgraph, text_model, value, weight
 from onnx import numpy_helper
 from oracle import GEMM, Expected, computes, expect, initializers, kinds, normal, quantized, reasons, rewrite, run
@@ -71,6 +72,19 @@ def test_weights_inside_branches_stay_there_and_apart_if_they_have_one_name(opse
     sites = [site.decision.site for site in report.sites]
     assert [(site.name, site.shared_with) for site in sites] == [("mm", 0), ("mm#2", 0)]
     check(rewritten, yes=W, no=V)
+
+
+@looped("where", ["graph", "branch"])
+def test_nodes_of_one_graph_get_names_of_their_own(where: str) -> None:
+    """ONNX Runtime refuses two nodes of one name in one graph, and takes them in two."""
+    proto = if_model("mm:MatMul x w>a", "mm:MatMul x w>b")
+    graph = proto.graph if where == "graph" else inner(proto)[0]
+    graph.node.append(node("Neg", graph.node[0].output[0], "unused", graph.node[0].name))
+    rewritten, report = rewrite(proto)
+    name = graph.node[0].name
+    assert report.notes == (f"renamed nodes, for several of one graph had the name {name}",)
+    assert [site.decision.site.name for site in report.sites] == ["mm", "mm#2"]
+    check(rewritten, yes=W, no=W)
 
 
 def test_a_weight_that_only_the_other_branch_still_reads_stays_there() -> None:

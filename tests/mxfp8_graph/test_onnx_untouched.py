@@ -18,7 +18,7 @@ from onnx import helper, numpy_helper
 from oracle import GEMM, check_well_formed, computes, expect, initializers, kinds, normal, relu, rewrite, run
 
 import mxfp8_graph
-from mxfp8_graph import Recipe, Rule
+from mxfp8_graph import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import RecipeError
 
 F32 = np.float32
@@ -34,9 +34,10 @@ def property_of(key: str, value: str) -> onnx.StringStringEntryProto:
     return onnx.StringStringEntryProto(key=key, value=value)
 
 
-def documented() -> onnx.ModelProto:
-    """Returns a model with a text in every field that has one."""
+def documented(opset: int = 21) -> onnx.ModelProto:
+    """Returns a model with a text in every field that has one, and with the fields that onnx_ir loses."""
     proto = b.language_model()
+    proto.ir_version, proto.opset_import[0].version = 11, opset
     proto.producer_name, proto.producer_version, proto.domain, proto.model_version = "maker", "7", "org.test", 3
     proto.doc_string = "the model"
     proto.metadata_props.append(property_of("license", "CC0"))
@@ -50,11 +51,23 @@ def documented() -> onnx.ModelProto:
         item.doc_string = f"about {item.name}"
         item.metadata_props.append(property_of("origin", item.name))
     graph.value_info.append(helper.make_tensor_value_info("x", 1, ["batch_size", "sequence_length", 64], "between"))
-    annotation = graph.quantization_annotation.add(tensor_name="x")
-    annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "last"))
+    graph.value_info.append(helper.make_tensor_value_info("of nothing", 1, [1]))
+    for name in ("x", "of nothing"):
+        annotation = graph.quantization_annotation.add(tensor_name=name)
+        annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "last"))
+    proto.configuration.add(name="two", num_devices=2)
+    graph.node[-1].device_configurations.add(configuration_id="two")
     proto.opset_import.append(helper.make_opsetid("org.custom", 4))
     graph.node.append(node("Probe", "h", "probed", domain="org.custom", doc_string="unknown op"))
     proto.training_info.add().algorithm.name = "step"
+    branches = [b.subgraph(f"Neg k>t; {op} t>{op}", k=weight(64, 96)) for op in ("Abs", "Neg")]  # with equal names
+    for branch in branches:
+        branch.doc_string = branch.initializer[0].doc_string = branch.node[0].doc_string = "inside"
+        branch.metadata_props.append(property_of("branch", "kept"))
+        annotation = branch.quantization_annotation.add(tensor_name="t")
+        annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "k"))
+    graph.node.insert(-1, b.choose(*branches, "chosen"))
+    graph.initializer.append(numpy_helper.from_array(np.array(True), "yes"))
     cases = onnx.AttributeProto(
         name="cases", type=onnx.AttributeProto.GRAPHS, graphs=[b.subgraph("Neg h>b"), b.subgraph("Abs h>c")]
     )
@@ -65,10 +78,13 @@ def documented() -> onnx.ModelProto:
 Pair = tuple[onnx.ModelProto, onnx.ModelProto]
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    before = documented()
-    return before, rewrite(before)[0]
+@pytest.fixture(scope="module", params=["in memory", "converted", "a file"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    before = documented(18 if request.param == "converted" else 21)
+    if request.param != "a file":
+        return before, rewrite(before)[0]
+    path = b.save(before, tmp_path_factory.mktemp("documented") / "m.onnx")
+    return before, onnx.load(mxfp8_graph.rewrite(path, load_recipe("mxfp8").without_fusion())[0])
 
 
 DEVICES = {
@@ -94,11 +110,27 @@ def test_device_configurations_of_nodes_that_stay_are_the_same_messages(name: st
         assert list(result.configuration) == list(proto.configuration)
 
 
+def test_descriptions_of_what_is_replaced_go_with_a_note() -> None:
+    proto = matmul_model(opset=18)
+    proto.ir_version = 11
+    proto.training_info.add()
+    annotation = proto.graph.quantization_annotation.add(tensor_name="w")
+    annotation.quant_parameter_tensor_names.append(property_of("SCALE_TENSOR", "s"))
+    proto.graph.node[0].device_configurations.add(configuration_id="two")
+    assert mxfp8_graph.rewrite(proto)[1].notes == (
+        "converted opset 18 to 21",
+        "training_info stays as it was, for opset 18",
+        "quantization annotations of tensors that are replaced are removed: w",
+        "device configurations of nodes that are replaced are removed: linear",
+    )
+
+
 def check_unrelated(before: onnx.ModelProto, after: onnx.ModelProto, replaced: set[str], but: Any = ()) -> None:
     """Fails unless fields, initializers and nodes are the same messages, except nodes and fields of these names."""
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string", "ir_version"):
         assert getattr(after, field) == getattr(before, field), field
-    assert list(after.training_info) == list(before.training_info)
+    for field in ("training_info", "configuration"):
+        assert list(getattr(after, field)) == list(getattr(before, field)), field
     for field in {*GRAPH_FIELDS} - {*but}:
         assert getattr(after.graph, field) == getattr(before.graph, field), field
     unrelated = [n for n in before.graph.node if n.name not in replaced]
@@ -110,7 +142,7 @@ def check_unrelated(before: onnx.ModelProto, after: onnx.ModelProto, replaced: s
 def test_fields_nodes_and_initializers_that_no_decision_names_are_the_same_messages(pair: Pair) -> None:
     before, after = pair
     check_unrelated(before, after, {"ffn.up", "ffn.down"})
-    assert list(after.opset_import) == [*before.opset_import, helper.make_opsetid("mxfp8", 1)]
+    assert list(after.opset_import)[1:] == [*before.opset_import[1:], helper.make_opsetid("mxfp8", 1)]
 
 
 def test_metadata_is_kept_and_the_rewrite_is_recorded_after_it(pair: Pair) -> None:

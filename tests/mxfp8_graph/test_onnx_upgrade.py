@@ -103,6 +103,19 @@ def test_local_functions_are_inlined_when_the_opset_changes() -> None:
     type(NEGATED)(2 * NEGATED.y, 2 * NEGATED.bound).check(run(rewritten, {"x": X})[0])
 
 
+@looped("opset", [17, 21])
+def test_both_names_of_the_default_domain_become_one(opset: int) -> None:
+    proto = linear(*steps("Neg h>n; call:Twice n>y"), opset=opset)
+    calling(proto, local_function("Twice", "a", "Add a a>r", opset))
+    for part in (proto, *proto.functions):
+        part.opset_import.append(helper.make_opsetid("ai.onnx", opset))
+    proto.graph.node[0].domain = "ai.onnx"
+    rewritten, _ = mxfp8_graph.rewrite(proto)
+    for part in (rewritten, *rewritten.functions):
+        assert [entry.version for entry in part.opset_import if entry.domain in ("", "ai.onnx")] == [21]
+    type(NEGATED)(2 * NEGATED.y, 2 * NEGATED.bound).check(run(rewritten, {"x": X})[0])
+
+
 def test_a_model_of_other_domains_alone_needs_no_import_of_the_default_one() -> None:
     proto = linear()
     del proto.graph.node[:]

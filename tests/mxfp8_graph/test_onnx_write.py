@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import attention_models
 import models as b
 import numpy as np
 import onnx
@@ -15,7 +16,7 @@ from full_disk import files, files_of_at_most
 from grids import looped
 from models import chain_model, language_model, matmul_model, model, node, save, steps, weight
 from onnx import external_data_helper, numpy_helper
-from oracle import expect, normal, run
+from oracle import expect, kinds, normal, run
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass import save as onnx_save
@@ -154,6 +155,36 @@ def test_no_room_in_one_protobuf_file_turns_auto_into_external_and_never_is_refu
     mxfp8_graph.rewrite(path)
     assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
     check_result(out, matmul_model(64, 96))
+
+
+def test_values_of_constants_go_to_the_data_file_if_they_do_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proto = matmul_model()
+    for tensor in (numpy_helper.from_array(weight(64, 96, seed=seed)) for seed in (1, 2)):
+        name = f"k{len(proto.graph.output)}"
+        proto.graph.node.append(node("Constant", "", name, value=tensor))
+        proto.graph.output.append(b.value(name, F32, [64, 96]))
+    path = save(proto, tmp_path / "m.onnx")
+    monkeypatch.setattr(onnx_save, "INLINE_LIMIT", 40_000)
+    out, _ = mxfp8_graph.rewrite(path)
+    assert files(tmp_path) == ["m.mxfp8.onnx", "m.mxfp8.onnx.data", "m.onnx"]
+    assert out.stat().st_size < 40_000
+    check_result(out, proto)
+    again, _ = mxfp8_graph.rewrite(out, output=tmp_path / "again.onnx", external_data="always")
+    check_result(again, proto)
+
+
+def test_small_external_tensors_are_read_at_once(tmp_path: Path) -> None:
+    """onnx_ir, onnx and ONNX Runtime take no shape from a data file."""
+    proto, path = attention_models.attention(), tmp_path / "m.onnx"
+    in_memory, _ = mxfp8_graph.rewrite(proto)
+    feeds = attention_models.feeds(proto)
+    onnx.save(proto, path, save_as_external_data=True, location="m.data", size_threshold=0, convert_attribute=True)
+    out, _ = mxfp8_graph.rewrite(path)
+    assert kinds(onnx.load(out)) == kinds(in_memory)
+    for got, expected in zip(run(str(out), feeds), run(in_memory, feeds), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_a_proto_can_go_to_a_file_and_always_needs_one(tmp_path: Path) -> None:

@@ -23,9 +23,10 @@ from releases import release
 from scale_definition import codes_by_definition
 
 from mxfp8_ops import contract, numpy_nodes
+from mxfp8_ops.case import Case
 from mxfp8_ops.contract import BFLOAT16, FLOAT, FLOAT16, UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS, ElementFormat
-from mxfp8_ops.function_body import STYLE, Style
+from mxfp8_ops.function_body import STYLE, Body, Style
 from mxfp8_ops.onnx_functions import functions
 
 FORMATS = tuple(ELEMENT_FORMATS)
@@ -40,6 +41,19 @@ def built(one: Example, opset: int, place: str, shapes: str = "ranks") -> tuple[
     style = NOT_FOLDED if place == "not folded" else STYLE
     model, fed = model_of([one], opset, style=style, shapes=shapes, constants=stored)
     return in_standard_ops(model) if place == "standard ops" else model, fed
+
+
+def test_the_writer_of_bodies_keeps_names_apart_and_renames_inside_branches() -> None:
+    body = Body(Case(contract.QUANTIZE, {}, {}), opset=21)
+    assert [body.unique(name) for name in ("x", "x", "x_1", "x_1", "z_1", "z", "z")] == [
+        "x", "x_1", "x_1_1", "x_1_2", "z_1", "z", "z_2"
+    ]  # fmt: skip
+    value, branch = body("Abs", "X"), body.inner()
+    result = branch("Neg", value)
+    branches = dict.fromkeys(("then_branch", "else_branch"), branch.graph("branch", [], [(result, FLOAT, None)]))
+    body("If", "yes", **branches)
+    body.result(value, "elements")
+    assert [list(graph.g.node[0].input) for graph in body.nodes[1].attribute] == [["elements"]] * 2
 
 
 # --- Every op --------------------------------------------------------------------------------------------------------

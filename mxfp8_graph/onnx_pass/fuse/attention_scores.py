@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -209,13 +209,12 @@ def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
     q_value, k_value, v_value, mask, past_key, past_value, lengths = [*node.inputs, *[None] * 7][:7]
     outputs = (output if output.name else None for output in node.outputs[1:])
     present_key, present_value, products = [*outputs, *[None] * 3][:3]
-    precision = attribute(node, "softmax_precision", contract.FLOAT)
-    # MXFP8Attention has no such input, output or cap, and its softmax is in float32.
-    if lengths or products or attribute(node, "softcap", 0.0) or precision != contract.FLOAT:
+    # MXFP8Attention has no such input and output.
+    if lengths or products or not _means_the_same(node):
         return None
     if mask and (type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
         return None
-    is_causal = bool(attribute(node, "is_causal", 0))
+    is_causal = attribute(node, "is_causal", 0) == 1
     merged = shape_of_rank(q_value, 3) is not None
     if merged:
         q = _merged(q_value, attribute(node, "q_num_heads", 0))
@@ -238,6 +237,21 @@ def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
         q=q, k=k, v=v, masks=masks, scale=scale, nan_guard=True, is_causal=is_causal, result=node.outputs[0],
         inside=(node,), merged=merged,
     )  # fmt: skip
+
+
+def _means_the_same(node: ir.Node) -> bool:
+    """Whether MXFP8Attention has a setting for each attribute of an Attention."""
+    # For another integer than 0 and 1, ONNX Runtime reads the lowest 32 bits of is_causal.
+    meant: dict[str, tuple[Any, ...]] = {
+        "is_causal": (0, 1),
+        "softcap": (0.0,),
+        "softmax_precision": (contract.FLOAT,),
+        "left_window_size": (-1,),
+        "right_window_size": (-1,),
+    }
+    scale = attribute(node, "scale", 1.0)
+    settings = ((entry.value, meant.get(name)) for name, entry in node.attributes.items())
+    return 0 < scale < math.inf and all(values is None or value in values for value, values in settings)
 
 
 def _merged(value: _Value, count: int) -> Source | None:

@@ -7,7 +7,8 @@ runs, so this dialect cannot express dynamic activations.
 
 MXINT8 elements are integers times 2^-6. DequantizeLinear multiplies the integers, so its scales, stored as float32,
 include the 2^-6. A gemm of a stored INT8 matrix becomes MatMul(A, DequantizeLinear(B [K, N], axis = 0)), which ONNX
-Runtime 1.31 runs as one MatMulNBits (its qdq_selectors.cc). With [N, K] and a Transpose, it decodes B in every run.
+Runtime 1.31 runs as one MatMulNBits (its qdq_selectors.cc). With [N, K] and a Transpose, it decodes B in every run; a
+subgraph that reads B of an outer graph has that form.
 
 Quark's com.amd.quark.MXQuantizeDequantize(x), formerly com.vai.quantize.MXFixNeuron, quantizes and dequantizes at once.
 Its weights are stored as floats, so reading packs them; this form is not written. Scales are rounded down (OCP), and
@@ -165,6 +166,10 @@ def _write_product(edit: Edit, node: ir.Node) -> Nodes | None:
     """Returns MatMul(A, DequantizeLinear(B [K, N])) for a gemm of a stored INT8 matrix, or None for others."""
     gemm = gemm_of(node)
     if gemm is None or gemm.elements.dtype != INT8.onnx_dtype:
+        return None
+    if any(user.graph is not gemm.b.graph for user in (node, *gemm.b.consumers())):
+        # ONNX Runtime 1.31 refuses the form below: it looks for B in the graph of the MatMul only.
+        edit.note(f"{gemm.b.name}: a subgraph reads it, so ONNX Runtime decodes it at every run; nbits avoids that")
         return None
     exact = f"the session option session.qdq_matmulnbits_accuracy_level = 0 {UNROUNDED}"
     edit.note(f"ONNX Runtime 1.31 and later: {ROUNDED}; {exact}")
