@@ -36,6 +36,12 @@ STYLES: Final = {"folded": STYLE, "small": Style(folds_weights=False), "none": N
 """How function bodies are written, by the name of the option `bodies`."""
 
 
+def check_bodies(bodies: str) -> None:
+    """Raises ContractError unless `bodies` is one of `STYLES`."""
+    if bodies not in STYLES:
+        raise ContractError.unknown("bodies", bodies, STYLES)
+
+
 def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> None:
     """Adds function bodies for the nodes of a rewritten model, the import of their domain, and the record.
 
@@ -48,8 +54,7 @@ def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> 
         ContractError: there is no such style.
         RuntimeError: the names of the result are damaged, which is a defect of ours.
     """
-    if bodies not in STYLES:
-        raise ContractError.unknown("bodies", bodies, STYLES)
+    check_bodies(bodies)
     add_bodies(model, STYLES[bodies])
     model.opset_imports.setdefault(contract.DOMAIN, contract.VERSION)
     model.metadata_props.pop(provenance.BODIES_KEY, None)

@@ -46,6 +46,7 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
 
     Raises the errors of `mxfp8_graph.rewrite`.
     """
+    record.check_bodies(options.bodies)  # before the load, and also where an earlier rewrite has written the bodies
     reporter = Reporter(recipe=recipe, options=options)
     model = load(source)
     _refuse_foreign(model)
