@@ -37,7 +37,8 @@ int64_t wanted_blocks(const AttentionArgs& a, int64_t rows, int64_t threads) {
 // The keys of a part. The bits of the result depend on it, so it may depend on nothing but these sizes.
 int64_t part_keys(const AttentionArgs& a) {
   const int64_t total = a.past + a.keys, least = std::max(kPartKeys, kPartValues / std::max<int64_t>(1, a.d + a.dv));
-  return ceil_div(ceil_div(total, std::max<int64_t>(1, total / least)), kPartPad) * kPartPad;
+  const int64_t most = total / least, parts = most < 4 ? most : most / 4 * 4;  // 2 or 4 threads get equal shares
+  return ceil_div(ceil_div(total, std::max<int64_t>(1, parts)), kPartPad) * kPartPad;
 }
 
 // The tasks of an attention: each head of keys has `blocks` blocks of rows, and each block has `parts` tasks.
@@ -171,7 +172,8 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
   const AttentionTask first = split.at(args, 0);  // the largest task: its scratch memory fits every task
   const int64_t count = split.tasks, state = attention_state_kernels[kernels.column](args, first);
   const int64_t each = attention_scratch_kernels[kernels.column](args, first);
-  const auto most = int64_t(std::min(split.worth, double(parallel.threads * kTasksPerThread)));
+  auto most = int64_t(std::min(split.worth, double(parallel.threads * kTasksPerThread)));
+  if (most > parallel.threads) most -= most % parallel.threads;  // as many for each thread
   const int64_t runs = std::max<int64_t>(1, std::min(count, most));
   const Scratch scratch = scratch_of(runs * each);
   const Scratch states = scratch_of(split.parts == 1 ? 0 : count * state * int64_t(sizeof(float)));
