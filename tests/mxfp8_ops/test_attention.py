@@ -192,10 +192,21 @@ def test_the_kernel_takes_every_dtype(rows: int, dtype: str, activation_dtype: s
         check(kernel, case, activation_dtype, dtype=dtype)
 
 
-@looped("threads, rows", pairwise(threads=[1, 2, 7], rows=[1, 30]))
-def test_keys_are_split_where_heads_are_few(threads: int, rows: int, isa: str) -> None:
-    case = Case("split", batch=1, rows=rows, keys=rows, past=2100, q_heads=2, kv_heads=1, d=32, causal=True)
-    check(lambda operands, settings: cpu.attention(*operands, **settings, threads=threads), case)
+@looped("rows, activation_dtype", pairwise(rows=[1, 33], activation_dtype=ROUNDINGS))
+def test_threads_and_other_batches_change_no_bits(rows: int, activation_dtype: str | None, isa: str) -> None:
+    keys = rows + 3000  # several parts, which are tasks of their own with 8 threads
+    sizes = {"q_heads": 2, "kv_heads": 1, "d": 64, "dv": 64}
+    case = Case("split", rows=rows, keys=rows, past=3000, **sizes, mask=(2, 1, 1, keys), boolean=True, causal=True)
+    *operands, past = case.operands()
+    operands[3][0] = True
+    settings = {**case.settings, "activation_dtype": activation_dtype}
+    y = cpu.attention(*operands, past, threads=1, **settings)[0]
+    expected, bound = (f(*operands, past, **settings) for f in (reference.attention, reference.attention_error_bound))
+    assert_within(y, expected[0], bound)
+    for threads in (3, 8):
+        assert_same(cpu.attention(*operands, past, threads=threads, **settings)[0], y)
+    first = [x[:1] for x in operands[:3]]
+    assert_same(cpu.attention(*first, None, tuple(x[:1] for x in past), **settings)[0], y[:1])
 
 
 @looped("activation_dtype, size", pairwise(activation_dtype=ROUNDINGS, size=[1e-30, 1e-3, 30.0, 1e4]))

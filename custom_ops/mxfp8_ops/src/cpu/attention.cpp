@@ -1,8 +1,9 @@
 // MXFP8Attention: the split into tasks, which kernels/attention.cpp computes, and the presents.
 //
-// A task is one head of keys and up to kAttentionRows of the rows that share it. If there are fewer such tasks than
-// threads, as in generation, the keys are split too; each task then writes a state, and the states are merged. Each run
-// of tasks has its own scratch memory.
+// A task is one head of keys and up to about kTaskRows of the rows that share it. If there are fewer such tasks than
+// threads, as in generation, each part of the keys is a task; it writes a state, and the states are merged. Each run of
+// tasks has its own scratch memory. A part depends on the number of keys and the size of a head: with another number of
+// threads there are other tasks, and the same sums.
 #include "attention.h"
 
 #include <atomic>
@@ -17,30 +18,43 @@ namespace {
 
 constexpr int64_t kTaskProducts = 1 << 20;  // multiply-adds worth a task: 10 us
 constexpr int64_t kReadValues = 1 << 17;    // values of keys and values that a task reads for few rows: 10 us too
-constexpr int64_t kLeastKeys = 256;         // the fewest keys of a task
+constexpr int64_t kPartKeys = 256;          // the fewest keys of a part, if there are two
+constexpr int64_t kPartValues = 1 << 16;    // the fewest values too: a merge takes about 1% of their time
+constexpr int64_t kPartPad = 64;            // parts are multiples of it, so that blocks of keys are whole
+constexpr int64_t kTaskRows = 512;          // rows that share packed keys and values
 constexpr int64_t kLeastRows = 64;          // the fewest rows for which packing keys and values pays
 constexpr int64_t kTasksPerThread = 4;      // so that a delayed thread does not delay the call
+
+// The rows that share a head of keys.
+int64_t rows_of(const AttentionArgs& a) { return a.rows * (a.q_heads / a.kv_heads); }
 
 // The number of blocks of rows: two per thread, unless their rows would be too few to pay for packing.
 int64_t wanted_blocks(const AttentionArgs& a, int64_t rows, int64_t threads) {
   const int64_t for_threads = ceil_div(2 * threads, a.batch * a.kv_heads);
-  return std::max(ceil_div(rows, kAttentionRows), std::min(for_threads, ceil_div(rows, kLeastRows)));
+  return std::max(ceil_div(rows, kTaskRows), std::min(for_threads, ceil_div(rows, kLeastRows)));
 }
 
-// The tasks of an attention: each head of keys has `blocks` blocks of rows, and each block has `parts` parts of keys.
+// The keys of a part. The bits of the result depend on it, so it may depend on nothing but these sizes.
+int64_t part_keys(const AttentionArgs& a) {
+  const int64_t total = a.past + a.keys, least = std::max(kPartKeys, kPartValues / std::max<int64_t>(1, a.d + a.dv));
+  const int64_t most = total / least, parts = most < 4 ? most : most / 4 * 4;  // 2 or 4 threads get equal shares
+  return ceil_div(ceil_div(total, std::max<int64_t>(1, parts)), kPartPad) * kPartPad;
+}
+
+// The tasks of an attention: each head of keys has `blocks` blocks of rows, and each block has `parts` tasks.
 struct Split {
-  int64_t rows, each, blocks, total, parts, keys;
-  Split(const AttentionArgs& a, int threads)
-      : rows(a.rows * (a.q_heads / a.kv_heads)),
-        each(ceil_div(rows, wanted_blocks(a, rows, threads))),
-        blocks(ceil_div(rows, each)),
-        total(a.past + a.keys) {
-    const int64_t alone = a.batch * a.kv_heads * blocks;
-    parts = std::max<int64_t>(1, std::min(ceil_div(threads, alone), total / kLeastKeys));
-    keys = std::max<int64_t>(1, ceil_div(total, parts));
-    parts = std::max<int64_t>(1, ceil_div(total, keys));
+  int64_t rows, each, blocks, total, parts, keys, tasks;
+  double worth;  // the number of tasks that are long enough
+  Split(const AttentionArgs& a, int64_t group, int threads) : rows(rows_of(a)), total(a.past + a.keys) {
+    each = std::min(rows, ceil_div(ceil_div(rows, wanted_blocks(a, rows, threads)), group) * group);
+    blocks = ceil_div(rows, each);
+    tasks = a.batch * a.kv_heads * blocks;
+    const double values = double(tasks) * double(total) * double(a.d + a.dv);
+    worth = values * std::max(1.0 / kReadValues, double(each) / kTaskProducts);
+    parts = tasks < threads && worth >= 2 && total > 0 ? ceil_div(total, a.part) : 1;
+    keys = parts == 1 ? total : a.part;
+    tasks *= parts;
   }
-  int64_t count(const AttentionArgs& a) const { return a.batch * a.kv_heads * blocks * parts; }
   AttentionTask at(const AttentionArgs& a, int64_t index) const {
     const int64_t part = index % parts, block = index / parts % blocks, head = index / parts / blocks;
     return {head / a.kv_heads, head % a.kv_heads,
@@ -153,13 +167,13 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
     });
   }
   simplify_mask(parallel, &args);
-  const Split split(args, parallel.threads);
+  args.part = part_keys(args);
+  const Split split(args, attention_group_kernels[kernels.column](args), parallel.threads);
   const AttentionTask first = split.at(args, 0);  // the largest task: its scratch memory fits every task
-  const int64_t count = split.count(args), state = attention_state_kernels[kernels.column](args, first);
+  const int64_t count = split.tasks, state = attention_state_kernels[kernels.column](args, first);
   const int64_t each = attention_scratch_kernels[kernels.column](args, first);
-  const double values = double(count) * double(split.keys) * double(args.d + args.dv);
-  const double worth = values * std::max(1.0 / kReadValues, double(split.each) / kTaskProducts);
-  const auto most = int64_t(std::min(worth, double(parallel.threads * kTasksPerThread)));
+  auto most = int64_t(std::min(split.worth, double(parallel.threads * kTasksPerThread)));
+  if (most > parallel.threads) most -= most % parallel.threads;  // as many for each thread
   const int64_t runs = std::max<int64_t>(1, std::min(count, most));
   const Scratch scratch = scratch_of(runs * each);
   const Scratch states = scratch_of(split.parts == 1 ? 0 : count * state * int64_t(sizeof(float)));
@@ -177,7 +191,7 @@ void attention(const Kernels& kernels, const Parallel& parallel, AttentionArgs a
   if (split.parts == 1) return;
   parallel_for(parallel, count / split.parts, [&](int64_t block) {
     const AttentionTask task = split.at(args, block * split.parts);
-    attention_merge_kernels[kernels.column](args, task, state_of + block * split.parts * state, split.parts);
+    attention_merge_kernels[kernels.column](args, task, state_of + block * split.parts * state, split.parts, state);
   });
 }
 

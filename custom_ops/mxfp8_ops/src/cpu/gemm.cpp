@@ -54,7 +54,9 @@ const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t r
     if (enough_for_panels(kernels, *next, rows)) return next;
     next = kernels.gemms;
   }
-  const auto fits = [&](const GemmRow& row) { return rows >= row.least_rows && rows <= row.most_rows; };
+  const auto fits = [&](const GemmRow& row) {
+    return rows >= row.least_rows && rows <= (args.k < kShortK ? row.most_short_rows : row.most_rows);
+  };
   while (!fits(*next) || !takes(kernels, args, *next)) ++next;  // ends at the last row, which takes all operands
   return next;
 }

@@ -10,6 +10,8 @@ constexpr int64_t kAmxStripRows =
 constexpr int64_t kSkinnyRows = 16;  // the most rows of A for which B is decoded in registers
 // Up to this number of rows, gemm_skinny_f32 adds lanes in less time than other kernels need to turn B, as measured.
 constexpr int64_t kFewRowsAvx2 = 11, kFewRowsAvx512 = 8;
+// The same where K is below kShortK: lanes are added once for each row of B, however short it is.
+constexpr int64_t kShortK = 512, kShortRowsAvx2 = 6;
 constexpr int64_t kFewRowsNeon = 4;    // for gemm_skinny_half instead of BFMMLA, as llvm-mca predicts
 constexpr int64_t kRowsAsTheyLie = 2;  // up to this number of rows, a B that is not constant is read without turning
 constexpr int64_t kGemmColumns = 64;   // columns of one accumulator strip
@@ -88,11 +90,13 @@ struct GemmKernel {
   constexpr GemmKernel NAME = {#NAME,           TILE_ROWS,          VALUE_BYTES,       NAME##_pack, \
                                NAME##_multiply, NAME##_panel_bytes, NAME##_make_panels}
 
-// A row of an instruction set's table: its kernel takes these values, in strips of `least_rows` to `most_rows` rows.
+// A row of an instruction set's table: its kernel takes these values, in strips of `least_rows` to `most_rows` rows, or
+// to `most_short_rows` rows where K is below kShortK.
 struct GemmRow {
   Values values;
   int64_t least_rows, most_rows;
   const GemmKernel* kernel;
+  int64_t most_short_rows = most_rows;
 };
 
 // The kernel that multiplies these operands with panels of a constant weight; null if none does for args.m rows.

@@ -24,7 +24,7 @@ namespace avx2 {
 extern const GemmKernel gemm_skinny_f32, gemm_f32, gemm_int8;
 constexpr GemmRow gemms[] = {
     {Values::kInt8, kRowsAsTheyLie + 1, kGemmRows, &gemm_int8},
-    {Values::kOther, 1, kFewRowsAvx2, &gemm_skinny_f32},
+    {Values::kOther, 1, kFewRowsAvx2, &gemm_skinny_f32, kShortRowsAvx2},
     {Values::kAny, 1, kGemmRows, &gemm_f32},
 };
 MXFP8_ISA_TABLE("avx2", 1, gemms, false, kGemmRows)
@@ -35,7 +35,7 @@ extern const GemmKernel gemm_int16, gemm_int8, gemm_skinny_int8;
 constexpr GemmRow gemms[] = {
     {Values::kInt8, 1, kRowsAsTheyLie, &gemm_skinny_int8},
     {Values::kInt8, 1, kGemmRows, &gemm_int8},
-    {Values::kOther, 1, kFewRowsAvx2, &avx2::gemm_skinny_f32},
+    {Values::kOther, 1, kFewRowsAvx2, &avx2::gemm_skinny_f32, kShortRowsAvx2},
     {Values::kE4M3, kFewRowsAvx2 + 1, kGemmRows, &gemm_int16},
     {Values::kAny, 1, kGemmRows, &avx2::gemm_f32},
 };

@@ -1,9 +1,9 @@
 // MXFP8Attention: attention.attention, in float32; attention_bf16.h has the engines that round to bfloat16 first.
 //
 // q [B, S, Hq * D], k [B, T, Hkv * D], v [B, T, Hkv * Dv], pasts [B, Hkv, P, ...]: read where they lie; y
-// [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of kAttentionRows of the G * S rows that share keys, and, where
-// those are few, over keys. Bytes moved: q, k, v, the past and y once, keys and values once more per further block of
-// rows. Multiply-adds: B * Hq * S * (P + T) * (D + Dv), half of them if causal; exponentials: B * Hq * S * (P + T).
+// [B, S, Hq * Dv]. Work is split over B, Hkv, blocks of the G * S rows that share keys, and, where those are few, over
+// keys. Bytes moved: q, k, v, the past and y once, keys and values once more per further block of rows. Multiply-adds:
+// B * Hq * S * (P + T) * (D + Dv), half of them if causal; exponentials: B * Hq * S * (P + T).
 //
 // Many rows: keys are packed transposed, so that lanes are keys in one product and values in the other; one function
 // computes both. Few rows, as in generation: keys and values are read in place, once, with lanes along D.
@@ -20,7 +20,7 @@ namespace {
 
 class ManyRows {
  public:
-  static constexpr int64_t kKeys = 128, kRows = 24;
+  static constexpr int64_t kKeys = 128, kRows = 24, kRowPad = 1;
 
   ManyRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), dv_(padded(args.dv, kAttentionPad)), rows_(task.row_end - task.row_begin) {
@@ -30,7 +30,7 @@ class ManyRows {
     step_ = room->take<float>(kStep * a_.d);
     products_ = room->take<float>(kRows * kKeys);
   }
-  void begin(const Running&) {
+  void begin() {
     for_queries(a_, t_, [&](Source from, int64_t i, int64_t rows) {
       load_rows(a_, from, rows, a_.d, queries_ + i * a_.d, a_.d, a_.rounds);
     });
@@ -67,7 +67,7 @@ class ManyRows {
 
 class FewRows {
  public:
-  static constexpr int64_t kKeys = kFewKeys, kRows = kFewRows;
+  static constexpr int64_t kKeys = kFewKeys, kRows = kFewRows, kRowPad = 1;
 
   FewRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), d_(padded(args.d, kAttentionPad)), dv_(padded(args.dv, kAttentionPad)) {
@@ -76,7 +76,7 @@ class FewRows {
     key_room_ = room->take<float>(kKeys * d_);
     value_room_ = room->take<float>(kKeys * dv_);
   }
-  void begin(const Running&) {
+  void begin() {
     for_queries(a_, t_, [&](Source from, int64_t i, int64_t rows) {
       load_rows(a_, from, rows, a_.d, queries_ + i * d_, d_, a_.rounds);
     });
@@ -153,10 +153,10 @@ void store_rows(const AttentionArgs& a, const AttentionTask& t, const Running& r
 
 template <class Engine>
 MXFP8_NOINLINE void run(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Room room,
-                        const Running& running) {
+                        const Running& running, const Running& part) {
   Engine engine(a, t, &room);
-  engine.begin(running);
-  attend(a, t, next, engine, running);
+  engine.begin();
+  attend_parts(a, t, next, engine, running, part);
 }
 
 template <class Engine>
@@ -165,62 +165,67 @@ int64_t bytes(const AttentionArgs& a, const AttentionTask& t, Room room) {
   return int64_t(room.next);
 }
 
-bool are_few(const AttentionTask& t) { return t.row_end - t.row_begin <= kFewRows; }
+// By the rows of the call, not of a task: the engine sets the order of the sums.
+bool are_few(const AttentionArgs& a) { return a.rows * (a.q_heads / a.kv_heads) <= kFewRows; }
+
+int64_t state_of(const AttentionArgs& a, const AttentionTask& t) {
+  return padded(t.row_end - t.row_begin, kAttentionRowPad) * (2 + padded(a.dv, kAttentionPad));
+}
+
+// Memory for the state of one more part, if the task has several.
+float* take_part(const AttentionArgs& a, const AttentionTask& t, Room* room) {
+  return room->take<float>(t.key_end - t.key_begin > a.part ? state_of(a, t) : 0);
+}
 
 }  // namespace
 
-int64_t attention_state(const AttentionArgs& args, const AttentionTask& task) {
-  const int64_t rows = padded(task.row_end - task.row_begin, kAttentionRowPad);
-  return rows * (2 + padded(args.dv, kAttentionPad));
+int64_t attention_state(const AttentionArgs& args, const AttentionTask& task) { return state_of(args, task); }
+
+int64_t attention_group([[maybe_unused]] const AttentionArgs& args) {
+#if defined(__AVX512BF16__)
+  if (args.rounds) return PairRows::kRows;
+#endif
+  return ManyRows::kRows;
 }
 
 int64_t attention_scratch(const AttentionArgs& args, const AttentionTask& task) {
   Room room{0};
-  room.take<float>(attention_state(args, task));
+  room.take<float>(state_of(args, task));
+  take_part(args, task, &room);
 #if defined(__AVX512BF16__)
-  if (args.rounds) return are_few(task) ? bytes<FewPairRows>(args, task, room) : bytes<PairRows>(args, task, room);
+  if (args.rounds) return are_few(args) ? bytes<FewPairRows>(args, task, room) : bytes<PairRows>(args, task, room);
 #endif
-  if (are_few(task)) return bytes<FewRows>(args, task, room);
+  if (are_few(args)) return bytes<FewRows>(args, task, room);
   return bytes<ManyRows>(args, task, room);
 }
 
 void attention(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, void* scratch,
                float* state) {
   Room room{reinterpret_cast<uintptr_t>(scratch)};
-  float* own = room.take<float>(attention_state(args, task));
-  const Running running = running_in(task.row_end - task.row_begin, state == nullptr ? own : state);
-  const bool few = are_few(task);
+  float* own = room.take<float>(state_of(args, task));
+  const int64_t rows = task.row_end - task.row_begin;
+  const Running running = running_in(rows, state == nullptr ? own : state);
+  const Running part = running_in(rows, take_part(args, task, &room));
+  const bool few = are_few(args);
 #if defined(__AVX512BF16__)
   if (args.rounds) {
-    few ? run<FewPairRows>(args, task, next, room, running) : run<PairRows>(args, task, next, room, running);
+    few ? run<FewPairRows>(args, task, next, room, running, part)
+        : run<PairRows>(args, task, next, room, running, part);
   } else
 #endif
   {
-    few ? run<FewRows>(args, task, next, room, running) : run<ManyRows>(args, task, next, room, running);
+    few ? run<FewRows>(args, task, next, room, running, part) : run<ManyRows>(args, task, next, room, running, part);
   }
   if (state == nullptr) store_rows(args, task, running);
 }
 
-void attention_merge(const AttentionArgs& args, const AttentionTask& task, float* states, int64_t count) {
-  const Scaling scaling(args);
-  const int64_t rows = task.row_end - task.row_begin, dv = padded(args.dv, kAttentionPad);
+void attention_merge(const AttentionArgs& args, const AttentionTask& task, float* states, int64_t count,
+                     int64_t distance) {
+  const int64_t rows = task.row_end - task.row_begin;
   const Running first = running_in(rows, states);
-  for (int64_t part = 1; part < count; ++part) {
-    const Running other = running_in(rows, states + part * attention_state(args, task));
-    for (int64_t i = 0; i < rows; ++i) {
-      const float a = first.highest[i], b = other.highest[i], now = a > b ? a : b;
-      if (now == -__builtin_inff()) {  // neither has a score, or all are NaN
-        first.sum[i] += other.sum[i];
-        continue;
-      }
-      const float shrink = exp2_of((a - now) * scaling.multiplier), add = exp2_of((b - now) * scaling.multiplier);
-      first.highest[i] = now;
-      first.sum[i] = first.sum[i] * shrink + other.sum[i] * add;
-      for (int64_t j = 0; j < dv; j += kLanes) {
-        float* out = first.out + i * dv + j;
-        store(out, multiply_add(load(other.out + i * dv + j), all_of(add), load(out) * shrink));
-      }
-    }
+  for (int64_t i = 1; i < count; ++i) {
+    const Running part = running_in(rows, states + i * distance);
+    merge_part(rows, padded(args.dv, kAttentionPad), first, part);
   }
   store_rows(args, task, first);
 }

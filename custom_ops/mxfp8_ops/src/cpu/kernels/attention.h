@@ -1,12 +1,12 @@
 // Shared by the kernels of MXFP8Attention: where rows lie, the exponential, and the loop over blocks of keys.
 //
-// A task is a range of keys and a block of the rows of one head of keys. The rows of a head of keys are those of the G
-// query heads that share it, S rows each, one after the other. A task goes through the keys kKeys at a time. Per row it
-// keeps the highest score so far, the sum of the weights and the sum of the weighted values. Both sums take the highest
-// score as 0: a higher score scales them down. Nothing of the size S x T is ever in memory.
+// A task is parts of the keys and a block of the rows of one head of keys. The rows of a head of keys are those of the
+// G query heads that share it, S rows each, one after the other. A task goes through the keys of a part kKeys at a
+// time. Per row it keeps the highest score so far, the sum of the weights and the sum of the weighted values. Both sums
+// take the highest score as 0: a higher score scales them down. Nothing of the size S x T is ever in memory.
 //
-// An engine packs keys and values, multiplies queries with keys, and weights with values. attention.cpp has the engines
-// of float32, attention_bf16.h has the engines of bfloat16.
+// The bits of a row do not depend on other rows, only on whether these are few: keys that other rows see add zeros to
+// its sums, and a mask that adds 0 changes no score.
 #pragma once
 #include "../attention.h"
 #include "codec.h"
@@ -14,7 +14,7 @@
 
 namespace mxfp8::MXFP8_ISA {
 
-constexpr int64_t kFewRows = 8, kFewKeys = 64;  // of engines that read keys and values where they are
+constexpr int64_t kFewRows = kAttentionFewRows, kFewKeys = 64;  // of engines that read keys and values in place
 constexpr float kLog2e = 1.44269504f;
 
 MXFP8_INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -149,7 +149,7 @@ struct RunningRow {
   float *highest, *sum, *out;
 };
 
-// The state of a task: its rows, after the keys so far.
+// The state of a task: its rows, after the keys of the part so far.
 struct Running {
   float* highest;  // [rows], of scores as the engine gives them
   float* sum;      // [rows], of weights
@@ -190,33 +190,33 @@ MXFP8_NOINLINE void load_mask(const AttentionArgs& a, const AttentionTask& t, Ro
   for (int64_t j = count; j < padded(count, kLanes); ++j) to[j] = 0;
 }
 
-// How scores become exponents of two: score = factor * product + mask; weight = 2^(multiplier * (score - highest)).
-// Without a mask the factor goes into the multiplier.
+// How products become weights: score = scale * product + mask; weight = e^(score - highest). Without a mask, the
+// product is multiplied by `late` where its weight is computed, which saves a pass. Otherwise `late` is 1.
 struct Scaling {
-  float factor, multiplier;
-  explicit Scaling(const AttentionArgs& a) : factor(a.scale), multiplier(kLog2e) {
-    if (a.mask == nullptr && a.scale > 0) factor = 1, multiplier = a.scale * kLog2e;
+  float early, late;
+  explicit Scaling(const AttentionArgs& a) : early(a.scale), late(1) {
+    if (a.mask == nullptr && a.scale > 0) early = 1, late = a.scale;
   }
 };
 
-// Turns products of one row into scores, in place, with -Inf for keys from `seen` on up to a whole vector. Returns the
-// highest score, or -Inf if all are NaN.
+// Turns products of one row into scores / late, in place, with -Inf for keys from `seen` on up to a whole vector.
+// Returns the highest score, or -Inf if all are NaN.
 MXFP8_INLINE float score_row(const Scaling& scaling, float* products, const float* mask, int64_t seen) {
   if (mask != nullptr) {
     for (int64_t j = 0; j < seen; j += kLanes) {
-      store(products + j, multiply_add(load(products + j), all_of(scaling.factor), load(mask + j)));
+      store(products + j, multiply_add(load(products + j), all_of(scaling.early), load(mask + j)));
     }
-  } else if (scaling.factor != 1) {
-    for (int64_t j = 0; j < seen; j += kLanes) store(products + j, load(products + j) * scaling.factor);
+  } else if (scaling.early != 1) {
+    for (int64_t j = 0; j < seen; j += kLanes) store(products + j, load(products + j) * scaling.early);
   }
   for (int64_t j = seen; j < padded(seen, kLanes); ++j) products[j] = -__builtin_inff();
   Vec top = all_of(-__builtin_inff());
   for (int64_t j = 0; j < seen; j += kLanes) top = larger(load(products + j), top);
-  return highest_lane(top);
+  return highest_lane(top) * scaling.late;
 }
 
-// Turns scores [count] of one row, of which `highest` is the highest, into weights; `write(j, weights)` takes them.
-// Keys from `seen` on have no weight. The row's running sums are scaled to the new highest score.
+// Turns scores / late [count] of one row, of which `highest` is the highest score, into weights; `write(j, weights)`
+// takes them. Keys from `seen` on have no weight. The row's running sums are scaled to the new highest score.
 template <class Write>
 MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t seen, int64_t count, float block,
                         RunningRow row, int64_t dv, const Write& write) {
@@ -225,7 +225,7 @@ MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t see
   if (now == -__builtin_inff()) {  // nothing seen, or NaN alone, which must show
     Vec nan = zero();
     for (; j < seen; j += kLanes) {
-      const Vec score = load(scores + j), weight = score == score ? zero() : score;
+      const Vec score = load(scores + j) * scaling.late, weight = score == score ? zero() : score;
       nan += weight;
       write(j, weight);
     }
@@ -233,15 +233,17 @@ MXFP8_INLINE void weigh(const Scaling& scaling, const float* scores, int64_t see
   } else {
     Vec total = zero();
     for (; j < seen; j += kLanes) {
-      const Vec weight = exp2_of((load(scores + j) - now) * scaling.multiplier);
+      const Vec weight = exp2_of((load(scores + j) * scaling.late - now) * kLog2e);
       total += weight;
       write(j, weight);
     }
     if (now != before) {
-      const float shrink = before == -__builtin_inff() ? 0.0f : exp2_of((before - now) * scaling.multiplier);
       *row.highest = now;
-      *row.sum *= shrink;
-      for (int64_t i = 0; i < dv; i += kLanes) store(row.out + i, load(row.out + i) * shrink);
+      if (before != -__builtin_inff()) {  // otherwise the sums are 0 or NaN
+        const float shrink = exp2_of((before - now) * kLog2e);
+        *row.sum *= shrink;
+        for (int64_t i = 0; i < dv; i += kLanes) store(row.out + i, load(row.out + i) * shrink);
+      }
     }
     *row.sum += sum_of_lanes(total);
   }
@@ -256,6 +258,7 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, int64_t row, int64_t key_e
 // The same of rows first..first + count - 1 of a task.
 MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, int64_t first, int64_t count,
                               int64_t key_end) {
+  if (!a.causal) return key_end;
   const RowPlace begin = place_of(a, t, first), last = place_of(a, t, first + count - 1);
   return seen_end(a, begin.head == last.head ? last.row : a.rows - 1, key_end);
 }
@@ -306,7 +309,8 @@ MXFP8_INLINE int64_t keys_from(const AttentionArgs& a, int64_t key, int64_t key_
   return least_of(Engine::kKeys, end - key);
 }
 
-// Goes through the keys of a task; `next`, if it is not null, is the task after it.
+// Goes through the keys of one part, all of which a row of the task sees; `next`, if it is not null, is the task after
+// it.
 template <class Engine>
 MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next, Engine& engine,
                          const Running& running) {
@@ -317,8 +321,8 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const A
   float highest[Engine::kRows];
   int64_t seen[Engine::kRows];
   for (int64_t i = 0; i < rows; ++i) running.highest[i] = -__builtin_inff(), running.sum[i] = 0;
-  std::memset(running.out, 0, size_t(rows * dv) * sizeof(float));
-  const int64_t key_end = seen_end(a, t, 0, rows, t.key_end);
+  std::memset(running.out, 0, size_t(padded(rows, Engine::kRowPad) * dv) * sizeof(float));
+  const int64_t key_end = t.key_end;
   Ahead ahead(a, rows);
   for (int64_t key = t.key_begin, count = 0; key < key_end; key += count) {
     count = keys_from<Engine>(a, key, key_end);
@@ -351,6 +355,43 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const A
       engine.add(row, these, used, running.out + row * dv);
     }
   }
+}
+
+// Adds the sums of a later part to those of `first`. Rows that see nothing of that part do not change.
+MXFP8_INLINE void merge_part(int64_t rows, int64_t dv, const Running& first, const Running& part) {
+  for (int64_t row = 0; row < rows; row += kLanes) {  // states have room for whole vectors of rows
+    const Vec a = load(first.highest + row), b = load(part.highest + row), now = a > b ? a : b;
+    const Vec none = all_of(-__builtin_inff());  // neither has a score, or all are NaN
+    float shrink[kLanes], add[kLanes];
+    store(shrink, now == none ? all_of(1) : exp2_of((a - now) * kLog2e));
+    store(add, now == none ? all_of(1) : exp2_of((b - now) * kLog2e));
+    for (int64_t i = row; i < least_of(rows, row + kLanes); ++i) {
+      if (part.sum[i] == 0) continue;
+      const float old_share = shrink[i - row], share = add[i - row];
+      first.sum[i] = first.sum[i] * old_share + part.sum[i] * share;
+      for (int64_t j = i * dv; j < (i + 1) * dv; j += kLanes) {
+        store(first.out + j, multiply_add(load(part.out + j), all_of(share), load(first.out + j) * old_share));
+      }
+    }
+    store(first.highest + row, now);
+  }
+}
+
+// Goes through all parts of the keys of a task, up to the last key that a row sees. `part` is memory for the state of
+// one.
+template <class Engine>
+MXFP8_INLINE void attend_parts(const AttentionArgs& a, const AttentionTask& t, const AttentionTask* next,
+                               Engine& engine, const Running& running, const Running& part) {
+  const int64_t rows = t.row_end - t.row_begin, end = seen_end(a, t, 0, rows, t.key_end);
+  AttentionTask now = t, after = t;
+  do {
+    now.key_end = least_of(end, now.key_begin + a.part);
+    after.key_begin = now.key_end, after.key_end = least_of(end, now.key_end + a.part);
+    const bool first = now.key_begin == t.key_begin;
+    attend(a, now, now.key_end < end ? &after : next, engine, first ? running : part);
+    if (!first) merge_part(rows, padded(a.dv, kAttentionPad), running, part);
+    now.key_begin = now.key_end;
+  } while (now.key_end < end);
 }
 
 }  // namespace mxfp8::MXFP8_ISA

@@ -79,9 +79,9 @@ struct SourcePairs {
 class PairRows {
  public:
 #if defined(__AMX_BF16__)
-  static constexpr int64_t kKeys = 128, kRows = 2 * kAmxRows;
+  static constexpr int64_t kKeys = 128, kRows = 2 * kAmxRows, kRowPad = kRows;
 #else
-  static constexpr int64_t kKeys = 256, kRows = 2 * kTileRows;
+  static constexpr int64_t kKeys = 256, kRows = 2 * kTileRows, kRowPad = 1;
 #endif
 
   PairRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
@@ -98,7 +98,7 @@ class PairRows {
     weights_ = room->take<float>(kRows * kKeys / 2);
   }
 
-  void begin([[maybe_unused]] const Running& running) {
+  void begin() {
     for_queries(a_, t_,
                 [&](Source from, int64_t i, int64_t rows) { narrow_rows(a_, from, rows, d_, queries_ + i * d_ / 2); });
 #if defined(__AMX_BF16__)  // tiles have 32 rows, always
@@ -106,7 +106,6 @@ class PairRows {
     const int64_t more = padded(rows_, kRows) - rows_;
     std::memset(queries_ + rows_ * d_ / 2, 0, size_t(more * d_ / 2) * sizeof *queries_);
     std::memset(weights_, 0, size_t(kRows * kKeys / 2) * sizeof *weights_);
-    std::memset(running.out + rows_ * dv_, 0, size_t(more * dv_) * sizeof(float));
 #endif
   }
 
@@ -216,7 +215,7 @@ class PairRows {
 // Few rows: keys and values are narrowed in registers.
 class FewPairRows {
  public:
-  static constexpr int64_t kKeys = kFewKeys, kRows = kFewRows;
+  static constexpr int64_t kKeys = kFewKeys, kRows = kFewRows, kRowPad = 1;
 
   FewPairRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), d_(padded(args.d, 32)), dv_(padded(args.dv, kAttentionPad)) {
@@ -224,7 +223,7 @@ class FewPairRows {
     products_ = room->take<float>(kRows * kKeys);
     weights_ = room->take<float>(kRows * kKeys / 2);
   }
-  void begin(const Running&) {
+  void begin() {
     for_queries(a_, t_,
                 [&](Source from, int64_t i, int64_t rows) { narrow_rows(a_, from, rows, d_, queries_ + i * d_ / 2); });
   }

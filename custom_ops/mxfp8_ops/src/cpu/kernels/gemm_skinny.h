@@ -55,6 +55,7 @@ struct Pass {
   int64_t next_elements, next_scales;  // distance from a row to the next
   int64_t count;
   int64_t ahead, ahead_scales;  // distance to what to fetch
+  int64_t readable_scales;      // from `scales` to the end of the array: those of later rows follow
 };
 
 // Calls dot(Columns<C>, Pass, sums) for every column of `work`, C at a time. dot adds R sums for each column to `sums`,
@@ -67,10 +68,10 @@ MXFP8_INLINE void for_each_column(const Work<T>& work, const Dot& dot) {
   const GemmArgs& args = work.args;
   const int64_t blocks = blocks_of(args.k);
   const auto call = [&](auto columns, int64_t j) MXFP8_INLINE_LAMBDA {
-    const int64_t column = work.column + j;
+    const int64_t column = work.column + j, scale = column * blocks + work.k / kBlock;
     return dot(columns,
-               Pass{args.b + column * args.k + work.k, args.b_scales + column * blocks + work.k / kBlock, args.k,
-                    blocks, work.count, (work.ahead + C - 1) * args.k, (work.ahead + C - 1) * blocks},
+               Pass{args.b + column * args.k + work.k, args.b_scales + scale, args.k, blocks, work.count,
+                    (work.ahead + C - 1) * args.k, (work.ahead + C - 1) * blocks, args.n * blocks - scale},
                work.sums + j * kSumRows);
   };
   for (int64_t j = 0; j < work.columns;) {

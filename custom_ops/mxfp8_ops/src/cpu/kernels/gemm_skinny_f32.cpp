@@ -33,16 +33,19 @@ typedef uint8_t Codes __attribute__((vector_size(16)));
 constexpr int64_t kCodes = sizeof(Codes);
 
 // Scales of `blocks` blocks, each with `offset` added to its exponent. False if a result is not a normal float.
-MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t blocks, int offset, float* scales) {
+// `readable` >= blocks: the codes from `codes` to the end of the array.
+MXFP8_INLINE bool convert_scales(const uint8_t* codes, int64_t blocks, int64_t readable, int offset, float* scales) {
   const int lowest = 1 - offset, highest = min_of(254 - offset, kScaleNan - 1);
   if (lowest > 255 || highest < 0) return false;
   const Codes low = Codes{} + uint8_t(lowest < 0 ? 0 : lowest), high = Codes{} + uint8_t(highest);
+  constexpr Codes order = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Codes below = low, above = high;
   for (int64_t i = 0; i < blocks; i += kCodes) {
     Codes some = low;  // absent blocks get a code that fits
-    if (blocks - i >= kCodes) {
+    if (__builtin_expect(readable - i >= kCodes, 1)) {
       std::memcpy(&some, codes + i, sizeof some);
-    } else {
+      if (blocks - i < kCodes) some = order < uint8_t(blocks - i) ? some : low;
+    } else {  // the end of the array: a load of bytes stored one by one takes long
       for (int64_t j = 0; j < blocks - i; ++j) some[j] = codes[i + j];
     }
     below = some < below ? some : below;
@@ -63,7 +66,7 @@ struct Plain {
 template <class F, int R>
 MXFP8_INLINE bool dot(const float* a, const Pass& pass, int offset, float* out) {
   alignas(64) float scales[kGroupBytes / int64_t(sizeof(float)) / kBlock + kCodes];
-  if (!convert_scales(pass.scales, blocks_of(pass.count), offset, scales)) return false;
+  if (!convert_scales(pass.scales, blocks_of(pass.count), pass.readable_scales, offset, scales)) return false;
   for (int64_t i = 0; i < blocks_of(pass.count); i += 64) __builtin_prefetch(pass.scales + pass.ahead_scales + i);
   Vec sums[R];
   for (int r = 0; r < R; ++r) sums[r] = zero();
