@@ -75,6 +75,18 @@ def test_the_error_of_int8_is_less_than_half_of_the_error_of_e4m3_and_both_mixed
     assert int8 < both < e4m3
 
 
+def test_a_text_has_the_same_vector_alone_and_in_any_batch() -> None:
+    """Fused attention and linears: no row's sums depend on other texts, odd ones included."""
+    rewritten, _ = mxfp8_graph.rewrite(b.attention_model(), "mxint8")
+    assert "MXFP8Attention" in {node.op_type for node in rewritten.graph.node}
+    session, x = Session(rewritten, kernels=True), oracle.normal(6, 20, 64)
+    x[1] *= 2.0**-90
+    x[2, :, :32] *= 2.0**50
+    together = session.run({"x": x})["y"]
+    for text, expected in zip(x, together, strict=True):
+        np.testing.assert_array_equal(session.run({"x": text[None]})["y"][0], expected)
+
+
 def test_a_program_and_its_export_agree(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module = torch.nn.Sequential(
