@@ -23,7 +23,8 @@ from mxfp8_ops.errors import BackendError, ShapeError
 PREPACK: Final = ("auto", "never", "decoded")
 """The copies of a constant weight that the library keeps beside it, in the order of mxfp8_ops.h.
 
-auto     its codes in the layout of the kernel: 1.03 bytes a value.
+auto     its codes in the layout of the kernel: 1.03 bytes a value; a small weight in float32, if the kernel multiplies
+         float32.
 never    none.
 decoded  bfloat16 numbers, if the kernel multiplies bfloat16: two bytes a value.
 """

@@ -123,14 +123,15 @@ def test_subnormal_products_are_not_flushed(isa, kind, m):
 
 @pytest.mark.parametrize("prepack", ["auto", "decoded"])
 def test_panels_are_what_is_multiplied(isa, prepack):
-    """Where there are any for E4M3: from the second call on, b is not read; a block of zeros does not change that."""
+    """From the second call on, b is not read; a block of zeros does not change that. Sets without panels of E4M3 have
+    some in float32 for a small weight, unless they multiply integers."""
     w = heavy_tailed((70, 640), 2)
     w[5, :32] = 0
     b, weight, y = numpy_nodes.quantize(w), native.ConstantWeight(prepack), []
     for m in (20, 20, 200):
         y.append(cpu.gemm(*numpy_nodes.quantize(heavy_tailed((m, 640), 1)), *b, weight=weight))
         b[0][:] = 0
-    assert [each.any() for each in y] == [True, *[isa in ("amx_bf16", "avx512_bf16", "neon_mm")] * 2]
+    assert [each.any() for each in y] == [True, *[isa not in ("avx2_vnni", "avx512_vnni")] * 2]
 
 
 @pytest.mark.parametrize("m", [3, 4, 5, 40])
@@ -205,7 +206,7 @@ def test_a_product_with_a_freed_weight_is_an_error():
 
 
 def test_rows_that_are_multiplied_with_panels(isa):
-    """Any number, but on AMX from four on: with fewer, b is read as it lies. Two sets have no panels for INT8."""
+    """Any number, but on AMX from four on: with fewer, b is read as it lies."""
     b, weight = weight_of((40, 96), "int8"), native.ConstantWeight()
 
     def gemms(m: int) -> tuple[str, ...]:
@@ -215,8 +216,7 @@ def test_rows_that_are_multiplied_with_panels(isa):
             return profile.calls()[-1].gemms
 
     kernel = gemms(20)
-    rows = {"amx_bf16": [4], "avx512": [], "portable": []}.get(isa, [1, 2, 3, 4])
-    assert [m for m in (1, 2, 3, 4) if gemms(m) == kernel] == rows
+    assert [m for m in (1, 2, 3, 4) if gemms(m) == kernel] == ([4] if isa == "amx_bf16" else [1, 2, 3, 4])
 
 
 def test_an_unknown_number_of_prepack_is_refused():

@@ -130,7 +130,8 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
 // ones read the copy. Weights of equal contents share one copy, which is freed with the last of them. Any number of
 // threads may use one weight.
 //
-// MXFP8_PREPACK_AUTO     copies the elements and scales, 1.03 bytes a value.
+// MXFP8_PREPACK_AUTO     copies the elements and scales, 1.03 bytes a value; where the kernel multiplies float32, it
+//                        copies a small weight, up to 512 KiB so, as float32.
 // MXFP8_PREPACK_NEVER    copies nothing: every gemm reads b.
 // MXFP8_PREPACK_DECODED  copies bfloat16 numbers, 2 bytes a value, where the kernel multiplies those; else as AUTO.
 //

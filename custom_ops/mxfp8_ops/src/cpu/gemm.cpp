@@ -18,6 +18,7 @@ constexpr int64_t kPackValues = 1 << 16;    // values of A that one task of a ge
 constexpr int64_t kPackedBytes = 8 << 20;   // bytes of A packed at a time
 constexpr int64_t kStripBytes = 1 << 20;    // the most bytes of a strip of more than kGemmRows rows
 constexpr int64_t kTasksPerThread = 4;      // so that a delayed thread does not delay the call
+constexpr int64_t kSmallPanelBytes = 1 << 19;          // panels in float32 up to this size stay in L2
 constexpr int64_t kColumnGranularity = kPanelColumns;  // columns of a task: whole panels, and whole cache lines of y
 
 // Rows of A, packed for the kernel that multiplies them.
@@ -45,6 +46,15 @@ bool enough_for_panels(const Kernels& kernels, const GemmRow& row, int64_t rows)
   return rows >= kernels.least_panel_rows || row.values == Values::kInt8;
 }
 
+// The kernel that keeps a small weight in float32: the one for many rows, if it takes any operands. Null for other
+// weights, and where another kernel is faster with many rows.
+const GemmKernel* kernel_of_small(const Kernels& kernels, const GemmArgs& args) {
+  const GemmRow* row = kernels.gemms;
+  while (row->most_rows < kGemmRows || !takes(kernels, args, *row)) ++row;
+  const bool small = row->values == Values::kAny && row->kernel->panel_bytes(args, false) <= kSmallPanelBytes;
+  return small ? row->kernel : nullptr;
+}
+
 // The next row of the table after `last`, or the first row if `last` is null, that takes these operands and this number
 // of rows. If the call has panels, and enough rows for them, the first is the row of their kernel.
 const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t rows, const GemmRow* last) {
@@ -54,7 +64,11 @@ const GemmRow* next_gemm(const Kernels& kernels, const GemmArgs& args, int64_t r
     if (enough_for_panels(kernels, *next, rows)) return next;
     next = kernels.gemms;
   }
+  const bool small = rows > kRowsAsTheyLie && kernel_of_small(kernels, args) != nullptr;
   const auto fits = [&](const GemmRow& row) {
+    // From three rows on, a small weight is multiplied by the kernel of its panels, also if it is not constant: so a
+    // copy changes no bits.
+    if (small && row.values == Values::kOther) return false;
     return rows >= row.least_rows && rows <= (args.k < kShortK ? row.most_short_rows : row.most_rows);
   };
   while (!fits(*next) || !takes(kernels, args, *next)) ++next;  // ends at the last row, which takes all operands
@@ -189,7 +203,7 @@ const GemmKernel* kernel_of_panels(const Kernels& kernels, const GemmArgs& args)
     const bool makes = row->kernel->make_panels != nullptr && enough_for_panels(kernels, *row, args.m);
     if (makes && takes(kernels, args, *row)) return row->kernel;
   }
-  return nullptr;
+  return kernel_of_small(kernels, args);
 }
 
 void gemm(const Kernels& kernels, const Parallel& parallel, GemmArgs args) {

@@ -5,7 +5,8 @@
 // small). Bytes moved: 1.03 N K (once per 256 rows of A) + 4 M K + the result.
 //
 // Layout: the lanes of a sum are columns of the result, so that all lanes have work with any number of rows, and sums
-// over K stay in their lanes. columns.h decodes B; values of A are broadcast.
+// over K stay in their lanes. columns.h decodes B; values of A are broadcast. Panels of a small constant weight are
+// decoded once: with few rows that takes longer than the products.
 #include "columns.h"
 
 namespace mxfp8::MXFP8_ISA {
@@ -31,6 +32,11 @@ MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t c
                         out + c * kDepth + k * kLanes);
     }
   }
+}
+
+// The decoded panel of `column` among the panels in `data`, from chunk `index` on.
+MXFP8_INLINE const float* panel_at(const GemmArgs& args, const void* data, int64_t column, int64_t index) {
+  return static_cast<const float*>(data) + (column * chunks_of(args.k, kDepth) + index * kPanel) * kDepth;
 }
 
 // Multiplies R rows of A, `depth` values each, with V registers of columns of a panel.
@@ -86,8 +92,8 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
   const auto* a = static_cast<const float*>(packed);
   const FloatTiles tiles{rows};
   const int64_t first = tiles.first_row(tile_begin), count = tiles.first_row(tile_end) - first;
-  alignas(64) float b[kPanel * kDepth];
-  const auto multiply_panel = [&](auto vectors, Chunk chunk, float* strip, bool accumulate) {
+  alignas(64) float decoded[kPanel * kDepth];
+  const auto multiply_panel = [&](auto vectors, const float* b, Chunk chunk, float* strip, bool accumulate) {
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       const float* from = a + tiles.offset(chunk, tile);
       float* to = strip + (tiles.first_row(tile) - first) * kGemmColumns;
@@ -101,17 +107,40 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
         args, row + first, count, column_begin, column_end, kDepth,
         [&](Chunk chunk, int64_t column, float* strip, bool accumulate) {
           const int64_t columns = min_of(kPanel, column_end - column);
-          const bool along_k = count * int64_t(sizeof(float)) <= kFewRowsBytes && chunk.k + kDepth < args.k;
-          decode_panel<decltype(format)>(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, b);
-          if (columns > kLanes) {
-            multiply_panel(Rows<kVectors>{}, chunk, strip, accumulate);
+          const float* b = decoded;
+          if (args.panels != nullptr) {
+            b = panel_at(args, args.panels->data, column, chunk.k / kDepth);
           } else {
-            multiply_panel(Rows<1>{}, chunk, strip, accumulate);
+            const bool along_k = count * int64_t(sizeof(float)) <= kFewRowsBytes && chunk.k + kDepth < args.k;
+            decode_panel<decltype(format)>(args, column, columns, chunk, along_k ? kDepth : kPanel * args.k, decoded);
+          }
+          if (columns > kLanes) {
+            multiply_panel(Rows<kVectors>{}, b, chunk, strip, accumulate);
+          } else {
+            multiply_panel(Rows<1>{}, b, chunk, strip, accumulate);
           }
         });
   });
 }
 
-MXFP8_GEMM_KERNEL(gemm_f32, kFloatRows, sizeof(float));
+int64_t gemm_f32_panel_bytes(const GemmArgs& args, bool) {
+  const int64_t columns = (args.n + kPanel - 1) / kPanel * kPanel;
+  return columns * chunks_of(args.k, kDepth) * kDepth * int64_t(sizeof(float));
+}
+
+int gemm_f32_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64_t column_end, void* data) {
+  with_format(args.b_format, [&](auto format) {
+    for (int64_t column = column_begin; column < column_end; column += kPanel) {
+      for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
+        auto* to = const_cast<float*>(panel_at(args, data, column, c));
+        decode_panel<decltype(format)>(args, column, min_of(kPanel, args.n - column),
+                                       chunk_at(args.k, kDepth, c, kBlock), 0, to);
+      }
+    }
+  });
+  return 0;
+}
+
+MXFP8_PANEL_KERNEL(gemm_f32, kFloatRows, sizeof(float));
 
 }  // namespace mxfp8::MXFP8_ISA
