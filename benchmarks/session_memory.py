@@ -1,6 +1,6 @@
-"""Claim: a session holds the packed weights once where they are in an external data file, and twice elsewhere.
+"""Claim: sessions share one copy of equal weights, and hold no other where those are in an external data file.
 
-Resident memory of a process with sessions of one model, 8 linears of 4096 x 4096 in `mxfp8`: after they are made,
+Resident memory of a process with sessions of one model, 8 linears of 4096 x 4096 in `mxint8`: after they are made,
 after a run with 16 rows, and after one with a single row, by the setting `prepack`. Floor: the bytes of the packed
 weights.
 """
@@ -21,7 +21,7 @@ from exports import linears
 from harness import options, publish
 
 import mxfp8_graph
-from mxfp8_graph import Recipe
+from mxfp8_graph import load_recipe
 from mxfp8_ops import native, ort
 
 LAYERS = 8
@@ -61,7 +61,7 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        packed, _ = mxfp8_graph.rewrite(linears(SIZE, SIZE, LAYERS), Recipe(output_projections=True))
+        packed, _ = mxfp8_graph.rewrite(linears(SIZE, SIZE, LAYERS), load_recipe("mxint8", output_projections=True))
         floor = sum(len(tensor.raw_data) for tensor in packed.graph.initializer) / 1e6
         for form, external in FORMS.items():
             path = str(Path(folder) / f"external-{external}.onnx")
