@@ -25,7 +25,7 @@ _KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: 
 _DTYPES: Final = frozenset(map(int, ir.DataType))
 
 _MOST_VALUES: Final = 1 << 59
-"""A tensor with more values, of 16 bytes at most, is too large for every machine."""
+"""A value has at most 16 bytes. No machine can hold a tensor of so many values."""
 
 
 def fields(proto: onnx.ModelProto, name: str) -> None:

@@ -135,7 +135,7 @@ KILLED = "error: mxfp8-graph: killed (SIGKILL), as systems do when memory runs o
         ),
         ("SIGKILL", 2, KILLED),
         ("SIGXCPU", 2, LIMIT),
-        ("SIGHUP", 129, "stopped by a signal: Hangup"),
+        ("SIGUSR1", 138, "stopped by a signal: User defined signal 1"),
         pytest.param(
             "SIGRTMIN + 3",
             165,

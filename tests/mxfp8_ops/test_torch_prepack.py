@@ -71,7 +71,7 @@ def test_torch_keeps_a_weight_that_is_read_twice_until_it_is_freed():
 
 @pytest.mark.parametrize("fmt", ["e4m3", "int8"])
 def test_torch_reads_scales_that_are_new_at_each_call(fmt):
-    """Their memory is that of the last call's scales, at the same version."""
+    """They get the memory of the last call's scales, with the same version."""
     x, (b, scales) = torch.from_numpy(heavy_tailed((5, 64), 1)), torch.ops.mxfp8.quantize(torch.randn(96, 64), -1, fmt)
     expected = torch.ops.mxfp8.weight_gemm(x, b, scales, None, fmt)
     for power in range(8):

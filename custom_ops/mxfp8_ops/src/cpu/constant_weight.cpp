@@ -106,7 +106,7 @@ void SharedPanels::make(bool decoded, const Parallel& parallel, const GemmArgs& 
   if (panels_.lowest == kNotExact) data_.reset();
 }
 
-// The owner keeps b in memory, so the addresses of the first call are those of the weight.
+// The owner keeps b and its scales in memory, so no other weight gets their addresses.
 bool ConstantWeight::is_of(const GemmArgs& args) const {
   return args.b == first_.b && args.b_scales == first_.b_scales && args.b_format == first_.b_format &&
          args.n == first_.n && args.k == first_.k;

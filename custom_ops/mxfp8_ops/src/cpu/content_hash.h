@@ -12,8 +12,8 @@ struct Digest {
   bool operator<(const Digest& other) const { return std::tie(high, low) < std::tie(other.high, other.low); }
 };
 
-// Two different arrays of equal size have the same digest with a probability below 2^-61, even if somebody has chosen
-// them to: the key of the hash is random, and another one in each process.
+// Two different arrays of equal size have the same digest with a probability below 2^-61. That holds for arrays that an
+// attacker chooses, too: each process has a random key.
 Digest content_hash(const Parallel&, const void* data, int64_t bytes);
 
 }  // namespace mxfp8
