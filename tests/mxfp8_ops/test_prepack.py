@@ -155,7 +155,9 @@ def test_a_row_of_int8_has_the_same_bits_alone_and_beside_any_rows(isa, threads)
     scales = rng.choice(np.array([127, 127, 0, 60, 180], np.uint8), (200, 35))
     scales[7], scales[9, 3] = 127, 255
     elements = rng.integers(-127, 128, (200, 1100)).astype(np.int8).view(np.uint8)
+    elements[11, 96:128], scales[11, 3] = 0x80, 254  # infinite, where a block of the weight is out of the range too
     b, weight = weight_of((70, 1100), "int8"), native.ConstantWeight()
+    b[0][33, 96:128] = 1
     b[1][33, 3], b[1][69, 19], b[0][5, :32], b[1][5, 0] = 0, 190, 0, 1
     with np.errstate(all="ignore"):
         expected = numpy_nodes.gemm(elements, scales, *b, a_format="int8", b_format="int8")
@@ -166,6 +168,7 @@ def test_a_row_of_int8_has_the_same_bits_alone_and_beside_any_rows(isa, threads)
     finite = np.isfinite(expected)
     assert_within(together[finite], expected[finite], bound[finite], "200 rows")
     assert_same(np.isnan(together[9]), np.ones(70, bool), "a row with a NaN scale")
+    assert together[11, 33] == expected[11, 33] == -np.inf
     for first, last in ((0, 1), (6, 9), (7, 8), (100, 165)):
         part = multiply(elements[first:last], scales[first:last], *b, weight=weight, threads=threads)
         assert_same(part, together[first:last], f"rows {first} to {last}")

@@ -1,11 +1,13 @@
-// Packs the panels of a constant weight at its first call, unless an equal weight has them, and then releases the pages
-// of its file.
+// Packs the panels of a constant weight at its first call, or takes those of an equal weight, and then releases the
+// pages of its file.
+//
+// Elements and scales are hashed in the pass that packs them, while they are in the cache. Only where the first slice
+// equals the first slice of other panels, the whole weight is hashed before.
 #include "constant_weight.h"
 
 #include <algorithm>
 #include <map>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "content_hash.h"
@@ -14,47 +16,34 @@
 namespace mxfp8 {
 namespace {
 
-// What panels are made of, and for.
+// What panels are for, and of: digests of elements and scales. A slice is kPanelColumns rows of b.
 struct Content {
-  Digest elements, scales;
   int format;
   int64_t n, k;
   const GemmKernel* kernel;
   bool decoded;
+  Digest first_slice, values;
 
-  bool operator<(const Content& other) const { return fields() < other.fields(); }
-
- private:
-  auto fields() const -> decltype(std::tie(elements, scales, format, n, k, kernel, decoded)) {
-    return std::tie(elements, scales, format, n, k, kernel, decoded);
+  auto begins() const { return std::tie(format, n, k, kernel, decoded, first_slice); }
+  bool operator<(const Content& other) const {
+    return std::tuple_cat(begins(), std::tie(values)) < std::tuple_cat(other.begins(), std::tie(other.values));
   }
 };
 
 }  // namespace
 
 // Panels, for as long as a weight uses them.
-class SharedPanels {
- public:
-  explicit SharedPanels(const Content& content) : content_(content) {}
+struct SharedPanels {
+  Content content = {};
+  Panels panels = {};
+  Scratch data;  // the memory of panels
+
   ~SharedPanels();
-  SharedPanels(const SharedPanels&) = delete;
-
-  // Packs the panels of these arguments, if no earlier call has. Null if there are none.
-  const Panels* panels(const Parallel&, const GemmArgs&);
-
- private:
-  void make(bool decoded, const Parallel&, const GemmArgs&);
-
-  const Content content_;
-  std::mutex making_;
-  bool ready_ = false;
-  Panels panels_ = {};
-  Scratch data_;  // the memory of panels_; null if there are none
 };
 
 namespace {
 
-// All panels of the process. Never destroyed: weights of other libraries may live longer than static objects.
+// The panels of the process. Never destroyed: weights of other libraries may live longer than static objects.
 struct Store {
   std::mutex mutex;
   std::map<Content, std::weak_ptr<SharedPanels>> panels;
@@ -64,46 +53,86 @@ Store& store() {
   return store;
 }
 
-std::shared_ptr<SharedPanels> shared_panels(const Content& content) {
+// The panels of this content, or null.
+std::shared_ptr<SharedPanels> known(const Content& content) {
   const std::lock_guard<std::mutex> lock(store().mutex);
-  std::weak_ptr<SharedPanels>& known = store().panels[content];
-  std::shared_ptr<SharedPanels> panels = known.lock();
-  if (panels == nullptr) known = panels = std::make_shared<SharedPanels>(content);
+  const auto each = store().panels.find(content);
+  return each == store().panels.end() ? nullptr : each->second.lock();
+}
+
+// Whether there are panels whose content begins as this does.
+bool knows_begin(const Content& content) {
+  const std::lock_guard<std::mutex> lock(store().mutex);
+  Content lowest = content;
+  lowest.values = {0, 0};
+  const auto each = store().panels.lower_bound(lowest);
+  return each != store().panels.end() && !(content.begins() < each->first.begins());
+}
+
+// Adds panels, or returns the equal ones that another thread has added meanwhile.
+std::shared_ptr<SharedPanels> add(const std::shared_ptr<SharedPanels>& made) {
+  const std::lock_guard<std::mutex> lock(store().mutex);
+  std::weak_ptr<SharedPanels>& slot = store().panels[made->content];
+  std::shared_ptr<SharedPanels> panels = slot.lock();
+  if (panels == nullptr) slot = panels = made;
   return panels;
+}
+
+// The slices of a weight, and their digests.
+struct Slices {
+  const GemmArgs& args;
+  std::vector<Digest> digests;
+
+  // The first hash of a process draws the key, which may throw: here, and not in a task.
+  explicit Slices(const GemmArgs& args) : args(args), digests(2 * size_t(count()), content_hash(nullptr, 0)) {}
+  int64_t count() const { return ceil_div(args.n, kPanelColumns); }
+  int64_t begin(int64_t slice) const { return slice * kPanelColumns; }
+  int64_t end(int64_t slice) const { return std::min(args.n, begin(slice) + kPanelColumns); }
+  void hash(int64_t slice) {
+    const int64_t rows = end(slice) - begin(slice), blocks = ceil_div(args.k, kBlock);
+    digests[size_t(2 * slice)] = content_hash(args.b + begin(slice) * args.k, rows * args.k);
+    digests[size_t(2 * slice + 1)] = content_hash(args.b_scales + begin(slice) * blocks, rows * blocks);
+  }
+  Digest of_first() const { return content_hash(digests.data(), 2 * int64_t(sizeof(Digest))); }
+  Digest of_all() const { return content_hash(digests.data(), int64_t(digests.size() * sizeof(Digest))); }
+};
+
+// Null if the kernel cannot hold the values, or if memory for panels is missing: gemms then read b.
+std::shared_ptr<SharedPanels> make_panels(const GemmKernel& kernel, bool decoded, const Parallel& parallel,
+                                          const GemmArgs& args) {
+  Slices slices(args);
+  slices.hash(0);
+  Content content = {args.b_format, args.n, args.k, &kernel, decoded, slices.of_first(), {}};
+  const bool hashes_before = knows_begin(content);
+  if (hashes_before) {
+    parallel_for(parallel, slices.count(), [&](int64_t slice) { slices.hash(slice); });
+    content.values = slices.of_all();
+    if (auto panels = known(content)) return panels;
+  }
+  auto made = std::make_shared<SharedPanels>();
+  const int64_t bytes = kernel.panel_bytes(args, decoded);
+  made->data.reset(::operator new(size_t(bytes), std::align_val_t{64}, std::nothrow));
+  if (made->data == nullptr) return nullptr;
+  use_large_pages(made->data.get(), bytes);
+  std::vector<int> lowest(size_t(slices.count()));
+  parallel_for(parallel, slices.count(), [&](int64_t slice) {
+    if (!hashes_before) slices.hash(slice);
+    lowest[size_t(slice)] = kernel.make_panels(args, decoded, slices.begin(slice), slices.end(slice), made->data.get());
+  });
+  made->panels = {&kernel, decoded, *std::min_element(lowest.begin(), lowest.end()), made->data.get()};
+  if (made->panels.lowest == kNotExact) return nullptr;
+  content.values = slices.of_all();
+  made->content = content;
+  return add(made);
 }
 
 }  // namespace
 
 SharedPanels::~SharedPanels() {
   const std::lock_guard<std::mutex> lock(store().mutex);
-  const auto each = store().panels.find(content_);
-  // Another thread may have made new panels of this content since the last owner of these let go.
+  const auto each = store().panels.find(content);
+  // Another thread may have added panels of this content since the last owner of these let go.
   if (each != store().panels.end() && each->second.expired()) store().panels.erase(each);
-}
-
-const Panels* SharedPanels::panels(const Parallel& parallel, const GemmArgs& args) {
-  const std::lock_guard<std::mutex> lock(making_);
-  if (!ready_) {
-    make(content_.decoded, parallel, args);
-    if (data_ == nullptr && content_.decoded) make(false, parallel, args);
-    ready_ = true;
-  }
-  return data_ == nullptr ? nullptr : &panels_;
-}
-
-// Leaves data_ null if the kernel cannot hold the values, or if memory for panels is missing: gemms then read b.
-void SharedPanels::make(bool decoded, const Parallel& parallel, const GemmArgs& args) {
-  const GemmKernel& kernel = *content_.kernel;
-  data_.reset(::operator new(size_t(kernel.panel_bytes(args, decoded)), std::align_val_t{64}, std::nothrow));
-  if (data_ == nullptr) return;
-  use_large_pages(data_.get(), kernel.panel_bytes(args, decoded));
-  std::vector<int> lowest(size_t(ceil_div(args.n, kPanelColumns)));
-  parallel_for(parallel, int64_t(lowest.size()), [&](int64_t task) {
-    const int64_t begin = task * kPanelColumns, end = std::min(args.n, begin + kPanelColumns);
-    lowest[size_t(task)] = kernel.make_panels(args, decoded, begin, end, data_.get());
-  });
-  panels_ = {&kernel, decoded, *std::min_element(lowest.begin(), lowest.end()), data_.get()};
-  if (panels_.lowest == kNotExact) data_.reset();
 }
 
 // The owner keeps b and its scales in memory, so no other weight gets their addresses.
@@ -121,16 +150,15 @@ const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& par
     // than later ones. This cannot deadlock, because no task calls a gemm.
     const std::lock_guard<std::mutex> lock(making_);
     if (!ready_.load(std::memory_order_relaxed)) {
-      const int64_t values = args.n * args.k, scales = args.n * ceil_div(args.k, kBlock);
-      shared_ = shared_panels({content_hash(parallel, args.b, values), content_hash(parallel, args.b_scales, scales),
-                               args.b_format, args.n, args.k, kernel, prepack_ == Prepack::kDecoded});
+      const bool decoded = prepack_ == Prepack::kDecoded;
+      shared_ = make_panels(*kernel, decoded, parallel, args);
+      if (shared_ == nullptr && decoded) shared_ = make_panels(*kernel, false, parallel, args);
+      if (shared_ != nullptr) release_mapped_file(args.b, args.n * args.k);
       first_ = args;
-      panels_ = shared_->panels(parallel, args);
-      if (panels_ != nullptr) release_mapped_file(args.b, values);
       ready_.store(true, std::memory_order_release);
     }
   }
-  return is_of(args) && panels_ != nullptr && kernel == panels_->kernel ? panels_ : nullptr;
+  return shared_ != nullptr && is_of(args) && kernel == shared_->panels.kernel ? &shared_->panels : nullptr;
 }
 
 }  // namespace mxfp8

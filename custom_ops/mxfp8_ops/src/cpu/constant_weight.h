@@ -17,7 +17,7 @@ enum class Prepack {
   kDecoded = MXFP8_PREPACK_DECODED,  // keeps bfloat16 numbers, if the kernel multiplies those
 };
 
-class SharedPanels;
+struct SharedPanels;
 
 // One weight b [N, K] with its scales. The first call sets both; that call and every later one read its panels. Any
 // number of threads may use one weight at once. The owner keeps b and its scales in memory, unchanged.
@@ -34,9 +34,8 @@ class ConstantWeight {
   const Prepack prepack_;
   std::atomic<bool> ready_{false};
   std::mutex making_;
-  GemmArgs first_ = {};  // of the first call
-  std::shared_ptr<SharedPanels> shared_;
-  const Panels* panels_ = nullptr;  // of shared_; null if there are none
+  GemmArgs first_ = {};                   // of the first call
+  std::shared_ptr<SharedPanels> shared_;  // null if there are none
 };
 
 }  // namespace mxfp8

@@ -10,18 +10,14 @@
 #include <array>
 #include <cstring>
 #include <random>
-#include <vector>
-
-#include "tasks.h"
 
 namespace mxfp8 {
 namespace {
 
 __extension__ typedef unsigned __int128 Wide;
 
-constexpr int64_t kBlockBytes = 4096;   // with its key, a quarter of the first cache
-constexpr int64_t kBlocksOfTask = 256;  // 1 MiB: 50 us
-constexpr int kLevels = 6;              // each reduces 4096 bytes to 16: six are enough for 2^60 bytes
+constexpr int64_t kBlockBytes = 4096;  // with its key, a quarter of the first cache
+constexpr int kLevels = 6;  // each reduces 4096 bytes to 16: six are enough for 2^48 bytes, more than an array has
 constexpr int64_t kDigestBytes = int64_t(sizeof(Digest));
 using Key = std::array<uint64_t, kBlockBytes / sizeof(uint64_t)>;
 
@@ -58,31 +54,57 @@ Digest hash_block(const Key& key, const uint8_t* data, int64_t bytes) {
   return {uint64_t(sum >> 64), uint64_t(sum)};
 }
 
-Digest hash_level(const Parallel& parallel, int level, const uint8_t* data, int64_t bytes) {
-  const Key& key = keys()[size_t(level)];
-  std::vector<Digest> digests(size_t(std::max<int64_t>(1, ceil_div(bytes, kBlockBytes))));
-  for_ranges(parallel, int64_t(digests.size()), kBlocksOfTask, [&](int64_t, int64_t begin, int64_t end) {
-    for (int64_t block = begin; block < end; ++block) {
-      const int64_t left = std::min(kBlockBytes, bytes - block * kBlockBytes),
-                    whole = left / kDigestBytes * kDigestBytes;
-      const uint8_t* from = data + block * kBlockBytes;
-      digests[size_t(block)] = hash_block(key, from, whole);
-      if (whole == left) continue;
-      // The end is padded with zeros. All arrays that are compared have the same size, and so the same padding.
-      alignas(8) uint8_t last[kBlockBytes] = {};
-      std::memcpy(last, from, size_t(left));
-      digests[size_t(block)] = hash_block(key, last, whole + kDigestBytes);
+// The digests of one level, until there is a block of them.
+struct Level {
+  Digest digests[kBlockBytes / kDigestBytes];
+  int64_t count = 0;
+};
+
+// Hashes are added block by block, so the tree takes no memory but one block for each level.
+class Tree {
+ public:
+  void add(int level, Digest digest) {
+    Level& of = levels_[level];
+    of.digests[of.count++] = digest;
+    if (of.count * kDigestBytes == kBlockBytes) close(level);
+  }
+  // The digest of all: closes each level, from the lowest up, until one digest is left.
+  Digest root() {
+    for (int level = 0; level < kLevels - 1; ++level) {
+      bool is_top = true;
+      for (int above = level + 1; above < kLevels; ++above) is_top = is_top && levels_[above].count == 0;
+      if (is_top && levels_[level].count == 1) return levels_[level].digests[0];
+      if (levels_[level].count > 0) close(level);
     }
-  });
-  if (digests.size() == 1) return digests[0];
-  return hash_level(parallel, level + 1, reinterpret_cast<const uint8_t*>(digests.data()),
-                    int64_t(digests.size()) * kDigestBytes);
-}
+    return levels_[kLevels - 1].digests[0];
+  }
+
+ private:
+  void close(int level) {
+    if (level + 1 == kLevels) return;  // no array has so many bytes
+    Level& of = levels_[level];
+    const Digest digest =
+        hash_block(keys()[size_t(level + 1)], reinterpret_cast<const uint8_t*>(of.digests), of.count * kDigestBytes);
+    of.count = 0;
+    add(level + 1, digest);
+  }
+
+  Level levels_[kLevels];
+};
 
 }  // namespace
 
-Digest content_hash(const Parallel& parallel, const void* data, int64_t bytes) {
-  return hash_level(parallel, 0, static_cast<const uint8_t*>(data), bytes);
+Digest content_hash(const void* data, int64_t bytes) {
+  Tree tree;
+  const auto* from = static_cast<const uint8_t*>(data);
+  for (; bytes >= kBlockBytes; from += kBlockBytes, bytes -= kBlockBytes) {
+    tree.add(0, hash_block(keys()[0], from, kBlockBytes));
+  }
+  // The end is padded with zeros. All arrays that are compared have the same size, and so the same padding.
+  alignas(8) uint8_t last[kBlockBytes] = {};
+  if (bytes > 0) std::memcpy(last, from, size_t(bytes));
+  tree.add(0, hash_block(keys()[0], last, (bytes + kDigestBytes - 1) / kDigestBytes * kDigestBytes));
+  return tree.root();
 }
 
 }  // namespace mxfp8

@@ -3,8 +3,6 @@
 #include <cstdint>
 #include <tuple>
 
-#include "parallel.h"
-
 namespace mxfp8 {
 
 struct Digest {
@@ -14,6 +12,6 @@ struct Digest {
 
 // Two different arrays of equal size have the same digest with a probability below 2^-61. That holds for arrays that an
 // attacker chooses, too: each process has a random key.
-Digest content_hash(const Parallel&, const void* data, int64_t bytes);
+Digest content_hash(const void* data, int64_t bytes);
 
 }  // namespace mxfp8

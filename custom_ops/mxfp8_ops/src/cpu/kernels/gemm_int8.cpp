@@ -109,10 +109,16 @@ MXFP8_INLINE void decode_panel_block(PanelView panel, int64_t block, DecodedBloc
 }
 
 // Adds the blocks of A that are outside of the range. Its 32 products with a column add up front to back, on every
-// instruction set. The panel's own such blocks are zeros: add_outside_of_b has added them.
-MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t rows, PanelView panel, Chunk chunk,
-                                     float* strip) {
+// instruction set. `both`: the panel has such blocks too. They are zeros there, which would make NaN of an infinite
+// value of A, and add_outside_of_b has added them: so their columns keep their sums.
+MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                                     PanelView panel, bool both, Chunk chunk, float* strip) {
   DecodedBlock decoded;
+  const auto is_added = [&](int64_t c, int64_t k) {
+    if (!both) return false;
+    const uint8_t code = args.b_scales[(column + c) * blocks_of(args.k) + k / kBlock];
+    return is_outside(args.b + (column + c) * args.k + k, args.k - k, code);
+  };
   for (int64_t block = 0; block < blocks_of(chunk.count); ++block) {
     const int64_t k = chunk.k + block * kBlock;
     bool is_decoded = false;
@@ -123,11 +129,14 @@ MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t 
       is_decoded = true;
       alignas(64) float x[kBlock];
       load_a_block(args, row + i, k / kBlock, x);
+      alignas(64) float sums[kPanel];
       for (int64_t c = 0; c < kPanel; c += kLanes) {
         Vec sum = zero();
         for (int64_t j = 0; j < kBlock; ++j) sum = multiply_add(all_of(x[j]), load(decoded.values[j] + c), sum);
-        float* to = strip + i * kGemmColumns + c;
-        store(to, load(to) + sum);
+        store(sums + c, sum);
+      }
+      for (int64_t c = 0; c < columns; ++c) {
+        if (!is_added(c, k)) strip[i * kGemmColumns + c] += sums[c];
       }
     }
   }
@@ -186,7 +195,7 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
           add_outside_of_b(args, row + first, count, column, columns, chunk, strip);
         }
         if (__builtin_expect(outside == kHasOutside, 0)) {
-          add_outside_of_a(args, row + first, count, view, chunk, strip);
+          add_outside_of_a(args, row + first, count, column, columns, view, outside_of_b, chunk, strip);
         }
       });
 }
