@@ -46,7 +46,7 @@ def kernels() -> dict[str, Call]:
     f32, e4m3, ceil, threads = contract.FLOAT, contract.FLOAT8E4M3FN, 0, 1
     values, result = x.data_ptr(), y.data_ptr()
     a_codes, b_codes = [t.data_ptr() for t in a], [t.data_ptr() for t in b]
-    product = (e4m3, *b_codes, None, M, N, K, f32, result, N, threads)
+    product = (e4m3, *b_codes, None, M, N, K, f32, result, N, 0, threads)
     return {
         "quantize": partial(library.mxfp8_quantize, f32, values, M, K, 1, e4m3, ceil, *a_codes, threads),
         "dequantize": partial(library.mxfp8_dequantize, e4m3, *a_codes, M, K, 1, f32, back.data_ptr(), threads),
