@@ -18,6 +18,8 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mxfp8_graph.policy import presets, recipe_file
+from mxfp8_graph.policy.kind import Kind
+from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
@@ -202,7 +204,7 @@ _RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_
 _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
-class Recipe(_Model):
+class Recipe(_Model, Kind):
     """Which matmuls become MXFP8, and how. A wrong field raises RecipeError with field, value and expectation.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
@@ -250,6 +252,10 @@ class Recipe(_Model):
     """Where an ONNX model has to load, whatever its dtypes. "cpu": ops that ONNX Runtime's CPU provider lacks in
     bfloat16 or float16 compute in float32. Exported programs run in their dtypes."""
 
+    def __eq__(self, other: object) -> bool:
+        # By fields, whatever the class: `MXFP8BlockScaling()` is the recipe of a file that names no other field.
+        return isinstance(other, Recipe) and self.__dict__ == other.__dict__
+
     def excluding(self, patterns: Sequence[str]) -> Recipe:
         """Returns the recipe with more patterns in `exclude` and in its name.
 
@@ -260,7 +266,7 @@ class Recipe(_Model):
             return self
         name = f"{self.name} excluding {', '.join(patterns)}"
         fields = self.model_dump(exclude_unset=True)
-        return Recipe(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
+        return type(self)(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
 
     def setting(self, assignments: Sequence[str]) -> Recipe:
         """Returns the recipe with fields set by texts such as "embeddings=true", which its name lists.
@@ -284,6 +290,14 @@ class Recipe(_Model):
     def for_cpu(self) -> Recipe:
         """Returns the recipe with `runs_on` "cpu"."""
         return self.model_copy(update={"runs_on": "cpu"})
+
+    def mxfp8(self) -> bool:
+        return self.activations == self.weight_format == formats.E4M3.name
+
+    @property
+    def backward_override(self) -> None:
+        """TE: None, gradients are computed by products in MXFP8."""
+        return
 
     def to_record(self) -> str:
         """Returns the recipe as JSON for `recorded`."""
@@ -336,33 +350,45 @@ class Recipe(_Model):
         return self
 
 
-def MXFP8BlockScaling(  # noqa: N802 - TransformerEngine's name, and its order
-    margin: int = 0,
-    fp8_format: Any = "E4M3",
-    fp8_dpa: bool = False,
-    fp8_mha: bool = False,
-    backward_override: None = None,
-    **ours: Any,
-) -> Recipe:
-    """Returns the recipe of TransformerEngine's class of this name, which takes the same arguments.
+class MXFP8BlockScaling(Recipe):
+    """The recipe of TransformerEngine's class of this name, with its arguments and its text."""
 
-    Args:
-        margin: 0, as MXFP8 has none.
-        fp8_format: "E4M3" or "HYBRID", or TransformerEngine's `Format` of that name.
-        fp8_dpa: as in `Recipe`.
-        fp8_mha: False, as in `Recipe`.
-        backward_override: None: gradients are computed by products in MXFP8.
-        ours: further fields of `Recipe`.
+    name: str = _MXFP8
 
-    Raises:
-        RecipeError: another value, or an unknown field.
-    """
-    name = _MXFP8
-    if backward_override is not None:
-        what = f"backward_override: {backward_override!r}"
-        raise RecipeError(name, what, expected="None, gradients in MXFP8", advice="leave it out")
-    fields = {"margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
-    return _validated({"name": name, **fields, **ours}, name)
+    def __init__(
+        self,
+        margin: int = 0,
+        fp8_format: Any = "E4M3",
+        fp8_dpa: bool = False,
+        fp8_mha: bool = False,
+        backward_override: None = None,
+        enable_2d_quantization: bool = False,
+        **ours: Any,
+    ) -> None:
+        """Makes the recipe.
+
+        Args:
+            margin: 0, as MXFP8 has none.
+            fp8_format: "E4M3" or "HYBRID", or TransformerEngine's `Format` of that name.
+            fp8_dpa: as in `Recipe`.
+            fp8_mha: False, as in `Recipe`.
+            backward_override: None: gradients are computed by products in MXFP8.
+            enable_2d_quantization: False: each scale is for 32 values of one row.
+            ours: further fields of `Recipe`.
+
+        Raises:
+            RecipeError: another value, or an unknown field.
+        """
+        for name, value, expected in (
+            ("backward_override", backward_override, "None, gradients in MXFP8"),
+            ("enable_2d_quantization", enable_2d_quantization or None, "False, blocks of 32 values of one row"),
+        ):
+            if value is not None:
+                raise RecipeError(_MXFP8, f"{name}: {value!r}", expected=expected, advice="leave it out")
+        fields = {"margin": margin, "fp8_format": fp8_format, "fp8_dpa": fp8_dpa, "fp8_mha": fp8_mha}
+        super().__init__(**{**fields, **ours})
+
+    __repr__ = Recipe.__str__
 
 
 def _validated(fields: dict[str, Any], where: object) -> Recipe:
@@ -416,6 +442,9 @@ def _loaded(recipe: str | Path | Recipe) -> Recipe:
         checked = recipe.model_validate(recipe)
         return recipe if checked.__dict__ == recipe.__dict__ else checked
     if not isinstance(recipe, (str, Path)):
+        if refused := _refusal(type(recipe).__name__):  # TransformerEngine's own classes, or those of `te`
+            what, advice = refused
+            raise RecipeError("recipe", what, expected=f"one of {presets.choices()}, or a Recipe", advice=advice)
         expected = "a preset's name, a file, or a Recipe"
         raise RecipeError("recipe", f"a {type(recipe).__name__}", expected=expected, advice="pass Recipe(**fields)")
     name, path = str(recipe), Path(recipe)
@@ -423,8 +452,10 @@ def _loaded(recipe: str | Path | Recipe) -> Recipe:
         from mxfp8_ops import cpu  # loads the native library, which other recipes do without
 
         name = presets.best(cpu.isa())
-    if name in presets.PRESETS or name == _MXFP8:  # TransformerEngine's name of the default
-        return Recipe(name=name, **presets.PRESETS.get(name, {}))
+    if name == _MXFP8:  # TransformerEngine's name of the default
+        return MXFP8BlockScaling()
+    if name in presets.PRESETS:
+        return Recipe(name=name, **presets.PRESETS[name])
     if refused := _refusal(name):
         what, advice = refused
         raise RecipeError("recipe", what, expected=f"one of {presets.choices()}", advice=advice)

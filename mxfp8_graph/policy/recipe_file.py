@@ -78,7 +78,12 @@ def _parse(path: Path, text: str) -> Any:
 
 def explained(error: pydantic.ValidationError, where: object) -> RecipeError:
     """Returns an error with one line per finding of pydantic; `where` is the file, or the class that was called."""
-    return RecipeError("\n".join(printable(f"{where}: {_finding(each)}") for each in error.errors()))
+    findings = []
+    for each in error.errors():
+        own = each.get("ctx", {}).get("error")
+        # A class with an __init__ of its own checks in there, and its error has a place already.
+        findings.append(printable(str(own) if isinstance(own, RecipeError) else f"{where}: {_finding(each)}"))
+    return RecipeError("\n".join(findings))
 
 
 def _finding(error: Any) -> str:

@@ -38,7 +38,10 @@ def already_rewritten(before: RewriteRecord | None, recipe: Recipe, options: Opt
     if not before.packed:
         if fields != {}:
             changed = ", ".join(f"{name} from {old} to {new}" for name, (old, new) in (fields or {}).items())
-            text = f"Recipe type changed from {recipe_name(before.recipe)} to {recipe.name}"
+            old_name = recipe_name(before.recipe)
+            # Two recipes of one kind, such as E4M3 and HYBRID, may have one name.
+            same = old_name == recipe.name
+            text = f"Recipe {recipe.name} changed" if same else f"Recipe type changed from {old_name} to {recipe.name}"
             # Warned where `mxfp8_graph.rewrite` is called.
             warnings.warn(printable(f"{text}: {changed}" if changed else text), stacklevel=4)
         return fields == {} and options.training
