@@ -204,7 +204,7 @@ _RULE_ORDER: Final = ("name", "op", "subgraph", "min_n", "max_n", "min_k", "max_
 _RULE_KEYS: Final = set(_RULE_ORDER)
 
 
-class Recipe(_Model, Kind):
+class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
     """Which matmuls become MXFP8, and how. A wrong field raises RecipeError with field, value and expectation.
 
     Invariants, checked at construction: no pattern is both included and excluded; no two rules have the same keys;
@@ -292,6 +292,7 @@ class Recipe(_Model, Kind):
         return self.model_copy(update={"runs_on": "cpu"})
 
     def mxfp8(self) -> bool:
+        """Returns whether activations and weights are MXFP8 in E4M3."""
         return self.activations == self.weight_format == formats.E4M3.name
 
     @property
@@ -355,7 +356,7 @@ class MXFP8BlockScaling(Recipe):
 
     name: str = _MXFP8
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 - TransformerEngine's order
         self,
         margin: int = 0,
         fp8_format: Any = "E4M3",

@@ -144,6 +144,31 @@ class Program:
         return internals.updated(self.source, self.module, inputs, self.state, self.constants)
 
 
+def flattened(source: ExportedProgram) -> ExportedProgram:
+    """Returns `source` with the inner tensors of tensor subclasses as buffers; `source` itself if it has none to read.
+
+    torch.export leaves access_subclass_inner_tensor(weight, "_mxfp8") in the graph. The buffer is weight_mxfp8.
+    """
+    access: Any = getattr(torch.ops.export, "access_subclass_inner_tensor", None)
+    if not any(node.op == "call_function" and node.target is access.default for node in source.graph.nodes):
+        return source
+    program = Program(source)
+    for placeholder in program.scopes[0].placeholders:
+        name = program.stored_name(placeholder)
+        for node in list(placeholder.users):
+            if name is None or node.target is not access.default:
+                continue
+            buffer = f"{name}{node.args[1]}"
+            program.state.setdefault(buffer, getattr(program.tensor(name), str(node.args[1])))
+            node.replace_all_uses_with(program.weight(buffer))
+            node.graph.erase_node(node)
+            if not placeholder.users:
+                program.forget(placeholder)
+    # Integers have no gradients, and quantize refuses an activation that has one.
+    program.ask_for_gradients(False)
+    return program.finish()
+
+
 def _inner(scope: GraphScope) -> Iterator[GraphScope]:
     """Yields every graph that higher-order calls in `scope` run, at any depth."""
     for call in scope.module.graph.nodes:

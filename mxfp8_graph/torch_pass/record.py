@@ -5,10 +5,13 @@ It survives save and load, decomposition and retracing, unlike the metadata of t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final
 
 from torch.export import ExportedProgram
 from torch.fx import Node
+from torch.fx.traceback import annotate, preserve_node_meta
 
 from mxfp8_graph import provenance
 from mxfp8_graph.policy.recipe import Recipe
@@ -26,6 +29,13 @@ SAMPLES_KEY: Final = "mxfp8_graph.samples"
 def mark(node: Node, recipe: Recipe) -> None:
     """Adds the record of a rewrite to `node`."""
     node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(recipe.model_dump_json())}
+
+
+@contextmanager
+def traced(recipe: Recipe) -> Iterator[None]:
+    """torch.export adds the record of a rewrite to the nodes that it traces in this context."""
+    with preserve_node_meta(), annotate(provenance.entries(recipe.model_dump_json())):
+        yield
 
 
 def unmark(node: Node) -> None:

@@ -25,7 +25,7 @@ from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrai
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import identity
-from mxfp8_graph.torch_pass.program import Program, storage_of
+from mxfp8_graph.torch_pass.program import Program, flattened, storage_of
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_ops.checks import dtype_name
@@ -49,15 +49,16 @@ def rewrite_torch(
     if isinstance(model, Path):
         source = load(model)
     else:
-        source = model
         # A trained module may have values that the program lacks, see `checked_program`.
-        check_values(source, options.name)
+        check_values(model, options.name)
+        source = flattened(model)
     reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
     reporter.notes += filter(None, [internals.check_torch()])
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
         if (path := options.copy_to) is None or options.dry_run:
-            return None if options.dry_run else model, reporter.report(already_rewritten=True)
+            unchanged = model if isinstance(model, Path) else source
+            return None if options.dry_run else unchanged, reporter.report(already_rewritten=True)
         write(source, path, recipe.model_dump_json(), overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:

@@ -19,6 +19,7 @@ from mxfp8_graph.files import check_output, output
 from mxfp8_graph.naming import first_line
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.checked_program import check_values
+from mxfp8_graph.torch_pass.program import flattened
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _PLAIN: Final = frozenset({None, dict, list, tuple, OrderedDict})
@@ -29,6 +30,7 @@ def save(program: ExportedProgram, path: str | Path, *, overwrite: bool = False)
     """Writes a program to a .pt2 file and returns its path; see `mxfp8_graph.save`."""
     path = check_target(path, overwrite=overwrite)
     check_values(program, path)
+    program = flattened(program)
     rewrite_record = record.find(program)
     return write(program, path, rewrite_record.recipe if rewrite_record else None, overwrite=overwrite)
 

@@ -39,7 +39,7 @@ from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.checked_program import check_values
 from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import GATHERS
-from mxfp8_graph.torch_pass.program import Program
+from mxfp8_graph.torch_pass.program import Program, flattened
 from mxfp8_graph.torch_pass.training_mode import evaluated
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
@@ -128,7 +128,7 @@ def _opened(program: ExportedProgram | Path) -> ExportedProgram:
     if isinstance(program, Path):
         return evaluated(load(program))
     check_values(program, "to_onnx")  # a program from a file has given out no modules yet
-    return evaluated(program)
+    return evaluated(flattened(program))
 
 
 def _rename(graph: ir.Graph, names: Mapping[str, Any]) -> None:

@@ -45,15 +45,22 @@ def function(quantizer: Quantizer, opset: int) -> FunctionProto:
     return helper.make_function(DOMAIN, NAME, inputs, outputs, g.nodes, [helper.make_opsetid("", opset)])
 
 
-def fake_quantizer(quantizer: Quantizer) -> Callable[[npt.NDArray[Any]], npt.NDArray[np.float32]]:
-    """Returns a function that rounds arrays [..., N, K] in ONNX Runtime, for any scale rule except "delayed"."""
+def fake_quantizer(quantizer: Quantizer) -> Callable[..., npt.NDArray[np.float32]]:
+    """Returns a function that rounds arrays [..., N, K] in ONNX Runtime; for "delayed" it takes (array, amax)."""
+    rule = function(quantizer, MIN_OPSET)
     x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in "XY")
-    graph = helper.make_graph([helper.make_node(NAME, ["X"], ["Y"], domain=DOMAIN)], "g", [x], [y])
+    inputs = [x, *(helper.make_tensor_value_info(name, TensorProto.FLOAT, []) for name in rule.input[1:])]
+    graph = helper.make_graph([helper.make_node(NAME, rule.input, rule.output, domain=DOMAIN)], "g", inputs, [y])
     imports = [helper.make_opsetid("", MIN_OPSET), helper.make_opsetid(DOMAIN, 1)]
     model = helper.make_model(graph, opset_imports=imports, ir_version=_OPSET_IR)
-    model.functions.append(function(quantizer, MIN_OPSET))
+    model.functions.append(rule)
     session = Session(model, kernels=False, where="fake quantization")
-    return lambda values: np.asarray(session.run({"X": values.astype(np.float32)})["Y"])
+
+    def rounded(*values: Any) -> npt.NDArray[np.float32]:
+        arrays = (np.asarray(value, np.float32) for value in values)
+        return np.asarray(session.run(dict(zip(rule.input, arrays, strict=True)))["Y"])
+
+    return rounded
 
 
 def _write(g: Body, quantizer: Quantizer) -> None:
