@@ -61,7 +61,8 @@ class MXFP8Tensor(Tensor):
     `rowwise_elements` [..., N] with `rowwise_scales` [M, ceil(N / 32)], and `columnwise_elements` [..., N] with
     `columnwise_scales` [ceil(M / 32), N], are uint8, or None. TransformerEngine's names are `_rowwise_data`,
     `_rowwise_scale_inv` and so on; scales have no padding, see `padded_scales`. In memory, columnwise codes are those
-    of the transpose [N, M], as a product reads them. `dtype` is the dtype of the values.
+    of the transpose [N, M], as a product reads them. `dtype` is the dtype of the values. Assign to `t[i]` and not to a
+    view of it: other views than `view` are copies of its values.
     """
 
     fp8_dtype: DType
@@ -203,6 +204,11 @@ class MXFP8Tensor(Tensor):
             raise ShapeError("MXFP8Tensor", f"codes {theirs}", expected=f"{own}", advice="make a tensor of that shape")
         inner = {f"_{name}": code for name, code in state.items()}
         return self.__tensor_unflatten__(inner, self.__tensor_flatten__()[1], self.shape, None)  # type: ignore[no-any-return]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        values = self.detach().dequantize()
+        values[index] = value
+        self.quantize_(values)
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """Returns the values before quantization, if `quantized_model_init` kept them."""
