@@ -2,6 +2,7 @@
 
 The operands are so small that a kernel takes a microsecond or two. It is called as the op calls it: through ctypes, on
 one thread, with results that exist already. The empty op is written in Python, takes four tensors and returns a fifth.
+The row te.Linear compares a layer with its op, `linear_train`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,21 @@ import torch
 from harness import Timing, noise_notes, publish, take_turns
 
 import mxfp8_ops.torch_ops  # noqa: F401  registers torch.ops.mxfp8
+from mxfp8_graph import te
 from mxfp8_ops import contract, native
 
 Call = Callable[[], Any]
 
 M, N, K = 1, 16, 32
 NAMES = ("quantize", "dequantize", "gemm", "weight_gemm")
+LAYER = "te.Linear"
 EMPTY = "empty op"
 MODES = {"inference_mode": torch.inference_mode, "enable_grad": torch.enable_grad}
 COLUMNS = ["op", "mode", "op, us", "spread", "kernel, us", "difference, us", "empty op, us", "difference / empty op"]
 
 x, w = torch.randn(M, K), torch.randn(N, K)
 back, y = torch.empty(M, K), torch.empty(M, N)
+layer = te.Linear(K, N)
 a, b = torch.ops.mxfp8.quantize(x), torch.ops.mxfp8.quantize(w)
 _LIBRARY = torch.library.Library("mxfp8_overhead", "DEF")
 _LIBRARY.define("empty(Tensor a, Tensor b, Tensor c, Tensor d) -> Tensor")
@@ -37,7 +41,7 @@ def ops() -> dict[str, Call]:
     """Returns a call of each op's overload, which is what exported programs call, and of the empty op."""
     arguments = {"quantize": (x,), "dequantize": a, "gemm": (*a, *b), "weight_gemm": (x, *b)}
     calls: dict[str, Call] = {name: partial(getattr(torch.ops.mxfp8, name).default, *arguments[name]) for name in NAMES}
-    return calls | {EMPTY: partial(torch.ops.mxfp8_overhead.empty.default, *a, *b)}
+    return calls | {EMPTY: partial(torch.ops.mxfp8_overhead.empty.default, *a, *b), LAYER: partial(layer, x)}
 
 
 def kernels() -> dict[str, Call]:
@@ -52,6 +56,7 @@ def kernels() -> dict[str, Call]:
         "dequantize": partial(library.mxfp8_dequantize, e4m3, *a_codes, M, K, 1, f32, back.data_ptr(), threads),
         "gemm": partial(library.mxfp8_gemm, e4m3, *a_codes, *product),
         "weight_gemm": partial(library.mxfp8_weight_gemm, f32, values, K, contract.FLOAT, *product),
+        LAYER: partial(torch.ops.mxfp8.linear_train.default, x, layer.weight, layer.bias, "E4M3", "ceil"),
     }
 
 
@@ -61,7 +66,7 @@ def measure(mode: str, *, rounds: int = 61, least_seconds: float = 0.005) -> dic
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with MODES[mode]():
+        with MODES[mode](), te.autocast():
             return take_turns(calls, rounds=rounds, least_seconds=least_seconds)
     finally:
         torch.set_num_threads(threads)
@@ -71,7 +76,7 @@ def table(mode: str, timings: dict[str, Timing]) -> list[list[Any]]:
     """Returns one row per op."""
     empty = timings[EMPTY].median
     rows = []
-    for name in NAMES:
+    for name in (*NAMES, LAYER):
         op, kernel = timings[name], timings[f"{name} kernel"]
         difference = op.median - kernel.median
         times = f"{1e6 * kernel.median:.2f}", f"{1e6 * difference:.2f}", f"{1e6 * empty:.2f}"

@@ -14,9 +14,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
+from process_pool import in_each_process  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402, N812
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch_programs import export, relative_l2, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
@@ -24,7 +27,7 @@ from mxfp8_graph import te  # noqa: E402
 from mxfp8_graph.te import recipe  # noqa: E402
 from mxfp8_graph.te.nexus import MXFP8Blocks, MXFP8Config, MXFP8GradientScaler, MXFP8Linear, to_mxfp8  # noqa: E402
 from mxfp8_ops import ort  # noqa: E402
-from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
+from mxfp8_ops.errors import ContractError, RecipeError, ShapeError  # noqa: E402
 
 X = values(200, 96, seed=1)
 TARGET = torch.tanh(X @ values(96, 64, seed=2) / 20)
@@ -237,6 +240,33 @@ def test_checkpointed_layers_compute_again_by_the_same_recipe() -> None:
     loss.backward()
     other.backward()  # outside of the context
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("stored", [False, True])
+@in_each_process
+def test_two_processes_train_as_one(stored: bool) -> None:
+    module, alone = net(stored=stored), net(stored=stored)
+    # Each process makes the same weights: codes cannot be broadcast as values.
+    parallel = DistributedDataParallel(module, init_sync=not stored)
+    parameters, others = te.master_weights(module), te.master_weights(alone)
+    optimizers = [torch.optim.AdamW(each, lr=1e-3) for each in (parameters, others)]
+    halves, targets = X.chunk(2), TARGET.chunk(2)
+    for _ in range(3):
+        with te.autocast():
+            (parallel(halves[dist.get_rank()]) - targets[dist.get_rank()]).square().mean().backward()
+            for x, y in zip(halves, targets, strict=True):
+                ((alone(x) - y).square().mean() / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, wanted in zip(parameters, others, strict=True):
+        torch.testing.assert_close(mine.detach(), wanted.detach(), rtol=1e-4, atol=1e-5)
+    with te.autocast(recipe=recipe.DelayedScaling()), pytest.raises(RecipeError, match="pass reduce_amax=False"):
+        net()(X)
+    if stored:
+        with pytest.raises(ShapeError, match="pass init_sync=False to DistributedDataParallel"):
+            DistributedDataParallel(module)
 
 
 def test_layers_with_a_normalization() -> None:
