@@ -180,6 +180,28 @@ def retrieval() -> str:
     return picture(760, 362, "Search with packed weights: share of results kept against speed", shapes)
 
 
+def masters() -> str:
+    """Returns the losses of weights in MXFP8, with and without masters, as benchmarks/te_training.py measured them."""
+    results = json.loads(
+        (Path(__file__).parents[2] / "benchmarks/results/te_training.json").read_text(encoding="utf-8")
+    )
+    steps = [int(column.removeprefix("loss at ")) for column in results["columns"][3:]]
+    colors = {"float32": FAINT, "MXFP8 and masters": STRONG, "MXFP8 without masters": RED}
+    shapes = []
+    for left, optimizer in ((70, "AdamW, 1e-3"), (450, "SGD, 0.05")):
+        shapes.append(text(left, 28, f"Loss in 100 steps of {optimizer}", "title"))
+        shapes += [text(left - 8, 265 - 300 * loss, f"{loss:g}", "note", "end") for loss in (0, 0.2, 0.4, 0.6)]
+        # Float32 is dashed and comes last: it lies on the line of the masters.
+        for name, values in reversed([(row[1], row[3:]) for row in results["rows"] if row[0] == optimizer]):
+            at = (f"{left + 2.8 * s:g},{260 - 300 * float(v):.1f}" for s, v in zip(steps, values, strict=True))
+            dashes = ' stroke-dasharray="6 6"' if name == "float32" else ""
+            line = f'fill="none" stroke="{colors[name]}" stroke-width="3"{dashes}'
+            shapes.append(f'<polyline points="{" ".join(at)}" {line}/>')
+    for x, (name, color) in zip((70, 250, 500), colors.items(), strict=True):
+        shapes += [box(x, 290, 16, 12, color), text(x + 24, 301, f"{name} weights" if x == 70 else name, "plain")]
+    return picture(760, 320, "Training with weights that are stored in MXFP8 only", shapes)
+
+
 def graph() -> str:
     """Returns two linears of a graph, before and after a rewrite."""
     before = (("MatMul", GREY), ("Add", GREY), ("Gelu", GREY), ("MatMul", GREY), ("Add", GREY))
@@ -211,7 +233,13 @@ def graph() -> str:
     return picture(800, 400, "Two linears of a graph, before and after a rewrite", shapes)
 
 
-PICTURES = {"block.svg": block, "graph.svg": graph, "kernels.svg": kernels, "retrieval.svg": retrieval}
+PICTURES = {
+    "block.svg": block,
+    "graph.svg": graph,
+    "kernels.svg": kernels,
+    "retrieval.svg": retrieval,
+    "masters.svg": masters,
+}
 """File -> the function that draws it."""
 
 if __name__ == "__main__":
