@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from torch_programs import relative_l2, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import te  # noqa: E402
-from mxfp8_graph.te import recipe  # noqa: E402
+from mxfp8_graph.te import nexus, recipe  # noqa: E402
 from mxfp8_graph.te.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling  # noqa: E402
 from mxfp8_ops.errors import Mxfp8Error, RecipeError  # noqa: E402
 
@@ -216,3 +218,24 @@ def test_availability_is_an_answer_and_a_reason() -> None:
     assert "CPU kernels" in reason
     assert te.is_mxfp8_available(return_reason=False)
     assert not te.is_nvfp4_available()
+
+
+PAGE = (Path(__file__).parents[2] / "docs/from_transformer_engine.md").read_text(encoding="utf-8")
+
+
+def test_the_names_of_the_page_exist() -> None:
+    rows = [line.split(" | ")[1] for line in PAGE.splitlines() if line.startswith("| ") and " | " in line]
+    names = re.findall(r"`((?:te|recipe|nexus)\.[\w.]+)`", "\n".join(rows))
+    assert len(names) > 30
+    for name in names:
+        found: Any = {"te": te, "recipe": recipe, "nexus": nexus}[name.partition(".")[0]]
+        for part in name.split(".")[1:]:
+            assert hasattr(found, part), name
+            found = getattr(found, part)
+
+
+def test_the_tests_of_the_page_exist() -> None:
+    links = re.findall(r"\.\./(tests/[\w/]+\.py)(?:#(\w+))?\)", PAGE)
+    assert len(links) > 40
+    for file, test in links:
+        assert not test or f"def {test}(" in (Path(__file__).parents[2] / file).read_text(encoding="utf-8"), test
