@@ -9,6 +9,7 @@ from mxfp8_graph._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mxfp8_graph import distributed as distributed
+    from mxfp8_graph import te as te
     from mxfp8_graph.models import load as load
     from mxfp8_graph.models import save as save
     from mxfp8_graph.models import to_onnx as to_onnx
@@ -53,8 +54,8 @@ __all__ = [*_HOMES]  # noqa: PLE0604
 
 def __getattr__(name: str) -> Any:
     """Loads a public name from its module on first use, so that `import mxfp8_graph` stays light."""
-    if name == "distributed":  # a module of its own names; it imports torch
-        return importlib.import_module("mxfp8_graph.distributed")
+    if name in {"distributed", "te"}:  # modules of names of their own; they import torch
+        return importlib.import_module(f"mxfp8_graph.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'mxfp8_graph' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(f"mxfp8_graph.{_HOMES[name]}"), name)

@@ -81,8 +81,8 @@ class Decision:
     reason: str
     """`kind` in words, with the deciding rule or advice. It is for people: no code reads it."""
     rule: str = "policy"
-    """The rule that decided: "policy", "structure", "include", "exclude", "rules.<index>", or "checkpoint" where a
-    checkpoint overrules the policy."""
+    """The rule that decided: "policy", "structure", "include", "exclude", "rules.<index>", "layers" for `of_layers`, or
+    "checkpoint" where a checkpoint overrules the policy."""
     activations: str = "e4m3"
     """One of `recipe.ACTIVATIONS`."""
     weight_format: str = "e4m3"
@@ -186,6 +186,25 @@ def _decide(site: MatMulSite, recipe: Recipe) -> Decision:
         kind, reason = kept
         return keep(kind, "policy", reason)
     return _quantize(site, recipe, "policy", f"{site.role.replace('_', ' ')}, by recipe {recipe.name!r}")
+
+
+def of_layers(decisions: Sequence[Decision], is_layer: Sequence[bool], recipe: Recipe) -> list[Decision]:
+    """Returns decisions that rewrite the layers of `te` in a program, and nothing else: their author chose them.
+
+    A recipe with rules, include, exclude or a setting for a role chooses itself. Without layers nothing changes.
+    """
+    chooses = recipe.rules or recipe.include or recipe.exclude
+    if chooses or any(getattr(recipe, setting) for setting in ROLE_SETTINGS.values()) or not any(is_layer):
+        return list(decisions)
+    result = []
+    for decision, chosen in zip(decisions, is_layer, strict=True):
+        if chosen and decision.kind != "unsupported":
+            decision = _quantize(decision.site, recipe, "layers", "a layer of te")  # noqa: PLW2901
+        elif decision.quantize:
+            reason = "beside layers of te; to quantize it make it one, or name it in rules of the recipe"
+            decision = Decision(site=decision.site, kind="not_included", rule="layers", reason=reason)  # noqa: PLW2901
+        result.append(decision)
+    return result
 
 
 def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None:

@@ -24,6 +24,8 @@ EXTRA_FILE: Final = "mxfp8_graph.json"
 MODULES_KEY: Final = "mxfp8_graph.modules"
 SAMPLES_KEY: Final = "mxfp8_graph.samples"
 """Key that a file has if its sample inputs are the leaves of their tree, without containers."""
+LAYER_KEY: Final = "mxfp8_graph.layer"
+"""Key in the metadata of a node that is the product of a layer of `te`."""
 
 
 def mark(node: Node, recipe: Recipe) -> None:
@@ -33,15 +35,21 @@ def mark(node: Node, recipe: Recipe) -> None:
 
 @contextmanager
 def traced(recipe: Recipe) -> Iterator[None]:
-    """torch.export adds the record of a rewrite to the nodes that it traces in this context."""
-    with preserve_node_meta(), annotate(provenance.entries(recipe.model_dump_json())):
+    """In this context, torch.export adds the record of a rewrite to the nodes that it traces, and that of a layer."""
+    with preserve_node_meta(), annotate({**provenance.entries(recipe.model_dump_json()), LAYER_KEY: "te"}):
         yield
+
+
+def is_layer(node: Node) -> bool:
+    """Returns whether a layer of `te` made the node."""
+    return LAYER_KEY in (node.meta.get("custom") or {})
 
 
 def unmark(node: Node) -> None:
     """Removes the record."""
     custom = node.meta.get("custom") or {}
-    node.meta["custom"] = {key: value for key, value in custom.items() if key not in provenance.entries("")}
+    ours = {*provenance.entries(""), LAYER_KEY}
+    node.meta["custom"] = {key: value for key, value in custom.items() if key not in ours}
 
 
 def find(program: ExportedProgram) -> RewriteRecord | None:

@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options
-from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
+from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.rewritten import already_rewritten
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
@@ -127,6 +127,7 @@ def planned(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[
 def _decide(program: Program, recipe: Recipe, options: Options) -> tuple[list[Site], list[Decision]]:
     sites = find_sites(program)
     decisions = plan([site.matmul for site in sites], recipe)
+    decisions = of_layers(decisions, [record.is_layer(site.node) for site in sites], recipe)
     for index, (site, decision) in enumerate(zip(sites, decisions, strict=True)):
         unfit = site.unfit or (train.obstacle(site) if options.training else None)
         if decision.quantize and unfit:

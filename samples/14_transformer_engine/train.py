@@ -52,8 +52,8 @@ class Reader(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        # Layers of torch.nn: the paper keeps the embedding and the output projection in high precision. `rewrite` keeps
-        # these two as well: K of the first is below 32, and the result of the second is an output.
+        # Layers of torch.nn: the paper keeps the embedding and the output projection in high precision. `rewrite` packs
+        # the layers of te, and no others.
         self.embed, self.head = nn.Linear(SIZE, WIDTH), nn.Linear(WIDTH, 10)
         self.places = nn.Parameter(torch.zeros(SIZE, WIDTH))
         self.blocks, self.norm = nn.Sequential(Block(), Block()), nn.LayerNorm(WIDTH)

@@ -208,6 +208,23 @@ def test_an_exported_model_is_a_rewritten_program(stored: bool, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("stored", [False, True])
+def test_a_rewrite_of_an_exported_model_packs_its_layers_and_no_others(stored: bool) -> None:
+    """The policy would pack the first and the third, and keep the others: a small one, and one that is an output."""
+    with te.quantized_model_init(enabled=stored):
+        module = nn.Sequential(nn.Linear(96, 64), te.Linear(64, 16), nn.Linear(16, 64), te.Linear(64, 64))
+    with te.autocast():
+        program = torch.export.export(module, (X,))
+    packed, _ = mxfp8_graph.rewrite(program, E4M3)
+    assert [name for name in packed.state_dict if name.endswith("_mxfp8")] == ["1.weight_mxfp8", "3.weight_mxfp8"]
+    assert torch.equal(packed.module()(X), run(module))
+    if not stored:
+        everything, _ = mxfp8_graph.rewrite(program, mxfp8_graph.Recipe(output_projections=True, min_dim=0))
+        assert [name for name in everything.state_dict if name.endswith("_mxfp8")] == [
+            f"{at}.weight_mxfp8" for at in range(4)
+        ]
+
+
+@pytest.mark.parametrize("stored", [False, True])
 def test_compiled_layers_have_the_same_bits(stored: bool) -> None:
     module = net(stored=stored)[0]
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
