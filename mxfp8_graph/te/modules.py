@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F  # noqa: N812
 
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.te import state
 from mxfp8_graph.te.quantizers import EmulatedQuantizer, RecipeState
 from mxfp8_graph.te.recipe import Emulated
-from mxfp8_graph.te.tensor import MXFP8Tensor
+from mxfp8_graph.te.tensor import DType, MXFP8Tensor
 from mxfp8_graph.torch_pass import record
 from mxfp8_ops.errors import ContractError, RecipeError
 
@@ -60,6 +61,8 @@ class Linear(nn.Linear):
     def _product(self, x: Tensor) -> Tensor:
         recipe = state.current_recipe()
         if recipe is None:
+            if isinstance(self.weight, MXFP8Tensor) and torch.compiler.is_exporting():
+                raise _refused("export of a weight that is stored in MXFP8", "export it inside of te.autocast")
             return F.linear(x, self.weight, self.bias)
         # A compiler records no bookkeeping.
         if recipe is not self.fp8_meta.get("recipe") and not torch.compiler.is_compiling():
@@ -81,6 +84,7 @@ class Linear(nn.Linear):
         if not isinstance(weight, MXFP8Tensor) or not is_inference:
             return ops.linear_train(x, weight, bias, recipe.fp8_format, recipe.scale_rounding)
         # What `rewrite` writes for a packed weight. Programs are exported for inference if only codes are left.
+        x = _autocast(x)
         codes = ops.quantize(x, -1, "e4m3", recipe.scale_rounding)
         full = bias if bias is None or bias.dtype is torch.float32 else bias.float()
         dtype = None if x.dtype is torch.float32 else x.dtype
@@ -106,8 +110,11 @@ class Linear(nn.Linear):
             what, expected = "DelayedScaling with reduce_amax in several processes", "one process"
             raise RecipeError("te.Linear", what, expected=expected, advice="pass reduce_amax=False")
         quantizers = [*self.quantizers["scaling_fwd"][:2], self.quantizers["scaling_bwd"][0]]
-        result: Tensor = _EmulatedLinear.apply(x, self.weight, self.bias, quantizers)  # type: ignore[no-untyped-call]
-        return result
+        # TransformerEngine updates no scale in an evaluation.
+        region = state.current_region() if torch.is_grad_enabled() else None
+        apply: Any = _EmulatedLinear.apply
+        y: Tensor = apply(_autocast(x), self.weight, self.bias, quantizers, region)
+        return y
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -132,6 +139,11 @@ def _kind(recipe: object) -> str:
 def _check_stored(weight: MXFP8Tensor, recipe: Recipe | Emulated) -> None:
     """Raises RecipeError if the weight is stored in another recipe."""
     asked = getattr(recipe, "scale_rounding", None)
+    if weight.fp8_dtype is not DType.kFloat8E4M3 or weight._mxfp8 is None:
+        expected, advice = "rowwise codes in E4M3", "make the weight by quantized_model_init"
+        raise RecipeError(
+            "Recipe mismatch for 'weight'", f"{weight.fp8_dtype.name} codes", expected=expected, advice=advice
+        )
     if asked != weight.scale_rounding:
         what = f"stored in MXFP8BlockScaling with {weight.scale_rounding} scales, but the recipe is {_kind(recipe)}"
         what += f" with {asked} scales" if asked else ""
@@ -149,31 +161,39 @@ def _processes() -> int:
     return torch.distributed.get_world_size() if known else 1
 
 
+def _autocast(x: Tensor) -> Tensor:
+    """Returns `x` in the dtype that torch.autocast gives the operands of a linear."""
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def _product(a: Tensor, b: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    with torch.autocast(a.device.type, enabled=False):
+        return F.linear(a, b, None if bias is None else bias.float()).to(dtype)
+
+
 class _EmulatedLinear(torch.autograd.Function):
     """The three products of rounded values, in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: list[EmulatedQuantizer]
+    def forward(  # noqa: PLR0917 - torch passes no keywords
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, quantizers: list[EmulatedQuantizer], region: object
     ) -> Tensor:
-        (x_rows, x_columns), (w_rows, w_columns) = quantizers[0].both(x.flatten(0, -2)), quantizers[1].both(weight)
+        x_rows, x_columns = quantizers[0].both(x.reshape(-1, weight.shape[1]), region)
+        w_rows, w_columns = quantizers[1].both(weight, region)
         ctx.save_for_backward(x_columns, w_columns)
-        ctx.quantizer, ctx.shape, ctx.dtypes = (
-            quantizers[2],
-            x.shape,
-            (x.dtype, weight.dtype, bias is not None and bias.dtype),
-        )
-        y = F.linear(x_rows, w_rows, None if bias is None else bias.float())
-        return y.to(x.dtype).view(*x.shape[:-1], -1)
+        ctx.quantizer, ctx.region = quantizers[2], region
+        ctx.like = x.shape, x.dtype, weight.dtype, None if bias is None else bias.dtype
+        return _product(x_rows, w_rows, x.dtype, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        x_columns, w_columns = ctx.saved_tensors
-        dy = grad.flatten(0, -2)
-        rows, columns = ctx.quantizer.both(dy)
-        db = dy.float().sum(0).to(ctx.dtypes[2]) if ctx.dtypes[2] else None
-        dx = F.linear(rows, w_columns).to(ctx.dtypes[0]).view(ctx.shape)
-        return dx, F.linear(columns, x_columns).to(ctx.dtypes[1]), db, None
+        (x_columns, w_columns), (shape, x_dtype, w_dtype, b_dtype) = ctx.saved_tensors, ctx.like
+        dy = grad.reshape(-1, grad.shape[-1])
+        rows, columns = ctx.quantizer.both(dy, ctx.region)
+        db = None if b_dtype is None else dy.float().sum(0).to(b_dtype)
+        return _product(rows, w_columns, x_dtype).view(shape), _product(columns, x_columns, w_dtype), db, None, None
 
 
 class LayerNormLinear(Linear):

@@ -20,6 +20,7 @@ from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import BLOCK_SIZE
 
 _TENSORS: Final = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
+_NEW: Final = object()
 _fake: Final = functools.cache(fake_quantizer)
 """A session for each rounding, by its fields: sessions of one may run in several threads."""
 
@@ -91,13 +92,16 @@ class EmulatedQuantizer:
         self.rounding = recipe.rounding(tensor)
         self.dtype = DType.cast(self.rounding.element.name)
 
-    def both(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, x: Tensor, region: object = None) -> tuple[Tensor, Tensor]:
         """Returns a matrix rounded along its rows, and its transpose rounded along the columns of the matrix."""
-        rows = self(x)
-        return rows, rows.mT if self.rounding.tile == (None, None) else self(x.mT)
+        rows = self(x, region)
+        return rows, rows.mT if self.rounding.tile == (None, None) else self(x.mT, region)
 
-    def __call__(self, x: Tensor, *amax: float) -> Tensor:
-        """Returns `x` [M, K] rounded, float32."""
+    def __call__(self, x: Tensor, region: object = None) -> Tensor:
+        """Returns `x` [M, K] rounded, float32. `region` is for `Float8Quantizer`."""
+        return self._rounded(x)
+
+    def _rounded(self, x: Tensor, *amax: float) -> Tensor:
         return torch.from_numpy(_fake(self.rounding)(x.detach().float().cpu().numpy(), *amax)).to(x.device)
 
 
@@ -110,29 +114,40 @@ class Float8BlockQuantizer(EmulatedQuantizer):
 
 
 class Float8Quantizer(EmulatedQuantizer):
-    """The quantizer of DelayedScaling, emulated: the scale of a call follows from the amax of earlier calls."""
+    """The quantizer of DelayedScaling, emulated: the scale of a region follows from the amax of earlier regions.
+
+    A region is an outermost `autocast`, as in TransformerEngine, which updates scales when it ends.
+    """
 
     def __init__(self, recipe: Any, tensor: str) -> None:
         """Takes the recipe, and "input", "weight" or "grad_output"."""
         super().__init__(recipe, tensor)
-        self.margin, self._amax = recipe.margin, 0.0
+        self.margin, self._amax, self._region = recipe.margin, 0.0, object()
         self.amax_history = deque[float](
             maxlen=1 if recipe.amax_compute_algo == "most_recent" else recipe.amax_history_len
         )
 
     @property
     def scale(self) -> float:
-        """The factor of the next call: the greatest element over the amax of earlier calls; 1 before the first one."""
-        return float(self.rounding.element.max) / self._amax / 2.0**self.margin if self._amax else 1.0
+        """The factor of the next region: the greatest element over the amax of earlier ones; 1 before the first."""
+        amax = self._next()
+        return float(self.rounding.element.max) / amax / 2.0**self.margin if amax else 1.0
 
-    def __call__(self, x: Tensor, *amax: float) -> Tensor:
-        """Returns `x` [M, K] rounded, float32, and keeps its amax."""
-        result = super().__call__(x, self._amax * 2.0**self.margin)
-        self.amax_history.append(float(x.detach().abs().max()) if x.numel() else 0.0)
-        most = max(self.amax_history)
+    def _next(self) -> float:
         # As in TransformerEngine: no scale follows from 0, inf or NaN, so the last one stays.
-        self._amax = most if 0 < most < math.inf else self._amax
-        return result
+        most = max(self.amax_history, default=0.0)
+        return most if 0 < most < math.inf else self._amax
+
+    def __call__(self, x: Tensor, region: object = _NEW) -> Tensor:
+        """Returns `x` [M, K] rounded, float32, and keeps its amax; in region None, an evaluation, it does not."""
+        region = object() if region is _NEW else region
+        if region is None:
+            return self._rounded(x, self._next() * 2.0**self.margin)
+        if region is not self._region:
+            self._region, self._amax = region, self._next()
+            self.amax_history.append(0.0)
+        self.amax_history[-1] = max(self.amax_history[-1], float(x.detach().abs().max()) if x.numel() else 0.0)
+        return self._rounded(x, self._amax * 2.0**self.margin)
 
 
 _QUANTIZERS: Final[dict[str, Callable[..., EmulatedQuantizer]]] = {

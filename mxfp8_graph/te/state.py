@@ -15,7 +15,7 @@ from mxfp8_graph.te.quantizers import MXFP8Quantizer
 from mxfp8_graph.te.recipe import Emulated
 from mxfp8_ops import cpu
 from mxfp8_ops.cuda.hardware import is_mxfp8_native, native_reason
-from mxfp8_ops.errors import BackendError, RecipeError
+from mxfp8_ops.errors import BackendError, ContractError, RecipeError
 
 AnyRecipe = Any
 """A recipe of `te.recipe`, or what `rewrite` takes."""
@@ -26,12 +26,21 @@ _local: Final = threading.local()
 
 def current_recipe() -> Recipe | Emulated | None:
     """Returns the recipe of the innermost `autocast` of this thread; None outside of one, or if it is disabled."""
-    recipes: tuple[Any, ...] = getattr(_local, "recipes", ())
-    return recipes[0] if recipes else None
+    entries: tuple[Any, ...] = getattr(_local, "entries", ())
+    return entries[0][1] if entries else None
+
+
+def current_region() -> object:
+    """Returns an object that stands for the outermost `autocast` of this thread; None outside of one."""
+    entries: tuple[Any, ...] = getattr(_local, "entries", ())
+    return entries[0][2] if entries else None
 
 
 class autocast:  # noqa: N801
     """Layers of `te` compute by `recipe` inside of this context, as in TransformerEngine."""
+
+    _region: object = None
+    """The region to go on with, for `checkpoint`."""
 
     def __init__(self, enabled: bool = True, *, recipe: AnyRecipe = None) -> None:
         """Takes the recipe: MXFP8BlockScaling() by default.
@@ -42,12 +51,17 @@ class autocast:  # noqa: N801
         self._recipe = for_layers(recipe) if enabled else None
 
     def __enter__(self) -> autocast:
-        # A tuple in front of the older ones, and no state in this object: threads and nested blocks may share it.
-        _local.recipes = (self._recipe, *getattr(_local, "recipes", ()))
+        # No state in this object: threads and nested blocks may share it.
+        outer = getattr(_local, "entries", ())
+        region = outer[0][2] if outer else (self._region or [])
+        _local.entries = ((self, self._recipe, region), *outer)
         return self
 
     def __exit__(self, *_: object) -> None:
-        _local.recipes = _local.recipes[1:]
+        # Its own entry, which is not the first one if a generator was left open.
+        entries = _local.entries
+        at = [owner is self for owner, *_ in entries].index(True)
+        _local.entries = entries[:at] + entries[at + 1 :]
 
 
 def for_layers(recipe: AnyRecipe) -> Recipe | Emulated:
@@ -105,10 +119,14 @@ def stored(weight: Any) -> Any:
     return parameter
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
     """Returns function(*args), which runs again in the backward pass, under the same recipe, to save memory."""
-    recipes = getattr(_local, "recipes", ())
-    again = autocast(bool(recipes and recipes[0]), recipe=recipes[0] if recipes else None)
+    if use_reentrant:
+        expected = "use_reentrant=False, torch's newer way"
+        raise ContractError("checkpoint", "use_reentrant=True", expected=expected, advice="leave it out")
+    recipe = current_recipe()
+    again = autocast(recipe is not None, recipe=recipe)
+    again._region = current_region()
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again), **kwargs
     )

@@ -7,7 +7,9 @@ the codes as they are, so its result is the result for the tensor that was quant
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,6 +22,7 @@ from mxfp8_ops.torch_ops import training
 
 _ATEN: Final = torch.ops.aten
 _MX: Final = torch.ops.mxfp8
+_DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16}
 ROWS: Final = ("_mxfp8", "_mxfp8_scales")
 COLUMNS: Final = ("_columns_mxfp8", "_columns_mxfp8_scales")
 """Attributes with elements and scales. An exported program calls its buffers so, as a rewritten one does."""
@@ -100,7 +103,10 @@ class MXFP8Tensor(Tensor):
     def _map(self, function: Callable[[Tensor], Tensor], **changed: Any) -> Any:
         names, settings = self.__tensor_flatten__()
         codes = {name: function(getattr(self, name)) for name in names}
-        return MXFP8Tensor(codes, **{"shape": self.shape, **settings, **changed})
+        with torch.inference_mode(False):  # torch cannot detach a wrapper that is made in inference mode
+            result = MXFP8Tensor(codes, **{"shape": self.shape, **settings, **changed})
+        result.initial = self.initial
+        return result
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -115,6 +121,9 @@ class MXFP8Tensor(Tensor):
         for name in (each.name for each in written if each.name in before):
             for old, new in zip(*(tree_leaves(each[name]) for each in (before, after)), strict=True):
                 if isinstance(old, MXFP8Tensor):
+                    if (new.shape, new.stride()) != (old.shape, old.stride()):
+                        advice = "apply it to dequantize()"
+                        raise ShapeError("MXFP8Tensor", f"{func} in place", expected="the same shape", advice=advice)
                     old._store(new)
                     result = old if result is new else result
         return result
@@ -128,7 +137,7 @@ class MXFP8Tensor(Tensor):
 
     def _store(self, values: Tensor) -> None:
         """Quantizes new values into the codes that there are."""
-        matrix = values.detach().reshape(-1, self.shape[-1] if self.dim() else 1)
+        self.initial, matrix = None, _matrix(values)
         for names, source in ((ROWS, matrix), (COLUMNS, matrix.t())):
             if getattr(self, names[0]) is not None:
                 new = _MX.quantize.default(source, -1, self.fp8_dtype.value, self.scale_rounding)
@@ -190,7 +199,10 @@ class MXFP8Tensor(Tensor):
         return padded.mT if columnwise else padded
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns its codes as plain tensors, for safetensors; the columnwise ones are those of the transpose."""
+        """Returns its codes as plain tensors, for safetensors; the columnwise ones are those of the transpose.
+
+        Their element format is not among them.
+        """
         return {name.removeprefix("_"): getattr(self, name) for name in self.__tensor_flatten__()[0]}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -204,6 +216,18 @@ class MXFP8Tensor(Tensor):
             raise ShapeError("MXFP8Tensor", f"codes {theirs}", expected=f"{own}", advice="make a tensor of that shape")
         inner = {f"_{name}": code for name, code in state.items()}
         return self.__tensor_unflatten__(inner, self.__tensor_flatten__()[1], self.shape, None)  # type: ignore[no-any-return]
+
+    @property
+    def data(self) -> Tensor:
+        """A tensor with the same codes. Values that are assigned are quantized, codes are taken."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values.shape != self.shape or values.dtype not in _DTYPES:
+            what, expected = f"{values.dtype} {list(values.shape)}", f"float32, float16, bfloat16 {list(self.shape)}"
+            raise ShapeError("MXFP8Tensor.data", what, expected=expected, advice="make a new layer for other values")
+        self.quantize_(values)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         values = self.detach().dequantize()
@@ -235,7 +259,7 @@ def straight_through(x: Tensor, function: Callable[[Any], Tensor]) -> Tensor:
 
 def quantized(x: Tensor, *, fp8_dtype: DType, scale_rounding: str, rowwise: bool, columnwise: bool) -> MXFP8Tensor:
     """Returns `x` [..., N] in MXFP8; both directions are quantized from `x`."""
-    matrix = x.detach().reshape(-1, x.shape[-1] if x.dim() else 1)
+    matrix = _matrix(x)
     codes: dict[str, Tensor] = {}
     for names, source, wanted in ((ROWS, matrix, rowwise), (COLUMNS, matrix.t(), columnwise)):
         if wanted:
@@ -244,6 +268,10 @@ def quantized(x: Tensor, *, fp8_dtype: DType, scale_rounding: str, rowwise: bool
         raise _missing("rowwise")
     result: MXFP8Tensor = MXFP8Tensor(codes, x.shape, x.dtype, fp8_dtype=fp8_dtype, scale_rounding=scale_rounding)
     return result
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
 
 
 def _transposed(codes: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -295,9 +323,9 @@ def _view(x: MXFP8Tensor, shape: Sequence[int]) -> Any:
 
 
 def _to(x: MXFP8Tensor, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> Any:
-    if dtype not in {None, torch.float32, torch.float16, torch.bfloat16}:
+    if dtype not in {None, *_DTYPES}:
         return x._dequantized().to(device=device, dtype=dtype)
-    return x._map(lambda code: code.to(device), dtype=dtype or x.dtype)
+    return x._map(lambda code: code.to(device, copy=True), dtype=dtype or x.dtype)  # the op always copies
 
 
 def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
@@ -307,6 +335,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     alike = isinstance(source, MXFP8Tensor) and source.shape == target.shape
     if alike and source.__tensor_flatten__() == (names, {**settings, "dtype": source.dtype}):
         _write(*([getattr(each, name) for name in names] for each in (target, source)))
+        target.initial = None
     else:
         values = source._dequantized() if isinstance(source, MXFP8Tensor) else source
         target._store(values.to(target.device, target.dtype).expand(target.shape))
@@ -317,11 +346,13 @@ _OWN: Final[Mapping[Any, Callable[..., Any]]] = {
     _MX.quantize.default: _quantize,
     _MX.linear_train.default: training.linear_train,
     _ATEN.transpose.int: _transpose,
+    _ATEN.t.default: lambda x: _transpose(x, 0, 1),
     _ATEN.view.default: _view,
     _ATEN._to_copy.default: _to,
     _ATEN.copy_.default: _copy,
     _ATEN.detach.default: lambda x: x._map(lambda code: code),
     _ATEN.clone.default: lambda x, **_: x._map(Tensor.clone),
+    _ATEN.empty_like.default: lambda x, device=None, **_: x._map(partial(torch.empty_like, device=device)),
 }
 """Ops that read or write the codes themselves."""
 

@@ -25,6 +25,7 @@ from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrai
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
 from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import identity
+from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN
 from mxfp8_graph.torch_pass.program import Program, flattened, storage_of
 from mxfp8_graph.torch_pass.replace import Editor
 from mxfp8_graph.torch_pass.save import check_target, write
@@ -63,7 +64,9 @@ def rewrite_torch(
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         _note_training(source, reporter)
-    if previous is not None and previous.packed:
+    # A program of layers of `te` may have both: weights that are stored in MXFP8, and others.
+    trains = any(internals.op_name(node) in {LINEAR_TRAIN, GROUPED_TRAIN} for node in source.graph.nodes)
+    if previous is not None and previous.packed and not trains:
         program, reports = packed_training.switched(source, reporter)
     else:
         program, sites, decisions = planned(source, recipe, options)
