@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mxfp8_graph.te.tensor import MXFP8Tensor
 from mxfp8_ops.errors import ContractError
@@ -52,10 +51,6 @@ class _Master(nn.Parameter):
         return self
 
 
-_live: Final[Any] = WeakTensorKeyDictionary()
-"""Quantized weight -> a weak reference to its master: two groups of an optimizer share it."""
-
-
 def master_weights(module: nn.Module) -> list[nn.Parameter]:
     """Returns the parameters of `module` for an optimizer: a float32 master in place of each weight in MXFP8.
 
@@ -72,13 +67,14 @@ def master_weights(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _master(weight: MXFP8Tensor) -> nn.Parameter:
-    if weight in _live and (known := _live[weight]()) is not None:
+    # Two groups of an optimizer share the master of a weight.
+    if weight.master is not None and (known := weight.master()) is not None:
         return known  # type: ignore[no-any-return]
     values = weight._dequantized() if weight.initial is None else weight.initial
     master = _Master(values.to(weight.device, torch.float32, copy=True), requires_grad=weight.requires_grad)
     master.quantized = weight
     weight.grad_dtype = torch.float32
-    _live[weight] = weakref.ref(master)
+    weight.master = weakref.ref(master)
     return master.agree()
 
 

@@ -53,7 +53,7 @@ class autocast:  # noqa: N801
     def __enter__(self) -> autocast:
         # No state in this object: threads and nested blocks may share it.
         outer = getattr(_local, "entries", ())
-        region = outer[0][2] if outer else (self._region or [])
+        region = outer[0][2] if outer else [] if self._region is None else self._region
         _local.entries = ((self, self._recipe, region), *outer)
         return self
 

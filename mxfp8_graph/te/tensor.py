@@ -74,6 +74,8 @@ class MXFP8Tensor(Tensor):
     """Whether it is the transpose of such a tensor: its values are those of its columns."""
     initial: Tensor | None
     """The values before quantization, see `quantized_model_init`."""
+    master: Any
+    """A weak reference to its master, see `master_weights`; None without one."""
     _mxfp8: Any
     _mxfp8_scales: Any
     _columns_mxfp8: Any
@@ -88,7 +90,12 @@ class MXFP8Tensor(Tensor):
         """Makes a tensor of codes by attribute; `settings` are the attributes fp8_dtype, scale_rounding, _turned."""
         device = next(iter(codes.values())).device
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        self.__dict__ |= {**dict.fromkeys((*ROWS, *COLUMNS, "initial")), "_turned": False, **settings, **codes}
+        self.__dict__ |= {
+            **dict.fromkeys((*ROWS, *COLUMNS, "initial", "master")),
+            "_turned": False,
+            **settings,
+            **codes,
+        }
         return self
 
     def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
@@ -133,7 +140,7 @@ class MXFP8Tensor(Tensor):
         by_columns = self._mxfp8 is None or (self._turned and self._columns_mxfp8 is not None)
         codes = [getattr(self, name) for name in (COLUMNS if by_columns else ROWS)]
         values: Tensor = _MX.dequantize.default(*codes, -1, self.fp8_dtype.value, dtype or self.dtype)
-        return (values.mT if by_columns else values).reshape(self.shape)
+        return (values.mT.contiguous() if by_columns else values).view(self.shape)
 
     def _store(self, values: Tensor) -> None:
         """Quantizes new values into the codes that there are."""
@@ -157,8 +164,10 @@ class MXFP8Tensor(Tensor):
 
     rowwise_elements = property(lambda self: None if self._mxfp8 is None else self._mxfp8.view(self.shape))
     rowwise_scales = property(lambda self: self._mxfp8_scales)
-    columnwise_elements = property(lambda self: _transposed(self._columns_mxfp8, self.shape))
-    columnwise_scales = property(lambda self: _transposed(self._columns_mxfp8_scales, (-1, self.shape[-1])))
+    columnwise_elements = property(
+        lambda self: None if self._columns_mxfp8 is None else self._columns_mxfp8.mT.reshape(self.shape)
+    )
+    columnwise_scales = property(lambda self: None if self._columns_mxfp8 is None else self._columns_mxfp8_scales.mT)
     _rowwise_data, _rowwise_scale_inv = rowwise_elements, rowwise_scales
     _columnwise_data, _columnwise_scale_inv = columnwise_elements, columnwise_scales
     _fp8_dtype = property(lambda self: self.fp8_dtype)
@@ -247,6 +256,9 @@ class MXFP8Tensor(Tensor):
         is_parameter = isinstance(self, torch.nn.Parameter)
         return memo.setdefault(id(self), torch.nn.Parameter(copied, self.requires_grad) if is_parameter else copied)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "master"}
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"MXFP8Tensor({self.fp8_dtype.name}, {self.detach().dequantize()})"
 
@@ -272,10 +284,6 @@ def quantized(x: Tensor, *, fp8_dtype: DType, scale_rounding: str, rowwise: bool
 
 def _matrix(x: Tensor) -> Tensor:
     return x.detach().reshape(math.prod(x.shape[:-1]), x.shape[-1] if x.dim() else 1)
-
-
-def _transposed(codes: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    return None if codes is None else codes.mT.reshape(shape)
 
 
 def _missing(direction: str) -> ContractError:

@@ -151,6 +151,91 @@ def test_masters_and_weights_have_one_gradient() -> None:
     assert master.grad is None
 
 
+def linear(**options: Any) -> te.Linear:
+    """A layer with its weight in MXFP8 only."""
+    with te.quantized_model_init(**options):
+        return te.Linear(96, 64)
+
+
+def test_masters_follow_a_weight_that_is_changed_otherwise() -> None:
+    module, saved = linear(preserve_high_precision_init_val=True), linear()
+    optimizer = torch.optim.SGD(te.master_weights(module), lr=0.0)
+    module.load_state_dict(saved.state_dict())
+    with te.autocast():
+        module(X).sum().backward()
+    optimizer.step()
+    assert torch.equal(module.weight.dequantize(), saved.weight.dequantize())
+    assert module.weight.get_high_precision_init_val() is None
+    masters = te.master_weights(module)
+    module.load_state_dict(saved.state_dict())
+    with torch.no_grad():
+        masters[0].fill_(2.0)  # masters from a checkpoint count, in any order
+    optimizer.step()
+    assert torch.equal(module.weight.dequantize(), torch.full((64, 96), 2.0))
+
+
+def test_a_weight_has_one_master_and_copies_have_their_own() -> None:
+    module = linear()
+    (master, bias) = te.master_weights(module)
+    assert te.master_weights(module)[0] is master
+    optimizer = torch.optim.SGD([master, bias], lr=0.5)
+    other, again = copy.deepcopy((module, optimizer))
+    for each, step in ((module, optimizer), (other, again)):
+        with te.autocast():
+            each(X).sum().backward()
+        step.step()
+    assert torch.equal(run(other), run(module))
+    with pytest.raises(ContractError, match="LBFGS evaluates the loss within a step"):
+        torch.optim.LBFGS([master]).step(lambda: torch.tensor(0.0))
+
+
+def test_a_moved_module_keeps_its_first_values_and_float32_gradients() -> None:
+    module = linear(preserve_high_precision_init_val=True).to("cpu")
+    assert module.weight.get_high_precision_init_val() is not None
+    masters = te.master_weights(module)
+    module.bfloat16()
+    with te.autocast():
+        module(X.bfloat16()).sum().backward()
+    assert masters[0].quantized is module.weight
+    assert masters[0].grad.dtype is torch.float32
+    pickle.dumps(module)  # without the reference to the master
+    with pytest.raises(ShapeError, match=r"MXFP8Tensor.data: torch.float64"):
+        module.double()
+
+
+def test_a_weight_of_another_format_is_a_mismatch() -> None:
+    module = te.Linear(96, 64)
+    for quantizer in (te.MXFP8Quantizer("e5m2"), te.MXFP8Quantizer(rowwise=False)):
+        module.weight = nn.Parameter(quantizer(values(64, 96)))
+        with te.autocast(), torch.no_grad(), pytest.raises(RecipeError, match="Recipe mismatch for 'weight'"):
+            module(X)
+
+
+@pytest.mark.parametrize("by", [E4M3, recipe.Float8CurrentScaling()])
+@pytest.mark.parametrize("stored", [False, True])
+def test_torch_autocast_sets_the_dtype_of_the_result(by: Any, stored: bool) -> None:
+    if stored and not isinstance(by, mxfp8_graph.Recipe):
+        pytest.skip("it has no stored form")
+    module = linear(enabled=stored)
+    with te.autocast(recipe=by):
+        wanted = module(X.bfloat16())
+        with torch.autocast("cpu", torch.bfloat16):
+            results = [module(X)]
+            with torch.no_grad():
+                results += [module(X)]
+    assert all(torch.equal(y, wanted) for y in results)
+
+
+def test_emulated_layers_take_vectors_and_no_rows_and_refuse_second_derivatives() -> None:
+    module, x = te.Linear(96, 64), X.clone().requires_grad_()
+    with te.autocast(recipe=recipe.Float8CurrentScaling()):
+        assert module(X[0]).shape == (64,)
+        assert module(X[:0]).shape == (0, 64)
+        (grad,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
+
+
 def test_state_dicts_hold_the_packed_bytes_as_plain_tensors(tmp_path: Path) -> None:
     module, other = net(stored=True), net(stored=True)
     train(module, te.master_weights(module), 2)
@@ -224,6 +309,15 @@ def test_a_rewrite_of_an_exported_model_packs_its_layers_and_no_others(stored: b
         ]
 
 
+def test_a_model_with_both_kinds_of_weights_goes_to_onnx(tmp_path: Path) -> None:
+    module = nn.Sequential(linear(), te.Linear(64, 64), nn.LayerNorm(64)).eval()
+    with te.autocast():
+        program = torch.export.export(module, (X,))
+    packed, _ = mxfp8_graph.rewrite(program, E4M3)
+    assert torch.equal(packed.module()(X), run(module))
+    mxfp8_graph.to_onnx(packed, tmp_path / "model.onnx")
+
+
 @pytest.mark.parametrize("stored", [False, True])
 def test_compiled_layers_have_the_same_bits(stored: bool) -> None:
     module = net(stored=stored)[0]
@@ -250,13 +344,17 @@ def test_what_a_compiler_cannot_take_is_one_error() -> None:
         export(module, X)
 
 
-def test_checkpointed_layers_compute_again_by_the_same_recipe() -> None:
+@pytest.mark.parametrize("by", [HYBRID, recipe.DelayedScaling()])
+def test_checkpointed_layers_compute_again_by_the_same_recipe(by: Any) -> None:
     module, again = net(), net()
-    with te.autocast(recipe=HYBRID):
-        loss, other = module(X).sum(), te.checkpoint(again, X).sum()
-    loss.backward()
-    other.backward()  # outside of the context
+    for _ in range(3):
+        with te.autocast(recipe=by):
+            loss, other = module(X).sum(), te.checkpoint(again, X).sum()
+        loss.backward()
+        other.backward()  # outside of the context
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(module.parameters(), again.parameters(), strict=True))
+    with pytest.raises(ContractError, match="use_reentrant=True"):
+        te.checkpoint(module, X, use_reentrant=True)
 
 
 @pytest.mark.processes

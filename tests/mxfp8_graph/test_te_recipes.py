@@ -136,6 +136,19 @@ def test_delayed_scaling_takes_the_scale_of_earlier_calls(algorithm: str) -> Non
         amax = (max(history[-2:]) if algorithm == "max" else history[-1]) or amax
 
 
+def test_delayed_scaling_updates_once_for_an_autocast_and_not_in_an_evaluation() -> None:
+    layer, by = te.Linear(256, 32), DelayedScaling(amax_history_len=4)
+    with te.autocast(recipe=by):
+        layer(X)
+        with te.autocast(recipe=by):
+            layer(3 * X)
+    (quantizer, *_) = layer.quantizers["scaling_fwd"]
+    assert list(quantizer.amax_history) == [float((3 * X).abs().max())]
+    with torch.no_grad(), te.autocast(recipe=by):
+        layer(1000 * X)
+    assert quantizer.scale == pytest.approx(448 / float((3 * X).abs().max()))
+
+
 @pytest.mark.parametrize(("kind", "most"), [(Float8CurrentScaling, 0.15), (Float8BlockScaling, 0.05)])
 def test_emulated_recipes_have_the_three_products(kind: Any, most: float) -> None:
     """Heavy-tailed values lose their small ones to one scale per tensor, and fewer to one per 128 values."""
@@ -162,6 +175,17 @@ def test_contexts_nest_and_end_after_an_exception() -> None:
     assert te.current_recipe() is None
     with pytest.raises(KeyError), te.quantized_model_init():
         raise KeyError
+
+    def generator() -> Any:
+        with te.autocast(recipe=inner):
+            yield
+
+    left_open = generator()
+    next(left_open)
+    with te.autocast(recipe=outer):
+        left_open.close()
+        assert te.current_recipe() is outer
+    assert te.current_recipe() is None
     assert not isinstance(te.Linear(32, 32).weight, te.MXFP8Tensor)
 
 

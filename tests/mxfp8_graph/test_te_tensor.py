@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,13 @@ def block(*first: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(64, 96), (40, 100), (1, 5), (3, 7, 33), (0, 32), (17,)])
+@pytest.mark.parametrize("shape", [(64, 96), (40, 100), (1, 5), (3, 7, 33), (0, 32), (5, 0), (17,)])
 @pytest.mark.parametrize("fp8_dtype", [te.DType.kFloat8E4M3, torch.float8_e5m2])
 def test_both_directions_are_quantized_from_the_values(shape: tuple[int, ...], dtype: Any, fp8_dtype: Any) -> None:
     x = values(*shape, seed=3, dtype=dtype)
     t = te.MXFP8Quantizer(fp8_dtype, rowwise=True, columnwise=True)(x)
     assert (t.shape, t.dtype, t.device) == (x.shape, dtype, x.device)
-    matrix, name = as_numpy(x).reshape(-1, shape[-1]), te.DType.cast(fp8_dtype).value
+    matrix, name = as_numpy(x).reshape(math.prod(shape[:-1]), shape[-1]), te.DType.cast(fp8_dtype).value
     for axis, elements, scales in (
         (1, t._rowwise_data, t._rowwise_scale_inv),
         (0, t._columnwise_data, t._columnwise_scale_inv),
@@ -165,6 +166,43 @@ def test_an_op_that_writes_quantizes_the_result(change: Any) -> None:
     wanted = te.MXFP8Quantizer()(plain)
     for mine, theirs in zip(t.state_dict().values(), wanted.state_dict().values(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda t: t.t_(), lambda t: t.unsqueeze_(0), lambda t: t.resize_(32, 128), lambda t: t.transpose_(0, 1)]
+)
+def test_an_op_that_changes_the_shape_in_place_is_refused(change: Any) -> None:
+    t = te.MXFP8Quantizer()(values(64, 64))
+    with pytest.raises(ShapeError, match="in place; expected the same shape"):
+        change(t)
+
+
+def test_data_takes_values_of_the_shape_and_dtypes_that_it_can_hold() -> None:
+    t, x = te.MXFP8Quantizer()(values(64, 96)), values(64, 96, seed=5)
+    t.data = x
+    assert torch.equal(t.rowwise_elements, te.MXFP8Quantizer()(x).rowwise_elements)
+    for bad in (x.T, x.double()):
+        with pytest.raises(ShapeError, match=r"MXFP8Tensor.data: .* expected float32, float16, bfloat16 \[64, 96\]"):
+            t.data = bad
+
+
+@pytest.mark.parametrize(
+    "copied", [lambda t: t.to(torch.bfloat16), lambda t: t.half(), lambda t: t.to("cpu", copy=True)]
+)
+def test_copies_have_codes_of_their_own(copied: Any) -> None:
+    t = te.MXFP8Quantizer()(values(64, 96))
+    before = t.dequantize()
+    copied(t).zero_()
+    assert torch.equal(t.dequantize(), before)
+    t.t().zero_()  # a transpose has the same
+    assert not t.dequantize().any()
+
+
+def test_inference_mode_reads_a_tensor_from_outside() -> None:
+    t = te.MXFP8Quantizer()(values(64, 96))
+    with torch.inference_mode():
+        assert torch.equal(t.detach().clone().dequantize(), t.dequantize())
+        assert "MXFP8Tensor(kFloat8E4M3" in repr(t)
 
 
 def test_gradients_pass_through_quantize_and_dequantize() -> None:
