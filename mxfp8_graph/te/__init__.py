@@ -1,6 +1,14 @@
 """TransformerEngine's names over our ops: `from mxfp8_graph import te` and `from mxfp8_graph.te import recipe`.
 
-docs/from_transformer_engine.md lists each name, and what differs. Nexus's names are in `te.nexus`.
+docs/from_transformer_engine.md lists each name, and what differs.
+
+recipe.py      MXFP8BlockScaling, and recipes that are emulated
+tensor.py      MXFP8Tensor: codes along rows and columns
+quantizers.py  what makes such tensors, or rounds values as another recipe does
+state.py       autocast and quantized_model_init
+modules.py     Linear and layers with a normalization
+masters.py     float32 masters of weights that are stored in MXFP8
+nexus.py       Nexus's names
 """
 
 from mxfp8_graph.te import recipe as recipe

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from mxfp8_graph.naming import unique_name
 from mxfp8_graph.torch_pass import internals
+from mxfp8_graph.torch_pass.torchao_weights import is_mx
 
 STORED = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -145,25 +146,30 @@ class Program:
 
 
 def flattened(source: ExportedProgram) -> ExportedProgram:
-    """Returns `source` with the inner tensors of tensor subclasses as buffers; `source` itself if it has none to read.
+    """Returns `source` with plain tensors in place of tensor subclasses that dequantize; `source` if it has none.
 
-    torch.export leaves access_subclass_inner_tensor(weight, "_mxfp8") in the graph. The buffer is weight_mxfp8.
+    torch.export leaves access_subclass_inner_tensor(weight, "_mxfp8") in the graph: its result becomes the buffer
+    weight_mxfp8. Another use of the weight reads its values. torchao's weights stay, see `torchao_weights`.
     """
-    access: Any = getattr(torch.ops.export, "access_subclass_inner_tensor", None)
-    if not any(node.op == "call_function" and node.target is access.default for node in source.graph.nodes):
+    plain = torch.Tensor.dequantize
+    names = {n for n, t in source.state_dict.items() if not is_mx(t) and getattr(type(t), "dequantize", plain) != plain}
+    if not names:
         return source
     program = Program(source)
+    access: Any = torch.ops.export.access_subclass_inner_tensor.default
     for placeholder in program.scopes[0].placeholders:
         name = program.stored_name(placeholder)
-        for node in list(placeholder.users):
-            if name is None or node.target is not access.default:
-                continue
+        if name is None or name not in names:
+            continue
+        weight = source.state_dict[name]
+        for node in [node for node in placeholder.users if node.target is access]:
             buffer = f"{name}{node.args[1]}"
-            program.state.setdefault(buffer, getattr(program.tensor(name), str(node.args[1])))
+            program.state.setdefault(buffer, getattr(weight, str(node.args[1])))
             node.replace_all_uses_with(program.weight(buffer))
             node.graph.erase_node(node)
-            if not placeholder.users:
-                program.forget(placeholder)
+        program.state[name] = torch.nn.Parameter(weight.detach().dequantize())
+        if not placeholder.users:
+            program.forget(placeholder)
     # Integers have no gradients, and quantize refuses an activation that has one.
     program.ask_for_gradients(False)
     return program.finish()

@@ -309,6 +309,26 @@ def test_a_rewrite_of_an_exported_model_packs_its_layers_and_no_others(stored: b
         ]
 
 
+class Tied(nn.Module):
+    """Reads the weight of a layer itself, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = linear(), nn.LayerNorm(96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x) @ self.layer.weight)
+
+
+def test_a_program_reads_the_values_of_a_stored_weight(tmp_path: Path) -> None:
+    with te.autocast():
+        program = torch.export.export(Tied().eval(), (X,))
+    mxfp8_graph.save(program, tmp_path / "saved.pt2")
+    with torch.no_grad():
+        assert torch.equal(mxfp8_graph.load(tmp_path / "saved.pt2").module()(X), program.module()(X))
+    mxfp8_graph.to_onnx(program, tmp_path / "model.onnx")
+
+
 def test_a_model_with_both_kinds_of_weights_goes_to_onnx(tmp_path: Path) -> None:
     module = nn.Sequential(linear(), te.Linear(64, 64), nn.LayerNorm(64)).eval()
     with te.autocast():
