@@ -56,7 +56,7 @@ def output(
         written = sorted(path.with_name(file.name) for file in folder.iterdir() if file.name != path.name)
         if written or (folder / path.name).exists():
             check(beside=written)  # again, because others may have written files since
-            _put(folder, path, written, [path, *replaces] if overwrite else [])
+            _replace_old(folder, path, written, [path, *replaces] if overwrite else [])
 
 
 def check_output(
@@ -138,7 +138,7 @@ def _refused(path: Path) -> Iterator[None]:
         raise ContractError.unwritable(path, error, "free some space or pass another path") from None
 
 
-def _put(folder: Path, path: Path, beside: Iterable[Path], old: Iterable[Path]) -> None:
+def _replace_old(folder: Path, path: Path, beside: Iterable[Path], old: Iterable[Path]) -> None:
     try:
         for file in old:  # `path` first: no model may stand beside another's data
             file.unlink(missing_ok=True)

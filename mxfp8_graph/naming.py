@@ -14,7 +14,7 @@ def unique_name(wanted: str, taken: Container[str], separator: str = "_") -> str
     return next(name for number in count(2) if (name := f"{wanted}{separator}{number}") not in taken)
 
 
-def take_name(wanted: str, taken: set[str], separator: str = "_") -> str:
+def reserve_name(wanted: str, taken: set[str], separator: str = "_") -> str:
     """Returns `unique_name(...)`, and adds it to `taken`."""
     name = unique_name(wanted, taken, separator)
     taken.add(name)

@@ -106,14 +106,14 @@ class CheckpointWeights:
     """Weights by their name in the checkpoint."""
     names: Mapping[str, str] = field(default_factory=dict)
     """Name of a weight, node or module in the model -> name of its weight in the checkpoint, where they differ."""
-    instead: bool = False
+    replaces_all: bool = False
     """Whether the model has no values of its own, so that every weight must be used."""
     others: tuple[str, ...] = ()
     """Names of tensors of the checkpoint that are not in MXFP8; the model keeps its own values for them."""
     files: frozenset[Path] = frozenset()
     """Files of the weights and of their names."""
 
-    def keep(self, output: Path) -> None:
+    def refuse_output(self, output: Path) -> None:
         """Raises ContractError if a result would replace one of the files, itself or by its external data."""
         for path in (output, data_path_of(output)):
             if is_any_of(path, self.files):

@@ -131,7 +131,7 @@ def rewrite(
     )
     # The checkpoint is read while the output is written.
     if whole.weights is not None and whole.output is not None:
-        whole.weights.keep(whole.output)
+        whole.weights.refuse_output(whole.output)
     if kind.is_program:
         # Imported on use: a rewrite of an ONNX model needs no torch, and the reverse.
         from mxfp8_graph.torch_pass import rewrite_torch

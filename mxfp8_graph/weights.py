@@ -44,7 +44,7 @@ class Packed:
         return float((self.noise / self.signal) ** 0.5) if self.signal else 0.0
 
 
-def take(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
+def checked_codes(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
     """Returns the bytes of a packed weight, with an unknown error (NaN).
 
     Raises:

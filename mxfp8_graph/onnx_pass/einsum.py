@@ -56,7 +56,7 @@ def read(node: ir.Node, resolve: Resolve) -> Form:
 
 
 def _form(x: ir.Value, w: ir.Value, static: Static | None, c: _Contraction) -> Form:
-    if static is not None and static.lead:
+    if static is not None and static.repeated_axes:
         raise _NoMatMulError("its static operand is repeated along a dimension; expected it without that")
     # Packing transposes [batch, K, N] itself; only another order needs a permutation.
     in_order = (*c.batch, *c.k, *c.n) == c.w

@@ -22,7 +22,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from mxfp8_graph.naming import take_name
+from mxfp8_graph.naming import reserve_name
 from mxfp8_graph.onnx_pass.forms import AS_IS, EpilogueNode, Form
 from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
@@ -97,7 +97,7 @@ def _paths(graph: ir.Graph, path: str, taken: set[str]) -> Iterator[tuple[ir.Gra
             inner = entry.as_graphs() if several else [entry.value] if entry.type == ir.AttributeType.GRAPH else []
             for index, below in enumerate(inner):
                 steps = (path, label(node), f"{name}[{index}]" if several else name)
-                yield from _paths(below, take_name("/".join(filter(None, steps)), taken, "#"), taken)
+                yield from _paths(below, reserve_name("/".join(filter(None, steps)), taken, "#"), taken)
 
 
 class _View:
@@ -148,7 +148,7 @@ class _Finder:
         """Returns the site of one matmul, or of one lookup in a table."""
         if form.picks_rows:
             return self._lookup(node, form)
-        x, w, swapped = self._operands.of(form)
+        x, w, swapped = self._operands.operands_of(form)
         sizes = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
         # After a swap a bias would be one value per row of the gemm's result; a grouped gemm has no bias.
@@ -183,7 +183,7 @@ class _Finder:
     def _site(self, node: ir.Node, w: Operand, dtype: int, *, sizes: Sequence[Dim], **more: Any) -> MatMulSite:
         m, n, k = sizes
         return MatMulSite(
-            name=take_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#"),
+            name=reserve_name(node.name or f"{node.op_type}_{node.outputs[0].name}", self._names, "#"),
             op=node.op_type,
             module=module_of(node.metadata_props.get(NAME_SCOPES, "")),
             subgraph=self._paths[node.graph] if node.graph is not None else "",
@@ -225,7 +225,7 @@ class _Finder:
         bias = self._operands.static(c)
         shape = shape_of(product)
         rank = form.rank or len(shape or (n,))
-        if bias is None or bias.lead or bias.dtype != dtype or not isinstance(n, int):
+        if bias is None or bias.repeated_axes or bias.dtype != dtype or not isinstance(n, int):
             return None
         if not eligibility.is_bias(bias.shape, _dtype_name(bias.dtype), n=n, rank=rank):
             return None
@@ -281,7 +281,7 @@ class _Finder:
 
 def _repeat_blocker(form: Form, x: Operand, w: Operand, result: ir.Value) -> str | None:
     """Returns the reason why a weight that repeats along leading dimensions cannot be packed, or None."""
-    if w.static is None or not w.static.lead:
+    if w.static is None or not w.static.repeated_axes:
         return None
     if form.a_layout != AS_IS or form.b_layout != AS_IS:
         return "the weight is repeated along a dimension, and its axes are permuted; expected only one of the two"

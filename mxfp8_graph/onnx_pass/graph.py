@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.naming import take_name
+from mxfp8_graph.naming import reserve_name
 from mxfp8_ops import contract
 from mxfp8_ops.case import Input
 
@@ -69,7 +69,7 @@ def fresh_names(model: ir.Model) -> Callable[[str], str]:
         for node in graph:
             taken.add(str(node.name))
             taken.update(str(value.name) for value in (*node.inputs, *node.outputs) if value is not None)
-    return lambda wanted: take_name(wanted, taken)
+    return lambda wanted: reserve_name(wanted, taken)
 
 
 def subgraphs_of(node: ir.Node) -> Iterator[ir.Graph]:

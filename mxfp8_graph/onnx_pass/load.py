@@ -95,7 +95,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
     files: set[Path] = set()
     for value in initializers_of(model):
         if isinstance(tensor := value.const_value, ir.ExternalTensor):
-            size += _place(tensor, path, name)
+            size += _resolve_external(tensor, path, name)
             files.add(Path(tensor.path))
             if tensor.nbytes <= INLINE_BYTES:  # steps and onnx's passes read sizes, axes and scalars
                 value.const_value = in_memory(tensor)
@@ -104,7 +104,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
         for key, attribute in list(node.attributes.items()):
             if not isinstance(tensor := attribute.value, ir.ExternalTensor):
                 continue
-            size += _place(tensor, path, name)
+            size += _resolve_external(tensor, path, name)
             files.add(Path(tensor.path))
             # The large value of a Constant may be packed; else `to_proto` reads it.
             if node in inner or not large_constant(node) or tensor.nbytes <= INLINE_BYTES:
@@ -122,7 +122,7 @@ def _graph(proto: onnx.ModelProto, path: Path | None, size: int) -> ir.Model:
     return model
 
 
-def _place(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
+def _resolve_external(tensor: ir.ExternalTensor, path: Path | None, model: str) -> int:
     """Sets the path of a tensor's file; returns the bytes that the tensor has outside of the model's own file.
 
     Raises:

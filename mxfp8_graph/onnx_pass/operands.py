@@ -123,7 +123,7 @@ class Operands:
         for output in reversed(views):
             node = output.producer()
             view = None if node is None else op_of(node.domain, node.op_type).view
-            if static is None or node is None or view is None or (static.lead and view not in BEHIND_REPEAT):
+            if static is None or node is None or view is None or (static.repeated_axes and view not in BEHIND_REPEAT):
                 static = None
             else:
                 static = view(node, static, output, self.integers)
@@ -133,7 +133,7 @@ class Operands:
     def integers(self, value: ir.Value | None) -> list[int] | None:
         """Returns the values of a small static vector of integers, or None."""
         static = self.static(value)
-        if static is None or static.lead or len(static.shape) != 1 or static.dtype not in _INTEGERS:
+        if static is None or static.repeated_axes or len(static.shape) != 1 or static.dtype not in _INTEGERS:
             return None
         # Sizes and axes are few numbers: no file is read for them.
         if static.byte_size > INLINE_BYTES or is_large(static.tensor):
@@ -147,7 +147,7 @@ class Operands:
         static = None if node is None else self.static(node.inputs[0])
         return None if static is None else static.name
 
-    def of(self, form: Form) -> tuple[Operand, Operand, bool]:
+    def operands_of(self, form: Form) -> tuple[Operand, Operand, bool]:
         """Returns (X, W, whether the weight comes first, so that the gemm computes the transpose of the result).
 
         Where neither operand is static, one that is picked from a stack is the weight.
@@ -342,7 +342,7 @@ def _gather_of(value: ir.Value) -> tuple[ir.Node | None, list[ir.Value]]:
 
 
 def _stored(value: ir.Value, static: Static, transposed: bool, layout: Layout) -> Operand:
-    if layout.perm is not None and layout.perm != tuple(range(len(layout.perm))) and not static.lead:
+    if layout.perm is not None and layout.perm != tuple(range(len(layout.perm))) and not static.repeated_axes:
         static = static.then("Transpose", layout.perm, shape=Layout(perm=layout.perm).of(static.shape))
     if layout.shape is not None and layout.shape != static.shape:
         static = static.then("Reshape", layout.shape, shape=layout.shape)

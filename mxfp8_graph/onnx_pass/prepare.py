@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 from onnx import inliner, shape_inference, version_converter
 
-from mxfp8_graph.naming import first_line, take_name
+from mxfp8_graph.naming import first_line, reserve_name
 from mxfp8_graph.onnx_pass import conversion
 from mxfp8_graph.onnx_pass.float32 import to_float32
 from mxfp8_graph.onnx_pass.graph import (
@@ -37,7 +37,7 @@ from mxfp8_graph.onnx_pass.protos import (
     is_foreign,
     iter_graphs,
     large_constant,
-    lent,
+    proto_without_data,
     subgraphs,
     training_graphs,
 )
@@ -91,14 +91,14 @@ def upgrade(
     if chosen:
         imports = _use_one_opset(model, chosen)
         selected = list(dict.fromkeys((domain, function) for domain, function, _ in chosen))
-        model = through(model, lambda proto: inliner.inline_selected_functions(proto, selected), "inliner")
+        model = run_onnx_pass(model, lambda proto: inliner.inline_selected_functions(proto, selected), "inliner")
         for key, function in model.functions.items():
             function.opset_imports.update(imports[key])
         notes.append(f"inlined local functions: {', '.join(function for _, function in selected)}")
     if opset < least:
         conversion.before(model, least)
         call = lambda proto: version_converter.convert_version(_inferred(conversion.hide_unknown(proto)), least)  # noqa: E731
-        model = through(model, call, f"converter from opset {opset} to {least}", converts=True)
+        model = run_onnx_pass(model, call, f"converter from opset {opset} to {least}", converts=True)
         notes.append(f"converted opset {opset} to {least}")
         infer(model, [])
         notes += conversion.after(model, opset)
@@ -117,7 +117,7 @@ def _name_nodes_apart(model: ir.Model) -> list[str]:
         for node in graph:
             if node.name and node.name in seen:
                 repeated[node.name] = None
-                node.name = take_name(node.name, taken)
+                node.name = reserve_name(node.name, taken)
             seen.add(str(node.name))
     return [f"renamed nodes, for several of one graph had the name {', '.join(repeated)}"] if repeated else []
 
@@ -137,7 +137,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
     ops = [("", "Attention")]
     call = lambda proto: inliner.inline_selected_functions(proto, ops, inline_schema_functions=True)  # noqa: E731
     try:
-        model = through(model, call, "inliner")
+        model = run_onnx_pass(model, call, "inliner")
     except ContractError as error:
         notes.append(f"the products inside Attention are not quantized: {error}")
         _rename(model, renamed)
@@ -158,7 +158,7 @@ def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
     return model
 
 
-def through(
+def run_onnx_pass(
     model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto], what: str, *, converts: bool = False
 ) -> ir.Model:
     """Returns the result of a pass of onnx, with the tensors and the metadata that the pass does not see.
@@ -173,7 +173,7 @@ def through(
         ContractError: the pass fails.
     """
     renamed = _make_names_unique(model)
-    with lent(model) as proto:
+    with proto_without_data(model) as proto:
         try:
             changed = call(proto)
         except MemoryError:
@@ -220,7 +220,7 @@ def _restore(result: ir.Model, model: ir.Model, *, converts: bool) -> None:
             if converts and producer is not None:
                 _restore_node(node, producer)
             elif converts and node.name:  # the converter names an added node like the node that needs it
-                node.name = take_name(node.name, names)
+                node.name = reserve_name(node.name, names)
         # The declared types stay as they were: onnx's passes add inferred ones.
         inputs = graph.inputs if graph is result.graph else ()  # inputs of a body may have the name of an outer value
         for value in (*inputs, *(output for node in graph for output in node.outputs)):
@@ -296,7 +296,7 @@ def _rename(model: ir.Model, renamed: Mapping[str, str]) -> None:
 
 def infer(model: ir.Model, notes: list[str]) -> None:
     """Puts the types and shapes that onnx infers into `Value.meta`, where `dtype_of` and `shape_of` read them."""
-    with lent(model) as proto:
+    with proto_without_data(model) as proto:
         counts = [len(graph.initializer) for graph in iter_graphs(proto.graph)]
         _copy_outer_constants(proto.graph, {})
         try:

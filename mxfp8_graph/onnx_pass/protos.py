@@ -164,7 +164,7 @@ def training_graphs(model: ir.Model) -> bool:
 
 
 @contextlib.contextmanager
-def lent(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProto]:
+def proto_without_data(model: ir.Model, *, main_only: bool = False) -> Iterator[onnx.ModelProto]:
     """Yields the model as a proto whose large tensors have name, dtype and dims, but no data.
 
     Large tensors are initializers and values of Constant nodes; with `main_only`, initializers of the main graph only.

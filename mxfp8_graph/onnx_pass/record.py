@@ -9,7 +9,7 @@ import onnx_ir as ir
 from mxfp8_graph import provenance
 from mxfp8_graph.onnx_pass import check
 from mxfp8_graph.onnx_pass.graph import facts_of, label, name_of
-from mxfp8_graph.onnx_pass.protos import lent
+from mxfp8_graph.onnx_pass.protos import proto_without_data
 from mxfp8_ops import contract, onnx_functions
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.function_body import STYLE, Style
@@ -65,7 +65,7 @@ def complete(model: ir.Model, recipe: str | None, *, bodies: str = "folded") -> 
 
 def add_bodies(model: ir.Model, style: Style | None = STYLE) -> None:
     """Adds function bodies in a style for our nodes, or none for None; raises RuntimeError as `complete` does."""
-    with lent(model) as proto:
+    with proto_without_data(model) as proto:
         # The same check as at the load, so that a damaged result is not written.
         try:
             list(check.names(proto, name_of(model)))

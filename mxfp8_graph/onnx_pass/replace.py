@@ -27,7 +27,7 @@ from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names, remove, remove_un
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.onnx_pass.views import Static, apply, layout_of
-from mxfp8_graph.onnx_pass.weights import How, PackedWeight
+from mxfp8_graph.onnx_pass.weights import PackedWeight, PackSettings
 from mxfp8_graph.options import Progress, StoredWeight
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
@@ -73,7 +73,7 @@ class Editor:
         model: ir.Model,
         *,
         allow_nonfinite: bool,
-        given: Mapping[str, StoredWeight] | None = None,
+        checkpoint_weights: Mapping[str, StoredWeight] | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Makes an editor.
@@ -81,10 +81,10 @@ class Editor:
         Args:
             model: its graph is edited in place.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
-            given: weights that are packed already, by the name of the site.
+            checkpoint_weights: weights that are packed already, by the name of the site.
             progress: called after each weight is packed, which is when the model is saved.
         """
-        self._given = given or {}
+        self._checkpoint_weights = checkpoint_weights or {}
         self._progress = progress
         self._bytes_done = 0
         self._bytes_in_all = 0
@@ -176,13 +176,13 @@ class Editor:
 
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedWeight, list[ir.Value]]:
         """Returns the site's packed weight, with its elements and scales; sites with equal bytes share one."""
-        stored = self._given.get(site.matmul.name)
+        stored = self._checkpoint_weights.get(site.matmul.name)
         # The key has all that decides the bytes.
         layout = layout_of(static.tensor, static.steps, site.w.transposed)
         how_packed = (decision.weight_format, decision.scale_rounding, site.form.alpha, stored and stored.name)
         key = (static.value, *layout, *how_packed)
         if key not in self._packed:
-            how = How(
+            settings = PackSettings(
                 transposed=site.w.transposed,
                 factor=site.form.alpha,  # before rounding: alpha need not be a power of two
                 element_format=decision.weight_format,
@@ -191,7 +191,7 @@ class Editor:
             )
             size = site.matmul.weight_bytes
             self._bytes_in_all += size
-            weight = PackedWeight(static, how, stored, lambda: self._tell(site.matmul.name, size))
+            weight = PackedWeight(static, settings, stored, lambda: self._tell(site.matmul.name, size))
             # Elements first, and `save` writes them first: a weight whose scales are read first is packed twice.
             for tensor, wanted in ((weight.elements, "mxfp8"), (weight.scales, "mxfp8_scales")):
                 tensor.name = self.fresh(f"{static.name}_{wanted}")

@@ -25,9 +25,9 @@ from mxfp8_graph.onnx_pass.protos import described, to_proto
 from mxfp8_graph.onnx_pass.replace import Editor, Replaced
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
+from mxfp8_graph.policy.earlier_rewrite import already_rewritten, fusion_note
 from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.policy.rewritten import already_rewritten, fusion_note
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter
@@ -90,7 +90,9 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     reporter.notes += linear
     require_eligible(decisions, options.name, wanted=" ".join([WANTED, *map("({})".format, linear)]))
     progress = None if options.dry_run else options.progress
-    editor = Editor(model, allow_nonfinite=options.allow_nonfinite, given=assigned.weights, progress=progress)
+    editor = Editor(
+        model, allow_nonfinite=options.allow_nonfinite, checkpoint_weights=assigned.weights, progress=progress
+    )
     outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
     editor.finish()  # before `fuse`, which asks who uses a value
     if recipe.fuse:
@@ -102,7 +104,7 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     # This packs the weights, so the reports of sites come after it.
     size = _write(model, options.output, options, as_source=as_source)
     if options.dry_run:
-        return None, reporter.dry_run(decisions)
+        return None, reporter.report_of_plan(decisions)
     if options.output is not None:
         return options.output, reporter.report([*map(site_report, outcomes)], size)
     proto = to_proto(model)

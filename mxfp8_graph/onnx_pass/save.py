@@ -57,7 +57,7 @@ def wants_external(model: ir.Model, path: Path | None, choice: str, *, as_source
 def check_output(model: ir.Model, path: Path, *, external: bool, overwrite: bool) -> list[Path]:
     """Returns `replaces` for `save`; ContractError if `save` could not write there. For dry runs."""
     replaces = _data_of(path, external=external) if overwrite else []
-    files.check_output(path, overwrite=overwrite, replaces=replaces, **_place(model, path, external=external))
+    files.check_output(path, overwrite=overwrite, replaces=replaces, **_files_of(model, path, external=external))
     return replaces
 
 
@@ -77,7 +77,7 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replac
     """
     if replaces is None:
         replaces = _data_of(path, external=external) if overwrite else []
-    place = _place(model, path, external=external)
+    place = _files_of(model, path, external=external)
     with files.output(path, overwrite=overwrite, replaces=replaces, **place) as folder:
         draft = folder / path.name
         if external:
@@ -89,7 +89,7 @@ def save(model: ir.Model, path: Path, *, external: bool, overwrite: bool, replac
         return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _place(model: ir.Model, path: Path, *, external: bool) -> dict[str, list[Path]]:
+def _files_of(model: ir.Model, path: Path, *, external: bool) -> dict[str, list[Path]]:
     """Returns the arguments of `files.output` about files: the inputs, and the files beside the output."""
     source = path_of(model)
     return {

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import INLINE_BYTES, is_large
-from mxfp8_graph.onnx_pass.protos import in_memory, lent
+from mxfp8_graph.onnx_pass.protos import in_memory, proto_without_data
 
 _GRAPH: Final = 7  # ModelProto.graph
 _INITIALIZER: Final = 5  # GraphProto.initializer
@@ -55,7 +55,7 @@ def write(model: ir.Model, path: Path) -> None:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = in_memory(value.const_value)
-    with lent(model, main_only=True) as proto:
+    with proto_without_data(model, main_only=True) as proto:
         content = proto.SerializeToString()
     del proto
     with path.open("wb") as file:

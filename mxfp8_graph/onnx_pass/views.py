@@ -41,7 +41,7 @@ class Static:
     dtype: int
     """onnx.TensorProto.DataType after the steps."""
     steps: Steps = ()
-    lead: int = 0
+    repeated_axes: int = 0
     """Number of further leading dimensions that the consumer sees; the value repeats along them."""
 
     @property
@@ -84,10 +84,10 @@ def cast(node: ir.Node, before: Static, output: ir.Value, integers: Integers) ->
 
 def transpose(node: ir.Node, before: Static, output: ir.Value, integers: Integers) -> Static | None:
     """Returns the result of Transpose. The leading dimensions of a value that repeats must stay in front."""
-    perm, lead = permutation(node, before.lead + len(before.shape)), before.lead
-    if perm is None or perm[:lead] != tuple(range(lead)):
+    perm, repeated_axes = permutation(node, before.repeated_axes + len(before.shape)), before.repeated_axes
+    if perm is None or perm[:repeated_axes] != tuple(range(repeated_axes)):
         return None
-    perm = tuple(axis - lead for axis in perm[lead:])
+    perm = tuple(axis - repeated_axes for axis in perm[repeated_axes:])
     return before.then("Transpose", perm, shape=tuple(before.shape[axis] for axis in perm))
 
 
@@ -97,7 +97,7 @@ def reshape(node: ir.Node, before: Static, output: ir.Value, integers: Integers)
     A value that repeats must keep its shape.
     """
     shape = _sizes_of(output)
-    if before.lead:
+    if before.repeated_axes:
         return before if node.inputs[0] is not None and _sizes_of(node.inputs[0]) == shape is not None else None
     # Not of an empty value: NumPy may not have its shape, as [2**61, 0].
     if shape is None or not 0 < math.prod(shape) == math.prod(before.shape):
@@ -143,12 +143,12 @@ def repeat(node: ir.Node, before: Static, output: ir.Value, integers: Integers) 
         own = own[1:]
     if seen is None or len(seen) < len(own):
         return None
-    lead = len(seen) - len(own)
+    repeated_axes = len(seen) - len(own)
     # Expand changes only dimensions of 1, whatever shape it gets at run time.
-    if tuple(seen[lead:]) != own and not (node.op_type == "Expand" and 1 not in own):
+    if tuple(seen[repeated_axes:]) != own and not (node.op_type == "Expand" and 1 not in own):
         return None
     same = before if own == before.shape else before.then("Reshape", own, shape=own)
-    return replace(same, lead=lead)
+    return replace(same, repeated_axes=repeated_axes)
 
 
 BEHIND_REPEAT: Final = (identity, cast, transpose, reshape)
@@ -183,7 +183,7 @@ def layout_of(tensor: ir.TensorProtocol, steps: Steps, transposed: bool) -> tupl
 
     A table that an embedding reads as it is and an output projection reads through a Transpose is one weight.
     """
-    straight = straighten(tuple(tensor.shape.numpy()), steps)
+    straight = in_stored_order(tuple(tensor.shape.numpy()), steps)
     if straight is None:
         return (steps, transposed)
     shape, flipped, casts = straight
@@ -218,7 +218,7 @@ def cast_to(data: Array, dtypes: Sequence[int]) -> Array:
     return data
 
 
-def straighten(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
+def in_stored_order(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...], bool, tuple[int, ...]] | None:
     """Returns (shape, flipped, casts) if `steps` leave the values in their stored order, or None.
 
     The result of the steps is the stored values in `shape` and cast, with the last two axes swapped if `flipped`.

@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.views import Static, apply, cast_to, straighten
+from mxfp8_graph.onnx_pass.views import Static, apply, cast_to, in_stored_order
 from mxfp8_graph.options import StoredWeight
-from mxfp8_graph.weights import Packed, Rows, pack, packed_bytes, take
+from mxfp8_graph.weights import Packed, Rows, checked_codes, pack, packed_bytes
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError
@@ -22,7 +22,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class PackSettings:
     """How a static operand is packed; see `weights.pack`."""
 
     transposed: bool
@@ -35,17 +35,19 @@ class How:
 class PackedWeight:
     """A static operand as elements and scales, two tensors of onnx_ir. A read of either packs the weight."""
 
-    def __init__(self, static: Static, how: How, given: StoredWeight | None, done: Callable[[], None]) -> None:
-        """`given` is a weight of a checkpoint, whose bytes are taken instead. `done` is called after each packing."""
-        self._static, self._how, self._given, self._done = static, how, given, done
+    def __init__(
+        self, static: Static, settings: PackSettings, stored: StoredWeight | None, done: Callable[[], None]
+    ) -> None:
+        """`stored` is a weight of a checkpoint, whose bytes are taken instead. `done` is called after each packing."""
+        self._static, self._settings, self._stored, self._done = static, settings, stored, done
         *lead, height, width = static.shape
-        n, k = (width, height) if how.transposed else (height, width)
-        self.byte_size: Final = packed_bytes(static.shape, transposed=how.transposed)
+        n, k = (width, height) if settings.transposed else (height, width)
+        self.byte_size: Final = packed_bytes(static.shape, transposed=settings.transposed)
         self.relative_l2: float | None = None
         """Rounding error of the weight; None before it is packed, and for a weight of a checkpoint."""
         self._scales: Array | None = None
         """Scales from the last read of the elements. `save` writes them next, so the weight is packed once."""
-        dtype = ir.DataType(formats.element_format(how.element_format).onnx_dtype)
+        dtype = ir.DataType(formats.element_format(settings.element_format).onnx_dtype)
         self.elements: Final = ir.LazyTensor(self._read_elements, dtype, ir.Shape([*lead, n, k]))
         shape = ir.Shape([*lead, n, scale_count(k)])
         self.scales: Final = ir.LazyTensor(self._read_scales, ir.DataType(contract.UINT8), shape)
@@ -60,13 +62,13 @@ class PackedWeight:
         return ir.Tensor(self._packed().scales if scales is None else scales)
 
     def _packed(self) -> Packed:
-        how = self._how
-        if self._given is not None:
-            packed = take(self._given, allow_nonfinite=how.allow_nonfinite)
+        settings = self._settings
+        if self._stored is not None:
+            packed = checked_codes(self._stored, allow_nonfinite=settings.allow_nonfinite)
         else:
             rows, flipped = rows_of(self._static)
             # Rows that are columns of the weight, and a weight that is packed transposed, cancel.
-            packed = pack(rows, **vars(replace(how, transposed=how.transposed != flipped)))
+            packed = pack(rows, **vars(replace(settings, transposed=settings.transposed != flipped)))
             self.relative_l2 = packed.relative_l2
         self._done()
         return packed
@@ -78,7 +80,7 @@ def rows_of(static: Static) -> tuple[Rows, bool]:
     Where the views leave the values in their stored order, rows are read from the file; otherwise all of it is read.
     """
     tensor, dims = static.tensor, tuple(static.tensor.shape.numpy())
-    straight = straighten(dims, static.steps)
+    straight = in_stored_order(dims, static.steps)
     if straight is None:
         data = np.ascontiguousarray(apply(static.steps, tensor.numpy()))
         read_all = lambda at, start, stop: np.asarray(data[at][start:stop])  # noqa: E731

@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from mxfp8_graph.naming import take_name
+from mxfp8_graph.naming import reserve_name
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, without_padding
@@ -62,7 +62,7 @@ def contents(source: str | Path | onnx.ModelProto) -> Contents:
         only = _weight_only(use.node)
         if use.value not in weights:
             packed |= {use.elements, use.scales}
-            weights[use.value] = _weight(use, take_name(original_name(str(use.value.name)), taken))
+            weights[use.value] = _weight(use, reserve_name(original_name(str(use.value.name)), taken))
         # A shared weight is not weight-only if one of its nodes quantizes activations.
         elif weights[use.value].weight_only and only is False:
             weights[use.value] = replace(weights[use.value], weight_only=False)

@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from mxfp8_graph.naming import take_name
+from mxfp8_graph.naming import reserve_name
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.internals import to_numpy
@@ -45,7 +45,7 @@ def contents(program: ExportedProgram, where: str) -> Contents:
                 continue
             packed |= {elements, scales}
             if elements not in weights:
-                name = take_name(original_name(elements), taken)
+                name = reserve_name(original_name(elements), taken)
                 weights[elements] = _weight(view, node, name, (elements, scales))
             elif weights[elements].weight_only and _weight_only(node) is False:
                 weights[elements] = replace(weights[elements], weight_only=False)

@@ -12,7 +12,7 @@ from typing import Any
 
 from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.naming import take_name, unique_name
+from mxfp8_graph.naming import reserve_name, unique_name
 from mxfp8_graph.packed import safetensors
 from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, SCALE_INV, open_checkpoint
 from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
@@ -108,7 +108,7 @@ def export_safetensors(
         # A tied embedding that is stored under the name of the output projection gets the name of the module that looks
         # it up.
         tied = tensor.name in taken and tensor.module is not None
-        name = take_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
+        name = reserve_name(f"{tensor.module}.weight" if tied else tensor.name, taken)
         # Readers need the names of the modules whose matrices stay in high precision.
         if len(tensor.shape) > 1 and name.endswith(".weight"):
             ignored.append(name.removesuffix(".weight"))

@@ -88,8 +88,8 @@ def _obstacle(decision: Decision, weight: StoredWeight, checkpoint: CheckpointWe
     # A blocked site may have no shape; its blocker is more useful than an empty list of sizes.
     if weight.shape != site.weight_shape and not (site.blocker and not site.weight_shape):
         return f"{where}: {list(weight.shape)}, and the model multiplies with [..., N, K] = {list(site.weight_shape)}"
-    # With `instead` the model has no values of its own, so a weight that stays in high precision would have none.
-    if not decision.quantize and (decision.rule == "structure" or checkpoint.instead):
+    # With `replaces_all` the model has no values of its own, so a weight that stays in high precision would have none.
+    if not decision.quantize and (decision.rule == "structure" or checkpoint.replaces_all):
         return f"{where}: {decision.reason}"
     # Packed bytes are written as they are; a factor would have to be rounded into them.
     if site.weight_factor != 1.0:

@@ -61,7 +61,7 @@ class Reporter:
             advice="" if already_rewritten or self.options.training else better_preset(self.recipe),
         )
 
-    def dry_run(self, decisions: Sequence[Decision]) -> RewriteReport:
+    def report_of_plan(self, decisions: Sequence[Decision]) -> RewriteReport:
         """Returns the report of a rewrite that stops with the plan."""
         output = self.options.output
         if output is not None and output.exists():

@@ -14,7 +14,7 @@ from onnx import inliner
 
 from mxfp8_graph.onnx_pass.graph import attribute, default, shape_of
 from mxfp8_graph.onnx_pass.ops import names as ops_with
-from mxfp8_graph.onnx_pass.prepare import infer, through
+from mxfp8_graph.onnx_pass.prepare import infer, run_onnx_pass
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -45,7 +45,7 @@ def index_ranges(model: ir.Model) -> dict[str, range]:
     if foreign:
         # A model that cannot be inlined still has ranges for the tables of its main graph.
         with contextlib.suppress(ContractError):
-            model = through(model, lambda proto: inliner.inline_selected_functions(proto, foreign), "inliner")
+            model = run_onnx_pass(model, lambda proto: inliner.inline_selected_functions(proto, foreign), "inliner")
     infer(model, [])  # for the lengths of tables that are computed from initializers
     # Value -> the graph inputs that it comes from.
     integers = (value for value in model.graph.inputs if value.dtype is not None and value.dtype.is_integer())

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.naming import take_name
+from mxfp8_graph.naming import reserve_name
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
@@ -126,7 +126,7 @@ class _Finder:
             # The sizes are known without splitting the node, so a plan costs no edit.
             m, n, k = eligibility.sizes(query.shape, weight)
             matmul = MatMulSite(
-                name=take_name(name, self._names, "#"),
+                name=reserve_name(name, self._names, "#"),
                 op=internals.op_name(node),
                 module=internals.module_path(node),
                 subgraph=scope.path,
@@ -158,7 +158,7 @@ class _Finder:
         dtype = dtype_name(static.dtype if static else (form.b if lookup else form.a).meta["val"].dtype)
         blocker = self._lookup_blocker(lookup, w, dtype) if lookup else self._blocker(node, form, x, w, dtype)
         matmul = MatMulSite(
-            name=take_name(node.name, self._names, "#"),
+            name=reserve_name(node.name, self._names, "#"),
             op={ops.LINEAR_TRAIN: "linear" if static else "matmul", ops.GROUPED_TRAIN: "_grouped_mm"}.get(op, op),
             module=internals.module_path(node),
             subgraph=scope.path,

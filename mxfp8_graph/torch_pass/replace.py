@@ -32,7 +32,7 @@ from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
 from mxfp8_graph.torch_pass.operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
 from mxfp8_graph.torch_pass.program import Program, storage_of
-from mxfp8_graph.weights import Rows, pack, take
+from mxfp8_graph.weights import Rows, checked_codes, pack
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
@@ -97,7 +97,7 @@ class Editor:
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
         inputs += self._bias(site, build)
-        put(site, _gemm(site, decision, inputs), build, self._recipe)
+        retarget(site, _gemm(site, decision, inputs), build, self._recipe)
         nodes = tuple(node.name for node in [*build.new, site.added.output])
         if packed is None:
             return SiteReport(decision=decision, nodes=nodes)
@@ -132,7 +132,7 @@ class Editor:
             return *torchao_weights.unpacked(stored), None
         self._sources.add(storage_of(stored))
         if stored_weight is not None and not self._options.dry_run:
-            codes = take(stored_weight, allow_nonfinite=self._options.allow_nonfinite)
+            codes = checked_codes(stored_weight, allow_nonfinite=self._options.allow_nonfinite)
             return np.array(codes.elements), np.array(codes.scales), None
         rows, flipped = (Rows(shape=static.shape), False) if self._options.dry_run else rows_of(static, stored)
         result = pack(
@@ -211,7 +211,7 @@ class Call:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
-def put(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
+def retarget(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> None:
     """Turns the site's output node into the gemm, or into the last of the calls that must follow it."""
     output = site.added.output
     *calls, last = gemm, *_epilogue(site, build)

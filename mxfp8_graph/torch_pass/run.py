@@ -14,9 +14,9 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options
+from mxfp8_graph.policy.earlier_rewrite import already_rewritten
 from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.policy.rewritten import already_rewritten
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter, replace_each
@@ -74,7 +74,7 @@ def rewrite_torch(
     decisions = [report.decision for report in reports]
     reporter.account = account(decisions, byte_size(source), _stored_tensors(program.state, program.constants))
     if options.dry_run:
-        return None, reporter.dry_run(decisions)
+        return None, reporter.report_of_plan(decisions)
     result = checked(program.finish(), prepared=options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result))

@@ -102,7 +102,7 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
     own = {node: weight for node, weight in own.items() if weight}
     # A weight of which only zeros are left must be used, or the file would multiply with zeros.
     packed = {name: plain.weights[name] for name in plain.weights if name in zeros or name in own.values()}
-    weights = CheckpointWeights(where="to_onnx", weights=packed, names=own, instead=True)
+    weights = CheckpointWeights(where="to_onnx", weights=packed, names=own, replaces_all=True)
     # The check for NaN and Inf ran when the program was packed.
     whole = Options(name="to_onnx", output=path, weights=weights, allow_nonfinite=True, **options)
     size = sum(tensor.nbytes for tensor in source.state_dict.values())

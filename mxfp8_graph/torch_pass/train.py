@@ -29,7 +29,7 @@ from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.find import Site, TorchSite
 from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN, Operand, run_time
 from mxfp8_graph.torch_pass.program import Program
-from mxfp8_graph.torch_pass.replace import Call, prune, put
+from mxfp8_graph.torch_pass.replace import Call, prune, retarget
 from mxfp8_ops import formats
 from mxfp8_ops.errors import ContractError, RecipeError
 
@@ -104,7 +104,7 @@ def apply(program: Program, site: TorchSite, decision: Decision, recipe: Recipe)
     if site.form.offs is not None:
         call = Call("train", torch.ops.mxfp8.grouped_linear_train.default, (x, weight, site.form.offs), settings)
         _note_original(site.node)
-    put(site, call, build, recipe)
+    retarget(site, call, build, recipe)
     # An unused transpose would keep the weight in the program after packing.
     prune(program, [stored], set())
     # Training keeps the weight as it is, so before and after are equal.

@@ -14,7 +14,7 @@ from commands import run
 from releases import release
 
 import mxfp8_graph
-from mxfp8_graph.naming import printable, take_name, unique_name
+from mxfp8_graph.naming import printable, reserve_name, unique_name
 from mxfp8_graph.running.runner import run_model
 from mxfp8_graph.running.verify import verify
 
@@ -106,7 +106,7 @@ def test_a_report_of_a_file_whose_name_is_no_text() -> None:
 
 def test_a_name_that_many_have_is_numbered_in_order() -> None:
     taken: set[str] = set()
-    assert [take_name("x", taken, "#") for _ in range(40)] == ["x", *(f"x#{number}" for number in range(2, 41))]
+    assert [reserve_name("x", taken, "#") for _ in range(40)] == ["x", *(f"x#{number}" for number in range(2, 41))]
 
 
 @pytest.mark.parametrize("taken", [{"x", "x_3"}, {"x", "x_2", "x_4"}, {"x", "x_2", "x_3", "x_5", "x_6"}])

@@ -44,7 +44,7 @@ def apply(model: ir.Model, fusions: Sequence[Fusion], removable: Callable[[ir.No
             if replacements := list(_replacements(fusion, places)):
                 for replacement in replacements:
                     reports.append(_report(replacement))
-                    loose += _put(graph, replacement, places)
+                    loose += _insert(graph, replacement, places)
                 graph.sort()  # a fused node may compute what a node before it reads
     remove_unused(model, loose, removable)
     return tuple(reports)
@@ -71,7 +71,7 @@ def _report(replacement: Replacement) -> FusionReport:
     return FusionReport(kind=replacement.kind, node=name, replaced=others)
 
 
-def _put(graph: ir.Graph, replacement: Replacement, places: Mapping[ir.Node, int]) -> list[ir.Value]:
+def _insert(graph: ir.Graph, replacement: Replacement, places: Mapping[ir.Node, int]) -> list[ir.Value]:
     """Inserts the new nodes and removes the old ones; returns the values that the old ones read."""
     # Before the last old node: there all inputs of the pattern are computed.
     graph.insert_before(max(replacement.gone, key=places.__getitem__), replacement.new)

@@ -25,7 +25,7 @@ from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
 from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, mxfp8_node, row_of, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.onnx_pass.graph import constant, facts, is_op, only_used_by
-from mxfp8_graph.tools.dialects.edit import MARK, Edit, Nodes, attributes_of, dims, heirs, marks, tensor_of
+from mxfp8_graph.tools.dialects.edit import MARK, Edit, Nodes, attributes_of, dims, marks, replacing_outputs, tensor_of
 from mxfp8_ops import contract, onnx_functions, standard_ops
 from mxfp8_ops.case import Case
 from mxfp8_ops.formats import BLOCK_SIZE
@@ -62,7 +62,7 @@ def _taken_apart(edit: Edit, node: ir.Node) -> Nodes:
     except (ValueError, TypeError, OverflowError, LookupError) as error:
         what, advice = f"an attribute is {error}", "rewrite the original model again"
         raise edit.refuse(node, what, "attributes of the contract", advice) from None
-    outputs = {str(new.name): new for new in heirs(node) if new.name}
+    outputs = {str(new.name): new for new in replacing_outputs(node) if new.name}
     first = next(iter(outputs))
     for each in nodes:
         makes_first = any(value.name == first for value in each.outputs)

@@ -130,14 +130,14 @@ class Edit:
         make = lambda: self.make("Cast", value, wanted=f"{value.name}_{wanted}", to=dtype)  # noqa: E731
         return self.shared(node.graph, "cast", value, dtype, make=make)
 
-    def ending(
+    def with_cast(
         self, last: ir.Node, wanted: str, to: ir.Value | int | None, make: Callable[[list[ir.Value]], ir.Node]
     ) -> Nodes:
         """Returns the node of `make` in place of `last`, and a Cast behind it; `make` takes the outputs of its node.
 
         `to` is the dtype of the Cast, or a value that has it; None for no Cast. `wanted` is the name between the two.
         """
-        outputs = heirs(last)
+        outputs = replacing_outputs(last)
         if to is None:
             return [make(outputs)]
         y = ir.Value(name=self.fresh(wanted))
@@ -218,7 +218,7 @@ def rank_of(value: ir.Value) -> int | None:
     return None if shape is None else len(shape)
 
 
-def heirs(node: ir.Node) -> list[ir.Value]:
+def replacing_outputs(node: ir.Node) -> list[ir.Value]:
     """Returns new values that replace the outputs of a node; only outputs of a graph keep dtype and shape."""
     values = [value_replacing(output) for output in node.outputs]
     for value, output in zip(values, node.outputs, strict=True):

@@ -27,7 +27,17 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node, row_of
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, label
 from mxfp8_graph.tools.dialects.bodies import standard
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, dims, heirs, marks, operand, operands, rank_of, tensor_of
+from mxfp8_graph.tools.dialects.edit import (
+    Edit,
+    Nodes,
+    dims,
+    marks,
+    operand,
+    operands,
+    rank_of,
+    replacing_outputs,
+    tensor_of,
+)
 from mxfp8_ops import contract
 from mxfp8_ops.nodes.gemm import weight_gemm_dtype
 
@@ -68,7 +78,7 @@ def take_apart(edit: Edit, node: ir.Node) -> Nodes | None:
         return None
     if op.indices_at is not None:
         table = _dequantized(edit, node, op.packed_at, attribute(node, "output_dtype", contract.FLOAT))
-        return [in_place_of(node, "Gather", [table, node.inputs[op.indices_at]], heirs(node))]
+        return [in_place_of(node, "Gather", [table, node.inputs[op.indices_at]], replacing_outputs(node))]
     elements, values = operands(node, op.packed_at)[0], _dequantized(edit, node, op.packed_at)
     rank = rank_of(elements)
 
@@ -93,7 +103,7 @@ def product(edit: Edit, node: ir.Node, b: ir.Value) -> Nodes:
     if dtype != contract.FLOAT:
         steps.append(("Cast", [], {"to": dtype}))
     between = [ir.Value(name=edit.fresh(f"{label(node)}_{name}")) for name in ("product", "sum")[: len(steps)]]
-    results = [*([value] for value in between), heirs(node)]
+    results = [*([value] for value in between), replacing_outputs(node)]
     nodes = [in_place_of(node, "MatMul", [a, b], results[0])]
     for (op, others, settings), x, y in zip(steps, results[:-1], results[1:], strict=True):
         name = edit.fresh(f"{label(node)}_{op.lower()}")
@@ -163,12 +173,12 @@ def put_together(edit: Edit, node: ir.Node) -> Nodes | None:
         bias = edit.cast(last, bias, contract.FLOAT, "float")
     packed, a = [*_nk(edit, weight), *([] if bias is None else [bias])], operands(node)[0]
     if (quantized := _quantized(a)) is not None:
-        return [mxfp8_node(node, contract.GEMM, [*quantized, *packed], heirs(last), output_dtype=dtype)]
+        return [mxfp8_node(node, contract.GEMM, [*quantized, *packed], replacing_outputs(last), output_dtype=dtype)]
     x, rounds = _activation(a)
     settings = {"output_dtype": weight_gemm_dtype(dtype), **({"activation_dtype": contract.BFLOAT16} if rounds else {})}
     to = None if weight_gemm_dtype(dtype) == dtype else dtype
     make = lambda y: mxfp8_node(node, contract.WEIGHT_GEMM, [x, *packed], y, **settings)  # noqa: E731
-    return edit.ending(last, f"{last.outputs[0].name}_gemm", to, make)
+    return edit.with_cast(last, f"{last.outputs[0].name}_gemm", to, make)
 
 
 def _embedding(node: ir.Node, table: _Weight) -> Nodes | None:
@@ -178,7 +188,7 @@ def _embedding(node: ir.Node, table: _Weight) -> Nodes | None:
     if not is_matrix or attribute(node, "axis", 0) not in (0, -2) or dtype_of(ids) not in contract.INDICES:
         return None
     inputs = [ids, table.elements, table.scales]
-    return [mxfp8_node(node, contract.EMBEDDING, inputs, heirs(node), output_dtype=table.dtype)]
+    return [mxfp8_node(node, contract.EMBEDDING, inputs, replacing_outputs(node), output_dtype=table.dtype)]
 
 
 def _rounds(node: ir.Node) -> bool:

@@ -78,7 +78,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     inputs = [a, *packed, *([] if bias is None else [edit.cast(node, bias, contract.FLOAT, "float")])]
     settings = {} if to is not None else {"output_dtype": dtype}
     make = lambda y: mxfp8_node(node, contract.WEIGHT_GEMM, inputs, y, **settings)  # noqa: E731
-    return edit.ending(node, f"{node.outputs[0].name}_float", to, make)
+    return edit.with_cast(node, f"{node.outputs[0].name}_float", to, make)
 
 
 def _check_cuda(edit: Edit, node: ir.Node) -> None:
@@ -160,7 +160,7 @@ def _op(edit: Edit, node: ir.Node, inputs: list[ir.Value | None], dtype: int, se
     op, wanted = ("MatMulBlockQuantizedFp8Weight", "half") if dtype in _HALVES else ("MatMulNBits", "float")
     result = attribute(node, "output_dtype", contract.FLOAT)
     make = lambda y: in_place_of(node, op, inputs, y, domain=MICROSOFT, **settings)  # noqa: E731
-    return edit.ending(node, f"{label(node)}_{wanted}", None if result == dtype else result, make)
+    return edit.with_cast(node, f"{label(node)}_{wanted}", None if result == dtype else result, make)
 
 
 def _scales(edit: Edit, gemm: Gemm, wanted: str) -> ir.Value:

@@ -34,8 +34,8 @@ from mxfp8_graph.tools.dialects.edit import (
     Nodes,
     check_zero_point,
     dims,
-    heirs,
     operands,
+    replacing_outputs,
     tensor_of,
 )
 from mxfp8_graph.tools.dialects.gemms import CASTS, KN, gemm_of, product, source, swapped, take_apart
@@ -85,7 +85,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
         edit.require(fits, node, what, f"one for {BLOCK_SIZE} elements")
     edit.counts["qdq", "activations" if static else "weights"] += 1
     inputs = [value, edit.beside(scale, f"{value.name}_scales", contract.UINT8, lambda: codes, _SHIFTS[kind])]
-    return [mxfp8_node(node, contract.DEQUANTIZE, inputs, heirs(node), axis=axis, output_dtype=dtype)]
+    return [mxfp8_node(node, contract.DEQUANTIZE, inputs, replacing_outputs(node), axis=axis, output_dtype=dtype)]
 
 
 def _scales(edit: Edit, node: ir.Node, scale: ir.Value, kind: int) -> tuple[ir.Value, Codes, int]:
@@ -159,7 +159,7 @@ def _read_quark(edit: Edit, node: ir.Node) -> Nodes:
     edit.counts["quark", "activations" if before else "weights"] += 1
     held = {"axis": axis, "output_dtype": known if known in contract.VALUES else contract.FLOAT}
     make = lambda y: mxfp8_node(node, contract.DEQUANTIZE, packed, y, **held)  # noqa: E731
-    return before + edit.ending(node, f"{node.outputs[0].name}_float", None if known in contract.VALUES else x, make)
+    return before + edit.with_cast(node, f"{node.outputs[0].name}_float", None if known in contract.VALUES else x, make)
 
 
 def _write_product(edit: Edit, node: ir.Node) -> Nodes | None:
@@ -201,7 +201,9 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     quantize = value.producer()
     if quantize is not None and is_ours(quantize, contract.QUANTIZE):
         lose_activations(edit, quantize, "")
-        return [ir.node("Cast", operands(quantize, count=1), {"to": dtype}, outputs=heirs(node), name=node.name)]
+        return [
+            ir.node("Cast", operands(quantize, count=1), {"to": dtype}, outputs=replacing_outputs(node), name=node.name)
+        ]
     codes = tensor_of(scales)
     if codes is None:
         what, expected = "its scales are computed while the model runs", "stored scales: Q/DQ has no others"
@@ -218,7 +220,7 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
     inputs = [value, stored]
     settings = {"axis": axis, "block_size": BLOCK_SIZE}
     make = lambda y: in_place_of(node, "DequantizeLinear", inputs, y, **settings)  # noqa: E731
-    return edit.ending(node, f"{node.outputs[0].name}_float", None if dtype == contract.FLOAT else dtype, make)
+    return edit.with_cast(node, f"{node.outputs[0].name}_float", None if dtype == contract.FLOAT else dtype, make)
 
 
 def lose_activations(edit: Edit, quantize: ir.Node, loss: str = "activations are not quantized any more") -> None:

@@ -22,7 +22,16 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
 from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
-from mxfp8_graph.tools.dialects.edit import Edit, Nodes, attributes_of, dims, heirs, operand, operands, tensor_of
+from mxfp8_graph.tools.dialects.edit import (
+    Edit,
+    Nodes,
+    attributes_of,
+    dims,
+    operand,
+    operands,
+    replacing_outputs,
+    tensor_of,
+)
 from mxfp8_graph.tools.dialects.gemms import source, take_apart
 from mxfp8_graph.tools.dialects.qdq import codes_of, float_scales
 from mxfp8_ops import contract
@@ -48,7 +57,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
     edit.counts["trt", "activations"] += 1
     axis = attribute(node, "axis", _AXES[node.op_type])
     if node.op_type == TRT_QUANTIZE:
-        return [mxfp8_node(node, contract.QUANTIZE, node.inputs, heirs(node), axis=axis)]
+        return [mxfp8_node(node, contract.QUANTIZE, node.inputs, replacing_outputs(node), axis=axis)]
     x, scales = operands(node)
     tensor = tensor_of(scales)
     if tensor is None or tensor.dtype != contract.UINT8:
@@ -62,7 +71,7 @@ def read(edit: Edit, node: ir.Node) -> Nodes | None:
 
 def _quantize_linear(node: ir.Node, op: str, inputs: list[ir.Value], domain: str, axis: int) -> ir.Node:
     settings = {"axis": axis, "block_size": BLOCK_SIZE, "output_dtype": _E4M3}
-    return in_place_of(node, op, inputs, heirs(node), domain=domain, **settings)
+    return in_place_of(node, op, inputs, replacing_outputs(node), domain=domain, **settings)
 
 
 def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
@@ -84,7 +93,9 @@ def _dequantize(edit: Edit, node: ir.Node) -> ir.Node:
     if dtype == contract.FLOAT16 and not edit.float_dtypes - {contract.FLOAT}:
         edit.note("output_dtype is float16, as modelopt writes it, and nothing else in the model: read as float32")
         dtype = contract.FLOAT
-    return mxfp8_node(node, contract.DEQUANTIZE, [elements, scales], heirs(node), axis=axis, output_dtype=dtype)
+    return mxfp8_node(
+        node, contract.DEQUANTIZE, [elements, scales], replacing_outputs(node), axis=axis, output_dtype=dtype
+    )
 
 
 def _weight(edit: Edit, node: ir.Node, stored: ir.TensorProtocol) -> tuple[int, ir.Value]:
@@ -134,10 +145,12 @@ def _write(edit: Edit, node: ir.Node) -> Nodes | None:
             losing = ("rewrite the model with scale_rounding ceil, or lose that with ", Option("allow", "rounding"))
             edit.require("rounding" in edit.allow, node, what, "ceil", losing)
             edit.losses[f"scales of activations are rounded up, not by {rounding!r}"] += 1
-        return [in_place_of(node, TRT_QUANTIZE, operands(node, count=1), heirs(node), domain=TRT, **settings)]
+        return [
+            in_place_of(node, TRT_QUANTIZE, operands(node, count=1), replacing_outputs(node), domain=TRT, **settings)
+        ]
     if (stored := default(operands(node)[0])) is not None:
         settings["axis"] = _weight_axis(edit, node, stored, ours["axis"])
-    return [in_place_of(node, TRT_DEQUANTIZE, operands(node), heirs(node), domain=TRT, **settings)]
+    return [in_place_of(node, TRT_DEQUANTIZE, operands(node), replacing_outputs(node), domain=TRT, **settings)]
 
 
 def _weight_axis(edit: Edit, node: ir.Node, stored: ir.TensorProtocol, axis: int) -> int:

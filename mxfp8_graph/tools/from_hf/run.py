@@ -80,9 +80,9 @@ def from_hf(
     chosen = load_recipe(_recipe_for(config, checkpoint, folder) if recipe is None else recipe).setting(settings)
     target = Path(output) if output else folder / "model.mxfp8.onnx"
     files = checkpoint.files | {folder / "config.json"}
-    weights = CheckpointWeights(where=str(folder), weights=checkpoint.weights, instead=True, files=files)
+    weights = CheckpointWeights(where=str(folder), weights=checkpoint.weights, replaces_all=True, files=files)
     # Before the export, which takes minutes: the output must not replace a file of the checkpoint.
-    weights.keep(target)
+    weights.refuse_output(target)
     whole = Options(name=str(folder), output=target, weights=weights, **options)
     reporter = Reporter(recipe=chosen, options=whole, bytes_before=checkpoint.byte_size)
     model, names = _model(folder, checkpoint, dtype, opset)
