@@ -145,7 +145,7 @@ def to_onnx(
     try:
         import onnxscript  # noqa: F401
 
-        from mxfp8_graph.torch_pass.to_onnx import write
+        from mxfp8_graph.onnx_export.to_onnx import write
     except ImportError as error:
         advice = "pip install torch onnxscript"
         raise BackendError("to_onnx", str(error), expected="torch and onnxscript", advice=advice) from error

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
-from mxfp8_graph.options import Options, Progress
+from mxfp8_graph.options import Options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError
-
-Site = TypeVar("Site")
 
 
 @dataclass(kw_only=True)
@@ -89,28 +86,3 @@ def better_preset(recipe: Recipe) -> str:
         return presets.advice(cpu.isa(), next(like, ""))
     except BackendError:  # no native library: a plan works without it, and has no advice
         return ""
-
-
-def replace_each(
-    sites: Sequence[Site],
-    decisions: Sequence[Decision],
-    replace: Callable[[Site, Decision], SiteReport],
-    *,
-    keep: Callable[[Site], None] | None = None,
-    progress: Progress | None = None,
-) -> list[SiteReport]:
-    """Returns a report of each site: `replace` is called for those that are rewritten, `keep` for the others."""
-    total = sum(decision.site.weight_bytes for decision in decisions if decision.quantize)
-    bytes_done = 0
-    reports = []
-    for site, decision in zip(sites, decisions, strict=True):
-        if decision.quantize:
-            reports.append(replace(site, decision))
-            bytes_done += decision.site.weight_bytes
-            if progress is not None:
-                progress(decision.site.name, bytes_done, total)
-        else:
-            if keep is not None:
-                keep(site)
-            reports.append(SiteReport(decision=decision))
-    return reports

@@ -15,7 +15,6 @@ from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.policy.plan import Decision, require_eligible
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.report.reporter import replace_each
 from mxfp8_graph.running.inputs import Array, Inputs, Signature
 from mxfp8_graph.running.programs import TorchProgram, unrunnable
 from mxfp8_graph.tools.switchable import Switchable, refuse_rewritten
@@ -28,7 +27,7 @@ from torch.fx import Interpreter, Node
 
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.find import Site, TorchSite
-from mxfp8_graph.torch_pass.replace import Editor
+from mxfp8_graph.torch_pass.replace import Editor, replace_each
 from mxfp8_graph.torch_pass.run import WANTED, planned
 
 

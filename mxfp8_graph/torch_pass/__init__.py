@@ -15,7 +15,6 @@ training_mode.py     switches dropout and batch normalization
 torchao_weights.py   weights that torchao packed
 record.py            the record of a rewrite in a program
 export.py            a program from a module
-to_onnx.py           packed programs as ONNX, by torch's exporter in exporter.py
 internals.py         all private torch APIs, checked against the torch version
 """
 

@@ -15,15 +15,15 @@ After that, weights, biases and views of them without a user are removed, and no
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.options import Options, StoredWeight
+from mxfp8_graph.options import Options, Progress, StoredWeight
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
@@ -36,6 +36,7 @@ from mxfp8_graph.weights import Rows, checked_codes, pack
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten
+AnySite = TypeVar("AnySite")
 
 
 class PackedNames(NamedTuple):
@@ -275,3 +276,28 @@ def prune(program: Program, suspects: Sequence[Node], sources: Set[object]) -> N
         name = None if node.users else program.stored_name(node)
         if name is not None and storage_of(program.tensor(name)) in sources:
             program.forget(node)
+
+
+def replace_each(
+    sites: Sequence[AnySite],
+    decisions: Sequence[Decision],
+    change: Callable[[AnySite, Decision], SiteReport],
+    *,
+    keep: Callable[[AnySite], None] | None = None,
+    progress: Progress | None = None,
+) -> list[SiteReport]:
+    """Returns a report of each site: `change` is called for those that are rewritten, `keep` for the others."""
+    total = sum(decision.site.weight_bytes for decision in decisions if decision.quantize)
+    bytes_done = 0
+    reports = []
+    for site, decision in zip(sites, decisions, strict=True):
+        if decision.quantize:
+            reports.append(change(site, decision))
+            bytes_done += decision.site.weight_bytes
+            if progress is not None:
+                progress(decision.site.name, bytes_done, total)
+        else:
+            if keep is not None:
+                keep(site)
+            reports.append(SiteReport(decision=decision))
+    return reports

@@ -19,7 +19,7 @@ from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible,
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
-from mxfp8_graph.report.reporter import Reporter, replace_each
+from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import attention, internals, packed_training, record, torchao_weights, train, training_mode
 from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
@@ -27,7 +27,7 @@ from mxfp8_graph.torch_pass.load import load
 from mxfp8_graph.torch_pass.operands import identity
 from mxfp8_graph.torch_pass.ops import GROUPED_TRAIN, LINEAR_TRAIN
 from mxfp8_graph.torch_pass.program import Program, flattened, storage_of
-from mxfp8_graph.torch_pass.replace import Editor
+from mxfp8_graph.torch_pass.replace import Editor, replace_each
 from mxfp8_graph.torch_pass.save import check_target, write
 from mxfp8_ops.checks import dtype_name
 

@@ -18,10 +18,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch_programs import Apply
 
 import mxfp8_graph
+from mxfp8_graph.onnx_export import to_onnx
+from mxfp8_graph.onnx_export.to_onnx import plain_to_onnx
 from mxfp8_graph.policy.recipe import Recipe, Rule
 from mxfp8_graph.running.sessions import Session
-from mxfp8_graph.torch_pass import to_onnx
-from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx
 from mxfp8_ops import contract, numerics
 from mxfp8_ops.contract import FLOAT8E5M2
 from mxfp8_ops.errors import ContractError, RecipeError

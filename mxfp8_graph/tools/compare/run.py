@@ -94,7 +94,7 @@ def compare(
     with contextlib.ExitStack() as stack:
         source = model
         if is_program(model):
-            from mxfp8_graph.torch_pass.to_onnx import plain_to_onnx  # imports torch
+            from mxfp8_graph.onnx_export.to_onnx import plain_to_onnx  # imports torch
 
             folder = stack.enter_context(system.temporary_folder())
             source = plain_to_onnx(model, folder / "model.onnx")

@@ -181,7 +181,7 @@ def export(call: Call, opset: int, where: str) -> ir.Model:
     Raises:
         ContractError: torch cannot export the model.
     """
-    from mxfp8_graph.torch_pass import exporter  # export_checkpoint does without onnxscript
+    from mxfp8_graph.onnx_export import exporter  # export_checkpoint does without onnxscript
 
     what, expected = f"torch {torch.__version__} cannot export it", "a model without control flow on values"
     with _explained(where, what, expected), exporter.quiet(), torch.no_grad():

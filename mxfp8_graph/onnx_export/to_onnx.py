@@ -29,12 +29,13 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.naming import first_line
+from mxfp8_graph.onnx_export import exporter
 from mxfp8_graph.onnx_pass.graph import INLINE_BYTES
 from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_model
 from mxfp8_graph.options import CheckpointWeights, Options
 from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
 from mxfp8_graph.report.reporter import Reporter
-from mxfp8_graph.torch_pass import exporter, internals, record
+from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.checked_program import check_values
 from mxfp8_graph.torch_pass.load import load
