@@ -297,7 +297,6 @@ def _rename(model: ir.Model, renamed: Mapping[str, str]) -> None:
 def infer(model: ir.Model, notes: list[str]) -> None:
     """Puts the types and shapes that onnx infers into `Value.meta`, where `dtype_of` and `shape_of` read them."""
     with proto_without_data(model) as proto:
-        counts = [len(graph.initializer) for graph in iter_graphs(proto.graph)]
         _copy_outer_constants(proto.graph, {})
         try:
             typed = _inferred(proto)
@@ -306,9 +305,6 @@ def infer(model: ir.Model, notes: list[str]) -> None:
         except Exception as error:  # exceptions from onnx's C++ have no common base
             notes.append(f"shapes could not be inferred: {first_line(error)}")
             return
-    # The copies of outer constants come last.
-    for graph, count in zip(iter_graphs(typed.graph), counts, strict=True):
-        del graph.initializer[count:]
     for part, message in zip(model.graphs(), iter_graphs(typed.graph), strict=True):
         types = {info.name: info for info in (*message.value_info, *message.input, *message.output)}
         for value in (*part.inputs, *(output for node in part for output in node.outputs)):

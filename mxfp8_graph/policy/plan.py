@@ -84,7 +84,7 @@ class Decision:
     """The rule that decided: "policy", "structure", "include", "exclude", "rules.<index>", "layers" for `of_layers`, or
     "checkpoint" where a checkpoint overrules the policy."""
     activations: str = "e4m3"
-    """One of `recipe.ACTIVATIONS`."""
+    """One of `recipe.Activations`."""
     weight_format: str = "e4m3"
     scale_rounding: str = "ceil"
 

@@ -21,7 +21,6 @@ from mxfp8_graph.policy import presets, recipe_file
 from mxfp8_graph.policy.kind import Kind
 from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
-from mxfp8_ops.formats import BFLOAT16, ELEMENT_FORMATS, SCALE_ROUNDINGS
 
 
 def _checked_pattern(pattern: str) -> str:
@@ -39,18 +38,11 @@ Pattern = Annotated[str, AfterValidator(_checked_pattern)]
 NonNegative = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 Flag = pydantic.StrictBool
 """true or false; not 1, "yes" or "on"."""
-ACTIVATIONS: Final = (*ELEMENT_FORMATS, BFLOAT16.name, "unchanged")
+Activations = Literal["e4m3", "e5m2", "int8", "bfloat16", "unchanged"]
 """How activations are treated: quantized to an element format, rounded to bfloat16, or unchanged."""
-
-# A type checker accepts only literal texts in a Literal. At run time pydantic gets the sets that the formats define,
-# so a new format is added in one place.
-if TYPE_CHECKING:
-    Activations = str
-    ElementFormatName = str
-    ScaleRounding = str
-else:
-    Activations = Literal[ACTIVATIONS]
-    ElementFormatName, ScaleRounding = Literal[tuple(ELEMENT_FORMATS)], Literal[SCALE_ROUNDINGS]
+# Texts, since type checkers read no others; a test compares them with the sets that `formats` defines.
+ElementFormatName = Literal["e4m3", "e5m2", "int8"]
+ScaleRounding = Literal["ceil", "floor", "even"]
 
 
 _MXFP8: Final = "MXFP8BlockScaling"
@@ -225,7 +217,7 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
     scale_rounding: ScaleRounding = "ceil"
     """How amax becomes a scale: see `mxfp8_ops.formats.SCALE_ROUNDINGS`."""
     activations: Activations = "e4m3"
-    """How activations are treated: see `ACTIVATIONS`."""
+    """How activations are treated: see `Activations`."""
     weight_format: ElementFormatName = "e4m3"
     output_projections: Flag = False
     """Also matmuls whose result is the model's output (an LM head, a classifier)."""

@@ -5,13 +5,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from mxfp8_graph.policy.plan import plan
 from mxfp8_graph.policy.presets import PRESETS
-from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
+from mxfp8_graph.policy.recipe import Activations, ElementFormatName, Recipe, Rule, ScaleRounding, load_recipe
+from mxfp8_ops import formats
 from mxfp8_ops.errors import RecipeError
 
 Load = Callable[..., Recipe]
@@ -191,3 +192,9 @@ def test_a_mistake_in_python_is_an_error_with_its_place(build: Callable[[], Any]
 )
 def test_a_rule_reads_as_its_keys_and_its_effect(rule: Rule, text: str) -> None:
     assert str(rule) == text
+
+
+def test_the_literal_texts_are_the_formats_and_roundings_that_exist() -> None:
+    assert get_args(ElementFormatName) == (*formats.ELEMENT_FORMATS,)
+    assert get_args(Activations) == (*formats.ELEMENT_FORMATS, formats.BFLOAT16.name, "unchanged")
+    assert get_args(ScaleRounding) == formats.SCALE_ROUNDINGS
