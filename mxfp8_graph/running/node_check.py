@@ -36,7 +36,8 @@ from mxfp8_graph.running.profile import by_node, kernels_of
 from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
 from mxfp8_ops.contract import ATTENTION
-from mxfp8_ops.nodes import attention
+from mxfp8_ops.nodes.attention import attention_error_bound
+from mxfp8_ops.nodes.attention_sizes import attention_sizes
 from mxfp8_ops.nodes.grouped import check_experts
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
@@ -250,7 +251,7 @@ class _Comparison:
         q, k, v, mask, *pasts = (self._inputs[port.name] for port in ATTENTION.inputs)
         heads = self._attributes["q_num_heads"], self._attributes["kv_num_heads"]
         shapes = (q.shape, k.shape, v.shape), mask.shape, (pasts[0].shape, pasts[1].shape)
-        sizes = attention.attention_sizes(ATTENTION.name, *shapes, heads)
+        sizes = attention_sizes(ATTENTION.name, *shapes, heads)
         each, mask = sizes.q_heads // sizes.kv_heads, np.broadcast_to(mask, sizes.scores)
         # The columns of a key-value head are side by side, and so are the columns of the query heads that read it.
         q, k, v = (x.reshape(*x.shape[:2], sizes.kv_heads, x.shape[2] // sizes.kv_heads) for x in (q, k, v))
@@ -258,7 +259,7 @@ class _Comparison:
         for batch, head in np.ndindex(sizes.batch, sizes.kv_heads):
             one, own = slice(batch, batch + 1), slice(head * each, (head + 1) * each)
             past = (pasts[0][one, head : head + 1], pasts[1][one, head : head + 1]) if sizes.past else None
-            bound[one, :, head] = attention.attention_error_bound(
+            bound[one, :, head] = attention_error_bound(
                 q[one, :, head],
                 k[one, :, head],
                 v[one, :, head],
