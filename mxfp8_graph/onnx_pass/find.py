@@ -23,7 +23,7 @@ from typing import Any
 import onnx_ir as ir
 
 from mxfp8_graph.naming import reserve_name
-from mxfp8_graph.onnx_pass.forms import AS_IS, EpilogueNode, Form
+from mxfp8_graph.onnx_pass.forms import AS_IS, EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
     NAME_SCOPES,
@@ -146,8 +146,9 @@ class _Finder:
 
     def describe(self, node: ir.Node, form: Form) -> OnnxSite:
         """Returns the site of one matmul, or of one lookup in a table."""
-        if form.picks_rows:
-            return self._lookup(node, form)
+        return self._lookup(node, form) if isinstance(form, Lookup) else self._product(node, form)
+
+    def _product(self, node: ir.Node, form: Form) -> OnnxSite:
         x, w, swapped = self._operands.operands_of(form)
         sizes = (None, None, None) if form.blocker else eligibility.sizes(x.shape, w.shape)
         dtype = w.static.dtype if w.static else dtype_of(form.a) or dtype_of(form.b)
@@ -166,7 +167,7 @@ class _Finder:
         )
         return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added)
 
-    def _lookup(self, node: ir.Node, form: Form) -> OnnxSite:
+    def _lookup(self, node: ir.Node, form: Lookup) -> OnnxSite:
         static, shape = self._operands.static(form.b), shape_of(form.a)
         # The last axis of GatherND's ids holds one index, of size 1.
         lead = shape[:-1] if shape is not None and node.op_type == "GatherND" else shape

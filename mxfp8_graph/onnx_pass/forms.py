@@ -78,10 +78,16 @@ class Form:
     """Whether the gemm may take over the bias of an Add after the op."""
     after: tuple[EpilogueNode, ...] = ()
     """Further steps of the op after the sum."""
-    picks_rows: bool = False
-    """Nothing is multiplied: `a` are ids, which pick rows of the table `b`."""
     blocker: str | None = None
     """The reason why the op cannot be rewritten, or None."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lookup(Form):
+    """A node that multiplies nothing: `a` are ids, which pick rows of the table `b`."""
+
+    b_transposed: bool = False
+    absorbs_add: bool = False
 
 
 Resolve = Callable[[ir.Value | None], Static | None]

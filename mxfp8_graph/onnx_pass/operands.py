@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Layout, optional
+from mxfp8_graph.onnx_pass.forms import AS_IS, Form, Layout, Lookup, optional
 from mxfp8_graph.onnx_pass.graph import (
     INLINE_BYTES,
     STANDARD,
@@ -190,7 +190,7 @@ class Operands:
         if shape is None or len(shape) != 2 or dtype not in _FLOATS:
             return None
         blocker = self._lookup_blocker(node, ids, static)
-        return Form(a=ids, b=table, b_transposed=False, absorbs_add=False, picks_rows=True, blocker=blocker)
+        return Lookup(a=ids, b=table, blocker=blocker)
 
     def _lookup_blocker(self, node: ir.Node, ids: ir.Value, static: Static | None) -> str | None:
         """Returns the reason why a lookup in a table cannot be rewritten, or None."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.find import OnnxSite
-from mxfp8_graph.onnx_pass.forms import EpilogueNode
+from mxfp8_graph.onnx_pass.forms import EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names, remove, remove_unused, settings_of
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
@@ -103,9 +103,8 @@ class Editor:
     def apply(self, site: OnnxSite, decision: Decision) -> Replaced:
         """Replaces the site's node by ones with a weight that is packed when the model is saved."""
         build = Builder(site, self._shared, self._results, self.fresh)
-        inputs = [build.ids() if site.form.picks_rows else build.k_last(site.x)]
-        if decision.activation_format is not None and not site.form.picks_rows:
-            inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding)
+        node = _NODES[type(site.form)](site, decision, build)
+        inputs = node.inputs
         weight = None
         if (static := site.w.static) is not None:
             weight, tensors = self._pack(site, static, decision)
@@ -116,7 +115,7 @@ class Editor:
             inputs.append(build.experts(site.w.picked))
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
-        result = self._product(site, decision, inputs, build)
+        result = self._result(site, decision, node, build)
         names = tuple(str(node.name) for node in build.new)
         self._replace(site, result, build.new)
         return Replaced(decision, names, weight)
@@ -141,11 +140,9 @@ class Editor:
         result.meta.update(old.meta)
         old.replace_all_uses_with(result, replace_graph_outputs=True)
 
-    def _product(self, site: OnnxSite, decision: Decision, inputs: Sequence[ir.Value], build: Builder) -> ir.Value:
-        """Returns the result of a new gemm and the nodes behind it, for dtype, swap, alpha, C and activations."""
-        op = contract.EMBEDDING if site.form.picks_rows else _GEMMS[decision.weight_only, site.w.picked is not None]
-        takes_values = decision.weight_only and not site.form.picks_rows
-        dtype = weight_gemm_dtype(site.dtype) if takes_values else site.dtype
+    def _result(self, site: OnnxSite, decision: Decision, new: _New, build: Builder) -> ir.Value:
+        """Returns the result of a new node and the nodes behind it, for dtype, swap, alpha, C and activations."""
+        dtype = weight_gemm_dtype(site.dtype) if new.takes_values else site.dtype
         if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
             # node it shows a single index as a tensor of unknown rank.
@@ -165,10 +162,12 @@ class Editor:
         steps += [*site.form.after, *site.added.after]
         result = str(site.added.output.name)
         settings = {"output_dtype": dtype}
-        if takes_values:
+        if new.takes_values:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
         output = self.fresh(f"{result}_gemm") if steps else result
-        outputs = build.add(op.name, inputs, [output], name=site.node.name or "", domain=contract.DOMAIN, **settings)
+        outputs = build.add(
+            new.op.name, new.inputs, [output], name=site.node.name or "", domain=contract.DOMAIN, **settings
+        )
         gemm = build.new[-1]
         gemm.metadata_props.update(site.node.metadata_props)
         gemm.doc_string = site.node.doc_string
@@ -361,3 +360,29 @@ class Builder:
         name = self.fresh(wanted)
         tensor.name = name
         return self.add("Constant", [], [name], name=name, value=tensor)[0]
+
+
+class _New(NamedTuple):
+    """The node that replaces a site's."""
+
+    op: contract.Op
+    inputs: list[ir.Value]
+    """The inputs before the weight; `Editor.apply` adds the others."""
+    takes_values: bool = False
+    """Whether the first input is not quantized."""
+
+
+def _product(site: OnnxSite, decision: Decision, build: Builder) -> _New:
+    op = _GEMMS[decision.weight_only, site.w.picked is not None]
+    x = build.k_last(site.x)
+    if decision.activation_format is None:
+        return _New(op, [x], takes_values=decision.weight_only)
+    return _New(op, build.quantize(x, decision.activation_format, decision.scale_rounding))
+
+
+def _lookup(site: OnnxSite, decision: Decision, build: Builder) -> _New:
+    return _New(contract.EMBEDDING, [build.ids()])
+
+
+_NODES: Final[Mapping[type[Form], Callable[[OnnxSite, Decision, Builder], _New]]] = {Form: _product, Lookup: _lookup}
+"""Form -> the function that makes its node."""

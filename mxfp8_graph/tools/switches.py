@@ -19,6 +19,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.find import OnnxSite
+from mxfp8_graph.onnx_pass.forms import Lookup
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.onnx_pass.prepare import prepare
@@ -89,7 +90,7 @@ class _SwitchedModel(Switchable):
         outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in pairs]
         # Ids are no activation, and a value inside of a subgraph cannot become an output of the model.
         chosen = [site for site, decision in pairs if decision.quantize]
-        activations = [None if site.form.picks_rows or site.matmul.subgraph else site.x for site in chosen]
+        activations = [None if isinstance(site.form, Lookup) or site.matmul.subgraph else site.x for site in chosen]
         self.observed = tuple(x and (x.value, x.perm, x.merged) for x in activations)
         self._observed = editor.observe([x.value for x in activations if x is not None])
         self._inputs = editor.add_inputs()

@@ -23,6 +23,7 @@ import onnx_ir as ir
 from onnx import TensorProto, helper
 
 from mxfp8_graph.onnx_pass.find import OnnxSite
+from mxfp8_graph.onnx_pass.forms import Lookup
 from mxfp8_graph.onnx_pass.graph import name_of, opset_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
@@ -64,7 +65,7 @@ class Emulator:
         sites, decisions = find_and_plan(graph, recipe)
         editor = Editor(graph, allow_nonfinite=True)
         for site, decision in zip(sites, decisions, strict=True):
-            if decision.quantize and (static := site.w.static) is not None and not site.form.picks_rows:
+            if decision.quantize and (static := site.w.static) is not None and not isinstance(site.form, Lookup):
                 # As weight-only, so that the activation reaches the node in high precision, for Round.
                 packed = editor.apply(site, replace(decision, activations="unchanged")).weight
                 assert packed is not None  # a stored weight is packed
