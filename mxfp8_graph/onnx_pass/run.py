@@ -96,7 +96,7 @@ def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
     outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
     editor.finish()  # before `fuse`, which asks who uses a value
     if recipe.fuse:
-        reporter.fusions = fuse(model, recipe)
+        reporter.fusions, reporter.unfused = fuse(model, recipe)
     reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
     reporter.notes += _stored_twice(sites, outcomes)

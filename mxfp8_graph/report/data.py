@@ -114,6 +114,15 @@ class FusionReport(Data):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UnfusedReport(Data):
+    """One node that could have been fused."""
+
+    node: str
+    """Its name."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class WeightError(Data):
     """Errors of the packed weights, each weight counted once however many sites share it."""
 
@@ -145,6 +154,8 @@ class RewriteReport(Report):
     sites: tuple[SiteReport, ...]
     fusions: tuple[FusionReport, ...] = ()
     """The fused nodes, in a dry run the planned ones; empty for a program."""
+    unfused: tuple[UnfusedReport, ...] = ()
+    """Activations, gates and attentions beside rewritten matmuls that stay nodes of their own, and why."""
     bytes_before: int
     bytes_after: int | None
     """Size of the model, external data included; None if nothing was written."""
@@ -201,6 +212,7 @@ class RewriteReport(Report):
             "account": self.account,
             "sites": self.sites,
             "fusions": self.fusions,
+            "unfused": self.unfused,
         }
 
     def answer(self) -> str:
@@ -253,6 +265,8 @@ class RewriteReport(Report):
         yield Section(title="Sites", columns=site_table(self.sites), detail=True)
         fused = [(fusion.kind, fusion.node, ", ".join(fusion.replaced)) for fusion in self.fusions]
         yield Section(title="Fused nodes", columns=(("kind", "node", "stands also for"), fused), detail=True)
+        missed = [(each.node, each.reason) for each in self.unfused]
+        yield Section(title="Not fused", columns=(("node", "reason"), missed), detail=True)
 
 
 def _by_reason(sites: tuple[SiteReport, ...]) -> dict[str, tuple[SiteReport, ...]]:

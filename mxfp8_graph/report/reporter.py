@@ -11,7 +11,7 @@ from mxfp8_graph.options import Options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import ROLE_SETTINGS, Decision
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport
+from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport, UnfusedReport
 from mxfp8_ops import cpu
 from mxfp8_ops.errors import BackendError
 
@@ -28,6 +28,8 @@ class Reporter:
     """Notes on other changes of the model, which the steps add."""
     fusions: Sequence[FusionReport] = ()
     """The fused nodes."""
+    unfused: Sequence[UnfusedReport] = ()
+    """The nodes that could have been."""
     account: Account = field(default=Account())
     """The bytes of the tensors, once the result is known."""
     _started: float = field(default_factory=time.perf_counter, init=False)
@@ -47,6 +49,7 @@ class Reporter:
             recipe=self.recipe.model_dump(mode="json"),
             sites=tuple(self._fused(site, gone, attention) for site in sites),
             fusions=tuple(self.fusions),
+            unfused=tuple(self.unfused),
             bytes_before=self.bytes_before,
             bytes_after=bytes_after,
             account=self.account,

@@ -6,9 +6,9 @@ import attention_models as models
 import numpy as np
 import onnx
 import pytest
-from attention_models import BATCH, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, check_same, decoder, feeds, fused
+from attention_models import BATCH, EXACT, HEADS, HIDDEN, PAST, ROWS, SIZE, attention, check_same, decoder, feeds, fused
 from grids import looped
-from oracle import kinds, run
+from oracle import kinds, rewrite, run
 from releases import release
 
 import mxfp8_graph
@@ -289,6 +289,24 @@ def test_nodes_that_only_look_like_attention_are_left_alone(name: str) -> None:
     assert [after.get(op, 0) + (op == "MatMul") * after["MXFP8WeightGemm"] for op in kept] == [
         before.get(op, 0) for op in kept
     ]
+
+
+@looped(
+    "name, reason",
+    [
+        ("another axis of the softmax", "its softmax is not over the keys"),
+        ("the result stays in heads", "no Transpose and Reshape put its heads side by side"),
+        ("a soft cap", "its scores are not Q times K, scaled by a constant and masked in a known way"),
+        ("weights that are returned", "other nodes need its scores or its weights, or a product of it is quantized"),
+        ("a batch of its own", "the batches of Q, K and V differ, or one is unknown"),
+        ("a window of keys", "it has a window, a soft cap or another setting that MXFP8Attention lacks"),
+        ("the standard op's scores", "it takes lengths of keys, or returns its scores"),
+    ],
+)
+def test_the_report_says_why_an_attention_stays(name: str, reason: str) -> None:
+    _, report = rewrite(NEAR_MISSES[name], EXACT, fuse=True)
+    assert [each.reason for each in report.unfused] == [reason]
+    assert rewrite(attention(), EXACT, fuse=True)[1].unfused == ()
 
 
 @looped("products", [{"attention_scores": True}, {"attention_values": True}, {"fp8_dpa": True}])

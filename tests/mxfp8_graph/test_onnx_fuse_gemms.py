@@ -191,6 +191,21 @@ def test_a_gate_of_unknown_rank_is_fused_if_both_gemms_have_one_activation(up: s
     assert kinds_fused(both_ways(proto)[2]) == kinds
 
 
+def test_the_report_says_why_an_activation_or_a_gate_stays() -> None:
+    cases = {
+        "the input of its Relu is needed elsewhere too": NEAR_MISSES["the sums are an output"],
+        "the shapes of its two factors differ, or one is unknown": gated(
+            up="z", inputs={"x": ["batch", 64], "z": [None, 64]}
+        ),
+        "its gemm is in float16": gated(dtype=np.float16),
+    }
+    for reason, proto in cases.items():
+        _, _, report = both_ways(proto)
+        assert [each.reason for each in report.unfused] == [reason]
+        assert reason in report.to_html()  # and in the text with -v
+    assert both_ways(gated())[2].unfused == ()
+
+
 # --- What is recorded of fusions, and in which graphs there are any ---
 
 

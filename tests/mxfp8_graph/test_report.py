@@ -85,7 +85,7 @@ def test_the_dict() -> None:
     assert list(REPORT.to_dict()) == [
         "schema", "source", "output", "recipe", "dry_run", "already_rewritten", "seconds", "bytes_before",
         "bytes_after", "advice", "notes", "rewritten", "kept", "kept_by_reason", "weight_error", "account", "sites",
-        "fusions",
+        "fusions", "unfused",
     ]  # fmt: skip
     assert REPORT.to_dict()["sites"][1] == {
         "name": "down[0]", "op": "Gemm", "module": "", "subgraph": "", "role": "linear", "m": 4, "n": 128, "k": 64,

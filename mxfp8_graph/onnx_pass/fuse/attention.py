@@ -27,8 +27,8 @@ Fresh = Callable[[str], str]
 """Returns a name like its argument that nothing in the model has."""
 
 
-def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Replacement | None:
-    """Returns the MXFP8Attention that replaces the attention around `node`, or None.
+def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Replacement | str | None:
+    """Returns the MXFP8Attention that replaces the attention around `node`, the reason if it stays, or None.
 
     Args:
         node: any node; only a Softmax or an Attention has an attention around it.
@@ -36,10 +36,18 @@ def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Rep
         activation_dtype: dtype that the operands of the products are rounded to, an attribute of MXFP8Attention.
     """
     # First with past keys and values as inputs of the node. Where that does not fit, their Concat stays before it.
+    reason: str | None = None
     for cached in (True, False):
         attention = attention_scores.read(node, cached=cached)
-        result = _result(attention) if attention is not None and _fits(attention) else None
-        if attention is None or result is None:
+        if attention is None or isinstance(attention, str):
+            reason = attention
+            continue
+        if misfit := _misfit(attention):
+            reason = misfit
+            continue
+        result = _result(attention)
+        if result is None:
+            reason = "no Transpose and Reshape put its heads side by side"
             continue
         merged, reshape = result
         presents = [each for each in (attention.k.present, attention.v.present) if each is not None]
@@ -52,29 +60,31 @@ def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Rep
             # All of it or none: a product that stays would compute the attention a second time.
             writer = _Writer(type_of(attention.q.value).dtype, fresh)
             return writer.replacement(attention, *result, tuple(gone), activation_dtype)
-    return None
+        reason = "other nodes need its scores or its weights, or a product of it is quantized"
+    return reason
 
 
-def _fits(attention: Attention) -> bool:
-    """Whether MXFP8Attention takes Q, K, V, masks and past as they are."""
+def _misfit(attention: Attention) -> str | None:
+    """Returns the reason why MXFP8Attention cannot take Q, K, V, masks and past as they are, or None."""
     q, k, v = attention.q, attention.k, attention.v
     dtypes = {type_of(source.value).dtype for source in (q, k, v)}
     added = {type_of(mask.fill or mask.value).dtype for mask in attention.masks}
-    return (
-        len(dtypes) == 1
-        and dtypes <= set(contract.VALUES)
-        and len(added) <= 1
-        and added <= {*contract.VALUES, contract.BOOL}
-        and same(q.heads.batch, k.heads.batch, v.heads.batch)
-        and (not k.past or same(k.heads.length, v.heads.length))
-        and q.heads.size == k.heads.size
-        and k.heads.count == v.heads.count
+    checks = {
+        "Q, K and V have several dtypes, or an unknown one": len(dtypes) == 1 and dtypes <= set(contract.VALUES),
+        "its masks have several dtypes, or an unknown one": len(added) <= 1
+        and added <= {*contract.VALUES, contract.BOOL},
+        "the batches of Q, K and V differ, or one is unknown": same(q.heads.batch, k.heads.batch, v.heads.batch),
+        "K and V have other lengths": not k.past or same(k.heads.length, v.heads.length),
+        "the heads of Q and K have other sizes": q.heads.size == k.heads.size,
         # Each head of K and V serves the same number of heads of Q.
-        and q.heads.count % k.heads.count == 0
-        and bool(k.past) == bool(v.past)
-        and bool(k.present) == bool(v.present)
-        and all(_is_mask(type_of(mask.value).shape, q.heads) for mask in attention.masks)
-    )
+        "the heads of Q are no multiple of those of K and V": k.heads.count == v.heads.count
+        and q.heads.count % k.heads.count == 0,
+        "only one of K and V has a past": bool(k.past) == bool(v.past) and bool(k.present) == bool(v.present),
+        "the shape of a mask is unknown, or larger than the scores": all(
+            _is_mask(type_of(mask.value).shape, q.heads) for mask in attention.masks
+        ),
+    }
+    return next((reason for reason, holds in checks.items() if not holds), None)
 
 
 def _is_mask(shape: Sequence[Dim] | None, q: Heads) -> bool:

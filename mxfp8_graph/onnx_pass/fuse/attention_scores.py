@@ -86,8 +86,11 @@ class _Scores:
     masks: tuple[Mask, ...] = ()
 
 
-def read(node: ir.Node, *, cached: bool) -> Attention | None:
-    """Returns the attention around `node`, or None.
+_UNKNOWN_HEADS: Final = "the heads of Q, K or V come from nodes that are no known way to split them"
+
+
+def read(node: ir.Node, *, cached: bool) -> Attention | str | None:
+    """Returns the attention around `node`, the reason why it has no known form, or None if there is none.
 
     Args:
         node: any node; only a Softmax or an Attention has an attention around it.
@@ -100,24 +103,28 @@ def read(node: ir.Node, *, cached: bool) -> Attention | None:
     return None
 
 
-def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | None:
+def _decomposed(softmax: ir.Node, *, cached: bool) -> Attention | str | None:
     weights, guarded = _weights(softmax.outputs[0])
     users = [user for user in weights.consumers() if user.graph is softmax.graph]
     last = next((user for user in users if is_op(user, "MatMul") and user.inputs[0] is weights), None)
-    scores = _scores(softmax.inputs[0]) if last is not None else None
-    # Scores have four axes, and 3 is the last.
-    if last is None or scores is None or attribute(softmax, "axis", -1) not in (-1, 3):
+    if last is None:
         return None
+    scores = _scores(softmax.inputs[0])
+    if scores is None:
+        return "its scores are not Q times K, scaled by a constant and masked in a known way"
+    # Scores have four axes, and 3 is the last.
+    if attribute(softmax, "axis", -1) not in (-1, 3):
+        return "its softmax is not over the keys"
     q = follow(scores.product.inputs[0])
     follow_k = follow_turned if scores.turned else follow
     k = follow_k(scores.product.inputs[1], cached=cached)
     v = follow(last.inputs[1], scaled=False, cached=cached)
     if q is None or k is None or v is None:
-        return None
+        return _UNKNOWN_HEADS
     scale = scores.factor * q.factor * k.factor
     # The node takes a scale of 0 to mean 1 / sqrt(D).
     if scale == 0 or not math.isfinite(scale):
-        return None
+        return f"its scale is {scale}"
     rows = _row_guard(last.outputs[0], scores.masks)
     inside = (scores.product, softmax, last, *([rows] if rows else []))
     return Attention(
@@ -204,16 +211,18 @@ def _is_lowest(value: ir.Value) -> bool:
     return bool(array.reshape(()) <= lowest)
 
 
-def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
+def _standard(node: ir.Node, *, cached: bool) -> Attention | str | None:
     """Returns the attention of ONNX's op. Its result is 0 where no score counts, as in ONNX Runtime's kernel."""
     q_value, k_value, v_value, mask, past_key, past_value, lengths = [*node.inputs, *[None] * 7][:7]
     outputs = (output if output.name else None for output in node.outputs[1:])
     present_key, present_value, products = [*outputs, *[None] * 3][:3]
     # MXFP8Attention has no such input and output.
-    if lengths or products or not _means_the_same(node):
-        return None
+    if lengths or products:
+        return "it takes lengths of keys, or returns its scores"
+    if not _means_the_same(node):
+        return "it has a window, a soft cap or another setting that MXFP8Attention lacks"
     if mask and (type_of(mask).shape or (1,))[-1] == 1:  # here a mask of fewer keys hides all others
-        return None
+        return "its mask is of one key, or of an unknown number"
     is_causal = attribute(node, "is_causal", 0) == 1
     merged = shape_of_rank(q_value, 3) is not None
     if merged:
@@ -225,7 +234,7 @@ def _standard(node: ir.Node, *, cached: bool) -> Attention | None:
         q, k = follow(q_value), follow(k_value, cached=cached)
         v = follow(v_value, scaled=False, cached=cached)
     if q is None or k is None or v is None:
-        return None
+        return _UNKNOWN_HEADS
     if past_key or present_key:
         k, v = replace(k, past=past_key, present=present_key), replace(v, past=past_value, present=present_value)
     factor, scale = q.factor * k.factor, attribute(node, "scale", 0.0)

@@ -12,6 +12,8 @@ MXFP8FusedWeightGemm and MXFP8GatedWeightGemm.
 
 from __future__ import annotations
 
+from typing import Final
+
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
@@ -25,22 +27,31 @@ from mxfp8_graph.onnx_pass.fuse.replacement import (
 from mxfp8_graph.onnx_pass.graph import attribute, is_op, only_used_by
 from mxfp8_ops import contract
 
+_PLAIN: Final = ("Relu", "Gelu")
+"""Activations of one node, which an author expects to be fused."""
 
-def fuse_activation(node: ir.Node) -> Replacement | None:
+
+def fuse_activation(node: ir.Node) -> Replacement | str | None:
     """Returns the fused gemm for a gemm with an activation behind it."""
     op = fused_with(node, "activation")
-    activation = activation_of(node.outputs[0], attribute(node, "output_dtype", contract.FLOAT)) if op else None
-    if op is None or activation is None:
+    if op is None:
         return None
+    users = list(node.outputs[0].consumers())
+    activation = activation_of(node.outputs[0], attribute(node, "output_dtype", contract.FLOAT))
+    if activation is None:
+        plain = next((user for user in users if any(is_op(user, name) for name in _PLAIN)), None)
+        is_shared = len(users) > 1 or node.outputs[0].is_graph_output()
+        return f"the input of its {plain.op_type} is needed elsewhere too" if plain and is_shared else None
     epilogue, nodes = activation
     fused = node_derived_from(node, op, node.inputs, nodes[-1].outputs, epilogue=epilogue)
     return Replacement(kind=f"gemm + {epilogue}", node=fused, gone=(node, *nodes))
 
 
-def fuse_gate(node: ir.Node) -> Replacement | None:
+def fuse_gate(node: ir.Node) -> Replacement | str | None:
     """Returns the gated gemm for a Mul of an activated gemm and a value of its shape."""
     if not is_op(node, "Mul"):
         return None
+    reason = None
     for gate, factor in (node.inputs, reversed(node.inputs)):
         gemm = None if gate is None else gate.producer()
         op = fused_with(gemm, "gate")
@@ -48,9 +59,14 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
             continue
         # y * y has no factor besides the gemm's own result, which goes away.
         if gate is factor or not only_used_by(gate, (node,)):
+            reason = "its activated gemm is needed elsewhere too"
             continue
         # ONNX Runtime may fail to load a float16 node with a float16 factor: see `weight_gemm_dtype`.
-        if attribute(gemm, "output_dtype", contract.FLOAT) == contract.FLOAT16 or not _same_shape(gate, factor):
+        if attribute(gemm, "output_dtype", contract.FLOAT) == contract.FLOAT16:
+            reason = "its gemm is in float16"
+            continue
+        if not _same_shape(gate, factor):
+            reason = "the shapes of its two factors differ, or one is unknown"
             continue
         # The gated node has the factor right before the bias, if there is one.
         before = op.at("bias") or 0
@@ -58,7 +74,7 @@ def fuse_gate(node: ir.Node) -> Replacement | None:
         fused = node_derived_from(gemm, op, operands, node.outputs)
         kind = f"gemm + {attribute(gemm, 'epilogue', 'none')} + gate"
         return Replacement(kind=kind, node=fused, gone=(gemm, node))
-    return None
+    return reason
 
 
 def _same_shape(gate: ir.Value, factor: ir.Value | None) -> bool:

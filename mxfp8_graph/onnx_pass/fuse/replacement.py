@@ -39,8 +39,9 @@ class Replacement:
         return (*self.before, self.node, *self.after)
 
 
-Fusion = Callable[[ir.Node], Replacement | None]
-"""Returns the replacement of the pattern that begins or ends at a node; None if the pattern is not there."""
+Fusion = Callable[[ir.Node], Replacement | str | None]
+"""Returns the replacement of the pattern that begins or ends at a node; None if the pattern is not there, and the
+reason, for reports, if it is there and cannot be replaced."""
 
 
 def value_replacing(value: ir.Value | None) -> ir.Value:

@@ -234,7 +234,7 @@ def _to_ours(edit: Edit, *, fused: bool) -> dict[str, Any]:
     if fused:
         edit.infer()
         recipe = load_recipe("mxfp8-weight-only")  # so that fused attention rounds no operands, as in the model
-        fusions += len(fuse(edit.model, recipe))
+        fusions += len(fuse(edit.model, recipe)[0])
     record.complete(edit.model, record.recipe_of(edit.model))
     nodes = _nodes_of_ours(edit)
     left = [node for node in nodes if node.op_type == contract.DEQUANTIZE.name]
