@@ -62,7 +62,7 @@ def convert(
         Option(
             metavar="LOSS",
             help="Accept a loss in the dialect: activations (no longer quantized), rounding (their scales are rounded "
-            "differently), half (products in float16 or bfloat16). Repeatable.",
+            "differently). Repeatable.",
         ),
     ] = None,
     accuracy_level: Annotated[

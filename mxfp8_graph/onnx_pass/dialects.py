@@ -64,14 +64,6 @@ _ROWS: Final = (
         versions={TRT: 1},
     ),
     Dialect(
-        name="ort-cuda",
-        help="ONNX Runtime's CUDA op",
-        module="ort",
-        ops={("com.microsoft", "MatMulBlockQuantizedFp8Weight"): (3, 5, 1)},
-        attributes=("block_size",),
-        versions={"com.microsoft": 1},
-    ),
-    Dialect(
         name="nbits",
         help="ONNX Runtime's MatMulNBits, for MXINT8 weights",
         module="ort",

@@ -23,7 +23,7 @@ from .cases import CASES
 from .digests import VERSION_KEY, digest, model_text, without_bodies
 
 FILE = Path(__file__).with_name("conversions.json")
-ALLOW = ("activations", "rounding", "half")
+ALLOW = ("activations", "rounding")
 RECIPES = ("mxfp8", "mxfp8-bf16", "ocp", "mxint8", "mxint8-weight-only")
 PACKED = (
     "llama, all",
@@ -49,7 +49,6 @@ THEIRS: dict[str, Callable[[], onnx.ModelProto]] = {
     "static activation": d.static_activation,
     **{f"qdq, {scales}": partial(d.qdq, scales) for scales in ("e8m0", "cast", "float32", "float16")},
     "qdq, rows first": partial(d.qdq, rows_last=False),
-    "ort-cuda": d.ort_cuda,
     "quark": d.quark,
 }
 

@@ -135,19 +135,6 @@ def with_zero_point(model: onnx.ModelProto, elements: str, zero: TensorProto) ->
     return model
 
 
-def ort_cuda(*, wrong: float = 1.0, **attributes: Any) -> onnx.ModelProto:
-    """y = x @ w^T + b in float16 by ONNX Runtime's CUDA op."""
-    elements, codes = packed(N, K)
-    names, settings = ["x", "w", "s", "", "b"], {"block_size": 32, **attributes}
-    gemm = helper.make_node("MatMulBlockQuantizedFp8Weight", names, ["y"], domain="com.microsoft", **settings)
-    tensors = [
-        stored("w", E4M3, elements),
-        numpy_helper.from_array(numerics.decode_scale(codes) * np.float32(wrong), "s"),
-        numpy_helper.from_array(weight(N, seed=1, dtype=np.float16), "b"),
-    ]
-    return made([gemm], tensors, dtype=np.float16, domain="com.microsoft")
-
-
 def quark(element_dtype: str = "fp8_e4m3") -> onnx.ModelProto:
     """y = relu(x @ w) as Quark 0.13 writes it: weights stay float32, and everything is quantized and dequantized."""
     settings = {"element_dtype": element_dtype, "scale_dtype": "e8m0", "block_size": 32, "rounding_mode": 2}

@@ -29,7 +29,7 @@ from mxfp8_graph.onnx_pass import single_file
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.errors import ContractError
 
-LOSSES = {"qdq": ["activations"], "ort-cuda": ["activations", "half"], "nbits": ["activations"]}
+LOSSES = {"qdq": ["activations"], "nbits": ["activations"]}
 
 
 def codes_of(model: Any) -> dict[str, tuple[bytes, bytes]]:
@@ -76,7 +76,7 @@ MODELS = {
         lambda: b.neg_model("MatMul", ["n", 64], ["n", 96], {"w": b.weight(64, 96, dtype=HALF)}, dtype=HALF), (5, 64)
     ),
 }  # fmt: skip
-RECIPES, DIALECTS = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"), ("trt", "qdq", "standard", "ort-cuda")
+RECIPES, DIALECTS = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"), ("trt", "qdq", "standard")
 INT8_RECIPES, INT8_DIALECTS = ("mxint8", "mxint8-weight-only"), ("qdq", "standard", "nbits")
 
 
@@ -177,10 +177,6 @@ THEIRS: dict[str, tuple[Callable[[], onnx.ModelProto], str, dict[str, int], Call
         d.transformer_engine, "trt", {"MXFP8Quantize": 1, "MXFP8FusedGemm": 1},
         lambda x: np.maximum(product(oracle.quantized(x)), 0),
     ),
-    "the CUDA op of ONNX Runtime": (
-        d.ort_cuda, "ort-cuda", {"MXFP8WeightGemm": 1, "Cast": 1, "CastLike": 1},
-        lambda x: product(x) + BIAS.astype(np.float16),
-    ),
     "quark": (d.quark, "quark", {"MXFP8Quantize": 1, "MXFP8FusedGemm": 1}, quarks),
     **{
         f"qdq, scales {scales}, rows {'last' if last else 'first'}": (
@@ -205,7 +201,7 @@ def test_what_other_tools_wrote_is_read(name: str) -> None:
     assert (report.gemms, report.fusions) == (1, int(any("Fused" in kind for kind in kinds)))
     elements, codes = numpy_nodes.quantize(b.weight(d.K, d.N).T, scale_rounding="floor") if name == "quark" else PACKED
     assert list(codes_of(ours).values()) == [(elements.tobytes(), codes.tobytes())]
-    assert dialect not in {"trt", "ort-cuda"} or [*codes_of(ours)] == ["up.weight" if "modelopt" in name else "w"]
+    assert dialect != "trt" or [*codes_of(ours)] == ["up.weight" if "modelopt" in name else "w"]
     x = oracle.normal(2, 5, d.K, dtype=numpy_dtype(theirs))
     (actual,) = oracle.run(ours, {"x": x})
     assert actual.dtype == x.dtype
@@ -329,12 +325,9 @@ UINT8 = "QuantizeLinear x s>q|axis=-1 block_size=32 output_dtype=2; DequantizeLi
 
 
 REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
-    "block_size 128": lambda: d.ort_cuda(block_size=128),
-    "not stored powers of two": lambda: d.ort_cuda(wrong=1.5),
     "are not stored powers of two": lambda: d.qdq("float32", wrong=1.25),
     "float8 with block_size 16": lambda: d.qdq("float32", block_size=16),
     "int8 in blocks of 32": lambda: d.quark("int8"),
-    r"scales \[192\] for elements \[96, 64\]": lambda: with_tensor(d.ort_cuda(), 1, np.ones(192, np.float32)),
     r"DequantizeLinear\)": lambda: only(UINT8, [3, 64], s=np.full((3, 2), 0.25, np.float32)),
     r"QuantizeLinear\)": lambda: only(
         "QuantizeLinear x s z>q; DequantizeLinear q s z>y", [4], s=np.array(0.1, np.float32), z=np.array(0, np.int8)
@@ -350,12 +343,10 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     "node 'wd' .*: zero point 'z'; expected none, or stored zeros": lambda: zero_point("trt", 0x38),
     "zero point 'computed'; expected none, or stored zeros": lambda: zero_point("qdq", computed=True),
     "attribute 'saturate'; expected axis, block_size": lambda: changed(d.modelopt(), 3, saturate=0),
-    "attribute 'accuracy_level'; expected block_size alone": lambda: changed(d.ort_cuda(), accuracy_level=1),
     "attribute 'scale_bits'; expected axis": lambda: changed(d.quark(), 1, scale_bits=4),
     r"rounding_mode 0, scales of e8m0; expected 2 \(ties to even\)": lambda: changed(d.quark(), 1, rounding_mode=0),
     "scales of e5m3; expected 2": lambda: changed(d.quark(), 1, scale_dtype="e5m3"),
     r"inputs \[.*'x'\], outputs .*; expected 2 to 3": lambda: with_inputs(d.modelopt(), 6),
-    r"inputs \[.*'x'\], outputs .*; expected 3": lambda: with_inputs(d.ort_cuda(), 6),
     r"\(MXQuantizeDequantize\): inputs \[.*'x'\], outputs .*; expected 1": lambda: with_inputs(d.quark(), 6),
 }
 
@@ -372,7 +363,7 @@ def test_a_zero_point_of_zeros_counts_for_nothing(dialect: str) -> None:
     assert codes_of(mxfp8_graph.convert(zeros, "mxfp8")[0]) == codes_of(mxfp8_graph.convert(plain, "mxfp8")[0])
 
 
-@looped("build", [d.modelopt, d.transformer_engine, d.static_activation, d.qdq, d.ort_cuda, d.quark])
+@looped("build", [d.modelopt, d.transformer_engine, d.static_activation, d.qdq, d.quark])
 def test_a_damaged_file_is_converted_or_refused(build: Callable[[], onnx.ModelProto]) -> None:
     """The message names what cannot be read; any other exception is a defect."""
     whole, refusals = build().SerializeToString(), []
@@ -381,7 +372,7 @@ def test_a_damaged_file_is_converted_or_refused(build: Callable[[], onnx.ModelPr
         with contextlib.suppress(DecodeError):
             model = onnx.ModelProto.FromString(mutate(whole, rng))
             try:
-                mxfp8_graph.convert(model, rng.choice(["mxfp8", *DIALECTS]), allow=["activations", "rounding", "half"])
+                mxfp8_graph.convert(model, rng.choice(["mxfp8", *DIALECTS]), allow=["activations", "rounding"])
             except ContractError as error:
                 refusals.append(str(error.where))
     assert refusals
@@ -397,7 +388,7 @@ def test_a_node_of_ours_that_is_not_as_the_contract_has_it_is_refused() -> None:
     scales = next(tensor for tensor in ours.graph.initializer if tensor.data_type == TensorProto.UINT8)
     scales.data_type, scales.raw_data = TensorProto.UINT4, scales.raw_data[::2]
     with pytest.raises(ContractError, match="tensor 'w_mxfp8_scales': is uint4; expected elements or scales of 8 bits"):
-        mxfp8_graph.convert(ours, "ort-cuda")
+        mxfp8_graph.convert(ours, "standard")
     ours, _ = mxfp8_graph.rewrite(b.matmul_model(), "mxfp8-weight-only")
     ours.graph.node[0].input[2] = "computed"
     ours.graph.node.insert(0, b.node("Identity", "w_mxfp8_scales", "computed"))
@@ -409,8 +400,6 @@ def test_a_node_of_ours_that_is_not_as_the_contract_has_it_is_refused() -> None:
     "to, recipe, message",
     [
         ("qdq", "mxfp8", "quantizes at run time, which this dialect cannot express"),
-        ("ort-cuda", "mxfp8-weight-only", "takes float16 and bfloat16"),
-        ("ort-cuda", "mxfp8", "quantizes at run time"),
         ("nbits", "mxint8", "quantizes at run time"),
         ("trt", "ocp", "scale_rounding 'floor', and TensorRT rounds scales of activations up"),
     ],
@@ -419,14 +408,14 @@ def test_what_a_dialect_cannot_say_is_an_error(to: str, recipe: str, message: st
     ours = rewritten("chain", recipe)
     with pytest.raises(ContractError, match=f'{message}.*allow="'):
         mxfp8_graph.convert(ours, to)
-    _, report = mxfp8_graph.convert(ours, to, allow=["activations", "rounding", "half"])
+    _, report = mxfp8_graph.convert(ours, to, allow=["activations", "rounding"])
     assert report.losses
 
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ContractError, match="expected one of mxfp8, qdq, trt"):
         mxfp8_graph.convert(rewritten("chain"), "onnx")
-    with pytest.raises(ContractError, match="expected one of activations, rounding, half"):
+    with pytest.raises(ContractError, match="expected one of activations, rounding"):
         mxfp8_graph.convert(rewritten("chain"), "qdq", allow=["everything"])
     with pytest.raises(ContractError, match="expected one of 0, 4"):
         mxfp8_graph.convert(rewritten("chain"), "nbits", accuracy_level=2)  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from mxfp8_graph.tools.dialects.gemms import put_together
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 
-LOSSES: Final = ("activations", "rounding", "half")
+LOSSES: Final = ("activations", "rounding")
 """The losses of a conversion: quantized activations, the rounding of their scales, float32 around products."""
 
 LEVELS: Final = (0, 4)
@@ -112,13 +112,13 @@ def convert(
 
     Args:
         model: an ONNX file or model with MXFP8 of any dialect: ours, TensorRT's (modelopt, TransformerEngine), standard
-            Q/DQ, ONNX Runtime's MatMulBlockQuantizedFp8Weight and MatMulNBits, Quark's.
+            Q/DQ, ONNX Runtime's MatMulNBits, Quark's.
         to: "mxfp8" (ours, with function bodies), "qdq" (standard Q/DQ: Cast and DequantizeLinear), "trt" (TensorRT),
-            "ort-cuda" (ONNX Runtime's CUDA op), "nbits" (its MatMulNBits, for MXINT8 weights) or "standard" (standard
-            ops alone, quantized activations too).
+            "nbits" (ONNX Runtime's MatMulNBits, for MXINT8 weights) or "standard" (standard ops alone, quantized
+            activations too).
         output: file to write. Default: MODEL.TO.onnx next to a path, nothing for a model in memory.
         allow: properties that may be lost if the dialect cannot express them: "activations", their quantization;
-            "rounding", the rounding of their scales; "half", float32 activations and results of products.
+            "rounding", the rounding of their scales.
         accuracy_level: of MatMulNBits, to "nbits" only: at 4 ONNX Runtime rounds activations to int8, at 0 it computes
             in float32, slower. The report has the errors.
         **options: see `WriteOptions`.
