@@ -15,14 +15,12 @@ from torch import Tensor
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.te.recipe import Emulated
 from mxfp8_graph.te.tensor import DType, MXFP8Tensor, quantized, straight_through
-from mxfp8_graph.tools.compare.fake_quantize import fake_quantizer
+from mxfp8_graph.tools.compare.number_formats import Quantizer
 from mxfp8_ops.errors import ContractError
 from mxfp8_ops.formats import BLOCK_SIZE
 
 _TENSORS: Final = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
 _NEW: Final = object()
-_fake: Final = functools.cache(fake_quantizer)
-"""A session for each rounding, by its fields: sessions of one may run in several threads."""
 
 
 class MXFP8Quantizer:
@@ -155,6 +153,14 @@ _QUANTIZERS: Final[dict[str, Callable[..., EmulatedQuantizer]]] = {
     "Float8CurrentScaling": Float8CurrentScalingQuantizer,
     "Float8BlockScaling": Float8BlockQuantizer,
 }
+
+
+@functools.cache
+def _fake(rounding: Quantizer) -> Callable[..., Any]:
+    """Returns the function that rounds arrays: one session for each rounding, which several threads may use."""
+    from mxfp8_graph.tools.compare.fake_quantize import fake_quantizer  # imports ONNX Runtime; MXFP8 needs none
+
+    return fake_quantizer(rounding)
 
 
 @functools.cache
