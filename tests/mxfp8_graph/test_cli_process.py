@@ -35,9 +35,9 @@ def test_a_defect_asks_for_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_result_that_no_one_could_load_is_a_defect_and_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose_a_node(model: ir.Model, recipe: Recipe) -> tuple[()]:
+    def lose_a_node(model: ir.Model, recipe: Recipe) -> tuple[tuple[()], tuple[()]]:
         model.graph.remove(model.graph[0])
-        return ()
+        return (), ()
 
     monkeypatch.setattr(onnx_pass_run, "fuse", lose_a_node)
     proto = b.matmul_model()

@@ -384,11 +384,11 @@ def test_a_node_of_ours_that_is_not_as_the_contract_has_it_is_refused() -> None:
         ours = changed(mxfp8_graph.rewrite(b.chain_model())[0], at, **{name: "nothing"})
         with pytest.raises(ContractError, match=rf"node '{ours.graph.node[at].name}' .*'nothing'; expected one of"):
             mxfp8_graph.convert(ours, "standard")
-    ours, _ = mxfp8_graph.rewrite(b.matmul_model(dtype=np.float16), "mxfp8-weight-only")
+    ours, _ = mxfp8_graph.rewrite(b.matmul_model(), "mxint8-weight-only")
     scales = next(tensor for tensor in ours.graph.initializer if tensor.data_type == TensorProto.UINT8)
     scales.data_type, scales.raw_data = TensorProto.UINT4, scales.raw_data[::2]
     with pytest.raises(ContractError, match="tensor 'w_mxfp8_scales': is uint4; expected elements or scales of 8 bits"):
-        mxfp8_graph.convert(ours, "standard")
+        mxfp8_graph.convert(ours, "qdq")
     ours, _ = mxfp8_graph.rewrite(b.matmul_model(), "mxfp8-weight-only")
     ours.graph.node[0].input[2] = "computed"
     ours.graph.node.insert(0, b.node("Identity", "w_mxfp8_scales", "computed"))
