@@ -20,10 +20,14 @@ Progress = Callable[[str, int, int], None]
 """Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
 
 
+ExternalData = Literal["auto", "always", "never"]
+Bodies = Literal["folded", "small", "none"]
+
+
 class WriteOptions(TypedDict, total=False):
     """The options of every function that writes a model."""
 
-    external_data: Literal["auto", "always", "never"]
+    external_data: ExternalData
     """Whether tensors of an ONNX file go to OUTPUT.data. "auto", the default: if the source has external data, or near
     2 GB."""
     overwrite: bool
@@ -33,7 +37,7 @@ class WriteOptions(TypedDict, total=False):
 class ExportOptions(WriteOptions, total=False):
     """The options of a function that reads a model, of ONNX or torch, and writes one."""
 
-    bodies: Literal["folded", "small", "none"]
+    bodies: Bodies
     """How an ONNX file computes its nodes where our library is not registered: "folded", the default, decodes weights
     to float32 when a session opens, "small" keeps them in 8 bits and decodes them at every run, "none" cannot run
     there."""
@@ -131,12 +135,12 @@ class Options:
     """File to write; None keeps the result in memory."""
     copy_to: Path | None = None
     """File for a copy of a model that is rewritten already; None for no copy."""
-    external_data: Literal["auto", "always", "never"] = "auto"
+    external_data: ExternalData = "auto"
     overwrite: bool = False
     dry_run: bool = False
     allow_nonfinite: bool = False
     training: bool = False
-    bodies: str = "folded"
+    bodies: Bodies = "folded"
     weights: CheckpointWeights | None = None
     progress: Progress | None = None
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.export import ExportedProgram
     from torch.nn import Module
 
-AnyRecipe = presets.Preset | str | Path | Recipe
+AnyRecipe = presets.Preset | Path | Recipe
 
 
 @overload
@@ -65,7 +65,8 @@ def rewrite(
     Args:
         model: the path of an ONNX or .pt2 file, an `onnx.ModelProto`, an `onnx_graphsurgeon.Graph`, or a
             `torch.export.ExportedProgram`; or a `torch.nn.Module`, which is exported. It is not modified.
-        recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), a .yaml or .toml file, or a `Recipe`.
+        recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), the path of a .yaml or .toml file, or
+            a `Recipe`. The path may be a str, too, but type checkers know only the presets.
         example_inputs: arguments to export a module with: a sequence, or a mapping by name.
         dynamic_shapes: dynamic shapes of these arguments, as `torch.export.export` takes them.
         output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.

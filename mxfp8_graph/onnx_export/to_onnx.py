@@ -162,7 +162,7 @@ def _decided(source: ExportedProgram, sites: Mapping[str, Sequence[str]]) -> Rec
         rules.append(Rule(name=f"^({'|'.join(map(re.escape, nodes))})$", **keys))
     fields = {**dict(known or Recipe(fuse=False)), "include": (), "exclude": (), "rules": tuple(rules)}
     fields |= dict.fromkeys(("fp8_dpa", "attention_scores", "attention_values"), False)
-    return _Decided(**fields, record=known.to_record() if known else text)
+    return _Decided(**fields, record=text)
 
 
 def _store(graph: ir.Graph, weights: Mapping[str, Any]) -> set[str]:

@@ -86,7 +86,7 @@ def names(proto: onnx.ModelProto, name: str) -> Iterator[onnx.GraphProto]:
 
 def _checked(graph: onnx.GraphProto, outer: Set[str], name: str, path: str) -> Iterator[onnx.GraphProto]:
     where = f"{name}: {path}" if path else name
-    stored = [tensor.name for tensor in graph.initializer] + [each.values.name for each in graph.sparse_initializer]
+    stored = [tensor.name for tensor in graph.initializer]
     twice, times = next(iter(Counter(stored).most_common(1)), ("", 0))
     if times > 1 or "" in stored:
         what = f"an initializer called {twice!r} is defined twice" if times > 1 else "an initializer has no name"

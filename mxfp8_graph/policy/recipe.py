@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import pydantic
 import yaml
@@ -93,47 +93,20 @@ def _explained(where: object) -> Iterator[None]:
         raise recipe_file.explained(error, where) from None
 
 
-class _Construction(type(BaseModel)):  # type: ignore[misc]
-    """Raises the same RecipeError for a wrong field in Python as for one in a file."""
+class _Model(BaseModel):
+    """Base of recipes and rules: they are immutable, and a wrong argument raises RecipeError.
 
-    def __call__(cls, *args: Any, **fields: Any) -> Any:
-        with _explained(cls.__name__):
-            return super().__call__(*args, **fields)
+    pydantic's ways around the constructor raise its own error, or check nothing. `load_recipe` checks what it takes.
+    """
 
+    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
 
-if TYPE_CHECKING:  # type checkers know the fields of pydantic's models only
-    _Model = BaseModel
-else:
+    def __init__(self, **fields: Any) -> None:
+        with _explained(type(self).__name__):
+            super().__init__(**fields)
 
-    class _Model(BaseModel, metaclass=_Construction):
-        """Base of recipes and rules: immutable, because their invariants are checked at construction only.
-
-        pydantic's ways to an instance without a check, and its own errors, are replaced.
-        """
-
-        model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always")
-
-        @classmethod
-        def model_validate(cls, *args: Any, **options: Any) -> Any:
-            with _explained(cls.__name__):
-                return super().model_validate(*args, **options)
-
-        @classmethod
-        def model_validate_json(cls, *args: Any, **options: Any) -> Any:
-            with _explained(cls.__name__):
-                return super().model_validate_json(*args, **options)
-
-        @classmethod
-        def model_construct(cls, _fields_set: Any = None, **fields: Any) -> Any:
-            return cls(**fields)
-
-        def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Any:
-            # Fields that were left out stay left out, see `setting`.
-            kept = {name: getattr(self, name) for name in self.model_fields_set}
-            return type(self)(**{**kept, **update}) if update else super().model_copy(deep=deep)
-
-        def copy(self, **options: Any) -> Any:  # pydantic's older name
-            return self.model_copy(**options)
+    # pydantic then checks the rules of a recipe with it, so that an error has the whole path: rules.0.min_n.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 class Rule(_Model):
@@ -294,10 +267,7 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
 
     def to_record(self) -> str:
         """Returns the recipe as JSON for `recorded`."""
-        # Earlier versions refuse unknown fields, so the two fields that they lack are recorded only where they change
-        # the model.
-        left_out = {"fuse": self.fuse, "runs_on": self.runs_on is not None}
-        return self.model_dump_json(exclude={name for name, said in left_out.items() if not said})
+        return self.model_dump_json(exclude_none=True)
 
     def to_yaml(self) -> str:
         """Returns the text of a recipe file with this recipe."""
@@ -387,8 +357,7 @@ class MXFP8BlockScaling(Recipe):
 def _validated(fields: dict[str, Any], where: object) -> Recipe:
     """Returns the recipe with these fields; an error names `where` instead of the class."""
     with _explained(where):
-        recipe: Recipe = Recipe.__pydantic_validator__.validate_python(fields)
-        return recipe
+        return Recipe.model_validate(fields)
 
 
 def _text(value: object) -> str:
@@ -399,15 +368,11 @@ def _text(value: object) -> str:
 
 
 def recorded(text: str | None) -> Recipe | None:
-    """Returns the recipe that a rewritten model records as JSON; None if this version cannot read it.
-
-    Versions without fusion did not record `fuse`, so an absent one means false.
-    """
+    """Returns the recipe that a rewritten model records as JSON; None if this version cannot read it."""
     try:
-        recipe = Recipe.model_validate_json(text or "")
-    except RecipeError:
+        return Recipe.model_validate_json(text or "")
+    except ValueError:
         return None
-    return recipe if "fuse" in recipe.model_fields_set else recipe.without_fusion()
 
 
 def load_recipe(recipe: str | Path | Recipe, **fields: Any) -> Recipe:
@@ -432,7 +397,8 @@ def load_recipe(recipe: str | Path | Recipe, **fields: Any) -> Recipe:
 def _loaded(recipe: str | Path | Recipe) -> Recipe:
     if isinstance(recipe, Recipe):
         # Again, because pickle, and whoever writes to its __dict__, do not check.
-        checked = recipe.model_validate(recipe)
+        with _explained(type(recipe).__name__):
+            checked = recipe.model_validate(recipe)
         return recipe if checked.__dict__ == recipe.__dict__ else checked
     if not isinstance(recipe, (str, Path)):
         if refused := _refusal(type(recipe).__name__):  # TransformerEngine's own classes, or those of `te`

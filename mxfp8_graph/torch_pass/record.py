@@ -30,13 +30,13 @@ LAYER_KEY: Final = "mxfp8_graph.layer"
 
 def mark(node: Node, recipe: Recipe) -> None:
     """Adds the record of a rewrite to `node`."""
-    node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(recipe.model_dump_json())}
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), **provenance.entries(recipe.to_record())}
 
 
 @contextmanager
 def traced(recipe: Recipe) -> Iterator[None]:
     """In this context, torch.export adds the record of a rewrite to the nodes that it traces, and that of a layer."""
-    with preserve_node_meta(), annotate({**provenance.entries(recipe.model_dump_json()), LAYER_KEY: "te"}):
+    with preserve_node_meta(), annotate({**provenance.entries(recipe.to_record()), LAYER_KEY: "te"}):
         yield
 
 

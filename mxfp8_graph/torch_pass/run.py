@@ -60,7 +60,7 @@ def rewrite_torch(
         if (path := options.copy_to) is None or options.dry_run:
             unchanged = model if isinstance(model, Path) else source
             return None if options.dry_run else unchanged, reporter.report(already_rewritten=True)
-        write(source, path, recipe.model_dump_json(), overwrite=options.overwrite)
+        write(source, path, recipe.to_record(), overwrite=options.overwrite)
         return path, reporter.report((), path.stat().st_size, already_rewritten=True)
     if not options.training:
         _note_training(source, reporter)
@@ -78,7 +78,7 @@ def rewrite_torch(
     result = checked(program.finish(), prepared=options.training)
     if options.output is None:
         return result, reporter.report(reports, byte_size(result))
-    write(result, options.output, recipe.model_dump_json(), overwrite=options.overwrite)
+    write(result, options.output, recipe.to_record(), overwrite=options.overwrite)
     return options.output, reporter.report(reports, options.output.stat().st_size)
 
 

@@ -184,13 +184,23 @@ reveal_type(mxfp8_graph.rewrite(torch.nn.Linear(64, 64), example_inputs=(torch.z
 reveal_type(mxfp8_graph.distributed)
 print(ort.session(path).run(None, {}))
 """
+MISTAKES = """
+mxfp8_graph.rewrite("model.onnx", "mxint9")
+mxfp8_graph.rewrite("model.onnx", bodies="nonsense")
+mxfp8_graph.Recipe(activations="fp16")
+mxfp8_graph.Rule(name="mlp", weight_format="e3m4")
+mxfp8_graph.Recipe(embedding=True)
+"""
 
 
 @pytest.mark.slow
-def test_mypy_knows_what_a_rewrite_returns(tmp_path: Path) -> None:
-    (tmp_path / "user.py").write_text(SCRIPT)
+def test_mypy_knows_what_a_rewrite_returns_and_takes(tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(SCRIPT + MISTAKES)
     command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-calls", "user.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     types = [line.split('"')[1].split(".")[-1] for line in done.stdout.splitlines() if "Revealed type" in line]
     expected = ["Path", "RewriteReport", "ExportedProgram", "ModelProto", "ExportedProgram", "ModuleType"]
     assert types == expected, done.stdout
+    mistakes = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line]
+    first = len(SCRIPT.splitlines())
+    assert mistakes == [*range(first + 2, first + 7)], done.stdout
