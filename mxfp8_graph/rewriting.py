@@ -186,7 +186,7 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
             what, advice = "names of weights without a checkpoint", ("pass ", Option("weights"), " too")
             raise ContractError("rewrite", what, expected="a checkpoint", advice=advice)
         return None
-    from mxfp8_graph.packed.checkpoint import COMFY_MARKER, open_checkpoint, read_json
+    from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
 
     expected = "a mapping of names in the model to names in the checkpoint"
     files = {Path(names)} if isinstance(names, (str, Path)) else set()
@@ -198,11 +198,10 @@ def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, s
             raise ContractError("weight_names", what, expected=expected, advice="correct it")
     checkpoint = open_checkpoint(weights)
     checkpoint.require_mxfp8()
-    # ComfyUI's markers are no tensors of the model, so no note names them.
     return CheckpointWeights(
         where=str(weights),
         weights=checkpoint.weights,
         names=names or {},
-        others=tuple(name for name in sorted(checkpoint.others) if not name.endswith(COMFY_MARKER)),
+        others=tuple(sorted(checkpoint.others)),
         files=checkpoint.files | files,
     )

@@ -2,7 +2,7 @@
 
 modules.py          the module of a program with its submodules; copies trained values back into the program
 fsdp.py             FSDP2 over such a module: which weights are gathered in MXFP8
-weights.py          the tensors that FSDP2 gathers in MXFP8
+sharded_weight.py   the tensors that FSDP2 gathers in MXFP8
 reduction.py        sums of gradients in place of means
 tensor_parallel.py  products split among processes: a part of each weight in every process
 products.py         the products in the graphs of a module, and the reasons against splitting one

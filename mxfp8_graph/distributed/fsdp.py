@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import Node
 
 from mxfp8_graph.distributed.patterns import leading
-from mxfp8_graph.distributed.weights import ShardedWeight
+from mxfp8_graph.distributed.sharded_weight import ShardedWeight
 from mxfp8_graph.torch_pass import internals
 from mxfp8_ops.errors import ContractError
 

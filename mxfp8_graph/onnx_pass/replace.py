@@ -24,10 +24,10 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names, remove, remove_unused, settings_of
+from mxfp8_graph.onnx_pass.lazy_weights import LazyWeight, PackSettings
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.onnx_pass.views import Static, apply, layout_of
-from mxfp8_graph.onnx_pass.weights import PackedWeight, PackSettings
 from mxfp8_graph.options import Progress, StoredWeight
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
@@ -50,7 +50,7 @@ class Replaced:
 
     decision: Decision
     nodes: tuple[str, ...]
-    weight: PackedWeight | None
+    weight: LazyWeight | None
 
     def report(self) -> SiteReport:
         """Returns the report of the site. The error of its weight is known once the model is saved, which packs it."""
@@ -92,7 +92,7 @@ class Editor:
         self._allow_nonfinite = allow_nonfinite
         self.fresh: Final = fresh_names(model)
         """Returns a name like its argument that no value or node of the model has yet."""
-        self._packed: dict[tuple[object, ...], tuple[PackedWeight, list[ir.Value]]] = {}
+        self._packed: dict[tuple[object, ...], tuple[LazyWeight, list[ir.Value]]] = {}
         self._biases: dict[tuple[object, ...], ir.Value] = {}
         self._shared: Shared = {}
         self._results: dict[ir.Value, ir.Value] = {}
@@ -173,7 +173,7 @@ class Editor:
         gemm.doc_string = site.node.doc_string
         return build.epilogue(outputs, steps)
 
-    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[PackedWeight, list[ir.Value]]:
+    def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[LazyWeight, list[ir.Value]]:
         """Returns the site's packed weight, with its elements and scales; sites with equal bytes share one."""
         stored = self._checkpoint_weights.get(site.matmul.name)
         # The key has all that decides the bytes.
@@ -190,7 +190,7 @@ class Editor:
             )
             size = site.matmul.weight_bytes
             self._bytes_in_all += size
-            weight = PackedWeight(static, settings, stored, lambda: self._tell(site.matmul.name, size))
+            weight = LazyWeight(static, settings, stored, lambda: self._tell(site.matmul.name, size))
             # Elements first, and `save` writes them first: a weight whose scales are read first is packed twice.
             for tensor, wanted in ((weight.elements, "mxfp8"), (weight.scales, "mxfp8_scales")):
                 tensor.name = self.fresh(f"{static.name}_{wanted}")

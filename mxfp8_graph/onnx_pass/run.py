@@ -25,10 +25,10 @@ from mxfp8_graph.onnx_pass.protos import described, to_proto
 from mxfp8_graph.onnx_pass.replace import Editor, Replaced
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
+from mxfp8_graph.policy.checkpoint_plan import apply_checkpoint
 from mxfp8_graph.policy.earlier_rewrite import already_rewritten, fusion_note
 from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract

@@ -24,7 +24,7 @@ from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, without_padding
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.graph import NAME_SCOPES, attribute, default, label, module_of, name_of
 from mxfp8_graph.onnx_pass.load import external_files, load, path_of
-from mxfp8_graph.packed.weight import Array, Codes, Contents, PackedWeight, Tensor, bias_name, original_name
+from mxfp8_graph.packed.contents import Array, Codes, Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import Node
 
 from mxfp8_graph.naming import reserve_name
-from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor, bias_name, original_name
+from mxfp8_graph.packed.contents import Contents, PackedWeight, Tensor, bias_name, original_name
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.internals import to_numpy
 from mxfp8_graph.torch_pass.operands import GATHERS

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -14,10 +13,17 @@ from mxfp8_graph import provenance
 from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.naming import reserve_name, unique_name
 from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, SCALE_INV, open_checkpoint
-from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
+from mxfp8_graph.packed.checkpoint import open_checkpoint
+from mxfp8_graph.packed.compressed_tensors import (
+    COMPRESSED_TENSORS,
+    CONFIG_KEY,
+    CONVENTIONS,
+    SCALE_INV,
+    config_of,
+    entries_of,
+)
+from mxfp8_graph.packed.contents import Contents, PackedWeight, Tensor
 from mxfp8_ops import formats
-from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
 
 
@@ -117,71 +123,6 @@ def export_safetensors(
     metadata = file_metadata(config_of(weights, convention, ignored), source)
     safetensors.write(path, entries_of(tensors, convention), metadata, overwrite=overwrite, inputs=source.files)
     return path
-
-
-def entries_of(tensors: Mapping[str, PackedWeight | Tensor], convention: str) -> list[safetensors.Entry]:
-    """Returns the tensors of a checkpoint, scales after their elements, without dtypes that safetensors lacks."""
-    entries = []
-    for name, tensor in tensors.items():
-        if isinstance(tensor, PackedWeight):
-            dtype = formats.element_format(tensor.element_format).safetensors_name
-            scales = name + CONVENTIONS[convention]
-            blocks = scale_shape(tensor.shape, -1)
-            entries.append(safetensors.Entry(dtype, tensor.shape, name, partial(getattr, tensor, "elements")))
-            entries.append(safetensors.Entry(safetensors.U8, blocks, scales, partial(getattr, tensor, "scales")))
-        elif (other := safetensors.NAMES.get(tensor.dtype)) is not None:
-            entries.append(safetensors.Entry(other, tensor.shape, name, tensor.read))
-    return entries
-
-
-def config_of(weights: Mapping[str, PackedWeight], convention: str, ignored: Iterable[str]) -> dict[str, Any]:
-    """Returns the value of "quantization_config" in the checkpoint's config.json.
-
-    `weights` are by their names in the checkpoint; `ignored` has the names of modules whose weights are not packed.
-    """
-    # This convention has one config for all modules: it cannot say which of them are weight-only.
-    if convention == SCALE_INV:
-        return {
-            "quant_method": "mxfp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [1, formats.BLOCK_SIZE],
-            "scale_fmt": "ue8m0",
-            # Without it readers treat every linear layer as MXFP8.
-            "modules_to_not_convert": sorted(ignored),
-        }
-    modules: dict[tuple[bool, bool], list[str]] = {}
-    # E4M3 and E5M2 are one kind of config, since the dtype of the tensors differs. Quantized modules come first.
-    for name, weight in sorted(weights.items(), key=lambda item: bool(item[1].weight_only)):
-        kind = weight.element_format == formats.INT8.name, bool(weight.weight_only)
-        modules.setdefault(kind, []).append(name.removesuffix(".weight"))
-    groups = {f"group_{at}": _config_group(targets, *kind) for at, (kind, targets) in enumerate(modules.items())}
-    kinds = {group["format"] for group in groups.values()}
-    return {
-        "quant_method": COMPRESSED_TENSORS,
-        "format": kinds.pop() if len(kinds) == 1 else "mixed-precision",
-        "quantization_status": "compressed",
-        "config_groups": groups,
-        "ignore": sorted(ignored),
-    }
-
-
-def _config_group(targets: list[str], is_int: bool, weight_only: bool) -> dict[str, Any]:
-    settings = {
-        "num_bits": 8,
-        "type": "int" if is_int else "float",
-        "strategy": "group",
-        "group_size": formats.BLOCK_SIZE,
-        "symmetric": True,
-        "scale_dtype": "torch.uint8",
-    }
-    return {
-        "targets": sorted(targets),
-        "weights": {**settings, "dynamic": False},
-        "input_activations": None if weight_only else {**settings, "dynamic": True},
-        "output_activations": None,
-        # compressed-tensors has no name for MXINT8, so readers that know only its names refuse this one.
-        "format": "mxint8-quantized" if is_int else "mxfp8-quantized",
-    }
 
 
 def file_metadata(config: Mapping[str, Any], source: Contents) -> dict[str, str]:

@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from mxfp8_graph.files import output
-from mxfp8_graph.packed.weight import Array, Codes
+from mxfp8_graph.packed.contents import Array, Codes
 from mxfp8_ops.errors import ContractError
 
 E4M3, E5M2, E8M0, U8 = "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"
@@ -84,6 +84,10 @@ class Stored(_Tensor):
         if len(content) < self.byte_size:
             raise _damaged(self.path, "ends within a tensor")
         return np.frombuffer(content, np.uint8)
+
+
+Tensors = Mapping[str, Stored]
+"""Tensors of files by name."""
 
 
 def write(

@@ -197,7 +197,7 @@ class MXFP8Tensor(Tensor):
         """Returns the scales, zero-padded as TransformerEngine stores them, or in the tiles that cuBLASLt reads.
 
         [M, N / 32] is padded to multiples of 128 x 4, [M / 32, N] to 4 x 128. A tile has 128 x 4 scales, of the
-        transpose if `columnwise`: `mxfp8_graph.weights.unswizzled` describes it.
+        transpose if `columnwise`: `mxfp8_graph.packing.unswizzled` describes it.
         """
         stored = self._columns_mxfp8_scales if columnwise else self._mxfp8_scales
         if stored is None:

@@ -15,9 +15,10 @@ from typing import Any, Final, NamedTuple
 from mxfp8_graph import files
 from mxfp8_graph.file_reading import locate
 from mxfp8_graph.packed import safetensors
-from mxfp8_graph.packed.checkpoint import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, listed, read_json
-from mxfp8_graph.packed.interchange import config_of, contents, entries_of, file_metadata
-from mxfp8_graph.packed.weight import Contents, PackedWeight, Tensor
+from mxfp8_graph.packed.checkpoint import listed, read_json
+from mxfp8_graph.packed.compressed_tensors import COMPRESSED_TENSORS, CONFIG_KEY, CONVENTIONS, config_of, entries_of
+from mxfp8_graph.packed.contents import Contents, PackedWeight, Tensor
+from mxfp8_graph.packed.interchange import contents, file_metadata
 from mxfp8_ops import formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 from torch.fx import Node
 
+from mxfp8_graph.packing import Rows
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.torch_pass import internals
 from mxfp8_graph.torch_pass.internals import to_numpy
 from mxfp8_graph.torch_pass.program import Program, storage_of
-from mxfp8_graph.weights import Rows
 from mxfp8_ops.errors import ContractError
 
 COPIES: Final = internals.op_names("alias detach clone contiguous lift_fresh_copy to _to_copy")

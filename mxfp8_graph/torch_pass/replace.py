@@ -24,6 +24,7 @@ import torch
 from torch.fx import Node
 
 from mxfp8_graph.options import Options, Progress, StoredWeight
+from mxfp8_graph.packing import Rows, checked_codes, pack
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
@@ -32,7 +33,6 @@ from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import TorchSite
 from mxfp8_graph.torch_pass.operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
 from mxfp8_graph.torch_pass.program import Program, storage_of
-from mxfp8_graph.weights import Rows, checked_codes, pack
 from mxfp8_ops.errors import ContractError
 
 _ATEN: Final = torch.ops.aten

@@ -14,10 +14,10 @@ from torch.export import ExportedProgram
 
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options
+from mxfp8_graph.policy.checkpoint_plan import apply_checkpoint
 from mxfp8_graph.policy.earlier_rewrite import already_rewritten
 from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.policy.weights_by_name import apply_checkpoint
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import attention, internals, packed_training, record, torchao_weights, train, training_mode

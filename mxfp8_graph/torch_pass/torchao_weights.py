@@ -1,7 +1,7 @@
 """Weights that torchao packed before export: MXTensor parameters, read as they are, never rounded again.
 
 `quantize_(model, MXDynamicActivationMXWeightConfig(...))` makes every linear's weight a tensor subclass: elements
-`qdata` float8 [N, K], and `scale` float8_e8m0fnu, either [N, K / 32] or swizzled, see `weights.unswizzled`. A program
+`qdata` float8 [N, K], and `scale` float8_e8m0fnu, either [N, K / 32] or swizzled, see `packing.unswizzled`. A program
 exported from such a module keeps `linear` with that parameter.
 """
 
@@ -11,8 +11,8 @@ from typing import Any, Final
 
 import torch
 
+from mxfp8_graph.packing import unswizzled
 from mxfp8_graph.torch_pass.internals import to_numpy
-from mxfp8_graph.weights import unswizzled
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_count
 

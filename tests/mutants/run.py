@@ -36,7 +36,7 @@ AREAS = {
     "ONNX pass": (22, "mxfp8_graph/onnx_pass/**/*.py"),
     "torch pass": (20, "mxfp8_graph/torch_pass/*.py"),
     "running": (15, "mxfp8_graph/running/*.py"),
-    "weights, packed": (15, "mxfp8_graph/weights.py", "mxfp8_graph/packed/*.py"),
+    "weights, packed": (15, "mxfp8_graph/packing.py", "mxfp8_graph/packed/*.py"),
     "numerics": (
         20,
         *(f"custom_ops/mxfp8_ops/{name}.py" for name in ("numerics", "formats", "onnx_functions", "function_body")),

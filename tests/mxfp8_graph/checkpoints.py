@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from mxfp8_graph.packed.weight import PackedWeight
+from mxfp8_graph.packed.contents import PackedWeight
 from mxfp8_ops import numpy_nodes
 
 Codes = tuple[np.ndarray, np.ndarray]

@@ -16,7 +16,7 @@ from torch import Tensor  # noqa: E402
 from torch_programs import as_numpy, relative_l2, values  # noqa: E402
 
 from mxfp8_graph import te  # noqa: E402
-from mxfp8_graph.weights import unswizzled  # noqa: E402
+from mxfp8_graph.packing import unswizzled  # noqa: E402
 from mxfp8_ops import numpy_nodes  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError  # noqa: E402
 

@@ -20,8 +20,8 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import OUTPUTS_TOO, as_numpy, count, decision, export, kept, values  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
+from mxfp8_graph.packing import unswizzled  # noqa: E402
 from mxfp8_graph.torch_pass import torchao_weights  # noqa: E402
-from mxfp8_graph.weights import unswizzled  # noqa: E402
 from mxfp8_ops import numpy_nodes  # noqa: E402
 
 X = values(5, 160, seed=2).bfloat16()

@@ -30,7 +30,7 @@ from torch_programs import (  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import Recipe  # noqa: E402
-from mxfp8_graph.weights import NonFiniteError  # noqa: E402
+from mxfp8_graph.packing import NonFiniteError  # noqa: E402
 from mxfp8_ops import numpy_nodes  # noqa: E402
 from mxfp8_ops.errors import ContractError, RecipeError  # noqa: E402
 

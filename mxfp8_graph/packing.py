@@ -23,7 +23,7 @@ SLICE_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedWeight:
     """A weight as [..., N, K] elements and [..., N, ceil(K / 32)] scales, with its quantization error."""
 
     elements: npt.NDArray[np.uint8]
@@ -44,13 +44,13 @@ class Packed:
         return float((self.noise / self.signal) ** 0.5) if self.signal else 0.0
 
 
-def checked_codes(weight: StoredWeight, *, allow_nonfinite: bool) -> Packed:
+def checked_codes(weight: StoredWeight, *, allow_nonfinite: bool) -> QuantizedWeight:
     """Returns the bytes of a packed weight, with an unknown error (NaN).
 
     Raises:
         NonFiniteError: an element or a scale is NaN or Inf, and `allow_nonfinite` is false.
     """
-    packed = Packed(weight.elements, weight.scales, math.nan, math.nan)
+    packed = QuantizedWeight(weight.elements, weight.scales, math.nan, math.nan)
     if not allow_nonfinite:
         fmt = element_format(weight.element_format)
         # Every INT8 code is a number. In the other formats, the codes above `max_code`, without the sign, are not.
@@ -97,7 +97,7 @@ def pack(
     element_format: str = "e4m3",
     scale_rounding: str = "ceil",
     allow_nonfinite: bool = False,
-) -> Packed:
+) -> QuantizedWeight:
     """Returns `factor` times a weight, quantized along K and laid out with K last.
 
     Args:
@@ -115,7 +115,7 @@ def pack(
     scales = np.empty((*lead, n, scale_count(k)), np.uint8)
     # A dry run has sizes only; np.empty does not touch its memory, so the system never provides it.
     if rows.read is None:
-        return Packed(elements, scales, math.nan, math.nan)
+        return QuantizedWeight(elements, scales, math.nan, math.nan)
     signal = noise = 0.0
     # If the rows lie along K, a slice must hold whole blocks. The widest value has 4 bytes.
     step = -(-SLICE_BYTES // (4 * width * BLOCK_SIZE)) * BLOCK_SIZE
@@ -140,7 +140,7 @@ def pack(
                 elements[at][start:stop], scales[at][start:stop] = part.elements, part.scales
             signal += part.signal
             noise += part.noise
-    return Packed(elements, scales, signal, noise)
+    return QuantizedWeight(elements, scales, signal, noise)
 
 
 def unswizzled(stored: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:

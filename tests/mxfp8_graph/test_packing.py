@@ -14,10 +14,10 @@ import pytest
 from grids import looped, pairwise
 from models import weight
 
-from mxfp8_graph import weights
+from mxfp8_graph import packing
+from mxfp8_graph.onnx_pass.lazy_weights import _reader, rows_of
 from mxfp8_graph.onnx_pass.views import Static
-from mxfp8_graph.onnx_pass.weights import _reader, rows_of
-from mxfp8_graph.weights import NonFiniteError, Packed, pack, packed_bytes
+from mxfp8_graph.packing import NonFiniteError, QuantizedWeight, pack, packed_bytes
 from mxfp8_ops import numpy_nodes
 from mxfp8_ops.errors import ContractError
 
@@ -34,7 +34,9 @@ def stored(array: np.ndarray, folder: Path | None) -> ir.TensorProtocol:
     return ir.ExternalTensor("w.data", 100, tensor.nbytes, tensor.dtype, shape=shape, name="w", base_dir=folder)
 
 
-def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any) -> Packed:
+def packed(
+    array: np.ndarray, transposed: bool, folder: Path | None, steps: Any = (), **options: Any
+) -> QuantizedWeight:
     tensor, value = stored(array, folder), ir.Value(name="w")
     static = Static(value=value, tensor=tensor, shape=array.shape, dtype=int(tensor.dtype), steps=steps)
     rows, flipped = rows_of(static)
@@ -42,11 +44,11 @@ def packed(array: np.ndarray, transposed: bool, folder: Path | None, steps: Any 
 
 
 @pytest.fixture
-def packed_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Packed]:
+def packed_as(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., QuantizedWeight]:
     """Returns `packed` with the size of slices, and whether the weight lies in a file of its own."""
 
     def packed_as(slices: int, external: bool, array: np.ndarray, transposed: bool, *steps: Any, **options: Any) -> Any:
-        monkeypatch.setattr(weights, "SLICE_BYTES", slices)
+        monkeypatch.setattr(packing, "SLICE_BYTES", slices)
         return packed(array, transposed, tmp_path if external else None, *steps, **options)
 
     return packed_as
@@ -57,7 +59,7 @@ WAYS = {"slices": [1, 20_000, 1 << 30], "external": BOTH}
 """Slices of 32 rows, some slices and one; inline and external."""
 
 
-def check(result: Packed, w: np.ndarray, **options: Any) -> None:
+def check(result: QuantizedWeight, w: np.ndarray, **options: Any) -> None:
     """Fails unless `result` is `w` [..., N, K] as `numpy_nodes` quantizes it, with the errors that this makes."""
     elements, scales = numpy_nodes.quantize(w, **options)
     np.testing.assert_array_equal(result.elements, elements)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.views import Static, apply, cast_to, in_stored_order
 from mxfp8_graph.options import StoredWeight
-from mxfp8_graph.weights import Packed, Rows, checked_codes, pack, packed_bytes
+from mxfp8_graph.packing import QuantizedWeight, Rows, checked_codes, pack, packed_bytes
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError
@@ -23,7 +23,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class PackSettings:
-    """How a static operand is packed; see `weights.pack`."""
+    """How a static operand is packed; see `packing.pack`."""
 
     transposed: bool
     factor: float
@@ -32,7 +32,7 @@ class PackSettings:
     allow_nonfinite: bool
 
 
-class PackedWeight:
+class LazyWeight:
     """A static operand as elements and scales, two tensors of onnx_ir. A read of either packs the weight."""
 
     def __init__(
@@ -61,7 +61,7 @@ class PackedWeight:
         scales, self._scales = self._scales, None
         return ir.Tensor(self._packed().scales if scales is None else scales)
 
-    def _packed(self) -> Packed:
+    def _packed(self) -> QuantizedWeight:
         settings = self._settings
         if self._stored is not None:
             packed = checked_codes(self._stored, allow_nonfinite=settings.allow_nonfinite)
