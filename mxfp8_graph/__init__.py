@@ -10,9 +10,9 @@ from mxfp8_graph._version import __version__ as __version__
 if TYPE_CHECKING:
     from mxfp8_graph import distributed as distributed
     from mxfp8_graph import te as te
+    from mxfp8_graph.exporting import to_onnx as to_onnx
     from mxfp8_graph.models import load as load
     from mxfp8_graph.models import save as save
-    from mxfp8_graph.models import to_onnx as to_onnx
     from mxfp8_graph.packed import PackedWeight as PackedWeight
     from mxfp8_graph.packed import export_safetensors as export_safetensors
     from mxfp8_graph.packed import import_safetensors as import_safetensors
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 # The names a second time: the block above is for type checkers, this table for the import on first use.
 _MODULES = {
     "rewriting": "rewrite",
-    "models": "load save to_onnx",
+    "models": "load save",
+    "exporting": "to_onnx",
     "packed": "PackedWeight export_safetensors import_safetensors unpack",
     "policy.plan": "NothingEligibleError",
     "policy.recipe": "MXFP8BlockScaling Recipe Rule load_recipe",
@@ -44,7 +45,7 @@ _MODULES = {
     "tools.analyze.run": "analyze",
     "tools.checkpoint": "export_checkpoint",
     "tools.compare.run": "compare",
-    "tools.dialects": "convert",
+    "tools.dialects.convert": "convert",
     "tools.from_hf": "from_hf",
     "tools.tune.run": "tune",
 }

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from typing_extensions import Unpack as Unpack  # noqa: PLC0414 - used elsewhere
 
-from mxfp8_graph.files import OF_CALLBACK, data_path_of, is_any_of
-from mxfp8_ops.errors import ContractError, Option
+from mxfp8_graph.files import OF_CALLBACK
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+    from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 
 Progress = Callable[[str, int, int], None]
 """Called as progress(site_name, bytes_done, bytes_total) while weights are packed."""
@@ -74,55 +72,6 @@ def check_options(function: str, options: Mapping[str, Any], known: type) -> Non
     # Without this check the call would fail in an inner function, and perhaps after minutes.
     for name in options.keys() - known.__annotations__.keys():
         raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-class StoredWeight(Protocol):
-    """A packed weight of a checkpoint, which is read on each access."""
-
-    @property
-    def name(self) -> str:
-        """Its name in the checkpoint."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the elements, [..., N, K]."""
-
-    @property
-    def element_format(self) -> str:
-        """Either "e4m3" or "e5m2"."""
-
-    @property
-    def elements(self) -> npt.NDArray[np.uint8]:
-        """uint8 codes [..., N, K]."""
-
-    @property
-    def scales(self) -> npt.NDArray[np.uint8]:
-        """uint8 E8M0 codes [..., N, ceil(K / 32)]."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointWeights:
-    """Packed weights of a checkpoint, whose bytes replace the model's own weights."""
-
-    where: str
-    """Name of the checkpoint in messages."""
-    weights: Mapping[str, StoredWeight]
-    """Weights by their name in the checkpoint."""
-    names: Mapping[str, str] = field(default_factory=dict)
-    """Name of a weight, node or module in the model -> name of its weight in the checkpoint, where they differ."""
-    replaces_all: bool = False
-    """Whether the model has no values of its own, so that every weight must be used."""
-    others: tuple[str, ...] = ()
-    """Names of tensors of the checkpoint that are not in MXFP8; the model keeps its own values for them."""
-    files: frozenset[Path] = frozenset()
-    """Files of the weights and of their names."""
-
-    def refuse_output(self, output: Path) -> None:
-        """Raises ContractError if a result would replace one of the files, itself or by its external data."""
-        for path in (output, data_path_of(output)):
-            if is_any_of(path, self.files):
-                another = ("pass another ", Option("output"))
-                raise ContractError(path, "is a file of the checkpoint", expected="another file", advice=another)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from mxfp8_graph.options import StoredWeight
+from mxfp8_graph.policy.checkpoint_weights import StoredWeight
 from mxfp8_ops import cpu
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError, Option

@@ -1,24 +1,13 @@
-"""Records the origin of a result.
-
-A model has the record of its rewrite, under the same keys in ONNX metadata and in .pt2 programs. A report has the
-command, versions, machine, and names and sizes of files, but not their contents.
-"""
+"""The record of a rewrite in a model, under the same keys in ONNX metadata and in .pt2 programs."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import shlex
-from collections.abc import Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Final
 
-from mxfp8_graph._version import __version__, installed
-from mxfp8_ops import node, system
+from mxfp8_graph._version import __version__
+from mxfp8_ops import node
 
 RECIPE_KEY: Final = "mxfp8_graph.recipe"
 VERSION_KEY: Final = "mxfp8_graph.version"
@@ -63,25 +52,3 @@ def recipe_name(recorded: str | None) -> str:
     if not isinstance(fields, dict):
         return "an unrecorded recipe"
     return str(fields.get("name", "a recipe this version cannot read"))
-
-
-COMMAND: Final[ContextVar[Sequence[str] | None]] = ContextVar("command", default=None)
-"""Arguments of the running command; None in a program that calls the Python API."""
-
-
-def facts(files: Iterable[Path | str]) -> list[tuple[str, str]]:
-    """Returns (label, value) pairs: command, versions, processor, date, and path and size of each readable file."""
-    arguments = COMMAND.get()
-    versions = [f"mxfp8-graph {__version__}", f"Python {platform.python_version()}", platform.machine()]
-    versions += [
-        f"{name} {version}"
-        for name in ("numpy", "onnx", "onnxruntime", "torch")
-        if (version := installed(name)) is not None
-    ]
-    return [
-        ("command", "none, Python API" if arguments is None else f"mxfp8-graph {shlex.join(arguments)}"),
-        ("versions", ", ".join(versions)),
-        ("processor", f"{system.processor()}, {os.cpu_count()} logical processors"),
-        ("date", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")),
-        *(("file", f"{path}, {Path(path).stat().st_size} bytes") for path in files if Path(path).is_file()),
-    ]

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from mxfp8_graph.files import is_any_of
 from mxfp8_graph.models import Kind, kind_of
-from mxfp8_graph.options import CheckpointWeights, Options, RewriteCall, RewriteOptions, Unpack, check_options
+from mxfp8_graph.options import Options, RewriteCall, RewriteOptions, Unpack, check_options
 from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_ops.errors import ContractError, Option
@@ -181,27 +182,11 @@ def _refuse_onnx_options(options: RewriteOptions, where: Any) -> None:
 
 def _load_weights(weights: str | Path | None, names: str | Path | Mapping[str, str] | None) -> CheckpointWeights | None:
     """Returns the weights of a checkpoint, or None without a checkpoint."""
-    if weights is None:
-        if names is not None:
-            what, advice = "names of weights without a checkpoint", ("pass ", Option("weights"), " too")
-            raise ContractError("rewrite", what, expected="a checkpoint", advice=advice)
-        return None
-    from mxfp8_graph.packed.checkpoint import open_checkpoint, read_json
+    if weights is not None:
+        from mxfp8_graph.packed.checkpoint import weights_for_model
 
-    expected = "a mapping of names in the model to names in the checkpoint"
-    files = {Path(names)} if isinstance(names, (str, Path)) else set()
-    if isinstance(names, (str, Path)):
-        names = read_json(Path(names), what="not a JSON object", expected=expected, advice="correct it")
-    for key, value in (names or {}).items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            what = f"{key!r}: {value!r} is not text"
-            raise ContractError("weight_names", what, expected=expected, advice="correct it")
-    checkpoint = open_checkpoint(weights)
-    checkpoint.require_mxfp8()
-    return CheckpointWeights(
-        where=str(weights),
-        weights=checkpoint.weights,
-        names=names or {},
-        others=tuple(sorted(checkpoint.others)),
-        files=checkpoint.files | files,
-    )
+        return weights_for_model(weights, names)
+    if names is not None:
+        what, advice = "names of weights without a checkpoint", ("pass ", Option("weights"), " too")
+        raise ContractError("rewrite", what, expected="a checkpoint", advice=advice)
+    return None

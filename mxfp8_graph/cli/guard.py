@@ -22,10 +22,10 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
-from mxfp8_graph import provenance
 from mxfp8_graph._version import __version__
 from mxfp8_graph.naming import first_line, printable
 from mxfp8_graph.options import Progress as ProgressCallback
+from mxfp8_graph.report import origin
 from mxfp8_ops.errors import Mxfp8Error, Option
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _Commands(typer.core.TyperGroup):
         return super().make_context(info_name, args, *rest, **settings)
 
     def invoke(self, ctx: Any) -> Any:
-        command = provenance.COMMAND.set(self._arguments)
+        command = origin.COMMAND.set(self._arguments)
         try:
             return super().invoke(ctx)
         except (typer.Exit, BrokenPipeError):  # when the reader of stdout is gone, no message can reach it
@@ -65,7 +65,7 @@ class _Commands(typer.core.TyperGroup):
         except (Exception, KeyboardInterrupt) as error:
             raise typer.Exit(refuse(error)) from None
         finally:
-            provenance.COMMAND.reset(command)
+            origin.COMMAND.reset(command)
 
 
 app = typer.Typer(

@@ -10,9 +10,9 @@ from typer import Argument, Option, echo
 from mxfp8_graph.cli import arguments as arg
 from mxfp8_graph.cli.guard import check_reports, print_result, progress_bar
 from mxfp8_graph.naming import printable
-from mxfp8_graph.onnx_pass.dialects import DIALECTS, WRITTEN
+from mxfp8_graph.tools.dialects.rows import DIALECTS, WRITTEN
 
-# The module of dialects loads no onnx, so the help can name them.
+# The rows load no onnx, so the help can name them.
 _DIALECTS = [f"{name} ({DIALECTS[name].help})" for name in WRITTEN]
 
 
@@ -79,7 +79,7 @@ def convert(
     standard Q/DQ, ONNX Runtime's CUDA op and Quark. Prints the quantized values it reads and the losses in the other
     dialect.
     """
-    from mxfp8_graph.tools.dialects import convert as run_conversion
+    from mxfp8_graph.tools.dialects.convert import convert as run_conversion
 
     check_reports(report, [model, output], overwrite=overwrite)
     _, result = run_conversion(

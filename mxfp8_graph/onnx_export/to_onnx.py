@@ -32,7 +32,8 @@ from mxfp8_graph.naming import first_line
 from mxfp8_graph.onnx_export import exporter
 from mxfp8_graph.onnx_pass.graph import INLINE_BYTES
 from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_model
-from mxfp8_graph.options import CheckpointWeights, Options
+from mxfp8_graph.options import Options
+from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
 from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import internals, record

@@ -10,5 +10,5 @@ fuse/           merges the nodes beside a replaced matmul into its node
 record.py       the record of the rewrite, and function bodies
 save.py         writes model and data
 graph.py        helpers of all steps; graphsurgeon.py: graphs of onnx_graphsurgeon
-dialects.py     MXFP8 nodes of other tools; dialect_ops.py recognizes them
+dialects.py     ops of other MXFP8 dialects; dialect_ops.py recognizes their nodes
 """

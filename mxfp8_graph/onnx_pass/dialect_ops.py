@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.dialects import OPS
+from mxfp8_graph.onnx_pass.dialects import DIALECT_OF
 from mxfp8_graph.onnx_pass.graph import STANDARD, attribute, default
 from mxfp8_ops import contract
 from mxfp8_ops.checks import scale_shape
@@ -22,8 +22,7 @@ def dialect_of(node: ir.Node) -> str | None:
     """Returns the dialect that a node's op belongs to; None for standard ops, whose operands decide."""
     if node.domain == contract.DOMAIN:
         return "mxfp8"
-    row = None if node.domain in STANDARD else OPS.get((node.domain, node.op_type))
-    return None if row is None else row.name
+    return None if node.domain in STANDARD else DIALECT_OF.get((node.domain, node.op_type))
 
 
 def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
@@ -43,7 +42,7 @@ def foreign(model: ir.Model) -> tuple[str, ir.Node] | None:
     return None
 
 
-def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | None) -> int | None:
+def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], axis: int | None) -> int | None:
     """Returns the axis of a stored TensorRT weight along which the blocks lie, counted from the end, or None.
 
     TensorRT's parser decides by the shapes, and so does this function. It takes the node's axis if the shapes fit that
@@ -53,14 +52,15 @@ def blocked_axis(dims: tuple[int, ...], scales: tuple[int, ...], given: int | No
     Args:
         dims: of the elements.
         scales: dims of the scales.
-        given: the node's attribute `axis`, or None.
+        axis: the node's attribute of this name, or None.
     """
     rank = len(dims)
-    fitting = [axis for axis in range(-1, -rank - 1, -1) if scales == scale_shape(dims, axis)]
+    fitting = [at for at in range(-1, -rank - 1, -1) if scales == scale_shape(dims, at)]
     if fitting:
         # Several axes fit if each of them has size 1 and so one block.
-        wanted = None if given is None else given % rank - rank
-        return wanted if wanted in fitting else fitting[0] if given is None else None
+        if axis is None:
+            return fitting[0]
+        return axis % rank - rank if axis % rank - rank in fitting else None
     if rank != 2:
         return None
     blocks = scale_shape(dims, -1)

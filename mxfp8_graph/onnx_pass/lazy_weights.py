@@ -12,8 +12,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.views import Static, apply, cast_to, in_stored_order
-from mxfp8_graph.options import StoredWeight
 from mxfp8_graph.packing import QuantizedWeight, Rows, checked_codes, pack, packed_bytes
+from mxfp8_graph.policy.checkpoint_weights import StoredWeight
 from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_count
 from mxfp8_ops.errors import ContractError

@@ -28,7 +28,8 @@ from mxfp8_graph.onnx_pass.lazy_weights import LazyWeight, PackSettings
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
 from mxfp8_graph.onnx_pass.views import Static, apply, layout_of
-from mxfp8_graph.options import Progress, StoredWeight
+from mxfp8_graph.options import Progress
+from mxfp8_graph.policy.checkpoint_weights import StoredWeight
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.report.data import SiteReport

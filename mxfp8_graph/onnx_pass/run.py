@@ -13,6 +13,7 @@ from typing import Final
 import onnx
 import onnx_ir as ir
 
+from mxfp8_graph.earlier_rewrite import already_rewritten, fusion_note
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
@@ -25,8 +26,7 @@ from mxfp8_graph.onnx_pass.protos import described, to_proto
 from mxfp8_graph.onnx_pass.replace import Editor, Replaced
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
-from mxfp8_graph.policy.checkpoint_plan import apply_checkpoint
-from mxfp8_graph.policy.earlier_rewrite import already_rewritten, fusion_note
+from mxfp8_graph.policy.checkpoint_weights import apply_checkpoint
 from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account

@@ -21,6 +21,7 @@ from mxfp8_graph.packed.compressed_tensors import CONFIG_KEY, FORMATS, Pair
 from mxfp8_graph.packed.contents import Codes, PackedWeight
 from mxfp8_graph.packed.safetensors import Stored, Tensors
 from mxfp8_graph.packing import swizzled_tiles, unswizzled
+from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 from mxfp8_ops import formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
@@ -119,6 +120,31 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         foreign=foreign,
         byte_size=sum(tensor.byte_size for tensor in stored.values()),
         files=frozenset({file, *(tensor.path for tensor in stored.values())}),
+    )
+
+
+def weights_for_model(path: str | Path, names: str | Path | Mapping[str, str] | None) -> CheckpointWeights:
+    """Returns the weights of a checkpoint in place of a model's own; `names` are `weight_names` of `rewrite`.
+
+    Raises:
+        ContractError: the checkpoint cannot be read, or has another quantization; or `names` is no mapping of texts.
+    """
+    expected = "a mapping of names in the model to names in the checkpoint"
+    files = {Path(names)} if isinstance(names, (str, Path)) else set()
+    if isinstance(names, (str, Path)):
+        names = read_json(Path(names), what="not a JSON object", expected=expected, advice="correct it")
+    for key, value in (names or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            what = f"{key!r}: {value!r} is not text"
+            raise ContractError("weight_names", what, expected=expected, advice="correct it")
+    checkpoint = open_checkpoint(path)
+    checkpoint.require_mxfp8()
+    return CheckpointWeights(
+        where=str(path),
+        weights=checkpoint.weights,
+        names=names or {},
+        others=tuple(sorted(checkpoint.others)),
+        files=checkpoint.files | files,
     )
 
 

@@ -4,7 +4,6 @@ presets.py          the recipes with a name
 recipe.py           which matmuls are eligible, and how each is quantized; recipe_file.py reads one from YAML or TOML
 eligibility.py      the shapes and dtypes that can be rewritten at all
 plan.py             sites and recipe -> decisions, also for tables that an embedding and a matmul share
-checkpoint_plan.py  decisions for the weights of a checkpoint
-rewritten.py        compares a recipe with the recipe of an earlier rewrite
+checkpoint_weights.py  the weights of a checkpoint, and decisions for them
 roles.py            the role of a matmul, by the graph around it
 """

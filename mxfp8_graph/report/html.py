@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import Final
 
-from mxfp8_graph import provenance
 from mxfp8_graph.naming import printable
+from mxfp8_graph.report import origin
 from mxfp8_graph.report.scatter import svg
 from mxfp8_graph.report.section import STYLES, Cell, Section, cell_text
 
@@ -92,7 +92,7 @@ def page(title: str, answer: str, sections: Iterable[Section], files: Iterable[s
 <body>
 <h1>{_text(title)}</h1>"""
     first = [f'<p class="answer">{_text(answer)}</p>'] if answer else []
-    footer = f"<footer>{_facts(provenance.facts(files))}</footer>"
+    footer = f"<footer>{_facts(origin.facts(files))}</footer>"
     script = f"<script>{_SCRIPT}</script>"
     return "\n".join([head, *first, *map(_section, sections), footer, script, "</body>", "</html>", ""])
 

@@ -23,8 +23,9 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from mxfp8_graph.options import Options, Progress, StoredWeight
+from mxfp8_graph.options import Options, Progress
 from mxfp8_graph.packing import Rows, checked_codes, pack
+from mxfp8_graph.policy.checkpoint_weights import StoredWeight
 from mxfp8_graph.policy.plan import Decision
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport

@@ -12,10 +12,10 @@ from typing import Any, Final
 import torch
 from torch.export import ExportedProgram
 
+from mxfp8_graph.earlier_rewrite import already_rewritten
 from mxfp8_graph.naming import printable
 from mxfp8_graph.options import Options
-from mxfp8_graph.policy.checkpoint_plan import apply_checkpoint
-from mxfp8_graph.policy.earlier_rewrite import already_rewritten
+from mxfp8_graph.policy.checkpoint_weights import apply_checkpoint
 from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account

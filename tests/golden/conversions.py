@@ -16,7 +16,7 @@ import onnx
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
-from mxfp8_graph.onnx_pass.dialects import WRITTEN
+from mxfp8_graph.tools.dialects.rows import WRITTEN
 from mxfp8_ops.errors import ContractError
 
 from .cases import CASES

@@ -18,7 +18,6 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass import record
 from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.dialect_ops import foreign
-from mxfp8_graph.onnx_pass.dialects import DIALECTS, OPS
 from mxfp8_graph.onnx_pass.fuse import fuse
 from mxfp8_graph.onnx_pass.graph import STANDARD, name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load
@@ -32,6 +31,7 @@ from mxfp8_graph.report.section import Section
 from mxfp8_graph.tools.dialects.bodies import forget, restore, unfuse
 from mxfp8_graph.tools.dialects.edit import Edit, Nodes, check_node, operand, operands, refuse_others, tensor_of
 from mxfp8_graph.tools.dialects.gemms import put_together
+from mxfp8_graph.tools.dialects.rows import DIALECTS, OPS
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 

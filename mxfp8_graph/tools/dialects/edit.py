@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass import prepare, record
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of, is_blocked
-from mxfp8_graph.onnx_pass.dialects import OPS, TRT
+from mxfp8_graph.onnx_pass.dialects import TRT
 from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement, value_replacing
 from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.onnx_pass.graph import (
@@ -32,6 +32,7 @@ from mxfp8_graph.onnx_pass.graph import (
     shape_of,
     stored,
 )
+from mxfp8_graph.tools.dialects.rows import OPS
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
 

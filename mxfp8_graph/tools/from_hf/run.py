@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from mxfp8_graph.models import check_opset
-from mxfp8_graph.options import CheckpointWeights, Options, PackOptions, Unpack, check_options
+from mxfp8_graph.exporting import check_opset
+from mxfp8_graph.options import Options, PackOptions, Unpack, check_options
 from mxfp8_graph.packed.checkpoint import Checkpoint, listed, open_checkpoint, read_json
 from mxfp8_graph.policy import presets
+from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
 from mxfp8_graph.report.reporter import Reporter
@@ -112,7 +113,7 @@ def _model(folder: Path, checkpoint: Checkpoint, dtype: str, opset: int) -> tupl
     names = stored.names_of(blank, checkpoint)
     call = architecture.call_of(architecture.build(folder, dtype, "cpu"))
     exported = architecture.export(call, opset, str(folder))
-    stored.take(exported, checkpoint, call.input_names, names)
+    stored.bind_parameters(exported, checkpoint, call.input_names, names)
     return exported, set(names.values())
 
 

@@ -21,7 +21,7 @@ _FLOATS: Final = ("F32", "F16", "BF16", "F64")
 """Dtypes of parameters, by their names in safetensors."""
 
 
-def take(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Mapping[str, str]) -> None:
+def bind_parameters(model: ir.Model, checkpoint: Checkpoint, inputs: Sequence[str], names: Mapping[str, str]) -> None:
     """Turns the parameters among a model's inputs into initializers from the checkpoint, in place.
 
     `inputs` are the names of the other inputs; `names` is the result of `names_of`.

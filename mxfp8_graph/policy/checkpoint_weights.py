@@ -10,12 +10,66 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
 
-from mxfp8_graph.options import CheckpointWeights, StoredWeight
+import numpy as np
+import numpy.typing as npt
+
+from mxfp8_graph.files import data_path_of, is_any_of
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_ops.errors import ContractError, Option
+
+
+class StoredWeight(Protocol):
+    """A packed weight of a checkpoint, which is read on each access."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the checkpoint."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the elements, [..., N, K]."""
+
+    @property
+    def element_format(self) -> str:
+        """Either "e4m3" or "e5m2"."""
+
+    @property
+    def elements(self) -> npt.NDArray[np.uint8]:
+        """uint8 codes [..., N, K]."""
+
+    @property
+    def scales(self) -> npt.NDArray[np.uint8]:
+        """uint8 E8M0 codes [..., N, ceil(K / 32)]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointWeights:
+    """Packed weights of a checkpoint, whose bytes replace the model's own weights."""
+
+    where: str
+    """Name of the checkpoint in messages."""
+    weights: Mapping[str, StoredWeight]
+    """Weights by their name in the checkpoint."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """Name of a weight, node or module in the model -> name of its weight in the checkpoint, where they differ."""
+    replaces_all: bool = False
+    """Whether the model has no values of its own, so that every weight must be used."""
+    others: tuple[str, ...] = ()
+    """Names of tensors of the checkpoint that are not in MXFP8; the model keeps its own values for them."""
+    files: frozenset[Path] = frozenset()
+    """Files of the weights and of their names."""
+
+    def refuse_output(self, output: Path) -> None:
+        """Raises ContractError if a result would replace one of the files, itself or by its external data."""
+        for path in (output, data_path_of(output)):
+            if is_any_of(path, self.files):
+                another = ("pass another ", Option("output"))
+                raise ContractError(path, "is a file of the checkpoint", expected="another file", advice=another)
 
 
 @dataclass(frozen=True)
@@ -40,18 +94,18 @@ def apply_checkpoint(
     if checkpoint is None:
         return Assigned(list(decisions), {})
     stored, by_site = checkpoint.weights, _names([site for site in sites if site.weight is not None], checkpoint)
-    theirs = [stored[by_site[site.name]] if site.name in by_site else None for site in sites]
-    result = [_decided(decision, weight, recipe) for decision, weight in zip(decisions, theirs, strict=True)]
-    pairs = zip(result, theirs, strict=True)
+    by_place = [stored[by_site[site.name]] if site.name in by_site else None for site in sites]
+    result = [_decided(decision, weight, recipe) for decision, weight in zip(decisions, by_place, strict=True)]
+    pairs = zip(result, by_place, strict=True)
     matched = {each.site.name: (each, weight) for each, weight in pairs if weight is not None}
-    takers = defaultdict[str, dict[str, None]](dict)
+    users = defaultdict[str, dict[str, None]](dict)
     for decision, weight in matched.values():
         # By weight and not by site: sites that share a weight of the model may share a weight of the checkpoint.
-        takers[weight.name][str(decision.site.weight)] = None
-    problems = [f"{name!r} matches nothing in the model" for name in stored if name not in takers]
+        users[weight.name][str(decision.site.weight)] = None
+    problems = [f"{name!r} matches nothing in the model" for name in stored if name not in users]
     problems += filter(None, (_obstacle(decision, weight, checkpoint) for decision, weight in matched.values()))
-    several = {name: mine for name, mine in takers.items() if len(mine) > 1 and name not in checkpoint.names.values()}
-    problems += [f"{name!r} fits several weights: {', '.join(mine)}" for name, mine in several.items()]
+    several = {name: own for name, own in users.items() if len(own) > 1 and name not in checkpoint.names.values()}
+    problems += [f"{name!r} fits several weights: {', '.join(own)}" for name, own in several.items()]
     # All problems in one error: a user who writes weight_names needs the whole list, and not one name a run.
     if problems:
         model = [*dict.fromkeys(site.weight for site in sites if site.weight is not None)]
@@ -110,11 +164,11 @@ def _names(sites: Sequence[MatMulSite], checkpoint: CheckpointWeights) -> dict[s
     """Returns site name -> name of its weight in the checkpoint; a site without one is left out."""
     keys = [(site.name, key) for site in sites for key in (site.module, site.name, site.weight) if key]
     known = {key for _, key in keys}
-    for mine, theirs in checkpoint.names.items():
-        if mine not in known or theirs not in checkpoint.weights:
+    for name, stored in checkpoint.names.items():
+        if name not in known or stored not in checkpoint.weights:
             expected = "a weight, matmul or module of the model, as --dry-run prints it, and one of its MXFP8 weights"
             advice = ("correct ", Option("weight_names"))
-            raise ContractError(checkpoint.where, f"{mine!r} is mapped to {theirs!r}", expected=expected, advice=advice)
+            raise ContractError(checkpoint.where, f"{name!r} is mapped to {stored!r}", expected=expected, advice=advice)
     free = checkpoint.weights.keys() - set(checkpoint.names.values())
     explicit = {site: checkpoint.names[key] for site, key in keys if key in checkpoint.names}
     left = [site for site in sites if site.name not in explicit]
@@ -132,7 +186,7 @@ def _names(sites: Sequence[MatMulSite], checkpoint: CheckpointWeights) -> dict[s
 def _matches(sites: Sequence[MatMulSite], free: AbstractSet[str], more: str = "", less: str = "") -> dict[str, str]:
     """Returns site name -> the name in `free` that is a candidate with prefix `more`, or without prefix `less`."""
     names = ((site.name, name) for site in sites for name in _candidates(site) if name.startswith(less))
-    return {site: theirs for site, name in names if (theirs := more + name.removeprefix(less)) in free}
+    return {site: stored for site, name in names if (stored := more + name.removeprefix(less)) in free}
 
 
 def _prefixes(sites: Sequence[MatMulSite], free: AbstractSet[str]) -> Iterator[tuple[str, str]]:
