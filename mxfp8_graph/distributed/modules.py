@@ -79,7 +79,7 @@ def collect(module: nn.Module, tuned: ExportedProgram, *, rank0_only: bool = Fal
     for name, value in state.items():
         full = whole(value)
         if here:
-            tuned.put(name, full)
+            tuned.set_tensor(name, full)
         del full
     if here:
         tuned.mark_synced()

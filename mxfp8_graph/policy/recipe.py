@@ -229,9 +229,8 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
         """
         if not patterns:
             return self
-        name = f"{self.name} excluding {', '.join(patterns)}"
-        fields = self.model_dump(exclude_unset=True)
-        return type(self)(**{**fields, "name": name, "exclude": (*self.exclude, *patterns)})
+        excluded = (*self.exclude, *patterns)
+        return self._changed(f"excluding {', '.join(patterns)}", {"exclude": excluded}, type(self).__name__)
 
     def setting(self, assignments: Sequence[str]) -> Recipe:
         """Returns the recipe with fields set by texts such as "embeddings=true", which its name lists.
@@ -244,9 +243,11 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
         """
         if not assignments:
             return self
-        fields = {"name": f"{self.name} with {', '.join(assignments)}", **recipe_file.assigned(assignments)}
+        return self._changed(f"with {', '.join(assignments)}", recipe_file.assigned(assignments), recipe_file.OPTION)
+
+    def _changed(self, change: str, fields: Mapping[str, Any], where: str) -> Recipe:
         # Without unset fields: "fp8_dpa=false" then takes back the attention fields that fp8_dpa implied.
-        return _validated({**self.model_dump(exclude_unset=True), **fields}, recipe_file.OPTION)
+        return _validated({**self.model_dump(exclude_unset=True), "name": f"{self.name} {change}", **fields}, where)
 
     def without_fusion(self) -> Recipe:
         """Returns the recipe with `fuse` false."""
@@ -388,10 +389,8 @@ def load_recipe(recipe: str | Path | Recipe, **fields: Any) -> Recipe:
             not exist or cannot have the value.
     """
     loaded = _loaded(recipe)
-    if not fields:
-        return loaded
-    name = f"{loaded.name} with {', '.join(f'{key}={value}' for key, value in fields.items())}"
-    return _validated({**loaded.model_dump(exclude_unset=True), "name": name, **fields}, "load_recipe")
+    change = f"with {', '.join(f'{key}={value}' for key, value in fields.items())}"
+    return loaded._changed(change, fields, "load_recipe") if fields else loaded
 
 
 def _loaded(recipe: str | Path | Recipe) -> Recipe:

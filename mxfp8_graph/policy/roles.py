@@ -136,7 +136,7 @@ class Roles(Generic[Op, Value]):
         """Whether any matmul-like op lies downstream of `start`."""
         # All of the graph, not `_passively`: a cache reaches the next product through any op.
         reached = _reached([start], lambda value: (result for _, result in self._graph.consumers(value)))
-        return any(self._takers(value) & self._ops.compute for value in reached)
+        return any(self._consumers(value) & self._ops.compute for value in reached)
 
     def _leads_to_softmax(self, start: Value) -> bool:
         def onward(value: Value) -> Iterator[Value]:
@@ -144,7 +144,7 @@ class Roles(Generic[Op, Value]):
                 if op is not None and self._graph.name(op) in self._to_softmax:
                     yield result
 
-        return any(self._takers(value) & self._ops.softmax for value in _reached([start], onward))
+        return any(self._consumers(value) & self._ops.softmax for value in _reached([start], onward))
 
     def _comes_from_softmax(self, starts: Sequence[Value]) -> bool:
         def back(value: Value) -> Sequence[Value]:
@@ -152,7 +152,7 @@ class Roles(Generic[Op, Value]):
 
         return any(self._maker(value) in self._ops.softmax for value in _reached(starts, back))
 
-    def _takers(self, value: Value) -> set[str]:
+    def _consumers(self, value: Value) -> set[str]:
         """Returns the op types that take `value`."""
         return {self._graph.name(op) for op, _ in self._graph.consumers(value) if op is not None}
 

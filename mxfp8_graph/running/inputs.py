@@ -62,7 +62,7 @@ class Signature:
     """Whether the model was rewritten."""
 
     @classmethod
-    def of(cls, model: ir.Model) -> Signature:
+    def from_model(cls, model: ir.Model) -> Signature:
         """Returns the inputs of a model, without initializers that are listed as inputs (before IR version 4).
 
         Raises:
@@ -136,7 +136,7 @@ def make_inputs(
     rng = np.random.default_rng(seed)
     inputs: Inputs = {}
     for spec in signature.specs:
-        shape = tuple(sizes.of(spec.name, axis) for axis in range(len(spec.dims)))
+        shape = tuple(sizes.size_of(spec.name, axis) for axis in range(len(spec.dims)))
         try:
             inputs[spec.name] = _fill(spec, shape, signature.ranges.get(spec.name), sizes.past, rng).astype(spec.dtype)
         except (MemoryError, ValueError):  # NumPy's ValueError is about sizes that no array can have
@@ -206,9 +206,9 @@ class Sizes:
     def past(self) -> int:
         """Length of the KV cache, 0 for a model without one."""
         caches = (name for name, dims in self._inputs.items() if "past" in name.lower() and len(dims) == 4)
-        return next((self.of(name, 2) for name in caches), 0)
+        return next((self.size_of(name, 2) for name in caches), 0)
 
-    def of(self, name: str, axis: int) -> int:
+    def size_of(self, name: str, axis: int) -> int:
         """Returns the size of a dimension of an input."""
         dim, place = self._inputs[name][axis], f"{name}.{axis}"
         if isinstance(dim, int):
@@ -233,7 +233,7 @@ class Sizes:
         shared = any(dim and dim in dims for other, dims in self._inputs.items() if other != name)
         if "total" in dim.lower() or (mask and not shared):
             tokens = (each for each in self._inputs if re.search("input_ids|inputs_embeds", each))
-            return self.past + next((self.of(n, 1) for n in tokens if len(self._inputs[n]) > 1), _SEQUENCE)
+            return self.past + next((self.size_of(n, 1) for n in tokens if len(self._inputs[n]) > 1), _SEQUENCE)
         for pattern, size in _BY_NAME:
             if pattern.search(dim):
                 return self._batch if size is None else size

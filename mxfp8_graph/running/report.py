@@ -61,7 +61,18 @@ def worst_of(checks: Sequence[OutputCheck]) -> OutputCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyReport(Report):
+class Measurement(Report):
+    """The result of runs of a model."""
+
+    inputs: str
+    """The samples in words."""
+    isa: str
+    """The instruction set of the kernels."""
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyReport(Measurement):
     """The result of a verification. It passed if `failures` is empty and an output was judged."""
 
     TITLE = "Verification of {rewritten}"
@@ -70,15 +81,10 @@ class VerifyReport(Report):
 
     original: str
     rewritten: str
-    inputs: str
-    """The inputs in words."""
-    isa: str
-    """The instruction set the kernels ran on."""
     outputs: tuple[OutputCheck, ...]
     nodes: tuple[NodeCheck, ...]
     output_failures: tuple[str, ...]
     """Failures of outputs; `nodes` has the failures of kernels."""
-    notes: tuple[str, ...] = ()
 
     @property
     def failures(self) -> tuple[str, ...]:

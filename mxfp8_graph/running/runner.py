@@ -113,7 +113,7 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
         program = TorchProgram(model)
         program.name = where.format(program.name)
         return program.signature, program
-    signature = Signature.of(load(model))
+    signature = Signature.from_model(load(model))
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     name = where.format(signature.name)
     return signature, Session(model, kernels=True, where=name, float32=original, execution=execution or Execution())

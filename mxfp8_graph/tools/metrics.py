@@ -32,7 +32,7 @@ class Metric:
     """Its name in options."""
     title: str
     """Its name in tables, with its unit."""
-    of: Callable[[Outputs, Outputs], float]
+    compute: Callable[[Outputs, Outputs], float]
     """(the original's outputs, the rewritten model's) -> the number; NaN if nothing can be compared."""
     higher_is_better: bool = False
     best: float | None = None
@@ -91,7 +91,7 @@ class Score(Data):
 
 def score(metric: Metric, originals: Sequence[Outputs], results: Sequence[Outputs]) -> Score:
     """Returns the score of the outputs of at least one sample; raises as `Metric.of`."""
-    return Score(metric=metric, values=tuple(metric.of(*pair) for pair in zip(originals, results, strict=True)))
+    return Score(metric=metric, values=tuple(metric.compute(*pair) for pair in zip(originals, results, strict=True)))
 
 
 def metric_called(name: str) -> Metric:
@@ -116,13 +116,15 @@ def metric_called(name: str) -> Metric:
     finally:
         sys.path.remove(here)
 
-    def of(original: Outputs, rewritten: Outputs) -> float:
+    def compute(original: Outputs, rewritten: Outputs) -> float:
         try:
             return float(function(original, rewritten))
         except Exception as error:  # the user's function may raise any class
             raise _failed(name, error) from error
 
-    return Metric(name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), of=of)
+    return Metric(
+        name=name, title=name, higher_is_better=bool(getattr(function, "higher_is_better", False)), compute=compute
+    )
 
 
 def _failed(name: str, error: Exception) -> ContractError:
@@ -143,7 +145,7 @@ def _of_the_worst(
         errors = difference(a, b)
         return number(errors, a, b) if errors.compared and not errors.nonfinite else math.nan
 
-    def of(original: Outputs, rewritten: Outputs) -> float:
+    def compute(original: Outputs, rewritten: Outputs) -> float:
         chosen = [n for n, array in original.items() if not rows or (array.ndim and array.shape[-1] > 1)]
         if not chosen:
             shapes = ", ".join(f"{n} {list(array.shape)}" for n, array in original.items()) or "none"
@@ -152,7 +154,7 @@ def _of_the_worst(
         values = [one(original[n], rewritten[n]) for n in chosen if original[n].size]
         return max(values, key=metric.badness, default=math.nan)
 
-    metric = Metric(name=name, title=title, of=of, higher_is_better=best > 0, best=best)
+    metric = Metric(name=name, title=title, compute=compute, higher_is_better=best > 0, best=best)
     return metric
 
 

@@ -77,7 +77,7 @@ class _SwitchedModel(Switchable):
     def __init__(
         self, model: ir.Model, recipe: Recipe, path: Path, *, allow_nonfinite: bool, progress: Progress | None
     ) -> None:
-        self.signature = Signature.of(model)
+        self.signature = Signature.from_model(model)
         refuse_rewritten(record.find(model) is not None, name_of(model))
         notes: list[str] = []
         model = prepare(model, recipe, notes)

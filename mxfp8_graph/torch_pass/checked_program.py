@@ -57,10 +57,10 @@ class CheckedProgram(ExportedProgram):
         """
         self.check_names(state_dict)
         for name, value in state_dict.items():
-            self.put(name, whole(value))
+            self.set_tensor(name, whole(value))
         self.mark_synced()
 
-    def put(self, name: str, value: torch.Tensor) -> None:
+    def set_tensor(self, name: str, value: torch.Tensor) -> None:
         """Copies `value` into a tensor of the program; replaces a tensor that has no values, such as one on meta."""
         own = self.state_dict[name]
         if internals.has_values(own):

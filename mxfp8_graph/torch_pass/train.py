@@ -139,14 +139,14 @@ def _operands(site: TorchSite, build: Builder) -> tuple[Node, Node]:
 
 def _expanded(build: Builder, node: Node, other: Node) -> Node:
     """Returns `node` broadcast to the leading sizes of its product with `other`, as matmul does."""
-    mine, theirs = (list(n.meta["val"].shape[:-2]) for n in (node, other))
-    rank = max(len(mine), len(theirs))
-    pairs = zip([1] * (rank - len(mine)) + mine, [1] * (rank - len(theirs)) + theirs, strict=True)
-    taken = [_is_one(own) and not _is_one(there) for own, there in pairs]
-    if rank == len(mine) and not any(taken):
+    lead, other_lead = (list(n.meta["val"].shape[:-2]) for n in (node, other))
+    rank = max(len(lead), len(other_lead))
+    pairs = zip([1] * (rank - len(lead)) + lead, [1] * (rank - len(other_lead)) + other_lead, strict=True)
+    repeated = [_is_one(size) and not _is_one(other_size) for size, other_size in pairs]
+    if rank == len(lead) and not any(repeated):
         return node
-    own_sizes = [1] * (rank - len(mine)) + [-1] * len(mine)
-    sizes = [build.size(other, at - rank - 2) if take else own_sizes[at] for at, take in enumerate(taken)]
+    own_sizes = [1] * (rank - len(lead)) + [-1] * len(lead)
+    sizes = [build.size(other, at - rank - 2) if repeats else own_sizes[at] for at, repeats in enumerate(repeated)]
     return build.add(f"{node.name}_expanded", _ATEN.expand.default, node, [*sizes, -1, -1])
 
 

@@ -22,7 +22,7 @@ def synthesise(model: onnx.ModelProto, **settings: Any) -> Inputs:
 def signature(model: onnx.ModelProto) -> Signature:
     loaded = load(model)
     loaded.meta["name"] = "m"
-    return Signature.of(loaded)
+    return Signature.from_model(loaded)
 
 
 def model_with(**inputs: tuple[Any, b.Shape]) -> onnx.ModelProto:

@@ -21,7 +21,7 @@ def pair(seed: int = 0, noise: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
 
 
 def value(name: str, original: Any, rewritten: Any) -> float:
-    return metric_called(name).of({"y": np.asarray(original)}, {"y": np.asarray(rewritten)})
+    return metric_called(name).compute({"y": np.asarray(original)}, {"y": np.asarray(rewritten)})
 
 
 def test_each_metric_by_its_definition() -> None:
@@ -53,7 +53,7 @@ def test_a_result_that_is_the_original_is_perfect(name: str) -> None:
     a, b = pair()
     metric, perfect = METRICS[name], value(name, a, a)
     assert perfect == {"sqnr": math.inf, "cosine": pytest.approx(1), "top1": 1}.get(name, 0)
-    assert metric.badness(perfect) < metric.badness(metric.of({"y": a}, {"y": b + 2 * b[::-1]}))
+    assert metric.badness(perfect) < metric.badness(metric.compute({"y": a}, {"y": b + 2 * b[::-1]}))
 
 
 @pytest.mark.parametrize("name", METRICS)
@@ -81,9 +81,9 @@ def test_the_worst_output_counts_and_not_one_without_values() -> None:
     a, b = pair()
     empty = np.zeros((0, 3))
     for name in METRICS:
-        assert METRICS[name].of({"y": a, "z": empty}, {"y": b, "z": empty}) == value(name, a, b)
+        assert METRICS[name].compute({"y": a, "z": empty}, {"y": b, "z": empty}) == value(name, a, b)
     for name in ("relative_l2", "cosine"):
-        assert METRICS[name].of({"y": a, "z": a}, {"y": a, "z": b}) == value(name, a, b)
+        assert METRICS[name].compute({"y": a, "z": a}, {"y": a, "z": b}) == value(name, a, b)
 
 
 def test_a_score_has_the_mean_and_the_worst_sample() -> None:
@@ -100,6 +100,6 @@ def test_a_metric_of_the_users_own() -> None:
     assert value("own_metric:mine", [1.0, 2.0], [1.5, 1.0]) == 1.5
     assert [metric_called(f"own_metric:{n}").higher_is_better for n in ("mine", "better")] == [False, True]
     with pytest.raises(ContractError, match="own_metric:mine: raised KeyError: 'y'"):
-        metric_called("own_metric:mine").of({}, {})
+        metric_called("own_metric:mine").compute({}, {})
     with pytest.raises(ContractError, match=r"metric: 'mse'; expected one of relative_l2, sqnr, .*, module:function"):
         metric_called("mse")

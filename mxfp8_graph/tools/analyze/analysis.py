@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
 from mxfp8_graph.policy.plan import MatMulSite
-from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.section import Columns, Section, filled, number
+from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.analyze.input_statistics import InputStatistics
 from mxfp8_graph.tools.metrics import RELATIVE_L2, Metric, Score
 
@@ -96,7 +97,7 @@ class Exclusion(Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Analysis(Report):
+class Analysis(Measurement):
     """The sites of a model, ranked by the damage of rewriting them."""
 
     TITLE = "Analysis of {source}"
@@ -110,12 +111,8 @@ class Analysis(Report):
 
     source: str
     recipe: dict[str, Any]
-    inputs: str
-    """The samples in words."""
     synthesised: bool
     samples: int
-    isa: str
-    """The instruction set of the kernels."""
     metric: Metric
     """The metric of the ranking."""
     everything: Scores
@@ -130,7 +127,6 @@ class Analysis(Report):
     runs: int
     """Runs of the model, for all samples together."""
     seconds: float
-    notes: tuple[str, ...] = ()
 
     def answer(self) -> str:
         """Returns a sentence with the sites to exclude, and the error before and after."""

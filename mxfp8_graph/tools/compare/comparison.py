@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from mxfp8_graph.policy import presets
-from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
+from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Metric, Score
 
 _SAME: Final = (0.01, 0.02, 0.1)
@@ -63,7 +64,7 @@ class Row(Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comparison(Report):
+class Comparison(Measurement):
     """All recipes on one model and the same samples."""
 
     TITLE = "Recipes for {model}"
@@ -71,18 +72,13 @@ class Comparison(Report):
     KEYS = "model inputs latency_inputs=timed synthesised samples=sample_names isa notes recipes=rows"
 
     model: str
-    inputs: str
-    """The samples in words."""
     timed: str
     """The largest sample, on which latencies are measured, in words."""
     synthesised: bool
     sample_names: tuple[str, ...]
     metrics: tuple[Metric, ...]
-    isa: str
-    """The instruction set of the kernels."""
     rows: tuple[Row, ...]
     """The first is the original model."""
-    notes: tuple[str, ...] = ()
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs beside the table."""
@@ -120,16 +116,16 @@ class Comparison(Report):
     def sections(self) -> Iterator[Section]:
         """Yields the table of recipes, the facts, the words, and the recommended recipe."""
         errors = f"{self.metrics[0].shown_title}{': mean' * (len(self.sample_names) > 1)}"
-        taken = self.taken()
-        best = self.rows.index(taken) if taken else None
+        choice = self.recommendation()
+        best = self.rows.index(choice) if choice else None
         yield Section(title="Recipes", columns=self.table(), best=best, bar=errors, scatter=("latency, ms", errors))
         yield Section(facts=self.facts())
         explained = [(row.name, row.what) for row in self.rows if row.what]
         yield Section(title="What the words mean", facts=[*explained, *LEGEND], detail=True)
-        if taken:
-            yield Section(title=f"The recipe {taken.name}, as a file has it", text=taken.recipe, detail=True)
+        if choice:
+            yield Section(title=f"The recipe {choice.name}, as a file has it", text=choice.recipe, detail=True)
 
-    def taken(self) -> Row | None:
+    def recommendation(self) -> Row | None:
         """Returns the recommended recipe among the rewritten ones; None if none has a result.
 
         It is the most accurate of the recipes that are not clearly worse than the default in size, error or time.
@@ -142,21 +138,21 @@ class Comparison(Report):
 
     def answer(self) -> str:
         """Returns a sentence with the recommended recipe, and its numbers beside the original's."""
-        taken = self.taken()
-        return f"Take {taken.name}: {self._against(taken, self.rows[0])}." if taken else ""
+        choice = self.recommendation()
+        return f"Take {choice.name}: {self._against(choice, self.rows[0])}." if choice else ""
 
     def _alternatives(self) -> list[tuple[str, str]]:
         """Returns the recommended recipe beside the default, and other recipes that are smaller, better or faster."""
-        taken, real = self.taken(), self._real()
-        if taken is None:
+        choice, real = self.recommendation(), self._real()
+        if choice is None:
             return []
-        usual = [row for row in real if row.name == presets.DEFAULT != taken.name]
-        text = [("against the default", self._against(taken, row)) for row in usual]
+        usual = [row for row in real if row.name == presets.DEFAULT != choice.name]
+        text = [("against the default", self._against(choice, row)) for row in usual]
         for i, (word, sign) in enumerate((("smallest", 1), ("most accurate", self._sign), ("fastest", 1))):
             numbers = [sign * row.numbers[i] for row in real]
             best = real[numbers.index(min(numbers))]
-            if i in self._worse(taken, best):
-                text.append((word, f"{best.name}: {self._against(best, taken)}"))
+            if i in self._worse(choice, best):
+                text.append((word, f"{best.name}: {self._against(best, choice)}"))
         return text
 
     def _real(self) -> list[Row]:

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.policy.recipe import Recipe
-from mxfp8_graph.report.base import Data, Report
+from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number
+from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Score
 from mxfp8_graph.tools.tune.budget import Budget
 from mxfp8_graph.tools.tune.plans import Plan
@@ -50,7 +51,7 @@ class Step(Data):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tuning(Report):
+class Tuning(Measurement):
     """The plan that meets a budget."""
 
     TITLE = "Plan for {source}"
@@ -67,12 +68,8 @@ class Tuning(Report):
     budgets: tuple[Budget, ...]
     base: str
     """Name of the recipe that selects the matmuls."""
-    inputs: str
-    """The samples in words."""
     samples: int
     synthesised: bool
-    isa: str
-    """The instruction set of the kernels."""
     steps: tuple[Step, ...]
     """All plans that were tried, in order."""
     chosen: Step
@@ -81,7 +78,6 @@ class Tuning(Report):
     """Bytes of the original's tensors."""
     output: str | None = None
     """The folder with the result; None if nothing was written."""
-    notes: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
