@@ -53,7 +53,7 @@ class Replaced:
     weight: PackedWeight | None
 
     def report(self) -> SiteReport:
-        """Returns the report of the site. The error of its weight is known once the model is saved, which packs it."""
+        """Returns the report of the site, with the error of its weight, which `PackedWeight.relative_l2` may pack."""
         if self.weight is None:
             return SiteReport(decision=self.decision, nodes=self.nodes)
         return SiteReport(

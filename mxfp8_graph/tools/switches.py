@@ -79,8 +79,7 @@ class _SwitchedModel(Switchable):
     ) -> None:
         self.signature = Signature.of(model)
         refuse_rewritten(record.find(model) is not None, name_of(model))
-        notes: list[str] = []
-        model = prepare(model, recipe, notes)
+        model, notes = prepare(model, recipe)
         self.note = "; ".join(notes)
         sites, decisions = find_and_plan(model, recipe)
         require_eligible(decisions, name_of(model), wanted=WANTED)

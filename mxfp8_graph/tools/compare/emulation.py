@@ -55,7 +55,7 @@ class Emulator:
             RecipeError: the recipe does not fit the model.
             NothingEligibleError: no matmul with a stored weight is rewritten.
         """
-        graph = prepare(load(model), recipe.for_cpu(), [])
+        graph, _ = prepare(load(model), recipe.for_cpu())
         self.name, self.opset, self.path = name_of(graph), opset_of(graph), path_of(graph)
         self.weights: dict[str, OnnxSite] = {}
         """A site for each stored operand B, by its name; other sites may multiply by it too."""

@@ -93,7 +93,7 @@ class Edit:
         self.model.opset_imports.setdefault(contract.DOMAIN, contract.VERSION)
         # onnx infers the results of our nodes through their bodies only.
         record.add_bodies(self.model)
-        prepare.infer(self.model, [])
+        prepare.infer(self.model)
         record.remove_bodies(self.model)
 
     def each(self, step: Step) -> bool:
