@@ -22,7 +22,7 @@ from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, stored
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import described, to_proto
-from mxfp8_graph.onnx_pass.replace import Editor, Replaced
+from mxfp8_graph.onnx_pass.replace import Replaced, Replacer, insert_all
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
 from mxfp8_graph.policy.earlier_rewrite import already_rewritten, fusion_note
@@ -87,11 +87,11 @@ def rewrite_model(model: ir.Model, recipe: Recipe, options: Options, bytes_befor
     decisions, linear = assigned.decisions, linear_note(model)
     require_eligible(decisions, options.name, wanted=" ".join([WANTED, *map("({})".format, linear)]))
     progress = None if options.dry_run else options.progress
-    editor = Editor(
+    replacer = Replacer(
         model, allow_nonfinite=options.allow_nonfinite, checkpoint_weights=assigned.weights, progress=progress
     )
-    outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
-    editor.finish()  # before `fuse`, which asks who uses a value
+    outcomes = [*map(replacer.outcome, sites, decisions)]
+    insert_all(model, outcomes)
     fusions, unfused = fuse(model, recipe) if recipe.fuse else ((), ())
     accounted = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
