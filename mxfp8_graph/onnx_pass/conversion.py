@@ -81,20 +81,23 @@ def _nodes(model: ir.Model) -> Iterator[ir.Node]:
                 waiting.append(model.functions[key])
 
 
+def hide_unknown(proto: onnx.ModelProto) -> None:
+    """Moves the ops that its opset lacks to a hidden domain, in place; `after` moves them back."""
+    opset = next(entry.version for entry in proto.opset_import if entry.domain in STANDARD)
+    proto.opset_import.add(domain=_HIDDEN, version=1)
+    for node in _protos(proto.graph):
+        if node.domain in STANDARD and not onnx.defs.has(node.op_type, opset):
+            node.domain = _HIDDEN
+
+
 def convert(proto: onnx.ModelProto, typed: onnx.ModelProto, target: int) -> onnx.ModelProto:
     """Returns `proto` at opset `target`, with the names, texts and declarations that onnx's converter loses.
 
     Args:
-        proto: its ops that its opset lacks move to a hidden domain, from which `after` moves them back.
+        proto: without unknown ops.
         typed: the same with inferred types, which the converter reads.
         target: version of the default operator domain.
     """
-    opset = next(entry.version for entry in proto.opset_import if entry.domain in STANDARD)
-    for model in (proto, typed):
-        model.opset_import.add(domain=_HIDDEN, version=1)
-        for node in _protos(model.graph):
-            if node.domain in STANDARD and not onnx.defs.has(node.op_type, opset):
-                node.domain = _HIDDEN
     result = version_converter.convert_version(typed, target)
     _restore(result.graph, proto.graph, {node.name for node in _protos(proto.graph)})
     return result

@@ -143,6 +143,7 @@ def inline(proto: onnx.ModelProto, selected: list[tuple[str, str]], model: str) 
 
 def _convert(proto: onnx.ModelProto, opset: int, least: int, model: str) -> onnx.ModelProto:
     with _refusing(model, f"converter from opset {opset} to {least}", f"opset {MIN_OPSET} or above"):
+        conversion.hide_unknown(proto)  # before the inference, which knows them as little as the converter
         return conversion.convert(proto, inferred(proto), least)
 
 
@@ -159,7 +160,7 @@ def _split_attention(proto: onnx.ModelProto, model: str, notes: list[str]) -> on
     origins = {node.output[0]: node for node in nodes if _is_attention(node)}
     if not origins:
         return proto
-    before = {name for node in nodes for name in node.output} - origins.keys()
+    before = {name for node in nodes for name in node.output if name} - origins.keys()
     ops = [("", "Attention")]
     try:
         with _refusing(model, "inliner"):
