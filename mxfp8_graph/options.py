@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
@@ -92,6 +93,8 @@ class Options:
     bodies: Bodies = "folded"
     weights: CheckpointWeights | None = None
     progress: Progress | None = None
+    started: float = field(default_factory=time.perf_counter, init=False)
+    """When the call began, in the seconds of `time.perf_counter`. Make the options before the model is opened."""
 
     def __post_init__(self) -> None:
         if self.progress is not None:

@@ -35,7 +35,6 @@ from mxfp8_graph.onnx_pass.run import cpu_note, rewrite_model
 from mxfp8_graph.options import Options
 from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 from mxfp8_graph.policy.recipe import Recipe, Rule, recorded
-from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import internals, record
 from mxfp8_graph.torch_pass.build import Builder
 from mxfp8_graph.torch_pass.checked_program import check_values
@@ -108,8 +107,7 @@ def write(program: ExportedProgram | Path, path: Path, opset: int, names: Mappin
     # The check for NaN and Inf ran when the program was packed.
     whole = Options(name="to_onnx", output=path, weights=weights, allow_nonfinite=True, **options)
     size = sum(tensor.nbytes for tensor in source.state_dict.values())
-    reporter = Reporter(recipe=_decided(source, plain.sites), options=whole, bytes_before=size)
-    _, report = rewrite_model(model, reporter)
+    _, report = rewrite_model(model, _decided(source, plain.sites), whole, size)
     # The pass raises for a weight that it does not take. A product without a weight may stay, so this looks for one.
     if lost := wanted - {site.decision.site.name for site in report.rewritten}:
         what, advice = f"holds {min(lost)!r} in high precision", "report this as a bug"

@@ -6,13 +6,15 @@ every op was run in ONNX Runtime, before and after the conversion.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx import version_converter
 
+from mxfp8_graph.naming import reserve_name
 from mxfp8_graph.onnx_pass.graph import (
     STANDARD,
     attribute,
@@ -23,7 +25,7 @@ from mxfp8_graph.onnx_pass.graph import (
     opset_of,
     shape_of,
 )
-from mxfp8_graph.onnx_pass.protos import iter_graphs
+from mxfp8_graph.onnx_pass.protos import iter_graphs, subgraphs
 from mxfp8_ops.errors import ContractError
 
 _HIDDEN: Final = "mxfp8_graph.hidden"
@@ -49,7 +51,7 @@ def before(model: ir.Model, target: int) -> None:
         ContractError: the model's opset has no such op, or the op's meaning changes on the way to `target`.
     """
     opset = opset_of(model)
-    for node in model.graph.all_nodes():
+    for node in _nodes(model):
         if node.domain not in STANDARD or node.op_type in _RUNTIME_OPS:
             continue
         if node.op_type == "Dropout" and opset < _MASKS < target and len(node.outputs) > 1:
@@ -66,15 +68,70 @@ def before(model: ir.Model, target: int) -> None:
             raise _refusal(model, node, opset, changed, why)
 
 
-def hide_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """Returns `proto` with the ops that its opset lacks in a hidden domain, from which `after` moves them back."""
+def _nodes(model: ir.Model) -> Iterator[ir.Node]:
+    """Yields the nodes of the graph and of the local functions that they call, which are inlined; no calls."""
+    waiting: list[ir.Graph | ir.Function] = [model.graph]
+    called = set[ir.OperatorIdentifier]()
+    while waiting:
+        for node in waiting.pop().all_nodes():
+            if (key := node.op_identifier()) not in model.functions:
+                yield node
+            elif key not in called:
+                called.add(key)
+                waiting.append(model.functions[key])
+
+
+def hide_unknown(proto: onnx.ModelProto) -> None:
+    """Moves the ops that its opset lacks to a hidden domain, in place; `after` moves them back."""
     opset = next(entry.version for entry in proto.opset_import if entry.domain in STANDARD)
     proto.opset_import.add(domain=_HIDDEN, version=1)
-    for graph in iter_graphs(proto.graph):
-        for node in graph.node:
-            if node.domain in STANDARD and not onnx.defs.has(node.op_type, opset):
-                node.domain = _HIDDEN
-    return proto
+    for node in _protos(proto.graph):
+        if node.domain in STANDARD and not onnx.defs.has(node.op_type, opset):
+            node.domain = _HIDDEN
+
+
+def convert(proto: onnx.ModelProto, typed: onnx.ModelProto, target: int) -> onnx.ModelProto:
+    """Returns `proto` at opset `target`, with the names, texts and declarations that onnx's converter loses.
+
+    Args:
+        proto: without unknown ops.
+        typed: the same with inferred types, which the converter reads.
+        target: version of the default operator domain.
+    """
+    result = version_converter.convert_version(typed, target)
+    _restore(result.graph, proto.graph, {node.name for node in _protos(proto.graph)})
+    return result
+
+
+def _protos(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    return (node for each in iter_graphs(graph) for node in each.node)
+
+
+def _restore(graph: onnx.GraphProto, before: onnx.GraphProto, taken: set[str]) -> None:
+    """Gives a graph and its nodes the names, texts and declarations of `before`, which was converted to it."""
+    _copy_fields(graph, before, "doc_string metadata_props input value_info quantization_annotation")
+    origins = {name: node for node in before.node for name in node.output if name}
+    for node in graph.node:
+        # A node with the outputs of an old node is its new version.
+        origin = next((origins[name] for name in node.output if name in origins), None)
+        if origin is None:
+            if node.name:  # the converter names an added node like the node that needs it
+                node.name = reserve_name(node.name, taken)
+            continue
+        _copy_fields(node, origin, "name metadata_props device_configurations")
+        node.doc_string = node.doc_string or origin.doc_string
+        texts = {(entry.name, entry.type): entry.doc_string for entry in origin.attribute}
+        for entry in node.attribute:
+            entry.doc_string = texts.get((entry.name, entry.type), entry.doc_string)
+        for (_, inner), (_, old) in zip(subgraphs(node), subgraphs(origin), strict=True):
+            _restore(inner, old, taken)
+
+
+def _copy_fields(message: Any, other: Any, names: str) -> None:
+    """Sets fields of a protobuf message to the fields of another."""
+    for name in names.split():
+        message.ClearField(name)
+    message.MergeFrom(type(message)(**{name: getattr(other, name) for name in names.split()}))
 
 
 def after(model: ir.Model, opset: int) -> list[str]:

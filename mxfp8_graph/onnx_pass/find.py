@@ -16,9 +16,9 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import onnx_ir as ir
 
@@ -146,7 +146,7 @@ class _Finder:
 
     def describe(self, node: ir.Node, form: Form) -> OnnxSite:
         """Returns the site of one matmul, or of one lookup in a table."""
-        return self._lookup(node, form) if isinstance(form, Lookup) else self._product(node, form)
+        return self._DESCRIBE[type(form)](self, node, form)
 
     def _product(self, node: ir.Node, form: Form) -> OnnxSite:
         x, w, swapped = self._operands.operands_of(form)
@@ -167,7 +167,7 @@ class _Finder:
         )
         return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, swapped=swapped, added=added)
 
-    def _lookup(self, node: ir.Node, form: Lookup) -> OnnxSite:
+    def _lookup(self, node: ir.Node, form: Form) -> OnnxSite:
         static, shape = self._operands.static(form.b), shape_of(form.a)
         # The last axis of GatherND's ids holds one index, of size 1.
         lead = shape[:-1] if shape is not None and node.op_type == "GatherND" else shape
@@ -180,6 +180,9 @@ class _Finder:
         matmul = self._site(node, w, dtype, role="embedding", sizes=sizes, blocker=blocker)
         added = Addend(output=node.outputs[0])
         return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=added)
+
+    _DESCRIBE: Final[Mapping[type[Form], Callable[..., OnnxSite]]] = {Form: _product, Lookup: _lookup}
+    """Form -> the function that describes its site, as `_NODES` of replace.py has the one that makes its node."""
 
     def _site(self, node: ir.Node, w: Operand, dtype: int, *, sizes: Sequence[Dim], **more: Any) -> MatMulSite:
         m, n, k = sizes

@@ -43,14 +43,20 @@ class LazyWeight:
         *lead, height, width = static.shape
         n, k = (width, height) if settings.transposed else (height, width)
         self.byte_size: Final = packed_bytes(static.shape, transposed=settings.transposed)
-        self.relative_l2: float | None = None
-        """Rounding error of the weight; None before it is packed, and for a weight of a checkpoint."""
+        self._relative_l2: float | None = None
         self._scales: Array | None = None
         """Scales from the last read of the elements. `save` writes them next, so the weight is packed once."""
         dtype = ir.DataType(formats.element_format(settings.element_format).onnx_dtype)
         self.elements: Final = ir.LazyTensor(self._read_elements, dtype, ir.Shape([*lead, n, k]))
         shape = ir.Shape([*lead, n, scale_count(k)])
         self.scales: Final = ir.LazyTensor(self._read_scales, ir.DataType(contract.UINT8), shape)
+
+    @property
+    def relative_l2(self) -> float | None:
+        """Rounding error of the weight; None for a weight of a checkpoint. Packs the weight, unless a read has."""
+        if self._relative_l2 is None and self._stored is None:
+            self._packed()
+        return self._relative_l2
 
     def _read_elements(self) -> ir.TensorProtocol:
         packed = self._packed()
@@ -69,7 +75,7 @@ class LazyWeight:
             rows, flipped = rows_of(self._static)
             # Rows that are columns of the weight, and a weight that is packed transposed, cancel.
             packed = pack(rows, **vars(replace(settings, transposed=settings.transposed != flipped)))
-            self.relative_l2 = packed.relative_l2
+            self._relative_l2 = packed.relative_l2
         self._done()
         return packed
 

@@ -1,17 +1,21 @@
 """prepare(): brings a model into the form that `find.py` reads: opset, functions, Attention, Dropout, dtypes.
 
-onnx's passes take protos: `through` lends them one without the values of large initializers.
+onnx's passes take protos. The model becomes one without the values of large initializers, once for all passes, and a
+graph again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
 import onnx
 import onnx_ir as ir
-from onnx import inliner, shape_inference, version_converter
+from onnx import inliner, shape_inference
 
 from mxfp8_graph.naming import first_line, reserve_name
 from mxfp8_graph.onnx_pass import conversion
@@ -27,12 +31,10 @@ from mxfp8_graph.onnx_pass.graph import (
     name_of,
     opset_of,
     stored,
-    subgraphs_of,
 )
 from mxfp8_graph.onnx_pass.ops import op_of
 from mxfp8_graph.onnx_pass.protos import (
     ANNOTATION,
-    EXTRAS,
     from_proto,
     is_foreign,
     iter_graphs,
@@ -49,15 +51,18 @@ _AGAIN: Final = "export the model again"
 _IR_VERSION: Final = 10  # the first with opset 21 and float8 in functions
 
 
-def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
-    """Returns the model in that form, with inferred types; adds a note on each change to `notes`.
+Pass = Callable[[onnx.ModelProto], onnx.ModelProto]
+
+
+def prepare(model: ir.Model, recipe: Recipe) -> tuple[ir.Model, list[str]]:
+    """Returns the model as `find.py` reads it, with inferred types, and a note on each change.
 
     Raises:
         ContractError: the model has no opset, or onnx cannot inline or convert it.
     """
-    model = upgrade(model, lambda op: op_of(*op).product or (recipe.embeddings and op_of(*op).gathers), notes)
-    if recipe.attention_scores or recipe.attention_values:
-        model = decompose_attention(model, notes)
+    holds_sites = lambda op: op_of(*op).product or (recipe.embeddings and op_of(*op).gathers)  # noqa: E731
+    splits = recipe.attention_scores or recipe.attention_values
+    model, notes = upgrade(model, holds_sites, splits_attention=splits)
     count = 0
     # Dropout's third input is its training mode. Without it, Dropout passes values on.
     for node in model.graph.all_nodes():
@@ -67,45 +72,53 @@ def prepare(model: ir.Model, recipe: Recipe, notes: list[str]) -> ir.Model:
             count += 1
     if count:
         notes.append(f"the model was exported in training mode; in the result Dropout is off ({count})")
-    infer(model, notes)
+    notes += infer(model)
     if recipe.runs_on:
         notes += to_float32(model)
-    return model
+    return model, notes
 
 
 def upgrade(
-    model: ir.Model, holds_sites: Callable[[tuple[str, str]], object], notes: list[str], *, least: int = MIN_OPSET
-) -> ir.Model:
-    """Returns the model at opset `least` or above; functions with ops for which `holds_sites` is true are inlined.
+    model: ir.Model,
+    holds_sites: Callable[[tuple[str, str]], object],
+    *,
+    least: int = MIN_OPSET,
+    splits_attention: bool = False,
+) -> tuple[ir.Model, list[str]]:
+    """Returns the model at opset `least` or above, and a note on each change.
 
-    If the opset changes, all functions are inlined, because the new opset applies to their bodies too.
+    Functions with ops for which `holds_sites` is true are inlined. If the opset changes, all functions are inlined,
+    because the new opset applies to their bodies too. With `splits_attention`, the ops of its definition in the
+    standard replace each Attention; if onnx fails there, the nodes stay and a note has the reason.
     """
     if not opset_of(model):
         if any(node.domain in STANDARD for node in model.graph.all_nodes()):
             what = "no opset import for the default domain"
             raise ContractError(name_of(model), what, expected="one", advice="re-export the model with an opset")
         model.opset_imports[""] = MIN_OPSET  # for the bodies of our nodes
-    notes += _name_nodes_apart(model)
-    opset = opset_of(model)
-    chosen = list(model.functions) if opset < least else _holding(model, holds_sites)
-    if chosen:
+    notes = _name_nodes_apart(model)
+    opset, imports, passes = opset_of(model), {}, list[Pass]()
+    converts = opset < least
+    if chosen := list(model.functions) if converts else _holding(model, holds_sites):
         imports = _use_one_opset(model, chosen)
         selected = list(dict.fromkeys((domain, function) for domain, function, _ in chosen))
-        model = run_onnx_pass(model, lambda proto: inliner.inline_selected_functions(proto, selected), "inliner")
-        for key, function in model.functions.items():
-            function.opset_imports.update(imports[key])
+        passes.append(partial(inline, selected=selected, model=name_of(model)))
         notes.append(f"inlined local functions: {', '.join(function for _, function in selected)}")
-    if opset < least:
+    if converts:
         conversion.before(model, least)
-        call = lambda proto: version_converter.convert_version(_inferred(conversion.hide_unknown(proto)), least)  # noqa: E731
-        model = run_onnx_pass(model, call, f"converter from opset {opset} to {least}", converts=True)
-        notes.append(f"converted opset {opset} to {least}")
-        infer(model, [])
-        notes += conversion.after(model, opset)
+        passes.append(partial(_convert, opset=opset, least=least, model=name_of(model)))
+    elif splits_attention and (chosen or any(_is_attention(node) for node in model.graph.all_nodes())):
+        passes.append(partial(_split_attention, model=name_of(model), notes=notes))
+    if passes:
+        model = run_onnx_passes(model, passes, infers=converts)
+    for key, function in model.functions.items() if chosen else ():
+        function.opset_imports.update(imports[key])
+    if converts:
+        notes += [f"converted opset {opset} to {least}", *conversion.after(model, opset)]
         if training_graphs(model):
             notes.append(f"training_info stays as it was, for opset {opset}")
     model.ir_version = max(model.ir_version, _IR_VERSION)
-    return model
+    return model, notes
 
 
 def _name_nodes_apart(model: ir.Model) -> list[str]:
@@ -122,85 +135,100 @@ def _name_nodes_apart(model: ir.Model) -> list[str]:
     return [f"renamed nodes, for several of one graph had the name {', '.join(repeated)}"] if repeated else []
 
 
-def decompose_attention(model: ir.Model, notes: list[str]) -> ir.Model:
-    """Returns the model with each Attention replaced by the simpler ops of its definition in the standard.
+def inline(proto: onnx.ModelProto, selected: list[tuple[str, str]], model: str) -> onnx.ModelProto:
+    """Returns a proto without the local functions `selected`; raises ContractError, for `model`, if onnx fails."""
+    with _refusing(model, "inliner"):
+        return inliner.inline_selected_functions(proto, selected)
 
-    The new nodes have the metadata of the old one, and names that begin with its name. If onnx fails, the nodes stay
-    and a note has the reason.
+
+def _convert(proto: onnx.ModelProto, opset: int, least: int, model: str) -> onnx.ModelProto:
+    with _refusing(model, f"converter from opset {opset} to {least}", f"opset {MIN_OPSET} or above"):
+        conversion.hide_unknown(proto)  # before the inference, which knows them as little as the converter
+        return conversion.convert(proto, inferred(proto), least)
+
+
+def _is_attention(node: ir.Node | onnx.NodeProto) -> bool:
+    return node.op_type == "Attention" and node.domain in STANDARD
+
+
+def _split_attention(proto: onnx.ModelProto, model: str, notes: list[str]) -> onnx.ModelProto:
+    """Returns the proto with the ops of its definition in place of each Attention, or as it is; adds a note.
+
+    The new nodes have the metadata of the old one, and names that begin with its name.
     """
-    renamed = _make_names_unique(model)
-    origins = {str(node.outputs[0].name): node for node in model.graph.all_nodes() if is_op(node, "Attention")}
+    nodes = [node for graph in iter_graphs(proto.graph) for node in graph.node]
+    origins = {node.output[0]: node for node in nodes if _is_attention(node)}
     if not origins:
-        _rename(model, renamed)
-        return model
-    before = {value.name for node in model.graph.all_nodes() for value in node.outputs} - origins.keys()
+        return proto
+    before = {name for node in nodes for name in node.output if name} - origins.keys()
     ops = [("", "Attention")]
-    call = lambda proto: inliner.inline_selected_functions(proto, ops, inline_schema_functions=True)  # noqa: E731
     try:
-        model = run_onnx_pass(model, call, "inliner")
+        with _refusing(model, "inliner"):
+            split = inliner.inline_selected_functions(proto, ops, inline_schema_functions=True)
     except ContractError as error:
         notes.append(f"the products inside Attention are not quantized: {error}")
-        _rename(model, renamed)
-        return model
+        return proto
     # The inliner puts new nodes where the old one was. The last of them makes the output of the old one.
-    for graph in model.graphs():
-        parts: list[ir.Node] = []
-        for node in graph:
-            if before.isdisjoint(value.name for value in node.outputs):
+    for graph in iter_graphs(split.graph):
+        parts: list[onnx.NodeProto] = []
+        for node in graph.node:
+            if before.isdisjoint(node.output):
                 parts.append(node)
-            if node.outputs and (origin := origins.get(str(node.outputs[0].name))) is not None:
+            if node.output and (origin := origins.get(node.output[0])) is not None:
                 for part in parts:
-                    part.metadata_props.update(origin.metadata_props)
-                    part.name = f"{origin.name}_{part.outputs[0].name}" if origin.name else part.name
+                    part.metadata_props.extend(origin.metadata_props)
+                    part.name = f"{origin.name}_{part.output[0]}" if origin.name else part.name
                 parts = []
-    _rename(model, renamed)
     notes.append(f"took apart {len(origins)} Attention, for the recipe quantizes attention products")
-    return model
+    return split
 
 
-def run_onnx_pass(
-    model: ir.Model, call: Callable[[onnx.ModelProto], onnx.ModelProto], what: str, *, converts: bool = False
-) -> ir.Model:
-    """Returns the result of a pass of onnx, with the tensors and the metadata that the pass does not see.
+@contextlib.contextmanager
+def _refusing(model: str, what: str, expected: str = "a model that onnx understands") -> Iterator[None]:
+    """Raises an error of a pass of onnx, `what`, as ContractError."""
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:  # exceptions from onnx's C++ have no common base
+        said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+        text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
+        raise ContractError(model, text, expected=expected, advice=_AGAIN) from None
+
+
+def run_onnx_passes(model: ir.Model, passes: Sequence[Pass], *, infers: bool = False) -> ir.Model:
+    """Returns the result of passes of onnx, with the tensors and the metadata that they do not see.
 
     Args:
         model: replaced by the result.
-        call: runs the pass.
-        what: name of the pass in messages.
-        converts: whether a node with the outputs of an old node is a new version of it, with its name and metadata.
+        passes: run one after the other; each raises ContractError if it fails.
+        infers: whether the result has inferred types, see `infer`.
 
     Raises:
-        ContractError: the pass fails.
+        ContractError: a pass fails.
     """
     renamed = _make_names_unique(model)
     with proto_without_data(model) as proto:
-        try:
-            changed = call(proto)
-        except MemoryError:
-            raise
-        except Exception as error:  # exceptions from onnx's C++ have no common base
-            said = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            expected = f"opset {MIN_OPSET} or above" if converts else "a model that onnx understands"
-            text = f"onnx's {what} refuses it: {said[0].split('failed: ')[-1]}"
-            raise ContractError(name_of(model), text, expected=expected, advice=_AGAIN) from None
+        changed = functools.reduce(lambda before, run: run(before), passes, proto)
     result = from_proto(changed, name_of(model))
     result.meta.update(model.meta)
     result.metadata_props.update(model.metadata_props)
     for key in model.functions.keys() - result.functions.keys():
         if key[0] not in STANDARD and any(node.op_identifier() == key for node in result.graph.all_nodes()):
             result.functions[key] = model.functions[key]  # the converter drops all
-    _restore(result, model, converts=converts)
+    _restore(result, model)
+    if infers:
+        _infer(result, changed)
     _rename(result, renamed)
     return result
 
 
-def _restore(result: ir.Model, model: ir.Model, *, converts: bool) -> None:
-    """Gives `result` the tensors, declared types and texts of `model`, which a pass of onnx made it from."""
+def _restore(result: ir.Model, model: ir.Model) -> None:
+    """Gives the values of `result` the tensors, declared types and texts of `model`, which passes of onnx changed."""
     # By name: onnx's passes keep the names of initializers and of results.
     tensors = {value.name: value for value in initializers_of(model)}
     outputs = (value for node in model.graph.all_nodes() for value in node.outputs if value.name)
     known = {value.name: value for value in (*model.graph.inputs, *outputs)}
-    names = {str(node.name) for node in model.graph.all_nodes()}
     for graph in result.graphs():
         for value in graph.initializers.values():
             if (before := tensors.get(str(value.name))) is not None:
@@ -217,10 +245,6 @@ def _restore(result: ir.Model, model: ir.Model, *, converts: bool) -> None:
             producer = None if origin is None else origin.producer()
             if producer is not None and (constant := large_constant(producer)) is not None:
                 node.attributes["value"] = constant
-            if converts and producer is not None:
-                _restore_node(node, producer)
-            elif converts and node.name:  # the converter names an added node like the node that needs it
-                node.name = reserve_name(node.name, names)
         # The declared types stay as they were: onnx's passes add inferred ones.
         inputs = graph.inputs if graph is result.graph else ()  # inputs of a body may have the name of an outer value
         for value in (*inputs, *(output for node in graph for output in node.outputs)):
@@ -228,28 +252,6 @@ def _restore(result: ir.Model, model: ir.Model, *, converts: bool) -> None:
                 _describe(value, before)
             elif not value.is_graph_input():
                 value.type = value.shape = None
-    if converts:
-        _restore_graph(result.graph, model.graph)
-
-
-def _restore_node(node: ir.Node, before: ir.Node) -> None:
-    """Gives a node the name, texts and metadata of its old version, which onnx's converter loses, and its subgraphs."""
-    node.metadata_props.update(before.metadata_props)
-    node.name, node.doc_string = before.name, node.doc_string or before.doc_string
-    node.meta.update(before.meta)
-    for name, attribute in node.attributes.items():
-        if (old := before.attributes.get(name)) is not None and old.type == attribute.type:
-            attribute.doc_string = old.doc_string
-    for graph, inner in zip(subgraphs_of(node), subgraphs_of(before), strict=True):
-        _restore_graph(graph, inner)
-
-
-def _restore_graph(graph: ir.Graph, before: ir.Graph) -> None:
-    graph.doc_string = before.doc_string
-    graph.metadata_props.update(before.metadata_props)
-    graph.meta.update({key: before.meta[key] for key in before.meta.keys() & {EXTRAS}})
-    for value, old in zip(graph.inputs, before.inputs, strict=True):
-        _describe(value, old)
 
 
 def _describe(value: ir.Value, before: ir.Value) -> None:
@@ -294,23 +296,30 @@ def _rename(model: ir.Model, renamed: Mapping[str, str]) -> None:
                 value.name = old
 
 
-def infer(model: ir.Model, notes: list[str]) -> None:
-    """Puts the types and shapes that onnx infers into `Value.meta`, where `dtype_of` and `shape_of` read them."""
+def infer(model: ir.Model) -> list[str]:
+    """Puts the types and shapes that onnx infers into `Value.meta`, where `dtype_of` and `shape_of` read them.
+
+    Returns a note if onnx cannot.
+    """
     with proto_without_data(model) as proto:
-        _copy_outer_constants(proto.graph, {})
-        try:
-            typed = _inferred(proto)
-        except MemoryError:
-            raise
-        except Exception as error:  # exceptions from onnx's C++ have no common base
-            notes.append(f"shapes could not be inferred: {first_line(error)}")
-            return
+        return _infer(model, proto)
+
+
+def _infer(model: ir.Model, proto: onnx.ModelProto) -> list[str]:
+    _copy_outer_constants(proto.graph, {})
+    try:
+        typed = inferred(proto)
+    except MemoryError:
+        raise
+    except Exception as error:  # exceptions from onnx's C++ have no common base
+        return [f"shapes could not be inferred: {first_line(error)}"]
     for part, message in zip(model.graphs(), iter_graphs(typed.graph), strict=True):
         types = {info.name: info for info in (*message.value_info, *message.input, *message.output)}
         for value in (*part.inputs, *(output for node in part for output in node.outputs)):
             info = types.get(value.name or "")
             if info is not None and info.HasField("type") and not is_foreign(info.type):
                 value.meta[INFERRED] = ir.serde.deserialize_value_info_proto(info, None)
+    return []
 
 
 def _copy_outer_constants(graph: onnx.GraphProto, outer: Mapping[str, onnx.TensorProto]) -> None:
@@ -333,7 +342,7 @@ def _copy_outer_constants(graph: onnx.GraphProto, outer: Mapping[str, onnx.Tenso
             _copy_outer_constants(inner, visible | own)
 
 
-def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
+def inferred(proto: onnx.ModelProto) -> onnx.ModelProto:
     """Returns the proto with inferred types: strictly, or loosely if the declared types contradict strict inference."""
     try:
         return shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)

@@ -1,4 +1,4 @@
-"""Applies decisions to the model: packs the weights and puts the new nodes where the matmuls were.
+"""Makes the replacement of each site: the packed weight, and the new nodes for the place of the matmul.
 
     MatMul(X, w)        -> MXFP8Gemm(MXFP8Quantize(X), packed w)      one Quantize per activation, shared
     MatMul(X, w)        -> MXFP8WeightGemm(X, packed w)               activations bfloat16 or unchanged
@@ -14,19 +14,20 @@ All other nodes stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import EpilogueNode, Form, Lookup
-from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names, remove, remove_unused, settings_of
+from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names
 from mxfp8_graph.onnx_pass.lazy_weights import LazyWeight, PackSettings
 from mxfp8_graph.onnx_pass.operands import Operand, Picked
 from mxfp8_graph.onnx_pass.ops import READERS
+from mxfp8_graph.onnx_pass.replacement import Fresh, NewNodes, Replacement, insert, value_replacing
 from mxfp8_graph.onnx_pass.views import Static, apply, layout_of
 from mxfp8_graph.options import Progress
 from mxfp8_graph.policy.checkpoint_weights import StoredWeight
@@ -50,24 +51,31 @@ class Replaced:
     """The nodes and the packed weight that replace a site."""
 
     decision: Decision
-    nodes: tuple[str, ...]
+    replacement: Replacement
     weight: LazyWeight | None
 
     def report(self) -> SiteReport:
-        """Returns the report of the site. The error of its weight is known once the model is saved, which packs it."""
+        """Returns the report of the site, with the error of its weight, which `LazyWeight.relative_l2` may pack."""
+        nodes = tuple(str(node.name) for node in self.replacement.new)
         if self.weight is None:
-            return SiteReport(decision=self.decision, nodes=self.nodes)
+            return SiteReport(decision=self.decision, nodes=nodes)
         return SiteReport(
             decision=self.decision,
-            nodes=self.nodes,
+            nodes=nodes,
             packed=self.weight.elements.name,
             bytes_after=self.weight.byte_size,
             relative_l2=self.weight.relative_l2,
         )
 
 
-class Editor:
-    """Rewrites one model: `apply` each site in graph order, then `finish` once."""
+def insert_all(model: ir.Model, outcomes: Iterable[Replaced | Decision]) -> None:
+    """Inserts what a `Replacer` of the model returned; removes what only replaced nodes used."""
+    replacements = [each.replacement for each in outcomes if isinstance(each, Replaced)]
+    insert(model, replacements, lambda node: node.op_type in READERS)
+
+
+class Replacer:
+    """Makes the replacements of the sites of one model, in graph order; the graph gets the packed weights at once."""
 
     def __init__(
         self,
@@ -76,34 +84,35 @@ class Editor:
         allow_nonfinite: bool,
         checkpoint_weights: Mapping[str, StoredWeight] | None = None,
         progress: Progress | None = None,
+        shares: bool = True,
     ) -> None:
-        """Makes an editor.
+        """Makes a replacer.
 
         Args:
-            model: its graph is edited in place.
+            model: the model of the sites.
             allow_nonfinite: see `mxfp8_graph.rewrite`.
             checkpoint_weights: weights that are packed already, by the name of the site.
             progress: called after each weight is packed, which is when the model is saved.
+            shares: whether sites share quantized activations.
         """
         self._checkpoint_weights = checkpoint_weights or {}
         self._progress = progress
         self._bytes_done = 0
         self._bytes_in_all = 0
-        self._model = model
         self._allow_nonfinite = allow_nonfinite
         self.fresh: Final = fresh_names(model)
         """Returns a name like its argument that no value or node of the model has yet."""
         self._packed: dict[tuple[object, ...], tuple[LazyWeight, list[ir.Value]]] = {}
         self._biases: dict[tuple[object, ...], ir.Value] = {}
-        self._shared: Shared = {}
-        self._results: dict[ir.Value, ir.Value] = {}
-        """Result of a replaced node -> its replacement. Later sites still refer to the old result."""
-        self._suspects: list[ir.Value] = []
-        """Inputs of replaced nodes, which perhaps nothing uses any more."""
+        self._shared: Shared | None = {} if shares else None
 
-    def apply(self, site: OnnxSite, decision: Decision) -> Replaced:
-        """Replaces the site's node by ones with a weight that is packed when the model is saved."""
-        build = Builder(site, self._shared, self._results, self.fresh)
+    def outcome(self, site: OnnxSite, decision: Decision) -> Replaced | Decision:
+        """Returns the replacement of a site, whose weight is packed when the model is saved; a decision that keeps it
+        as it is.
+        """
+        if not decision.quantize:
+            return decision
+        build = Builder(site, self.fresh, {} if self._shared is None else self._shared)
         node = _NODES[type(site.form)](site, decision, build)
         inputs = node.inputs
         weight = None
@@ -116,33 +125,14 @@ class Editor:
             inputs.append(build.experts(site.w.picked))
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
-        result = self._result(site, decision, node, build)
-        names = tuple(str(node.name) for node in build.new)
-        self._replace(site, result, build.new)
-        return Replaced(decision, names, weight)
+        self._result(site, decision, node, build)
+        *before, last = build.nodes
+        # In place of the product, where the activation is computed: other sites may share its quantized form.
+        gone = tuple(each for each in (site.node, site.added.node) if each is not None)
+        return Replaced(decision, Replacement(node=last, before=tuple(before), gone=gone, place=site.node), weight)
 
-    def finish(self) -> None:
-        """Removes inputs of replaced nodes that nothing uses any more."""
-        remove_unused(self._model, self._suspects, lambda node: node.op_type in READERS)
-
-    def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
-        """Puts `result`, which `new` nodes compute, in the place of the site's result, and removes the old nodes."""
-        self._stand_for(site.added.output, result)
-        # The Add first, since it reads the product.
-        for node in (site.added.node, site.node):
-            if node is not None:
-                self._suspects += remove(node)
-
-    def _stand_for(self, old: ir.Value, result: ir.Value) -> None:
-        """Replaces `old` by `result` for all users; `result` gets the type and the metadata of `old`."""
-        self._results[old] = result
-        result.type, result.shape, result.doc_string = old.type, old.shape, old.doc_string
-        result.metadata_props.update(old.metadata_props)
-        result.meta.update(old.meta)
-        old.replace_all_uses_with(result, replace_graph_outputs=True)
-
-    def _result(self, site: OnnxSite, decision: Decision, new: _New, build: Builder) -> ir.Value:
-        """Returns the result of a new node and the nodes behind it, for dtype, swap, alpha, C and activations."""
+    def _result(self, site: OnnxSite, decision: Decision, new: _New, build: Builder) -> None:
+        """Adds the new node and the nodes behind it, for dtype, swap, alpha, C and activations."""
         dtype = weight_gemm_dtype(site.dtype) if new.takes_values else site.dtype
         if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
@@ -161,18 +151,18 @@ class Editor:
         if site.added.addend is not None:
             steps.append(EpilogueNode(op="Add", inputs=((site.added.addend, site.form.beta),)))
         steps += [*site.form.after, *site.added.after]
-        result = str(site.added.output.name)
         settings = {"output_dtype": dtype}
         if new.takes_values:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
-        output = self.fresh(f"{result}_gemm") if steps else result
+        result = value_replacing(site.added.output)
+        output = self.fresh(f"{result.name}_gemm") if steps else result
         outputs = build.add(
             new.op.name, new.inputs, [output], name=site.node.name or "", domain=contract.DOMAIN, **settings
         )
-        gemm = build.new[-1]
+        gemm = build.nodes[-1]
         gemm.metadata_props.update(site.node.metadata_props)
         gemm.doc_string = site.node.doc_string
-        return build.epilogue(outputs, steps)
+        build.epilogue(outputs, steps, result)
 
     def _pack(self, site: OnnxSite, static: Static, decision: Decision) -> tuple[LazyWeight, list[ir.Value]]:
         """Returns the site's packed weight, with its elements and scales; sites with equal bytes share one."""
@@ -223,7 +213,7 @@ class Editor:
         """Returns a new initializer from `static`, in the graph of `static`."""
         # Not in the graph of the site: sites in several subgraphs may share a weight of an outer graph.
         value, graph = ir.Value(name=tensor.name, const_value=tensor), static.value.graph
-        assert graph is not None  # until `finish` removes the value
+        assert graph is not None  # until `insert` removes the value
         graph.register_initializer(value)
         return value
 
@@ -232,35 +222,12 @@ Shared = dict[tuple[object, ...], list[ir.Value]]
 """Outputs of nodes that several sites of a graph read, by the graph and the computation."""
 
 
-@dataclass
-class Builder:
-    """Adds nodes in front of a site's, sharing those that other sites of the graph already added."""
+class Builder(NewNodes):
+    """The new nodes of a site, which uses those that other sites of the graph already added."""
 
-    site: OnnxSite
-    shared: Shared
-    results: Mapping[ir.Value, ir.Value]
-    """Result of a replaced node -> its replacement."""
-    fresh: Callable[[str], str]
-    """Returns a unique name."""
-    new: list[ir.Node] = field(default_factory=list)
-
-    def add(
-        self,
-        op: str,
-        inputs: Sequence[ir.Value | None],
-        outputs: Sequence[str],
-        *,
-        name: str,
-        domain: str = "",
-        **attributes: Any,
-    ) -> list[ir.Value]:
-        """Returns the outputs of a new node, in front of the site's."""
-        now = [None if value is None else self.results.get(value, value) for value in inputs]
-        values = [ir.Value(name=output) for output in outputs]
-        node = ir.Node(domain, op, now, settings_of(attributes), outputs=values, name=name)
-        self.site.node.prepend(node)
-        self.new.append(node)
-        return values
+    def __init__(self, site: OnnxSite, fresh: Fresh, shared: Shared) -> None:
+        super().__init__(fresh)
+        self.site, self.shared = site, shared
 
     def _once(self, key: tuple[object, ...], make: Callable[[], list[ir.Value]]) -> list[ir.Value]:
         """Returns the values that `make` adds, or those that another site of the graph added for the same key."""
@@ -284,7 +251,7 @@ class Builder:
             output = self.fresh(wanted)
             if op == "Transpose":
                 return self.add(op, [value], [output], name=output, perm=argument)
-            shape = self._constant(ir.tensor(argument, ir.DataType.INT64), f"{output}_shape")
+            shape = self.constant(ir.tensor(argument, ir.DataType.INT64), f"{output}_shape")
             return self.add(op, [value, shape], [output], name=output)
 
         return self._once((op, value, argument), make)[0]
@@ -296,9 +263,9 @@ class Builder:
             return ids
 
         def make() -> list[ir.Value]:
-            output, last = self.fresh(f"{ids.name}_squeezed"), self.fresh(f"{ids.name}_last")
-            axes = self.add("Constant", [], [last], name=last, value=ir.tensor([-1], ir.DataType.INT64, name=last))
-            return self.add("Squeeze", [ids, *axes], [output], name=output)
+            output = self.fresh(f"{ids.name}_squeezed")
+            last = self.constant(ir.tensor([-1], ir.DataType.INT64), f"{ids.name}_last")
+            return self.add("Squeeze", [ids, last], [output], name=output)
 
         return self._once(("Squeeze", ids), make)[0]
 
@@ -324,43 +291,35 @@ class Builder:
                 (at,) = self.add("Constant", [], [axes_name], name=axes_name, value_ints=axes)
                 (value,) = self.add(op, [value, at], [name], name=name)
             if dtype_of(picked.index) != contract.INT64:
-                name = self.fresh(f"{value.name}_int64")
-                (value,) = self.add("Cast", [value], [name], name=name, to=contract.INT64)
+                value = self.result("Cast", value, wanted=f"{value.name}_int64", to=contract.INT64)
             return [value]
 
         return self._once(("experts", picked.index, picked.index_steps), make)[0]
 
-    def epilogue(self, values: Sequence[ir.Value], steps: Sequence[EpilogueNode]) -> ir.Value:
-        """Returns the site's result: the gemm's results `values` after these steps."""
-        site, result = self.site, str(self.site.added.output.name)
+    def epilogue(self, values: Sequence[ir.Value], steps: Sequence[EpilogueNode], result: ir.Value) -> None:
+        """Adds these steps after the gemm's results `values`; the last of them computes `result`."""
         for number, step in enumerate(steps, 1):
-            wanted = f"{result}_{step.op.lower()}"
+            wanted = f"{result.name}_{step.op.lower()}"
             outputs = [result] if number == len(steps) else [self.fresh(wanted) for _ in range(step.outputs)]
-            name = self.fresh(f"{site.matmul.name}_{step.op.lower()}")
+            name = self.fresh(f"{self.site.matmul.name}_{step.op.lower()}")
             inputs = [*values, *map(self._input, step.inputs)]
             # ONNX leaves out absent inputs at the end.
             while inputs[-1] is None:
                 inputs.pop()
             values = self.add(step.op, inputs, outputs, name=name, domain=step.domain, **step.attributes)
-        return values[0]
 
     def _input(self, entry: ir.Value | ir.TensorProtocol | tuple[ir.Value, float] | None) -> ir.Value | None:
         """Returns an entry of `EpilogueNode.inputs` as a value."""
         if entry is None or isinstance(entry, ir.Value):
             return entry
         if not isinstance(entry, tuple):
-            return self._constant(entry, f"{self.site.matmul.name}_{'sizes' if len(entry.shape) else 'factor'}")
+            return self.constant(entry, f"{self.site.matmul.name}_{'sizes' if len(entry.shape) else 'factor'}")
         value, factor = entry
         if factor == 1.0:
             return value
         scaled = self.fresh(f"{value.name}_scaled")
-        number = self._constant(ir.tensor(factor, ir.DataType(self.site.dtype)), f"{self.site.matmul.name}_factor")
+        number = self.constant(ir.tensor(factor, ir.DataType(self.site.dtype)), f"{self.site.matmul.name}_factor")
         return self.add("Mul", [value, number], [scaled], name=scaled)[0]
-
-    def _constant(self, tensor: ir.TensorProtocol, wanted: str) -> ir.Value:
-        name = self.fresh(wanted)
-        tensor.name = name
-        return self.add("Constant", [], [name], name=name, value=tensor)[0]
 
 
 class _New(NamedTuple):
@@ -368,7 +327,7 @@ class _New(NamedTuple):
 
     op: contract.Op
     inputs: list[ir.Value]
-    """The inputs before the weight; `Editor.apply` adds the others."""
+    """The inputs before the weight; `Replacer` adds the others."""
     takes_values: bool = False
     """Whether the first input is not quantized."""
 

@@ -23,14 +23,14 @@ from mxfp8_graph.onnx_pass.graph import dtype_of, label, name_of, stored
 from mxfp8_graph.onnx_pass.load import bytes_of, external_files, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import described, to_proto
-from mxfp8_graph.onnx_pass.replace import Editor, Replaced
+from mxfp8_graph.onnx_pass.replace import Replaced, Replacer, insert_all
 from mxfp8_graph.onnx_pass.save import check_output, save, wants_external
 from mxfp8_graph.options import Options
 from mxfp8_graph.policy.checkpoint_weights import apply_checkpoint
 from mxfp8_graph.policy.plan import Decision, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.build import Results, build_report
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
-from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -47,15 +47,17 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
     Raises the errors of `mxfp8_graph.rewrite`.
     """
     record.check_bodies(options.bodies)  # before the load, and also where an earlier rewrite has written the bodies
-    reporter = Reporter(recipe=recipe, options=options)
     model = load(source)
     _refuse_foreign(model)
     before = record.find(model)
     if not already_rewritten(before, recipe, options, what="model"):
-        return rewrite_model(model, reporter)
-    reporter.bytes_before = bytes_of(model)
-    reporter.notes = [*fusion_note(before, recipe), *cpu_note(model)]
-    return _copied(source, model, reporter)
+        return rewrite_model(model, recipe, options, bytes_of(model))
+    results: Results = {"already_rewritten": True, "notes": [*fusion_note(before, recipe), *cpu_note(model)]}
+    result: Path | onnx.ModelProto = source
+    if (path := options.copy_to) is not None:
+        size = _write(model, path, options, as_source=bool(external_files(model)))
+        result, results["bytes_after"] = path, size
+    return None if options.dry_run else result, build_report(recipe, options, bytes_of(model), **results)
 
 
 @contextlib.contextmanager
@@ -74,41 +76,42 @@ def _collecting_later() -> Iterator[None]:
 
 
 @_collecting_later()
-def rewrite_model(model: ir.Model, reporter: Reporter) -> Result:
-    """Rewrites a loaded model in place; returns the result of `rewrite_onnx`."""
-    recipe, options = reporter.recipe, reporter.options
-    reporter.bytes_before = reporter.bytes_before or bytes_of(model)
+def rewrite_model(model: ir.Model, recipe: Recipe, options: Options, bytes_before: int) -> Result:
+    """Rewrites a loaded model in place; returns the result of `rewrite_onnx`. `bytes_before` goes to the report."""
     as_source, tensor_bytes = bool(external_files(model)), sum(tensor.byte_size for tensor in stored_tensors(model))
     names = described(model)
     # The size before comes first: `prepare` may add and remove tensors.
-    model = prepare(model, recipe, reporter.notes)
+    model, prepared = prepare(model, recipe)
     sites, decisions = find_and_plan(model, recipe)
     assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
-    decisions = assigned.decisions
-    reporter.notes += assigned.notes
-    linear = linear_note(model)
-    reporter.notes += linear
+    decisions, linear = assigned.decisions, linear_note(model)
     require_eligible(decisions, options.name, wanted=" ".join([WANTED, *map("({})".format, linear)]))
     progress = None if options.dry_run else options.progress
-    editor = Editor(
+    replacer = Replacer(
         model, allow_nonfinite=options.allow_nonfinite, checkpoint_weights=assigned.weights, progress=progress
     )
-    outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in zip(sites, decisions, strict=True)]
-    editor.finish()  # before `fuse`, which asks who uses a value
-    if recipe.fuse:
-        reporter.fusions, reporter.unfused = fuse(model, recipe)
-    reporter.account = account(decisions, tensor_bytes, stored_tensors(model))
+    outcomes = [*map(replacer.outcome, sites, decisions)]
+    insert_all(model, outcomes)
+    fusions, unfused = fuse(model, recipe) if recipe.fuse else ((), ())
+    accounted = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
-    reporter.notes += _stored_twice(sites, outcomes)
-    reporter.notes += [*cpu_note(model), *_removed_notes(names, described(model))]
-    # This packs the weights, so the reports of sites come after it.
+    changed = [*_stored_twice(sites, outcomes), *cpu_note(model), *_removed_notes(names, described(model))]
     size = _write(model, options.output, options, as_source=as_source)
-    if options.dry_run:
-        return None, reporter.report_of_plan(decisions)
-    if options.output is not None:
-        return options.output, reporter.report([*map(site_report, outcomes)], size)
-    proto = to_proto(model)
-    return proto, reporter.report([*map(site_report, outcomes)], proto.ByteSize())
+    result: Path | onnx.ModelProto | None = None if options.dry_run else options.output
+    if options.output is None and not options.dry_run:
+        result = to_proto(model)
+        size = result.ByteSize()
+    return result, build_report(
+        recipe,
+        options,
+        bytes_before,
+        sites=[*map(site_report, decisions if options.dry_run else outcomes)],
+        fusions=fusions,
+        unfused=unfused,
+        account=accounted,
+        notes=[*prepared, *assigned.notes, *linear, *changed],
+        bytes_after=size,
+    )
 
 
 def find_and_plan(model: ir.Model, recipe: Recipe) -> tuple[list[OnnxSite], list[Decision]]:
@@ -143,15 +146,6 @@ def _named_tensors(model: ir.Model) -> Iterator[tuple[str, ir.TensorProtocol]]:
                     yield name, attribute.as_tensor()
 
 
-def _copied(source: Path | onnx.ModelProto, model: ir.Model, reporter: Reporter) -> Result:
-    """Returns the result of `rewrite_onnx` for a model that is rewritten already; copies it to `copy_to`, if set."""
-    options, path = reporter.options, reporter.options.copy_to
-    if path is None:
-        return None if options.dry_run else source, reporter.report(already_rewritten=True)
-    size = _write(model, path, options, as_source=bool(external_files(model)))
-    return None if options.dry_run else path, reporter.report((), size, already_rewritten=True)
-
-
 def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: bool) -> int | None:
     """Returns the number of bytes written; None on a dry run, and without a path."""
     external = wants_external(model, path, options.external_data, as_source=as_source)
@@ -164,7 +158,7 @@ def _write(model: ir.Model, path: Path | None, options: Options, *, as_source: b
 
 
 def site_report(done: Replaced | Decision) -> SiteReport:
-    """Returns the report of a site. Call it after the save, which packs the weight and so knows its error."""
+    """Returns the report of a site."""
     return SiteReport(decision=done) if isinstance(done, Decision) else done.report()
 
 

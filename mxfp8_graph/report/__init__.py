@@ -3,5 +3,5 @@
 base.py         base classes: JSON by fields, text and page by sections, files
 section.py      tables, facts and texts, and their form on a terminal; html.py, scatter.py: on a page
 origin.py       command, versions, machine and files of a report
-data.py         the report of a rewrite; reporter.py makes it
+data.py         the report of a rewrite; build.py makes it
 """

@@ -7,14 +7,14 @@ and local functions too, to the ops that index a table with them.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from typing import Final
 
 import onnx_ir as ir
-from onnx import inliner
 
-from mxfp8_graph.onnx_pass.graph import attribute, default, shape_of
+from mxfp8_graph.onnx_pass.graph import attribute, default, name_of, shape_of
 from mxfp8_graph.onnx_pass.ops import names as ops_with
-from mxfp8_graph.onnx_pass.prepare import infer, run_onnx_pass
+from mxfp8_graph.onnx_pass.prepare import infer, inline, run_onnx_passes
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError
 
@@ -45,8 +45,8 @@ def index_ranges(model: ir.Model) -> dict[str, range]:
     if foreign:
         # A model that cannot be inlined still has ranges for the tables of its main graph.
         with contextlib.suppress(ContractError):
-            model = run_onnx_pass(model, lambda proto: inliner.inline_selected_functions(proto, foreign), "inliner")
-    infer(model, [])  # for the lengths of tables that are computed from initializers
+            model = run_onnx_passes(model, [partial(inline, selected=foreign, model=name_of(model))])
+    infer(model)  # for the lengths of tables that are computed from initializers
     # Value -> the graph inputs that it comes from.
     integers = (value for value in model.graph.inputs if value.dtype is not None and value.dtype.is_integer())
     origins: dict[ir.Value | None, set[str]] = {value: {str(value.name)} for value in integers}

@@ -205,7 +205,7 @@ class Session(Runnable):
             reason, missing = _in_one_line(error), _MISSING.search(str(error))
         # ONNX Runtime refuses a 16-bit model at the first node without a kernel. A copy in float32 runs.
         if missing and float32:
-            infer(model := load(self._model), [])
+            infer(model := load(self._model))
             self.note = "".join(f"{self.name} runs as a copy that {change}" for change in to_float32(model))
             with system.temporary_folder() as folder:  # after loading, the session no longer needs the file
                 path = folder / "model.onnx"

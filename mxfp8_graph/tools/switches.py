@@ -23,7 +23,8 @@ from mxfp8_graph.onnx_pass.forms import Lookup
 from mxfp8_graph.onnx_pass.graph import name_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load
 from mxfp8_graph.onnx_pass.prepare import prepare
-from mxfp8_graph.onnx_pass.replace import Editor
+from mxfp8_graph.onnx_pass.replace import Replaced, Replacer
+from mxfp8_graph.onnx_pass.replacement import REPLACES, Fresh, NewNodes, Replacement, insert, value_replacing
 from mxfp8_graph.onnx_pass.run import WANTED, find_and_plan, site_report
 from mxfp8_graph.onnx_pass.save import save
 from mxfp8_graph.options import Progress
@@ -79,22 +80,26 @@ class _SwitchedModel(Switchable):
     ) -> None:
         self.signature = Signature.from_model(model)
         refuse_rewritten(record.find(model) is not None, name_of(model))
-        notes: list[str] = []
-        model = prepare(model, recipe, notes)
+        model, notes = prepare(model, recipe)
         self.note = "; ".join(notes)
         sites, decisions = find_and_plan(model, recipe)
         require_eligible(decisions, name_of(model), wanted=WANTED)
         outputs = [output.name for output in model.graph.outputs]
-        editor = _SwitchEditor(model, allow_nonfinite=allow_nonfinite, progress=progress)
-        pairs = list(zip(sites, decisions, strict=True))
-        outcomes = [editor.apply(*pair) if pair[1].quantize else pair[1] for pair in pairs]
+        # A branch cannot read the values of another branch.
+        replacer = Replacer(model, allow_nonfinite=allow_nonfinite, progress=progress, shares=False)
+        switches = _Switches(model, replacer.fresh)
+        outcomes = [*map(replacer.outcome, sites, decisions)]
+        pairs = [(site, done) for site, done in zip(sites, outcomes, strict=True) if isinstance(done, Replaced)]
         # Ids are no activation, and a value inside of a subgraph cannot become an output of the model.
-        chosen = [site for site, decision in pairs if decision.quantize]
+        chosen = [site for site, _ in pairs]
         activations = [None if isinstance(site.form, Lookup) or site.matmul.subgraph else site.x for site in chosen]
         self.observed = tuple(x and (x.value, x.perm, x.merged) for x in activations)
-        self._observed = editor.observe([x.value for x in activations if x is not None])
-        self._inputs = editor.add_inputs()
-        record.complete(model, recipe.to_record())  # without `finish`: both branches stay, so no weight is unused
+        # Before the insertion, after which these values may have replacements.
+        self._observed = switches.observe([x.value for x in activations if x is not None])
+        # Both branches stay, so no weight is unused.
+        insert(model, [switches.switched(site, done.replacement) for site, done in pairs], lambda _: False)
+        self._inputs = switches.add_inputs()
+        record.complete(model, recipe.to_record())
         save(model, path, external=True, overwrite=False)  # external data, so that ONNX Runtime maps the weights
         self.sites = tuple(map(site_report, outcomes))
         self._session = Session(path, kernels=True, where=self.signature.name)
@@ -120,13 +125,13 @@ class _SwitchedModel(Switchable):
         return self._session.run({**feeds, **dict(zip(self._inputs, (np.array(on, bool), seen), strict=True))})
 
 
-class _SwitchEditor(Editor):
-    """Moves the old and the new nodes of a site into the branches of an If."""
+class _Switches:
+    """Puts the old and the new nodes of a site into the branches of an If."""
 
-    def __init__(self, model: ir.Model, *, allow_nonfinite: bool, progress: Progress | None) -> None:
-        super().__init__(model, allow_nonfinite=allow_nonfinite, progress=progress)
+    def __init__(self, model: ir.Model, fresh: Fresh) -> None:
+        self._model, self._fresh = model, fresh
         kind = ir.TensorType(ir.DataType.BOOL)
-        self._switches, self._seen = (ir.Value(name=self.fresh(f"mxfp8_{n}"), type=kind) for n in ("switches", "seen"))
+        self._switches, self._seen = (ir.Value(name=fresh(f"mxfp8_{n}"), type=kind) for n in ("switches", "seen"))
         self._counts = {self._switches: 0, self._seen: 0}
 
     def add_inputs(self) -> list[str]:
@@ -142,47 +147,62 @@ class _SwitchEditor(Editor):
         ONNX Runtime keeps an output until the end of a run, so the activations themselves would fill the memory.
         """
         names = {}
-        for old in dict.fromkeys(values):
-            value = self._results.get(old, old)
+        for value in dict.fromkeys(values):
             dtype = value.dtype or ir.DataType.FLOAT
             empty = ir.tensor(np.empty(0, dtype.numpy()), dtype)
-            output = ir.Value(name=self.fresh(f"{value.name}_observed"), type=ir.TensorType(dtype))
-            self._model.graph.extend(choice := self._choice(self._seen, output))
+            output = ir.Value(name=self._fresh(f"{value.name}_observed"), type=ir.TensorType(dtype))
             copied, nothing = ir.node("Identity", [value]), ir.node("Constant", [], {"value": empty})
-            self._branch(choice[-1], "then_branch", [copied], copied.outputs[0], dtype)
-            self._branch(choice[-1], "else_branch", [nothing], nothing.outputs[0], dtype)
+            self._model.graph.extend(self._choice(self._seen, output, [copied], [nothing], dtype))
             self._model.graph.outputs.append(output)
-            names[old] = str(output.name)
+            names[value] = str(output.name)
         return names
 
-    def _replace(self, site: OnnxSite, result: ir.Value, new: Sequence[ir.Node]) -> None:
-        old = [node for node in (site.node, site.added.node) if node is not None]
-        value, chosen = site.added.output, ir.Value(name=site.added.output.name)
-        # Before the last old node, where all inputs of both branches are computed.
-        old[-1].prepend(choice := self._choice(self._switches, chosen))
-        self._stand_for(value, chosen)
+    def switched(self, site: OnnxSite, replacement: Replacement) -> Replacement:
+        """Returns the If in place of the old nodes; its branches have the new ones, and copies of the old ones."""
         dtype = ir.DataType(site.dtype)
-        self._branch(choice[-1], "then_branch", new, result, dtype)
-        self._branch(choice[-1], "else_branch", old, value, dtype)
-        self._shared.clear()  # a branch cannot read the values of another branch
+        *before, choice = self._choice(
+            self._switches, value_replacing(site.added.output), replacement.new, _copies(replacement.gone), dtype
+        )
+        # Before the last old node, where all inputs of both branches are computed.
+        return Replacement(node=choice, before=tuple(before), gone=replacement.gone, place=replacement.gone[-1])
 
-    def _choice(self, switches: ir.Value, result: ir.Value) -> list[ir.Node]:
-        """Returns the nodes that choose by the next switch: an If, still without branches, is the last."""
+    def _choice(
+        self,
+        switches: ir.Value,
+        result: ir.Value,
+        then: Sequence[ir.Node],
+        otherwise: Sequence[ir.Node],
+        dtype: ir.DataType,
+    ) -> list[ir.Node]:
+        """Returns the nodes that choose by the next switch; the last is the If, whose branches have the nodes."""
         index = ir.tensor(self._counts[switches], ir.DataType.INT64)
         self._counts[switches] += 1
-        at, switch, name = (self.fresh(f"{result.name}_{wanted}") for wanted in ("index", "switch", "if"))
-        constant = ir.node("Constant", [], {"value": index}, outputs=[ir.Value(name=at)], name=at)
-        gather = ir.node("Gather", [switches, *constant.outputs], outputs=[ir.Value(name=switch)], name=switch)
-        return [constant, gather, ir.node("If", gather.outputs, outputs=[result], name=name)]
+        new = NewNodes(self._fresh)
+        at = new.constant(index, f"{result.name}_index")
+        switch = new.result("Gather", switches, at, wanted=f"{result.name}_switch")
+        branches = [self._branch(result, nodes, dtype) for nodes in (then, otherwise)]
+        name = self._fresh(f"{result.name}_if")
+        new.add("If", [switch], [result], name=name, then_branch=branches[0], else_branch=branches[1])
+        return new.nodes
 
-    def _branch(
-        self, choice: ir.Node, name: str, nodes: Sequence[ir.Node], result: ir.Value, dtype: ir.DataType
-    ) -> None:
-        """Moves `nodes`, which compute `result`, into a branch; `result` gets another name than the If's output."""
-        result.name = self.fresh(f"{choice.outputs[0].name}_branch")
-        result.type, result.shape, result.doc_string = ir.TensorType(dtype), None, None
-        result.metadata_props.clear()
-        for node in nodes:
-            if isinstance(node.graph, ir.Graph):
-                node.graph.remove(node)
-        choice.attributes.add(ir.AttrGraph(name, ir.Graph([], [result], nodes=nodes, name=result.name)))
+    def _branch(self, result: ir.Value, nodes: Sequence[ir.Node], dtype: ir.DataType) -> ir.Graph:
+        """Returns a branch of `nodes`, whose last one computes a value of another name than `result`."""
+        output = nodes[-1].outputs[0]
+        output.name = self._fresh(f"{result.name}_branch")
+        output.type, output.shape, output.doc_string = ir.TensorType(dtype), None, None
+        output.metadata_props.clear()
+        output.meta.pop(REPLACES, None)
+        return ir.Graph([], [output], nodes=nodes, name=output.name)
+
+
+def _copies(nodes: Sequence[ir.Node]) -> list[ir.Node]:
+    """Returns copies of nodes, of which each reads the one before."""
+    copies: dict[ir.Value | None, ir.Value] = {}
+    new = []
+    for node in nodes:
+        outputs = [ir.Value(name=value.name) for value in node.outputs]
+        inputs = [copies.get(value, value) for value in node.inputs]
+        settings = node.attributes.values()
+        new.append(ir.Node(node.domain, node.op_type, inputs, settings, outputs=outputs, name=node.name))
+        copies |= dict(zip(node.outputs, outputs, strict=True))
+    return new

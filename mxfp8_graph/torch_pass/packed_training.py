@@ -19,11 +19,11 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from mxfp8_graph.options import Options
 from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.plan import Decision, MatMulSite
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
-from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import internals, record, training_mode
 from mxfp8_graph.torch_pass.build import Builder, Shared
 from mxfp8_graph.torch_pass.find import find_sites
@@ -42,24 +42,20 @@ _NOTE: Final = (
 )
 
 
-def switched(source: ExportedProgram, reporter: Reporter) -> tuple[Program, list[SiteReport]]:
-    """Returns (a copy of a packed program, prepared for training or for inference again; a report of each site).
+def switched(source: ExportedProgram, recipe: Recipe, options: Options) -> tuple[Program, list[SiteReport], list[str]]:
+    """Returns (a copy of a packed program, prepared for training or for inference; a report of each site; notes).
 
     Raises:
         ContractError: there is nothing to train, or experts are chosen at run time for quantized activations.
     """
-    program, recipe = Program(source), reporter.recipe
-    if not reporter.options.training:
+    program = Program(source)
+    if not options.training:
         training_mode.evaluate(program.module)
     # The packing recipe left these matmuls in high precision, and this recipe does not apply to them.
     reason = "not packed; it stays in high precision"
     others = [Decision(site=s.matmul, kind="packed", rule="packed", reason=reason) for s in find_sites(program)]
-    if reporter.options.training:
-        reports = _to_training(program, recipe, reporter.options.name)
-        reporter.notes.append(_NOTE)
-    else:
-        reports = _to_inference(program, recipe)
-    return program, [*reports, *(SiteReport(decision=each) for each in others)]
+    reports = _to_training(program, recipe, options.name) if options.training else _to_inference(program, recipe)
+    return program, [*reports, *(SiteReport(decision=each) for each in others)], [_NOTE] if options.training else []
 
 
 def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteReport]:

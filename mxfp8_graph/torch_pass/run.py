@@ -18,8 +18,8 @@ from mxfp8_graph.options import Options
 from mxfp8_graph.policy.checkpoint_weights import apply_checkpoint
 from mxfp8_graph.policy.plan import Decision, of_layers, plan, require_eligible, tied
 from mxfp8_graph.policy.recipe import Recipe
+from mxfp8_graph.report.build import Results, build_report
 from mxfp8_graph.report.data import RewriteReport, SiteReport, StoredTensor, account
-from mxfp8_graph.report.reporter import Reporter
 from mxfp8_graph.torch_pass import attention, internals, packed_training, record, torchao_weights, train, training_mode
 from mxfp8_graph.torch_pass.checked_program import check_values, checked, untrained
 from mxfp8_graph.torch_pass.find import Site, TorchSite, find_sites
@@ -42,7 +42,6 @@ def rewrite_torch(
 
     A program in memory is not modified. Errors: see `mxfp8_graph.rewrite`, and `internals.check_torch`.
     """
-    reporter = Reporter(recipe=recipe, options=options)
     # Before the work: packing a model takes minutes, and a wrong path can be refused now.
     if options.output is not None:
         inputs = [model] if isinstance(model, Path) else []
@@ -53,44 +52,50 @@ def rewrite_torch(
         # A trained module may have values that the program lacks, see `checked_program`.
         check_values(model, options.name)
         source = flattened(model)
-    reporter.bytes_before = model.stat().st_size if isinstance(model, Path) else byte_size(source)
-    reporter.notes += filter(None, [internals.check_torch()])
+    size = model.stat().st_size if isinstance(model, Path) else byte_size(source)
+    notes = [*filter(None, [internals.check_torch()])]
     previous = record.find(source)
     if already_rewritten(previous, recipe, options, what="program"):
-        if (path := options.copy_to) is None or options.dry_run:
-            unchanged = model if isinstance(model, Path) else source
-            return None if options.dry_run else unchanged, reporter.report(already_rewritten=True)
-        write(source, path, recipe.to_record(), overwrite=options.overwrite)
-        return path, reporter.report((), path.stat().st_size, already_rewritten=True)
+        results: Results = {"already_rewritten": True, "notes": notes}
+        result = model if isinstance(model, Path) else source
+        if (path := options.copy_to) is not None and not options.dry_run:
+            write(source, path, recipe.to_record(), overwrite=options.overwrite)
+            result, results["bytes_after"] = path, path.stat().st_size
+        return None if options.dry_run else result, build_report(recipe, options, size, **results)
     if not options.training:
-        _note_training(source, reporter)
+        notes += _training_notes(source)
     # A program of layers of `te` may have both: weights that are stored in MXFP8, and others.
     trains = any(internals.op_name(node) in {LINEAR_TRAIN, GROUPED_TRAIN} for node in source.graph.nodes)
     if previous is not None and previous.packed and not trains:
-        program, reports = packed_training.switched(source, reporter)
+        program, reports, replaced = packed_training.switched(source, recipe, options)
     else:
-        program, sites, decisions = planned(source, recipe, options)
-        reports = _replaced(program, sites, decisions, reporter)
+        program, reports, replaced = _replaced(*planned(source, recipe, options), recipe, options)
     decisions = [report.decision for report in reports]
-    reporter.account = account(decisions, byte_size(source), _stored_tensors(program.state, program.constants))
+    accounted = account(decisions, byte_size(source), _stored_tensors(program.state, program.constants))
+    done: Results = {"sites": reports, "account": accounted, "notes": [*notes, *replaced]}
     if options.dry_run:
-        return None, reporter.report_of_plan(decisions)
-    result = checked(program.finish(), prepared=options.training)
+        done["sites"] = [SiteReport(decision=decision) for decision in decisions]
+        return None, build_report(recipe, options, size, **done)
+    rewritten = checked(program.finish(), prepared=options.training)
     if options.output is None:
-        return result, reporter.report(reports, byte_size(result))
-    write(result, options.output, recipe.to_record(), overwrite=options.overwrite)
-    return options.output, reporter.report(reports, options.output.stat().st_size)
+        done["bytes_after"] = byte_size(rewritten)
+        return rewritten, build_report(recipe, options, size, **done)
+    write(rewritten, options.output, recipe.to_record(), overwrite=options.overwrite)
+    done["bytes_after"] = options.output.stat().st_size
+    return options.output, build_report(recipe, options, size, **done)
 
 
-def _note_training(source: ExportedProgram, reporter: Reporter) -> None:
-    """Notes the ops that leave training mode, and a training that changed no parameter."""
+def _training_notes(source: ExportedProgram) -> list[str]:
+    """Returns notes on the ops that leave training mode, and on a training that changed no parameter."""
+    notes = []
     if unchanged := untrained(source):
-        reporter.notes.append(unchanged)
+        notes.append(unchanged)
         warnings.warn(printable(unchanged), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     if active := [internals.op_name(node) for node, _, value in training_mode.switches(source.graph_module) if value]:
         ops = ", ".join(f"{active.count(name)} {name}" for name in sorted(set(active)))
         now = "in the result dropout is off, and batch normalization, if any, uses its running statistics"
-        reporter.notes.append(f"the program was exported in training mode; {now} ({ops})")
+        notes.append(f"the program was exported in training mode; {now} ({ops})")
+    return notes
 
 
 def byte_size(program: ExportedProgram) -> int:
@@ -145,15 +150,14 @@ def _decide(program: Program, recipe: Recipe, options: Options) -> tuple[list[Si
 
 
 def _replaced(
-    program: Program, sites: Sequence[Site], decisions: Sequence[Decision], reporter: Reporter
-) -> list[SiteReport]:
-    """Replaces every site that is rewritten; returns a report of each site."""
-    recipe, options = reporter.recipe, reporter.options
+    program: Program, sites: Sequence[Site], decisions: Sequence[Decision], recipe: Recipe, options: Options
+) -> tuple[Program, list[SiteReport], list[str]]:
+    """Replaces every site that is rewritten; returns the program, a report of each site, and notes."""
     assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
-    reporter.notes += [*assigned.notes, *_notes(sites, assigned.decisions)]
+    notes = [*assigned.notes, *_notes(sites, assigned.decisions)]
     require_eligible(assigned.decisions, options.name, wanted=WANTED)
     if options.training and (left_out := train.note(assigned.decisions)):
-        reporter.notes.append(left_out)
+        notes.append(left_out)
         warnings.warn(printable(left_out), stacklevel=4)  # the caller of mxfp8_graph.rewrite
     editor = Editor(program, recipe, options, assigned.weights)
 
@@ -171,7 +175,7 @@ def _replaced(
     if not options.training:
         # The ops for inference pass no gradients; rewrite(..., training=True) of the result sets them again.
         program.ask_for_gradients(False)
-    return reports
+    return program, reports, notes
 
 
 def _notes(sites: Sequence[Site], decisions: Sequence[Decision]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 from grids import looped
 from models import calling, chain_model, choose, local_function, model, node, steps, subgraph, value, weight
@@ -20,6 +21,9 @@ from upgraded_models import X, differences, upgraded, with_linear
 from upgraded_models import run as run_as_written
 
 import mxfp8_graph
+from mxfp8_graph.onnx_pass.load import load
+from mxfp8_graph.onnx_pass.prepare import prepare
+from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_ops.errors import ContractError
 
 F32 = np.float32
@@ -92,6 +96,22 @@ def test_every_ir_version_that_onnx_runtime_reads_is_rewritten(version: int) -> 
     rewritten, _ = mxfp8_graph.rewrite(proto)
     assert rewritten.ir_version == max(version, 10)
     NEGATED.check(run(rewritten, {"x": X})[0])
+
+
+@pytest.mark.parametrize("opset", [17, 21])
+def test_a_model_goes_to_onnx_twice_and_comes_back_once(opset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First for all passes, then for the types of what they return; a node of a function keeps its metadata."""
+    act = local_function("act", "a b", "MatMul a b>m; Relu m>r", opset)
+    act.node[1].metadata_props.add(key="module", value="act")
+    ends = {"x": (F32, ["m", 64])}, {"y": (F32, ["m", 96])}
+    loaded = load(calling(model(steps("act x w>y"), *ends, {"w": weight(64, 96)}, opset=opset, checked=False), act))
+    calls, functions = list[str](), {"to_proto": ir.to_proto, "from_proto": ir.from_proto}
+    for name, function in functions.items():
+        counted = lambda x, name=name, function=function: calls.append(name) or function(x)  # noqa: E731
+        monkeypatch.setattr(ir, name, counted)
+    prepared, _ = prepare(loaded, load_recipe("mxfp8"))
+    assert calls == ["to_proto", "from_proto", "to_proto"]
+    assert [dict(node.metadata_props) for node in prepared.graph if node.op_type == "Relu"] == [{"module": "act"}]
 
 
 def test_local_functions_are_inlined_when_the_opset_changes() -> None:

@@ -19,7 +19,7 @@ from grids import looped
 import mxfp8_graph
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
-from mxfp8_graph.report.reporter import better_preset
+from mxfp8_graph.report.build import better_preset
 from mxfp8_ops import contract, cpu, ort
 from mxfp8_ops.errors import ContractError
 

@@ -1,7 +1,7 @@
 """Merges the nodes beside a replaced matmul into its node: activations, gates, attention.
 
-run.py           calls every fusion for every node, and inserts the fused nodes
-replacement.py   the result of a fusion, and helpers for types and new nodes
+run.py           calls every fusion for every node
+nodes.py         makes nodes in place of others, and reads the types of values
 gemm.py          activation and gate behind a gemm; elementwise.py recognizes activations
 attention.py     attention; attention_scores.py reads it, attention_heads.py its operands
 """

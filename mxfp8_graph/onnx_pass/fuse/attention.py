@@ -10,8 +10,7 @@ weights, or if one of its products became MXFP8Gemm. The nodes that compute the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import onnx
 import onnx_ir as ir
@@ -19,12 +18,10 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass.fuse import attention_scores
 from mxfp8_graph.onnx_pass.fuse.attention_heads import HEADS_APART, Heads, Source, same, shape_of_rank, transposed
 from mxfp8_graph.onnx_pass.fuse.attention_scores import Attention, Mask
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, in_place_of, mxfp8_node, type_of, value_replacing
+from mxfp8_graph.onnx_pass.fuse.nodes import in_place_of, mxfp8_node, type_of
 from mxfp8_graph.onnx_pass.graph import Dim, constant, is_op, only_used_by, with_inner
+from mxfp8_graph.onnx_pass.replacement import Fresh, NewNodes, Replacement, value_replacing
 from mxfp8_ops import contract
-
-Fresh = Callable[[str], str]
-"""Returns a name like its argument that nothing in the model has."""
 
 
 def fuse_attention(node: ir.Node, *, fresh: Fresh, activation_dtype: int) -> Replacement | str | None:
@@ -174,8 +171,7 @@ class _Writer:
 
     def __init__(self, dtype: int, fresh: Fresh) -> None:
         """`dtype` is the dtype of Q, K and V."""
-        self._nodes: list[ir.Node] = []
-        self._fresh = fresh
+        self._new = NewNodes(fresh)
         self._dtype = dtype
 
     def replacement(
@@ -191,7 +187,7 @@ class _Writer:
         output = value_replacing(replaced)
         after: tuple[ir.Node, ...] = ()
         if reshape is not None:
-            merged, output = output, ir.Value(name=self._fresh(f"{replaced.name}_heads"))
+            merged, output = output, ir.Value(name=self._new.fresh(f"{replaced.name}_heads"))
             settings = {entry.name: entry.value for entry in reshape.attributes.values()}
             after = (in_place_of(reshape, reshape.op_type, [output, *reshape.inputs[1:]], [merged], **settings),)
         inputs = [
@@ -209,18 +205,12 @@ class _Writer:
         }
         outputs = [output, value_replacing(k.present), value_replacing(v.present)]
         fused = mxfp8_node(last, contract.ATTENTION, inputs, outputs, **settings)
-        fused.name = last.name or self._fresh(f"{output.name}_attention")
-        return Replacement(kind="attention", node=fused, gone=gone, before=tuple(self._nodes), after=after)
-
-    def _add(self, op: str, inputs: Sequence[ir.Value], wanted: str, **attributes: Any) -> ir.Value:
-        """Adds a node of the standard domain and returns its output, called `wanted` or like it."""
-        output = ir.Value(name=self._fresh(wanted))
-        self._nodes.append(ir.node(op, inputs, attributes, outputs=[output], name=output.name))
-        return output
+        fused.name = last.name or self._new.fresh(f"{output.name}_attention")
+        return Replacement(kind="attention", node=fused, gone=gone, before=tuple(self._new.nodes), after=after)
 
     def _constant(self, wanted: str, dtype: int, values: Sequence[float], *, scalar: bool = False) -> ir.Value:
         tensor = onnx.helper.make_tensor(wanted, dtype, [] if scalar else [len(values)], values)
-        return self._add("Constant", [], wanted, value=ir.from_proto(tensor))
+        return self._new.result("Constant", wanted=wanted, value=ir.from_proto(tensor))
 
     def _side_by_side(self, source: Source) -> ir.Value:
         """Returns [B, S, H * D]."""
@@ -228,18 +218,18 @@ class _Writer:
         if source.layout == "merged":
             return value
         if source.layout == "heads":
-            value = self._add("Transpose", [value], f"{value.name}_split", perm=HEADS_APART)
+            value = self._new.result("Transpose", value, wanted=f"{value.name}_split", perm=HEADS_APART)
         # 0 keeps batch and length, which need not be known.
         width = source.heads.count * source.heads.size
         shape = self._constant(f"{source.value.name}_width", contract.INT64, [0, 0, width])
-        return self._add("Reshape", [value, shape], f"{source.value.name}_merged")
+        return self._new.result("Reshape", value, shape, wanted=f"{source.value.name}_merged")
 
     def _mask(self, masks: Sequence[Mask]) -> ir.Value:
         if not masks:
             return self._constant("no_mask", self._dtype, [0.0])
         value, *others = map(self._addend, masks)
         for other in others:
-            value = self._add("Add", [value, other], f"{value.name}_sum")
+            value = self._new.result("Add", value, other, wanted=f"{value.name}_sum")
         return value
 
     def _addend(self, mask: Mask) -> ir.Value:
@@ -248,4 +238,4 @@ class _Writer:
         # MXFP8Attention adds masks: 0 where a score counts, the fill where it does not.
         zero = self._constant(f"{mask.value.name}_zero", type_of(mask.fill).dtype, [0.0], scalar=True)
         either = (zero, mask.fill) if mask.counts else (mask.fill, zero)
-        return self._add("Where", [mask.value, *either], f"{mask.value.name}_added")
+        return self._new.result("Where", mask.value, *either, wanted=f"{mask.value.name}_added")

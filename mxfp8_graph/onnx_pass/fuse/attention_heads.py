@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.replacement import type_of
+from mxfp8_graph.onnx_pass.fuse.nodes import type_of
 from mxfp8_graph.onnx_pass.graph import Dim, attribute, constant, made_by, scalar
 
 HEADS_APART: Final = (0, 2, 1, 3)

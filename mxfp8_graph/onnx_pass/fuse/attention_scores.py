@@ -26,7 +26,7 @@ from mxfp8_graph.onnx_pass.fuse.attention_heads import (
     shape_of_rank,
     unscaled,
 )
-from mxfp8_graph.onnx_pass.fuse.replacement import type_of
+from mxfp8_graph.onnx_pass.fuse.nodes import type_of
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, constant, is_op, made_by, scalar
 from mxfp8_ops import contract
 

@@ -17,14 +17,9 @@ from typing import Final
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
-from mxfp8_graph.onnx_pass.fuse.replacement import (
-    Replacement,
-    fused_with,
-    node_derived_from,
-    row_of,
-    type_of,
-)
+from mxfp8_graph.onnx_pass.fuse.nodes import fused_with, node_derived_from, row_of, type_of
 from mxfp8_graph.onnx_pass.graph import attribute, is_op, only_used_by
+from mxfp8_graph.onnx_pass.replacement import Replacement
 from mxfp8_ops import contract
 
 _PLAIN: Final = ("Relu", "Gelu")

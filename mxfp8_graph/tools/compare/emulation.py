@@ -28,10 +28,10 @@ from mxfp8_graph.onnx_pass.graph import name_of, opset_of
 from mxfp8_graph.onnx_pass.load import bytes_of, load, path_of
 from mxfp8_graph.onnx_pass.prepare import prepare
 from mxfp8_graph.onnx_pass.protos import iter_graphs, to_proto
-from mxfp8_graph.onnx_pass.replace import Editor
+from mxfp8_graph.onnx_pass.replace import Replaced, Replacer, insert_all
 from mxfp8_graph.onnx_pass.run import find_and_plan
 from mxfp8_graph.onnx_pass.views import apply
-from mxfp8_graph.policy.plan import NothingEligibleError
+from mxfp8_graph.policy.plan import Decision, NothingEligibleError
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.running.compare import difference
 from mxfp8_graph.running.inputs import Inputs
@@ -55,7 +55,7 @@ class Emulator:
             RecipeError: the recipe does not fit the model.
             NothingEligibleError: no matmul with a stored weight is rewritten.
         """
-        graph = prepare(load(model), recipe.for_cpu(), [])
+        graph, _ = prepare(load(model), recipe.for_cpu())
         self.name, self.opset, self.path = name_of(graph), opset_of(graph), path_of(graph)
         self.weights: dict[str, OnnxSite] = {}
         """A site for each stored operand B, by its name; other sites may multiply by it too."""
@@ -63,16 +63,17 @@ class Emulator:
         """Number of matmuls that are emulated."""
         replaced: dict[ir.Value, int] = {}
         sites, decisions = find_and_plan(graph, recipe)
-        editor = Editor(graph, allow_nonfinite=True)
+        replacer, outcomes = Replacer(graph, allow_nonfinite=True), list[Replaced | Decision]()
         for site, decision in zip(sites, decisions, strict=True):
             if decision.quantize and (static := site.w.static) is not None and not isinstance(site.form, Lookup):
                 # As weight-only, so that the activation reaches the node in high precision, for Round.
-                packed = editor.apply(site, replace(decision, activations="unchanged")).weight
-                assert packed is not None  # a stored weight is packed
+                outcomes.append(outcome := replacer.outcome(site, replace(decision, activations="unchanged")))
+                assert isinstance(outcome, Replaced)
+                assert outcome.weight is not None  # a stored weight is packed
                 self.sites += 1
-                self.weights[str(packed.elements.name)] = site
+                self.weights[str(outcome.weight.elements.name)] = site
                 replaced[static.value] = static.stored_bytes
-        editor.finish()
+        insert_all(graph, outcomes)
         if not self.weights:
             what, advice = "no matmul with a stored weight is eligible", "see the reasons and adapt the recipe"
             raise NothingEligibleError(self.name, what, advice, decisions)

@@ -22,9 +22,9 @@ import onnx
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.attention import is_circular, unneeded
-from mxfp8_graph.onnx_pass.fuse.replacement import Replacement, mxfp8_node, row_of, value_replacing
-from mxfp8_graph.onnx_pass.fuse.run import apply
+from mxfp8_graph.onnx_pass.fuse.nodes import mxfp8_node, row_of
 from mxfp8_graph.onnx_pass.graph import constant, facts, is_op, only_used_by
+from mxfp8_graph.onnx_pass.replacement import Replacement, apply, value_replacing
 from mxfp8_graph.tools.dialects.edit import MARK, Edit, Nodes, attributes_of, dims, marks, replacing_outputs, tensor_of
 from mxfp8_ops import contract, onnx_functions, standard_ops
 from mxfp8_ops.case import Case

@@ -176,10 +176,9 @@ def _converted(model: ir.Model, to: str, allow: frozenset[str], accuracy_level: 
     record.remove_bodies(model)
     refuse_others(model)
     was_foreign = foreign(model) is not None
-    notes: list[str] = []
     theirs = {key for key in OPS if key[0] not in STANDARD} | {(domain, "DequantizeLinear") for domain in STANDARD}
     holds = lambda op: op in theirs or op[0] == contract.DOMAIN  # noqa: E731
-    model = upgrade(model, holds, notes, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
+    model, notes = upgrade(model, holds, least=max(DIALECTS[to].opset, contract.MIN_OPSET))
     edit = Edit(model, notes, allow, accuracy_level)
     # Counted twice: nodes that `restore` adds were standard ops in the model.
     counted = _ours(edit)

@@ -16,8 +16,6 @@ import onnx_ir as ir
 from mxfp8_graph.onnx_pass import prepare, record
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of, is_blocked
 from mxfp8_graph.onnx_pass.dialects import TRT
-from mxfp8_graph.onnx_pass.fuse.replacement import REPLACES, Replacement, value_replacing
-from mxfp8_graph.onnx_pass.fuse.run import apply
 from mxfp8_graph.onnx_pass.graph import (
     INFERRED,
     MICROSOFT,
@@ -28,10 +26,10 @@ from mxfp8_graph.onnx_pass.graph import (
     is_op,
     label,
     name_of,
-    settings_of,
     shape_of,
     stored,
 )
+from mxfp8_graph.onnx_pass.replacement import REPLACES, NewNodes, Replacement, apply, value_replacing
 from mxfp8_graph.tools.dialects.rows import OPS
 from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Option
@@ -85,7 +83,7 @@ class Edit:
         """Loss that the user allowed -> number of places."""
         self.float_dtypes = _float_dtypes(self.model)
         """Float dtypes of the model's inputs, outputs, stored values and casts, before the first replacement."""
-        self._before: Nodes = []
+        self._new = NewNodes(self.fresh)
         """Nodes to insert before the current replacement."""
         self._shared: dict[tuple[object, ...], ir.Value] = {}
 
@@ -94,7 +92,7 @@ class Edit:
         self.model.opset_imports.setdefault(contract.DOMAIN, contract.VERSION)
         # onnx infers the results of our nodes through their bodies only.
         record.add_bodies(self.model)
-        prepare.infer(self.model, [])
+        prepare.infer(self.model)
         record.remove_bodies(self.model)
 
     def each(self, step: Step) -> bool:
@@ -102,22 +100,19 @@ class Edit:
         self._shared.clear()  # an earlier step may have removed shared values
 
         def replacement(node: ir.Node) -> Replacement | None:
+            self._new = NewNodes(self.fresh)
             nodes = step(self, node)
-            before, self._before = self._before, []
             if nodes is None:
                 return None
             replaced = nodes[-1].outputs[0].meta.get(REPLACES)
             gone = node if replaced is None else replaced.producer()
-            return Replacement(kind="", node=nodes[-1], gone=(gone,), before=(*before, *nodes[:-1]))
+            return Replacement(node=nodes[-1], gone=(gone,), before=(*self._new.nodes, *nodes[:-1]))
 
         return bool(apply(self.model, [replacement], lambda _: True))
 
     def make(self, op: str, *inputs: ir.Value, wanted: str, domain: str = "", **attributes: Any) -> ir.Value:
         """Adds a node before the current replacement; returns its result, called `wanted` or similar."""
-        value = ir.Value(name=self.fresh(wanted))
-        settings = settings_of(attributes)
-        self._before.append(ir.Node(domain, op, inputs, settings, outputs=[value], name=value.name))
-        return value
+        return self._new.result(op, *inputs, wanted=wanted, domain=domain, **attributes)
 
     def shared(self, graph: ir.Graph | None, *key: object, make: Callable[[], ir.Value]) -> ir.Value:
         """Returns the result of `make()` for this key in this graph; each step calls it once."""

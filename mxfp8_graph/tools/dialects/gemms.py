@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node, row_of
+from mxfp8_graph.onnx_pass.fuse.nodes import in_place_of, is_ours, mxfp8_node, row_of
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, label
 from mxfp8_graph.tools.dialects.bodies import standard
 from mxfp8_graph.tools.dialects.edit import (

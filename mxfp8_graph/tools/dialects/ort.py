@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.fuse.nodes import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, attribute, dtype_of, label
 from mxfp8_graph.tools.dialects.bodies import standard
 from mxfp8_graph.tools.dialects.edit import OTHER, Codes, Edit, Nodes, dims, operand, operands, tensor_of

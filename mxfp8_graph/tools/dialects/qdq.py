@@ -25,7 +25,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.dialect_ops import dialect_of
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.fuse.nodes import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, dtype_of, is_op, settings_of
 from mxfp8_graph.tools.dialects.edit import (
     NOT_MX,

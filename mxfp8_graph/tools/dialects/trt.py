@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.dialect_ops import blocked_axis, dialect_of, without_padding
 from mxfp8_graph.onnx_pass.dialects import TRT, TRT_DEQUANTIZE, TRT_QUANTIZE, TRT_STATIC_QUANTIZE
-from mxfp8_graph.onnx_pass.fuse.replacement import in_place_of, is_ours, mxfp8_node
+from mxfp8_graph.onnx_pass.fuse.nodes import in_place_of, is_ours, mxfp8_node
 from mxfp8_graph.onnx_pass.graph import attribute, default, dtype_of, is_op
 from mxfp8_graph.tools.dialects.edit import (
     Edit,

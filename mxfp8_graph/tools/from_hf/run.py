@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +15,6 @@ from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.checkpoint_weights import CheckpointWeights
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
 from mxfp8_graph.report.data import RewriteReport
-from mxfp8_graph.report.reporter import Reporter
 from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import BackendError, ContractError, Option
 
@@ -85,14 +85,14 @@ def from_hf(
     # Before the export, which takes minutes: the output must not replace a file of the checkpoint.
     weights.refuse_output(target)
     whole = Options(name=str(folder), output=target, weights=weights, **options)
-    reporter = Reporter(recipe=chosen, options=whole, bytes_before=checkpoint.byte_size)
     model, names = _model(folder, checkpoint, dtype, opset)
-    if unused := sorted(checkpoint.others.keys() - names):
-        reporter.notes.append(f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}")
     from mxfp8_graph.onnx_pass.run import rewrite_model
 
-    path, report = rewrite_model(model, reporter)
+    path, report = rewrite_model(model, chosen, whole, checkpoint.byte_size)
     assert isinstance(path, Path)  # the options have an output
+    if unused := sorted(checkpoint.others.keys() - names):
+        note = f"{len(unused)} tensors of the checkpoint are not used by the model: {listed(unused, 5)}"
+        report = replace(report, notes=(note, *report.notes))
     return path, report
 
 

@@ -1,59 +1,15 @@
-"""The result of a fusion, `Replacement`, and helpers that make its nodes."""
+"""Makes nodes in place of others, and tells nodes of ours by their row of the contract."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.graph import Dim, dtype_of, settings_of, shape_of
+from mxfp8_graph.onnx_pass.replacement import value_replacing
 from mxfp8_ops import contract
-
-REPLACES: Final = "replaces"
-"""Key of `Value.meta`: the value of the graph whose place a new value takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Replacement:
-    """One node in place of several.
-
-    The new nodes compute all results of `gone` that other nodes use. Nodes that only `gone` uses, such as constants, go
-    away by themselves.
-    """
-
-    kind: str
-    """The fused ops, for reports: "gemm + gelu"."""
-    node: ir.Node
-    gone: tuple[ir.Node, ...]
-    """Nodes of one graph."""
-    before: tuple[ir.Node, ...] = ()
-    """Further new nodes that compute what `node` reads: constants, views."""
-    after: tuple[ir.Node, ...] = ()
-    """Further new nodes that read what `node` computes."""
-
-    @property
-    def new(self) -> tuple[ir.Node, ...]:
-        """The new nodes, in order."""
-        return (*self.before, self.node, *self.after)
-
-
-Fusion = Callable[[ir.Node], Replacement | str | None]
-"""Returns the replacement of the pattern that begins or ends at a node; None if the pattern is not there, and the
-reason, for reports, if it is there and cannot be replaced."""
-
-
-def value_replacing(value: ir.Value | None) -> ir.Value:
-    """Returns a new value that takes the place of `value`; for None, one without a name, which is an absent output."""
-    if value is None:
-        return ir.Value(name="")
-    # The type is the one that the file declares, and `meta` has the inferred one: the saved model declares no more.
-    new = ir.Value(name=value.name, shape=value.shape, type=value.type, doc_string=value.doc_string)
-    new.metadata_props.update(value.metadata_props)
-    new.meta.update(value.meta)
-    new.meta[REPLACES] = value
-    return new
 
 
 def in_place_of(
