@@ -5,8 +5,8 @@
 # make test-isas  the kernels on every instruction set   make test-emulation  the CUDA kernels on emulated threads
 # make test-cuda  the same with every case (more than five minutes)   make test-exports  models exported again and compared
 #                 with the committed ones
-# make mutants    changes the product in 150 places and counts which changes `make test` and `make test-emulation` notice
-#                 (an hour or two)
+# make mutants FILE=mxfp8_graph/policy/plan.py TESTS=tests/mxfp8_graph/test_plan.py
+#                 changes FILE in one place at a time (mutmut) and lists the changes that TESTS leave unnoticed
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
@@ -85,8 +85,16 @@ test-exports: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	MXFP8_TEST_ISAS=all $(PYTEST) -m slow
 
+# Links to both packages side by side, because mutmut names a module by the path of its file. Not the Python of the environment:
+# its editable install would import the unchanged files.
+MUTANTS := build/mutants
+LINKED := Makefile README.md benchmarks custom_ops custom_ops/mxfp8_ops docs mxfp8_graph pyproject.toml samples tests
+MUTMUT = PYTHONPATH=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) $(PYTHON) -m mutmut
 mutants: $(VENV)/.installed
-	$(BIN)/python tests/mutants/run.py
+	@mkdir -p $(MUTANTS) && ln -sfn $(LINKED:%=../../%) $(MUTANTS)
+	@printf '%s\n' '[mutmut]' source_paths= '  mxfp8_graph' '  mxfp8_ops' 'only_mutate=$(FILE:custom_ops/%=%)' also_copy=custom_ops \
+	  'pytest_add_cli_args=-pno:cacheprovider' pytest_add_cli_args_test_selection= $(TESTS:%='  %') >$(MUTANTS)/setup.cfg
+	cd $(MUTANTS) && $(MUTMUT) run && $(MUTMUT) results
 
 # optimum-onnx needs an older transformers than our tests, so it has an environment of its own. Two packages are there
 # for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.
