@@ -13,9 +13,8 @@
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
 # make sanitize   the native library under a grid of gemms and under hostile arguments, with Address-, UndefinedBehavior- and
-#                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
-# make windows    the library for Windows and its test programs on Wine: a grid of gemms, hostile arguments
-#                 (needs cmake and the package wine; five minutes)
+#                 ThreadSanitizer (needs cmake and GCC 12; five minutes)
+# make windows    the library for Windows and a grid of gemms on Wine (needs cmake and the package wine; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
 # make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
 #                 fresh environments of every Python that is found; no compiler but what the package index has
@@ -172,13 +171,14 @@ gpu-bench: gpu-library
 bench: $(VENV)/.installed
 	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out whole_models growth scaling torch_linear training te_training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory production retrieval; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
-sanitize:
+sanitize: $(VENV)/.installed
 	@for sanitizers in 'address;undefined' thread; do \
-	  folder=build/sanitize-$${sanitizers%;*}; \
+	  folder=$(CURDIR)/build/sanitize-$${sanitizers%;*}; \
 	  cmake -S custom_ops -B $$folder -DMXFP8_TEST_PROGRAMS=ON "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
-	  cmake --build $$folder --parallel 2 --target mxfp8_gemms --target mxfp8_hostile >/dev/null && \
-	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
-	  $$folder/mxfp8_gemms && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
+	  cmake --build $$folder --parallel 2 --target mxfp8_gemms >/dev/null && \
+	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && $$folder/mxfp8_gemms && \
+	  LD_PRELOAD=$$(g++ -print-file-name=lib$$(echo $$sanitizers | cut -c 1)san.so) ASAN_OPTIONS=detect_leaks=0 \
+	    HOSTILE_LIBRARY=$$folder HOSTILE_CALLS=100000 $(PYTEST) -m 'not slow' tests/mxfp8_ops/test_native_hostile.py || exit 1; \
 	done
 
 # Wine's settings are outside of this folder and go afterwards: they link to /, and the source distribution follows links.
@@ -190,7 +190,7 @@ windows: build/wheels/.installed
 	cmake --build build/windows --parallel 2 >/dev/null
 	@folder=$$(mktemp -d) && trap 'wineserver -k; rm -rf "$$folder"' EXIT && \
 	  export HOME=$$folder WINEPREFIX=$$folder/wine WINEDEBUG=-all && cd build/windows && \
-	  wine mxfp8_gemms.exe && wine mxfp8_hostile.exe --calls 1000000
+	  wine mxfp8_gemms.exe
 
 FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0
