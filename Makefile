@@ -195,7 +195,7 @@ windows: build/wheels/.installed
 FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0
 fuzz: $(VENV)/.installed
-	PYTHONPATH=tests:tests/mxfp8_graph $(BIN)/python -m tests.fuzz.run --count $(FUZZ_COUNT) --seed $(FUZZ_SEED)
+	FUZZ_COUNT=$(FUZZ_COUNT) FUZZ_SEED=$(FUZZ_SEED) $(PYTEST) -s tests/fuzz
 
 clean:
 	rm -rf $(VENV) build demo
