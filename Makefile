@@ -178,7 +178,7 @@ sanitize: $(VENV)/.installed
 	  cmake --build $$folder --parallel 2 --target mxfp8_gemms >/dev/null && \
 	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && $$folder/mxfp8_gemms && \
 	  LD_PRELOAD=$$(g++ -print-file-name=lib$$(echo $$sanitizers | cut -c 1)san.so) ASAN_OPTIONS=detect_leaks=0 \
-	    HOSTILE_LIBRARY=$$folder HOSTILE_CALLS=100000 $(PYTEST) -m 'not slow' tests/mxfp8_ops/test_native_hostile.py || exit 1; \
+	    HOSTILE_LIBRARY=$$folder HOSTILE_CALLS=100000 $(PYTEST) -s -m 'not slow' tests/mxfp8_ops/test_native_hostile.py || exit 1; \
 	done
 
 # Wine's settings are outside of this folder and go afterwards: they link to /, and the source distribution follows links.
