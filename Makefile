@@ -5,17 +5,16 @@
 # make test-isas  the kernels on every instruction set   make test-emulation  the CUDA kernels on emulated threads
 # make test-cuda  the same with every case (more than five minutes)   make test-exports  models exported again and compared
 #                 with the committed ones
-# make mutants    changes the product in 150 places and counts which changes `make test` and `make test-emulation` notice
-#                 (an hour or two)
+# make mutants FILE=mxfp8_graph/policy/plan.py TESTS=tests/mxfp8_graph/test_plan.py
+#                 changes FILE in one place at a time (mutmut) and lists the changes that TESTS leave unnoticed
 # make gpu-test, make gpu-bench  the same on a GPU        make gpu-sanitize  compute-sanitizer on it
 # make gpu-first  the first half hour on one, call by call
 # make test-hosts  rewritten models in programs that serve them, in two environments (gigabytes; headers and onnxruntime-node
 #                  are tried where ONNXRUNTIME_INCLUDE and NODE_PATH say they are)
 # make fuzz       FUZZ_COUNT damaged ONNX models, made from FUZZ_SEED: how the rewrite of each ends
 # make sanitize   the native library under a grid of gemms and under hostile arguments, with Address-, UndefinedBehavior- and
-#                 ThreadSanitizer (needs cmake and GCC 12 or Clang; five minutes)
-# make windows    the library for Windows and its test programs on Wine: a grid of gemms, hostile arguments
-#                 (needs cmake and the package wine; five minutes)
+#                 ThreadSanitizer (needs cmake and GCC 12; five minutes)
+# make windows    the library for Windows and a grid of gemms on Wine (needs cmake and the package wine; five minutes)
 # make docs       the pages of docs/ as a site, in build/site
 # make wheels     dist/: the source distribution and wheels for Linux, Windows and macOS, the one of this machine tried in
 #                 fresh environments of every Python that is found; no compiler but what the package index has
@@ -85,8 +84,16 @@ test-exports: $(VENV)/.installed
 test-slow: $(VENV)/.installed
 	MXFP8_TEST_ISAS=all $(PYTEST) -m slow
 
+# Links to both packages side by side, because mutmut names a module by the path of its file. Not the Python of the environment:
+# its editable install would import the unchanged files.
+MUTANTS := build/mutants
+LINKED := Makefile README.md benchmarks custom_ops custom_ops/mxfp8_ops docs mxfp8_graph pyproject.toml samples tests
+MUTMUT = PYTHONPATH=$$(echo $(abspath $(VENV))/lib/python3*/site-packages) $(PYTHON) -m mutmut
 mutants: $(VENV)/.installed
-	$(BIN)/python tests/mutants/run.py
+	@mkdir -p $(MUTANTS) && ln -sfn $(LINKED:%=../../%) $(MUTANTS)
+	@printf '%s\n' '[mutmut]' source_paths= '  mxfp8_graph' '  mxfp8_ops' 'only_mutate=$(FILE:custom_ops/%=%)' also_copy=custom_ops \
+	  'pytest_add_cli_args=-pno:cacheprovider' pytest_add_cli_args_test_selection= $(TESTS:%='  %') >$(MUTANTS)/setup.cfg
+	cd $(MUTANTS) && $(MUTMUT) run && $(MUTMUT) results
 
 # optimum-onnx needs an older transformers than our tests, so it has an environment of its own. Two packages are there
 # for files in them: amd-quark has the published headers of ONNX Runtime, nvidia-pytriton a Triton server.
@@ -164,13 +171,14 @@ gpu-bench: gpu-library
 bench: $(VENV)/.installed
 	@for script in gemm quantize embedding fused attention ort_optimizers ort_leave_one_out whole_models growth scaling torch_linear training te_training distributed op_overhead rewrite_speed many_matmuls cuda_planning sass conformance distributed_8b without_library stock_linears presets session_memory production retrieval; do echo "== $$script"; $(BIN)/python benchmarks/$$script.py || exit 1; done
 
-sanitize:
+sanitize: $(VENV)/.installed
 	@for sanitizers in 'address;undefined' thread; do \
-	  folder=build/sanitize-$${sanitizers%;*}; \
+	  folder=$(CURDIR)/build/sanitize-$${sanitizers%;*}; \
 	  cmake -S custom_ops -B $$folder -DMXFP8_TEST_PROGRAMS=ON "-DMXFP8_SANITIZE=$$sanitizers" >/dev/null && \
-	  cmake --build $$folder --parallel 2 --target mxfp8_gemms --target mxfp8_hostile >/dev/null && \
-	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && \
-	  $$folder/mxfp8_gemms && $$folder/mxfp8_hostile --calls 1000000 || exit 1; \
+	  cmake --build $$folder --parallel 2 --target mxfp8_gemms >/dev/null && \
+	  echo "== $$sanitizers sanitizer" && export TSAN_OPTIONS=halt_on_error=1 && $$folder/mxfp8_gemms && \
+	  LD_PRELOAD=$$(g++ -print-file-name=lib$$(echo $$sanitizers | cut -c 1)san.so) ASAN_OPTIONS=detect_leaks=0 \
+	    HOSTILE_LIBRARY=$$folder HOSTILE_CALLS=100000 $(PYTEST) -s -m 'not slow' tests/mxfp8_ops/test_native_hostile.py || exit 1; \
 	done
 
 # Wine's settings are outside of this folder and go afterwards: they link to /, and the source distribution follows links.
@@ -182,12 +190,12 @@ windows: build/wheels/.installed
 	cmake --build build/windows --parallel 2 >/dev/null
 	@folder=$$(mktemp -d) && trap 'wineserver -k; rm -rf "$$folder"' EXIT && \
 	  export HOME=$$folder WINEPREFIX=$$folder/wine WINEDEBUG=-all && cd build/windows && \
-	  wine mxfp8_gemms.exe && wine mxfp8_hostile.exe --calls 1000000
+	  wine mxfp8_gemms.exe
 
 FUZZ_COUNT ?= 5000
 FUZZ_SEED ?= 0
 fuzz: $(VENV)/.installed
-	PYTHONPATH=tests:tests/mxfp8_graph $(BIN)/python -m tests.fuzz.run --count $(FUZZ_COUNT) --seed $(FUZZ_SEED)
+	FUZZ_COUNT=$(FUZZ_COUNT) FUZZ_SEED=$(FUZZ_SEED) $(PYTEST) -s tests/fuzz
 
 clean:
 	rm -rf $(VENV) build demo

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.tools
         ("tests/mxfp8_ops/test_cuda_gemms.py", ["test-isas", "test-emulation"]),
         ("mxfp8_graph/distributed/fsdp.py", ["test-processes"]),
         ("samples/02_recipe/README.md", ["samples"]),
-        ("tests/fuzz/run.py", ["test-tools"]),
+        ("tests/fuzz/test_run.py", ["test-tools"]),
         ("constraints.txt", ["test-exports"]),
     ],
 )

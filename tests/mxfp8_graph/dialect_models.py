@@ -10,6 +10,7 @@ import onnx
 from models import node, steps, value, weight
 from onnx import TensorProto, helper, numpy_helper
 
+import mxfp8_graph
 from mxfp8_ops import numerics, numpy_nodes
 
 K, N = 64, 96
@@ -145,3 +146,17 @@ def quark(element_dtype: str = "fp8_e4m3") -> onnx.ModelProto:
 
     nodes = [mx("x", "xd", -1), mx("w", "wd", 0), node("MatMul", "xd wd", "m"), node("Relu", "m", "y")]
     return made(nodes, [numpy_helper.from_array(weight(K, N), "w")], domain="com.amd.quark")
+
+
+def codes_of(model: Any) -> dict[str, tuple[bytes, bytes]]:
+    """Returns the bytes of elements and scales by weight, both [..., N, K]."""
+    weights = mxfp8_graph.unpack(model)
+    return {name: (w.elements.tobytes(), w.scales.tobytes()) for name, w in weights.items()}
+
+
+def relative(actual: np.ndarray, expected: np.ndarray) -> float:
+    difference = actual.astype(np.float64) - expected.astype(np.float64)
+    return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
+
+
+INT8_RECIPES, INT8_DIALECTS = ("mxint8", "mxint8-weight-only"), ("qdq", "standard", "nbits")

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from models import IR_VERSION, node, value, weight
+from models import IR_VERSION, node, steps, value, weight
 from onnx import helper, numpy_helper
 from oracle import normal, rewrite, run
 
@@ -80,3 +80,18 @@ def check_same(proto: onnx.ModelProto, fused: onnx.ModelProto, plain: onnx.Model
         assert one.dtype == other.dtype
         wanted = other.astype(np.float64)
         assert np.max(np.abs(one.astype(np.float64) - wanted)) <= limit * np.max(np.abs(wanted))
+
+
+OPS = {
+    "relu": [node("Relu", "h", "y")],
+    "gelu": [node("Gelu", "h", "y")],
+    "gelu_tanh": [node("Gelu", "h", "y", approximate="tanh")],
+    "silu": steps("Sigmoid h>s; Mul h s>y"),
+}
+
+
+def gated(product: str = "s u", up: str = "x", dtype: Any = F32, **more: Any) -> onnx.ModelProto:
+    """Returns y = silu(x @ g) * (up @ v)."""
+    weights = {"g": weight(64, 96, dtype=dtype), "v": weight(64, 96, seed=1, dtype=dtype)}
+    nodes = steps(f"gate:MatMul x g>h; Sigmoid h>t; Mul h t>s; up:MatMul {up} v>u; Mul {product}>y")
+    return graph_model(nodes, weights, dtype=dtype, **more)

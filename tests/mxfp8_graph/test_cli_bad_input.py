@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,9 @@ from mxfp8_graph import rewriting
 pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-def truncated(path: Path) -> None:
-    save(b.chain_model(), str(path))
-    os.truncate(path, 3000)
+def part_of_a_model(share: float) -> Callable[[Path], object]:
+    content = b.chain_model().SerializeToString()
+    return lambda path: path.write_bytes(content[: int(len(content) * share)])
 
 
 def a_safetensors_file(path: Path) -> None:
@@ -57,7 +56,9 @@ DIRECTORY = "a directory; expected an ONNX file; name the .onnx file inside it"
         pytest.param(Path.mkdir, DIRECTORY, id="a folder"),
         pytest.param(Path.touch, "the file is empty; expected an ONNX model; export it again", id="empty"),
         pytest.param(lambda path: path.write_text("hello"), INCOMPLETE, id="text"),
-        pytest.param(truncated, INCOMPLETE, id="truncated"),
+        pytest.param(lambda path: path.write_text('{"graph": {}}'), INCOMPLETE, id="JSON"),
+        pytest.param(lambda path: path.write_bytes(bytes(1000)), INCOMPLETE, id="zeros"),
+        *(pytest.param(part_of_a_model(s), INCOMPLETE, id=f"{s} of a model") for s in (0.01, 0.5, 0.9999)),
         pytest.param(a_safetensors_file, "a safetensors checkpoint: weights without a graph;", id="safetensors"),
         pytest.param(lambda path: torch.save({"w": torch.zeros(3)}, path), STATE_DICT, id="torch.save"),
         pytest.param(
@@ -83,6 +84,7 @@ def test_a_file_that_is_no_onnx_model(make: Callable[[Path], object], message: s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ("rewrite m.onnx/m.onnx -o o.onnx", "m.onnx/m.onnx: Not a directory; expected a readable ONNX file; check the"),
         ("rewrite m.onnx -o m.onnx --overwrite", "m.onnx: is an input; expected another file"),
         ("rewrite m.json --report m.json", "m.json: is an input; expected another file"),
         ("rewrite m.onnx --report ./m.onnx.json -o m.onnx.json", "m.onnx.json: is an input; expected another file"),

@@ -18,6 +18,7 @@ import onnx
 import oracle
 import pytest
 from commands import refused, run
+from dialect_models import INT8_DIALECTS, INT8_RECIPES, codes_of, relative
 from fuzz.onnx_models import mutate
 from google.protobuf.message import DecodeError
 from grids import looped, pairwise
@@ -32,19 +33,8 @@ from mxfp8_ops.errors import ContractError
 LOSSES = {"qdq": ["activations"], "nbits": ["activations"]}
 
 
-def codes_of(model: Any) -> dict[str, tuple[bytes, bytes]]:
-    """Returns the bytes of elements and scales by weight, both [..., N, K]."""
-    weights = mxfp8_graph.unpack(model)
-    return {name: (w.elements.tobytes(), w.scales.tobytes()) for name, w in weights.items()}
-
-
 def numpy_dtype(proto: onnx.ModelProto) -> Any:
     return helper.tensor_dtype_to_np_dtype(proto.graph.input[0].type.tensor_type.elem_type)
-
-
-def relative(actual: np.ndarray, expected: np.ndarray) -> float:
-    difference = actual.astype(np.float64) - expected.astype(np.float64)
-    return float(np.linalg.norm(difference) / np.linalg.norm(expected.astype(np.float64)))
 
 
 @pytest.mark.usefixtures("own_folder")
@@ -77,7 +67,6 @@ MODELS = {
     ),
 }  # fmt: skip
 RECIPES, DIALECTS = ("mxfp8", "mxfp8-bf16", "mxfp8-weight-only"), ("trt", "qdq", "standard")
-INT8_RECIPES, INT8_DIALECTS = ("mxint8", "mxint8-weight-only"), ("qdq", "standard", "nbits")
 
 
 @functools.cache

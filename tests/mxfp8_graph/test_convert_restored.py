@@ -12,9 +12,9 @@ import numpy as np
 import onnx
 import oracle
 import pytest
+from dialect_models import codes_of
+from expert_models import experts
 from grids import looped
-from test_convert import codes_of
-from test_onnx_experts import experts
 
 import mxfp8_graph
 from mxfp8_graph import Recipe

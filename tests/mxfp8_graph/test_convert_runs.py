@@ -18,10 +18,10 @@ import onnx
 import onnxruntime
 import oracle
 import pytest
+from dialect_models import INT8_DIALECTS, codes_of, relative
 from grids import looped, pairwise
 from onnx.reference import ReferenceEvaluator
 from releases import release
-from test_convert import INT8_DIALECTS, codes_of, relative
 
 import mxfp8_graph
 from mxfp8_graph.running.inputs import make_inputs

@@ -15,12 +15,11 @@ import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from distributed_models import mesh, whole  # noqa: E402
 from process_pool import ProcessPool, in_each_process  # noqa: E402
-from test_torch_experts import TOKENS, mixtral  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
 from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch_programs import DYNAMIC, Apply, export, values  # noqa: E402
+from torch_programs import DYNAMIC, TOKENS, Apply, export, mixtral, values  # noqa: E402  # noqa: E402
 
 import mxfp8_graph  # noqa: E402
 from mxfp8_graph import distributed  # noqa: E402

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import PAST, feeds, standard
+from contrib_models import MICROSOFT, contrib_model, integers
 from grids import looped
 from models import node, steps
 from oracle import initializers, kinds, rewrite, run
-from test_onnx_contrib import MICROSOFT, contrib_model, integers
 
 import mxfp8_graph
 from mxfp8_graph import Recipe

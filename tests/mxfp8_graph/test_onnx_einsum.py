@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx
 import pytest
+from contrib_models import integers
 from grids import looped
 from models import neg_model, text_model
 from oracle import GEMM, initializers, kinds, refusal, rewrite, run
-from test_onnx_contrib import integers
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule

@@ -8,16 +8,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from expert_models import STACK, experts
 from grids import looped
-from models import model, node, save, steps, value, weight
+from models import model, save, steps, value
 from oracle import Expected, computes, expect, initializers, kinds, normal, refusal, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
 
 F32, I64 = np.float32, np.int64
-STACK = weight(4, 70, 40, seed=1).transpose(0, 2, 1).copy()
-"""[E, N, K]: 4 experts, K no multiple of 32."""
 CHOSEN = np.array([3, 0, 0, 2, -1])
 X = normal(5, 1, 70)
 WEIGHT_ONLY = Recipe(name="weight only", activations="unchanged")
@@ -25,23 +24,6 @@ TURNED = "Gather stack i>w; Transpose w>wt|perm=[0,2,1]; "
 """Picks the matrices of `i` and turns them for x @ wt."""
 
 pytestmark = pytest.mark.usefixtures("runtime")
-
-
-def experts(
-    nodes: str | list[onnx.NodeProto],
-    *,
-    x: Any = ("s", 1, 70),
-    index: Any = ("s",),
-    stack: np.ndarray = STACK,
-    index_dtype: Any = I64,
-    rank: int = 0,
-    **initializers: np.ndarray,
-) -> onnx.ModelProto:
-    """Returns a model that picks from `stack` by `i` and multiplies with `x`, giving `h`; its result is y = -h."""
-    nodes = steps(nodes) if isinstance(nodes, str) else nodes
-    inputs = {"x": (stack.dtype, x), "i": (index_dtype, index)}
-    outputs = {"y": (stack.dtype, [None] * (rank or max(len(x), len(index) + 2)))}
-    return model([*nodes, node("Neg", "h", "y")], inputs, outputs, {"stack": stack, **initializers})
 
 
 def predict(x: np.ndarray, index: np.ndarray, **settings: Any) -> Expected:

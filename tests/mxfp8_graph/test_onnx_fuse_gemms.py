@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from fused_models import F32, MICROSOFT, activated, both_ways, check_same, graph_model, kinds_fused
+from fused_models import MICROSOFT, OPS, activated, both_ways, check_same, gated, kinds_fused
 from grids import looped, pairwise
 from models import chain_model, choose, language_model, node, steps, text_model, weight
 from oracle import kinds
@@ -56,14 +56,6 @@ GELU_TANH = {
 def epilogue_of(model: onnx.ModelProto) -> Any:
     (gemm,) = (n for n in model.graph.node if n.name == "linear")
     return settings_of(gemm).get("epilogue")
-
-
-OPS = {
-    "relu": [node("Relu", "h", "y")],
-    "gelu": [node("Gelu", "h", "y")],
-    "gelu_tanh": [node("Gelu", "h", "y", approximate="tanh")],
-    "silu": steps("Sigmoid h>s; Mul h s>y"),
-}
 
 
 @looped("epilogue, recipe", pairwise(epilogue=list(OPS), recipe=["mxfp8", "mxfp8-bf16", "mxfp8-weight-only"]))
@@ -145,13 +137,6 @@ def test_a_gemm_that_onnx_runtime_may_run_in_float32_stays() -> None:
     _, plain, report = both_ways(activated(node("Relu", "h", "y"), dtype=np.float16), "mxfp8-weight-only")
     assert kinds(plain)["Cast"] == 1
     assert report.fusions == ()
-
-
-def gated(product: str = "s u", up: str = "x", dtype: Any = F32, **more: Any) -> onnx.ModelProto:
-    """Returns y = silu(x @ g) * (up @ v)."""
-    weights = {"g": weight(64, 96, dtype=dtype), "v": weight(64, 96, seed=1, dtype=dtype)}
-    nodes = steps(f"gate:MatMul x g>h; Sigmoid h>t; Mul h t>s; up:MatMul {up} v>u; Mul {product}>y")
-    return graph_model(nodes, weights, dtype=dtype, **more)
 
 
 @looped("product, recipe", [("s u", "mxfp8"), ("u s", "mxfp8-weight-only")])

@@ -215,15 +215,6 @@ def test_neither_the_input_nor_its_data_is_ever_the_output(path: Path, tmp_path:
         assert "is an input" in message(path, output=tmp_path / output, overwrite=True)
 
 
-def test_an_output_that_exists_is_replaced_only_if_asked(path: Path, tmp_path: Path) -> None:
-    out = tmp_path / "m.mxfp8.onnx"
-    out.write_text("precious")
-    assert message(path) == f"{out}: exists already; expected a new file; pass overwrite=True or another path"
-    assert out.read_text() == "precious"
-    mxfp8_graph.rewrite(path, overwrite=True)
-    check_result(out, matmul_model())
-
-
 def test_data_that_exist_beside_a_new_output_are_kept(path: Path, tmp_path: Path) -> None:
     data = tmp_path / "out.onnx.data"
     data.write_text("precious")

@@ -21,11 +21,13 @@ from torch.export import ExportedProgram  # noqa: E402
 from torch_programs import (  # noqa: E402
     DYNAMIC,
     OUTPUTS_TOO,
+    TOKENS,
     Apply,
     as_numpy,
     count,
     export,
     kept,
+    mixtral,
     predict,
     relative_l2,
     values,
@@ -253,26 +255,6 @@ def test_a_program_that_survives_a_file_becomes_what_it_was_where_a_recipe_keeps
     with pytest.warns(UserWarning, match="Recipe type changed"):
         packed, _ = mxfp8_graph.rewrite(kept, Recipe(name="other", exclude=("^_grouped_mm$",)))
     assert (count(packed, "mxfp8.grouped_gemm"), count(packed, GROUPED), count(packed, TRAIN)) == (1, 1, 0)
-
-
-TOKENS = 16
-
-
-def mixtral(*, dynamic: bool = False) -> ExportedProgram:
-    """Returns a small Mixtral with transformers' grouped experts, in training mode, for 16 rows of 24 tokens or any."""
-    transformers = pytest.importorskip("transformers", "5.14")
-    torch.manual_seed(0)
-    config = transformers.MixtralConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=TOKENS, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2,
-        experts_implementation="grouped_mm", initializer_range=0.125,
-    )  # fmt: skip
-    model = transformers.MixtralForCausalLM(config).train()
-    wrapped = Apply(lambda m, ids: model(input_ids=ids, use_cache=False).logits, {})
-    wrapped.model = model
-    shapes = ({0: DYNAMIC},) if dynamic else None
-    ids = torch.zeros(16, 24, dtype=torch.int64)
-    return torch.export.export(wrapped, (ids,), dynamic_shapes=(shapes,) if dynamic else None, strict=False)
 
 
 def test_the_gradients_of_a_mixtral_are_near_those_in_float32() -> None:

@@ -6,12 +6,11 @@ import numpy as np
 import onnx
 import pytest
 from attention_models import attention
-from fused_models import activated
+from fused_models import OPS, activated, gated
 from grids import looped, pairwise
 from models import matmul_model, steps
 from onnx import helper, numpy_helper
 from oracle import normal, quantized
-from test_onnx_fuse_gemms import OPS, gated
 
 import mxfp8_graph
 from mxfp8_graph.onnx_pass.load import load

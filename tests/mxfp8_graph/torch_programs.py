@@ -147,3 +147,23 @@ def write(target: Path, content: Mapping[str, bytes]) -> Path:
         for name, data in content.items():
             archive.writestr(f"model/{name}", data)
     return target
+
+
+TOKENS = 16
+
+
+def mixtral(*, dynamic: bool = False) -> ExportedProgram:
+    """Returns a small Mixtral with transformers' grouped experts, in training mode, for 16 rows of 24 tokens or any."""
+    transformers = pytest.importorskip("transformers", "5.14")
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=TOKENS, max_position_embeddings=32, num_local_experts=4, num_experts_per_tok=2,
+        experts_implementation="grouped_mm", initializer_range=0.125,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).train()
+    wrapped = Apply(lambda m, ids: model(input_ids=ids, use_cache=False).logits, {})
+    wrapped.model = model
+    shapes = ({0: DYNAMIC},) if dynamic else None
+    ids = torch.zeros(16, 24, dtype=torch.int64)
+    return torch.export.export(wrapped, (ids,), dynamic_shapes=(shapes,) if dynamic else None, strict=False)

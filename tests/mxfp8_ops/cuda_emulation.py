@@ -230,3 +230,21 @@ def swizzle(scales: np.ndarray) -> np.ndarray:
     padded = np.zeros((-(-m // 128) * 128, -(-blocks // 4) * 4), np.uint8)
     padded[:m, :blocks] = scales
     return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4).reshape(-1)
+
+
+def edges(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
+    """Random bit patterns: every exponent, subnormals, NaN and Inf, and blocks of zeros and of tiny values."""
+    generator = np.random.default_rng(seed)
+    raw = generator.integers(0, 2**32, shape, dtype=np.uint32)
+    kind = generator.integers(0, 4, (*shape[:-1], 1))
+    raw = np.where((raw >> 23 & 255 == 255) & (kind > 0), raw & 0x80FFFFFF, raw)
+    raw = np.where(kind == 1, raw & 0x81FFFFFF, raw)  # tiny: scale codes near 0
+    raw = np.where(kind == 2, raw & 0x80000000, raw)
+    return raw.view(np.float32).astype(numerics.value_dtype(dtype))
+
+
+def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
+    """Returns a copy that starts `offset` bytes past a multiple of 16."""
+    memory = aligned(array.nbytes, offset)
+    memory[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return memory

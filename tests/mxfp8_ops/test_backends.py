@@ -16,6 +16,7 @@ from compare import ROUNDINGS, assert_same, heavy_tailed
 from grids import instruction_sets, looped, pairwise
 from one_node import NUMPY, Feed, one_node_model, run
 from scale_definition import FIRST_NORMAL, boundary_values, codes_by_definition, near
+from torch_front_end import Torch
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import UINT8
@@ -37,26 +38,6 @@ class Cpu:
         def call(*operands: np.ndarray, **options: Any) -> Any:
             with cpu.forced_isa(self.isa):
                 return getattr(cpu, name)(*operands, **options)
-
-        return call
-
-
-class Torch:
-    """The ops, which take and give tensors."""
-
-    def __getattr__(self, name: str) -> Any:
-        torch = pytest.importorskip("torch")
-        pytest.importorskip("mxfp8_ops.torch_ops")
-        import tensors  # here, because it needs torch
-
-        def tensor(x: np.ndarray) -> Any:
-            is_bfloat16 = x.dtype == ml_dtypes.bfloat16
-            return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) if is_bfloat16 else torch.from_numpy(x)
-
-        def call(*operands: np.ndarray, **options: Any) -> Any:
-            named = {k: getattr(torch, v) if k.endswith("dtype") else v for k, v in options.items()}
-            result = getattr(torch.ops.mxfp8, name)(*map(tensor, operands), **named)
-            return tuple(map(tensors.array, result)) if isinstance(result, tuple) else tensors.array(result)
 
         return call
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_backends import Torch
+from torch_front_end import Torch
 
 from mxfp8_ops import cpu, numpy_nodes
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError

@@ -1,11 +1,10 @@
 """The node table is consistent in itself, with ONNX and torch, and with what is generated from it."""
 
-import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 from grids import looped
+from node_examples import generator
 from onnx import TensorProto
 
 from mxfp8_ops import contract, formats
@@ -76,16 +75,6 @@ def test_a_node_has_one_torch_op_unless_it_is_of_onnx_alone() -> None:
 
 CUSTOM_OPS = Path(__file__).parents[2] / "custom_ops"
 """The checkout: an installed package has no sources."""
-
-
-def generator() -> Any:
-    """Returns custom_ops/generate.py, which is not installed."""
-    spec = importlib.util.spec_from_file_location("generate", CUSTOM_OPS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("path", "writer"), [("HEADER", "header"), ("C_ABI", "c_abi"), ("PAGE", "page")])

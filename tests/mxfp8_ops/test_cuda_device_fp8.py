@@ -15,17 +15,8 @@ from mxfp8_ops.cuda import device as cuda_device
 from mxfp8_ops.cuda import dispatch, planner
 
 torch = pytest.importorskip("torch")
+from gpu_tensors import DTYPES, assert_same, assert_within, captured, heavy, ops, pytestmark, random_bits  # noqa: E402
 from tensors import array, assert_is_mxfp8_product, name  # noqa: E402
-from test_cuda_device import (  # noqa: E402
-    DTYPES,
-    assert_same,
-    assert_within,
-    captured,
-    heavy,
-    ops,
-    pytestmark,
-    random_bits,
-)
 
 __all__ = ["pytestmark"]
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
-from cuda_emulation import FORMATS, aligned, device, launch, products, queue, swizzle
+from cuda_emulation import FORMATS, aligned, device, edges, launch, placed, products, queue, swizzle
 from grids import looped, pairwise
 from grouped_request import Grouped
 from scale_definition import boundary_values
@@ -26,24 +26,6 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
 ]
-
-
-def edges(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
-    """Random bit patterns: every exponent, subnormals, NaN and Inf, and blocks of zeros and of tiny values."""
-    generator = np.random.default_rng(seed)
-    raw = generator.integers(0, 2**32, shape, dtype=np.uint32)
-    kind = generator.integers(0, 4, (*shape[:-1], 1))
-    raw = np.where((raw >> 23 & 255 == 255) & (kind > 0), raw & 0x80FFFFFF, raw)
-    raw = np.where(kind == 1, raw & 0x81FFFFFF, raw)  # tiny: scale codes near 0
-    raw = np.where(kind == 2, raw & 0x80000000, raw)
-    return raw.view(np.float32).astype(numerics.value_dtype(dtype))
-
-
-def placed(array: np.ndarray, offset: int = 0) -> np.ndarray:
-    """Returns a copy that starts `offset` bytes past a multiple of 16."""
-    memory = aligned(array.nbytes, offset)
-    memory[:] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    return memory
 
 
 def quantize(x, fmt, rounding, layout, shape, out):  # noqa: PLR0917

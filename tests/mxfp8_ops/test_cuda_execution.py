@@ -17,8 +17,8 @@ import pytest
 from compare import heavy_tailed
 from cuda_driver_emulation import Driver
 from cuda_emulation import aligned, matrix, multiply
+from cupy_stand_in import stand_in
 from grids import looped
-from test_cuda_frontends import stand_in
 
 from mxfp8_ops import native, numerics
 from mxfp8_ops.cuda import build, execution, loader, planner

@@ -7,9 +7,8 @@ import itertools
 import numpy as np
 import pytest
 from compare import assert_within, heavy_tailed
-from cuda_emulation import FORMATS, aligned, device, plan_gemm, products, queue, sampled, source_of
+from cuda_emulation import FORMATS, aligned, device, edges, placed, plan_gemm, products, queue, sampled, source_of
 from grids import looped
-from test_cuda_emulated import DTYPES, edges, placed
 
 from mxfp8_ops import numerics, numpy_nodes
 from mxfp8_ops.cuda import dispatch, execution, planner
@@ -19,6 +18,8 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.filterwarnings("ignore:(overflow|invalid value|underflow):RuntimeWarning"),
 ]
+
+DTYPES = tuple(numerics.VALUE_DTYPES)
 
 
 def check_gemm(m, n, k, x_kind, fmt, dtype, *, bias=True, change=None, wide=False, rounds=False):  # noqa: PLR0917

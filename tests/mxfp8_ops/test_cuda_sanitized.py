@@ -51,7 +51,7 @@ def test_no_emulated_kernel_reads_or_writes_outside_an_operand():
 
 @pytest.mark.cuda
 def test_the_small_launches_for_a_gpu_run_every_source(monkeypatch, capsys):
-    from test_cuda_frontends import stand_in  # here, because it needs torch
+    from cupy_stand_in import stand_in
 
     monkeypatch.setattr(cuda_device, "cupy_module", stand_in)
     monkeypatch.setattr(cuda_device, "device", lambda index: device())

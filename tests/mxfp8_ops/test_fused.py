@@ -7,7 +7,7 @@ import pytest
 from compare import assert_within, heavy_tailed
 from grids import looped, pairwise
 from one_node import one_node_model, run
-from test_ort import check_fault
+from ort_models import check_fault
 
 from mxfp8_ops import contract, cpu, numerics, numpy_nodes
 from mxfp8_ops.contract import FLOAT

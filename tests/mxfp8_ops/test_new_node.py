@@ -8,9 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 import pytest
-from node_examples import in_standard_ops
+from node_examples import generator, in_standard_ops
 from one_node import one_node_model, run
-from test_contract import generator
 
 from mxfp8_ops import contract, numpy_nodes
 from mxfp8_ops.function_body import Body

@@ -12,8 +12,8 @@ from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import Driver, machine
 from cuda_emulation import FORMATS, products
 from grids import looped
+from grouped_cases import CASES, Case
 from ort_emulation import LEGACY_STREAM, STREAM, Cublas, CudaProvider, NodeError, own_library
-from test_grouped import CASES, Case
 
 from mxfp8_ops import contract, numerics, numpy_nodes
 from mxfp8_ops.cuda import loader as cuda_loader

@@ -17,8 +17,8 @@ import pytest
 import test_ort
 from compare import assert_within, heavy_tailed
 from cuda_driver_emulation import Driver, machine
-from test_ort import model as onnx_model
-from test_ort import node, weight_only
+from ort_models import model as onnx_model
+from ort_models import node, weight_only
 
 from mxfp8_ops import contract, cpu, numpy_nodes, ort
 from mxfp8_ops.cuda import build

@@ -22,7 +22,7 @@ import onnxruntime
 import pytest
 from compare import assert_same, assert_within, heavy_tailed
 from cuda_driver_emulation import ANY_STREAM, Driver, machine
-from test_ort import model, node
+from ort_models import model, node
 
 from mxfp8_ops import contract, numpy_nodes, ort
 

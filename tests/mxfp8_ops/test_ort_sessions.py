@@ -19,8 +19,8 @@ from grids import looped
 from node_examples import example, model_of
 from one_node import from_ort, to_ort
 from onnx import TensorProto, helper
+from ort_models import FLOAT, model, node, weight_only
 from releases import release
-from test_ort import FLOAT, model, node, weight_only
 
 from mxfp8_ops import contract, native, ort
 from mxfp8_ops.errors import BackendError, ContractError

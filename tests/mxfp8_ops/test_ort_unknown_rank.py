@@ -15,7 +15,7 @@ import pytest
 from compare import assert_same, heavy_tailed
 from grids import looped
 from onnx import TensorProto, helper
-from test_ort import cast, model, node, run
+from ort_models import cast, model, node, run
 
 from mxfp8_ops import formats, numpy_nodes, ort
 

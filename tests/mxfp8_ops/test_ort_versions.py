@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from compare import assert_same, assert_within
 from onnx import TensorProto
-from test_ort import FLOAT, UINT8, cast, model, node
+from ort_models import FLOAT, UINT8, cast, model, node
 
 from mxfp8_ops import cpu, numpy_nodes
 

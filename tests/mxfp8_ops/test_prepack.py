@@ -16,7 +16,7 @@ import pytest
 from compare import assert_same, assert_within, heavy_tailed
 from grids import looped, pairwise
 from onnx import TensorProto
-from test_ort import model, node
+from ort_models import model, node
 
 from mxfp8_ops import cpu, native, numpy_nodes, ort
 from mxfp8_ops.errors import BackendError, ShapeError

@@ -18,7 +18,7 @@ import onnxruntime
 import pytest
 from compare import assert_same
 from onnx import helper
-from test_ort import FLOAT, model, node
+from ort_models import FLOAT, model, node
 
 from mxfp8_ops import cpu, native, ort
 
