@@ -1,7 +1,7 @@
 """Shared by the ops with gradients: they record gradients in reverse mode, for backward() and torch.func.grad.
 
-`torch.library.register_autograd` serves backward() alone: torch.func.grad refuses such an op, and torch.func.jvp returns
-a tangent of zeros. It also takes 3 us more of a call that needs no gradient.
+`torch.library.register_autograd` serves backward() alone: torch.func.grad refuses such an op, and torch.func.jvp
+returns a tangent of zeros. It also takes 3 us more of a call that needs no gradient.
 """
 
 from __future__ import annotations
