@@ -110,10 +110,8 @@ void multiply(Random& random, Counts* counts, bool weight_only, bool fused) {
   if (times && furnish(random, &factor, false, hostile) && factor.at != nullptr && read) refused = true;
   const void* factor_at = times ? factor.at : nullptr;
   const auto* bias_at = reinterpret_cast<const float*>(biased ? bias.at : nullptr);
-  const int prepack = chance(random, 4) ? int(random() % 5) - 1 : int(MXFP8_PREPACK_NEVER);
   int64_t weight = 0;
-  const bool known = prepack >= MXFP8_PREPACK_AUTO && prepack <= MXFP8_PREPACK_DECODED;
-  if ((mxfp8_weight_new(prepack, &weight) == MXFP8_OK) != known) fail("weight_new" + list({prepack}));
+  if (chance(random, 4) && mxfp8_weight_new(&weight) != MXFP8_OK) fail("weight_new");
   if (chance(random, hostile)) {  // the gemm gets the number of a freed weight, or of none
     mxfp8_weight_free(weight);
     weight = weight == 0 ? -1 : weight;

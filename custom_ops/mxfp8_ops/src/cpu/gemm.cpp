@@ -51,7 +51,7 @@ bool enough_for_panels(const Kernels& kernels, const GemmRow& row, int64_t rows)
 const GemmKernel* kernel_of_small(const Kernels& kernels, const GemmArgs& args) {
   const GemmRow* row = kernels.gemms;
   while (row->most_rows < kGemmRows || !takes(kernels, args, *row)) ++row;
-  const bool small = row->values == Values::kAny && row->kernel->panel_bytes(args, false) <= kSmallPanelBytes;
+  const bool small = row->values == Values::kAny && row->kernel->panel_bytes(args) <= kSmallPanelBytes;
   return small ? row->kernel : nullptr;
 }
 

@@ -23,8 +23,7 @@ class ConstantWeight;
 // A constant weight in the layout of a kernel.
 struct Panels {
   const GemmKernel* kernel;
-  bool decoded;  // whether they hold decoded values instead of codes
-  int lowest;    // the lowest scale code if decoded, else what make_panels has returned
+  bool outside_range;  // what make_panels has returned
   const void* data;
 };
 
@@ -74,10 +73,10 @@ struct GemmKernel {
   void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    int64_t column_begin, int64_t column_end, const void* packed, int exponent);
   // Null unless the kernel reads panels of a constant weight. panel_bytes: the bytes of all panels. make_panels: packs
-  // the panels of some columns, which begin at a multiple of kPanelColumns, and returns the lowest scale code, or
-  // kNotExact if panels cannot hold the weight.
-  int64_t (*panel_bytes)(const GemmArgs&, bool decoded);
-  int (*make_panels)(const GemmArgs&, bool decoded, int64_t column_begin, int64_t column_end, void* data);
+  // the panels of some columns, which begin at a multiple of kPanelColumns, and returns whether the kernel of INT8 has
+  // to add a block of theirs apart.
+  int64_t (*panel_bytes)(const GemmArgs&);
+  bool (*make_panels)(const GemmArgs&, int64_t column_begin, int64_t column_end, void* data);
 };
 
 // Defines the kernel NAME from NAME_pack and NAME_multiply; the second macro also takes NAME_panel_bytes and

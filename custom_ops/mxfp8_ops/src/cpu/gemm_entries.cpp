@@ -107,11 +107,10 @@ int weight_product(GemmArgs g, int activation_dtype, int64_t number, int threads
 
 extern "C" {
 
-int mxfp8_weight_new(int prepack, int64_t* weight) {
+int mxfp8_weight_new(int64_t* weight) {
   return answer([&] {
-    check_range({"prepack", prepack}, MXFP8_PREPACK_AUTO, MXFP8_PREPACK_DECODED);
     check_array(array("weight", weight, alignof(int64_t)), {1});
-    *weight = weights().add(std::make_shared<ConstantWeight>(Prepack(prepack)));
+    *weight = weights().add(std::make_shared<ConstantWeight>());
   });
 }
 

@@ -98,13 +98,13 @@ void check_scales(const std::string& where, const char* name, const Tensor& elem
   }
 }
 
-// The matrices of b of a gemm on the processor, if b and its scales never change.
+// The matrices of b of a gemm on the processor, if b and its scales never change and the session copies weights.
 std::vector<std::shared_ptr<ConstantWeight>> constant_weights(const OrtKernelInfo* info, const Overload& overload) {
   const Node& node = row_of(overload.op);
-  const std::optional<Tensor> b = node.b < 0 ? std::nullopt : constant(info, size_t(node.b));
+  const std::optional<Tensor> b = node.b < 0 || !overload.place.prepack ? std::nullopt : constant(info, size_t(node.b));
   if (!b || b->dims.size() < 2 || !constant(info, size_t(node.b_scales))) return {};
   std::vector<std::shared_ptr<ConstantWeight>> weights(size_t(product(b->dims.begin(), b->dims.end() - 2)));
-  for (auto& weight : weights) weight = std::make_shared<ConstantWeight>(overload.place.prepack);
+  for (auto& weight : weights) weight = std::make_shared<ConstantWeight>();
   return weights;
 }
 

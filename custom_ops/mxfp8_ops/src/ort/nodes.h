@@ -36,7 +36,7 @@ enum class Device { kCpu, kCuda, kCudaCopies };
 struct Place {
   Device device = Device::kCpu;
   bool keep_wide = false;  // on Device::kCuda: constant weights in bfloat16 too
-  Prepack prepack = Prepack::kAuto;
+  bool prepack = true;     // copies constant weights into the layout of the kernel
 };
 
 // Overloads share a name; ONNX Runtime picks the one whose dtypes fit. OrtCustomOp is the base, so that the pointer

@@ -179,7 +179,7 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
         bool outside_of_b = false;
         if (args.panels != nullptr) {
           view = panel_at(args, args.panels->data, column, chunk.k);
-          outside_of_b = args.panels->lowest == kHasOutside;
+          outside_of_b = args.panels->outside_range;
         } else {
           outside_of_b = turn_panel(args, column, columns, chunk, &panel);
         }
@@ -200,14 +200,14 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
       });
 }
 
-int64_t gemm_int8_panel_bytes(const GemmArgs& args, bool) { return bytes_of_panels(args); }
+int64_t gemm_int8_panel_bytes(const GemmArgs& args) { return bytes_of_panels(args); }
 
-int gemm_int8_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64_t column_end, void* data) {
-  int outside = kInRange;
+bool gemm_int8_make_panels(const GemmArgs& args, int64_t column_begin, int64_t column_end, void* data) {
+  bool outside = false;
   for (int64_t column = column_begin; column < column_end; column += kPanel) {
     make_panel<INT8, kIntWord>(args, column, kFlipped, kLowestScale, kHighestScale, data,
                                [&](int64_t block, int64_t c) {
-                                 outside = kHasOutside;
+                                 outside = true;
                                  clear_block(panel_at(args, data, column, 0), block, c);
                                });
   }
