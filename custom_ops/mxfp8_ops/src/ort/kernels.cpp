@@ -26,15 +26,26 @@ void read(const OrtKernelInfo* info, const char* name, float* value) {
   if (OrtStatus* missing = KernelInfoGetAttribute_float(info, name, value)) ReleaseStatus(missing);
 }
 
-void read(const OrtKernelInfo* info, const char* name, std::string* value) {
+// What has a size: `get` returns it, and then the values.
+template <class T, class Get>
+bool read_array(const OrtKernelInfo* info, const char* name, const Get& get, std::vector<T>* values) {
   size_t size = 0;
-  if (OrtStatus* missing = KernelInfoGetAttribute_string(info, name, nullptr, &size)) {
+  if (OrtStatus* missing = get(info, name, nullptr, &size)) {
     ReleaseStatus(missing);
-    return;
+    return false;
   }
-  std::vector<char> text(size);
-  check(KernelInfoGetAttribute_string(info, name, text.data(), &size));
-  *value = text.data();
+  values->resize(size);
+  check(get(info, name, values->data(), &size));
+  return true;
+}
+
+void read(const OrtKernelInfo* info, const char* name, std::string* value) {
+  std::vector<char> text;
+  if (read_array(info, name, KernelInfoGetAttribute_string, &text)) *value = text.data();
+}
+
+inline void read(const OrtKernelInfo* info, const char* name, std::vector<int64_t>* value) {
+  read_array(info, name, KernelInfoGetAttributeArray_int64, value);
 }
 
 std::string node_name(const OrtKernelInfo* info) {
