@@ -29,20 +29,20 @@ struct Panels {
 
 // y = a times the transpose of b. `a` is either quantized (a_format is an element format, a_scales is not null) or
 // values (a_format is a value dtype, a_scales is null). With `rounds_a` values are rounded to bfloat16, to nearest
-// even, before they are multiplied.
+// even, before they are multiplied. Fill it by names: GCC and Clang take the designated initializers of C++20.
 struct GemmArgs {
-  int a_format;
-  const void* a;
-  const uint8_t* a_scales;
-  int64_t a_stride;
-  int b_format;
-  const uint8_t* b;
-  const uint8_t* b_scales;
-  const float* bias;
-  int64_t m, n, k;
-  int y_dtype;
-  void* y;
-  int64_t y_stride;
+  int a_format = 0;
+  const void* a = nullptr;
+  const uint8_t* a_scales = nullptr;
+  int64_t a_stride = 0;
+  int b_format = 0;
+  const uint8_t* b = nullptr;
+  const uint8_t* b_scales = nullptr;
+  const float* bias = nullptr;
+  int64_t m = 0, n = 0, k = 0;
+  int y_dtype = 0;
+  void* y = nullptr;
+  int64_t y_stride = 0;
   bool rounds_a = false;
   // The epilogue is applied to sums plus bias (epilogue.h); its result is multiplied by factor [m, n], if not null.
   int epilogue = MXFP8_NONE;

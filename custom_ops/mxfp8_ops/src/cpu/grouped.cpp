@@ -230,14 +230,37 @@ extern "C" {
 int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                        const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n, int64_t k,
                        int y_dtype, void* y, int threads) {
-  const GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n};
+  const GemmArgs g = {.a_format = a_format,
+                      .a = a,
+                      .a_scales = a_scales,
+                      .a_stride = k,
+                      .b_format = b_format,
+                      .b = b,
+                      .b_scales = b_scales,
+                      .m = m,
+                      .n = n,
+                      .k = k,
+                      .y_dtype = y_dtype,
+                      .y = y,
+                      .y_stride = n};
   return grouped_product({g, count, experts, nullptr, MXFP8_FLOAT32}, true, threads);
 }
 
 int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format, const uint8_t* b,
                               const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n,
                               int64_t k, int y_dtype, void* y, int threads) {
-  const GemmArgs g = {x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n};
+  const GemmArgs g = {.a_format = x_dtype,
+                      .a = x,
+                      .a_stride = k,
+                      .b_format = b_format,
+                      .b = b,
+                      .b_scales = b_scales,
+                      .m = m,
+                      .n = n,
+                      .k = k,
+                      .y_dtype = y_dtype,
+                      .y = y,
+                      .y_stride = n};
   return grouped_product({g, count, experts, nullptr, activation_dtype}, false, threads);
 }
 
