@@ -35,6 +35,7 @@ struct GemmArgs {
   const void* a = nullptr;
   const uint8_t* a_scales = nullptr;
   int64_t a_stride = 0;
+  const int64_t* a_rows = nullptr;  // [m], the row of `a` for each row of y; null: row i for row i
   int b_format = 0;
   const uint8_t* b = nullptr;
   const uint8_t* b_scales = nullptr;

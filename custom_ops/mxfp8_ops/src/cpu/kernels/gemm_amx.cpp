@@ -206,7 +206,7 @@ MXFP8_INLINE __m512 load_values(Float16, const uint16_t* from, __mmask16 present
 template <class D, int Parts>
 MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row, int64_t k, int64_t count,
                            int64_t stride, uint16_t* out, Extent* extent) {
-  const auto* values = static_cast<const typename D::Storage*>(args.a) + row * args.a_stride + k;
+  const auto* values = row_of_a<typename D::Storage>(args, row, k / kBlock).values;
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), infinity = _mm512_set1_epi32(0x7f800000);
   Exponents exponents;
   for (int64_t i = 0; i < count; i += kStepBf16, out += stride) {
