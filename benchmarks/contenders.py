@@ -40,7 +40,7 @@ OPENVINO = {
 """The precision of its sums, and the format of the weights by NNCF."""
 COMPARED = (STOCK, BEST, BITS8, INT8, OV_BF16, OV_INT8, OV_MXFP8, LLAMA)
 """Each has a column that says how many times as fast ours is."""
-PREPACK = {"mxfp8, decoded": ("mxfp8", "decoded"), "mxint8, never": ("mxint8", "never")}
+PREPACK = {"mxint8, never": ("mxint8", "never")}
 """Ours that run the file of another contender in a session with this `prepack`."""
 
 

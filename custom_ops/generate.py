@@ -18,6 +18,7 @@ from onnx import TensorProto
 from mxfp8_ops import contract, formats
 from mxfp8_ops.contract import Op, Port
 from mxfp8_ops.formats import Dtype, ElementFormat
+from mxfp8_ops.node import KINDS, Setting
 
 HERE = Path(__file__).parent
 HEADER = HERE / "mxfp8_ops/src/contract.h"
@@ -91,12 +92,9 @@ def _port(port: Port, op: Op) -> str:
     return f'{{"{port.name}", {{{", ".join(map(str, port.dtypes))}}}, {str(port.optional).lower()}{like}}}'
 
 
-_CPP_TYPES = {int: "int64_t", float: "float", str: "std::string"}
-
-
 def _attributes() -> list[str]:
     """Returns one row per attribute, over all nodes: type, name, default."""
-    defaults: dict[str, float | str] = {}
+    defaults: dict[str, Setting] = {}
     for op in contract.OPS.values():
         for name, default in op.attributes.items():
             # The default of output_dtype differs from node to node. Here it is 0, which means "the node's default".
@@ -105,11 +103,13 @@ def _attributes() -> list[str]:
                 raise ValueError(
                     f"{op.name}: {name} = {default!r}; expected {defaults[name]!r}, as in other nodes; use one default"
                 )
-    rows = [f"  ROW({_CPP_TYPES[type(value)]}, {name}, {_literal(value)})" for name, value in defaults.items()]
+    rows = [f"  ROW({KINDS[type(value)].cpp}, {name}, {_literal(value)})" for name, value in defaults.items()]
     return [*(f"{row} \\" for row in rows[:-1]), rows[-1]]
 
 
-def _literal(default: float | str) -> str:
+def _literal(default: Setting) -> str:
+    if isinstance(default, tuple):
+        return f"{{{', '.join(map(str, default))}}}"
     if isinstance(default, str):
         return f'"{default}"'
     return f"{default!r}f" if isinstance(default, float) else str(default)
@@ -181,7 +181,9 @@ def _dtypes(port: Port) -> str:
     return text
 
 
-def _default(value: float | str) -> str:
+def _default(value: Setting) -> str:
+    if isinstance(value, tuple):
+        return str([*value])
     return f'"{value}"' if isinstance(value, str) else f"{value:g}"
 
 

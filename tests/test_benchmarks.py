@@ -72,7 +72,7 @@ def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs
 
     from mxfp8_graph import Recipe
 
-    names = ("mxfp8", "mxfp8, decoded")
+    names = ("mxint8", "mxint8, never")
     recipes = dict.fromkeys(names, Recipe(output_projections=True))
     field = contenders.Field(small_linears, recipes, together=2)
     workload = contenders.Workload("few rows", [rows(3), rows(5)], rounds=2)
@@ -81,8 +81,8 @@ def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs
     heats = dict.fromkeys(expected, 1) | {contenders.STOCK: 3}  # it is in each heat
     assert {name: len(outcome.timings) for name, outcome in outcomes.items()} == heats
     assert outcomes[contenders.STOCK].cosines.min() > 1 - 1e-6
-    assert 0.99 < outcomes["mxfp8"].cosines.min() < 1 - 1e-6
-    np.testing.assert_allclose(outcomes["mxfp8, decoded"].cosines, outcomes["mxfp8"].cosines, atol=1e-6)
+    assert 0.99 < outcomes["mxint8"].cosines.min() < 1 - 1e-6
+    np.testing.assert_allclose(outcomes["mxint8, never"].cosines, outcomes["mxint8"].cosines, atol=1e-6)
     field = contenders.Field(small_linears, {}, openvino="/bin/false")
     assert contenders.STOCK in field.race([workload])[workload.label]
     assert field.notes[0] == "linears: OpenVINO bf16 does not run: the process ended without output"

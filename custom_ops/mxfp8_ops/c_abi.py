@@ -27,7 +27,7 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_weight_gemm": (i, (i, p, n, i, i, p, p, p, n, n, n, i, p, n, n, i)),
         "mxfp8_fused_gemm": (i, (i, p, p, i, p, p, p, i, i, p, n, n, n, i, p, n, n, i)),
         "mxfp8_fused_weight_gemm": (i, (i, p, n, i, i, p, p, p, i, i, p, n, n, n, i, p, n, n, i)),
-        "mxfp8_weight_new": (i, (i, p)),
+        "mxfp8_weight_new": (i, (p,)),
         "mxfp8_weight_free": (None, (n,)),
         "mxfp8_grouped_gemm": (i, (i, p, p, i, p, p, p, n, n, n, n, i, p, i)),
         "mxfp8_grouped_weight_gemm": (i, (i, p, i, i, p, p, p, n, n, n, n, i, p, i)),

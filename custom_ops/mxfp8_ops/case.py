@@ -96,12 +96,12 @@ class Case:
             ValueError, TypeError, LookupError: the data is not a case of `op`.
         """
         # The data comes from a model file, which other programs may have edited: so names and types are checked.
-        same = {name: type(value) for name, value in made["attributes"].items()}
-        if same != {name: type(default) for name, default in op.attributes.items()}:
+        settings = {name: tuple(v) if isinstance(v, list) else v for name, v in made["attributes"].items()}
+        if {name: type(v) for name, v in settings.items()} != {name: type(v) for name, v in op.attributes.items()}:
             raise ValueError("other attributes")
         values = {p.name: Input(*made["inputs"][p.name]) for p in op.inputs}
         shaped = {name: replace(v, shape=None if v.shape is None else tuple(v.shape)) for name, v in values.items()}
-        return cls(op, {k: (v,) for k, v in made["attributes"].items()}, shaped, bool(made["whole"]))
+        return cls(op, {k: (v,) for k, v in settings.items()}, shaped, bool(made["whole"]))
 
     def __or__(self, other: Case) -> Case:
         """Returns the case that covers the nodes of both."""

@@ -21,15 +21,14 @@ from mxfp8_ops.node import DOMAIN, ELEMENTS, FLOAT, INT32, Op
 Value = tuple[str, int, Sequence[int | None] | None]
 """Name, dtype and shape of an input or output of a subgraph."""
 
-_KINDS: Final = {int: AttributeProto.INT, float: AttributeProto.FLOAT, str: AttributeProto.STRING}
-
 
 @dataclass(frozen=True)
 class Attribute:
     """A reference to an attribute of the function, for use as an attribute of a node in its body."""
 
     name: str
-    type: AttributeProto.AttributeType
+    type: str
+    """Name in onnx.AttributeProto.AttributeType."""
 
 
 @dataclass(frozen=True)
@@ -118,23 +117,25 @@ class Body:
     def attribute(self, name: str) -> Any:
         """Returns the value of attribute `name`; a reference to the function's attribute if it has several values."""
         value, *others = self.case.attributes[name]
-        return Attribute(name, _KINDS[type(self.op.attributes[name])]) if others else value
+        return Attribute(name, self.op.kind(name).onnx) if others else value
 
     def number(self, name: str) -> str:
         """Returns the value of the number attribute `name` as a scalar tensor: int64 or float32."""
         value = self.attribute(name)
         if isinstance(value, Attribute):
-            if value.type == AttributeProto.INT:
+            if value.type == "INT":
                 return self("Constant", value_int=value)
             return self("Constant", value_float=value)
         return self.constant(np.float32(value) if isinstance(value, float) else value)
 
     def vector(self, name: str) -> str:
-        """Returns the value of the integer attribute `name` as a 1-D tensor."""
+        """Returns the value of the attribute `name`, an integer or a list of them, as a 1-D tensor."""
         value = self.attribute(name)
-        if isinstance(value, Attribute):
-            return self("Reshape", self.number(name), self.constant([1]), out=name)
-        return self.constant([value])
+        if not isinstance(value, Attribute):
+            return self.constant(value if isinstance(value, tuple) else [value])
+        if value.type == "INTS":
+            return self("Constant", value_ints=value)
+        return self("Reshape", self.number(name), self.constant([1]), out=name)
 
     def choose(self, name: str, write: Callable[[Body, Any], str], dtype: int = FLOAT) -> str:
         """Returns the result of `write` for the value that attribute `name` has when the model runs.
@@ -159,7 +160,7 @@ class Body:
         if not isinstance(value, str):
             return self("Equal", self.number(name), self.constant(type(value)(value)))
         # Both strings go through one tensor: in onnx's ReferenceEvaluator strings of two lengths have two dtypes.
-        actual = self("Constant", value_string=Attribute(name, AttributeProto.STRING))
+        actual = self("Constant", value_string=Attribute(name, "STRING"))
         actual = self("Reshape", actual, self.constant([1]))
         both = self("Concat", self("Constant", value_strings=[value]), actual, axis=0)
         return self("Equal", self("Gather", both, self.constant(0)), self("Gather", both, self.constant(1)))

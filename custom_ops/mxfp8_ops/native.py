@@ -20,13 +20,12 @@ import mxfp8_ops
 from mxfp8_ops import c_abi, contract, system
 from mxfp8_ops.errors import BackendError, ShapeError
 
-PREPACK: Final = ("auto", "never", "decoded")
-"""The copies of a constant weight that the library keeps beside it, in the order of mxfp8_ops.h.
+PREPACK: Final = ("auto", "never")
+"""The copy of a constant weight that the library keeps beside it.
 
-auto     its codes in the layout of the kernel: 1.03 bytes a value; a small weight in float32, if the kernel multiplies
-         float32.
-never    none.
-decoded  bfloat16 numbers, if the kernel multiplies bfloat16: two bytes a value.
+auto   its codes in the layout of the kernel: 1.03 bytes a value; a small weight in float32, if the kernel multiplies
+       float32.
+never  none.
 """
 
 _REINSTALL: Final = "reinstall the project"
@@ -66,17 +65,14 @@ class ConstantWeight:
 
     The first gemm that gets this object makes the copy, or shares the copy of an equal weight. Keep the weight's
     elements and scales, and do not change them, while the object lives.
-
-    Args:
-        prepack: one of `PREPACK`.
     """
 
     number: Final[int]
     """The weight in calls of the C ABI."""
 
-    def __init__(self, prepack: str = "auto") -> None:
+    def __init__(self) -> None:
         number = c_int64()
-        check("prepack", load().mxfp8_weight_new(PREPACK.index(prepack), ctypes.byref(number)))
+        check("weight", load().mxfp8_weight_new(ctypes.byref(number)))
         self.number = number.value
         weakref.finalize(self, load().mxfp8_weight_free, self.number)
 

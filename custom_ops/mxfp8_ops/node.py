@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from mxfp8_ops import formats
 
@@ -41,6 +41,31 @@ VALUE_NAMES: Final[Mapping[int, str]] = MappingProxyType({d.onnx_dtype: d.name f
 """Names of the value dtypes by ONNX code."""
 
 
+class Kind(NamedTuple):
+    """How a kind of attributes is written."""
+
+    onnx: str
+    """Name in onnx.AttributeProto.AttributeType."""
+    torch: str
+    """In the schema of a torch op."""
+    cpp: str
+    """In src/contract.h."""
+
+
+KINDS: Final[Mapping[type, Kind]] = MappingProxyType(
+    {
+        int: Kind("INT", "int", "int64_t"),
+        float: Kind("FLOAT", "float", "float"),
+        str: Kind("STRING", "str", "std::string"),
+        tuple: Kind("INTS", "int[]", "std::vector<int64_t>"),
+    }
+)
+"""The kinds of attributes, by the type of their values in Python; a tuple is a list of integers, at least one."""
+
+Setting = int | float | str | tuple[int, ...]
+"""A value of an attribute."""
+
+
 @dataclass(frozen=True)
 class Port:
     """One input or output: its name, its possible dtypes, its shape in words."""
@@ -69,8 +94,8 @@ class Op:
     name: str
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
-    attributes: Mapping[str, int | float | str]
-    """Default values by name; a rewrite writes all attributes to each node."""
+    attributes: Mapping[str, Setting]
+    """Default values by name, of the kinds in `KINDS`; a rewrite writes all attributes to each node."""
     summary: str
     body: Callable[[Any], None]
     """The function that writes the portable body to a `function_body.Body`."""
@@ -78,6 +103,10 @@ class Op:
     """Whether it multiplies matrices."""
     fuses: tuple[str, str] = ("", "")
     """The node that this one replaces, and the op that it absorbs; empty for a node that fuses nothing."""
+
+    def kind(self, name: str) -> Kind:
+        """Returns the kind of the attribute `name`."""
+        return KINDS[type(self.attributes[name])]
 
     def at(self, port: str) -> int | None:
         """Returns the index of the input `port`, or None if the node has no such input."""

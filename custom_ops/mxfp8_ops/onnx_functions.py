@@ -126,10 +126,11 @@ def case_of(node: NodeProto, known: Mapping[str, Input], *, whole: bool = False)
 
 
 def settings_of(node: NodeProto) -> dict[str, Any]:
-    """Returns all attributes of a node of `contract.OPS`: text as str, and the default of each that is missing."""
+    """Returns all attributes of a node of `contract.OPS`, typed as in `KINDS`, with defaults for missing ones."""
     written = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     text = {name: value.decode(errors="replace") for name, value in written.items() if isinstance(value, bytes)}
-    return {**contract.OPS[node.op_type].attributes, **written, **text}
+    lists = {name: tuple(value) for name, value in written.items() if isinstance(value, list)}
+    return {**contract.OPS[node.op_type].attributes, **written, **text, **lists}
 
 
 def _cases(graph: GraphProto, outer: Mapping[str, Input]) -> Iterable[tuple[NodeProto, Case]]:

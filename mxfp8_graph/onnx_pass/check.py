@@ -21,7 +21,6 @@ from mxfp8_ops import contract, formats
 from mxfp8_ops.errors import ContractError
 
 _AGAIN: Final = "export the model again"
-_KINDS: Final = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
 _DTYPES: Final = frozenset(map(int, ir.DataType))
 
 _MOST_VALUES: Final = 1 << 59
@@ -208,7 +207,7 @@ def _check_ours(node: ir.Node, model: str) -> None:
     if len(node.outputs) != len(op.outputs):
         raise ContractError(where, f"{len(node.outputs)} outputs", expected=f"{len(op.outputs)}", advice=_AGAIN)
     for name, attribute in node.attributes.items():
-        if name not in op.attributes or attribute.type != _KINDS[type(op.attributes[name])]:
+        if name not in op.attributes or attribute.type.name != op.kind(name).onnx:
             what = f"attribute {name!r} of kind {attribute.type.name}"
             raise ContractError(where, what, expected=f"one of {', '.join(op.attributes)}", advice=_AGAIN)
         if name == "block_size" and attribute.value != formats.BLOCK_SIZE:

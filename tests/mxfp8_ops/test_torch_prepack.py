@@ -96,6 +96,6 @@ def test_torch_modules_that_threads_make_and_free_multiply_with_their_own_weight
     assert not constant_weights._known
 
 
-def test_torch_prepack_is_one_of_three():
-    with pytest.raises(BackendError, match="prepack 'always'; expected one of auto, never, decoded; correct the name"):
+def test_torch_prepack_is_one_of_two():
+    with pytest.raises(BackendError, match="prepack 'always'; expected one of auto, never; correct the name"):
         torch_ops.set_prepack("always")

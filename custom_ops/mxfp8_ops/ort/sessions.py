@@ -135,8 +135,7 @@ def session(
             rows then skip the dequantization at each run.
         prepack: the copy of a constant weight that the processor keeps from the first run on. "auto": its codes in the
             layout of the kernel, 1.03 bytes a value; if the weight is mapped from an external data file, its pages are
-            released. "decoded": bfloat16 numbers if the kernel multiplies bfloat16, two bytes a value. "never": no
-            copy; each run rearranges the weight.
+            released. "never": no copy; each run rearranges the weight.
         **kwargs: passed on to InferenceSession.
 
     Raises:

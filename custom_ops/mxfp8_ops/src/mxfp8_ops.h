@@ -127,22 +127,17 @@ MXFP8_API int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stri
 
 // A weight b [N, K] that never changes: a number above 0, which a gemm takes as `weight`; there, 0 stands for none. The
 // first gemm with it copies b and its scales into the layout of its kernel, if that kernel has one; that gemm and later
-// ones read the copy. Weights of equal contents share one copy, which is freed with the last of them. Any number of
+// ones read the copy. It has 1.03 bytes a value; where the kernel multiplies float32, only a small weight is copied, up
+// to 512 KiB as float32. Weights of equal contents share one copy, which is freed with the last of them. Any number of
 // threads may use one weight.
-//
-// MXFP8_PREPACK_AUTO     copies the elements and scales, 1.03 bytes a value; where the kernel multiplies float32, it
-//                        copies a small weight, up to 512 KiB so, as float32.
-// MXFP8_PREPACK_NEVER    copies nothing: every gemm reads b.
-// MXFP8_PREPACK_DECODED  copies bfloat16 numbers, 2 bytes a value, where the kernel multiplies those; else as AUTO.
 //
 // The first gemm sets the b, b_scales, format, N and K of the weight. A gemm with others computes from its own b. Keep
 // b and b_scales in memory and unchanged until mxfp8_weight_free. Gemms without a copy read them; so do, beside a copy,
 // those of up to 3 rows on amx_bf16, and those of up to 4 rows on neon_mm, except for INT8. From 3 rows on, a gemm with
-// MXFP8_PREPACK_AUTO gives the same bits as one without a weight.
+// a weight gives the same bits as one without.
 //
 // A weight may be freed while gemms of other threads use it. No gemm takes its number after that.
-enum { MXFP8_PREPACK_AUTO = 0, MXFP8_PREPACK_NEVER = 1, MXFP8_PREPACK_DECODED = 2 };
-MXFP8_API int mxfp8_weight_new(int prepack, int64_t* weight);
+MXFP8_API int mxfp8_weight_new(int64_t* weight);
 MXFP8_API void mxfp8_weight_free(int64_t weight);
 
 // A gemm with one of several matrices for each row, as a mixture of experts needs: row i of y [M, N] is row i of a

@@ -31,8 +31,7 @@ def set_prepack(prepack: str) -> None:
     """Sets the form of the copies of constant weights, in the whole process, and frees the copies so far.
 
     Args:
-        prepack: "auto": the codes in the layout of the kernel, 1.03 bytes a value. "decoded": bfloat16 numbers where
-            the kernel multiplies bfloat16, two bytes a value. "never": no copies.
+        prepack: "auto": the codes in the layout of the kernel, 1.03 bytes a value. "never": no copies.
 
     Raises:
         BackendError: `prepack` has another value.
@@ -62,6 +61,6 @@ def constant_weight(b: Tensor, b_scales: Tensor, rows: int) -> native.ConstantWe
         return None
     weight = known[1]
     if weight is None:
-        weight = native.ConstantWeight(_setting)
+        weight = native.ConstantWeight()
         copies[place] = versions, weight
     return weight

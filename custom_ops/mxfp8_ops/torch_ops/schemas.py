@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mxfp8_ops import contract, formats
+from mxfp8_ops.node import KINDS, Setting
 
 _E4M3 = formats.E4M3.name
 
@@ -23,14 +24,18 @@ class Argument(NamedTuple):
 
     name: str
     type: str
-    """As torch writes it: "Tensor", "Tensor?", "int", "float", "str" or "ScalarType?"."""
-    default: int | float | str | None = None
+    """As torch writes it: "Tensor", "Tensor?", "ScalarType?" or that of `node.KINDS`."""
+    default: Setting | None = None
     """Default of an argument that may be left out; a Tensor may not."""
     attribute: str = ""
     """The attribute that carries it in ONNX; "" for an input, and for the format of an input."""
 
     def __str__(self) -> str:
-        default = f'"{self.default}"' if isinstance(self.default, str) else self.default
+        default = self.default
+        if isinstance(default, str):
+            default = f'"{default}"'
+        elif isinstance(default, tuple):
+            default = str([*default])
         return f"{self.type} {self.name}" + ("" if self.type == "Tensor" else f"={default}")
 
 
@@ -56,8 +61,8 @@ def schema(name: str, node: contract.Op) -> str:
     return f"{name}({', '.join(map(str, arguments(node)))}) -> {returns}"
 
 
-def _argument(name: str, default: int | float | str) -> Argument:
+def _argument(name: str, default: Setting) -> Argument:
     # A ScalarType with a default other than None cannot be packaged by AOTInductor, see `torch_ops`.
     if name.endswith("_dtype"):
         return Argument(name, "ScalarType?", None, name)
-    return Argument(name, type(default).__name__, default, name)
+    return Argument(name, KINDS[type(default)].torch, default, name)

@@ -21,10 +21,9 @@ struct Content {
   int format;
   int64_t n, k;
   const GemmKernel* kernel;
-  bool decoded;
   Digest first_slice, values;
 
-  auto begins() const { return std::tie(format, n, k, kernel, decoded, first_slice); }
+  auto begins() const { return std::tie(format, n, k, kernel, first_slice); }
   bool operator<(const Content& other) const {
     return std::tuple_cat(begins(), std::tie(values)) < std::tuple_cat(other.begins(), std::tie(other.values));
   }
@@ -97,12 +96,11 @@ struct Slices {
   Digest of_all() const { return content_hash(digests.data(), int64_t(digests.size() * sizeof(Digest))); }
 };
 
-// Null if the kernel cannot hold the values, or if memory for panels is missing: gemms then read b.
-std::shared_ptr<SharedPanels> make_panels(const GemmKernel& kernel, bool decoded, const Parallel& parallel,
-                                          const GemmArgs& args) {
+// Null if memory for panels is missing: gemms then read b.
+std::shared_ptr<SharedPanels> make_panels(const GemmKernel& kernel, const Parallel& parallel, const GemmArgs& args) {
   Slices slices(args);
   slices.hash(0);
-  Content content = {args.b_format, args.n, args.k, &kernel, decoded, slices.of_first(), {}};
+  Content content = {args.b_format, args.n, args.k, &kernel, slices.of_first(), {}};
   const bool hashes_before = knows_begin(content);
   if (hashes_before) {
     parallel_for(parallel, slices.count(), [&](int64_t slice) { slices.hash(slice); });
@@ -110,17 +108,16 @@ std::shared_ptr<SharedPanels> make_panels(const GemmKernel& kernel, bool decoded
     if (auto panels = known(content)) return panels;
   }
   auto made = std::make_shared<SharedPanels>();
-  const int64_t bytes = kernel.panel_bytes(args, decoded);
+  const int64_t bytes = kernel.panel_bytes(args);
   made->data.reset(::operator new(size_t(bytes), std::align_val_t{64}, std::nothrow));
   if (made->data == nullptr) return nullptr;
   use_large_pages(made->data.get(), bytes);
-  std::vector<int> lowest(size_t(slices.count()));
+  std::atomic<bool> outside_range{false};
   parallel_for(parallel, slices.count(), [&](int64_t slice) {
     if (!hashes_before) slices.hash(slice);
-    lowest[size_t(slice)] = kernel.make_panels(args, decoded, slices.begin(slice), slices.end(slice), made->data.get());
+    if (kernel.make_panels(args, slices.begin(slice), slices.end(slice), made->data.get())) outside_range = true;
   });
-  made->panels = {&kernel, decoded, *std::min_element(lowest.begin(), lowest.end()), made->data.get()};
-  if (made->panels.lowest == kNotExact) return nullptr;
+  made->panels = {&kernel, outside_range, made->data.get()};
   content.values = slices.of_all();
   made->content = content;
   return add(made);
@@ -142,7 +139,7 @@ bool ConstantWeight::is_of(const GemmArgs& args) const {
 }
 
 const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args) {
-  if (prepack_ == Prepack::kNever || args.k == 0) return nullptr;
+  if (args.k == 0) return nullptr;
   const GemmKernel* kernel = kernel_of_panels(kernels, args);
   if (kernel == nullptr) return nullptr;
   if (!ready_.load(std::memory_order_acquire)) {
@@ -150,9 +147,7 @@ const Panels* ConstantWeight::panels(const Kernels& kernels, const Parallel& par
     // than later ones. This cannot deadlock, because no task calls a gemm.
     const std::lock_guard<std::mutex> lock(making_);
     if (!ready_.load(std::memory_order_relaxed)) {
-      const bool decoded = prepack_ == Prepack::kDecoded;
-      shared_ = make_panels(*kernel, decoded, parallel, args);
-      if (shared_ == nullptr && decoded) shared_ = make_panels(*kernel, false, parallel, args);
+      shared_ = make_panels(*kernel, parallel, args);
       if (shared_ != nullptr) release_mapped_file(args.b, args.n * args.k);
       first_ = args;
       ready_.store(true, std::memory_order_release);

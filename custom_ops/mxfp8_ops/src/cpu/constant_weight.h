@@ -10,28 +10,18 @@
 
 namespace mxfp8 {
 
-// The values of the setting mxfp8.prepack.
-enum class Prepack {
-  kAuto = MXFP8_PREPACK_AUTO,        // keeps the codes, in the layout of the kernel
-  kNever = MXFP8_PREPACK_NEVER,      // keeps no panels
-  kDecoded = MXFP8_PREPACK_DECODED,  // keeps bfloat16 numbers, if the kernel multiplies those
-};
-
 struct SharedPanels;
 
 // One weight b [N, K] with its scales. The first call sets both; that call and every later one read its panels. Any
 // number of threads may use one weight at once. The owner keeps b and its scales in memory, unchanged.
 class ConstantWeight {
  public:
-  explicit ConstantWeight(Prepack prepack) : prepack_(prepack) {}
-
   // The panels for a call with these arguments, or null if its kernel reads b directly.
   const Panels* panels(const Kernels&, const Parallel&, const GemmArgs&);
 
  private:
   bool is_of(const GemmArgs&) const;
 
-  const Prepack prepack_;
   std::atomic<bool> ready_{false};
   std::mutex making_;
   GemmArgs first_ = {};                   // of the first call

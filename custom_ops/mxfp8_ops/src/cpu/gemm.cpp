@@ -51,7 +51,7 @@ bool enough_for_panels(const Kernels& kernels, const GemmRow& row, int64_t rows)
 const GemmKernel* kernel_of_small(const Kernels& kernels, const GemmArgs& args) {
   const GemmRow* row = kernels.gemms;
   while (row->most_rows < kGemmRows || !takes(kernels, args, *row)) ++row;
-  const bool small = row->values == Values::kAny && row->kernel->panel_bytes(args, false) <= kSmallPanelBytes;
+  const bool small = row->values == Values::kAny && row->kernel->panel_bytes(args) <= kSmallPanelBytes;
   return small ? row->kernel : nullptr;
 }
 
@@ -138,35 +138,24 @@ int64_t rows_of_strip(const Kernels& kernels, int64_t k) {
   return rows;
 }
 
-// The arguments of the same gemm for rows begin..end-1.
-GemmArgs rows_of(const GemmArgs& args, int64_t begin, int64_t end) {
-  GemmArgs part = args;
-  const int64_t a_bytes = args.a_scales != nullptr || args.k == 0 ? 1 : value_bytes(args.a_format);
-  part.m = end - begin;
-  part.a = static_cast<const char*>(args.a) + begin * args.a_stride * a_bytes;
-  part.y = static_cast<char*>(args.y) + begin * args.y_stride * value_bytes(args.y_dtype);
-  if (args.a_scales != nullptr) part.a_scales = args.a_scales + begin * ceil_div(args.k, kBlock);
-  if (args.factor != nullptr) {
-    part.factor = static_cast<const char*>(args.factor) + begin * args.n * value_bytes(args.factor_dtype);
-  }
-  return part;
-}
-
-void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, GemmsUsed* used) {
-  const int64_t strip_rows = rows_of_strip(kernels, args.k);
-  if (parallel.threads > 1 && args.m >= parallel.threads * strip_rows * 3 / 4) {
+// Multiplies rows first..last-1 of A.
+void multiply(const Kernels& kernels, const Parallel& parallel, const GemmArgs& args, int64_t first, int64_t last,
+              GemmsUsed* used) {
+  const int64_t strip_rows = rows_of_strip(kernels, args.k), rows = last - first;
+  if (parallel.threads > 1 && rows >= parallel.threads * strip_rows * 3 / 4) {
     // There are enough rows for each thread to have its own strips. A packed strip then stays in the cache of its
     // thread, and no thread waits for another.
-    const int64_t turns = ceil_div(args.m, parallel.threads * strip_rows);
+    const int64_t turns = ceil_div(rows, parallel.threads * strip_rows);
     const Parallel alone{nullptr, nullptr, 1};
-    for_ranges(parallel, args.m, ceil_div(args.m, turns * parallel.threads),
-               [&](int64_t, int64_t begin, int64_t end) { multiply(kernels, alone, rows_of(args, begin, end), used); });
+    for_ranges(parallel, rows, ceil_div(rows, turns * parallel.threads), [&](int64_t, int64_t begin, int64_t end) {
+      multiply(kernels, alone, args, first + begin, first + end, used);
+    });
     return;
   }
   const int64_t strip_bytes = 2 * strip_rows * std::max<int64_t>(args.k, 1);
   const int64_t most_strips = std::max<int64_t>(1, kPackedBytes / strip_bytes);
-  for (int64_t begin = 0; begin < args.m; begin += most_strips * strip_rows) {
-    const int64_t end = std::min(args.m, begin + most_strips * strip_rows);
+  for (int64_t begin = first; begin < last; begin += most_strips * strip_rows) {
+    const int64_t end = std::min(last, begin + most_strips * strip_rows);
     std::vector<Strip> strips;
     add_strips(begin, end, strip_rows, nullptr, &strips);
     std::vector<Scratch> scratch;
@@ -209,7 +198,7 @@ const GemmKernel* kernel_of_panels(const Kernels& kernels, const GemmArgs& args)
 void gemm(const Kernels& kernels, const Parallel& parallel, GemmArgs args) {
   if (args.m == 0 || args.n == 0) return;
   if (args.weight != nullptr) args.panels = args.weight->panels(kernels, parallel, args);
-  multiply(kernels, parallel, args, gemms_used());
+  multiply(kernels, parallel, args, 0, args.m, gemms_used());
 }
 
 }  // namespace mxfp8

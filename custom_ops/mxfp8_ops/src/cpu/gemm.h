@@ -23,27 +23,27 @@ class ConstantWeight;
 // A constant weight in the layout of a kernel.
 struct Panels {
   const GemmKernel* kernel;
-  bool decoded;  // whether they hold decoded values instead of codes
-  int lowest;    // the lowest scale code if decoded, else what make_panels has returned
+  bool outside_range;  // what make_panels has returned
   const void* data;
 };
 
 // y = a times the transpose of b. `a` is either quantized (a_format is an element format, a_scales is not null) or
 // values (a_format is a value dtype, a_scales is null). With `rounds_a` values are rounded to bfloat16, to nearest
-// even, before they are multiplied.
+// even, before they are multiplied. Fill it by names: GCC and Clang take the designated initializers of C++20.
 struct GemmArgs {
-  int a_format;
-  const void* a;
-  const uint8_t* a_scales;
-  int64_t a_stride;
-  int b_format;
-  const uint8_t* b;
-  const uint8_t* b_scales;
-  const float* bias;
-  int64_t m, n, k;
-  int y_dtype;
-  void* y;
-  int64_t y_stride;
+  int a_format = 0;
+  const void* a = nullptr;
+  const uint8_t* a_scales = nullptr;
+  int64_t a_stride = 0;
+  const int64_t* a_rows = nullptr;  // [m], the row of `a` for each row of y; null: row i for row i
+  int b_format = 0;
+  const uint8_t* b = nullptr;
+  const uint8_t* b_scales = nullptr;
+  const float* bias = nullptr;
+  int64_t m = 0, n = 0, k = 0;
+  int y_dtype = 0;
+  void* y = nullptr;
+  int64_t y_stride = 0;
   bool rounds_a = false;
   // The epilogue is applied to sums plus bias (epilogue.h); its result is multiplied by factor [m, n], if not null.
   int epilogue = MXFP8_NONE;
@@ -74,10 +74,10 @@ struct GemmKernel {
   void (*multiply)(const GemmArgs&, int64_t row, int64_t rows, int64_t tile_begin, int64_t tile_end,
                    int64_t column_begin, int64_t column_end, const void* packed, int exponent);
   // Null unless the kernel reads panels of a constant weight. panel_bytes: the bytes of all panels. make_panels: packs
-  // the panels of some columns, which begin at a multiple of kPanelColumns, and returns the lowest scale code, or
-  // kNotExact if panels cannot hold the weight.
-  int64_t (*panel_bytes)(const GemmArgs&, bool decoded);
-  int (*make_panels)(const GemmArgs&, bool decoded, int64_t column_begin, int64_t column_end, void* data);
+  // the panels of some columns, which begin at a multiple of kPanelColumns, and returns whether the kernel of INT8 has
+  // to add a block of theirs apart.
+  int64_t (*panel_bytes)(const GemmArgs&);
+  bool (*make_panels)(const GemmArgs&, int64_t column_begin, int64_t column_end, void* data);
 };
 
 // Defines the kernel NAME from NAME_pack and NAME_multiply; the second macro also takes NAME_panel_bytes and

@@ -107,11 +107,10 @@ int weight_product(GemmArgs g, int activation_dtype, int64_t number, int threads
 
 extern "C" {
 
-int mxfp8_weight_new(int prepack, int64_t* weight) {
+int mxfp8_weight_new(int64_t* weight) {
   return answer([&] {
-    check_range({"prepack", prepack}, MXFP8_PREPACK_AUTO, MXFP8_PREPACK_DECODED);
     check_array(array("weight", weight, alignof(int64_t)), {1});
-    *weight = weights().add(std::make_shared<ConstantWeight>(Prepack(prepack)));
+    *weight = weights().add(std::make_shared<ConstantWeight>());
   });
 }
 
@@ -120,23 +119,38 @@ void mxfp8_weight_free(int64_t weight) { weights().remove(weight); }
 int mxfp8_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
                int64_t y_stride, int64_t weight, int threads) {
-  return quantized_product(
-      {a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false}, weight, threads);
+  return mxfp8_fused_gemm(a_format, a, a_scales, b_format, b, b_scales, bias, MXFP8_NONE, MXFP8_FLOAT32, nullptr, m, n,
+                          k, y_dtype, y, y_stride, weight, threads);
 }
 
 int mxfp8_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int activation_dtype, int b_format,
                       const uint8_t* b, const uint8_t* b_scales, const float* bias, int64_t m, int64_t n, int64_t k,
                       int y_dtype, void* y, int64_t y_stride, int64_t weight, int threads) {
-  return weight_product({x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride},
-                        activation_dtype, weight, threads);
+  return mxfp8_fused_weight_gemm(x_dtype, x, x_stride, activation_dtype, b_format, b, b_scales, bias, MXFP8_NONE,
+                                 MXFP8_FLOAT32, nullptr, m, n, k, y_dtype, y, y_stride, weight, threads);
 }
 
 int mxfp8_fused_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                      const uint8_t* b_scales, const float* bias, int epilogue, int factor_dtype, const void* factor,
                      int64_t m, int64_t n, int64_t k, int y_dtype, void* y, int64_t y_stride, int64_t weight,
                      int threads) {
-  return quantized_product({a_format, a, a_scales, k, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride, false,
-                            epilogue, factor_dtype, factor},
+  return quantized_product({.a_format = a_format,
+                            .a = a,
+                            .a_scales = a_scales,
+                            .a_stride = k,
+                            .b_format = b_format,
+                            .b = b,
+                            .b_scales = b_scales,
+                            .bias = bias,
+                            .m = m,
+                            .n = n,
+                            .k = k,
+                            .y_dtype = y_dtype,
+                            .y = y,
+                            .y_stride = y_stride,
+                            .epilogue = epilogue,
+                            .factor_dtype = factor_dtype,
+                            .factor = factor},
                            weight, threads);
 }
 
@@ -144,8 +158,22 @@ int mxfp8_fused_weight_gemm(int x_dtype, const void* x, int64_t x_stride, int ac
                             const uint8_t* b, const uint8_t* b_scales, const float* bias, int epilogue,
                             int factor_dtype, const void* factor, int64_t m, int64_t n, int64_t k, int y_dtype, void* y,
                             int64_t y_stride, int64_t weight, int threads) {
-  return weight_product({x_dtype, x, nullptr, x_stride, b_format, b, b_scales, bias, m, n, k, y_dtype, y, y_stride,
-                         false, epilogue, factor_dtype, factor},
+  return weight_product({.a_format = x_dtype,
+                         .a = x,
+                         .a_stride = x_stride,
+                         .b_format = b_format,
+                         .b = b,
+                         .b_scales = b_scales,
+                         .bias = bias,
+                         .m = m,
+                         .n = n,
+                         .k = k,
+                         .y_dtype = y_dtype,
+                         .y = y,
+                         .y_stride = y_stride,
+                         .epilogue = epilogue,
+                         .factor_dtype = factor_dtype,
+                         .factor = factor},
                         activation_dtype, weight, threads);
 }
 

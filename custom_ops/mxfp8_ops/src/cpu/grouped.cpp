@@ -1,9 +1,9 @@
 // MXFP8GroupedGemm and MXFP8GroupedWeightGemm: rows are sorted by expert, and each expert that has rows is one gemm
 // with its quantized matrix.
 //
-// y [M, N], a [.., K], b [E, N, K]. If the rows of an expert are neighbours in a, or in y, the gemm reads or writes
-// them in place; otherwise they are copied together, and results are copied back. Bytes moved: 1.03 N K for each expert
-// that has rows, and for each copied row K + N values.
+// y [M, N], a [.., K], b [E, N, K]. The gemm of an expert reads its rows of a in place (GemmArgs::a_rows). It writes
+// them in place if they are neighbours in y; otherwise results are copied. Bytes moved: 1.03 N K for each expert that
+// has rows, K values of each row, and N of each copied row.
 #include "grouped.h"
 
 #include <cstring>
@@ -19,7 +19,6 @@ namespace {
 constexpr int64_t kCopyBytes = 1 << 18;  // bytes that one task copies: 20 us
 
 using Bytes = std::unique_ptr<char[]>;
-Bytes room(int64_t rows, int64_t row_bytes) { return Bytes(new char[size_t(rows * row_bytes)]); }
 
 // Calls body(i) for every row, in parallel; the row size sets the number of rows in a task.
 template <class Body>
@@ -37,52 +36,10 @@ bool lie_together(const std::vector<int64_t>& rows) {
   return true;
 }
 
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof bits);
-  return bits;
-}
-
-// A float16 as float32, exactly: the biases of their exponents differ by 112.
-uint32_t widened(uint16_t half) {
-  const uint32_t magnitude = uint32_t(half & 0x7fff) << 13, sign = uint32_t(half & 0x8000) << 16;
-  if (magnitude >= 0x7c00u << 13) return sign | magnitude | 0x7f800000;  // Inf, NaN
-  return sign | bits_of(float_of(magnitude) * float_of((127 + 112) << 23));
-}
-
-// Rounds to nearest even. NaN stays NaN: a set mantissa bit keeps it from becoming Inf.
-uint16_t bfloat16_of(uint32_t bits) {
-  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-void round_row(int dtype, const void* from, int64_t count, uint16_t* to) {
-  if (dtype == MXFP8_FLOAT32) {
-    const auto* values = static_cast<const uint32_t*>(from);
-    for (int64_t i = 0; i < count; ++i) to[i] = bfloat16_of(values[i]);
-  } else {
-    const auto* values = static_cast<const uint16_t*>(from);
-    for (int64_t i = 0; i < count; ++i) to[i] = bfloat16_of(widened(values[i]));
-  }
-}
-
-// Copied rows of one expert.
-struct Gathered {
-  Bytes a, scales, y;
-};
-
 class Grouped {
  public:
   Grouped(const Kernels& kernels, const Parallel& parallel, const GroupedArgs& args)
       : kernels_(kernels), parallel_(parallel), args_(args), g_(args.gemm) {
-    rounded_ = g_.a_scales == nullptr && args.activation_dtype == MXFP8_BFLOAT16 && g_.a_format != MXFP8_BFLOAT16;
-    a_bytes_ = g_.k * (g_.a_scales != nullptr ? 1 : value_bytes(g_.a_format));
     y_bytes_ = g_.n * value_bytes(g_.y_dtype);
   }
 
@@ -120,57 +77,25 @@ class Grouped {
     if (g.k > 0)
       g.b += e * g.n * g.k, g.b_scales += e * g.n * ceil_div(g.k, kBlock);  // b has no values if K is 0, so no offset
     if (args_.weights != nullptr) g.weight = args_.weights[e].get();
-    Gathered scratch;
-    gather(rows, &g, &scratch);
+    std::vector<int64_t> sources = rows;
+    if (args_.row != nullptr) {
+      for (int64_t& row : sources) row = args_.row[row];
+    }
+    g.a_rows = sources.data(), g.rounds_a = args_.activation_dtype == MXFP8_BFLOAT16;
     const bool together = lie_together(rows);
-    if (!together) scratch.y = room(g.m, y_bytes_);
-    g.y = together ? y(rows[0]) : scratch.y.get();
+    Bytes scratch(together ? nullptr : new char[size_t(g.m * y_bytes_)]);
+    g.y = together ? y(rows[0]) : scratch.get();
     gemm(kernels_, parallel_, g);
     if (together) return;
     for_rows(parallel_, g.m, y_bytes_,
-             [&](int64_t i) { std::memcpy(y(rows[size_t(i)]), scratch.y.get() + i * y_bytes_, size_t(y_bytes_)); });
-  }
-
-  // Sets g->a to the rows of a for these rows of y: in place if they are neighbours, otherwise copied.
-  void gather(std::vector<int64_t> rows, GemmArgs* g, Gathered* scratch) {
-    if (g->k == 0) return;  // A has no values
-    if (args_.row != nullptr) {
-      for (int64_t& row : rows) row = args_.row[row];
-    }
-    const auto* a = static_cast<const char*>(g->a);
-    const uint8_t* scales = g->a_scales;
-    const int64_t blocks = ceil_div(g->k, kBlock);
-    if (lie_together(rows) && !rounded_) {
-      g->a = a + rows[0] * a_bytes_;
-      if (scales != nullptr) g->a_scales = scales + rows[0] * blocks;
-      return;
-    }
-    if (rounded_) g->a_format = MXFP8_BFLOAT16;
-    const int64_t row_bytes = rounded_ ? 2 * g->k : a_bytes_;
-    scratch->a = room(g->m, row_bytes);
-    g->a = scratch->a.get();
-    if (scales != nullptr) {
-      scratch->scales = room(g->m, blocks);
-      g->a_scales = reinterpret_cast<const uint8_t*>(scratch->scales.get());
-    }
-    for_rows(parallel_, g->m, a_bytes_, [&](int64_t i) {
-      const int64_t row = rows[size_t(i)];
-      char* to = scratch->a.get() + i * row_bytes;
-      if (rounded_) {
-        round_row(g_.a_format, a + row * a_bytes_, g->k, reinterpret_cast<uint16_t*>(to));
-      } else {
-        std::memcpy(to, a + row * a_bytes_, size_t(a_bytes_));
-      }
-      if (scales != nullptr) std::memcpy(scratch->scales.get() + i * blocks, scales + row * blocks, size_t(blocks));
-    });
+             [&](int64_t i) { std::memcpy(y(rows[size_t(i)]), scratch.get() + i * y_bytes_, size_t(y_bytes_)); });
   }
 
   const Kernels& kernels_;
   const Parallel& parallel_;
   const GroupedArgs& args_;
   const GemmArgs& g_;
-  bool rounded_;
-  int64_t a_bytes_, y_bytes_;  // bytes of a row
+  int64_t y_bytes_;  // bytes of a row
 };
 
 }  // namespace
@@ -230,14 +155,37 @@ extern "C" {
 int mxfp8_grouped_gemm(int a_format, const uint8_t* a, const uint8_t* a_scales, int b_format, const uint8_t* b,
                        const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n, int64_t k,
                        int y_dtype, void* y, int threads) {
-  const GemmArgs g = {a_format, a, a_scales, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n};
+  const GemmArgs g = {.a_format = a_format,
+                      .a = a,
+                      .a_scales = a_scales,
+                      .a_stride = k,
+                      .b_format = b_format,
+                      .b = b,
+                      .b_scales = b_scales,
+                      .m = m,
+                      .n = n,
+                      .k = k,
+                      .y_dtype = y_dtype,
+                      .y = y,
+                      .y_stride = n};
   return grouped_product({g, count, experts, nullptr, MXFP8_FLOAT32}, true, threads);
 }
 
 int mxfp8_grouped_weight_gemm(int x_dtype, const void* x, int activation_dtype, int b_format, const uint8_t* b,
                               const uint8_t* b_scales, const int64_t* experts, int64_t count, int64_t m, int64_t n,
                               int64_t k, int y_dtype, void* y, int threads) {
-  const GemmArgs g = {x_dtype, x, nullptr, k, b_format, b, b_scales, nullptr, m, n, k, y_dtype, y, n};
+  const GemmArgs g = {.a_format = x_dtype,
+                      .a = x,
+                      .a_stride = k,
+                      .b_format = b_format,
+                      .b = b,
+                      .b_scales = b_scales,
+                      .m = m,
+                      .n = n,
+                      .k = k,
+                      .y_dtype = y_dtype,
+                      .y = y,
+                      .y_stride = n};
   return grouped_product({g, count, experts, nullptr, activation_dtype}, false, threads);
 }
 

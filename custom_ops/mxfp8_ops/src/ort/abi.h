@@ -111,6 +111,8 @@ constexpr Function<91, OrtStatus*(OrtKernelContext*, size_t, const int64_t*, siz
 constexpr Function<93, void(OrtStatus*)> ReleaseStatus;
 constexpr Function<99, void(Shape*)> ReleaseTensorTypeAndShapeInfo;
 constexpr Function<132, void(OrtAllocator*)> ReleaseAllocator;
+constexpr Function<163, OrtStatus*(const OrtKernelInfo*, const char*, int64_t*, size_t*)>
+    KernelInfoGetAttributeArray_int64;
 constexpr Function<193, OrtStatus*(const OrtKernelContext*, void**)> KernelContext_GetGPUComputeStream;
 constexpr Function<230, OrtStatus*(const OrtKernelInfo*, size_t*)> KernelInfo_GetInputCount;
 constexpr Function<237, OrtStatus*(const OrtSessionOptions*, const char*, int*)> HasSessionConfigEntry;

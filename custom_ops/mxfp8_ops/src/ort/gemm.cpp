@@ -157,11 +157,19 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
     const bool flat = b.dims.size() == 2;
     const int64_t a_row = flat ? 0 : batch_index(a.dims, leading, batch) * m;
     const int64_t b_row = flat ? 0 : batch_index(b.dims, leading, batch) * n;
-    Gemm job({a.dtype, static_cast<const char*>(a.data) + a_row * k * a_bytes,
-              quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr, k, b.dtype,
-              static_cast<const uint8_t*>(b.data) + b_row * k,
-              static_cast<const uint8_t*>(b_scales.data) + b_row * blocks, static_cast<const float*>(bias.data), m, n,
-              k, 0, nullptr, n, kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
+    Gemm job({.a_format = a.dtype,
+              .a = static_cast<const char*>(a.data) + a_row * k * a_bytes,
+              .a_scales = quantized ? static_cast<const uint8_t*>(a_scales.data) + a_row * blocks : nullptr,
+              .a_stride = k,
+              .b_format = b.dtype,
+              .b = static_cast<const uint8_t*>(b.data) + b_row * k,
+              .b_scales = static_cast<const uint8_t*>(b_scales.data) + b_row * blocks,
+              .bias = static_cast<const float*>(bias.data),
+              .m = m,
+              .n = n,
+              .k = k,
+              .y_stride = n,
+              .rounds_a = kernel.attributes.activation_dtype == MXFP8_BFLOAT16});
     set_end(kernel.attributes, factor, y, batch * m, &job.args);
     if (!kernel.weights.empty()) job.args.weight = kernel.weights[size_t(b_row / n)].get();
     kernel.backend->run(context, &job);

@@ -140,13 +140,23 @@ void compute(const NodeKernel& kernel, OrtKernelContext* context) {
   }
   const uint8_t no_scales = 0;  // stands for those of K = 0
   const auto* scales = static_cast<const uint8_t*>(k == 0 ? &no_scales : a_scales.data);
-  GroupedGemm job(
-      {{a.dtype, a.data, quantized ? scales : nullptr, k, b.dtype, static_cast<const uint8_t*>(b.data),
-        static_cast<const uint8_t*>(b_scales.data), nullptr, rows, n, k, int(kernel.attributes.output_dtype), y, n},
-       b.dims[0],
-       of_rows.data(),
-       sources.data(),
-       int(kernel.attributes.activation_dtype)});
+  GroupedGemm job({{.a_format = a.dtype,
+                    .a = a.data,
+                    .a_scales = quantized ? scales : nullptr,
+                    .a_stride = k,
+                    .b_format = b.dtype,
+                    .b = static_cast<const uint8_t*>(b.data),
+                    .b_scales = static_cast<const uint8_t*>(b_scales.data),
+                    .m = rows,
+                    .n = n,
+                    .k = k,
+                    .y_dtype = int(kernel.attributes.output_dtype),
+                    .y = y,
+                    .y_stride = n},
+                   b.dims[0],
+                   of_rows.data(),
+                   sources.data(),
+                   int(kernel.attributes.activation_dtype)});
   if (!kernel.weights.empty()) job.args.weights = kernel.weights.data();
   job.where = kernel.where, job.experts = expert, job.indices = indices;
   job.a_rows = product(a.dims.begin(), a.dims.end() - 1), job.runs = runs_of(leading, a.dims, experts.dims);

@@ -26,15 +26,26 @@ void read(const OrtKernelInfo* info, const char* name, float* value) {
   if (OrtStatus* missing = KernelInfoGetAttribute_float(info, name, value)) ReleaseStatus(missing);
 }
 
-void read(const OrtKernelInfo* info, const char* name, std::string* value) {
+// What has a size: `get` returns it, and then the values.
+template <class T, class Get>
+bool read_array(const OrtKernelInfo* info, const char* name, const Get& get, std::vector<T>* values) {
   size_t size = 0;
-  if (OrtStatus* missing = KernelInfoGetAttribute_string(info, name, nullptr, &size)) {
+  if (OrtStatus* missing = get(info, name, nullptr, &size)) {
     ReleaseStatus(missing);
-    return;
+    return false;
   }
-  std::vector<char> text(size);
-  check(KernelInfoGetAttribute_string(info, name, text.data(), &size));
-  *value = text.data();
+  values->resize(size);
+  check(get(info, name, values->data(), &size));
+  return true;
+}
+
+void read(const OrtKernelInfo* info, const char* name, std::string* value) {
+  std::vector<char> text;
+  if (read_array(info, name, KernelInfoGetAttribute_string, &text)) *value = text.data();
+}
+
+inline void read(const OrtKernelInfo* info, const char* name, std::vector<int64_t>* value) {
+  read_array(info, name, KernelInfoGetAttributeArray_int64, value);
 }
 
 std::string node_name(const OrtKernelInfo* info) {
@@ -98,13 +109,13 @@ void check_scales(const std::string& where, const char* name, const Tensor& elem
   }
 }
 
-// The matrices of b of a gemm on the processor, if b and its scales never change.
+// The matrices of b of a gemm on the processor, if b and its scales never change and the session copies weights.
 std::vector<std::shared_ptr<ConstantWeight>> constant_weights(const OrtKernelInfo* info, const Overload& overload) {
   const Node& node = row_of(overload.op);
-  const std::optional<Tensor> b = node.b < 0 ? std::nullopt : constant(info, size_t(node.b));
+  const std::optional<Tensor> b = node.b < 0 || !overload.place.prepack ? std::nullopt : constant(info, size_t(node.b));
   if (!b || b->dims.size() < 2 || !constant(info, size_t(node.b_scales))) return {};
   std::vector<std::shared_ptr<ConstantWeight>> weights(size_t(product(b->dims.begin(), b->dims.end() - 2)));
-  for (auto& weight : weights) weight = std::make_shared<ConstantWeight>(overload.place.prepack);
+  for (auto& weight : weights) weight = std::make_shared<ConstantWeight>();
   return weights;
 }
 

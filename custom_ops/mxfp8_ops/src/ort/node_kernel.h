@@ -14,7 +14,7 @@ struct NodeKernel {
   std::string where;  // "MXFP8Gemm 'node name'"
   Attributes attributes;
   std::unique_ptr<const Backend> backend;
-  // The matrices of b on the processor; empty unless b and its scales never change.
+  // The matrices of b on the processor; empty unless they are copied (kernels.cpp).
   std::vector<std::shared_ptr<ConstantWeight>> weights;
 };
 

@@ -16,7 +16,7 @@ inline const Node& row_of(Op op) { return kNodes[size_t(op)]; }
 
 // The attributes of any node, with the defaults of the contract.
 struct Attributes {
-#define MXFP8_MEMBER(type, name, value) type name = value;
+#define MXFP8_MEMBER(type, name, ...) type name = __VA_ARGS__;  // a list has commas
   MXFP8_ATTRIBUTES(MXFP8_MEMBER)
 #undef MXFP8_MEMBER
 };
@@ -24,7 +24,7 @@ struct Attributes {
 // Calls visit(name, address) for each.
 template <class Visit>
 void for_each_attribute(Attributes* attributes, const Visit& visit) {
-#define MXFP8_VISIT(type, name, value) visit(#name, &attributes->name);
+#define MXFP8_VISIT(type, name, ...) visit(#name, &attributes->name);
   MXFP8_ATTRIBUTES(MXFP8_VISIT)
 #undef MXFP8_VISIT
 }
@@ -36,7 +36,7 @@ enum class Device { kCpu, kCuda, kCudaCopies };
 struct Place {
   Device device = Device::kCpu;
   bool keep_wide = false;  // on Device::kCuda: constant weights in bfloat16 too
-  Prepack prepack = Prepack::kAuto;
+  bool prepack = true;     // copies constant weights into the layout of the kernel
 };
 
 // Overloads share a name; ONNX Runtime picks the one whose dtypes fit. OrtCustomOp is the base, so that the pointer

@@ -109,7 +109,7 @@ OrtCustomOpDomain* make_domain(Place place) {
 
 OrtCustomOpDomain* domain(Place place) {
   static std::mutex mutex;
-  static std::map<std::tuple<Device, bool, Prepack>, OrtCustomOpDomain*> domains;
+  static std::map<std::tuple<Device, bool, bool>, OrtCustomOpDomain*> domains;
   const std::lock_guard<std::mutex> lock(mutex);
   OrtCustomOpDomain*& made = domains[{place.device, place.keep_wide, place.prepack}];
   if (made == nullptr) made = make_domain(place);
@@ -138,17 +138,14 @@ Place place_of(const OrtSessionOptions* options) {
                     "'; expected 1 with cuda; correct it or leave it out");
   }
   const std::string prepack = option(options, "mxfp8.prepack");
-  if (prepack != "" && prepack != "auto" && prepack != "never" && prepack != "decoded") {
+  if (prepack != "" && prepack != "auto" && prepack != "never") {
     throw NodeError("session option mxfp8.prepack: '" + prepack +
-                    "'; expected auto, never or decoded; correct it or leave it out");
+                    "'; expected auto or never; correct it or leave it out");
   }
   return {device == ""       ? Device::kCpu
           : device == "cuda" ? Device::kCuda
                              : Device::kCudaCopies,
-          keep == "1",
-          prepack == "never"     ? Prepack::kNever
-          : prepack == "decoded" ? Prepack::kDecoded
-                                 : Prepack::kAuto};
+          keep == "1", prepack != "never"};
 }
 
 }  // namespace

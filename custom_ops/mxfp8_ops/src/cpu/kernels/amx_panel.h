@@ -1,8 +1,7 @@
 // B for the tiles of AMX: 16 of its rows at a time are decoded and turned, so that a row of a tile holds two values
 // along K of 16 columns. A step, 64 values along K, makes two tiles: of the even values, and of the odd ones.
 //
-// Codes of a constant weight are read turned, from panels of panel.h, each of which is two of these side by side. Or
-// all tiles of a constant weight are decoded once: for each 16 columns, the steps of the whole K.
+// Codes of a constant weight are read turned, from panels of panel.h, each of which is two of these side by side.
 #pragma once
 #include "amx.h"
 #include "bf16.h"
@@ -16,16 +15,11 @@ constexpr int kGroups = kStepBf16 / kGroup;
 constexpr int64_t kSlab = 32;                                     // values along K of a tile
 constexpr int64_t kPanelStep = int64_t(kAmxColumns) * kStepBf16;  // values of a panel in a step: two tiles
 
-// The codes of the 16 columns from `column` on in panels of a constant weight; null where the call has no such panels.
+// The codes of the 16 columns from `column` on in panels of a constant weight; null where the call has no panels.
 MXFP8_INLINE PanelView turned_at(const GemmArgs& args, int64_t column) {
-  if (args.panels == nullptr || args.panels->decoded) return {};
+  if (args.panels == nullptr) return {};
   const PanelView pair = panel_at(args, args.panels->data, column / kPanel * kPanel, 0);
   return {pair.elements + column % kPanel * kGroup, pair.codes + column % kPanel};
-}
-
-// Where decoded tiles of a constant weight are.
-MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, int64_t column, int64_t k) {
-  return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kAmxColumns;
 }
 
 // Loads the scales of a panel, with 127 in place of absent ones, and turns them: row i holds block i of every column.

@@ -298,13 +298,13 @@ MXFP8_INLINE void pack_values(const typename D::Storage* values, int64_t count, 
 template <class F>
 MXFP8_INLINE bool pack_row(F, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
                            uint16_t* out, Extent* extent) {
-  return pack_elements(Decoder<F>(), static_cast<const uint8_t*>(args.a) + row * args.a_stride + k,
-                       args.a_scales + row * blocks_of(args.k) + k / kBlock, count, stride, out, extent);
+  const RowOfA<uint8_t> a = row_of_a(args, row, k / kBlock);
+  return pack_elements(Decoder<F>(), a.values, a.scales, count, stride, out, extent);
 }
 template <class D>
 MXFP8_INLINE bool pack_row(AsBf16<D>, const GemmArgs& args, int64_t row, int64_t k, int64_t count, int64_t stride,
                            uint16_t* out, Extent* extent) {
-  pack_values<D>(static_cast<const typename D::Storage*>(args.a) + row * args.a_stride + k, count, stride, out, extent);
+  pack_values<D>(row_of_a<typename D::Storage>(args, row, k / kBlock).values, count, stride, out, extent);
   return true;
 }
 

@@ -1,7 +1,7 @@
 // The test for exact bfloat16 products of elements times scales, and the exact sums of columns that fail it. See
 // gemm_bf16.cpp.
 #pragma once
-#include "gemm.h"
+#include "panel.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -68,6 +68,17 @@ template <class F>
 MXFP8_INLINE int lowest_scale(int exponent) {
   const int needed = 127 + kLowestNormal - exponent - kElementExponent<F>;
   return needed < kMinScale<F> ? kMinScale<F> : needed > 255 ? 255 : needed;
+}
+
+// Makes the panels of some columns of a constant weight. They do not depend on A: lowest_scale is applied to them
+// later.
+MXFP8_INLINE void make_bf16_panels(const GemmArgs& args, int64_t column_begin, int64_t column_end, void* data) {
+  with_format(args.b_format, [&](auto format) {
+    using F = decltype(format);
+    for (int64_t column = column_begin; column < column_end; column += kPanel) {
+      make_panel<F>(args, column, 0, kMinScale<F>, kMaxScale<F>, data, [](int64_t, int64_t) {});
+    }
+  });
 }
 
 }  // namespace mxfp8::MXFP8_ISA

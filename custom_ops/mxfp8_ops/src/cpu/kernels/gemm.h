@@ -90,20 +90,33 @@ MXFP8_INLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t col
   }
 }
 
+// A row of A from one of its blocks on: its elements, or values of type T, and the scales of its blocks, which only
+// elements have.
+template <class T>
+struct RowOfA {
+  const T* values;
+  const uint8_t* scales;
+};
+
+// All kernels read A through this function.
+template <class T = uint8_t>
+MXFP8_INLINE RowOfA<T> row_of_a(const GemmArgs& args, int64_t row, int64_t block = 0) {
+  if (args.a_rows != nullptr) row = args.a_rows[row];
+  const T* values = static_cast<const T*>(args.a) + row * args.a_stride + block * kBlock;
+  return {values, sizeof(T) == 1 ? args.a_scales + row * blocks_of(args.k) + block : nullptr};
+}
+
 // Block `block` of a row of A as float32: dequantized if it is quantized, rounded if the caller asks for it. Zeros
 // follow a partial block.
 MXFP8_INLINE void load_a_block(const GemmArgs& args, int64_t row, int64_t block, float* out) {
-  const int64_t offset = row * args.a_stride + block * kBlock;
   const int64_t count = args.k - block * kBlock;
   if (args.a_scales != nullptr) {
-    with_format(args.a_format, [&](auto format) {
-      decode_block<decltype(format)>(static_cast<const uint8_t*>(args.a) + offset, count,
-                                     args.a_scales[row * blocks_of(args.k) + block], out);
-    });
+    const RowOfA<uint8_t> a = row_of_a(args, row, block);
+    with_format(args.a_format, [&](auto format) { decode_block<decltype(format)>(a.values, count, *a.scales, out); });
   } else {
     with_dtype(args.a_format, [&](auto dtype) {
       using D = decltype(dtype);
-      const auto* from = static_cast<const typename D::Storage*>(args.a) + offset;
+      const auto* from = row_of_a<typename D::Storage>(args, row, block).values;
       if (count >= kBlock) {
         for (int i = 0; i < kBlock; ++i) out[i] = D::load(from[i]);
       } else {

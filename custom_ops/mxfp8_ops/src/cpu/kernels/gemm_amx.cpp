@@ -18,34 +18,20 @@ namespace {
 constexpr int64_t kDepth = 384;         // depth of a chunk: two tiles of A, and as much of two panels, fill L1
 constexpr int64_t kGroupColumns = 128;  // columns of a group: its panels stay in L2
 
-// A group of panels, decoded, one chunk deep: in `room`, or in the decoded tiles of a constant weight.
+// A group of panels, decoded, one chunk deep.
 struct Group {
   int64_t column, columns;
   Chunk chunk;
   uint32_t misfits[kGroupColumns / kAmxColumns];
-  const uint16_t* b;
-  int64_t depth;  // distance from a panel to the next, in values along K
-  alignas(64) uint16_t room[kGroupColumns * kDepth];
+  alignas(64) uint16_t b[kGroupColumns * kDepth];
 };
-
-// Whether the decoded tiles of a constant weight may be multiplied, see lowest_scale.
-MXFP8_INLINE bool has_tiles(const GemmArgs& args, int lowest) {
-  return args.panels != nullptr && args.panels->decoded && args.panels->lowest >= lowest;
-}
 
 template <class F>
 MXFP8_INLINE void decode_group(const GemmArgs& args, Ahead* ahead, int lowest, Group* group) {
-  if (has_tiles(args, lowest)) {
-    std::memset(group->misfits, 0, sizeof group->misfits);
-    group->b = decoded_at(args, args.panels->data, group->column, group->chunk.k);
-    group->depth = panel_depth(args.k);
-    return;
-  }
-  group->b = group->room, group->depth = group->chunk.padded;
   for (int64_t j = 0; j < group->columns; j += kAmxColumns) {
     Panel<F> panel(args, group->column + j, group->column + group->columns, lowest);
     panel.begin(group->chunk);
-    uint16_t* out = group->room + j * group->depth;
+    uint16_t* out = group->b + j * group->chunk.padded;
     for (int64_t k = 0; k < group->chunk.count; k += kStepBf16, out += kPanelStep) {
       ahead->fetch_step();
       panel.step(k, out);
@@ -95,7 +81,7 @@ MXFP8_INLINE void multiply_pair(const GemmArgs& args, AmxTiles* tiles, const uin
   }
   A::with_block(tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
     block.start(sums, first);
-    multiply_chunk<A>(block, a, first, second, group.b + j * group.depth, kAmxColumns * group.depth,
+    multiply_chunk<A>(block, a, first, second, group.b + j * group.chunk.padded, kAmxColumns * group.chunk.padded,
                       group.chunk.padded);
     block.finish(sums, first);
   });
@@ -180,29 +166,6 @@ MXFP8_INLINE void multiply_few(const GemmArgs& args, int64_t row, int64_t rows, 
   }
 }
 
-// The same with the decoded tiles of a constant weight.
-template <class A>
-MXFP8_INLINE void multiply_few_tiles(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin,
-                                     int64_t column_end, const uint16_t* a) {
-  AmxTiles tiles;
-  alignas(64) float sums_of_block[A::rows_at_once * kPairColumns];
-  const Sums sums{sums_of_block, kPairColumns, false};
-  for (int64_t column = column_begin; column < column_end; column += kPairColumns) {
-    const int64_t columns = min_of(kPairColumns, column_end - column);
-    A::with_block(&tiles, rows, columns, [&](auto block, int64_t first, int64_t second) MXFP8_INLINE_LAMBDA {
-      block.start(sums, first);
-      for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
-        const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
-        multiply_chunk<A>(block, a + chunk.k * rows * A::parts, first, second,
-                          decoded_at(args, args.panels->data, column, chunk.k), kAmxColumns * panel_depth(args.k),
-                          chunk.padded);
-      }
-      block.finish(sums, first);
-    });
-    store_strip(args, row, rows, column, columns, sums_of_block, kPairColumns);
-  }
-}
-
 // With K = 0 every sum is empty.
 void store_nothing(const GemmArgs& args, int64_t row, int64_t rows, int64_t column_begin, int64_t column_end) {
   float sums[kPairColumns] = {};
@@ -220,32 +183,12 @@ MXFP8_INLINE void multiply_strip(const GemmArgs& args, int64_t row, int64_t rows
   with_format(args.b_format, [&](auto format) {
     using F = decltype(format);
     const int lowest = lowest_scale<F>(exponent);
-    if (rows <= A::rows_at_once && has_tiles(args, lowest)) {
-      multiply_few_tiles<A>(args, row, rows, column_begin, column_end, a);
-    } else if (rows <= A::rows_at_once) {
+    if (rows <= A::rows_at_once) {
       multiply_few<F, A>(args, row, rows, column_begin, column_end, a, lowest);
     } else {
       multiply_many<F, A>(args, row, rows, first, end, column_begin, column_end, a, lowest);
     }
   });
-}
-
-// Decodes 16 columns of a constant weight. Returns the lowest scale code, or kNotExact if a column does not fit.
-template <class F>
-MXFP8_NOINLINE int make_tiles(const GemmArgs& args, int64_t column, int64_t column_end, uint16_t* out) {
-  Panel<F> panel(args, column, column_end, kMinScale<F>);
-  for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
-    const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
-    panel.begin(chunk);
-    for (int64_t k = 0; k < chunk.count; k += kStepBf16, out += kPanelStep) panel.step(k, out);
-  }
-  if (panel.misfits() != 0) return kNotExact;
-  int lowest = kAllZero;
-  const uint8_t* codes = args.b_scales + column * blocks_of(args.k);
-  for (int64_t i = 0; i < min_of(kAmxColumns, column_end - column) * blocks_of(args.k); ++i) {
-    if (codes[i] >= kMinScale<F> && codes[i] < lowest) lowest = codes[i];  // lower codes belong to blocks of zeros
-  }
-  return lowest;
 }
 
 // Values of dtype D, to be packed as parts that add up to the value, each the next 8 bits of it.
@@ -263,7 +206,7 @@ MXFP8_INLINE __m512 load_values(Float16, const uint16_t* from, __mmask16 present
 template <class D, int Parts>
 MXFP8_INLINE bool pack_row(AsParts<D, Parts>, const GemmArgs& args, int64_t row, int64_t k, int64_t count,
                            int64_t stride, uint16_t* out, Extent* extent) {
-  const auto* values = static_cast<const typename D::Storage*>(args.a) + row * args.a_stride + k;
+  const auto* values = row_of_a<typename D::Storage>(args, row, k / kBlock).values;
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000)), infinity = _mm512_set1_epi32(0x7f800000);
   Exponents exponents;
   for (int64_t i = 0; i < count; i += kStepBf16, out += stride) {
@@ -343,24 +286,11 @@ void gemm_amx_parts_multiply(const GemmArgs& args, int64_t row, int64_t rows, in
   multiply_strip<InParts>(args, row, rows, tile_begin, tile_end, column_begin, column_end, packed, exponent);
 }
 
-int64_t gemm_amx_panel_bytes(const GemmArgs& args, bool decoded) {
-  if (!decoded) return bytes_of_panels(args);
-  return (args.n + kAmxColumns - 1) / kAmxColumns * kAmxColumns * panel_depth(args.k) * int64_t(sizeof(uint16_t));
-}
+int64_t gemm_amx_panel_bytes(const GemmArgs& args) { return bytes_of_panels(args); }
 
-int gemm_amx_make_panels(const GemmArgs& args, bool decoded, int64_t column_begin, int64_t column_end, void* data) {
-  int lowest = kAllZero;
-  with_format(args.b_format, [&](auto format) {
-    using F = decltype(format);
-    for (int64_t column = column_begin; column < column_end && !decoded; column += kPanel) {
-      make_panel<F>(args, column, 0, kMinScale<F>, kMaxScale<F>, data, [](int64_t, int64_t) {});
-    }
-    for (int64_t column = column_begin; column < column_end && decoded; column += kAmxColumns) {
-      auto* tiles = const_cast<uint16_t*>(decoded_at(args, data, column, 0));
-      lowest = int(min_of(lowest, make_tiles<F>(args, column, column_end, tiles)));
-    }
-  });
-  return lowest;
+bool gemm_amx_make_panels(const GemmArgs& args, int64_t column_begin, int64_t column_end, void* data) {
+  make_bf16_panels(args, column_begin, column_end, data);
+  return false;
 }
 
 constexpr auto gemm_amx_parts_panel_bytes = gemm_amx_panel_bytes;

@@ -32,11 +32,6 @@ struct Room {
   alignas(64) uint16_t values[kPanel * kDepth];
 };
 
-// Where decoded panels are: panels of the whole K lie one behind the other.
-MXFP8_INLINE const uint16_t* decoded_at(const GemmArgs& args, const void* data, int64_t column, int64_t k) {
-  return static_cast<const uint16_t*>(data) + column * panel_depth(args.k) + k * kPanel;
-}
-
 // A chunk of a panel of B: decoded values, or, where `values` is null, codes. `misfits` has a bit for each column for
 // which these are not exact.
 struct ChunkOfB {
@@ -47,13 +42,9 @@ struct ChunkOfB {
 template <class F>
 MXFP8_INLINE ChunkOfB chunk_of_b(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t rows,
                                  int lowest, Room* room) {
-  const Panels* panels = args.panels;
-  if (panels != nullptr && panels->decoded && panels->lowest >= lowest) {
-    return {decoded_at(args, panels->data, column, chunk.k), {}, 0};
-  }
   PanelView codes = {room->elements, room->codes};
-  if (panels != nullptr && !panels->decoded) {
-    codes = panel_at(args, panels->data, column, chunk.k);
+  if (args.panels != nullptr) {
+    codes = panel_at(args, args.panels->data, column, chunk.k);
   } else {
     turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room->elements);
     // The limit is kMinScale, not `lowest`: panels of a constant weight do not depend on A, and must have the same
@@ -119,36 +110,11 @@ void gemm_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
   });
 }
 
-int64_t gemm_bf16_panel_bytes(const GemmArgs& args, bool decoded) {
-  return decoded ? (args.n + kPanel - 1) / kPanel * kPanel * panel_depth(args.k) * int64_t(sizeof(uint16_t))
-                 : bytes_of_panels(args);
-}
+int64_t gemm_bf16_panel_bytes(const GemmArgs& args) { return bytes_of_panels(args); }
 
-int gemm_bf16_make_panels(const GemmArgs& args, bool decoded, int64_t column_begin, int64_t column_end, void* data) {
-  int lowest = kAllZero;
-  with_format(args.b_format, [&](auto format) {
-    using F = decltype(format);
-    Room room;
-    for (int64_t column = column_begin; column < column_end; column += kPanel) {
-      if (!decoded) {
-        make_panel<F>(args, column, 0, kMinScale<F>, kMaxScale<F>, data, [](int64_t, int64_t) {});
-        continue;
-      }
-      const int64_t columns = min_of(kPanel, args.n - column);
-      for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
-        const Chunk chunk = chunk_at(args.k, kDepth, c, kStepBf16);
-        bool fits = true;
-        turn_elements(args, column, columns, chunk, 0, kPanel * args.k, room.elements);
-        turn_codes<F>(args, column, columns, chunk, kMinScale<F>, kMaxScale<F>, room.codes,
-                      [&](int64_t, int64_t) { fits = false; });
-        for (int64_t i = 0; i < chunk.padded / kBlock * kPanel; ++i)
-          lowest = room.codes[i] < lowest ? room.codes[i] : lowest;
-        auto* to = const_cast<uint16_t*>(decoded_at(args, data, column, chunk.k));
-        if (decode_panel<F>({room.elements, room.codes}, chunk.padded, to) != 0 || !fits) lowest = kNotExact;
-      }
-    }
-  });
-  return lowest;
+bool gemm_bf16_make_panels(const GemmArgs& args, int64_t column_begin, int64_t column_end, void* data) {
+  make_bf16_panels(args, column_begin, column_end, data);
+  return false;
 }
 
 MXFP8_PANEL_KERNEL(gemm_bf16, kRows, sizeof(uint16_t));

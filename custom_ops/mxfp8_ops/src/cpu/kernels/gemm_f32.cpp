@@ -123,12 +123,12 @@ void gemm_f32_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t 
   });
 }
 
-int64_t gemm_f32_panel_bytes(const GemmArgs& args, bool) {
+int64_t gemm_f32_panel_bytes(const GemmArgs& args) {
   const int64_t columns = (args.n + kPanel - 1) / kPanel * kPanel;
   return columns * chunks_of(args.k, kDepth) * kDepth * int64_t(sizeof(float));
 }
 
-int gemm_f32_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64_t column_end, void* data) {
+bool gemm_f32_make_panels(const GemmArgs& args, int64_t column_begin, int64_t column_end, void* data) {
   with_format(args.b_format, [&](auto format) {
     for (int64_t column = column_begin; column < column_end; column += kPanel) {
       for (int64_t c = 0; c < chunks_of(args.k, kDepth); ++c) {
@@ -138,7 +138,7 @@ int gemm_f32_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64
       }
     }
   });
-  return 0;
+  return false;
 }
 
 MXFP8_PANEL_KERNEL(gemm_f32, kFloatRows, sizeof(float));

@@ -58,8 +58,7 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Ch
   const int64_t first = to.tiles.first_row(tile);
   bool any = false;
   for (int64_t i = 0; i < to.tiles.rows_of(tile); ++i) {
-    const auto* elements = static_cast<const uint8_t*>(args.a) + (row + first + i) * args.a_stride;
-    const uint8_t* codes = args.a_scales + (row + first + i) * blocks_of(args.k);
+    const auto [elements, codes] = row_of_a(args, row + first + i);
     for (int64_t k = chunk.k; k < chunk.k + chunk.padded; k += kBlock) {
       alignas(32) uint8_t block[kBlock] = {};
       const int64_t left = args.k - k;
@@ -123,8 +122,8 @@ MXFP8_NOINLINE void add_outside_of_a(const GemmArgs& args, int64_t row, int64_t 
     const int64_t k = chunk.k + block * kBlock;
     bool is_decoded = false;
     for (int64_t i = 0; i < rows; ++i) {
-      const auto* elements = static_cast<const uint8_t*>(args.a) + (row + i) * args.a_stride + k;
-      if (!is_outside(elements, args.k - k, args.a_scales[(row + i) * blocks_of(args.k) + k / kBlock])) continue;
+      const RowOfA<uint8_t> a = row_of_a(args, row + i, k / kBlock);
+      if (!is_outside(a.values, args.k - k, *a.scales)) continue;
       if (!is_decoded) decode_panel_block(panel, block, &decoded);
       is_decoded = true;
       alignas(64) float x[kBlock];
@@ -179,7 +178,7 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
         bool outside_of_b = false;
         if (args.panels != nullptr) {
           view = panel_at(args, args.panels->data, column, chunk.k);
-          outside_of_b = args.panels->lowest == kHasOutside;
+          outside_of_b = args.panels->outside_range;
         } else {
           outside_of_b = turn_panel(args, column, columns, chunk, &panel);
         }
@@ -200,14 +199,14 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
       });
 }
 
-int64_t gemm_int8_panel_bytes(const GemmArgs& args, bool) { return bytes_of_panels(args); }
+int64_t gemm_int8_panel_bytes(const GemmArgs& args) { return bytes_of_panels(args); }
 
-int gemm_int8_make_panels(const GemmArgs& args, bool, int64_t column_begin, int64_t column_end, void* data) {
-  int outside = kInRange;
+bool gemm_int8_make_panels(const GemmArgs& args, int64_t column_begin, int64_t column_end, void* data) {
+  bool outside = false;
   for (int64_t column = column_begin; column < column_end; column += kPanel) {
     make_panel<INT8, kIntWord>(args, column, kFlipped, kLowestScale, kHighestScale, data,
                                [&](int64_t block, int64_t c) {
-                                 outside = kHasOutside;
+                                 outside = true;
                                  clear_block(panel_at(args, data, column, 0), block, c);
                                });
   }

@@ -9,8 +9,6 @@
 namespace mxfp8::MXFP8_ISA {
 namespace {
 
-constexpr int kStep = kStepBf16;
-
 MXFP8_INLINE __m512bh as_bf16(__m512i values) { return reinterpret_cast<__m512bh>(values); }
 
 template <class F, int R>
@@ -23,13 +21,13 @@ MXFP8_INLINE void dot(const Decoder<F>& decoder, const uint16_t* a, const Pass& 
     __builtin_prefetch(pass.scales + k / kBlock + pass.ahead_scales, 0, 0);
     const __m512 scales = scale_values(load_scales(pass.scales + k / kBlock, blocks_of(left)));
     __m512i lanes = lanes_of_step(0);
-    for (int64_t i = 0; i < left; i += kStep) {
+    for (int64_t i = 0; i < left; i += kStepBf16) {
       const uint8_t* elements = pass.elements + k + i;
       __builtin_prefetch(elements + pass.ahead, 0, 0);  // once: not to stay in L2
       const Values b = decoder.values(load_codes(elements, left - i), &unused);
       const __m512 scale = _mm512_permutexvar_ps(lanes, scales);
       for (int r = 0; r < R; ++r) {
-        const uint16_t* row = a + (k + i) * R + r * kStep;
+        const uint16_t* row = a + (k + i) * R + r * kStepBf16;
         const __m512 sum = _mm512_dpbf16_ps(zero(), as_bf16(b.even), as_bf16(_mm512_load_si512(row)));
         const __m512 both = _mm512_dpbf16_ps(sum, as_bf16(b.odd), as_bf16(_mm512_load_si512(row + kBlock)));
         sums[r] = _mm512_fmadd_ps(both, scale, sums[r]);
@@ -56,8 +54,8 @@ int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
   bool fits = true;
   with_a_format(args, [&](auto format) {
     for (int64_t i = 0; i < rows && fits; ++i) {
-      uint16_t* out = static_cast<uint16_t*>(packed) + i * kStep;
-      fits = pack_row(format, args, row + i, 0, args.k, rows * kStep, out, &extent);
+      uint16_t* out = static_cast<uint16_t*>(packed) + i * kStepBf16;
+      fits = pack_row(format, args, row + i, 0, args.k, rows * kStepBf16, out, &extent);
     }
   });
   return fits && multiplies_codes(args, extent) ? extent.lowest : kNotExact;
@@ -66,7 +64,7 @@ int gemm_skinny_bf16_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
 void gemm_skinny_bf16_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t, int64_t, int64_t column_begin,
                                int64_t column_end, const void* packed, int) {
   with_format(args.b_format, [&](auto format) {
-    for_each_group<uint16_t, kStep, 1, kRowsAsTheyLie>(
+    for_each_group<uint16_t, kStepBf16, 1, kRowsAsTheyLie>(
         args, row, rows, column_begin, column_end, static_cast<const uint16_t*>(packed),
         [&](auto r, const Work<uint16_t>& work) { multiply_group<decltype(format), decltype(r)::value>(work); });
   });

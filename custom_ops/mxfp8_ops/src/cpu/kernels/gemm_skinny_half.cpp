@@ -89,11 +89,11 @@ int gemm_skinny_half_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
   float* scales = scales_of(packed, rows, blocks);
   uint8x16_t largest = {};
   for (int64_t r = 0; r < rows; ++r) {
-    const auto* elements = static_cast<const uint8_t*>(args.a) + (row + r) * args.a_stride;
+    const RowOfA<uint8_t> a = row_of_a(args, row + r);
     for (int64_t block = 0; block < blocks; ++block) {
       alignas(16) uint8_t codes[kBlock] = {};
-      std::memcpy(codes, elements + block * kBlock, size_t(min_of(kBlock, args.k - block * kBlock)));
-      const uint32_t code = args.a_scales[(row + r) * blocks + block];
+      std::memcpy(codes, a.values + block * kBlock, size_t(min_of(kBlock, args.k - block * kBlock)));
+      const uint32_t code = a.scales[block];
       const uint8x16_t most = vmaxq_u8(magnitudes(codes), magnitudes(codes + 16));
       const bool fits = code >= kLowestOfA && code <= kHighestOfA;
       if (!fits && (code == uint32_t(kScaleNan) || vmaxvq_u8(most) != 0)) return kNotExact;

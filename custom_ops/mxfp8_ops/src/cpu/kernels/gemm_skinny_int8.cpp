@@ -141,8 +141,7 @@ int gemm_skinny_int8_pack(const GemmArgs& args, int64_t row, int64_t rows, int64
   for (int64_t group = 0; group < groups.count; ++group) {
     const int64_t group_rows = groups.rows(group), first = groups.first(group);
     for (int64_t r = 0; r < group_rows; ++r) {
-      const auto* elements = static_cast<const uint8_t*>(args.a) + (row + first + r) * args.a_stride;
-      const uint8_t* codes = args.a_scales + (row + first + r) * blocks_of(args.k);
+      const auto [elements, codes] = row_of_a(args, row + first + r);
       for (int64_t k = 0; k < padded; k += kStep) {
         uint8_t* to = out + first * padded + k * group_rows + r * kStep;
         alignas(64) uint8_t padded_step[kStep] = {};

@@ -132,8 +132,7 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Ch
   Small* smalls = to.smalls(chunk, tile);
   *smalls = {};
   for (int64_t i = 0; i < rows; ++i) {
-    const auto* elements = static_cast<const uint8_t*>(args.a) + (row + first + i) * args.a_stride;
-    const uint8_t* scales = args.a_scales + (row + first + i) * blocks_of(args.k);
+    const auto [elements, scales] = row_of_a(args, row + first + i);
     for (int64_t k = chunk.k; k < chunk.k + chunk.padded; k += kBlock) {
       alignas(32) uint8_t block[kBlock] = {};
       const int64_t left = args.k - k;
@@ -154,19 +153,19 @@ MXFP8_INLINE bool pack_chunk(const GemmArgs& args, int64_t row, int64_t tile, Ch
 MXFP8_INLINE void pack_codes(const GemmArgs& args, int64_t row, int64_t begin, int64_t end, const PackedA& to) {
   for (int64_t k = 0; k < args.k; k += kTurnRows) {
     for (int64_t lane = (begin + kTurnRows - 1) / kTurnRows * kTurnRows; lane < end; lane += kTurnRows) {
-      const auto* from = static_cast<const uint8_t*>(args.a) + (row + lane) * args.a_stride + k;
+      const auto from = [&](int64_t i) { return row_of_a(args, row + lane + i).values + k; };
       const int64_t left = args.k - k;
       const bool whole = left >= kTurnRows && lane + kTurnRows <= to.rows;
       uint8_t some[kTurnRows][kTurnRows];
       if (!whole) {
         std::memset(some, 0, sizeof some);
         for (int64_t i = 0; i < min_of(to.rows - lane, kTurnRows); ++i) {
-          std::memcpy(some[i], from + i * args.a_stride, size_t(min_of(left, kTurnRows)));
+          std::memcpy(some[i], from(i), size_t(min_of(left, kTurnRows)));
         }
       }
       __m128i codes[kTurnRows];
       for (int64_t i = 0; i < kTurnRows; ++i) {
-        codes[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(whole ? from + i * args.a_stride : some[i]));
+        codes[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(whole ? from(i) : some[i]));
       }
       turn(codes);
       for (int64_t i = 0; i < min_of(left, kTurnRows); ++i) {
