@@ -44,7 +44,7 @@ AREAS = {
     ),
     "argument checks": (12, "custom_ops/mxfp8_ops/checks.py", "custom_ops/mxfp8_ops/cpu/*.py"),
     "torch ops": (10, "custom_ops/mxfp8_ops/torch_ops/*.py"),
-    "C++ kernels": (10, "custom_ops/mxfp8_ops/src/cpu/kernels/*.cpp"),
+    "C++ kernels": (10, "custom_ops/mxfp8_ops/src/cpu/kernels/**/*.cpp"),
     "C++ ABI, ONNX Runtime": (8, "custom_ops/mxfp8_ops/src/cpu/*.cpp", "custom_ops/mxfp8_ops/src/ort/*.cpp"),
 }
 """Per area how many mutants are tried, and the files that they are drawn from."""

@@ -1,6 +1,6 @@
 // The functions of group.h, on AVX-512.
 #pragma once
-#include "codec.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -9,9 +9,9 @@
 // computes both. Few rows, as in generation: keys and values are read in place, once, with lanes along D.
 #include "attention.h"
 
+#include "../common/transpose.h"
 #include "attention_bf16.h"
 #include "attention_products.h"
-#include "transpose.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {

@@ -5,8 +5,8 @@
 // the bound of each one's error, in units of 2^-24 |x|; test_fused.py tests it. NaN stays NaN. The product of an
 // infinite sum and 0 is NaN too: gelu(-inf) is NaN, as in the formula 0.5 x (1 + erf).
 #pragma once
-#include "../gemm.h"
-#include "codec.h"
+#include "../../gemm.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 

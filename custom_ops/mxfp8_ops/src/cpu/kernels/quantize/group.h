@@ -4,7 +4,7 @@
 #pragma once
 #include <limits>
 
-#include "codec.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -8,9 +8,9 @@
 // The bits of a row do not depend on other rows, only on whether these are few: keys that other rows see add zeros to
 // its sums, and a mask that adds 0 changes no score.
 #pragma once
-#include "../attention.h"
-#include "codec.h"
-#include "simd.h"
+#include "../../attention.h"
+#include "../common/codec.h"
+#include "../common/simd.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -4,9 +4,9 @@
 //   contiguous.
 // Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03
 // written.
-#include "../quantize.h"
+#include "../../quantize.h"
 
-#include "codec.h"
+#include "../common/codec.h"
 #include "group.h"
 #include "tiles.h"
 

@@ -7,11 +7,11 @@
 #pragma once
 
 #if defined(__AVX512BF16__)
+#include "../common/transpose.h"
 #include "attention.h"
 #include "attention_products.h"
-#include "transpose.h"
 #if defined(__AMX_BF16__)
-#include "amx.h"
+#include "../common/amx.h"
 #endif
 
 namespace mxfp8::MXFP8_ISA {
