@@ -21,7 +21,7 @@ pytestmark = pytest.mark.tools
     [
         ("README.md", []),
         ("mxfp8_graph/policy/plan.py", []),
-        ("custom_ops/mxfp8_ops/src/cpu/kernels/codec.h", ["test-isas"]),
+        ("custom_ops/mxfp8_ops/src/cpu/kernels/common/codec.h", ["test-isas"]),
         ("custom_ops/mxfp8_ops/src/cuda_host/gemm.cpp", ["test-emulation"]),
         ("tests/mxfp8_ops/test_cuda_gemms.py", ["test-isas", "test-emulation"]),
         ("mxfp8_graph/distributed/fsdp.py", ["test-processes"]),

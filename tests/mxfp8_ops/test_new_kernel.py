@@ -62,9 +62,9 @@ void multiple(const Kernels&, const Parallel&, const MultipleArgs&);
 
 }  // namespace mxfp8
 """,
-    "src/cpu/kernels/multiple.cpp": """
-#include "../multiple.h"
-#include "codec.h"
+    "src/cpu/kernels/quantize/multiple.cpp": """
+#include "../../multiple.h"
+#include "../common/codec.h"
 #include "decode_row.h"
 
 namespace mxfp8::MXFP8_ISA {

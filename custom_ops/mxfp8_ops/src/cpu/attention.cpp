@@ -1,4 +1,4 @@
-// MXFP8Attention: the split into tasks, which kernels/attention.cpp computes, and the presents.
+// MXFP8Attention: the split into tasks, which kernels/attention computes, and the presents.
 //
 // A task is one head of keys and up to about kTaskRows of the rows that share it. If there are fewer such tasks than
 // threads, as in generation, each part of the keys is a task; it writes a state, and the states are merged. Each run of

@@ -64,9 +64,9 @@ struct Level {
 class Tree {
  public:
   void add(int level, Digest digest) {
-    Level& of = levels_[level];
-    of.digests[of.count++] = digest;
-    if (of.count * kDigestBytes == kBlockBytes) close(level);
+    Level& full = levels_[level];
+    full.digests[full.count++] = digest;
+    if (full.count * kDigestBytes == kBlockBytes) close(level);
   }
   // The digest of all: closes each level, from the lowest up, until one digest is left.
   Digest root() {
@@ -82,10 +82,10 @@ class Tree {
  private:
   void close(int level) {
     if (level + 1 == kLevels) return;  // no array has so many bytes
-    Level& of = levels_[level];
-    const Digest digest =
-        hash_block(keys()[size_t(level + 1)], reinterpret_cast<const uint8_t*>(of.digests), of.count * kDigestBytes);
-    of.count = 0;
+    Level& full = levels_[level];
+    const Digest digest = hash_block(keys()[size_t(level + 1)], reinterpret_cast<const uint8_t*>(full.digests),
+                                     full.count * kDigestBytes);
+    full.count = 0;
     add(level + 1, digest);
   }
 

@@ -75,7 +75,7 @@ class Pool {
       ++job->active;
       if (--job->helpers == 0) jobs_.pop_front();
       lock.unlock();
-      step_aside(job->caller);
+      leave_processor(job->caller);
       job->work();
       lock.lock();
       remove(job);

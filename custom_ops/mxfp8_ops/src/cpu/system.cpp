@@ -65,7 +65,7 @@ void use_large_pages(void* data, int64_t bytes) {
 }
 int current_processor() { return sched_getcpu(); }
 
-void step_aside(int taken) {
+void leave_processor(int taken) {
   cpu_set_t allowed;
   if (taken < 0 || sched_getcpu() != taken || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
   cpu_set_t others = allowed;
@@ -77,7 +77,7 @@ void step_aside(int taken) {
 void release_mapped_file(const void*, int64_t) {}
 void use_large_pages(void*, int64_t) {}
 int current_processor() { return -1; }
-void step_aside(int) {}
+void leave_processor(int) {}
 #endif
 
 #if defined(__linux__) && defined(__x86_64__)

@@ -18,13 +18,13 @@ void use_large_pages(void* data, int64_t bytes);
 // The number of processors that this process may use.
 int processor_count();
 
-// The processor that the calling thread runs on; -1 where step_aside does nothing.
+// The processor that the calling thread runs on; -1 where leave_processor does nothing.
 int current_processor();
 
 // Moves the calling thread off processor `taken`, if it runs there and may run elsewhere. Linux often wakes a thread on
 // the processor of the thread that wakes it, and leaves it there for longer than a job lasts. The two threads would
 // then share one processor while another idles.
-void step_aside(int taken);
+void leave_processor(int taken);
 
 // Keeps this library in memory until the process ends, because its threads never end, and makes a forked child, which
 // does not have these threads, call `forget`.

@@ -27,7 +27,7 @@ Executor::Executor(const Gpu& gpu, const std::vector<int>& kernels) : Executor(g
   loads_later_ = false;
 }
 
-const Executor& Executor::of(int index) {
+const Executor& Executor::for_gpu(int index) {
   using Key = std::pair<const Driver*, int>;
   static std::mutex mutex;
   static auto& all = *new std::map<Key, std::unique_ptr<const Executor>>;  // until the process ends

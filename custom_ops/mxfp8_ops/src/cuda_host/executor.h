@@ -24,7 +24,7 @@ class Executor {
 
   // The one of a GPU for the C ABI, which loads a kernel on its first use; another after mxfp8_cuda_open. Throws
   // CudaError.
-  static const Executor& of(int gpu);
+  static const Executor& for_gpu(int gpu);
 
   // For the planner: this GPU, with cuBLAS if the caller has a handle and the loader knows it.
   mxfp8_cuda_place place(bool cublas_handle) const;

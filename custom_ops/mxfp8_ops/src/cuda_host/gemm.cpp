@@ -100,11 +100,11 @@ class GemmPlanner {
   void large(const Product& p) {
     const bool direct = p.bias.null() && p.y_dtype != MXFP8_FLOAT16, quantized = is_element(p.x.kind);
     // One word for both operands: either pass sets it, and one check does the product again.
-    const Argument inexact = !p.wide || quantized ? steps_.take(4) : Argument();
+    const Argument inexact = !p.wide || quantized ? steps_.reserve(4) : Argument();
     if (!inexact.null()) steps_.clear(inexact, 1);
     const Wide b = p.wide ? *p.wide : widened(p.b, p.n, p.k, inexact);
     const Wide x = quantized ? widened(p.x, p.m, p.k, inexact) : Wide{p.x.data, 0};
-    const Argument y = direct ? p.y : steps_.take(4 * p.m * p.n);
+    const Argument y = direct ? p.y : steps_.reserve(4 * p.m * p.n);
     steps_.add(MXFP8_MATMUL, {x.data, b.data, y, p.m, p.n, p.k, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     if (!direct) finish(p, {y});
     if (!inexact.null()) float32(p, inexact);
@@ -112,7 +112,7 @@ class GemmPlanner {
   }
 
   Wide widened(const Operand& x, int64_t rows, int64_t k, Argument inexact) {
-    const Argument to = steps_.take(2 * rows * k);
+    const Argument to = steps_.reserve(2 * rows * k);
     const bool ragged = k % 32 != 0 || unaligned({x.data});
     const int instance = kDequantize({kBF16, format_choice(x.kind), true, ragged});
     steps_.launch(instance, ceil_div(rows * k, 16 * kThreads), {x.data, x.scales, to, k, 1, rows * k, inexact});
@@ -123,8 +123,8 @@ class GemmPlanner {
   void parts(const Product& p) {
     const int64_t count = parts_of(p.x.kind), most = place_.parts_bytes != 0 ? place_.parts_bytes : kPartsBytes;
     const int64_t rows = std::min(p.m, std::max(most / (4 * count * p.n), kSkinnyRows));
-    const Argument inexact = steps_.take(4);
-    const Argument data = steps_.take(2 * count * rows * p.k), sums = steps_.take(4 * count * rows * p.n);
+    const Argument inexact = steps_.reserve(4);
+    const Argument data = steps_.reserve(2 * count * rows * p.k), sums = steps_.reserve(4 * count * rows * p.n);
     steps_.clear(inexact, 1);
     for (int64_t first = 0; first < p.m; first += rows) {
       const Product slice = rows_of(p, first, std::min(rows, p.m - first));
@@ -152,7 +152,9 @@ class GemmPlanner {
   void block_scaled(const Product& p) {
     const Argument x_scales = swizzled(p.x, p.m, p.k), b_scales = swizzled(p.b, p.n, p.k);
     const bool direct = p.bias.null() && (cublaslt() || p.y_dtype != MXFP8_FLOAT16);
-    const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult) : direct ? p.y : steps_.take(4 * p.m * p.n);
+    const Argument y = !cublaslt() ? Argument(0, Argument::Base::kResult)
+                       : direct    ? p.y
+                                   : steps_.reserve(4 * p.m * p.n);
     steps_.add(MXFP8_BLOCK_SCALED, {p.x.data, x_scales, p.b.data, b_scales, y, p.m, p.n, p.k, row_of(p.x.kind).code,
                                     row_of(p.b.kind).code, direct ? p.y_dtype : int64_t(MXFP8_FLOAT32)});
     if (!direct) finish(p, {y});
@@ -160,7 +162,7 @@ class GemmPlanner {
 
   Argument swizzled(const Operand& o, int64_t rows, int64_t k) {
     const int64_t bytes = swizzled_bytes(rows, k);
-    const Argument to = steps_.take(bytes);
+    const Argument to = steps_.reserve(bytes);
     steps_.launch(kSwizzleScales({}), ceil_div(bytes, 16 * kThreads), {o.scales, to, rows, scale_count(k)});
     return to;
   }
@@ -176,7 +178,7 @@ class GemmPlanner {
   // The product that puts the sums of several parts of K into scratch memory; `p` itself for one.
   Product into_sums(const Product& p, int64_t splits) {
     Product to = p;
-    if (splits > 1) to.y = steps_.take(4 * splits * p.m * p.n), to.bias = 0, to.y_dtype = MXFP8_FLOAT32;
+    if (splits > 1) to.y = steps_.reserve(4 * splits * p.m * p.n), to.bias = 0, to.y_dtype = MXFP8_FLOAT32;
     return to;
   }
 
@@ -234,7 +236,7 @@ const Kernel kBfloat16Rounded("bfloat16_rounded", {kinds_from(kF32, kBF16), flag
 
 Argument rounded(Steps* steps, Kind kind, Argument x, int64_t total) {
   if (total == 0) return x;  // nothing is read there, and scratch memory may have no such place
-  const Argument to = steps->take(2 * total);
+  const Argument to = steps->reserve(2 * total);
   const bool ragged = total % 16 != 0 || unaligned({x});
   steps->launch(kBfloat16Rounded({kind, ragged}), ceil_div(total, 16 * kThreads), {x, to, total});
   return to;

@@ -73,7 +73,7 @@ Plan plan(const mxfp8_cuda_grouped& g) {
   const int64_t tokens = (8 << log2) / parts_of(x_kind);
   const int64_t slots = rows / tokens + std::min(g.count + 2, rows), blocks = ceil_div(g.n, log2 == 0 ? 16 : 64);
   const bool whole = g.k % 32 == 0 && g.k > 0 && g.k < (1 << 25) && x.aligned() && g.b % 16 == 0;
-  const Argument places = steps.take(8 * rows), at = steps.take(16 * slots);
+  const Argument places = steps.reserve(8 * rows), at = steps.reserve(16 * slots);
   steps.clear(at, 4 * slots);
   steps.launch(kGroupRows({}), g.count + 2,
                {g.experts, places, at, rows, g.count, tokens, g.middle, g.inner, g.x_outer, g.x_middle, g.x_inner,

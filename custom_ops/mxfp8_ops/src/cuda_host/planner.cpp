@@ -14,7 +14,7 @@ thread_local int64_t plans = 0;  // how many the thread has made
 
 // Queues the steps of the thread's latest plan that it can.
 void proceed(const mxfp8_cuda_queue& queue, mxfp8_cuda_plan* plan) {
-  const Executor& executor = Executor::of(int(queue.gpu));
+  const Executor& executor = Executor::for_gpu(int(queue.gpu));
   const Current current(executor.gpu());
   const Resources resources = {reinterpret_cast<Stream>(queue.stream), nullptr, uint64_t(queue.scratch),
                                uint64_t(queue.result)};

@@ -76,7 +76,7 @@ class Steps {
   }
 
   // Scratch memory, aligned to 256; memory taken after `mark` may be taken again after `release`.
-  Argument take(int64_t bytes) {
+  Argument reserve(int64_t bytes) {
     const int64_t at = taken_;
     taken_ += ceil_div(bytes, 256) * 256;
     plan_.scratch_bytes = std::max(plan_.scratch_bytes, taken_);

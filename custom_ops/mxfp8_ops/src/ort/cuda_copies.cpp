@@ -84,7 +84,7 @@ class Turn final : public Operands {
 
   const void* input(const void* host, int64_t bytes) override {
     if (counts_) {
-      take(bytes);
+      reserve(bytes);
       return host;
     }
     if (host == nullptr || bytes == 0) return nullptr;
@@ -94,19 +94,19 @@ class Turn final : public Operands {
         return reinterpret_cast<const void*>(resident.data + uint64_t(begin - resident.host));
       }
     }
-    const uint64_t at = take(bytes);
+    const uint64_t at = reserve(bytes);
     gpu_.check(gpu_.driver().copy_in(at, host, size_t(bytes), kThreadStream), "copy an operand");
     return reinterpret_cast<const void*>(at);
   }
 
   void* output(void* host, int64_t bytes) override {
-    const uint64_t at = take(bytes);
+    const uint64_t at = reserve(bytes);
     if (counts_) return host;
     if (host != nullptr) results_.push_back({host, bytes, at});
     return reinterpret_cast<void*>(at);
   }
 
-  uint64_t take(int64_t bytes) {
+  uint64_t reserve(int64_t bytes) {
     const uint64_t at = next_;
     next_ += uint64_t(rounded(bytes));
     return at;

@@ -58,7 +58,7 @@ std::string node_name(const OrtKernelInfo* info) {
 
 }  // namespace
 
-Implemented::Implemented(std::initializer_list<Op> ops, const Implementation& given) : implementation(given) {
+Implemented::Implemented(std::initializer_list<Op> ops, const Implementation& callbacks) : implementation(callbacks) {
   for (const Op op : ops) implementations()[size_t(op)] = &implementation;
 }
 

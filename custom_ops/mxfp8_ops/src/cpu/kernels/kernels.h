@@ -1,4 +1,4 @@
-// How the operations of cpu/ reach the kernels of an instruction set. A file of this folder is compiled for the sets
+// How the operations of cpu/ reach the kernels of an instruction set. A file of these folders is compiled for the sets
 // portable, avx2 and avx512, or for the sets that CMakeLists.txt names, into the namespace mxfp8::<set>. This header
 // and the headers that declare kernels have no code, and the kernels call nothing of the C++ library. So a function
 // compiled with one set of flags cannot be linked into the path of another set.

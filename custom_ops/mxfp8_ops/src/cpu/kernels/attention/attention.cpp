@@ -9,9 +9,9 @@
 // computes both. Few rows, as in generation: keys and values are read in place, once, with lanes along D.
 #include "attention.h"
 
+#include "../common/transpose.h"
 #include "attention_bf16.h"
 #include "attention_products.h"
-#include "transpose.h"
 
 namespace mxfp8::MXFP8_ISA {
 namespace {
@@ -24,18 +24,18 @@ class ManyRows {
 
   ManyRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), dv_(padded(args.dv, kAttentionPad)), rows_(task.row_end - task.row_begin) {
-    queries_ = room->take<float>(rows_ * a_.d);
-    keys_ = room->take<float>(a_.d * kKeys);
-    values_ = room->take<float>(kKeys * dv_);
-    step_ = room->take<float>(kStep * a_.d);
-    products_ = room->take<float>(kRows * kKeys);
+    queries_ = room->reserve<float>(rows_ * a_.d);
+    keys_ = room->reserve<float>(a_.d * kKeys);
+    values_ = room->reserve<float>(kKeys * dv_);
+    step_ = room->reserve<float>(kStep * a_.d);
+    products_ = room->reserve<float>(kRows * kKeys);
   }
   void begin() {
     for_queries(a_, t_, [&](Source from, int64_t i, int64_t rows) {
       load_rows(a_, from, rows, a_.d, queries_ + i * a_.d, a_.d, a_.rounds);
     });
   }
-  MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
+  MXFP8_INLINE_MEMBER void load_keys(int64_t key, int64_t count) {
     Source keys = keys_at(a_, t_, key);
     for (int64_t j = 0; j < count; j += kStep, keys.offset += kStep * keys.stride) {
       const int64_t rows = least_of(kStep, count - j);
@@ -71,17 +71,17 @@ class FewRows {
 
   FewRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), d_(padded(args.d, kAttentionPad)), dv_(padded(args.dv, kAttentionPad)) {
-    queries_ = room->take<float>(kRows * d_);
-    products_ = room->take<float>(kRows * kKeys);
-    key_room_ = room->take<float>(kKeys * d_);
-    value_room_ = room->take<float>(kKeys * dv_);
+    queries_ = room->reserve<float>(kRows * d_);
+    products_ = room->reserve<float>(kRows * kKeys);
+    key_room_ = room->reserve<float>(kKeys * d_);
+    value_room_ = room->reserve<float>(kKeys * dv_);
   }
   void begin() {
     for_queries(a_, t_, [&](Source from, int64_t i, int64_t rows) {
       load_rows(a_, from, rows, a_.d, queries_ + i * d_, d_, a_.rounds);
     });
   }
-  MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
+  MXFP8_INLINE_MEMBER void load_keys(int64_t key, int64_t count) {
     keys_ = in_place(keys_at(a_, t_, key), count, a_.d, d_, key_room_, &key_stride_);
     values_ = in_place(values_at(a_, t_, key), count, a_.dv, dv_, value_room_, &value_stride_);
   }
@@ -173,8 +173,8 @@ int64_t state_of(const AttentionArgs& a, const AttentionTask& t) {
 }
 
 // Memory for the state of one more part, if the task has several.
-float* take_part(const AttentionArgs& a, const AttentionTask& t, Room* room) {
-  return room->take<float>(t.key_end - t.key_begin > a.part ? state_of(a, t) : 0);
+float* reserve_part(const AttentionArgs& a, const AttentionTask& t, Room* room) {
+  return room->reserve<float>(t.key_end - t.key_begin > a.part ? state_of(a, t) : 0);
 }
 
 }  // namespace
@@ -190,8 +190,8 @@ int64_t attention_group([[maybe_unused]] const AttentionArgs& args) {
 
 int64_t attention_scratch(const AttentionArgs& args, const AttentionTask& task) {
   Room room{0};
-  room.take<float>(state_of(args, task));
-  take_part(args, task, &room);
+  room.reserve<float>(state_of(args, task));
+  reserve_part(args, task, &room);
 #if defined(__AVX512BF16__)
   if (args.rounds) return are_few(args) ? bytes<FewPairRows>(args, task, room) : bytes<PairRows>(args, task, room);
 #endif
@@ -202,10 +202,10 @@ int64_t attention_scratch(const AttentionArgs& args, const AttentionTask& task) 
 void attention(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, void* scratch,
                float* state) {
   Room room{reinterpret_cast<uintptr_t>(scratch)};
-  float* own = room.take<float>(state_of(args, task));
+  float* own = room.reserve<float>(state_of(args, task));
   const int64_t rows = task.row_end - task.row_begin;
   const Running running = running_in(rows, state == nullptr ? own : state);
-  const Running part = running_in(rows, take_part(args, task, &room));
+  const Running part = running_in(rows, reserve_part(args, task, &room));
   const bool few = are_few(args);
 #if defined(__AVX512BF16__)
   if (args.rounds) {

@@ -3,7 +3,7 @@
 //
 // Codes of a constant weight are read turned, from panels of panel.h, each of which is two of these side by side.
 #pragma once
-#include "amx.h"
+#include "../common/amx.h"
 #include "bf16.h"
 #include "panel.h"
 

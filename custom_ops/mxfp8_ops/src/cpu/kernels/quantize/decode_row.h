@@ -1,8 +1,8 @@
 // A row of elements and its scales to values, bit for bit those of numerics.dequantize. dequantize.cpp and
 // embedding.cpp decode their rows with it.
 #pragma once
-#include "codec.h"
-#include "simd.h"
+#include "../common/codec.h"
+#include "../common/simd.h"
 
 namespace mxfp8::MXFP8_ISA {
 

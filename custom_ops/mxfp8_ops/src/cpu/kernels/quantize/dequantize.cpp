@@ -2,8 +2,8 @@
 // (blocks `inner` apart) of quantize.cpp. A tile of the columns layout is one block deep and 64 columns wide. Up to 64
 // tiles side by side are done together, so that whole pages are read and written in turn. Bytes moved per value: 1.03
 // read, 4 or 2 written.
-#include "../quantize.h"
-#include "codec.h"
+#include "../../quantize.h"
+#include "../common/codec.h"
 #include "decode_row.h"
 #include "tiles.h"
 

@@ -1,8 +1,8 @@
 // c [rows, n] = or += a [rows, k] . b [k, n], n whole vectors, k counted in words of a and b: floats, or pairs of
 // bfloat16, values 2 i and 2 i + 1 along k in one word. Strides are in words.
 #pragma once
-#include "gemm.h"
-#include "simd.h"
+#include "../common/simd.h"
+#include "../gemm/gemm.h"
 
 namespace mxfp8::MXFP8_ISA {
 

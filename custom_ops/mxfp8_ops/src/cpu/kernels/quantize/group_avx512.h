@@ -1,6 +1,6 @@
 // The functions of group.h, on AVX-512.
 #pragma once
-#include "codec.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -142,7 +142,7 @@ MXFP8_INLINE __m512i encode_two(const typename D::Storage* x0, const typename D:
       encode_four<F>(_mm512_mul_ps(load_lanes(D{}, x0), first), _mm512_mul_ps(load_lanes(D{}, x0 + 16), first),
                      _mm512_mul_ps(load_lanes(D{}, x1), second), _mm512_mul_ps(load_lanes(D{}, x1 + 16), second)));
 }
-MXFP8_INLINE void store_two(Touching<uint8_t> to, int64_t block, __m512i codes) {
+MXFP8_INLINE void store_two(Adjacent<uint8_t> to, int64_t block, __m512i codes) {
   _mm512_storeu_si512(to[block], codes);
 }
 MXFP8_INLINE void store_two(uint8_t* const* to, int64_t block, __m512i codes) {

@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-#include "simd.h"
+#include "../common/simd.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -4,9 +4,9 @@
 //   contiguous.
 // Work is split over rows, or over (outer, block of K, 64 columns). Bytes moved per value: 4 (f32) or 2 read, 1.03
 // written.
-#include "../quantize.h"
+#include "../../quantize.h"
 
-#include "codec.h"
+#include "../common/codec.h"
 #include "group.h"
 #include "tiles.h"
 
@@ -50,7 +50,7 @@ int64_t first_nonfinite(const typename D::Storage* x, int64_t count) {
 template <class D, class F>
 void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* stats) {
   const int64_t row_blocks = (args.k + kBlock - 1) / kBlock;
-  const bool touching = args.stride == args.k && args.k % kBlock == 0;
+  const bool adjacent = args.stride == args.k && args.k % kBlock == 0;
   const bool grouped = stats == nullptr || kGroupsAddErrors;
   alignas(64) float values[kBlock];
   alignas(64) uint8_t codes[kBlock];
@@ -59,9 +59,9 @@ void rows(const QuantizeArgs& args, int64_t row_begin, int64_t row_end, Stats* s
   // Blocks have numbers through all rows, because a group of blocks may go on in the next row.
   for (int64_t block = row_begin * row_blocks; true; ++block) {
     const int64_t groups = grouped ? (row_end * row_blocks - block) / kGroup : 0;
-    if (touching) {
+    if (adjacent) {
       const auto* x = static_cast<const typename D::Storage*>(args.x) + block * kBlock;
-      TouchingBlocks<D> blocks{x, args.elements + block * kBlock};
+      AdjacentBlocks<D> blocks{x, args.elements + block * kBlock};
       block += kGroup * quantize_groups<D, F>(blocks, groups, args.increment, args.scales + block, wanted);
     } else if (groups > 0) {
       ApartBlocks<D> blocks(args, block / row_blocks, block % row_blocks * kBlock);

@@ -32,19 +32,19 @@ static_assert(kDepth % kStretch == 0, "chunks are whole stretches");
 
 // A panel of B: its integers [vector, block, pair, column]; its scales, divided by the factor of the integers [vector,
 // block, column]; the positions of elements that are not integers (`others`); the blocks whose scales do not fit
-// (`strange`).
+// (`outside`).
 struct Panel {
   alignas(64) int16_t integers[kPanel * kDepth];
   alignas(64) float scales[kPanel * kDepth / kBlock];
   uint64_t others[kVectors][kDepth / kWord];    // a bit for each element of a word of each column
-  uint32_t strange[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: `scales` has 0
+  uint32_t outside[kVectors][kDepth / kBlock];  // a bit for each column whose scale does not fit: `scales` has 0
 };
 
-// Calls take(vector, k, words) for all squares of a panel of B, one chunk deep. `words` are turned: kLanes columns,
+// Calls visit(vector, k, words) for all squares of a panel of B, one chunk deep. `words` are turned: kLanes columns,
 // words from value k on. Fetches the codes `ahead` bytes further.
-template <class Take>
+template <class Visit>
 MXFP8_INLINE void for_each_square(const GemmArgs& args, int64_t column, int64_t columns, Chunk chunk, int64_t ahead,
-                                  const Take& take) {
+                                  const Visit& visit) {
   for (int64_t c = 0; c < columns; c += kLanes) {
     const Stretch from{args.b + (column + c) * args.k + chunk.k, nullptr, args.k, 0, columns - c, chunk.count};
     for (int64_t k = 0; k < chunk.padded; k += kDecoded) {
@@ -55,7 +55,7 @@ MXFP8_INLINE void for_each_square(const GemmArgs& args, int64_t column, int64_t 
       } else {
         turn_fringe(from, k, words);
       }
-      take(c / kLanes, k, words);
+      visit(c / kLanes, k, words);
     }
   }
 }
@@ -92,7 +92,7 @@ MXFP8_NOINLINE void decode_panel(const GemmArgs& args, int64_t column, int64_t c
         const Ints fits = (codes >= kLowestScale) & (codes <= kHighestScale);
         const Ints values = ((codes - Bits) << 23) & fits;
         std::memcpy(panel->scales + ((c * kDepth + k * kLanes) / kBlock + block * kLanes), &values, sizeof values);
-        panel->strange[c / kLanes][k / kBlock + block] = lanes_of(~fits);
+        panel->outside[c / kLanes][k / kBlock + block] = lanes_of(~fits);
       }
     }
   }
@@ -236,7 +236,7 @@ struct Rest {
   alignas(64) float sums[kGemmColumns][kGemmRows + kLanes];
   uint64_t columns = 0;  // a bit for each column that has a sum
 
-  MXFP8_INLINE_MEMBER float* of(int64_t column, int64_t lanes) {
+  MXFP8_INLINE_MEMBER float* sums_of(int64_t column, int64_t lanes) {
     if ((columns >> column & 1) == 0) std::memset(sums[column], 0, size_t(lanes) * sizeof(float));
     columns |= uint64_t(1) << column;
     return sums[column];
@@ -271,20 +271,20 @@ MXFP8_NOINLINE void add_rest(const GemmArgs& args, const PackedA& a, int64_t row
       for (uint64_t others = panel.others[j][word]; others != 0; others &= others - 1) {
         const int bit = __builtin_ctzll(others);
         const int64_t c = j * kLanes + bit / kWord, k = chunk.k + word * kWord + bit % kWord;
-        if (panel.strange[j][word * kWord / kBlock] >> (bit / kWord) & 1) continue;  // see the next loop
+        if (panel.outside[j][word * kWord / kBlock] >> (bit / kWord) & 1) continue;  // see the next loop
         const uint8_t code = args.b[(column + c) * args.k + k];
         const float value = decode<E4M3>(code) * scale_value(args.b_scales[(column + c) * blocks + k / kBlock]);
-        add_small_of_b(a, k, value, rest->of(at + c, a.lanes));
+        add_small_of_b(a, k, value, rest->sums_of(at + c, a.lanes));
       }
     }
     const uint32_t real = (uint32_t(1) << min_of(columns - j * kLanes, kLanes)) - 1;
     for (int64_t block = 0; block * kBlock < chunk.count; ++block) {
-      for (uint32_t strange = panel.strange[j][block] & real; strange != 0; strange &= strange - 1) {
-        const int64_t c = j * kLanes + __builtin_ctz(strange), k = chunk.k + block * kBlock;
+      for (uint32_t outside = panel.outside[j][block] & real; outside != 0; outside &= outside - 1) {
+        const int64_t c = j * kLanes + __builtin_ctz(outside), k = chunk.k + block * kBlock;
         const int64_t count = min_of(kBlock, args.k - k);
         if (is_zero(args.b + (column + c) * args.k + k, count, args.b_scales[(column + c) * blocks + k / kBlock]))
           continue;
-        float* sums = rest->of(at + c, a.lanes);
+        float* sums = rest->sums_of(at + c, a.lanes);
         for (int64_t i = 0; i < a.rows; ++i) sums[i] += exact_dot<E4M3>(args, row + i, column + c, k, count);
       }
     }
@@ -296,7 +296,7 @@ MXFP8_NOINLINE void add_to_strip(Rest* rest, int64_t at, int64_t first, int64_t 
   for (int64_t j = 0; j < kPanel; j += kLanes) {
     const uint64_t columns = ((uint64_t(1) << kLanes) - 1) << (at + j);
     if ((rest->columns & columns) == 0) continue;
-    for (int64_t c = 0; c < kLanes; ++c) rest->of(at + j + c, lanes);
+    for (int64_t c = 0; c < kLanes; ++c) rest->sums_of(at + j + c, lanes);
     rest->columns &= ~columns;
     for (int64_t i = 0; i < rows; i += kLanes) {
       alignas(64) float turned[kLanes][kLanes];

@@ -1,6 +1,6 @@
 // Matrices of bytes, turned in registers: rows of B become rows of columns.
 #pragma once
-#include "codec.h"
+#include "../common/codec.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

@@ -4,10 +4,10 @@
 // because a thin tile keeps few sums busy. A tile has steps along K, a step has the values of each row of the tile. So
 // a multiply reads packed A front to back.
 #pragma once
-#include "../gemm.h"
-#include "codec.h"
+#include "../../gemm.h"
+#include "../common/codec.h"
+#include "../common/simd.h"
 #include "epilogue.h"
-#include "simd.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -2,9 +2,9 @@
 // a task does a range of the rows of y. Bytes moved per value: 1.03 read, 4 or 2 written. Rows are read whole. The
 // kernel prefetches the first lines of each row while it decodes the row before, because the hardware cannot know where
 // it lies.
-#include "../embedding.h"
+#include "../../embedding.h"
 
-#include "codec.h"
+#include "../common/codec.h"
 #include "decode_row.h"
 
 namespace mxfp8::MXFP8_ISA {

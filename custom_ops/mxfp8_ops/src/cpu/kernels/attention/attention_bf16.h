@@ -7,11 +7,11 @@
 #pragma once
 
 #if defined(__AVX512BF16__)
+#include "../common/transpose.h"
 #include "attention.h"
 #include "attention_products.h"
-#include "transpose.h"
 #if defined(__AMX_BF16__)
-#include "amx.h"
+#include "../common/amx.h"
 #endif
 
 namespace mxfp8::MXFP8_ISA {
@@ -90,12 +90,12 @@ class PairRows {
         d_(padded(args.d, kDepth)),
         dv_(padded(args.dv, kAttentionPad)),
         rows_(task.row_end - task.row_begin) {
-    queries_ = room->take<float>(padded(rows_, kAttentionRowPad) * d_ / 2);
-    keys_ = room->take<float>(d_ / 2 * kKeys);
-    values_ = room->take<float>(kKeys / 2 * dv_);
-    narrow_ = room->take<float>(kStep * d_ / 2);
-    products_ = room->take<float>(kRows * kKeys);
-    weights_ = room->take<float>(kRows * kKeys / 2);
+    queries_ = room->reserve<float>(padded(rows_, kAttentionRowPad) * d_ / 2);
+    keys_ = room->reserve<float>(d_ / 2 * kKeys);
+    values_ = room->reserve<float>(kKeys / 2 * dv_);
+    narrow_ = room->reserve<float>(kStep * d_ / 2);
+    products_ = room->reserve<float>(kRows * kKeys);
+    weights_ = room->reserve<float>(kRows * kKeys / 2);
   }
 
   void begin() {
@@ -109,7 +109,7 @@ class PairRows {
 #endif
   }
 
-  MXFP8_INLINE_MEMBER void take(int64_t key, int64_t count) {
+  MXFP8_INLINE_MEMBER void load_keys(int64_t key, int64_t count) {
     Source keys = keys_at(a_, t_, key), values = values_at(a_, t_, key);
     for (int64_t j = 0; j < padded(count, kDepth); j += kStep) {
       const int64_t rows = most_of(0, least_of(kStep, count - j));
@@ -219,15 +219,15 @@ class FewPairRows {
 
   FewPairRows(const AttentionArgs& args, const AttentionTask& task, Room* room)
       : a_(args), t_(task), d_(padded(args.d, 32)), dv_(padded(args.dv, kAttentionPad)) {
-    queries_ = room->take<float>(kRows * d_ / 2);
-    products_ = room->take<float>(kRows * kKeys);
-    weights_ = room->take<float>(kRows * kKeys / 2);
+    queries_ = room->reserve<float>(kRows * d_ / 2);
+    products_ = room->reserve<float>(kRows * kKeys);
+    weights_ = room->reserve<float>(kRows * kKeys / 2);
   }
   void begin() {
     for_queries(a_, t_,
                 [&](Source from, int64_t i, int64_t rows) { narrow_rows(a_, from, rows, d_, queries_ + i * d_ / 2); });
   }
-  MXFP8_INLINE_MEMBER void take(int64_t key, int64_t) {
+  MXFP8_INLINE_MEMBER void load_keys(int64_t key, int64_t) {
     keys_ = keys_at(a_, t_, key), values_ = values_at(a_, t_, key);
   }
   MXFP8_INLINE_MEMBER void score(int64_t, int64_t rows, int64_t used) {

@@ -5,8 +5,8 @@
 // the bound of each one's error, in units of 2^-24 |x|; test_fused.py tests it. NaN stays NaN. The product of an
 // infinite sum and 0 is NaN too: gelu(-inf) is NaN, as in the formula 0.5 x (1 + erf).
 #pragma once
-#include "../gemm.h"
-#include "codec.h"
+#include "../../gemm.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -47,15 +47,15 @@ MXFP8_INLINE float exponential(float x) {
 }
 
 struct NoEpilogue {
-  MXFP8_INLINE float of(float x) { return x; }
+  MXFP8_INLINE float apply(float x) { return x; }
 };
 struct Relu {
-  MXFP8_INLINE float of(float x) { return x < 0.0f ? 0.0f : x; }
+  MXFP8_INLINE float apply(float x) { return x < 0.0f ? 0.0f : x; }
 };
 // x Phi(x), Phi being the normal distribution: (1 + erf(x / sqrt 2)) / 2. (Phi(x) - 1/2) / x is even, and a polynomial
 // in 2 (x / end)^2 - 1, which is -1..1, has small coefficients. Beyond +-end Phi is within 1.3 * 2^-24 of 0 or 1.
 struct Gelu {
-  MXFP8_INLINE float of(float x) {
+  MXFP8_INLINE float apply(float x) {
     constexpr float end = 5.25f;
     constexpr float p[] = {0.134659365f,   -0.0671266541f,  0.0496438965f,  -0.0397686325f,  0.0320642628f,
                            -0.0249949321f, 0.0183259957f,   -0.0129543832f, 0.0090703778f,   -0.00511998823f,
@@ -69,11 +69,11 @@ struct Gelu {
   }
 };
 struct Silu {
-  MXFP8_INLINE float of(float x) { return x / (1.0f + exponential(-x)); }
+  MXFP8_INLINE float apply(float x) { return x / (1.0f + exponential(-x)); }
 };
 // x (1 + tanh z) / 2 = x / (1 + e^-2z), z = sqrt(2 / pi) (x + 0.044715 x^3): this form has no cancellation.
 struct GeluTanh {
-  MXFP8_INLINE float of(float x) {
+  MXFP8_INLINE float apply(float x) {
     const float inner = multiply_add(x * x, -0.0713548163f, -1.59576912f);  // 0.044715 c, c; c = -2 sqrt(2 / pi)
     return x / (1.0f + exponential(x * inner));
   }
@@ -122,10 +122,10 @@ MXFP8_INLINE void store_plain(const GemmArgs& args, const Finished& part) {
 
 // The bias of some columns; without a bias, a number that changes no sum.
 struct Bias {
-  alignas(64) float of[kGemmColumns];
+  alignas(64) float values[kGemmColumns];
   Bias(const GemmArgs& args, const Finished& part) {
-    for (float& value : of) value = -0.0f;
-    if (args.bias != nullptr) std::memcpy(of, args.bias + part.column, size_t(part.width) * sizeof(float));
+    for (float& value : values) value = -0.0f;
+    if (args.bias != nullptr) std::memcpy(values, args.bias + part.column, size_t(part.width) * sizeof(float));
   }
 };
 
@@ -137,7 +137,7 @@ MXFP8_NOINLINE void store_fused(const GemmArgs& args, const Finished& part) {
   const Bias bias(args, part);
   for (int64_t i = 0; i < part.rows; ++i) {
     const float* sums = part.sums + i * part.stride;
-    for (int64_t j = 0; j < part.width; ++j) values[j] = E::of(sums[j] + bias.of[j]);
+    for (int64_t j = 0; j < part.width; ++j) values[j] = E::apply(sums[j] + bias.values[j]);
     if (args.factor != nullptr) {
       with_dtype(args.factor_dtype, [&](auto dtype) {
         using D = decltype(dtype);

@@ -8,7 +8,7 @@
 #include <immintrin.h>
 #endif
 
-#include "kernels.h"
+#include "../kernels.h"
 
 #define MXFP8_INLINE static inline __attribute__((always_inline))
 #define MXFP8_INLINE_MEMBER inline __attribute__((always_inline))

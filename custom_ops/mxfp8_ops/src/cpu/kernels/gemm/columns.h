@@ -3,9 +3,9 @@
 // decode NaN, or codes with scales near the ends: these are decoded one by one. For each 16 weights AVX-512 takes five
 // operations to turn, check, decode and scale.
 #pragma once
+#include "../common/transpose.h"
 #include "gemm.h"
 #include "shift_decode.h"
-#include "transpose.h"
 #include "turn.h"
 
 namespace mxfp8::MXFP8_ISA {

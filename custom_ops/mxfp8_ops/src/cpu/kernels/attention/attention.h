@@ -8,9 +8,9 @@
 // The bits of a row do not depend on other rows, only on whether these are few: keys that other rows see add zeros to
 // its sums, and a mask that adds 0 changes no score.
 #pragma once
-#include "../attention.h"
-#include "codec.h"
-#include "simd.h"
+#include "../../attention.h"
+#include "../common/codec.h"
+#include "../common/simd.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -137,10 +137,10 @@ MXFP8_NOINLINE void load_rows(const AttentionArgs& a, Source from, int64_t rows,
 struct Room {
   uintptr_t next;
   template <class T>
-  T* take(int64_t count) {
-    T* taken = reinterpret_cast<T*>(next);
+  T* reserve(int64_t count) {
+    T* reserved = reinterpret_cast<T*>(next);
     next += uintptr_t(padded(count * int64_t(sizeof(T)), 64));
-    return taken;
+    return reserved;
   }
 };
 
@@ -266,13 +266,13 @@ MXFP8_INLINE int64_t seen_end(const AttentionArgs& a, const AttentionTask& t, in
 // Prefetches the next block of keys and values and, at the end of a task, the rows of the next task. Rows of a head lie
 // too far apart for the processor's own prefetcher. Each call of `ask` prefetches the share of the rows that are
 // weighed then.
-class Ahead {
+class Prefetch {
  public:
-  Ahead(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
-  MXFP8_INLINE_MEMBER void want(const AttentionTask& task, int64_t key, int64_t count, int64_t rows) {
+  Prefetch(const AttentionArgs& a, int64_t rows) : a_(a), rows_(rows) {}
+  MXFP8_INLINE_MEMBER void schedule(const AttentionTask& task, int64_t key, int64_t count, int64_t rows) {
     task_ = task, key_ = key, count_ = count, queries_ = rows;
   }
-  MXFP8_INLINE_MEMBER void ask(int64_t row, int64_t rows) const {
+  MXFP8_INLINE_MEMBER void issue(int64_t row, int64_t rows) const {
     const auto bytes = int64_t(a_.dtype == MXFP8_FLOAT32 ? 4 : 2);
     for (int64_t j = count_ * row / rows_; j < count_ * (row + rows) / rows_; ++j) {
       prefetch(keys_at(a_, task_, key_ + j), a_.d, bytes);
@@ -323,17 +323,17 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const A
   for (int64_t i = 0; i < rows; ++i) running.highest[i] = -__builtin_inff(), running.sum[i] = 0;
   std::memset(running.out, 0, size_t(padded(rows, Engine::kRowPad) * dv) * sizeof(float));
   const int64_t key_end = t.key_end;
-  Ahead ahead(a, rows);
+  Prefetch ahead(a, rows);
   for (int64_t key = t.key_begin, count = 0; key < key_end; key += count) {
     count = keys_from<Engine>(a, key, key_end);
-    engine.take(key, count);
+    engine.load_keys(key, count);
     if (key + count < key_end) {
-      ahead.want(t, key + count, keys_from<Engine>(a, key + count, key_end), 0);
+      ahead.schedule(t, key + count, keys_from<Engine>(a, key + count, key_end), 0);
     } else if (next != nullptr) {
       const int64_t keys = next->key_begin < next->key_end ? keys_from<Engine>(a, next->key_begin, next->key_end) : 0;
-      ahead.want(*next, next->key_begin, keys, next->row_end - next->row_begin);
+      ahead.schedule(*next, next->key_begin, keys, next->row_end - next->row_begin);
     } else {
-      ahead.want(t, 0, 0, 0);
+      ahead.schedule(t, 0, 0, 0);
     }
     if (one_mask) load_mask(a, t, place_of(a, t, 0), key, count, mask);
     for (int64_t row = 0; row < rows; row += Engine::kRows) {
@@ -341,7 +341,7 @@ MXFP8_INLINE void attend(const AttentionArgs& a, const AttentionTask& t, const A
       const int64_t used = least_of(count, seen_end(a, t, row, these, key_end) - key);
       if (used <= 0) continue;
       engine.score(row, these, used);
-      ahead.ask(row, these);
+      ahead.issue(row, these);
       RowPlace place = place_of(a, t, row);
       for (int64_t i = 0; i < these; ++i, place = after(a, place)) {
         seen[i] = most_of(0, least_of(used, seen_end(a, place.row, key_end) - key));

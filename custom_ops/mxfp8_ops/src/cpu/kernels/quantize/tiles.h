@@ -1,7 +1,7 @@
 // The loop over x [outer, K, inner] in tiles one block deep and kColumnTile columns wide, columns innermost. Tiles side
 // by side are done together, row after row, so that whole pages are read and written in turn.
 #pragma once
-#include "codec.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -4,7 +4,7 @@
 #pragma once
 #include <limits>
 
-#include "codec.h"
+#include "../common/codec.h"
 
 namespace mxfp8::MXFP8_ISA {
 
@@ -12,7 +12,7 @@ constexpr int64_t kGroup = 16;  // blocks
 
 // Where adjacent blocks are. For blocks that are not adjacent, use an array of pointers.
 template <class T>
-struct Touching {
+struct Adjacent {
   T* begin;
   MXFP8_INLINE_MEMBER T* operator[](int64_t block) const { return begin + block * kBlock; }
 };
@@ -93,14 +93,14 @@ MXFP8_INLINE void load_columns(const typename D::Storage* x, int64_t width, floa
 // Groups of adjacent blocks only. with(group, f) calls f(x, elements): where the group's blocks are, and where their
 // elements go.
 template <class D>
-struct TouchingBlocks {
+struct AdjacentBlocks {
   const typename D::Storage* x;
   uint8_t* elements;
   MXFP8_INLINE_MEMBER void gather(int64_t) const {}
   template <class Call>
   MXFP8_INLINE_MEMBER auto with(int64_t group, const Call& call) const {
     const int64_t start = group * kGroup * kBlock;
-    return call(Touching<const typename D::Storage>{x + start}, Touching<uint8_t>{elements + start});
+    return call(Adjacent<const typename D::Storage>{x + start}, Adjacent<uint8_t>{elements + start});
   }
   MXFP8_INLINE_MEMBER void finish(int64_t) const {}
 };
@@ -128,8 +128,8 @@ struct ApartBlocks {
     int partial = 0;
     g.from[0] = x + start;
     g.to[0] = elements + start;
-    g.touching = start + kGroup * kBlock < k_;
-    if (g.touching) {
+    g.adjacent = start + kGroup * kBlock < k_;
+    if (g.adjacent) {
       start_ += kGroup * kBlock;
       return;
     }
@@ -157,19 +157,19 @@ struct ApartBlocks {
   template <class Call>
   MXFP8_INLINE_MEMBER auto with(int64_t group, const Call& call) const {
     const Group& g = groups_[group % 2];
-    if (g.touching) return call(Touching<const T>{g.from[0]}, Touching<uint8_t>{g.to[0]});
+    if (g.adjacent) return call(Adjacent<const T>{g.from[0]}, Adjacent<uint8_t>{g.to[0]});
     return call(static_cast<const T* const*>(g.from), static_cast<uint8_t* const*>(g.to));
   }
 
   MXFP8_INLINE_MEMBER void finish(int64_t group) const {
     const Group& g = groups_[group % 2];
-    if (g.touching) return;
+    if (g.adjacent) return;
     for (int i = 0; i < g.partial; ++i) std::memcpy(g.ends[i], g.codes[i], size_t(end_));
   }
 
  private:
   struct Group {
-    bool touching;
+    bool adjacent;
     int partial;  // number of partial blocks
     const T* from[kGroup];
     uint8_t* to[kGroup];
@@ -188,7 +188,7 @@ struct ApartBlocks {
 
 // Both headers below provide:
 //
-// quantize_groups: quantizes `groups` times kGroup blocks of TouchingBlocks or ApartBlocks, and adds up their errors if
+// quantize_groups: quantizes `groups` times kGroup blocks of AdjacentBlocks or ApartBlocks, and adds up their errors if
 //   `sums` is not null. Returns how many groups it did.
 // kGroupsAddErrors: whether `sums` may be a pointer other than null.
 // quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k
