@@ -101,7 +101,7 @@ struct RowOfA {
 // All kernels read A through this function.
 template <class T = uint8_t>
 MXFP8_INLINE RowOfA<T> row_of_a(const GemmArgs& args, int64_t row, int64_t block = 0) {
-  if (args.a_rows != nullptr) row = args.a_rows[row];
+  if (__builtin_expect(args.a_rows != nullptr, 0)) row = args.a_rows[row];
   const T* values = static_cast<const T*>(args.a) + row * args.a_stride + block * kBlock;
   return {values, sizeof(T) == 1 ? args.a_scales + row * blocks_of(args.k) + block : nullptr};
 }
