@@ -33,7 +33,7 @@ from mxfp8_ops.node import (
     Op,
     Port,
 )
-from mxfp8_ops.nodes import attention, embedding, fused_gemm, gemm, grouped, quantize
+from mxfp8_ops.nodes import attention, conv, embedding, fused_gemm, gemm, grouped, quantize
 from mxfp8_ops.nodes.attention import ATTENTION
 from mxfp8_ops.nodes.embedding import EMBEDDING
 from mxfp8_ops.nodes.fused_gemm import EPILOGUES, GATED_WEIGHT_GEMM
@@ -81,7 +81,7 @@ __all__ = [
 ]
 
 OPS: Final[Mapping[str, Op]] = MappingProxyType(
-    {op.name: op for file in (quantize, gemm, embedding, grouped, fused_gemm, attention) for op in file.OPS}
+    {op.name: op for file in (quantize, gemm, embedding, grouped, fused_gemm, attention, conv) for op in file.OPS}
 )
 """All nodes of the domain, by op type, in the order in which the docs and the C++ enum list them."""
 

@@ -187,13 +187,13 @@ class Body:
             return value
         return self("Cast", value, to=dtype) if dtype else self("CastLike", value, port)
 
-    def or_zeros(self, name: str, like: str) -> str:
-        """Returns the optional float32 input `name` [N], or zeros where it is absent; `like` is [..., N, x]."""
+    def or_zeros(self, name: str, like: str, axis: int = -2) -> str:
+        """Returns the optional float32 input `name` [N], or zeros where it is absent; N is the `axis` of `like`."""
         # An If cannot choose here, because a branch would name the absent value. Gemm's C is optional too: the result
         # of 0 * 0 + C is C, or 0 without C.
         if self.known(name).present:
             return name
-        n = self("Shape", like, start=-2, end=-1)
+        n = self("Shape", like, start=axis, end=axis + 1)
         zero = self("ConstantOfShape", self("Concat", self.constant([1]), n, axis=0))
         there = self("Gemm", self.constant(np.zeros((1, 1), np.float32)), zero, name)
         return self("Reshape", there, n, allowzero=1)

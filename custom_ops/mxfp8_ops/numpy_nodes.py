@@ -5,6 +5,7 @@ are `uint8` arrays of codes; `formats.py` defines the codes.
 """
 
 from mxfp8_ops.nodes.attention import attention, attention_error_bound
+from mxfp8_ops.nodes.conv import conv, conv_error_bound
 from mxfp8_ops.nodes.embedding import embedding
 from mxfp8_ops.nodes.fused_gemm import fused_gemm, fused_gemm_error_bound, fused_weight_gemm
 from mxfp8_ops.nodes.gemm import gemm, gemm_error_bound, weight_gemm
@@ -14,6 +15,8 @@ from mxfp8_ops.nodes.quantize import dequantize, quantize
 __all__ = [
     "attention",
     "attention_error_bound",
+    "conv",
+    "conv_error_bound",
     "dequantize",
     "embedding",
     "fused_gemm",

@@ -63,10 +63,10 @@ def functions(
     nodes = [*_cases(model.graph, known)]
     outer = [*merged(case for _, case in nodes).values()]
     try:
-        bodies = [_body(case, opset, style) for case in outer if case.op.fuses[0]]
-        # The body of a fused node contains plain nodes. They share one function with the plain nodes of the graph, so
-        # its case covers both.
-        plain = [*(case for case in outer if not case.op.fuses[0]), *(case for body in bodies for case in body.called)]
+        written = [_body(case, opset, style) for case in outer]
+        # The nodes in a body share their functions with the nodes of the graph, so the cases of those cover both.
+        bodies = [body for body in written if body.called]
+        plain = [body.case for body in written if not body.called] + [case for body in bodies for case in body.called]
         bodies += [_body(case, opset, style) for case in merged(plain).values()]
     except ContractError:
         # A merged case does not tell which node is wrong: the bodies of single nodes do.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from mxfp8_ops.case import Input
 from mxfp8_ops.contract import FLOAT, UINT8
 from mxfp8_ops.formats import ELEMENT_FORMATS, ElementFormat
 from mxfp8_ops.function_body import STYLE, Style
+from mxfp8_ops.nodes.conv import Settings, Window, conv_error_bound
 from mxfp8_ops.onnx_functions import case_of, functions
 
 SMALL = np.float32(1 / 64)
@@ -193,7 +194,32 @@ def _attention(op: str, s: Setting) -> Example:
     return Example(op, attention_feeds(operands), outputs, attributes, check)
 
 
+def _conv(op: str, s: Setting) -> Example:
+    axes = 2 - s.n % 2
+    x = _values(s, (2, s.x[-1], *(7, 6)[:axes]), s.dtype, 0)
+    b = _packed(s, (s.n, *(3, 2)[:axes], s.x[-1]), 1, s.of_b)
+    lists = {"strides": (2, 1)[:axes], "pads": (1, 0, 2, 1) if axes == 2 else (2, 1), "dilations": (1, 2)[:axes]}
+    settings = Settings(
+        **lists, x_format=s.fmt, b_format=s.of_b.name, scale_rounding=s.rounding, epilogue=s.epilogue
+    )  # fmt: skip
+    residual = _values(s, Window.of(op, x.shape, b[0].shape, settings).result, s.dtype, 2)
+    optional = {"bias": _values(s, (s.n,), FLOAT, 3), "residual": residual} if s.biased else {}
+    expected = numpy_nodes.conv(x, *b, **optional, settings=settings)
+    codes = numpy_nodes.quantize(x, axis=1, element_format=s.fmt, scale_rounding=s.rounding)
+    values = numpy_nodes.dequantize(*codes, axis=1, element_format=s.fmt)
+    weight = numpy_nodes.dequantize(*b, element_format=s.of_b.name)
+    bound = conv_error_bound(
+        values, weight, **optional, settings=replace(settings, dtype=contract.VALUE_NAMES[s.output])
+    )
+    inputs = {"X": (x, s.dtype), "B": (b[0], s.of_b.onnx_dtype), "B_scales": (b[1], UINT8)}
+    inputs |= {"bias": (optional["bias"], FLOAT), "residual": (residual, s.dtype)} if s.biased else {}
+    attributes = {**lists, "x_dtype": s.element.onnx_dtype, "scale_rounding": s.rounding, "epilogue": s.epilogue}
+    attributes["output_dtype"] = s.output
+    return Example(op, inputs, {"Y": s.output}, attributes, lambda got: assert_within(got[0], expected, bound))
+
+
 _OTHERS = {
+    "MXFP8Conv": _conv,
     "MXFP8Quantize": _quantize,
     "MXFP8Dequantize": _dequantize,
     "MXFP8Embedding": _embedding,

@@ -83,7 +83,8 @@ def test_a_body_and_a_kernel_give_what_the_reference_gives(op, opset, place, k, 
     model, fed = built(one, opset, place, shapes)
     check_all([one], model, fed)
     # ONNX Runtime refuses float16 on both sides of a node with an attribute for it: see `weight_gemm_dtype`.
-    is_refused = contract.OPS[op].weight_only and changes["dtype"] == changes["output"] == FLOAT16
+    row = contract.OPS[op]
+    is_refused = (row.weight_only or row.name == "MXFP8Conv") and changes["dtype"] == changes["output"] == FLOAT16
     # Nor do the kernels say their output's dtype where the rank of an input is unknown.
     if place != "standard ops" and not is_refused and shapes != "nothing":
         check_all([one], model, fed, kernels=True)
@@ -92,7 +93,11 @@ def test_a_body_and_a_kernel_give_what_the_reference_gives(op, opset, place, k, 
 TAKES_K_OF_0 = release("onnxruntime") >= (1, 24)
 """Older releases of ONNX Runtime divide by zero where K is 0, and the process ends."""
 SHAPES = [(70,), (1, 31), (2, 1, 3, 64), (0, 64), (3, 0, 33), (16, 2048)]
-SHAPED = [op.name for op in contract.OPS.values() if op.at("experts") is None and op.name != "MXFP8Attention"]
+SHAPED = [
+    op.name
+    for op in contract.OPS.values()
+    if op.at("experts") is None and op.name not in {"MXFP8Attention", "MXFP8Conv"}
+]
 GEMMS = [name for name in SHAPED if contract.OPS[name].is_gemm]
 
 

@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from mxfp8_ops import contract, formats
 from mxfp8_ops.contract import Op
-from mxfp8_ops.nodes import fused_gemm
+from mxfp8_ops.nodes import conv, fused_gemm
 from mxfp8_ops.nodes.fused_gemm import FUNCTIONS
 
 
@@ -25,7 +25,12 @@ LEGAL = {
     "axis": [-1],
     "epilogue": tuple(FUNCTIONS),
     **dict.fromkeys(("q_num_heads", "kv_num_heads"), (1,)),
-    **dict.fromkeys(("is_causal", "nan_guard", "scale"), (0,)),
+    **dict.fromkeys(("is_causal", "nan_guard", "scale", "alpha", "beta"), (0,)),
+    **dict.fromkeys(("strides", "dilations"), ((1,),)),
+    "pads": [(0,)],
+    "group": [1],
+    "x_dtype": contract.ELEMENTS,
+    "residual_at": ["before"],
 }
 
 
@@ -67,7 +72,11 @@ def test_torch_ops_are_those_that_are_registered() -> None:
 
 def test_a_node_has_one_torch_op_unless_it_is_of_onnx_alone() -> None:
     exported = [op.node for op in contract.TORCH_OPS.values() if op.node is not None]
-    onnx_only = {contract.GROUPED_WEIGHT_GEMM.name, contract.ATTENTION.name, *(op.name for op in fused_gemm.OPS)}
+    onnx_only = {
+        contract.GROUPED_WEIGHT_GEMM.name,
+        contract.ATTENTION.name,
+        *(op.name for op in (*fused_gemm.OPS, *conv.OPS)),
+    }
     assert exported == [op for name, op in contract.OPS.items() if name not in onnx_only]
 
 

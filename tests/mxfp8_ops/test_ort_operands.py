@@ -83,6 +83,8 @@ def _shapes(op: Op, sizes: Mapping[str, int]) -> dict[str, Shape]:
     if op.at("experts") is not None:
         shapes |= {name: (2, *shapes[name]) for name in ("X", "A", "A_scales")}
         shapes |= {name: (e, *shapes[name]) for name in ("B", "B_scales")}
+    if op.name == "MXFP8Conv":
+        shapes |= {"X": (2, k, 4), "B": (n, 2, k), "B_scales": (n, 2, blocks), "residual": (2, n, 3)}
     return {port.name: shapes[port.name] for port in op.inputs}
 
 

@@ -1,6 +1,7 @@
 """The nodes on the processor: the functions of `numpy_nodes.py`, run by the native library."""
 
 from mxfp8_ops.cpu.attention import attention
+from mxfp8_ops.cpu.conv import conv
 from mxfp8_ops.cpu.numpy_arrays import (
     Packed,
     dequantize,
@@ -23,6 +24,7 @@ __all__ = [
     "Profile",
     "attention",
     "available_isas",
+    "conv",
     "dequantize",
     "embedding",
     "force_isa",

@@ -196,11 +196,11 @@ def _product(g: Body, gemm: Op) -> str:
         inputs["bias"] = (g.or_zeros("bias", "B_scales"), Input(FLOAT))
     settings = {name: g.attribute(name) for name in gemm.attributes if name != "output_dtype"}
     (y,) = g.call(gemm, inputs, out=["sums"], **settings)
-    return g.choose("epilogue", lambda g, epilogue: _activated(g, y, epilogue))
+    return g.choose("epilogue", lambda g, epilogue: activated(g, y, epilogue))
 
 
-def _activated(g: Body, x: str, name: str) -> str:
-    """Returns the activation `name` of x."""
+def activated(g: Body, x: str, name: str) -> str:
+    """Returns the activation `name` of x, one of `EPILOGUES`."""
     match name:
         case "none":
             return x

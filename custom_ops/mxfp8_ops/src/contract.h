@@ -44,7 +44,15 @@ struct Node {
   ROW(int64_t, kv_num_heads, 1) \
   ROW(int64_t, is_causal, 0) \
   ROW(float, scale, 0.0f) \
-  ROW(int64_t, nan_guard, 0)
+  ROW(int64_t, nan_guard, 0) \
+  ROW(std::vector<int64_t>, strides, {1}) \
+  ROW(std::vector<int64_t>, pads, {0}) \
+  ROW(std::vector<int64_t>, dilations, {1}) \
+  ROW(int64_t, group, 1) \
+  ROW(int64_t, x_dtype, 3) \
+  ROW(float, alpha, 0.0f) \
+  ROW(float, beta, 0.0f) \
+  ROW(std::string, residual_at, "before")
 
 static_assert(MXFP8_FLOAT32 == 1, "mxfp8_ops.h says otherwise");
 static_assert(MXFP8_FLOAT16 == 10, "mxfp8_ops.h says otherwise");
@@ -67,7 +75,7 @@ static_assert(MXFP8_CONTRACT_VERSION == 1, "mxfp8_ops.h says otherwise");
 
 constexpr int64_t kBlock = 32;
 inline constexpr const char* kDomain = "mxfp8";
-enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kAttention};
+enum class Op {kQuantize, kDequantize, kGemm, kWeightGemm, kEmbedding, kGroupedGemm, kGroupedWeightGemm, kFusedGemm, kFusedWeightGemm, kGatedGemm, kGatedWeightGemm, kAttention, kConv};
 inline constexpr const char* kScaleRoundings[] = {
     "ceil",
     "floor",
@@ -119,6 +127,8 @@ inline constexpr Node kNodes[] = {
      {{"Y", {1, 10, 16}, false}}, 1, 0, -1, 1, 2, 4, -1, 3},
     {"MXFP8Attention", {{"Q", {1, 10, 16}, false}, {"K", {1, 10, 16}, false, 0}, {"V", {1, 10, 16}, false, 0}, {"attn_mask", {1, 10, 16, 9}, false}, {"past_key", {1, 10, 16}, false, 0}, {"past_value", {1, 10, 16}, false, 0}},
      {{"Y", {1, 10, 16}, false, 0}, {"present_key", {1, 10, 16}, true, 0}, {"present_value", {1, 10, 16}, true, 0}}, 0, -1, -1, -1, -1, -1, -1, -1},
+    {"MXFP8Conv", {{"X", {1, 10, 16}, false}, {"B", {17, 19, 3}, false}, {"B_scales", {2}, false}, {"bias", {1}, true}, {"residual", {1, 10, 16}, true, 0}},
+     {{"Y", {1, 10, 16}, false}}, 1, -1, -1, -1, -1, -1, -1, -1},
 };
 
 }  // namespace mxfp8

@@ -48,8 +48,10 @@ enum { MXFP8_FLOAT32 = 1, MXFP8_FLOAT16 = 10, MXFP8_BFLOAT16 = 16, MXFP8_E4M3 = 
 enum { MXFP8_INT32 = 6, MXFP8_INT64 = 7, MXFP8_BOOL = 9 };
 // How a scale is rounded to a power of two, in the order of formats.SCALE_ROUNDINGS.
 enum { MXFP8_CEIL = 0, MXFP8_FLOOR = 1, MXFP8_EVEN = 2 };
-// The epilogue of a fused gemm, in the order of contract.EPILOGUES.
+// The epilogue of a fused gemm, in the order of contract.EPILOGUES; the last three are of convolutions alone, in the
+// order of conv.EPILOGUES.
 enum { MXFP8_NONE = 0, MXFP8_RELU = 1, MXFP8_GELU = 2, MXFP8_GELU_TANH = 3, MXFP8_SILU = 4 };
+enum { MXFP8_CLIP = 5, MXFP8_LEAKY_RELU = 6, MXFP8_HARD_SWISH = 7 };
 // The result of a call. MXFP8_FAILED: an error that has no code of its own.
 enum { MXFP8_OK = 0, MXFP8_BAD_ARGUMENT = -1, MXFP8_NO_MEMORY = -2, MXFP8_NO_SUCH_ISA = -3, MXFP8_FAILED = -5 };
 
@@ -98,6 +100,25 @@ MXFP8_API int mxfp8_dequantize(int element_format, const uint8_t* elements, cons
 // MXFP8_INT32 or MXFP8_INT64, from -V to V - 1; a negative one counts from the last row.
 MXFP8_API int mxfp8_embedding(int index_dtype, const void* indices, int64_t count, int b_format, const uint8_t* b,
                               const uint8_t* b_scales, int64_t v, int64_t d, int y_dtype, void* y, int threads);
+
+// --- convolutions
+// ------------------------------------------------------------------------------------------------------
+
+// One spatial axis of a convolution: the sizes of x and of the kernel, the stride, the dilation, and the zeros before
+// and after x. A convolution of one axis has a first axis {1, 1, 1, 1, 0, 0}.
+typedef struct {
+  int64_t in, kernel, stride, dilation, pad_begin, pad_end;
+} mxfp8_conv_axis;
+
+// y [N, O, out...] = epilogue(conv(x, b) + bias + residual). x [N, C, in...] is quantized to x_format, in blocks of 32
+// channels of one pixel. b is [O, kernel..., C / group], and has scales [O, kernel..., ceil(C / group / 32)]. With
+// groups, C / group is a multiple of 32. bias [O] and residual, of the shape of y, may be NULL; with residual_after the
+// residual is added after the epilogue. alpha and beta: the bounds of MXFP8_CLIP; alpha: the slope of MXFP8_LEAKY_RELU;
+// MXFP8_HARD_SWISH is x * clip(alpha * x + beta, 0, 1). axes has two.
+MXFP8_API int mxfp8_conv(int x_dtype, const void* x, int64_t n, int64_t c, int64_t o, int64_t group,
+                         const mxfp8_conv_axis* axes, int x_format, int scale_rounding, int b_format, const uint8_t* b,
+                         const uint8_t* b_scales, const float* bias, int residual_dtype, const void* residual,
+                         int residual_after, int epilogue, float alpha, float beta, int y_dtype, void* y, int threads);
 
 // --- gemms -----------------------------------------------------------------------------------------------------------
 // The operand b is [N, K]: the transpose of the matrix that the product is written with, so that blocks lie along K.

@@ -17,6 +17,7 @@ struct QuantizeArgs {
   uint32_t increment;  // formats.scale_increment
   uint8_t* elements;
   uint8_t* scales;
+  int64_t row_bytes = 0;  // for pack_columns: from a row of elements to the next; 0 stands for k
 };
 
 // One task's share of mxfp8_pack_stats. Blocks that hold a NaN or Inf count in neither sum.
@@ -37,6 +38,7 @@ struct DequantizeArgs {
 
 MXFP8_KERNEL(void, quantize_rows, const QuantizeArgs&, int64_t row_begin, int64_t row_end, Stats*)
 MXFP8_KERNEL(void, quantize_columns, const QuantizeArgs&, int64_t tile_begin, int64_t tile_end)
+// `stats` may be null.
 MXFP8_KERNEL(void, pack_columns, const QuantizeArgs&, int64_t tile_begin, int64_t tile_end, Stats*)
 MXFP8_KERNEL(void, dequantize_rows, const DequantizeArgs&, int64_t row_begin, int64_t row_end)
 MXFP8_KERNEL(void, dequantize_columns, const DequantizeArgs&, int64_t tile_begin, int64_t tile_end)

@@ -137,8 +137,13 @@ OrtStatus* create_kernel(const OrtCustomOp* op, const OrtApi*, const OrtKernelIn
     auto backend = device == Device::kCpu    ? cpu_backend(where)
                    : device == Device::kCuda ? cuda_backend(where, overload, info)
                                              : cuda_copies_backend(where, overload, info);
-    auto made = std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend), {}});
-    if (device == Device::kCpu) made->weights = constant_weights(info, overload);
+    auto made = std::make_unique<NodeKernel>(NodeKernel{overload.op, where, attributes, std::move(backend), {}, {}});
+    const auto prepare = implementation(overload.op)->prepare;
+    if (prepare != nullptr) {
+      prepare(info, overload, made.get());
+    } else if (device == Device::kCpu) {
+      made->weights = constant_weights(info, overload);
+    }
     *kernel = made.release();
   });
 }

@@ -16,6 +16,7 @@ struct NodeKernel {
   std::unique_ptr<const Backend> backend;
   // The matrices of b on the processor; empty unless they are copied (kernels.cpp).
   std::vector<std::shared_ptr<ConstantWeight>> weights;
+  std::vector<uint8_t> rows;  // b of a convolution in whole blocks, if it is copied: conv_rows
 };
 
 struct Implementation {
@@ -26,6 +27,8 @@ struct Implementation {
   std::vector<int> (*cuda_kernels)(const Overload&, bool cublas);
   // Whether its body is made of other nodes; where a GPU may have kernels for those, it is not registered.
   bool fused = false;
+  // Called once for each node on the processor; null: its weights are prepared as those of a gemm.
+  void (*prepare)(const OrtKernelInfo*, const Overload&, NodeKernel*) = nullptr;
 };
 
 // Gives nodes an implementation: a constant in the file of the nodes, made when the library is loaded.

@@ -95,7 +95,7 @@ void check_attributes(const std::string& where, Op op, Attributes* attributes) {
                     choices(names) + "; correct the attribute");
   }
   check_name(where, "scale_rounding", kScaleRoundings, attributes->scale_rounding);
-  check_name(where, "epilogue", kEpilogues, attributes->epilogue);
+  if (op != Op::kConv) check_name(where, "epilogue", kEpilogues, attributes->epilogue);  // it has more: conv.cpp
   const int64_t q = attributes->q_num_heads, kv = attributes->kv_num_heads;
   if (kv < 1 || q < 1 || q % kv != 0) {
     throw NodeError(where + ": " + std::to_string(q) + " heads of Q and " + std::to_string(kv) +

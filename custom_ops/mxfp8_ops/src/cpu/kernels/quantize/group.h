@@ -192,7 +192,7 @@ struct ApartBlocks {
 //   `sums` is not null. Returns how many groups it did.
 // kGroupsAddErrors: whether `sums` may be a pointer other than null.
 // quantize_turned: quantizes a tile of 32 rows and 64 columns, each column one block, and stores it turned: element k
-//   of column c is turned[c * stride + k]. Returns whether it did the tile.
+//   of column c is turned[c * stride + k]. `sums` may be null. Returns whether it did the tile.
 // encode_columns: encodes a row of columns, each with its own scale.
 //
 // quantize_groups and quantize_turned stop at a block that holds a NaN or Inf, whose largest element may be infinite,

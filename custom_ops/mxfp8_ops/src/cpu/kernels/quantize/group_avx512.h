@@ -270,7 +270,7 @@ MXFP8_INLINE bool quantize_turned(const typename D::Storage* x, int64_t x_stride
       __m512 v[4];
       for (int j = 0; j < 4; ++j) {
         v[j] = _mm512_mul_ps(_mm512_load_ps(values[4 * four + j] + 16 * i), inverse);
-        squares.add(v[j]);
+        if (sums != nullptr) squares.add(v[j]);
       }
       fours[four] = _mm512_shuffle_epi8(encode_four<F>(v[0], v[1], v[2], v[3]), gather);
     }
@@ -297,7 +297,7 @@ MXFP8_INLINE bool quantize_turned(const typename D::Storage* x, int64_t x_stride
       put(2, _mm512_extracti32x4_epi32(ones[c], 2), _mm512_extracti32x4_epi32(ones[4 + c], 2));
       put(3, _mm512_extracti32x4_epi32(ones[c], 3), _mm512_extracti32x4_epi32(ones[4 + c], 3));
     }
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; sums != nullptr && half < 2; ++half) {
       double* signal = sums->signal + 16 * i + 8 * half;
       double* noise = sums->noise + 16 * i + 8 * half;
       alignas(64) double square[8];

@@ -160,6 +160,7 @@ MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, in
       }
     }
   }
+  if (sums == nullptr) return;
   double* __restrict signals = sums->signal;
   double* __restrict noises = sums->noise;
   for (int64_t row = 0; row < depth; ++row) {
@@ -182,7 +183,9 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
   alignas(64) uint8_t codes[kBlock][kColumnTile];
   alignas(64) uint8_t turned[kColumnTile][kPackDepth * kBlock];
   alignas(64) uint8_t scales[kColumnTile];
+  const int64_t row_bytes = args.row_bytes != 0 ? args.row_bytes : args.k;
   Sums sums;
+  Sums* const wanted = stats == nullptr ? nullptr : &sums;
   for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
     const int64_t column = tile % across * kColumnTile;
     const int64_t block_begin = tile / across * kPackDepth;
@@ -196,15 +199,15 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
       const auto* x = static_cast<const typename D::Storage*>(args.x) + k * args.stride + column;
       if (depth == kBlock && width == kColumnTile &&
           quantize_turned<D, F>(x, args.stride, args.increment, turned[0] + k - k_begin, kPackDepth * kBlock, scales,
-                                &sums)) {
+                                wanted)) {
         for (int64_t c = 0; c < kColumnTile; ++c) args.scales[(column + c) * blocks + block] = scales[c];
         continue;
       }
-      quantize_tile<D, F>(x, args.stride, depth, width, args.increment, codes, scales, &sums);
+      quantize_tile<D, F>(x, args.stride, depth, width, args.increment, codes, scales, wanted);
       for (int64_t c = 0; c < width; ++c) {
         args.scales[(column + c) * blocks + block] = scales[c];
         for (int64_t row = 0; row < depth; ++row) turned[c][k - k_begin + row] = codes[row][c];
-        if (scales[c] != kScaleNan) continue;
+        if (stats == nullptr || scales[c] != kScaleNan) continue;
         for (int64_t row = 0; row < depth; ++row) {
           if (first_nonfinite<D>(x + row * args.stride + c, 1) < 0) continue;
           const int64_t index = (k + row) * args.outer + column + c;
@@ -214,10 +217,10 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
       }
     }
     for (int64_t c = 0; c < width; ++c) {
-      std::memcpy(args.elements + (column + c) * args.k + k_begin, turned[c], size_t(k_end - k_begin));
+      std::memcpy(args.elements + (column + c) * row_bytes + k_begin, turned[c], size_t(k_end - k_begin));
     }
   }
-  sums.add_to(stats);
+  if (stats != nullptr) sums.add_to(stats);
 }
 
 }  // namespace

@@ -1,0 +1,52 @@
+"""`numpy_nodes.conv` in the native library, on NumPy arrays."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from mxfp8_ops import checks, formats, numerics
+from mxfp8_ops.cpu.operands import array, call, contiguous, empty, floats
+from mxfp8_ops.nodes.conv import EPILOGUES, Settings, Window, check_operands, check_residual_at, epilogue_function
+from mxfp8_ops.numerics import Array, Codes
+
+
+def conv(  # noqa: PLR0913 - the operands and two settings
+    x: Array,
+    b: Codes,
+    b_scales: Codes,
+    bias: Array | None = None,
+    residual: Array | None = None,
+    *,
+    settings: Settings | None = None,
+    threads: int = 0,
+) -> Array:
+    """Returns epilogue(conv(x, dequantize(b)) + bias + residual), as `numpy_nodes.conv` does."""
+    settings = settings or Settings()
+    epilogue_function(settings.epilogue), check_residual_at(settings.residual_at)  # check the names
+    formats.scale_increment(formats.element_format(settings.x_format), settings.scale_rounding)
+    operands = {"x": x, "b": b, "b_scales": b_scales, "bias": bias, "residual": residual}
+    for name, operand in operands.items():
+        if operand is not None:
+            array("conv", name, operand)
+    window = Window.of("conv", x.shape, b.shape, settings)
+    checks.check_codes("conv", b, b_scales, -1)
+    check_operands("conv", x, bias, residual, window.result)
+    x, b, b_scales = (contiguous("conv", t) for t in (x, b, b_scales))
+    bias = None if bias is None else floats("conv", "bias", bias)
+    residual = None if residual is None else contiguous("conv", residual)
+    y = empty("conv", window.result, numerics.value_dtype(settings.dtype))
+    call(
+        "conv", "mxfp8_conv", x.dtype, x, *x.shape[:2], b.shape[0], window.group, _axes(window, x.shape[2:]),
+        settings.x_format, settings.scale_rounding, settings.b_format, b, b_scales, bias,
+        "float32" if residual is None else residual.dtype, residual, settings.residual_at == "after",
+        EPILOGUES.index(settings.epilogue), settings.alpha, settings.beta, settings.dtype, y, threads=threads,
+    )  # fmt: skip
+    return y
+
+
+def _axes(window: Window, sizes: checks.Shape) -> Array:
+    """Returns the two mxfp8_conv_axis of a window over x [..., *sizes]."""
+    count = len(sizes)
+    pads = window.pads[:count], window.pads[count:]
+    rows = [*zip(sizes, window.kernel, window.strides, window.dilations, *pads, strict=True)]
+    return np.array([(1, 1, 1, 1, 0, 0)] * (2 - count) + rows, np.int64)

@@ -1,0 +1,296 @@
+// A convolution as gemms. x is quantized once, into pixels of whole blocks. Strips of output pixels gather their taps
+// to rows of A, which a gemm multiplies with b; the sums are stored through a turn. So every instruction set has
+// convolutions without a kernel of its own. Memory: 1.03 bytes for each value of x, and a strip for each thread.
+#include "conv.h"
+
+#include <cstring>
+#include <string>
+
+#include "../error.h"
+#include "arguments.h"
+#include "constant_weight.h"
+#include "quantize.h"
+#include "tasks.h"
+
+namespace mxfp8 {
+namespace {
+
+constexpr int64_t kStripBytes = 1 << 18;  // gathered bytes of a strip: they stay in L2 beside the panels of b
+constexpr int64_t kLeastRows = 32;        // so that the panels of b are read for enough pixels
+
+// The sizes of a convolution in blocks.
+struct Blocked {
+  int64_t taps, channels, blocks, k;  // channels: of one group, in whole blocks; k: values of a row of A
+  int64_t pixel_bytes, pixel_blocks;  // of one pixel of x, all groups
+  explicit Blocked(const ConvArgs& args)
+      : taps(args.axes[0].kernel * args.axes[1].kernel),
+        channels(ceil_div(args.c / args.group, kBlock) * kBlock),
+        blocks(channels / kBlock),
+        k(taps * channels),
+        pixel_bytes(args.group * channels),
+        pixel_blocks(args.group * blocks) {}
+};
+
+// x as pixels [n, in..., channels], with their scales.
+struct Pixels {
+  Scratch elements, scales;
+};
+
+Pixels quantize_pixels(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes) {
+  const int64_t pixels = args.axes[0].in * args.axes[1].in, bytes = pixels * sizes.pixel_bytes;
+  Pixels result = {scratch_of(args.n * bytes), scratch_of(args.n * pixels * sizes.pixel_blocks)};
+  auto* elements = static_cast<uint8_t*>(result.elements.get());
+  // Absent channels of a partial block are zeros, which the kernel does not write.
+  if (args.c % kBlock != 0) std::memset(elements, 0, size_t(args.n * bytes));
+  const int64_t tiles = ceil_div(pixels, kColumnTile) * ceil_div(args.c, kPackDepth * kBlock);
+  for_equal_ranges(parallel, args.n * tiles, kColumnTile * std::min(args.c, kPackDepth * kBlock),
+                   [&](int64_t, int64_t begin, int64_t end) {
+                     for (int64_t tile = begin; tile < end;) {
+                       const int64_t image = tile / tiles, last = std::min(end, (image + 1) * tiles);
+                       const QuantizeArgs part = {
+                           .dtype = args.x_dtype,
+                           .x = static_cast<const char*>(args.x) + image * args.c * pixels * value_bytes(args.x_dtype),
+                           .outer = pixels,
+                           .k = args.c,
+                           .inner = 1,
+                           .stride = pixels,
+                           .format = args.x_format,
+                           .increment = args.increment,
+                           .elements = elements + image * bytes,
+                           .scales = static_cast<uint8_t*>(result.scales.get()) + image * pixels * sizes.pixel_blocks,
+                           .row_bytes = sizes.pixel_bytes};
+                       pack_columns_kernels[kernels.column](part, tile - image * tiles, last - image * tiles, nullptr);
+                       tile = last;
+                     }
+                   });
+  return result;
+}
+
+// Rows of A: the taps of some output pixels of one image, for one group.
+struct Gathered {
+  uint8_t* elements;  // [rows, k]
+  uint8_t* scales;    // [rows, taps * blocks]
+};
+
+void gather(const ConvArgs& args, const Blocked& sizes, const Pixels& x, int64_t image, int64_t group, int64_t pixel,
+            int64_t rows, const Gathered& to) {
+  const ConvAxis &down = args.axes[0], &across = args.axes[1];
+  const auto* elements = static_cast<const uint8_t*>(x.elements.get()) + group * sizes.channels;
+  const auto* scales = static_cast<const uint8_t*>(x.scales.get()) + group * sizes.blocks;
+  uint8_t *element = to.elements, *scale = to.scales;
+  for (int64_t row = pixel; row < pixel + rows; ++row) {
+    const int64_t top = row / across.out * down.stride - down.pad, left = row % across.out * across.stride - across.pad;
+    for (int64_t i = 0; i < down.kernel; ++i) {
+      const int64_t y = top + i * down.dilation;
+      const int64_t line = (image * down.in + y) * across.in;
+      for (int64_t j = 0; j < across.kernel; ++j, element += sizes.channels, scale += sizes.blocks) {
+        const int64_t at = left + j * across.dilation;
+        if (y < 0 || y >= down.in || at < 0 || at >= across.in) {
+          std::memset(element, 0, size_t(sizes.channels));
+          std::memset(scale, 0, size_t(sizes.blocks));
+        } else {
+          std::memcpy(element, elements + (line + at) * sizes.pixel_bytes, size_t(sizes.channels));
+          std::memcpy(scale, scales + (line + at) * sizes.pixel_blocks, size_t(sizes.blocks));
+        }
+      }
+    }
+  }
+}
+
+// Whether the pixels of x are rows of A as they lie, also without channels.
+bool is_pointwise(const ConvArgs& args) {
+  if (args.c == 0) return true;
+  const auto plain = [](const ConvAxis& axis) { return axis.kernel == 1 && axis.stride == 1 && axis.in == axis.out; };
+  return args.group == 1 && plain(args.axes[0]) && plain(args.axes[1]);
+}
+
+// The strips of a convolution, and the room that one needs.
+class Strips {
+ public:
+  Strips(const Kernels& kernels, const Parallel& parallel, const ConvArgs& args, const Blocked& sizes)
+      : args_(args), sizes_(sizes), pointwise_(is_pointwise(args)), width_(args.o / args.group) {
+    const int64_t most = std::max(
+        kLeastRows, std::min(kGemmRows, kStripBytes / std::max<int64_t>(1, sizes.k) / kLeastRows * kLeastRows));
+    const int64_t pixels = conv_pixels(args);
+    each_ = ceil_div(pixels, ceil_div(pixels, most));  // strips of nearly equal size
+    across_ = ceil_div(pixels, each_);
+    row_bytes_ = pointwise_ ? 0 : sizes.k + sizes.taps * sizes.blocks;
+    for (int64_t group = 0; group < args.group; ++group) {
+      gemms_.push_back(gemm_of(group));
+      if (args.weights == nullptr) continue;
+      // Before the tasks: a gemm that makes panels runs tasks of its own.
+      gemms_.back().panels = (*args.weights)[size_t(group)]->panels(kernels, parallel, gemms_.back());
+    }
+  }
+
+  int64_t count() const { return args_.n * args_.group * across_; }
+
+  // Computes strip `number`; its steps run in parallel.
+  void run(const Kernels& kernels, const Parallel& parallel, const Pixels& x, int64_t number) const {
+    const int64_t image = number / (args_.group * across_), group = number / across_ % args_.group;
+    const int64_t pixel = number % across_ * each_, rows = std::min(each_, conv_pixels(args_) - pixel);
+    const Scratch room = scratch_of(ceil_div(rows * row_bytes_, 64) * 64 + rows * width_ * int64_t(sizeof(float)));
+    auto* sums = static_cast<float*>(room.get());
+    auto* elements = reinterpret_cast<uint8_t*>(sums + rows * width_);
+    const Gathered gathered = {elements, elements + rows * sizes_.k};
+    GemmArgs g = gemms_[size_t(group)];
+    g.m = rows, g.y = sums;
+    if (pointwise_) {
+      const int64_t first = image * conv_pixels(args_) + pixel;
+      g.a = static_cast<const uint8_t*>(x.elements.get()) + first * sizes_.k;
+      g.a_scales = static_cast<const uint8_t*>(x.scales.get()) + first * sizes_.blocks;
+    } else {
+      for_equal_ranges(parallel, rows, sizes_.k, [&](int64_t, int64_t begin, int64_t end) {
+        gather(args_, sizes_, x, image, group, pixel + begin, end - begin,
+               {gathered.elements + begin * sizes_.k, gathered.scales + begin * sizes_.taps * sizes_.blocks});
+      });
+      g.a = gathered.elements, g.a_scales = gathered.scales;
+    }
+    gemm(kernels, parallel, g);
+    for_equal_ranges(parallel, rows, width_, [&](int64_t, int64_t begin, int64_t end) {
+      conv_store_kernels[kernels.column](
+          args_, {sums + begin * width_, end - begin, width_, image, pixel + begin, group * width_});
+    });
+  }
+
+ private:
+  GemmArgs gemm_of(int64_t group) const {
+    const uint8_t* b = args_.rows != nullptr ? args_.rows : args_.b;
+    return {.a_format = args_.x_format,
+            .a_scales = b,  // not null: A is quantized
+            .a_stride = sizes_.k,
+            .b_format = args_.b_format,
+            .b = b + group * width_ * sizes_.k,
+            .b_scales = args_.b_scales + group * width_ * sizes_.taps * sizes_.blocks,
+            .bias = args_.bias == nullptr ? nullptr : args_.bias + group * width_,
+            .m = each_,
+            .n = width_,
+            .k = sizes_.k,
+            .y_dtype = MXFP8_FLOAT32,
+            .y_stride = width_};
+  }
+
+  const ConvArgs& args_;
+  const Blocked& sizes_;
+  const bool pointwise_;
+  const int64_t width_;  // output channels of a group
+  int64_t each_, across_, row_bytes_;
+  std::vector<GemmArgs> gemms_;  // of each group
+};
+
+// Throws Error unless the axis has an output.
+ConvAxis checked_axis(const mxfp8_conv_axis& axis) {
+  constexpr int64_t most = INT32_MAX;  // so that no sum of these sizes overflows
+  check_range({"in", axis.in}, 0, most);
+  check_range({"kernel", axis.kernel}, 1, most);
+  check_range({"stride", axis.stride}, 1, most);
+  check_range({"dilation", axis.dilation}, 1, most);
+  check_range({"pad_begin", axis.pad_begin}, 0, most);
+  check_range({"pad_end", axis.pad_end}, 0, most);
+  const int64_t reach = axis.dilation * (axis.kernel - 1) + 1;
+  check_range({"padded in", axis.in + axis.pad_begin + axis.pad_end}, reach, INT64_MAX);
+  const int64_t out = (axis.in + axis.pad_begin + axis.pad_end - reach) / axis.stride + 1;
+  return {axis.in, out, axis.kernel, axis.stride, axis.dilation, axis.pad_begin};
+}
+
+// Throws Error unless each group has whole blocks and as many outputs as the others.
+void check_groups(const ConvArgs& args) {
+  const int64_t channels = args.c / args.group;
+  if (args.c % args.group == 0 && args.o % args.group == 0 && (args.group == 1 || channels % kBlock == 0)) return;
+  throw Error(MXFP8_BAD_ARGUMENT,
+              "group is " + std::to_string(args.group) + ", c is " + std::to_string(args.c) + ", o is " +
+                  std::to_string(args.o),
+              "groups of equal size, with a multiple of 32 channels", "convolve in float32");
+}
+
+}  // namespace
+
+std::vector<uint8_t> conv_rows(const ConvArgs& args) {
+  const Blocked sizes(args);
+  const int64_t channels = args.c / args.group;
+  if (channels == sizes.channels) return {};
+  std::vector<uint8_t> rows(size_t(args.o * sizes.k));
+  for (int64_t tap = 0; tap < args.o * sizes.taps; ++tap) {
+    std::memcpy(rows.data() + tap * sizes.channels, args.b + tap * channels, size_t(channels));
+  }
+  return rows;
+}
+
+void conv(const Kernels& kernels, const Parallel& parallel, const ConvArgs& whole) {
+  if (whole.n * whole.o * conv_pixels(whole) == 0) return;
+  ConvArgs args = whole;
+  std::vector<uint8_t> rows;
+  if (args.rows == nullptr) {
+    rows = conv_rows(args);
+    if (!rows.empty()) args.rows = rows.data();
+  }
+  const Blocked sizes(args);
+  const Pixels x = quantize_pixels(kernels, parallel, args, sizes);
+  const Strips strips(kernels, parallel, args, sizes);
+  // With a strip for each thread, no thread waits for another; with fewer, the threads share each strip.
+  if (strips.count() >= parallel.threads) {
+    const Parallel alone{nullptr, nullptr, 1};
+    parallel_for(parallel, strips.count(), [&](int64_t strip) { strips.run(kernels, alone, x, strip); });
+  } else {
+    for (int64_t strip = 0; strip < strips.count(); ++strip) strips.run(kernels, parallel, x, strip);
+  }
+}
+
+}  // namespace mxfp8
+
+using namespace mxfp8;
+
+extern "C" {
+
+int mxfp8_conv(int x_dtype, const void* x, int64_t n, int64_t c, int64_t o, int64_t group, const mxfp8_conv_axis* axes,
+               int x_format, int scale_rounding, int b_format, const uint8_t* b, const uint8_t* b_scales,
+               const float* bias, int residual_dtype, const void* residual, int residual_after, int epilogue,
+               float alpha, float beta, int y_dtype, void* y, int threads) {
+  return computed([&] {
+    check_value_dtype("x_dtype", x_dtype);
+    check_element_format("x_format", x_format);
+    check_rounding("scale_rounding", scale_rounding);
+    check_element_format("b_format", b_format);
+    check_value_dtype("residual_dtype", residual_dtype);
+    check_value_dtype("y_dtype", y_dtype);
+    check_range({"epilogue", epilogue}, MXFP8_NONE, MXFP8_HARD_SWISH);
+    check_sizes({{"n", n}, {"c", c}, {"o", o}});
+    check_range({"group", group}, 1, INT64_MAX);
+    check_array(array("axes", axes, alignof(mxfp8_conv_axis)), {2 * sizeof *axes / alignof(mxfp8_conv_axis)});
+    const Parallel parallel = checked_threads(threads);
+    ConvArgs args = {.x_dtype = x_dtype,
+                     .x = x,
+                     .n = n,
+                     .c = c,
+                     .o = o,
+                     .group = group,
+                     .x_format = x_format,
+                     .increment = scale_increment(x_format, scale_rounding),
+                     .b_format = b_format,
+                     .b = b,
+                     .b_scales = b_scales,
+                     .bias = bias,
+                     .residual_dtype = residual_dtype,
+                     .residual = residual,
+                     .residual_after = residual_after != 0,
+                     .epilogue = epilogue,
+                     .alpha = alpha,
+                     .beta = beta,
+                     .y_dtype = y_dtype,
+                     .y = y};
+    for (int i = 0; i < 2; ++i) args.axes[i] = checked_axis(axes[i]);
+    check_groups(args);
+    const ConvAxis &down = args.axes[0], &across = args.axes[1];
+    check_array(array("x", x, value_bytes(x_dtype)), {n, c, down.in, across.in});
+    check_array(array("b", b, 1), {o, down.kernel, across.kernel, c / group});
+    check_array(array("b_scales", b_scales, 1), {o, down.kernel, across.kernel, scale_count(c / group)});
+    if (bias != nullptr) check_array(array("bias", bias, sizeof(float)), {o});
+    if (residual != nullptr) {
+      check_array(array("residual", residual, value_bytes(residual_dtype)), {n, o, down.out, across.out});
+    }
+    check_array(array("y", y, value_bytes(y_dtype)), {n, o, down.out, across.out});
+    conv(kernels_in_use(), parallel, args);
+  });
+}
+
+}  // extern "C"
