@@ -33,7 +33,7 @@ class Input:
     place: then its dtype and shape are known."""
 
     @classmethod
-    def of(cls, dtype: int, shape: Iterable[int | None] | None, **facts: bool) -> Input:
+    def from_shape(cls, dtype: int, shape: Iterable[int | None] | None, **facts: bool) -> Input:
         """Returns the facts that follow from a tensor's dtype and shape, with other `facts` as they are."""
         sizes = None if shape is None else tuple(shape)
         last = (sizes[-1] if sizes else None) or 0  # an unknown size is not whole

@@ -163,7 +163,7 @@ def _result(case: Case) -> Input:
     if case.op.is_gemm and shape:
         b = case.inputs["B"].shape
         shape = (*shape[:-1], b[-2] if b else None) if b is not None and len(b) == 2 else None
-    return replace(Input.of(dtype, shape if case.op.quantizes or case.op.is_gemm else None), whole=case.whole)
+    return replace(Input.from_shape(dtype, shape if case.op.quantizes or case.op.is_gemm else None), whole=case.whole)
 
 
 def _values(graph: GraphProto) -> dict[str, Input]:
@@ -183,7 +183,7 @@ def _typed(info: ValueInfoProto) -> Input:
     kind = info.type.tensor_type
     if not kind.HasField("shape"):
         return Input(kind.elem_type)
-    return Input.of(kind.elem_type, (d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim))
+    return Input.from_shape(kind.elem_type, (d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim))
 
 
 def _constant(tensor: TensorProto) -> Input:
@@ -191,4 +191,4 @@ def _constant(tensor: TensorProto) -> Input:
     neutral = 0 in tensor.dims
     if list(tensor.dims) == [1] and tensor.data_location != TensorProto.EXTERNAL:
         neutral = bool(np.all(numpy_helper.to_array(tensor) == (tensor.data_type == BOOL)))
-    return Input.of(tensor.data_type, tensor.dims, constant=True, neutral=neutral)
+    return Input.from_shape(tensor.data_type, tensor.dims, constant=True, neutral=neutral)

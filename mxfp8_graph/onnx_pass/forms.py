@@ -32,7 +32,7 @@ class Layout:
     shape: tuple[int, ...] | None = None
     """As Reshape takes it: 0 leaves a dimension as it is. None if it stays."""
 
-    def of(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
+    def shape_after(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """Returns the shape that a tensor of `shape` has after these steps."""
         if self.perm is not None:
             shape = tuple(shape[axis] for axis in self.perm)

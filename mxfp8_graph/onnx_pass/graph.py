@@ -120,7 +120,7 @@ def facts(value: ir.Value) -> Input:
     """Returns dtype and sizes of a value, and whether it is stored, for the function body of a node that reads it."""
     shape = shape_of(value)
     sizes = None if shape is None else [dim if isinstance(dim, int) else None for dim in shape]
-    return Input.of(dtype_of(value), sizes, constant=stored(value) is not None)
+    return Input.from_shape(dtype_of(value), sizes, constant=stored(value) is not None)
 
 
 def facts_of(model: ir.Model) -> dict[str, Input]:

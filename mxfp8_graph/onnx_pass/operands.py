@@ -343,7 +343,7 @@ def _gather_of(value: ir.Value) -> tuple[ir.Node | None, list[ir.Value]]:
 
 def _stored(value: ir.Value, static: Static, transposed: bool, layout: Layout) -> Operand:
     if layout.perm is not None and layout.perm != tuple(range(len(layout.perm))) and not static.repeated_axes:
-        static = static.then("Transpose", layout.perm, shape=Layout(perm=layout.perm).of(static.shape))
+        static = static.then("Transpose", layout.perm, shape=Layout(perm=layout.perm).shape_after(static.shape))
     if layout.shape is not None and layout.shape != static.shape:
         static = static.then("Reshape", layout.shape, shape=layout.shape)
     shape = k_last(static.shape, transposed)
@@ -368,7 +368,7 @@ def _run_time(value: ir.Value, transposed: bool, layout: Layout, rank: int | Non
         rank = len(layout.perm)
     # The only axis of a vector is K.
     transposed = transposed and rank != 1
-    shape = None if known is None else k_last(layout.of(known), transposed)
+    shape = None if known is None else k_last(layout.shape_after(known), transposed)
     needed = None if rank is None else k_last(layout.perm or range(rank), transposed)
     if needed is not None and needed != tuple(range(len(needed))):
         # As for K^T in Q @ K^T: the exporter's Transpose and the one that is needed here cancel.

@@ -202,7 +202,7 @@ def _conv(op: str, s: Setting) -> Example:
     settings = Settings(
         **lists, x_format=s.fmt, b_format=s.of_b.name, scale_rounding=s.rounding, epilogue=s.epilogue
     )  # fmt: skip
-    residual = _values(s, Window.of(op, x.shape, b[0].shape, settings).result, s.dtype, 2)
+    residual = _values(s, Window.from_shapes(op, x.shape, b[0].shape, settings).result, s.dtype, 2)
     optional = {"bias": _values(s, (s.n,), FLOAT, 3), "residual": residual} if s.biased else {}
     expected = numpy_nodes.conv(x, *b, **optional, settings=settings)
     codes = numpy_nodes.quantize(x, axis=1, element_format=s.fmt, scale_rounding=s.rounding)
@@ -279,10 +279,10 @@ def in_standard_ops(model: onnx.ModelProto) -> onnx.ModelProto:
     for info in model.graph.input:
         kind = info.type.tensor_type
         sizes = [d.dim_value if d.HasField("dim_value") else None for d in kind.shape.dim]
-        known[info.name] = Input.of(kind.elem_type, sizes if kind.HasField("shape") else None)
+        known[info.name] = Input.from_shape(kind.elem_type, sizes if kind.HasField("shape") else None)
     for tensor in model.graph.initializer:
         neutral = tensor.name.startswith(("attn_mask", "past"))
-        known[tensor.name] = Input.of(tensor.data_type, tensor.dims, constant=True, neutral=neutral)
+        known[tensor.name] = Input.from_shape(tensor.data_type, tensor.dims, constant=True, neutral=neutral)
     names: dict[str, int] = {}
 
     def fresh(name: str) -> str:

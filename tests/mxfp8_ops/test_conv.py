@@ -65,7 +65,7 @@ def test_the_reference_is_the_convolution_of_torch_with_quantized_operands(axes:
 def test_no_epilogue_is_steeper_than_it_says(name: str, alpha: float, beta: float) -> None:
     x = np.linspace(-20, 20, 1_000_001)
     row = epilogue_function(name, alpha, beta)
-    steepest = np.abs(np.diff(row.of(x)) / np.diff(x)).max()
+    steepest = np.abs(np.diff(row.function(x)) / np.diff(x)).max()
     assert steepest <= row.steepest * (1 + 1e-6)
 
 
@@ -103,7 +103,7 @@ def random_case(seed: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray], S
     if pick(True, False):
         optional["bias"] = heavy_tailed((o,), seed + 2)
     if pick(True, False):
-        result = Window.of("test", x.shape, b[0].shape, s).result
+        result = Window.from_shapes("test", x.shape, b[0].shape, s).result
         optional["residual"] = (heavy_tailed(result, seed + 3) / 16).astype(pick("float32", "float16"))
     return x, b, s, optional
 
@@ -139,7 +139,7 @@ def test_scales_at_the_ends_of_their_range_are_exact(isa: str) -> None:
 def test_the_node_is_the_kernel_with_constant_and_with_fed_weights(prepack: str, c: int, group: int) -> None:
     x, b = heavy_tailed((2, c, 9, 8)), weight(24, 3, 3, c // group)
     s = Settings((2, 1), (1,), group=group, epilogue="leaky_relu", alpha=0.125, residual_at="after")
-    result = Window.of("test", x.shape, b[0].shape, s).result
+    result = Window.from_shapes("test", x.shape, b[0].shape, s).result
     bias, residual = heavy_tailed((24,), 2), heavy_tailed(result, 3)
     attributes = {"strides": s.strides, "pads": s.pads, "group": group, "epilogue": s.epilogue, "alpha": s.alpha}
     nodes = [node("MXFP8Conv", "x b s bias r", "y", residual_at="after", **attributes)]

@@ -48,13 +48,15 @@ def test_an_epilogue_is_within_its_error_of_the_exact_function(isa, epilogue):
     row = FUNCTIONS[epilogue]
     sums = values.astype(np.float64)
     bound = row.error * UNIT * np.abs(sums) + 2.0**-149
-    assert_within(cpu.fused_weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.of(sums), bound, epilogue)
+    assert_within(
+        cpu.fused_weight_gemm(as_sums(values), *ONE, epilogue=epilogue)[:, 0], row.function(sums), bound, epilogue
+    )
 
 
 @looped("epilogue", contract.EPILOGUES)
 def test_no_epilogue_exceeds_its_argument_or_is_steeper_than_it_says(epilogue):
     x = np.linspace(-20, 20, 1_000_001)
-    y = FUNCTIONS[epilogue].of(x)
+    y = FUNCTIONS[epilogue].function(x)
     assert (np.abs(y) <= np.abs(x)).all()
     steepest = np.abs(np.diff(y) / np.diff(x)).max()
     assert FUNCTIONS[epilogue].steepest - 0.01 < steepest <= FUNCTIONS[epilogue].steepest * (1 + 1e-9)

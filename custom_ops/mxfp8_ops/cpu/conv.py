@@ -28,7 +28,7 @@ def conv(  # noqa: PLR0913 - the operands and two settings
     for name, operand in operands.items():
         if operand is not None:
             array("conv", name, operand)
-    window = Window.of("conv", x.shape, b.shape, settings)
+    window = Window.from_shapes("conv", x.shape, b.shape, settings)
     checks.check_codes("conv", b, b_scales, -1)
     check_operands("conv", x, bias, residual, window.result)
     x, b, b_scales = (contiguous("conv", t) for t in (x, b, b_scales))

@@ -80,7 +80,7 @@ def conv(
     """
     settings = settings or Settings()
     row = epilogue_function(settings.epilogue, settings.alpha, settings.beta)
-    window = Window.of("conv", x.shape, b.shape, settings)
+    window = Window.from_shapes("conv", x.shape, b.shape, settings)
     weight = dequantize(b, b_scales, element_format=settings.b_format)
     check_operands("conv", x, bias, residual, window.result)
     codes = quantize(x, axis=1, element_format=settings.x_format, scale_rounding=settings.scale_rounding)
@@ -91,7 +91,7 @@ def conv(
             y = y + _per_channel(bias, y.ndim)
         extra = 0.0 if residual is None else residual.astype(np.float64)
         before = check_residual_at(settings.residual_at) == "before"
-        y = row.of(np.asarray(y + extra * before, np.float32).astype(np.float64)) + (0.0 if before else extra)
+        y = row.function(np.asarray(y + extra * before, np.float32).astype(np.float64)) + (0.0 if before else extra)
         return np.asarray(y, np.float32).astype(numerics.value_dtype(settings.dtype))
 
 
@@ -116,7 +116,7 @@ class Window:
     """[N, O, ...], the shape of the result."""
 
     @classmethod
-    def of(cls, where: str, x: Shape, b: Shape, settings: Settings) -> Window:
+    def from_shapes(cls, where: str, x: Shape, b: Shape, settings: Settings) -> Window:
         """Returns the window of a convolution of x [N, C, ...] with b [O, k..., C / group].
 
         Raises:
@@ -226,7 +226,7 @@ def conv_error_bound(
     x [N, C, ...] and weight [O, k..., C / group] are dequantized values; the rest is as in `conv`. The bound is that of
     `gemm_error_bound` with K = taps x C / group.
     """
-    window = Window.of("conv", x.shape, weight.shape, settings)
+    window = Window.from_shapes("conv", x.shape, weight.shape, settings)
     row = epilogue_function(settings.epilogue, settings.alpha, settings.beta)
     bound = numerics.error_bound(settings.dtype)
     # As in `fused_gemm_error_bound`, with one more rounding, of the sum with a residual.

@@ -69,7 +69,7 @@ def fused_weight_gemm(
         check_factor("gemm", factor, sums.shape)
     # As in the kernels, the sums are rounded to float32 before the epilogue and after it; the epilogue is in float64.
     with np.errstate(over="ignore", invalid="ignore"):
-        y = row.of(sums.astype(np.float64))
+        y = row.function(sums.astype(np.float64))
         if factor is not None:
             y = y * factor.astype(np.float64)
         return np.asarray(y, np.float32).astype(numerics.value_dtype(dtype))
@@ -96,7 +96,7 @@ EPILOGUES: Final = ("none", "relu", "gelu", "gelu_tanh", "silu")
 class Epilogue:
     """The function that a gemm applies to its sums, and the error of float32 in it."""
 
-    of: Callable[[Float64s], Float64s]
+    function: Callable[[Float64s], Float64s]
     steepest: float
     """The greatest magnitude of its derivative, which is the largest factor on an error of the sum."""
     error: float

@@ -166,7 +166,7 @@ _ROWS: Final = {fmt.onnx_dtype: fmt for fmt in ELEMENT_FORMATS.values()}
 def _quantize_body(g: Body) -> None:
     """X -> elements, scales."""
     x = g.floats("X")
-    lines = Lines.of(g, x)
+    lines = Lines.for_axis(g, x)
     results = _quantized(g, lines.last(x) if lines else x)
     for value, port in zip(results, ("elements", "scales"), strict=True):
         g.result(lines.back(value) if lines else value, port)
@@ -258,7 +258,7 @@ def _elements(g: Body, blocks: str, index: str, dtype: Any) -> str:
 def _dequantize_body(g: Body) -> None:
     """elements, scales -> Y."""
     elements, scales, known = "elements", "scales", g.known("elements")
-    lines = Lines.of(g, elements)
+    lines = Lines.for_axis(g, elements)
     if lines:
         elements, scales, known = lines.last(elements), lines.last(scales), Input(known.dtype)
     y = g.values(elements, scales, known)
@@ -277,7 +277,7 @@ class Lines:
     """The sizes after K; Q is their product."""
 
     @classmethod
-    def of(cls, g: Body, x: str) -> Lines | None:
+    def for_axis(cls, g: Body, x: str) -> Lines | None:
         """Returns the lines of `x`, whose blocks are along the attribute `axis`; None if `axis` is the last one."""
         axis, rank = g.attribute("axis"), g.known(g.op.inputs[0].name).rank
         if axis == -1 or (rank is not None and axis == rank - 1):

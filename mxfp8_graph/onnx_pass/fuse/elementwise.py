@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float64]
 # NumPy has no erf.
 _erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
 _tanh: Final[Callable[[Array], Array]] = np.tanh
-_relu, _gelu, _gelu_tanh = (FUNCTIONS[name].of for name in ("relu", "gelu", "gelu_tanh"))
+_relu, _gelu, _gelu_tanh = (FUNCTIONS[name].function for name in ("relu", "gelu", "gelu_tanh"))
 
 
 def _sigmoid(x: Array) -> Array:
@@ -40,7 +40,7 @@ _POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1
 
 with np.errstate(over="ignore"):
     _EPILOGUES: Final[Mapping[str, Array]] = {
-        name: row.of(_POINTS) for name, row in FUNCTIONS.items() if name != "none"
+        name: row.function(_POINTS) for name, row in FUNCTIONS.items() if name != "none"
     }
     """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
 
