@@ -172,7 +172,7 @@ def _list(where: str, name: str, values: Sequence[int], count: int, least: int) 
 
 
 def check_operands(where: str, x: Any, bias: Any, residual: Any, result: Shape) -> None:
-    """Raises ShapeError unless the dtypes are those of values, bias is [O], and residual has the shape `result`."""
+    """Raises ShapeError unless x and residual are values, bias is [O], and residual has the shape `result`."""
     check_value_dtype(where, x.dtype)
     if bias is not None and bias.shape != result[1:2]:
         expected = f"({result[1]},), one value per output channel"
@@ -223,8 +223,8 @@ def conv_error_bound(
 ) -> Float64s:
     """Returns the largest error of each output of a convolution, against its reference with dtype="float32".
 
-    x [N, C, ...] and weight [O, k..., C / group] are dequantized values; the rest is as in `conv`. The bound is that of
-    `gemm_error_bound` with K = taps x C / group.
+    x [N, C, ...] and weight [O, k..., C / group] are dequantized values; the rest is as in `conv`. As in
+    `gemm_error_bound`, K products add up; here K is taps x C / group.
     """
     window = Window.from_shapes("conv", x.shape, weight.shape, settings)
     row = epilogue_function(settings.epilogue, settings.alpha, settings.beta)
