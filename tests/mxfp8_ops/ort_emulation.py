@@ -253,6 +253,10 @@ class CudaProvider:
             value = self.things[info].attributes.get(name.decode())
             return text(value, out, size) if isinstance(value, str) else fail(2, b"no such attribute")
 
+        # No node with a kernel for a GPU has a list.
+        no_list = entry(163, HANDLE, c_char_p, POINTER(c_int64), SIZE)
+        no_list(lambda info, name, out, size: fail(2, b"no such attribute"))
+
         def handle_of(tensor: Tensor | None) -> c_void_p | None:
             return None if tensor is None else self.handle(tensor)
 
