@@ -165,6 +165,16 @@ def test_a_residual_of_0_stands_for_none(kernels: bool) -> None:
     assert_within(got, numpy_nodes.conv(x, *b), conv_error_bound(quantized(x, Settings()), w, settings=Settings()))
 
 
+@looped("kernels", [True, False])
+def test_a_single_number_stands_for_all_axes(kernels: bool) -> None:
+    x, b, s = heavy_tailed((1, 32, 9, 7)), weight(8, 3, 3, 32), Settings((2,), (1,), (2,))
+    inputs = {"X": (x, FLOAT), "B": (b[0], 3), "B_scales": (b[1], contract.UINT8)}
+    attributes = {"strides": [2], "pads": [1], "dilations": [2]}
+    got = run(one_node_model("MXFP8Conv", inputs, {"Y": FLOAT}, 21, attributes), inputs, kernels=kernels)[0]
+    w = numpy_nodes.dequantize(*b, element_format="int8")
+    assert_within(got, numpy_nodes.conv(x, *b, settings=s), conv_error_bound(quantized(x, s), w, settings=s))
+
+
 # --- The C ABI -------------------------------------------------------------------------------------------------------
 
 AXES = ((6, 3, 1, 1, 1, 1), (5, 2, 2, 1, 0, 1))

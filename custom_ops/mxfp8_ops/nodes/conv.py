@@ -241,9 +241,9 @@ def conv_error_bound(
         magnitude = magnitude + np.abs(_per_channel(bias, magnitude.ndim))
     if residual is not None:
         magnitude = magnitude + np.abs(residual.astype(np.float64))
-    if settings.epilogue == "clip":  # the only epilogue whose result may exceed the magnitude of its sum
-        magnitude = magnitude + max(abs(settings.alpha), abs(settings.beta))
-    return np.asarray(bound.at(magnitude, int(np.prod(weight.shape[1:]))) + bound.tiny)
+    # Clip is the only epilogue whose result may exceed the magnitude of its sum: then the stores round a constant.
+    constant = max(abs(settings.alpha), abs(settings.beta)) if settings.epilogue == "clip" else 0.0
+    return np.asarray(bound.at(magnitude, int(np.prod(weight.shape[1:]))) + bound.store * constant + bound.tiny)
 
 
 # --- The portable body
@@ -260,9 +260,12 @@ def _conv_body(g: Body) -> None:
     element = Input(formats_of_x[0] if len(formats_of_x) == 1 else 0, known.shape)
     inputs = {"elements": (elements, element), "scales": (scales, Input())}
     (values,) = g.call(DEQUANTIZE, inputs, ["values"], axis=1)
-    # A single value stands for all axes: the default does so in ONNX too.
     lists = {name: g.attribute(name) for name in ("strides", "pads", "dilations")}
+    # The default stands for all axes in ONNX too. Another single value is written for each axis, if X has a known rank.
     written = {name: value for name, value in lists.items() if value != g.op.attributes[name]}
+    for name, value in written.items():
+        if isinstance(value, tuple) and len(value) == 1 and known.rank is not None:
+            written[name] = value * (known.rank - 2) * (2 if name == "pads" else 1)
     operands = [values, _weight(g)]
     if g.known("bias").present is not False:
         operands.append(g.or_zeros("bias", "B_scales", axis=0))
