@@ -23,7 +23,7 @@ SIGNATURES: Final[Mapping[str, tuple[Any, tuple[Any, ...]]]] = MappingProxyType(
         "mxfp8_quantize": (i, (i, p, n, n, n, i, i, p, p, i)),
         "mxfp8_dequantize": (i, (i, p, p, n, n, n, i, p, i)),
         "mxfp8_embedding": (i, (i, p, n, i, p, p, n, n, i, p, i)),
-        "mxfp8_conv": (i, (i, p, n, n, n, n, p, i, i, i, p, p, p, i, p, i, i, f, f, i, p, i)),
+        "mxfp8_conv": (i, (i, p, n, n, n, n, p, i, i, i, p, p, p, i, p, i, i, f, f, i, p, n, i)),
         "mxfp8_gemm": (i, (i, p, p, i, p, p, p, n, n, n, i, p, n, n, i)),
         "mxfp8_weight_gemm": (i, (i, p, n, i, i, p, p, p, n, n, n, i, p, n, n, i)),
         "mxfp8_fused_gemm": (i, (i, p, p, i, p, p, p, i, i, p, n, n, n, i, p, n, n, i)),

@@ -35,6 +35,7 @@ from mxfp8_ops.node import (
 )
 from mxfp8_ops.nodes import attention, conv, embedding, fused_gemm, gemm, grouped, quantize
 from mxfp8_ops.nodes.attention import ATTENTION
+from mxfp8_ops.nodes.conv import CONV
 from mxfp8_ops.nodes.embedding import EMBEDDING
 from mxfp8_ops.nodes.fused_gemm import EPILOGUES, GATED_WEIGHT_GEMM
 from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
@@ -46,6 +47,7 @@ __all__ = [
     "ATTENTION",
     "BFLOAT16",
     "BOOL",
+    "CONV",
     "DEQUANTIZE",
     "DOMAIN",
     "ELEMENTS",
@@ -120,6 +122,7 @@ TORCH_OPS: Final[Mapping[str, TorchOp]] = MappingProxyType(
             TorchOp("weight_gemm", WEIGHT_GEMM, _B, multiplies=True),
             TorchOp("embedding", EMBEDDING, _B),
             TorchOp("grouped_gemm", GROUPED_GEMM, _B, multiplies=True),
+            TorchOp("conv", CONV, _B),
             TorchOp("linear_packed", None, _B, multiplies=True, trains=True),
             TorchOp("linear_train", multiplies=True, trains=True),
             TorchOp("grouped_linear_train", multiplies=True, trains=True),
@@ -137,4 +140,4 @@ TRAINING_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.tra
 """Full names of the torch ops with gradients; no ONNX node has gradients."""
 
 PACKED_OPS: Final = frozenset(name for name, op in TORCH_OPS.items() if op.weight == _B)
-"""Full names of the torch ops to which the passes give a packed weight: the gemms and the embedding."""
+"""Full names of the torch ops to which the passes give a packed weight."""

@@ -64,6 +64,10 @@ def calls(name: str) -> Iterator[tuple[Tensor | None, ...]]:
                 (codes[0][0], codes[1][0], *stack, ENDS),
                 (x[0], None, *stack, torch.tensor([0, 30, 40, 64])),
             ],
+            "conv": [
+                (x, *OPS.quantize(values(6, 3, 64)), bias[:6]),
+                (x.view(4, 64, -1, 8), *OPS.quantize(values(6, 3, 1, 64))),
+            ],
             "quantize_groups": [(x[0], ENDS)],
             "grouped_wgrad": [
                 (*OPS.quantize_groups(x[1, :, :64], ENDS), *OPS.quantize_groups(x[0], ENDS), ENDS),

@@ -185,6 +185,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "c", "o"), (-1, 2**62)),
     **dict.fromkeys(("x", "b", "b_scales", "y"), (None,)),
     **{"group": (0, -1, 5, 32), "scale_rounding": (3, -1), "epilogue": (8, -1), "threads": (-1,), "axes": (None,)},
+    "weight": (-1, 2**62),
 }
 FIELDS = [(at, wrong) for at in range(6) for wrong in (-1, 2**62, *([0] if 1 <= at <= 3 else []))]
 """Field of an axis, and a value that is refused."""
@@ -199,7 +200,8 @@ def c_call(**changes: Any) -> int:
     arguments = {
         "x_dtype": 1, "x": None, "n": 2, "c": 40, "o": 7, "group": 1, "axes": None, "x_format": 3, "scale_rounding": 0,
         "b_format": 3, "b": None, "b_scales": None, "bias": None, "residual_dtype": 1, "residual": None,
-        "residual_after": 0, "epilogue": 0, "alpha": 0.0, "beta": 0.0, "y_dtype": 1, "y": None, "threads": 2,
+        "residual_after": 0, "epilogue": 0, "alpha": 0.0, "beta": 0.0, "y_dtype": 1, "y": None, "weight": 0,
+        "threads": 2,
         **{name: array.ctypes.data for name, array in arrays.items()}, **changes,
     }  # fmt: skip
     status: int = native.load().mxfp8_conv(*arguments.values())

@@ -185,6 +185,7 @@ def operands(name: str) -> dict[str, torch.Tensor]:
         "gemm": a | product,
         "weight_gemm": {"x": x} | product,
         "embedding": {"indices": torch.tensor([5, 0]), "b": elements, "b_scales": scales},
+        "conv": {"x": x.view(1, 64, 6), "b": b[:, None], "b_scales": b_scales[:, None], "bias": values(8)},
         "product": {"a": x, "b": w},
         "linear_packed": {"x": x} | product,
         "linear_train": {"x": x, "weight": w, "bias": values(8).half()},

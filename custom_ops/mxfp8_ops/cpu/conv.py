@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mxfp8_ops import checks, formats, numerics
+from mxfp8_ops import checks, formats, native, numerics
 from mxfp8_ops.cpu.operands import array, call, contiguous, empty, floats
 from mxfp8_ops.nodes.conv import EPILOGUES, Settings, Window, check_operands, check_residual_at, epilogue_function
 from mxfp8_ops.numerics import Array, Codes
@@ -19,6 +19,7 @@ def conv(  # noqa: PLR0913 - the operands and two settings
     *,
     settings: Settings | None = None,
     threads: int = 0,
+    weight: native.ConstantWeight | None = None,
 ) -> Array:
     """Returns epilogue(conv(x, dequantize(b)) + bias + residual), as `numpy_nodes.conv` does."""
     settings = settings or Settings()
@@ -34,19 +35,13 @@ def conv(  # noqa: PLR0913 - the operands and two settings
     x, b, b_scales = (contiguous("conv", t) for t in (x, b, b_scales))
     bias = None if bias is None else floats("conv", "bias", bias)
     residual = None if residual is None else contiguous("conv", residual)
+    axes = np.array(window.rows(x.shape[2:]), np.int64)
     y = empty("conv", window.result, numerics.value_dtype(settings.dtype))
     call(
-        "conv", "mxfp8_conv", x.dtype, x, *x.shape[:2], b.shape[0], window.group, _axes(window, x.shape[2:]),
+        "conv", "mxfp8_conv", x.dtype, x, *x.shape[:2], b.shape[0], window.group, axes,
         settings.x_format, settings.scale_rounding, settings.b_format, b, b_scales, bias,
         "float32" if residual is None else residual.dtype, residual, settings.residual_at == "after",
-        EPILOGUES.index(settings.epilogue), settings.alpha, settings.beta, settings.dtype, y, threads=threads,
+        EPILOGUES.index(settings.epilogue), settings.alpha, settings.beta, settings.dtype, y,
+        0 if weight is None else weight.number, threads=threads,
     )  # fmt: skip
     return y
-
-
-def _axes(window: Window, sizes: checks.Shape) -> Array:
-    """Returns the two mxfp8_conv_axis of a window over x [..., *sizes]."""
-    count = len(sizes)
-    pads = window.pads[:count], window.pads[count:]
-    rows = [*zip(sizes, window.kernel, window.strides, window.dilations, *pads, strict=True)]
-    return np.array([(1, 1, 1, 1, 0, 0)] * (2 - count) + rows, np.int64)

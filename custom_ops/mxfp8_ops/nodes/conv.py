@@ -146,6 +146,14 @@ class Window:
             sizes.append(room // s + 1)
         return cls(kernel, strides, pads, dilations, group, (x[0], b[0], *sizes))
 
+    def rows(self, sizes: Shape) -> tuple[Shape, Shape]:
+        """Returns the two mxfp8_conv_axis of mxfp8_ops.h, for x [N, C, *sizes]."""
+        count = len(sizes)
+        pads = self.pads[:count], self.pads[count:]
+        rows = zip(sizes, self.kernel, self.strides, self.dilations, *pads, strict=True)
+        last = [*((1, 1, 1, 1, 0, 0),) * (2 - count), *rows]
+        return last[0], last[1]
+
     def sums(self, x: Float64s, weight: Float64s) -> Float64s:
         """Returns the convolution of x [N, C, ...] with a weight [O, k..., C / group]."""
         axes = len(self.kernel)
@@ -157,8 +165,9 @@ class Window:
             steps = (slice(*one) for one in zip(starts, ends, self.strides, strict=True))
             taps.append(padded[(slice(None), slice(None), *steps)])
         # [N, group, C / group, taps, pixels] x [group, O / group, taps, C / group]
-        pixels = np.stack(taps, 2).reshape(x.shape[0], self.group, -1, len(taps), int(np.prod(self.result[2:])))
-        grouped = weight.reshape(self.group, -1, len(taps), weight.shape[-1])
+        channels, count = weight.shape[-1], int(np.prod(self.result[2:]))
+        pixels = np.stack(taps, 2).reshape(x.shape[0], self.group, channels, len(taps), count)
+        grouped = weight.reshape(self.group, self.result[1] // self.group, len(taps), channels)
         y = np.einsum("ngctp,gotc->ngop", pixels, grouped, optimize=True)
         return np.asarray(y.reshape(self.result))
 
@@ -176,13 +185,13 @@ def check_operands(where: str, x: Any, bias: Any, residual: Any, result: Shape) 
     check_value_dtype(where, x.dtype)
     if bias is not None and bias.shape != result[1:2]:
         expected = f"({result[1]},), one value per output channel"
-        raise ShapeError(where, f"bias has shape {bias.shape}", expected=expected, advice="reshape it")
+        raise ShapeError(where, f"bias has shape {tuple(bias.shape)}", expected=expected, advice="reshape it")
     if residual is not None:
         check_value_dtype(where, residual.dtype)
         if residual.shape != result:
             expected = f"{result}, the shape of the result"
             raise ShapeError(
-                where, f"residual has shape {residual.shape}", expected=expected, advice="broadcast it first"
+                where, f"residual has shape {tuple(residual.shape)}", expected=expected, advice="broadcast it first"
             )
 
 

@@ -28,7 +28,8 @@ Gradients: linear_train and product have all gradients, linear_packed and weight
 packed weight is frozen), gemm the gradient of its bias, grouped_gemm the gradient of values. All are in reverse mode,
 by backward() and by torch.func.grad, and pass straight through the rounding. A second derivative of linear_train and
 its grouped form raises an error, and so does forward mode. quantize returns integers, which pass no gradient on: it
-raises an error if x requires a gradient. dequantize and embedding take integers, which have no gradients.
+raises an error if x requires a gradient, and so does
+conv. dequantize and embedding take integers, which have no gradients.
 
 Autocast casts the x of linear_train and its grouped form, like the x of F.linear, and never a weight; the other ops
 compute in the dtypes of their arguments. torch.vmap loops over the ops, with a warning; it refuses linear_train and its
@@ -46,7 +47,17 @@ from typing import Any, Final
 import torch
 
 from mxfp8_ops import contract
-from mxfp8_ops.torch_ops import embedding, gemm, grouped, grouped_training, packed, quantize, train_product, training
+from mxfp8_ops.torch_ops import (
+    conv,
+    embedding,
+    gemm,
+    grouped,
+    grouped_training,
+    packed,
+    quantize,
+    train_product,
+    training,
+)
 from mxfp8_ops.torch_ops.cached_weights import weight_cache
 from mxfp8_ops.torch_ops.constant_weights import set_prepack
 from mxfp8_ops.torch_ops.operands import Op
@@ -54,7 +65,7 @@ from mxfp8_ops.torch_ops.operands import Op
 __all__ = ["LIBRARY", "OPS", "register", "set_prepack", "weight_cache"]
 
 OPS: Final[tuple[Op, ...]] = (
-    *(*quantize.OPS, *gemm.OPS, *embedding.OPS, *grouped.OPS),
+    *(*quantize.OPS, *gemm.OPS, *conv.OPS, *embedding.OPS, *grouped.OPS),
     *(*train_product.OPS, *packed.OPS, *training.OPS, *grouped_training.OPS),
 )
 """Every op of namespace `mxfp8`."""

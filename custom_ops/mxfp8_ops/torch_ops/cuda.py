@@ -24,6 +24,7 @@ from mxfp8_ops.cuda import device, dispatch, execution, loader, planner
 from mxfp8_ops.cuda.execution import Queue, WideWeight
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.torch_ops import scaled_mm
+from mxfp8_ops.torch_ops.conv import composed
 from mxfp8_ops.torch_ops.embedding import check_embedding, picked
 from mxfp8_ops.torch_ops.gemm import gemm_options, gemm_shape, weight_gemm_options
 from mxfp8_ops.torch_ops.operands import (
@@ -120,6 +121,11 @@ def embedding(indices: Tensor, b: Tensor, b_scales: Tensor, b_format: str = "e4m
     for name, tensor in (("indices", indices), ("b", b), ("b_scales", b_scales)):
         check_memory("embedding", name, tensor)
     return picked(indices, b, b_scales, b_format, dtype)
+
+
+def conv(x: Tensor, b: Tensor, b_scales: Tensor, *args: Any) -> Tensor:
+    """Returns the convolution by torch's own, in float32: there is no kernel for codes."""
+    return composed(x, b, b_scales, *args)
 
 
 def keep_wide(b: Tensor, b_scales: Tensor, b_format: str = "e4m3") -> None:

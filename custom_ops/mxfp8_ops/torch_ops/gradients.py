@@ -41,8 +41,8 @@ def refuse_tangents(op: str, instead: str, *tensors: Tensor | None) -> None:
         )
 
 
-def refuse_cut(op: str, x: Tensor) -> None:
-    """Raises Mxfp8Error if x needs a derivative: the results are integers, which pass no derivative on.
+def refuse_cut(op: str, x: Tensor, name: str = "x", why: str = "quantized values pass no derivative on") -> None:
+    """Raises Mxfp8Error if x needs a derivative, and says why the op passes none on.
 
     It raises no error while torch.export traces: the exported program checks when it runs.
     """
@@ -53,8 +53,8 @@ def refuse_cut(op: str, x: Tensor) -> None:
     if has or (forward_ad._current_level >= 0 and _has_tangent(x)):
         raise Mxfp8Error(
             op,
-            f"x {has or 'carries a tangent'}, and quantized values pass no derivative on",
-            expected="an x without one",
+            f"{name} {has or 'carries a tangent'}, and {why}",
+            expected="a tensor without one",
             advice="run inference under torch.no_grad(); to train a program, packed or not, rewrite it with "
             "training=True; in your own code use mxfp8::linear_packed or linear_train",
         )

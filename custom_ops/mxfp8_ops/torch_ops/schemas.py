@@ -4,19 +4,20 @@
 2. `axis`, if the node has it.
 3. For every input with elements their format ("b_format"), which in ONNX is the type of the tensor.
 4. The type of the result: `dtype`, or `element_format` if it quantizes.
-5. The other attributes, with their defaults; not `block_size`, which is 32.
+5. The other attributes, with their defaults; not `block_size`, which is 32. `x_dtype` is `x_format`, a name.
 
 A dtype of None is the default dtype of the op.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 from mxfp8_ops import contract, formats
 from mxfp8_ops.node import KINDS, Setting
 
 _E4M3 = formats.E4M3.name
+_FORMATS: Final = {row.onnx_dtype: name for name, row in formats.ELEMENT_FORMATS.items()}
 
 
 class Argument(NamedTuple):
@@ -61,7 +62,9 @@ def schema(name: str, node: contract.Op) -> str:
     return f"{name}({', '.join(map(str, arguments(node)))}) -> {returns}"
 
 
-def _argument(name: str, default: Setting) -> Argument:
+def _argument(name: str, default: Any) -> Argument:
+    if name == "x_dtype":  # an element format, which in torch is a name
+        return Argument("x_format", "str", _FORMATS[default], name)
     # A ScalarType with a default other than None cannot be packaged by AOTInductor, see `torch_ops`.
     if name.endswith("_dtype"):
         return Argument(name, "ScalarType?", None, name)

@@ -38,12 +38,14 @@ EQUATIONS: Final[Mapping[str, str]] = {
     "gemm": "...mk, ...mK, ...nk, ...nK, +n -> ...mn",
     "weight_gemm": "...mk, ...nk, ...nK, +n -> ...mn",
     "embedding": "..., vd, vD -> ...d",
+    "conv": "n~, v~, v~, v, n~ -> n~",
     "grouped_gemm": "sk, sK, enk, enK, e -> sn",
     "quantize_groups": "sk, e -> ks, kt",
     "grouped_wgrad": "ns, nt, ks, kt, e -> enk",
 }
 """Axes of the operands and results of an op. A capital is an axis of scales: K has one for each block along k. "+" is
-an operand that is added to the sum. "*" is a tensor of any rank, with its blocks along the argument `axis`."""
+an operand that is added to the sum. "*" is a tensor of any rank, with its blocks along the argument `axis`. "~" stands
+for all axes of the first operand but one."""
 
 MADE_OF_OTHERS: Final[Mapping[str, Callable[..., Any]]] = {
     "linear_train": training.linear_train,
@@ -147,6 +149,7 @@ def _terms(op: str, rank: int, axis: int) -> tuple[dict[str, str], list[str]]:
         blocked = axes[checks.normalize_axis(op, rank, axis)]
         pair = f"{axes}, {axes.replace(blocked, blocked.upper())}"
         equation = f"{axes} -> {pair}" if op == "quantize" else f"{pair} -> {axes}"
+    equation = equation.replace("~", "s" * (rank - 1))
     inputs, outputs = ([term.strip() for term in side.split(",")] for side in equation.split("->"))
     return dict(zip(_INPUTS[op], inputs, strict=True)), outputs
 

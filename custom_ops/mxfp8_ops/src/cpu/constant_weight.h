@@ -11,6 +11,8 @@
 namespace mxfp8 {
 
 struct SharedPanels;
+struct ConvArgs;
+struct ConvWeight;
 
 // One weight b [N, K] with its scales. The first call sets both; that call and every later one read its panels. Any
 // number of threads may use one weight at once. The owner keeps b and its scales in memory, unchanged.
@@ -18,6 +20,9 @@ class ConstantWeight {
  public:
   // The panels for a call with these arguments, or null if its kernel reads b directly.
   const Panels* panels(const Kernels&, const Parallel&, const GemmArgs&);
+  // The parts of a convolution's weight, which has a weight for each group; null if the first convolution had another
+  // b.
+  const ConvWeight* parts(const ConvArgs&);
 
  private:
   bool is_of(const GemmArgs&) const;
@@ -26,6 +31,10 @@ class ConstantWeight {
   std::mutex making_;
   GemmArgs first_ = {};                   // of the first call
   std::shared_ptr<SharedPanels> shared_;  // null if there are none
+  std::shared_ptr<ConvWeight> parts_;     // null before the first convolution
 };
+
+// The weight that mxfp8_weight_new gave this number; null for 0. Throws Error for a number that no weight has.
+std::shared_ptr<ConstantWeight> numbered_weight(int64_t number);
 
 }  // namespace mxfp8

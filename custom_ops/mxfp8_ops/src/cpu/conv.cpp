@@ -5,6 +5,7 @@
 
 #include <cstring>
 #include <string>
+#include <tuple>
 
 #include "../error.h"
 #include "arguments.h"
@@ -216,6 +217,19 @@ std::vector<uint8_t> conv_rows(const ConvArgs& args) {
   return rows;
 }
 
+const ConvWeight* ConstantWeight::parts(const ConvArgs& args) {
+  const std::lock_guard<std::mutex> lock(making_);
+  if (parts_ == nullptr) {
+    auto made = std::make_shared<ConvWeight>(ConvWeight{args, conv_rows(args), {}});
+    for (int64_t i = 0; i < args.group; ++i) made->groups.push_back(std::make_shared<ConstantWeight>());
+    parts_ = std::move(made);
+  }
+  const auto sizes = [](const ConvArgs& a) {
+    return std::make_tuple(a.b, a.b_scales, a.b_format, a.o, a.c, a.group, a.axes[0].kernel * a.axes[1].kernel);
+  };
+  return sizes(args) == sizes(parts_->first) ? parts_.get() : nullptr;
+}
+
 void conv(const Kernels& kernels, const Parallel& parallel, const ConvArgs& whole) {
   if (whole.n * whole.o * conv_pixels(whole) == 0) return;
   ConvArgs args = whole;
@@ -245,7 +259,7 @@ extern "C" {
 int mxfp8_conv(int x_dtype, const void* x, int64_t n, int64_t c, int64_t o, int64_t group, const mxfp8_conv_axis* axes,
                int x_format, int scale_rounding, int b_format, const uint8_t* b, const uint8_t* b_scales,
                const float* bias, int residual_dtype, const void* residual, int residual_after, int epilogue,
-               float alpha, float beta, int y_dtype, void* y, int threads) {
+               float alpha, float beta, int y_dtype, void* y, int64_t weight, int threads) {
   return computed([&] {
     check_value_dtype("x_dtype", x_dtype);
     check_element_format("x_format", x_format);
@@ -258,6 +272,7 @@ int mxfp8_conv(int x_dtype, const void* x, int64_t n, int64_t c, int64_t o, int6
     check_range({"group", group}, 1, INT64_MAX);
     check_array(array("axes", axes, alignof(mxfp8_conv_axis)), {2 * sizeof *axes / alignof(mxfp8_conv_axis)});
     const Parallel parallel = checked_threads(threads);
+    const std::shared_ptr<ConstantWeight> constant = numbered_weight(weight);  // lives until this call ends
     ConvArgs args = {.x_dtype = x_dtype,
                      .x = x,
                      .n = n,
@@ -289,6 +304,10 @@ int mxfp8_conv(int x_dtype, const void* x, int64_t n, int64_t c, int64_t o, int6
       check_array(array("residual", residual, value_bytes(residual_dtype)), {n, o, down.out, across.out});
     }
     check_array(array("y", y, value_bytes(y_dtype)), {n, o, down.out, across.out});
+    if (const ConvWeight* own = constant == nullptr ? nullptr : constant->parts(args)) {
+      args.weights = &own->groups;
+      if (!own->rows.empty()) args.rows = own->rows.data();
+    }
     conv(kernels_in_use(), parallel, args);
   });
 }

@@ -38,6 +38,13 @@ struct ConvArgs {
   const std::vector<std::shared_ptr<ConstantWeight>>* weights = nullptr;
 };
 
+// A constant weight of a convolution in parts: the copy that conv_rows made, and a constant weight for each group.
+struct ConvWeight {
+  ConvArgs first;  // of the first call
+  std::vector<uint8_t> rows;
+  std::vector<std::shared_ptr<ConstantWeight>> groups;
+};
+
 // Sums plus bias of some pixels of one image: sums [rows, width], rows `width` apart, of pixels from `pixel` on and of
 // output channels from `channel` on.
 struct ConvSums {

@@ -105,6 +105,8 @@ int weight_product(GemmArgs g, int activation_dtype, int64_t number, int threads
 
 }  // namespace
 
+std::shared_ptr<ConstantWeight> mxfp8::numbered_weight(int64_t number) { return weights().at(number); }
+
 extern "C" {
 
 int mxfp8_weight_new(int64_t* weight) {
