@@ -8,6 +8,7 @@ Activation(MXFP8Conv(...)) + r              -> MXFP8Conv(..., r), added after th
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import numpy as np
@@ -72,18 +73,18 @@ def conv_epilogue(values: Array, dtype: int) -> Epilogue | None:
         return name, 0.0, 0.0
     if not np.isfinite(values).all():
         return None
-    at = lambda x: float(values[np.flatnonzero(x == POINTS)[0]])  # noqa: E731
     # The constants of each function, if it is this one: the check below tells.
     small, far = 1e-3, 1e4
-    right, left = at(small) / small, at(-small) / -small
+    lowest, left, right, highest = (float(values[x == POINTS][0]) for x in (-far, -small, small, far))
+    low, high = (bound if abs(bound) < far else math.copysign(_LARGEST, bound) for bound in (lowest, highest))
+    left, right = left / -small, right / small
     candidates: tuple[Epilogue, ...] = (
-        ("leaky_relu", at(-far) / -far, 0.0),
-        ("clip", *(bound if abs(bound) < far else np.copysign(_LARGEST, bound) for bound in (at(-far), at(far)))),
+        ("leaky_relu", lowest / -far, 0.0),
+        ("clip", low, high),
         ("hard_swish", (right - left) / (2 * small), (right + left) / 2),  # near 0 it is x * (alpha * x + beta)
     )
-    return next(
-        (each for each in candidates if is_near(values, epilogue_function(*each).function(POINTS), dtype)), None
-    )
+    wanted = {each: epilogue_function(*each).function(POINTS) for each in candidates}
+    return next((each for each in candidates if is_near(values, wanted[each], dtype)), None)
 
 
 def add_stand_ins(model: ir.Model) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.fuse.attention import fuse_attention
-from mxfp8_graph.onnx_pass.fuse.conv import fuse_conv_activation, fuse_residual
+from mxfp8_graph.onnx_pass.fuse.conv import add_stand_ins, fuse_conv_activation, fuse_residual
 from mxfp8_graph.onnx_pass.fuse.gemm import fuse_activation, fuse_gate
 from mxfp8_graph.onnx_pass.graph import fresh_names, label
 from mxfp8_graph.onnx_pass.ops import READERS
@@ -26,10 +26,10 @@ def fuse(model: ir.Model, recipe: Recipe) -> tuple[tuple[FusionReport, ...], tup
     # The activation comes first: the gate extends the node that it makes. A residual is added behind the activation of
     # a convolution, or before it.
     convolution = (fuse_conv_activation, fuse_residual, fuse_conv_activation)
+    finders = (fuse_activation, fuse_gate, *convolution, attention)
     missed: dict[ir.Node, str] = {}
-    fused = apply(
-        model, (fuse_activation, fuse_gate, *convolution, attention), lambda node: node.op_type in READERS, missed
-    )
+    fused = apply(model, finders, lambda node: node.op_type in READERS, missed)
+    add_stand_ins(model)
     # A node that a later fusion replaced has no graph.
     stays = ((node, reason) for node, reason in missed.items() if node.graph is not None)
     return fused, tuple(UnfusedReport(node=label(node), reason=reason) for node, reason in stays)
