@@ -83,6 +83,8 @@ def _weight(view: Program, node: Node, name: str, buffers: tuple[str, str]) -> P
 def _weight_only(node: Node) -> bool | None:
     """Whether the op of a packed weight leaves activations in high precision; None for other ops."""
     op = internals.op_name(node)
+    if op == "mxfp8::conv":  # it quantizes its activations itself
+        return False
     if op not in contract.PACKED_OPS:
         return None
     return op not in contract.TRAINING_OPS and internals.argument(node, "a_scales") is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -97,6 +98,13 @@ class Builder:
         elements = self._once(("elements", both), lambda: self.add(f"{name}_elements", operator.getitem, both, 0))
         scales = self._once(("scales", both), lambda: self.add(f"{name}_scales", operator.getitem, both, 1))
         return [elements, scales]
+
+    def dequantize(self, elements: Node, scales: Node, element_format: str, dtype: torch.dtype) -> Node:
+        """Returns the node of the values of a packed weight."""
+        op, settings = torch.ops.mxfp8.dequantize.default, {"element_format": element_format}
+        settings = internals.unusual(op, {**settings, "dtype": None if dtype == torch.float32 else dtype})
+        make = partial(self.add, f"{elements.name}_values", op, elements, scales, **settings)
+        return self._once(("dequantize", elements, element_format, dtype), make)
 
     def _once(self, key: tuple[object, ...], make: Callable[[], Node]) -> Node:
         """Returns the shared node of `key`, which `make` adds the first time."""

@@ -10,12 +10,14 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     bmm(x, w [E, K, N][ids])            experts picked at run time: W's packed form is picked from instead
     grouped_mm(x, w [E, K, N], offs)    rows sorted by expert; offs says where each expert's rows end
     matmul(q, k^T), matmul(softmax, v)  both operands computed at run time
+    conv1d, conv2d (x, w, b)            pixels times taps: see `convolutions.py`
     embedding(w [N, K], ids)            rows picked, nothing multiplied: see `ops.lookup_of`
     scaled_dot_product_attention        two sites, and one node until a recipe wants either quantized
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,7 +31,8 @@ from mxfp8_graph.policy import eligibility
 from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
-from mxfp8_graph.torch_pass import attention, internals, ops, torchao_weights
+from mxfp8_graph.torch_pass import attention, convolutions, internals, ops, torchao_weights
+from mxfp8_graph.torch_pass.convolutions import Affine, Convolution
 from mxfp8_graph.torch_pass.operands import Static, StaticOperands, identity
 from mxfp8_graph.torch_pass.ops import Form, Lookup, Operand
 from mxfp8_graph.torch_pass.program import GraphScope, Program
@@ -75,6 +78,15 @@ class TorchSite(Site):
     added: Addend
     packed: str | None
     """Element format of the static operand, if torchao packed it."""
+    affine: Affine | None = None
+    """Of a convolution."""
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The nodes that the result replaces; the last one becomes the result."""
+        if self.affine is not None:
+            return (self.node, *self.affine.nodes)
+        return (self.node,) if self.added.output is self.node else (self.node, self.added.output)
 
     @property
     def lookup(self) -> Lookup | None:
@@ -96,7 +108,7 @@ class _Finder:
         self._roles: Roles[Node, Node] = Roles(ops.TorchView(program, statics), ops.ROLE_OPS)
         self._names: set[str] = set()
         nodes = [node for scope in program.scopes for node in scope.module.graph.nodes]
-        self._forms = {node: form for node in nodes if (form := ops.form_of(node) or ops.lookup_of(node, statics))}
+        self._forms = {node: form for node in nodes if (form := _form_of(node, statics))}
         # Counted before sites are described: each one reports how many others share its weight.
         weights = (statics.resolve(form.b) or statics.resolve(form.a) for form in self._forms.values())
         self._uses = Counter(identity(program, weight) for weight in weights if weight)
@@ -112,8 +124,10 @@ class _Finder:
                 transformed = _TRANSFORMED if nesting else None
                 if ops.is_attention(node):
                     yield from self._attention(node, scope, transformed)
-                elif node in self._forms:
-                    yield self._described(node, self._forms[node], scope, transformed)
+                elif isinstance(form := self._forms.get(node), Convolution):
+                    yield self._convolution(node, form, scope, transformed)
+                elif form is not None:
+                    yield self._described(node, form, scope, transformed)
 
     def _attention(self, node: Node, scope: GraphScope, transformed: str | None) -> Iterator[Site]:
         """Yields the scores and the values product, under the names that `attention.expand` gives them."""
@@ -179,6 +193,50 @@ class _Finder:
         return TorchSite(
             matmul=matmul, node=node, form=form, x=x, w=w, swapped=swapped, added=added, packed=packed, unfit=unfit
         )
+
+    def _convolution(self, node: Node, form: Convolution, scope: GraphScope, transformed: str | None) -> TorchSite:
+        """Returns the site of a convolution."""
+        static, bias, y = self._statics.resolve(form.b), self._statics.resolve(form.c), node.meta["val"].shape
+        dtype = dtype_name(static.dtype if static else form.a.meta["val"].dtype)
+        blocker = form.blocker or eligibility.dtype_blocker(dtype, "cast the model first")
+        shape: tuple[int, ...] = ()
+        affine, plain = None, static
+        if static is None or static.broadcast or static.gather is not None:
+            blocker = blocker or self._weight_blocker(form.b) or "its weight is computed; expected a stored one"
+            static = None
+        elif not (blocker := blocker or eligibility.convolution_blocker(static.shape, form.group, False)):
+            static, shape = convolutions.packed_weight(static)
+            affine = convolutions.affine_behind(self._program, node, form, self._statics)
+        if form.c is not None and bias is None:
+            blocker = blocker or "its bias is computed; expected a stored one"
+        n, k = (shape[0], math.prod(shape[1:])) if shape else (None, None)
+        matmul = MatMulSite(
+            name=reserve_name(node.name, self._names, "#"),
+            op=internals.op_name(node),
+            module=internals.module_path(node),
+            subgraph=scope.path,
+            role="convolution",
+            m=eligibility.rows([*y[:1], *y[2:]]),
+            n=n,
+            k=k,
+            dtype=dtype,
+            weight=static.name if static else None,
+            weight_shape=shape,
+            weight_bytes=static.byte_size if static else 0,
+            shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
+            has_bias=form.c is not None,
+            blocker=scope.blocker or blocker or transformed,
+        )
+        x, w = Operand(node=form.a), Operand(node=form.b, static=static)
+        packed, unfit = self._packed_by_torchao(replace(w, static=plain), False)
+        unfit = unfit or ("torchao packed this weight for a matmul" if packed else None)
+        added = Addend(output=affine.nodes[-1] if affine and affine.nodes else node)
+        if affine is not None and not affine.nodes:
+            added = replace(added, bias=form.c, bias_static=bias)
+        return TorchSite(
+            matmul=matmul, node=node, form=form, x=x, w=w, swapped=False, added=added, packed=packed, unfit=unfit,
+            affine=affine,
+        )  # fmt: skip
 
     def _role(self, node: Node, static: Static | None, scope: GraphScope) -> Role:
         if scope.blocker:  # the call outside passes its operands, so their origin is unknown here
@@ -259,6 +317,10 @@ class _Finder:
             return "torchao packed this weight, and the program was decomposed; rewrite before run_decompositions()"
         via = self._statics.source_of(node)
         return f"weight {node.name!r} is computed by {via}; expected a stored tensor behind views; fold it first"
+
+
+def _form_of(node: Node, statics: StaticOperands) -> Form | None:
+    return ops.form_of(node) or convolutions.form_of(node) or ops.lookup_of(node, statics)
 
 
 def _is_bias(static: Static, n: Dim, node: Node) -> bool:

@@ -45,6 +45,10 @@ def is_layer(node: Node) -> bool:
     return LAYER_KEY in (node.meta.get("custom") or {})
 
 
+def _is_marked(node: Node) -> bool:
+    return provenance.RECIPE_KEY in (node.meta.get("custom") or {})
+
+
 def unmark(node: Node) -> None:
     """Removes the record."""
     custom = node.meta.get("custom") or {}
@@ -56,6 +60,8 @@ def find(program: ExportedProgram) -> RewriteRecord | None:
     """Returns the record of an earlier rewrite of `program`, or None if there was none."""
     nodes = [node for _, _, graph in internals.graphs(program.graph_module) for node in graph.nodes]
     packed = [node for node in nodes if internals.op_name(node) in contract.PACKED_OPS]
+    # The weight of a convolution may be all that is packed.
+    packed += [node for node in nodes if internals.op_name(node) == "mxfp8::dequantize" and _is_marked(node)]
     training = [node for node in nodes if internals.op_name(node) in contract.TRAINING_OPS]
     # A program that was prepared for training around packed weights has both kinds. The packed ones come first, since
     # their weights no longer exist in high precision.

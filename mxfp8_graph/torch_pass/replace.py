@@ -7,6 +7,8 @@ matmul(w, x)        -> clone(transpose(gemm(quantize(transpose(x)), packed w)))
 bmm(x, w[ids])      -> gemm(quantize(x), packed w[ids])       a quarter of the bytes to move
 grouped_mm(x, w, e) -> grouped_gemm(quantize(x), packed w, e)
 embedding(w, ids)   -> mxfp8.embedding(ids, packed w)
+conv2d(x, w, b)     -> mxfp8.conv(x, packed w, b)             activations quantized
+conv2d(x, w, b)     -> conv2d(x, permute(dequantize(packed w)), b)
 
 A matmul's node is retargeted in place, so its name, users, metadata and entries in the program's signature stay valid.
 After that, weights, biases and views of them without a user are removed, and nothing else.
@@ -31,6 +33,7 @@ from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.torch_pass import internals, record, torchao_weights
 from mxfp8_graph.torch_pass.build import Builder, Shared
+from mxfp8_graph.torch_pass.convolutions import Convolution
 from mxfp8_graph.torch_pass.find import TorchSite
 from mxfp8_graph.torch_pass.operands import GATHERS, VIEW_OPS, Static, identity, layout_of, rows_of
 from mxfp8_graph.torch_pass.program import Program, storage_of
@@ -79,10 +82,10 @@ class Editor:
     def apply(self, site: TorchSite, decision: Decision) -> SiteReport:
         """Packs the site's weight, adds the new nodes, and returns the report of the site; raises as `pack`."""
         build = Builder(self._program, site.node, self._shared)
-        self._suspects += [*site.node.all_input_nodes, *site.added.output.all_input_nodes]
+        self._suspects += [source for node in site.nodes for source in node.all_input_nodes if source not in site.nodes]
         epoch = self._epochs[site.node]
         inputs = [build.k_last(site.x)]
-        if decision.activation_format is not None and site.lookup is None:
+        if decision.activation_format is not None and site.lookup is None and site.affine is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         elif decision.activation_dtype is not None and site.form.offs is not None:
             # grouped_gemm has no argument for the dtype of activations.
@@ -98,8 +101,14 @@ class Editor:
             inputs += stored
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding, epoch)
-        inputs += self._bias(site, build)
-        retarget(site, _gemm(site, decision, inputs), build, self._recipe)
+        if site.affine is not None and decision.weight_only and site.added.bias is not None:
+            inputs.append(site.added.bias)  # the op stays, and takes its own bias
+        else:
+            inputs += self._bias(site, build)
+        call = (
+            _gemm(site, decision, inputs) if site.affine is None else self._convolution(site, decision, inputs, build)
+        )
+        retarget(site, call, build, self._recipe)
         nodes = tuple(node.name for node in [*build.new, site.added.output])
         if packed is None:
             return SiteReport(decision=decision, nodes=nodes)
@@ -113,18 +122,23 @@ class Editor:
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         stored_weight = self._stored_weights.get(site.matmul.name)
+        factor = _factor(site, static)
         # The key has all settings that change the bytes: sites that share a weight share its packed form only if these
         # are equal.
         settings = (
             decision.weight_format,
             decision.scale_rounding,
-            site.form.alpha,
+            factor if isinstance(factor, float) else factor.tobytes(),
             stored_weight and stored_weight.name,
         )
         stored = self._program.tensor(static.name)
         key = (*identity(self._program, static), *layout_of(static, stored, site.w.transposed), *settings)
         if key not in self._packed:
-            self._packed[key] = self._store(static.name, stored, self._codes(site, static, decision))
+            elements, scales, error = self._codes(site, static, decision)
+            if site.affine is not None:
+                shape = site.matmul.weight_shape
+                elements, scales = elements.reshape(shape), scales.reshape(*shape[:-1], -1)
+            self._packed[key] = self._store(static.name, stored, (elements, scales, error))
         return self._packed[key]
 
     def _codes(self, site: TorchSite, static: Static, decision: Decision) -> tuple[Any, Any, float | None]:
@@ -141,7 +155,7 @@ class Editor:
             replace(rows, name=static.name),
             # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
             transposed=site.w.transposed != flipped,
-            factor=site.form.alpha,  # before rounding: alpha need not be a power of two
+            factor=_factor(site, static),
             element_format=decision.weight_format,
             scale_rounding=decision.scale_rounding,
             allow_nonfinite=self._options.allow_nonfinite,
@@ -159,6 +173,11 @@ class Editor:
     def _bias(self, site: TorchSite, build: Builder) -> list[Node]:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
         node, static = site.added.bias, site.added.bias_static
+        if node is None and site.affine is not None and site.affine.numbers is not None:
+            name = self._program.fresh(f"{site.matmul.weight}_bias_f32")
+            device = site.w.node.meta["val"].device
+            self._program.state[name] = torch.from_numpy(site.affine.numbers).to(device)
+            return [self._program.weight(name)]
         if node is None:
             return []
         value, n, beta = node.meta["val"], site.matmul.n, site.form.beta
@@ -177,6 +196,38 @@ class Editor:
             self._program.state[name] = values.expand(int(n or 0)).contiguous()
             self._biases[key] = name
         return [self._program.weight(self._biases[key])]
+
+    def _convolution(self, site: TorchSite, decision: Decision, inputs: list[Node], build: Builder) -> Call:
+        """Returns the call that convolves `inputs`: activation, elements, scales and perhaps a float32 bias."""
+        form, dtype = site.form, site.added.output.meta["val"].dtype
+        assert isinstance(form, Convolution)
+        x, elements, scales, *bias = inputs
+        if decision.activation_format is not None:
+            settings: dict[str, Any] = {
+                "b_format": decision.weight_format,
+                "dtype": None if dtype == torch.float32 else dtype,
+                # A single number stands for all, and may be the default.
+                **{name: list(getattr(form, name)) for name in ("strides", "pads", "dilations")},
+                "group": form.group,
+                "x_format": decision.activation_format,
+                "scale_rounding": decision.scale_rounding,
+            }
+            settings |= {k: v[:1] for k, v in settings.items() if isinstance(v, list) and len({*v}) == 1}
+            op = torch.ops.mxfp8.conv.default
+            return Call("conv", op, tuple(inputs), internals.unusual(op, settings))
+        weight = build.dequantize(elements, scales, decision.weight_format, dtype)
+        record.mark(weight, self._recipe)
+        rank = len(site.matmul.weight_shape)
+        arguments = {**internals.arguments(site.node), "input": x, "bias": build.cast(bias[0], dtype) if bias else None}
+        arguments["weight"] = build.permute(weight, (0, rank - 1, *range(1, rank - 1)))
+        return Call("conv", site.node.target, tuple(arguments.values()))
+
+
+def _factor(site: TorchSite, static: Static) -> float | Any:
+    """Returns the factor of a weight before it is rounded: a number, or one for each row of the matrix."""
+    if site.affine is None or site.affine.factors is None:
+        return site.form.alpha  # it need not be a power of two
+    return np.repeat(site.affine.factors, static.shape[0] // site.affine.factors.size)
 
 
 def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
@@ -230,9 +281,9 @@ def retarget(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> Non
         advice = "exclude this node in the recipe and report it as a bug"
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
-    # The new call replaces the add after the matmul, so the matmul has no user any more.
-    if output is not site.node:
-        site.node.graph.erase_node(site.node)
+    # The new call replaces what is behind the matmul, which has no user any more.
+    for node in reversed(site.nodes[:-1]):
+        node.graph.erase_node(node)
 
 
 def _epilogue(site: TorchSite, build: Builder) -> list[Call]:

@@ -50,6 +50,8 @@ def obstacle(site: Site) -> str | None:
         return "torchao packed this weight; expected one in high precision, to train it"
     if site.lookup:
         return "embeddings stay in high precision in training, which quantizes matmuls only"
+    if site.matmul.role == "convolution":
+        return "convolutions stay in high precision in training, which quantizes matmuls only"
     if site.x.rank < 2 < int(site.w.node.meta["val"].dim()):
         return "training does not support a vector times a stack of matrices; expected [..., M, K]"
     return None
