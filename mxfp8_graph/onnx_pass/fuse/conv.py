@@ -99,9 +99,10 @@ def add_stand_ins(model: ir.Model) -> None:
         return
     fresh = fresh_names(model)
     for node in alone:
-        dtype = type_of(node.inputs[0]).dtype
+        dtype = type_of(node.inputs[0]).dtype or contract.FLOAT
         if dtype not in stand_ins:
-            tensor = ir.tensor(np.zeros(0), ir.DataType(dtype), name=fresh("no_residual"))
+            empty = np.zeros(0, ir.DataType(dtype).numpy())
+            tensor = ir.tensor(empty, ir.DataType(dtype), name=fresh("no_residual"))
             stand_ins[dtype] = ir.Value(name=tensor.name, const_value=tensor)
             model.graph.register_initializer(stand_ins[dtype])
         node.resize_inputs(_RESIDUAL + 1)
