@@ -6,6 +6,8 @@
     gemm(quantize(x), w[ids])      ->  matmul(x, W[ids]^T)
     grouped_gemm(x, w, offs)       ->  matmul(x, W[group of each row]^T)
     embedding(ids, w)              ->  embedding(W, ids)
+    conv(x, w)                     ->  convolution(x, W)
+    conv2d(x, dequantize(w))       ->  conv2d(x, W)
 
 The ONNX pass packs the nodes of these ops with the same settings, and takes the bytes of w by name. It never reads the
 values of W, so W is zeros, which take no memory.
@@ -46,6 +48,8 @@ from mxfp8_ops import contract
 from mxfp8_ops.errors import ContractError, Mxfp8Error
 
 _ATEN: Final = torch.ops.aten
+_CONV: Final = "mxfp8::conv"
+_DEQUANTIZE: Final = "mxfp8::dequantize"
 _SITE: Final = "mxfp8_graph.site"
 """Key in the metadata of an ONNX node that multiplies or picks rows: activations, scale rounding, weight format and
 weight, as text."""
@@ -213,7 +217,8 @@ class _Plain:
         """
         graph, count = self._program.module.graph, 0
         for node in list(graph.nodes):
-            if internals.op_name(node) not in contract.PACKED_OPS - contract.TRAINING_OPS:
+            packed = internals.op_name(node) in contract.PACKED_OPS - contract.TRAINING_OPS
+            if not packed and _dequantized(node) is None:
                 continue
             build = Builder(self._program, node)
             try:
@@ -258,6 +263,8 @@ class _Plain:
 
     def _result(self, node: Node, build: Builder) -> Node | None:
         """Returns a new node with the plain result of `node`; None if its operands are not as `rewrite` makes them."""
+        if internals.op_name(node) == _CONV or _dequantized(node) is not None:
+            return self._convolution(node, build)
         argument, dtype = partial(internals.argument, node), node.meta["val"].dtype
         x, left, right = argument("a") or argument("x"), _quantize(node, "a"), _quantize(node, "b")
         activations, rounding = str(argument("activation_dtype") or "unchanged").removeprefix("torch."), "ceil"
@@ -286,23 +293,66 @@ class _Plain:
             result = build.add("sum", _ATEN.add.Tensor, result, build.cast(argument("bias"), wide))
         return build.cast(result, dtype)
 
+    def _convolution(self, node: Node, build: Builder) -> Node | None:
+        """Returns a new node with the plain result of a convolution; None if it is not as `rewrite` makes it."""
+        values, dtype = _dequantized(node), node.meta["val"].dtype
+        call = internals.arguments(node)
+        if values is not None:
+            if (operand := self._weight(values, dtype, build)) is None:
+                return None
+            arguments = {**call, "weight": operand[0]}
+            element_format = internals.argument(values, "element_format")
+            plain, text = build.add("conv", node.target, *arguments.values()), f"unchanged ceil {element_format}"
+            return build.add("site", torch.ops.mxfp8_graph.site.default, plain, f"{text} {operand[1]}")
+        if call["residual"] is not None or call["epilogue"] != "none":
+            return None
+        x, bias, axes = call["x"], call["bias"], call["b"].meta["val"].dim() - 2
+        wide = torch.promote_types(x.meta["val"].dtype, dtype)
+        # A bias of float32 may have bits that the dtype of the convolution has not.
+        if bias is not None and not self._has_dtype(bias, wide):
+            wide = torch.float32
+        if (operand := self._weight(node, wide, build)) is None:
+            return None
+        lists = {name: call[name] * (axes if len(call[name]) == 1 else 1) for name in ("strides", "dilations")}
+        pads = call["pads"] * (2 * axes if len(call["pads"]) == 1 else 1)
+        x, begins, ends = build.cast(x, wide), pads[:axes], pads[axes:]
+        if begins != ends:  # torch's convolution has one number for both; its pads begin at the last axis
+            both = [size for pair in zip(begins[::-1], ends[::-1], strict=True) for size in pair]
+            x, begins = build.add("padded", _ATEN.constant_pad_nd.default, x, both), [0] * axes
+        plain = build.add(
+            "conv", _ATEN.convolution.default, x, operand[0], None if bias is None else build.cast(bias, wide),
+            lists["strides"], begins, lists["dilations"], False, [0] * axes, call["group"],
+        )  # fmt: skip
+        text = f"{call['x_format']} {call['scale_rounding']} {call['b_format']} {operand[1]}"
+        return build.cast(build.add("site", torch.ops.mxfp8_graph.site.default, plain, text), dtype)
+
+    def _has_dtype(self, bias: Node, dtype: torch.dtype) -> bool:
+        """Returns True if a stored bias has the same values in `dtype`."""
+        name = self._program.stored_name(bias)
+        return name is not None and torch.equal(
+            self._program.tensor(name).to(dtype).float(), self._program.tensor(name)
+        )
+
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> tuple[Node, str] | None:
         """Returns (the plain weight of an op, or the node that picks from it; its name); None without packed buffer."""
-        elements, scales = (internals.argument(node, name) for name in ("b", "b_scales"))
+        names = contract.TORCH_OPS[internals.op_name(node)].weight or ()
+        elements, scales, element_format = (internals.argument(node, name) for name in names)
+        convolves = internals.op_name(node) in {_CONV, _DEQUANTIZE}
         gather = elements if internals.op_name(elements) in GATHERS else None
         if gather is not None and (scales.target, scales.args[1:]) == (gather.target, gather.args[1:]):
             elements, scales = gather.args[0], scales.args[0]
         stored = [self._program.stored_name(each) for each in (elements, scales)]
         if None in stored:
             return None
-        key = (*stored, internals.argument(node, "b_format"), dtype)
+        key = (*stored, element_format, dtype)
         if key not in self._names:
             packed = [self._program.tensor(str(each)) for each in stored]
             for name, tensor in zip(stored, packed, strict=True):
                 if not internals.has_values(tensor):
                     what, advice = f"tensor {name!r} is on {tensor.device}", "load its values"
                     raise ContractError("to_onnx", what, expected="a tensor with values", advice=advice)
-            name = self._names[key] = self._new(re.sub(r"_mxfp8(?=(_\d+)?$)", "", str(stored[0])), packed[0], dtype)
+            shape = packed[0].movedim(-1, 1) if convolves else packed[0]  # torch has channels second
+            name = self._names[key] = self._new(re.sub(r"_mxfp8(?=(_\d+)?$)", "", str(stored[0])), shape, dtype)
             codes = (internals.to_numpy(tensor.contiguous()) for tensor in packed)
             fields = dict(zip(("elements", "scales"), codes, strict=True), shape=tuple(packed[0].shape))
             self.weights[name] = SimpleNamespace(name=name, element_format=key[2], **fields)
@@ -322,6 +372,15 @@ class _Plain:
         name = self._program.fresh(original)
         self._program.state[name] = torch.zeros((), dtype=dtype, device=elements.device).expand(elements.shape)
         return name
+
+
+def _dequantized(node: Node) -> Node | None:
+    """Returns the node that dequantizes the packed weight of a convolution, or None."""
+    moved = internals.argument(node, "weight") if "conv" in internals.op_name(node) else None
+    if not isinstance(moved, Node) or moved.target is not _ATEN.permute.default:
+        return None
+    values = moved.args[0]
+    return values if isinstance(values, Node) and internals.op_name(values) == _DEQUANTIZE else None
 
 
 def _quantize(node: Node, operand: str) -> Node | None:

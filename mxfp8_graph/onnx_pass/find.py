@@ -215,7 +215,8 @@ class _Finder:
             node, w, dtype, role="convolution", sizes=sizes, has_bias=form.c is not None, blocker=blocker
         )
         added = Addend(output=affine.output if affine else node.outputs[0])
-        matmul = replace(matmul, weight_shape=shape)
+        factor = math.nan if affine is not None and affine.factors is not None else 1.0
+        matmul = replace(matmul, weight_shape=shape, weight_factor=factor)
         return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=added, affine=affine)
 
     _DESCRIBE: Final[Mapping[type[Form], Callable[..., OnnxSite]]] = {

@@ -7,6 +7,7 @@ fusion.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -147,7 +148,8 @@ def _obstacle(decision: Decision, weight: StoredWeight, checkpoint: CheckpointWe
         return f"{where}: {decision.reason}"
     # Packed bytes are written as they are; a factor would have to be rounded into them.
     if site.weight_factor != 1.0:
-        return f"{where}: the model uses {site.weight_factor} times the weight, which packed bytes cannot express"
+        factor = "a factor for each channel" if math.isnan(site.weight_factor) else str(site.weight_factor)
+        return f"{where}: the model uses {factor} times the weight, which packed bytes cannot express"
     return None
 
 

@@ -75,7 +75,7 @@ class MatMulSite:
     weight_shape: tuple[int, ...] = ()
     """Shape of the static operand as [..., N, K]; of a convolution, as [O, k..., C / group]."""
     weight_factor: float = 1.0
-    """Factor of the static operand, applied before it is packed (Gemm's alpha)."""
+    """Factor of the static operand, applied before it is packed (Gemm's alpha). NaN: a factor for each channel."""
     weight_bytes: int = 0
     """Bytes of the static operand as the matmul sees it."""
     shared_with: int = 0

@@ -222,6 +222,7 @@ class _Finder:
             dtype=dtype,
             weight=static.name if static else None,
             weight_shape=shape,
+            weight_factor=math.nan if affine is not None and affine.factors is not None else 1.0,
             weight_bytes=static.byte_size if static else 0,
             shared_with=self._uses[identity(self._program, static)] - 1 if static else 0,
             has_bias=form.c is not None,
