@@ -61,7 +61,7 @@ class SwitchedProgram(Switchable):
         # After the last site is replaced, since sites refer to each other's nodes.
         choices = {site.added.output: _choice(i, site.added.output, copy) for i, (site, copy) in enumerate(chosen)}
         self.observed = tuple(
-            None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site, _ in chosen
+            None if site.lookup else (choices.get(site.x.node, site.x.node), _blocks_last(site)) for site, _ in chosen
         )
         self._source = TorchProgram(source)
         self.signature = Signature(name, self._source.signature.specs, self._source.signature.ranges)
@@ -128,10 +128,15 @@ def _needed(graph: torch.fx.Graph, wanted: set[Node], on: Sequence[bool]) -> set
     return needed
 
 
+def _blocks_last(site: TorchSite) -> tuple[int, ...] | None:
+    """Returns the permutation that brings the axis of an activation's blocks to the end; None if it is there."""
+    return site.x.perm if site.affine is None else (0, *range(2, site.x.rank), 1)
+
+
 def _copy(site: TorchSite) -> Node:
-    """Returns the output of a copy of the site: of the matmul, and of the add after it."""
+    """Returns the output of a copy of the site: of the matmul, and of the nodes after it that it takes over."""
     graph, copies = site.node.graph, dict[Node, Node]()
-    for node in dict.fromkeys((site.node, site.added.output)):
+    for node in site.nodes:
         with graph.inserting_before(node):
             copies[node] = graph.node_copy(node, lambda read: copies.get(read, read))
     return copies[site.added.output]

@@ -218,7 +218,7 @@ ROLE_OPS: Final = RoleOps(
     compute=contract.TORCH_GEMMS
     | FORMS.keys()
     | internals.op_names(
-        "addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
+        "mxfp8::conv addmv einsum bilinear _grouped_mm transformers::grouped_mm_fallback "
         "scaled_dot_product_attention "
         "_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_flash_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention flex_attention "

@@ -4,6 +4,7 @@
     gemm(quantize(a), quantize(b))  <->  product(a, b)
     weight_gemm, embedding               unchanged: weight_gemm passes gradients on, and ids have none
     grouped_gemm(quantize(x), ...)       refused
+    conv(x, packed w, b)                 refused
 
 Forward passes stay the same bit for bit. Packed weights are frozen, other parameters are trained: a linear that the
 recipe kept stays in high precision.
@@ -74,6 +75,10 @@ def _to_training(program: Program, recipe: Recipe, where: str) -> list[SiteRepor
             expected = "experts whose weights alone are quantized, to pass gradients on"
             advice = "pack the original with activations: unchanged for them, or with training=True"
             raise ContractError(where, what, expected=expected, advice=advice)
+        if node.target is _MXFP8.conv.default:
+            what = f"node {node.name!r}: a packed convolution passes no gradients on"
+            advice = "pack the original with convolutions: false, or with training=True"
+            raise ContractError(where, what, expected="convolutions in high precision", advice=advice)
         if node.target is _MXFP8.gemm.default and (a := _quantized(call["a"])) is not None:
             suspects += node.all_input_nodes
             _pass_gradients(node, call, internals.arguments(a))
