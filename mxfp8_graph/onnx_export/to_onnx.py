@@ -307,10 +307,8 @@ class _Plain:
         if call["residual"] is not None or call["epilogue"] != "none":
             return None
         x, bias, axes = call["x"], call["bias"], call["b"].meta["val"].dim() - 2
-        wide = torch.promote_types(x.meta["val"].dtype, dtype)
         # A bias of float32 may have bits that the dtype of the convolution has not.
-        if bias is not None and not self._has_dtype(bias, wide):
-            wide = torch.float32
+        wide = torch.promote_types(x.meta["val"].dtype, dtype) if bias is None else torch.float32
         if (operand := self._weight(node, wide, build)) is None:
             return None
         lists = {name: call[name] * (axes if len(call[name]) == 1 else 1) for name in ("strides", "dilations")}
@@ -320,18 +318,11 @@ class _Plain:
             both = [size for pair in zip(begins[::-1], ends[::-1], strict=True) for size in pair]
             x, begins = build.add("padded", _ATEN.constant_pad_nd.default, x, both), [0] * axes
         plain = build.add(
-            "conv", _ATEN.convolution.default, x, operand[0], None if bias is None else build.cast(bias, wide),
+            "conv", _ATEN.convolution.default, x, operand[0], bias,
             lists["strides"], begins, lists["dilations"], False, [0] * axes, call["group"],
         )  # fmt: skip
         text = f"{call['x_format']} {call['scale_rounding']} {call['b_format']} {operand[1]}"
         return build.cast(build.add("site", torch.ops.mxfp8_graph.site.default, plain, text), dtype)
-
-    def _has_dtype(self, bias: Node, dtype: torch.dtype) -> bool:
-        """Returns True if a stored bias has the same values in `dtype`."""
-        name = self._program.stored_name(bias)
-        return name is not None and torch.equal(
-            self._program.tensor(name).to(dtype).float(), self._program.tensor(name)
-        )
 
     def _weight(self, node: Node, dtype: torch.dtype, build: Builder) -> tuple[Node, str] | None:
         """Returns (the plain weight of an op, or the node that picks from it; its name); None without packed buffer."""

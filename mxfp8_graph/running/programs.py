@@ -203,6 +203,8 @@ def _operands(node: Node, dtypes: Sequence[str]) -> str:
     op = contract.TORCH_OPS.get(name)
     if op is None:
         return " x ".join(dtypes[:2]) if name in _MULTIPLIES else ""
+    if name == "mxfp8::conv":
+        return f"{internals.argument(node, 'x_format')} x {internals.argument(node, 'b_format')}"
     if not op.multiplies:
         return ""
     a, b = (internals.argument(node, f"{side}_format", formats.E4M3.name) for side in "ab")

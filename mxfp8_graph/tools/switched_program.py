@@ -61,7 +61,7 @@ class SwitchedProgram(Switchable):
         # After the last site is replaced, since sites refer to each other's nodes.
         choices = {site.added.output: _choice(i, site.added.output, copy) for i, (site, copy) in enumerate(chosen)}
         self.observed = tuple(
-            None if site.lookup else (choices.get(site.x.node, site.x.node), _blocks_last(site)) for site, _ in chosen
+            None if site.lookup else (choices.get(site.x.node, site.x.node), site.x.perm) for site, _ in chosen
         )
         self._source = TorchProgram(source)
         self.signature = Signature(name, self._source.signature.specs, self._source.signature.ranges)
@@ -126,11 +126,6 @@ def _needed(graph: torch.fx.Graph, wanted: set[Node], on: Sequence[bool]) -> set
                 inputs = [rewritten if on[switch] else original]
             needed.update(inputs)
     return needed
-
-
-def _blocks_last(site: TorchSite) -> tuple[int, ...] | None:
-    """Returns the permutation that brings the axis of an activation's blocks to the end; None if it is there."""
-    return site.x.perm if site.affine is None else (0, *range(2, site.x.rank), 1)
 
 
 def _copy(site: TorchSite) -> Node:

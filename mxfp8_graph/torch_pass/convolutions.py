@@ -7,7 +7,7 @@ batch_norm, mul, div, add, sub behind                         times one factor, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -26,8 +26,8 @@ _OPS: Final = internals.op_names("conv1d conv2d conv3d convolution conv_transpos
 _NORMS: Final = internals.op_names("batch_norm _native_batch_norm_legit _native_batch_norm_legit_no_training")
 _TRANSPOSED: Final = "a transposed convolution in a program; expected conv1d or conv2d, or the ONNX file of the model"
 
-Floats = npt.NDArray[np.float64]
-Line = tuple[Floats, Floats]
+Floats = npt.NDArray[np.float32]
+Line = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
 """(factor, number) of each channel, or one for all."""
 
 
@@ -47,9 +47,9 @@ class Convolution(Form):
 class Affine:
     """The steps behind a convolution that its weight and its bias take over."""
 
-    factors: npt.NDArray[np.float32] | None
+    factors: Floats | None
     """Of the weight, one for each output channel; None without a product."""
-    numbers: npt.NDArray[np.float32] | None
+    numbers: Floats | None
     """The bias after these steps; None without a sum."""
     nodes: tuple[Node, ...]
     """The nodes of the steps. The last one has the result; the others go away."""
@@ -138,14 +138,10 @@ def _kind(node: Node) -> tuple[Any, ...]:
 
 def _writes(after: Node, last: Node) -> bool:
     """Returns True if an op between the two changes a tensor: the convolution will run where `last` is."""
-
-    def between() -> Iterator[Node]:
-        node = after.next
-        while node is not last:
-            yield node
-            node = node.next
-
-    return any(internals.written(node) for node in between())
+    node = after.next
+    while node is not last and not internals.written(node):
+        node = node.next
+    return node is not last
 
 
 def _line(program: Program, node: Node, x: Node, statics: StaticOperands) -> Line | None:
@@ -187,7 +183,7 @@ def _batch_norm(program: Program, node: Node, x: Node, statics: StaticOperands) 
     return factor, (0.0 if shift is None else shift) - mean * factor
 
 
-def _values(program: Program, node: Any, statics: StaticOperands) -> Floats | None:
+def _values(program: Program, node: Any, statics: StaticOperands) -> npt.NDArray[np.float64] | None:
     """Returns the values of a stored tensor, flat; None for any other operand."""
     static = statics.resolve(node)
     if static is None or static.broadcast or static.gather is not None:

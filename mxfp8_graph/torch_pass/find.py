@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch.fx import Node
 
@@ -32,7 +33,7 @@ from mxfp8_graph.policy.eligibility import k_last
 from mxfp8_graph.policy.plan import Dim, MatMulSite, Role
 from mxfp8_graph.policy.roles import Roles
 from mxfp8_graph.torch_pass import attention, convolutions, internals, ops, torchao_weights
-from mxfp8_graph.torch_pass.convolutions import Affine, Convolution
+from mxfp8_graph.torch_pass.convolutions import Affine, Convolution, Floats
 from mxfp8_graph.torch_pass.operands import Static, StaticOperands, identity
 from mxfp8_graph.torch_pass.ops import Form, Lookup, Operand
 from mxfp8_graph.torch_pass.program import GraphScope, Program
@@ -80,6 +81,13 @@ class TorchSite(Site):
     """Element format of the static operand, if torchao packed it."""
     affine: Affine | None = None
     """Of a convolution."""
+
+    @property
+    def factor(self) -> float | Floats:
+        """The factor of the weight, or one for each row of a matrix."""
+        if self.affine is None or self.affine.factors is None or self.w.static is None:
+            return self.form.alpha
+        return np.repeat(self.affine.factors, self.w.static.shape[0] // self.affine.factors.size)
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -228,7 +236,8 @@ class _Finder:
             has_bias=form.c is not None,
             blocker=scope.blocker or blocker or transformed,
         )
-        x, w = Operand(node=form.a), Operand(node=form.b, static=static)
+        perm = (0, *range(2, form.a.meta["val"].dim()), 1)  # blocks are along the channels
+        x, w = Operand(node=form.a, perm=perm), Operand(node=form.b, static=static)
         packed, unfit = self._packed_by_torchao(replace(w, static=plain), False)
         unfit = unfit or ("torchao packed this weight for a matmul" if packed else None)
         added = Addend(output=affine.nodes[-1] if affine and affine.nodes else node)

@@ -84,7 +84,7 @@ class Editor:
         build = Builder(self._program, site.node, self._shared)
         self._suspects += [source for node in site.nodes for source in node.all_input_nodes if source not in site.nodes]
         epoch = self._epochs[site.node]
-        inputs = [build.k_last(site.x)]
+        inputs = [build.k_last(site.x) if site.affine is None else site.x.node]
         if decision.activation_format is not None and site.lookup is None and site.affine is None:
             inputs = build.quantize(inputs[0], decision.activation_format, decision.scale_rounding, epoch)
         elif decision.activation_dtype is not None and site.form.offs is not None:
@@ -122,7 +122,7 @@ class Editor:
     def _pack(self, site: TorchSite, static: Static, decision: Decision) -> PackedNames:
         """Returns the site's packed weight; packs each weight once."""
         stored_weight = self._stored_weights.get(site.matmul.name)
-        factor = _factor(site, static)
+        factor = site.factor  # before rounding: alpha need not be a power of two
         # The key has all settings that change the bytes: sites that share a weight share its packed form only if these
         # are equal.
         settings = (
@@ -155,7 +155,7 @@ class Editor:
             replace(rows, name=static.name),
             # `rows_of` may have swapped the axes, to read rows that are contiguous in memory.
             transposed=site.w.transposed != flipped,
-            factor=_factor(site, static),
+            factor=site.factor,
             element_format=decision.weight_format,
             scale_rounding=decision.scale_rounding,
             allow_nonfinite=self._options.allow_nonfinite,
@@ -221,13 +221,6 @@ class Editor:
         arguments = {**internals.arguments(site.node), "input": x, "bias": build.cast(bias[0], dtype) if bias else None}
         arguments["weight"] = build.permute(weight, (0, rank - 1, *range(1, rank - 1)))
         return Call("conv", site.node.target, tuple(arguments.values()))
-
-
-def _factor(site: TorchSite, static: Static) -> float | Any:
-    """Returns the factor of a weight before it is rounded: a number, or one for each row of the matrix."""
-    if site.affine is None or site.affine.factors is None:
-        return site.form.alpha  # it need not be a power of two
-    return np.repeat(site.affine.factors, static.shape[0] // site.affine.factors.size)
 
 
 def _gemm(site: TorchSite, decision: Decision, inputs: list[Node]) -> Call:
