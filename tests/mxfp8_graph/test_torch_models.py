@@ -89,8 +89,8 @@ def build(name: str, experts: str = "") -> Built:
 
 
 def linear_modules(model: nn.Module) -> set[str]:
-    """Returns the paths of the modules that multiply by a 2-D weight; attention's own projections count as one."""
-    kinds = {"Linear", "Conv1D", "NonDynamicallyQuantizableLinear", "MixtralTopKRouter"}
+    """Returns the paths of linears and convolutions; attention's own projections count as one."""
+    kinds = {"Linear", "Conv1D", "Conv2d", "NonDynamicallyQuantizableLinear", "MixtralTopKRouter"}
     paths = {name for name, module in model.named_modules() if type(module).__name__ in kinds}
     return {path.removesuffix(".out_proj") if "self_attn.out_proj" in path else path for path in paths}
 
@@ -110,8 +110,8 @@ def test_every_linear_is_found_and_decided(name: str) -> None:
     assert linear_modules(model) == {d.site.module for d in weighted if "experts" not in d.site.module}
     assert all(d.reason for d in decisions)
     for d in weighted:
-        kept = d.site.module.rpartition(".")[2] in KEPT or d.site.blocker is not None
-        assert d.quantize is not kept, d
+        kept = d.site.module.rpartition(".")[2] in KEPT or d.site.blocker or d.site.role == "convolution"
+        assert d.quantize is not bool(kept), d
     assert count(rewritten, "mxfp8.gemm") + count(rewritten, "mxfp8.grouped_gemm") == len(report.rewritten)
     with torch.no_grad():
         expected, got = model(**inputs), rewritten.module()(**inputs)

@@ -36,11 +36,8 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "groups": (values(1, 64, 7, 7), weight(6, 3, 3, 32), {"group": 2, "pads": [1]}),
     "float16": (X.half(), B, {"dtype": torch.float16, "pads": [0, 1, 2, 1], "strides": [2, 1]}),
     "E4M3": (X.bfloat16(), weight(6, 3, 2, 40, fmt="e4m3"), {"x_format": "e4m3", "dtype": torch.bfloat16}),
-    "channels last": (
-        X.to(memory_format=torch.channels_last),
-        [t.expand_as(t) for t in B],
-        {"scale_rounding": "floor"},
-    ),
+    "channels last": (X.to(memory_format=torch.channels_last), B, {"scale_rounding": "floor"}),
+    "strided": (X[:, :, ::2, 1:], [t.mT.contiguous().mT for t in B], {"epilogue": "relu"}),
     "nothing": (X[:0], B, {}),
     **{each: (X, B, {"epilogue": each, "alpha": 0.25, "beta": 0.75, "residual_at": "after"}) for each in EPILOGUES},
 }
@@ -56,17 +53,12 @@ def operands(case: str) -> tuple[tuple[Any, ...], dict[str, Any], Settings]:
 
 
 @looped("case", CASES)
-def test_the_bytes_are_those_of_the_kernels(case: str) -> None:
+def test_the_bytes_are_those_of_the_kernels_and_what_a_gpu_runs_is_within_the_bound(case: str) -> None:
     args, keywords, settings = operands(case)
     for count in (3, 5):
         got = ops.conv(*args[:count], **keywords)
         assert got.is_contiguous()
         assert_same(array(got), cpu.conv(*map(array, args[:count]), settings=settings), case)
-
-
-@looped("case", CASES)
-def test_what_a_gpu_runs_is_within_the_bound(case: str) -> None:
-    args, keywords, settings = operands(case)
     x, w = (numpy_nodes.dequantize(*map(array, t), axis=axis, element_format=settings.x_format) for t, axis in (
         (ops.quantize(args[0], 1, settings.x_format, settings.scale_rounding), 1), (args[1:3], -1)))  # fmt: skip
     optional = {"bias": array(args[3]), "residual": array(args[4])}

@@ -7,6 +7,7 @@ result is contiguous. It has no gradients: an operand that requires one is an er
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mxfp8_ops import contract, native
-from mxfp8_ops.checks import dtype_name
+from mxfp8_ops.checks import Shape, dtype_name
 from mxfp8_ops.errors import ShapeError
 from mxfp8_ops.nodes.conv import EPILOGUES, Settings, Window, check_operands, check_residual_at, epilogue_function
 from mxfp8_ops.torch_ops import gradients
@@ -31,6 +32,7 @@ from mxfp8_ops.torch_ops.operands import (
     check_devices,
     check_dtype,
     library,
+    plain,
     readable,
 )
 from mxfp8_ops.torch_ops.schemas import schema
@@ -71,16 +73,22 @@ def options(  # noqa: PLR0913, PLR0917 - the op's settings
     return settings, dtype
 
 
-def check_conv(settings: Settings, x: Tensor, b: Tensor, b_scales: Tensor, *optional: Tensor | None) -> Window:
-    """Returns the window of a convolution; raises ShapeError if its operands do not fit. `optional`: bias, residual."""
+def check_conv(window: Window, x: Tensor, b: Tensor, b_scales: Tensor, *optional: Tensor | None) -> None:
+    """Raises ShapeError unless the operands of a convolution fit its window. `optional`: bias and residual."""
     bias, residual = optional
-    window = Window.from_shapes("conv", tuple(x.shape), tuple(b.shape), settings)
     check_codes("conv", b, b_scales, -1)
     check_operands("conv", x, bias, residual, window.result)
     if bias is not None and bias.dtype is not torch.float32:
         what = f"bias has dtype {dtype_name(bias.dtype)}"
         raise ShapeError("conv", what, expected="float32", advice="pass bias.float()")
-    return window
+
+
+# Cached, because it takes as long as a small convolution.
+@functools.lru_cache(maxsize=4096)
+def _placed(x: Shape, b: Shape, settings: Settings) -> tuple[Window, Any]:
+    """Returns the window of a convolution of x with b, and its two mxfp8_conv_axis."""
+    window = Window.from_shapes("conv", x, b, settings)
+    return window, _Axes(*itertools.chain(*window.rows(x[2:])))
 
 
 def _fake(
@@ -88,14 +96,16 @@ def _fake(
 ) -> Tensor:
     check_devices("conv", x, b, b_scales, bias, residual)
     settings, dtype = options(*rest)
-    return x.new_empty(check_conv(settings, x, b, b_scales, bias, residual).result, dtype=dtype)
+    window = Window.from_shapes("conv", tuple(x.shape), tuple(b.shape), settings)
+    check_conv(window, x, b, b_scales, bias, residual)
+    return x.new_empty(window.result, dtype=dtype)
 
 
 def _readable(*operands: Tensor | None) -> dict[str, Tensor]:
     """Returns x, b, b_scales, bias and residual, contiguous, by name; without those that are None."""
     names = ("x", "b", "b_scales", "bias", "residual")
     present = {name: t for name, t in zip(names, operands, strict=True) if t is not None}
-    return dict(zip(present, readable("conv", " ".join(present), *present.values()), strict=True))
+    return {name: t if plain(t.itemsize, t) else readable("conv", name, t)[0] for name, t in present.items()}
 
 
 def conv_cpu(
@@ -103,10 +113,11 @@ def conv_cpu(
 ) -> Tensor:
     """Returns epilogue(conv(x, dequantize(b)) + bias + residual), in float32 by default."""
     s, dtype = options(*rest)
-    window = check_conv(s, x, b, b_scales, bias, residual)
+    window, axes = _placed(tuple(x.shape), tuple(b.shape), s)
+    check_conv(window, x, b, b_scales, bias, residual)
     read = _readable(x, b, b_scales, bias, residual)
     at = {name: t.data_ptr() for name, t in read.items()}
-    y, axes = EMPTY[dtype](*window.result), _Axes(*itertools.chain(*window.rows(x.shape[2:])))
+    y = EMPTY[dtype](*window.result)
     residual_code = DTYPE_CODES[torch.float32 if residual is None else residual.dtype]
     # Its panels are those of a matrix with a row for each output channel.
     rows = [read[name].flatten(1) for name in ("b", "b_scales")]
@@ -146,7 +157,8 @@ def composed(
     """
     check_devices("conv", x, b, b_scales, bias, residual)
     s, dtype = options(*rest)
-    window = check_conv(s, x, b, b_scales, bias, residual)
+    window, _ = _placed(tuple(x.shape), tuple(b.shape), s)
+    check_conv(window, x, b, b_scales, bias, residual)
     read, ops, axes = _readable(x, b, b_scales, bias, residual), torch.ops.mxfp8, len(window.kernel)
     codes = ops.quantize.default(read["x"], 1, s.x_format, s.scale_rounding)
     values = ops.dequantize.default(*codes, 1, s.x_format)
