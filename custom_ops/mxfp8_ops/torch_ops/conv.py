@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -35,42 +35,32 @@ from mxfp8_ops.torch_ops.operands import (
     plain,
     readable,
 )
-from mxfp8_ops.torch_ops.schemas import schema
+from mxfp8_ops.torch_ops.schemas import arguments, schema
 
 _Axes: Final[Any] = ctypes.c_int64 * 12
 """Two mxfp8_conv_axis."""
 
 
-def options(  # noqa: PLR0913, PLR0917 - the op's settings
-    b_format: str = "e4m3",
-    dtype: torch.dtype | None = None,
-    strides: Sequence[int] = (1,),
-    pads: Sequence[int] = (0,),
-    dilations: Sequence[int] = (1,),
-    group: int = 1,
-    x_format: str = "int8",
-    scale_rounding: str = "ceil",
-    epilogue: str = "none",
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    residual_at: str = "before",
-) -> tuple[Settings, torch.dtype]:
+_SETTINGS: Final = {argument.name: argument.default for argument in arguments(contract.CONV)[5:]}
+"""The arguments after the tensors, with their defaults: torch leaves out arguments that equal them."""
+
+
+def options(*rest: Any) -> tuple[Settings, torch.dtype]:
     """Returns the settings and the dtype of the result, from the arguments of `conv` after the tensors.
 
     Raises:
         ContractError: unknown format, rounding, epilogue or place of the residual.
         ShapeError: unknown dtype.
     """
-    dtype = dtype or torch.float32
+    fields: dict[str, Any] = {**_SETTINGS, **dict(zip(_SETTINGS, rest, strict=False))}
+    dtype: torch.dtype = fields["dtype"] or torch.float32
     if dtype not in DTYPE_CODES:
         check_dtype("conv", dtype)
-    epilogue_function(epilogue), check_residual_at(residual_at), FORMAT_CODES[b_format]  # check the names
-    FORMAT_CODES[x_format], ROUNDING_CODES[scale_rounding]
-    settings = Settings(
-        tuple(strides), tuple(pads), tuple(dilations), group, x_format, b_format, scale_rounding, epilogue, alpha, beta,
-        residual_at, dtype_name(dtype),
-    )  # fmt: skip
-    return settings, dtype
+    lists = {name: tuple(fields[name]) for name in ("strides", "pads", "dilations")}
+    s = Settings(**{**fields, **lists, "dtype": dtype_name(dtype)})
+    epilogue_function(s.epilogue), check_residual_at(s.residual_at)  # check the names
+    FORMAT_CODES[s.b_format], FORMAT_CODES[s.x_format], ROUNDING_CODES[s.scale_rounding]
+    return s, dtype
 
 
 def check_conv(window: Window, x: Tensor, b: Tensor, b_scales: Tensor, *optional: Tensor | None) -> None:
