@@ -174,7 +174,7 @@ class Editor:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
         node, static = site.added.bias, site.added.bias_static
         if node is None and site.affine is not None and site.affine.numbers is not None:
-            name = self._program.fresh(f"{site.matmul.weight}_bias_f32")
+            name = self._program.fresh(f"{str(site.matmul.weight).removesuffix('weight')}bias_f32")
             device = site.w.node.meta["val"].device
             self._program.state[name] = torch.from_numpy(site.affine.numbers).to(device)
             return [self._program.weight(name)]
@@ -274,6 +274,10 @@ def retarget(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> Non
         advice = "exclude this node in the recipe and report it as a bug"
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
+    if site.affine is not None and (stack := site.node.meta.get("nn_module_stack")):
+        output.meta["nn_module_stack"] = (
+            stack  # the weight is that of the convolution, not of a norm behind it
+        )
     # The new call replaces what is behind the matmul, which has no user any more.
     for node in reversed(site.nodes[:-1]):
         node.graph.erase_node(node)

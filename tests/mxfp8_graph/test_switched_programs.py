@@ -20,7 +20,8 @@ from mxfp8_graph.running.samples import make_samples  # noqa: E402
 from mxfp8_graph.tools.switched_program import _needed  # noqa: E402
 from mxfp8_graph.tools.switches import open_switchable  # noqa: E402
 
-RECIPE = Recipe(attention_scores=True, attention_values=True, output_projections=True, embeddings=True, min_dim=1)
+ROLES = ("attention_scores", "attention_values", "output_projections", "embeddings", "convolutions")
+RECIPE = Recipe(**dict.fromkeys(ROLES, True), min_dim=1)
 W, V = values(64, 64, seed=1) / 8, values(64, 64, seed=2) / 8
 X = values(6, 64, seed=3)
 linear = nn.functional.linear
@@ -58,7 +59,11 @@ def einsum(m: Any, x: Tensor) -> Tensor:
     return torch.einsum("mk,nk->mn", x, m.w)
 
 
-FORMS = [chain, shared_input_and_weight, add_after, weight_first, attention, written_in_place, einsum]
+def convolution(m: Any, x: Tensor) -> Tensor:
+    return nn.functional.conv1d(x.t()[None], m.w[..., None]) * m.b[:, None] + 1
+
+
+FORMS = [chain, shared_input_and_weight, add_after, weight_first, attention, written_in_place, einsum, convolution]
 
 
 def program(function: Any) -> Any:

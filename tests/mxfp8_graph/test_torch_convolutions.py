@@ -98,7 +98,7 @@ def test_what_is_linear_per_channel_goes_into_weight_and_bias(f: Any, recipe: Re
     number = shift + (BIAS - mean) * factor if f is norm else (BIAS * scale + shift) / 2 - 1
     more = {"mean": MEAN, "var": C} if f is norm else {}
     new, got = rewritten(f, X, recipe, decompose, w=W, b=BIAS, scale=SCALE, shift=SHIFT, **more)
-    elements, scales, bias = (new.state_dict.pop(name) for name in ("w_mxfp8", "w_mxfp8_scales", "w_bias_f32"))
+    elements, scales, bias = (new.state_dict.pop(name) for name in ("w_mxfp8", "w_mxfp8_scales", "bias_f32"))
     assert not new.state_dict
     assert_equal((elements, scales), packed(W * factor.float()[:, None, None, None]))
     torch.testing.assert_close(bias, number.float())
