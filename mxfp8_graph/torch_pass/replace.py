@@ -174,7 +174,8 @@ class Editor:
         """Returns the node of the float32 [N] bias times beta, if there is one."""
         node, static = site.added.bias, site.added.bias_static
         if node is None and site.affine is not None and site.affine.numbers is not None:
-            name = self._program.fresh(f"{str(site.matmul.weight).removesuffix('weight')}bias_f32")
+            module, dot, _ = str(site.matmul.weight).rpartition(".")
+            name = self._program.fresh(f"{module}{dot}bias_f32")
             device = site.w.node.meta["val"].device
             self._program.state[name] = torch.from_numpy(site.affine.numbers).to(device)
             return [self._program.weight(name)]
