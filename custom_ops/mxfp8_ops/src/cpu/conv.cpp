@@ -78,20 +78,31 @@ void gather(const ConvArgs& args, const Blocked& sizes, const Pixels& x, int64_t
   const auto* elements = static_cast<const uint8_t*>(x.elements.get()) + group * sizes.channels;
   const auto* scales = static_cast<const uint8_t*>(x.scales.get()) + group * sizes.blocks;
   uint8_t *element = to.elements, *scale = to.scales;
+  const bool adjacent = across.dilation == 1 && args.group == 1;  // the taps of a kernel row lie together in x
   for (int64_t row = pixel; row < pixel + rows; ++row) {
     const int64_t top = row / across.out * down.stride - down.pad, left = row % across.out * across.stride - across.pad;
     for (int64_t i = 0; i < down.kernel; ++i) {
       const int64_t y = top + i * down.dilation;
       const int64_t line = (image * down.in + y) * across.in;
-      for (int64_t j = 0; j < across.kernel; ++j, element += sizes.channels, scale += sizes.blocks) {
+      const bool outside = y < 0 || y >= down.in;
+      int64_t taps = 1;  // padding, or pixels of x
+      for (int64_t j = 0; j < across.kernel; j += taps) {
         const int64_t at = left + j * across.dilation;
-        if (y < 0 || y >= down.in || at < 0 || at >= across.in) {
-          std::memset(element, 0, size_t(sizes.channels));
-          std::memset(scale, 0, size_t(sizes.blocks));
-        } else {
-          std::memcpy(element, elements + (line + at) * sizes.pixel_bytes, size_t(sizes.channels));
-          std::memcpy(scale, scales + (line + at) * sizes.pixel_blocks, size_t(sizes.blocks));
+        const bool padding = outside || at < 0 || at >= across.in;
+        if (adjacent) {
+          taps = across.kernel - j;
+          if (!outside && at < across.in) taps = std::min(taps, at < 0 ? -at : across.in - at);
         }
+        const auto bytes = size_t(taps * sizes.channels), blocks = size_t(taps * sizes.blocks);
+        if (padding) {
+          std::memset(element, 0, bytes);
+          std::memset(scale, 0, blocks);
+        } else {
+          std::memcpy(element, elements + (line + at) * sizes.pixel_bytes, bytes);
+          std::memcpy(scale, scales + (line + at) * sizes.pixel_blocks, blocks);
+        }
+        element += bytes;
+        scale += blocks;
       }
     }
   }

@@ -53,9 +53,7 @@ MXFP8_INLINE void with_conv_epilogue(const ConvArgs& args, const Call& call) {
 // One row of y: `count` pixels of a channel, in place of their sums.
 template <class E>
 MXFP8_INLINE void finish_row(const ConvArgs& args, const E& epilogue, int64_t at, int64_t count, float* values) {
-  if (args.residual == nullptr) {
-    for (int64_t i = 0; i < count; ++i) values[i] = epilogue.apply(values[i]);
-  } else {
+  if (args.residual != nullptr) {
     with_dtype(args.residual_dtype, [&](auto dtype) {
       using R = decltype(dtype);
       const auto* residual = static_cast<const typename R::Storage*>(args.residual) + at;
@@ -69,7 +67,11 @@ MXFP8_INLINE void finish_row(const ConvArgs& args, const E& epilogue, int64_t at
   with_dtype(args.y_dtype, [&](auto dtype) {
     using D = decltype(dtype);
     auto* y = static_cast<typename D::Storage*>(args.y) + at;
-    for (int64_t i = 0; i < count; ++i) y[i] = D::store(values[i]);
+    if (args.residual == nullptr) {
+      for (int64_t i = 0; i < count; ++i) y[i] = D::store(epilogue.apply(values[i]));
+    } else {
+      for (int64_t i = 0; i < count; ++i) y[i] = D::store(values[i]);
+    }
   });
 }
 
