@@ -177,6 +177,7 @@ class Strips {
             .m = each_,
             .n = width_,
             .k = sizes_.k,
+            .block_values = std::min(args_.c / args_.group, kBlock),
             .y_dtype = MXFP8_FLOAT32,
             .y_stride = width_};
   }

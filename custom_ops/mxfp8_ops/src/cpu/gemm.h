@@ -41,6 +41,7 @@ struct GemmArgs {
   const uint8_t* b_scales = nullptr;
   const float* bias = nullptr;
   int64_t m = 0, n = 0, k = 0;
+  int64_t block_values = kBlock;  // values at the front of each block of A and B; the values behind them are 0
   int y_dtype = 0;
   void* y = nullptr;
   int64_t y_stride = 0;
