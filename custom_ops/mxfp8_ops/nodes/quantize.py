@@ -174,12 +174,14 @@ def _quantize_body(g: Body) -> None:
     if not (lines.whole if lines else g.case.whole) and not is_float:  # ONNX Runtime has no Slice of float8
         elements, is_float = g("Cast", elements, to=FLOAT), True
     elements = back(elements)
-    g.result(g("Cast", elements, to=dtype) if is_float else elements, "elements")
+    elements = g("Cast", elements, to=dtype) if is_float else elements
     # A slice of every 32nd value has one value for each block.
-    begin, end, step = (g.constant([value]) for value in (0, np.iinfo(np.int64).max, BLOCK_SIZE))
-    sizes = g("Shape", g("Slice", x, begin, end, g.vector("axis"), step))
+    ends, axes = g.constant([np.iinfo(np.int64).max]), g.vector("axis")
+    sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
     codes = g("Gather", _table(g, np.arange(256, dtype=np.uint8)), index)
-    g.result(g("Reshape", codes, sizes, allowzero=1), "scales")
+    scales = g("Reshape", codes, sizes, allowzero=1)
+    g.result(elements, "elements")
+    g.result(scales, "scales")
 
 
 def rounded(g: Body, x: str, name: str, *, whole: bool) -> str:
