@@ -1,5 +1,5 @@
 // A convolution as gemms. x is quantized once, into pixels of whole blocks. Strips of output pixels gather their taps
-// to rows of A, which a gemm multiplies with b; the sums are stored through a turn. So every instruction set has
+// to rows of A, which a gemm multiplies with b; it stores its sums through a turn. So every instruction set has
 // convolutions without a kernel of its own. Memory: 1.03 bytes for each value of x, and a strip for each thread.
 #include "conv.h"
 
@@ -140,12 +140,12 @@ class Strips {
   void run(const Kernels& kernels, const Parallel& parallel, const Pixels& x, int64_t number) const {
     const int64_t image = number / (args_.group * across_), group = number / across_ % args_.group;
     const int64_t pixel = number % across_ * each_, rows = std::min(each_, conv_pixels(args_) - pixel);
-    const Scratch room = scratch_of(ceil_div(rows * row_bytes_, 64) * 64 + rows * width_ * int64_t(sizeof(float)));
-    auto* sums = static_cast<float*>(room.get());
-    auto* elements = reinterpret_cast<uint8_t*>(sums + rows * width_);
+    const Scratch room = scratch_of(rows * row_bytes_);
+    auto* elements = static_cast<uint8_t*>(room.get());
     const Gathered gathered = {elements, elements + rows * sizes_.k};
     GemmArgs g = gemms_[size_t(group)];
-    g.m = rows, g.y = sums;
+    const ConvPlace place = {args_, image, pixel, group * width_};
+    g.m = rows, g.store = conv_store_kernels[kernels.column], g.to = &place;
     if (pointwise_) {
       const int64_t first = image * conv_pixels(args_) + pixel;
       g.a = static_cast<const uint8_t*>(x.elements.get()) + first * sizes_.k;
@@ -158,10 +158,6 @@ class Strips {
       g.a = gathered.elements, g.a_scales = gathered.scales;
     }
     gemm(kernels, parallel, g);
-    for_equal_ranges(parallel, rows, width_, [&](int64_t, int64_t begin, int64_t end) {
-      conv_store_kernels[kernels.column](
-          args_, {sums + begin * width_, end - begin, width_, image, pixel + begin, group * width_});
-    });
   }
 
  private:
@@ -173,13 +169,10 @@ class Strips {
             .b_format = args_.b_format,
             .b = b + group * width_ * sizes_.k,
             .b_scales = args_.b_scales + group * width_ * sizes_.taps * sizes_.blocks,
-            .bias = args_.bias == nullptr ? nullptr : args_.bias + group * width_,
             .m = each_,
             .n = width_,
             .k = sizes_.k,
-            .block_values = std::min(args_.c / args_.group, kBlock),
-            .y_dtype = MXFP8_FLOAT32,
-            .y_stride = width_};
+            .block_values = std::min(args_.c / args_.group, kBlock)};
   }
 
   const ConvArgs& args_;
