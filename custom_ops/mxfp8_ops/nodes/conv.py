@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from mxfp8_ops import numerics
-from mxfp8_ops.case import Input
 from mxfp8_ops.checks import Shape, check_value_dtype
 from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.formats import BLOCK_SIZE, INT8
 from mxfp8_ops.node import ELEMENTS, FLOAT, SCALES, VALUES, Op, Port
 from mxfp8_ops.nodes.fused_gemm import FUNCTIONS, UNIT, Epilogue, Float64s, activated
-from mxfp8_ops.nodes.quantize import DEQUANTIZE, QUANTIZE, dequantize, quantize
+from mxfp8_ops.nodes.quantize import dequantize, quantize, rounded
 from mxfp8_ops.numerics import Array, Codes
 
 if TYPE_CHECKING:
@@ -260,21 +259,14 @@ def conv_error_bound(
 
 def _conv_body(g: Body) -> None:
     """X, B, B_scales, bias, residual -> Y."""
-    known = g.known("X")
-    # ONNX Runtime derives the dtypes that an input may have from the standard ops that read it.
-    x = g("Identity", "X") if g.style.in_function else "X"
-    settings = {"axis": 1, "scale_rounding": g.attribute("scale_rounding"), "output_dtype": g.attribute("x_dtype")}
-    elements, scales = g.call(QUANTIZE, {"X": (x, known)}, ["elements", "scales"], **settings)
-    formats_of_x = g.case.attributes["x_dtype"]
-    element = Input(formats_of_x[0] if len(formats_of_x) == 1 else 0, known.shape)
-    inputs = {"elements": (elements, element), "scales": (scales, Input())}
-    (values,) = g.call(DEQUANTIZE, inputs, ["values"], axis=1)
+    # B has the channels of X, or of one group of them.
+    values, rank = rounded(g, g.floats("X"), "x_dtype", whole=g.known("B").whole), g.known("X").rank
     lists = {name: g.attribute(name) for name in ("strides", "pads", "dilations")}
     # The default stands for all axes in ONNX too. Another single value is written for each axis, if X has a known rank.
     written = {name: value for name, value in lists.items() if value != g.op.attributes[name]}
     for name, value in written.items():
-        if isinstance(value, tuple) and len(value) == 1 and known.rank is not None:
-            written[name] = value * (known.rank - 2) * (2 if name == "pads" else 1)
+        if isinstance(value, tuple) and len(value) == 1 and rank is not None:
+            written[name] = value * (rank - 2) * (2 if name == "pads" else 1)
     operands = [values, _weight(g)]
     if g.known("bias").present is not False:
         operands.append(g.or_zeros("bias", "B_scales", axis=0))

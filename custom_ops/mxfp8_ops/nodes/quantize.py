@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
@@ -11,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from mxfp8_ops import formats
-from mxfp8_ops.case import Input
 from mxfp8_ops.checks import Shape, check_scales, check_value_dtype, normalize_axis, scale_count, scale_shape
 from mxfp8_ops.errors import ContractError, ShapeError
 from mxfp8_ops.formats import (
@@ -165,44 +165,78 @@ _ROWS: Final = {fmt.onnx_dtype: fmt for fmt in ELEMENT_FORMATS.values()}
 
 def _quantize_body(g: Body) -> None:
     """X -> elements, scales."""
-    x = g.floats("X")
+    x = _finite_or_infinite(g, g.floats("X"))
     lines = Lines.for_axis(g, x)
-    results = _quantized(g, lines.last(x) if lines else x)
-    for value, port in zip(results, ("elements", "scales"), strict=True):
-        g.result(lines.back(value) if lines else value, port)
-
-
-def _quantized(g: Body, x: str) -> tuple[str, str]:
-    """Returns the elements and scales of float32 values [..., K]."""
-    # Infinity replaces NaN, which ReduceMax may drop: both mark a bad block. Where is slow if it has to broadcast.
-    x = g("Where", g("IsNaN", x), g.constant(np.float32(np.inf)), x)
-    blocks, back = g.blocks(x, whole=g.case.whole)
-    amax = _largest(g, g("Abs", blocks))
+    blocks, back = lines.blocks(x) if lines else g.blocks(x, whole=g.case.whole)
     dtypes, dtype = g.case.attributes["output_dtype"], g.attribute("output_dtype")
-    index = _scale_index(g, amax)
-    if is_mixed := INT8.onnx_dtype in dtypes and len(dtypes) > 1:
-        elements = g.choose("output_dtype", lambda g, each: g("Cast", _elements(g, blocks, index, each), to=FLOAT))
-    else:
-        elements = _elements(g, blocks, index, dtype)
-    if not g.case.whole and not is_mixed:  # ONNX Runtime has no Slice of float8
-        elements = g("Cast", elements, to=FLOAT)
+    elements, index = _encoded(g, blocks, "output_dtype", 3 if lines else 2)
+    is_float = is_mixed(dtypes)
+    if not (lines.whole if lines else g.case.whole) and not is_float:  # ONNX Runtime has no Slice of float8
+        elements, is_float = g("Cast", elements, to=FLOAT), True
     elements = back(elements)
-    if not g.case.whole or is_mixed:
-        elements = g("Cast", elements, to=dtype)
+    elements = g("Cast", elements, to=dtype) if is_float else elements
     # A slice of every 32nd value has one value for each block.
-    ends, axes = (g.constant([value]) for value in (np.iinfo(np.int64).max, -1))
+    ends, axes = g.constant([np.iinfo(np.int64).max]), g.vector("axis")
     sizes = g("Shape", g("Slice", x, g.constant([0]), ends, axes, g.constant([BLOCK_SIZE])))
     codes = g("Gather", _table(g, np.arange(256, dtype=np.uint8)), index)
-    return elements, g("Reshape", codes, sizes, allowzero=1)
+    scales = g("Reshape", codes, sizes, allowzero=1)
+    g.result(elements, "elements")
+    g.result(scales, "scales")
 
 
-def _largest(g: Body, rows: str) -> str:
-    """Returns the largest value of each row [n, 32] as [n, 1]."""
+def rounded(g: Body, x: str, name: str, *, whole: bool) -> str:
+    """Returns the float32 values [N, C, ...] after a round trip through elements and scales, along the channels.
+
+    The attribute `name` has the dtype of the elements. `whole` tells that all blocks are full.
+    """
+    x = _finite_or_infinite(g, x)
+    blocks, back = Lines.along(g, x, 1, whole=whole).blocks(x)
+    elements, index = _encoded(g, blocks, name, 3)
+    if not is_mixed(g.case.attributes[name]):
+        elements = g("Cast", elements, to=FLOAT)
+
+    def factors(g: Body, dtype: Any) -> str:
+        fmt = _row(dtype)
+        unit = fmt.mantissa_bits if fmt.twos_complement else 0
+        return g("Gather", _table(g, np.ldexp(decode_scale(np.arange(256, dtype=np.uint8)), -unit)), index)
+
+    dtypes = g.case.attributes[name]
+    return back(g("Mul", elements, g.choose(name, factors) if is_mixed(dtypes) else factors(g, dtypes[0])))
+
+
+def is_mixed(dtypes: Sequence[int]) -> bool:
+    """Whether elements of these dtypes, of which a node has one, need an If: float formats share their nodes."""
+    return INT8.onnx_dtype in dtypes and len(dtypes) > 1
+
+
+def _finite_or_infinite(g: Body, x: str) -> str:
+    """Returns `x` with infinity for NaN, which ReduceMax may drop: both mark a bad block."""
+    return g("Where", g("IsNaN", x), g.constant(np.float32(np.inf)), x)  # Where is slow if it has to broadcast
+
+
+def _encoded(g: Body, blocks: str, name: str, rank: int) -> tuple[str, str]:
+    """Returns the elements and the `_scale_index` of blocks [n, 32] or [n, 32, Q], which have no NaN.
+
+    The attribute `name` has the dtype of the elements; if it `is_mixed`, they are in float32.
+    """
+    index = _scale_index(g, _largest(g, g("Abs", blocks), rank), name)
+    if not is_mixed(g.case.attributes[name]):
+        return _elements(g, blocks, index, g.attribute(name), name), index
+    return g.choose(name, lambda g, each: g("Cast", _elements(g, blocks, index, each, name), to=FLOAT)), index
+
+
+def _largest(g: Body, blocks: str, rank: int) -> str:
+    """Returns the largest value of each block [n, 32] as [n, 1], and of [n, 32, Q] as [n, 1, Q]."""
     one = g.constant([1])
     if g.style.in_function:
-        return g("ReduceMax", rows, one, out="amax")
+        return g("ReduceMax", blocks, one, out="amax")
     # ONNX Runtime's symbolic shape inference, which programs run on graphs alone, does not know ReduceMax.
-    return g("Squeeze", g("MaxPool", g("Unsqueeze", rows, one), kernel_shape=[BLOCK_SIZE]), one, out="amax")
+    if rank == 2:
+        return g("Squeeze", g("MaxPool", g("Unsqueeze", blocks, one), kernel_shape=[BLOCK_SIZE]), one, out="amax")
+    two = g.constant([2])
+    wider = g("Pad", blocks, g.constant([0, 1]), "", two)  # MaxPool refuses a Q of 0
+    largest = g("Squeeze", g("MaxPool", g("Unsqueeze", wider, one), kernel_shape=[BLOCK_SIZE, 1]), one)
+    return g("Slice", largest, g.constant([0]), g.constant([-1]), two, out="amax")
 
 
 def _row(dtype: int) -> formats.ElementFormat:
@@ -211,13 +245,11 @@ def _row(dtype: int) -> formats.ElementFormat:
     return _ROWS[dtype]
 
 
-def _scale_index(g: Body, amax: str) -> str:
+def _scale_index(g: Body, amax: str, name: str) -> str:
     """Returns the int32 indices into a `_table` for the scale codes of amax: see `formats.scale_offset`."""
 
     def of_rounding(g: Body, rounding: str) -> str:
-        return g.choose(
-            "output_dtype", lambda g, each: g.constant(np.float64(scale_offset(_row(each), rounding))), DOUBLE
-        )
+        return g.choose(name, lambda g, each: g.constant(np.float64(scale_offset(_row(each), rounding))), DOUBLE)
 
     log2 = g("Mul", g("Log", g("Cast", amax, to=DOUBLE)), g.constant(np.float64(1 / math.log(2))))
     code = g("Add", log2, g.choose("scale_rounding", of_rounding, DOUBLE))
@@ -233,12 +265,12 @@ def _table(g: Body, values: npt.NDArray[Any]) -> str:
     return g.constant(np.concatenate([values[:-1], values[-2:]]))
 
 
-def _elements(g: Body, blocks: str, index: str, dtype: Any) -> str:
-    """Returns the elements of blocks [n, 32], which have no NaN; `index` is their `_scale_index`.
+def _elements(g: Body, blocks: str, index: str, dtype: Any, name: str) -> str:
+    """Returns the elements of blocks, which have no NaN; `index` is their `_scale_index`.
 
     `dtype` is an onnx.DataType, or a reference to one of several floating-point formats.
     """
-    fmt = _row(dtype if isinstance(dtype, int) else g.case.attributes["output_dtype"][0])
+    fmt = _row(dtype if isinstance(dtype, int) else g.case.attributes[name][0])
     # A product, and QuantizeLinear of a whole tensor: a quotient by the subnormal 2^-127 is no number where a session
     # takes that for 0, and OpenVINO has QuantizeLinear of blocks for static shapes only.
     factors = np.append(decode_scale(np.arange(254, -1, -1, dtype=np.uint8)), np.float32(np.nan))  # 2^(127 - s)
@@ -257,47 +289,79 @@ def _elements(g: Body, blocks: str, index: str, dtype: Any) -> str:
 
 def _dequantize_body(g: Body) -> None:
     """elements, scales -> Y."""
-    elements, scales, known = "elements", "scales", g.known("elements")
-    lines = Lines.for_axis(g, elements)
-    if lines:
-        elements, scales, known = lines.last(elements), lines.last(scales), Input(known.dtype)
-    y = g.values(elements, scales, known)
-    g.result(g.cast(lines.back(y) if lines else y, "output_dtype"), "Y")
+    known = g.known("elements")
+    lines = Lines.for_axis(g, "elements")
+    if lines is None:
+        y = g.values("elements", "scales", known)
+    else:
+        blocks, back = lines.blocks(g("Cast", "elements", to=FLOAT))
+        y = back(g("Mul", blocks, lines.rows(g.factors("scales", "elements", known), 1)))
+    g.result(g.cast(y, "output_dtype"), "Y")
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A tensor [..., K, ...] as [P, Q, K], whose last axis is the blocked one, and back."""
+    """The blocks of a tensor [..., K, ...] along another axis than the last one, as [n, 32, Q].
+
+    Without a Transpose: it is slow, and ONNX Runtime may move it past other nodes.
+    """
 
     body: Body
-    axis: Any
-    lead: str
-    """The sizes before K, in front of a 1; P is their product."""
-    trail: str
-    """The sizes after K; Q is their product."""
+    p: str
+    """The product of the sizes before K."""
+    k: str
+    q: str
+    """The product of the sizes after K."""
+    count: str
+    """The number of blocks along K."""
+    whole: bool
+    """Whether they are known to be full."""
 
     @classmethod
     def for_axis(cls, g: Body, x: str) -> Lines | None:
-        """Returns the lines of `x`, whose blocks are along the attribute `axis`; None if `axis` is the last one."""
-        axis, rank = g.attribute("axis"), g.known(g.op.inputs[0].name).rank
-        if axis == -1 or (rank is not None and axis == rank - 1):
+        """Returns the lines of `x` along the attribute `axis`; None if that is the last axis."""
+        axis, shape = g.attribute("axis"), g.known(g.op.inputs[0].name).shape
+        if axis == -1 or (shape is not None and axis == len(shape) - 1):
             return None
-        trail = g("Slice", g("Shape", x, start=axis), g.constant([1]), g.constant([np.iinfo(np.int64).max]))
-        return cls(g, axis, g("Shape", x, end=axis), trail)
+        size = shape[axis] if shape is not None and isinstance(axis, int) else None
+        return cls.along(g, x, axis, whole=g.case.whole or (size or 1) % BLOCK_SIZE == 0)
 
-    def last(self, x: str) -> str:
-        """Returns x, elements or scales, as [P, Q, K]."""
-        g, one = self.body, self.body.constant([1])
+    @classmethod
+    def along(cls, g: Body, x: str, axis: Any, *, whole: bool) -> Lines:
+        """Returns the lines of `x` along `axis`, an integer or a reference to an attribute."""
+        zero, one, end = (g.constant([value]) for value in (0, 1, np.iinfo(np.int64).max))
+        sizes = g("Shape", x, start=axis)
         # A reduction over [1, ...] rather than a -1 in Reshape: with an empty axis the -1 would be ambiguous.
-        p, q = (g("ReduceProd", g("Concat", one, sizes, axis=0)) for sizes in (self.lead, self.trail))
-        k = g("Slice", g("Shape", x, start=self.axis), g.constant([0]), one)
-        return g("Transpose", g("Reshape", x, g("Concat", p, k, q, axis=0), allowzero=1), perm=[0, 2, 1])
+        p, q = (
+            g("ReduceProd", g("Concat", one, each, axis=0))
+            for each in (g("Shape", x, end=axis), g("Slice", sizes, one, end))
+        )
+        k = g("Slice", sizes, zero, one)
+        count = g("Div", g("Add", k, g.constant([BLOCK_SIZE - 1])), g.constant([BLOCK_SIZE]))
+        return cls(g, p, k, q, count, whole)
 
-    def back(self, x: str) -> str:
-        """Returns [P, Q, K] as [..., K, ...]."""
+    def blocks(self, x: str) -> tuple[str, Callable[[str], str]]:
+        """Returns x as blocks [n, 32, Q], zero-padded at the end of each line, and the function that undoes it."""
+        g, shape = self.body, self.body("Shape", x)
+        if not self.whole:
+            lines = g("Reshape", x, g("Concat", self.p, self.k, self.q, axis=0), allowzero=1)
+            more = g("Mod", g("Neg", self.k), g.constant([BLOCK_SIZE]))
+            x = g("Pad", lines, g("Concat", g.constant([0]), more, axis=0), "", g.constant([1]))
+
+        def back(blocks: str) -> str:
+            if not self.whole:
+                padded = g("Mul", self.count, g.constant([BLOCK_SIZE]))
+                blocks = g("Reshape", blocks, g("Concat", self.p, padded, self.q, axis=0), allowzero=1)
+                blocks = g("Slice", blocks, g.constant([0]), self.k, g.constant([1]))
+            return g("Reshape", blocks, shape, allowzero=1)
+
+        return self.rows(x, BLOCK_SIZE), back
+
+    def rows(self, x: str, size: int) -> str:
+        """Returns x as [n, size, Q]: whole blocks, or one value of each."""
         g = self.body
-        shape = g("Concat", self.lead, g("Shape", x, start=-1), self.trail, axis=0)
-        return g("Reshape", g("Transpose", x, perm=[0, 2, 1]), shape, allowzero=1)
+        sizes = g("Concat", g("Mul", self.p, self.count), g.constant([size]), self.q, axis=0)
+        return g("Reshape", x, sizes, allowzero=1)
 
 
 # --- The contract

@@ -1,5 +1,5 @@
 // A convolution as gemms. x is quantized once, into pixels of whole blocks. Strips of output pixels gather their taps
-// to rows of A, which a gemm multiplies with b; the sums are stored through a turn. So every instruction set has
+// to rows of A, which a gemm multiplies with b; it stores its sums through a turn. So every instruction set has
 // convolutions without a kernel of its own. Memory: 1.03 bytes for each value of x, and a strip for each thread.
 #include "conv.h"
 
@@ -79,20 +79,31 @@ void gather(const ConvArgs& args, const Blocked& sizes, const Pixels& x, int64_t
   const auto* elements = static_cast<const uint8_t*>(x.elements.get()) + group * sizes.channels;
   const auto* scales = static_cast<const uint8_t*>(x.scales.get()) + group * sizes.blocks;
   uint8_t *element = to.elements, *scale = to.scales;
+  const bool adjacent = across.dilation == 1 && args.group == 1;  // the taps of a kernel row lie together in x
   for (int64_t row = pixel; row < pixel + rows; ++row) {
     const int64_t top = row / across.out * down.stride - down.pad, left = row % across.out * across.stride - across.pad;
     for (int64_t i = 0; i < down.kernel; ++i) {
       const int64_t y = top + i * down.dilation;
       const int64_t line = (image * down.in + y) * across.in;
-      for (int64_t j = 0; j < across.kernel; ++j, element += sizes.channels, scale += sizes.blocks) {
+      const bool outside = y < 0 || y >= down.in;
+      int64_t taps = 1;  // padding, or pixels of x
+      for (int64_t j = 0; j < across.kernel; j += taps) {
         const int64_t at = left + j * across.dilation;
-        if (y < 0 || y >= down.in || at < 0 || at >= across.in) {
-          std::memset(element, 0, size_t(sizes.channels));
-          std::memset(scale, 0, size_t(sizes.blocks));
-        } else {
-          std::memcpy(element, elements + (line + at) * sizes.pixel_bytes, size_t(sizes.channels));
-          std::memcpy(scale, scales + (line + at) * sizes.pixel_blocks, size_t(sizes.blocks));
+        const bool padding = outside || at < 0 || at >= across.in;
+        if (adjacent) {
+          taps = across.kernel - j;
+          if (!outside && at < across.in) taps = std::min(taps, at < 0 ? -at : across.in - at);
         }
+        const auto bytes = size_t(taps * sizes.channels), blocks = size_t(taps * sizes.blocks);
+        if (padding) {
+          std::memset(element, 0, bytes);
+          std::memset(scale, 0, blocks);
+        } else {
+          std::memcpy(element, elements + (line + at) * sizes.pixel_bytes, bytes);
+          std::memcpy(scale, scales + (line + at) * sizes.pixel_blocks, blocks);
+        }
+        element += bytes;
+        scale += blocks;
       }
     }
   }
@@ -130,12 +141,12 @@ class Strips {
   void run(const Kernels& kernels, const Parallel& parallel, const Pixels& x, int64_t number) const {
     const int64_t image = number / (args_.group * across_), group = number / across_ % args_.group;
     const int64_t pixel = number % across_ * each_, rows = std::min(each_, conv_pixels(args_) - pixel);
-    const Scratch room = scratch_of(ceil_div(rows * row_bytes_, 64) * 64 + rows * width_ * int64_t(sizeof(float)));
-    auto* sums = static_cast<float*>(room.get());
-    auto* elements = reinterpret_cast<uint8_t*>(sums + rows * width_);
+    const Scratch room = scratch_of(rows * row_bytes_);
+    auto* elements = static_cast<uint8_t*>(room.get());
     const Gathered gathered = {elements, elements + rows * sizes_.k};
     GemmArgs g = gemms_[size_t(group)];
-    g.m = rows, g.y = sums;
+    const ConvPlace place = {args_, image, pixel, group * width_};
+    g.m = rows, g.store = conv_store_kernels[kernels.column], g.to = &place;
     if (pointwise_) {
       const int64_t first = image * conv_pixels(args_) + pixel;
       g.a = static_cast<const uint8_t*>(x.elements.get()) + first * sizes_.k;
@@ -148,10 +159,6 @@ class Strips {
       g.a = gathered.elements, g.a_scales = gathered.scales;
     }
     gemm(kernels, parallel, g);
-    for_equal_ranges(parallel, rows, width_, [&](int64_t, int64_t begin, int64_t end) {
-      conv_store_kernels[kernels.column](
-          args_, {sums + begin * width_, end - begin, width_, image, pixel + begin, group * width_});
-    });
   }
 
  private:
@@ -163,12 +170,10 @@ class Strips {
             .b_format = args_.b_format,
             .b = b + group * width_ * sizes_.k,
             .b_scales = args_.b_scales + group * width_ * sizes_.taps * sizes_.blocks,
-            .bias = args_.bias == nullptr ? nullptr : args_.bias + group * width_,
             .m = each_,
             .n = width_,
             .k = sizes_.k,
-            .y_dtype = MXFP8_FLOAT32,
-            .y_stride = width_};
+            .block_values = std::min(args_.c / args_.group, kBlock)};
   }
 
   const ConvArgs& args_;

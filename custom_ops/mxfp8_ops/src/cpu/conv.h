@@ -45,14 +45,14 @@ struct ConvWeight {
   std::vector<std::shared_ptr<ConstantWeight>> groups;
 };
 
-// Sums plus bias of some pixels of one image: sums [rows, width], rows `width` apart, of pixels from `pixel` on and of
-// output channels from `channel` on.
-struct ConvSums {
-  const float* sums;
-  int64_t rows, width, image, pixel, channel;
+// The place of a gemm in y: its first row is pixel `pixel` of one image, its first column is output channel `channel`.
+struct ConvPlace {
+  const ConvArgs& args;
+  int64_t image, pixel, channel;
 };
 
-MXFP8_KERNEL(void, conv_store, const ConvArgs&, const ConvSums&)
+// Stores sums; `to` is a ConvPlace.
+MXFP8_KERNEL(void, conv_store, const void* to, const Finished&)
 
 inline int64_t conv_pixels(const ConvArgs& args) { return args.axes[0].out * args.axes[1].out; }
 

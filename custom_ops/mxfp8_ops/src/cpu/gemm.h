@@ -30,6 +30,13 @@ struct Panels {
 // y = a times the transpose of b. `a` is either quantized (a_format is an element format, a_scales is not null) or
 // values (a_format is a value dtype, a_scales is null). With `rounds_a` values are rounded to bfloat16, to nearest
 // even, before they are multiplied. Fill it by names: GCC and Clang take the designated initializers of C++20.
+// Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
+struct Finished {
+  int64_t row, rows, column, width;
+  float* sums;
+  int64_t stride;
+};
+
 struct GemmArgs {
   int a_format = 0;
   const void* a = nullptr;
@@ -41,6 +48,7 @@ struct GemmArgs {
   const uint8_t* b_scales = nullptr;
   const float* bias = nullptr;
   int64_t m = 0, n = 0, k = 0;
+  int64_t block_values = kBlock;  // values at the front of each block of A and B; the values behind them are 0
   int y_dtype = 0;
   void* y = nullptr;
   int64_t y_stride = 0;
@@ -51,6 +59,9 @@ struct GemmArgs {
   const void* factor = nullptr;
   ConstantWeight* weight = nullptr;  // b, if it never changes: see constant_weight.h
   const Panels* panels = nullptr;    // of `weight`; only the kernel panels->kernel reads them
+  // In place of y, if not null: store(to, sums) gets the sums without the bias.
+  void (*store)(const void* to, const Finished&) = nullptr;
+  const void* to = nullptr;
 };
 
 // All gemm kernels have these steps. Rows of A are packed, in tiles of `tile_rows`, into scratch memory that all tasks

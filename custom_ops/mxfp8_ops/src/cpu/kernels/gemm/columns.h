@@ -4,9 +4,9 @@
 // operations to turn, check, decode and scale.
 #pragma once
 #include "../common/transpose.h"
+#include "../common/turn.h"
 #include "gemm.h"
 #include "shift_decode.h"
-#include "turn.h"
 
 namespace mxfp8::MXFP8_ISA {
 

@@ -1,5 +1,5 @@
 // The end of a convolution: float32 sums [pixels, channels] -> epilogue and residual -> y [channels, pixels]. Sums are
-// turned a tile of registers at a time, so that y is written along its rows. The bias is in the sums.
+// turned a tile of registers at a time, so that y is written along its rows.
 #include "../../conv.h"
 
 #include "../common/transpose.h"
@@ -52,24 +52,27 @@ MXFP8_INLINE void with_conv_epilogue(const ConvArgs& args, const Call& call) {
 
 // One row of y: `count` pixels of a channel, in place of their sums.
 template <class E>
-MXFP8_INLINE void finish_row(const ConvArgs& args, const E& epilogue, int64_t at, int64_t count, float* values) {
-  if (args.residual == nullptr) {
-    for (int64_t i = 0; i < count; ++i) values[i] = epilogue.apply(values[i]);
-  } else {
+MXFP8_INLINE void finish_row(const ConvArgs& args, const E& epilogue, float bias, int64_t at, int64_t count,
+                             float* values) {
+  if (args.residual != nullptr) {
     with_dtype(args.residual_dtype, [&](auto dtype) {
       using R = decltype(dtype);
       const auto* residual = static_cast<const typename R::Storage*>(args.residual) + at;
       if (args.residual_after) {
-        for (int64_t i = 0; i < count; ++i) values[i] = epilogue.apply(values[i]) + R::load(residual[i]);
+        for (int64_t i = 0; i < count; ++i) values[i] = epilogue.apply(values[i] + bias) + R::load(residual[i]);
       } else {
-        for (int64_t i = 0; i < count; ++i) values[i] = epilogue.apply(values[i] + R::load(residual[i]));
+        for (int64_t i = 0; i < count; ++i) values[i] = epilogue.apply(values[i] + bias + R::load(residual[i]));
       }
     });
   }
   with_dtype(args.y_dtype, [&](auto dtype) {
     using D = decltype(dtype);
     auto* y = static_cast<typename D::Storage*>(args.y) + at;
-    for (int64_t i = 0; i < count; ++i) y[i] = D::store(values[i]);
+    if (args.residual == nullptr) {
+      for (int64_t i = 0; i < count; ++i) y[i] = D::store(epilogue.apply(values[i] + bias));
+    } else {
+      for (int64_t i = 0; i < count; ++i) y[i] = D::store(values[i]);
+    }
   });
 }
 
@@ -92,21 +95,22 @@ MXFP8_INLINE void turn_sums(const float* sums, int64_t stride, int64_t rows, int
 
 }  // namespace
 
-void conv_store(const ConvArgs& args, const ConvSums& part) {
+void conv_store(const void* to, const Finished& part) {
   alignas(64) float turned[kChannels][kGemmRows];
+  const auto& place = *static_cast<const ConvPlace*>(to);
+  const ConvArgs& args = place.args;
   const int64_t pixels = conv_pixels(args);
-  for (int64_t first = 0; first < part.rows; first += kGemmRows) {
-    const int64_t rows = part.rows - first < kGemmRows ? part.rows - first : kGemmRows;
-    for (int64_t j = 0; j < part.width; j += kChannels) {
-      const int64_t width = part.width - j < kChannels ? part.width - j : kChannels;
-      turn_sums(part.sums + first * part.width + j, part.width, rows, width, turned);
-      with_conv_epilogue(args, [&](const auto& epilogue) {
-        for (int64_t i = 0; i < width; ++i) {
-          const int64_t channel = part.image * args.o + part.channel + j + i;
-          finish_row(args, epilogue, channel * pixels + part.pixel + first, rows, turned[i]);
-        }
-      });
-    }
+  for (int64_t j = 0; j < part.width; j += kChannels) {
+    const int64_t width = part.width - j < kChannels ? part.width - j : kChannels;
+    const int64_t first = place.channel + part.column + j;
+    turn_sums(part.sums + j, part.stride, part.rows, width, turned);
+    with_conv_epilogue(args, [&](const auto& epilogue) {
+      for (int64_t i = 0; i < width; ++i) {
+        const float bias = args.bias == nullptr ? -0.0f : args.bias[first + i];  // -0 changes no sum
+        const int64_t row = place.image * args.o + first + i;
+        finish_row(args, epilogue, bias, row * pixels + place.pixel + part.row, part.rows, turned[i]);
+      }
+    });
   }
 }
 

@@ -99,13 +99,6 @@ MXFP8_INLINE void with_epilogue(int epilogue, const Call& call) {
   }
 }
 
-// Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
-struct Finished {
-  int64_t row, rows, column, width;
-  float* sums;
-  int64_t stride;
-};
-
 // Stores sums + bias.
 template <class D>
 MXFP8_INLINE void store_plain(const GemmArgs& args, const Finished& part) {
@@ -156,7 +149,9 @@ MXFP8_NOINLINE void store_fused(const GemmArgs& args, const Finished& part) {
 
 // Finishes up to kGemmColumns columns of some rows of the result.
 MXFP8_INLINE void finish(const GemmArgs& args, const Finished& part) {
-  if (args.epilogue == MXFP8_NONE && args.factor == nullptr) {
+  if (args.store != nullptr) {
+    args.store(args.to, part);
+  } else if (args.epilogue == MXFP8_NONE && args.factor == nullptr) {
     with_dtype(args.y_dtype, [&](auto dtype) { store_plain<decltype(dtype)>(args, part); });
   } else {
     with_epilogue(args.epilogue, [&](auto epilogue) { store_fused<decltype(epilogue)>(args, part); });

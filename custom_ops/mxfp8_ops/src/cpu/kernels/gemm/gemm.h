@@ -200,7 +200,8 @@ MXFP8_INLINE bool any_nonfinite(const float* values, int64_t count) {
 // Finishes a strip [rows, width] of the result, its rows `stride` values apart.
 MXFP8_INLINE void store_strip(const GemmArgs& args, int64_t row, int64_t rows, int64_t column, int64_t width,
                               float* strip, int64_t stride = kGemmColumns) {
-  constexpr int64_t most = 32;  // rows that are looked at and stored while they are in L1
+  // Rows that are looked at and stored while they are in L1; more for a `store`, which turns them to columns of y.
+  const int64_t most = args.store == nullptr ? 32 : kGemmRows;
   for (int64_t first = 0; first < rows; first += most) {
     const Finished part = {row + first, min_of(most, rows - first), column, width, strip + first * stride, stride};
     bool overflow = false;

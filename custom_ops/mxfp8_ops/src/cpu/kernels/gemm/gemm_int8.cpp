@@ -166,7 +166,7 @@ void gemm_int8_multiply(const GemmArgs& args, int64_t row, int64_t rows, int64_t
     for (int64_t tile = tile_begin; tile < tile_end; ++tile) {
       float* to = strip + (a.tiles.first_row(tile) - first) * kGemmColumns;
       with_rows<kRows>(a.tiles.rows_of(tile), [&](auto r) {
-        multiply_tile<decltype(r)::value, decltype(vectors)::value>(a, chunk, tile, b, to);
+        multiply_tile<decltype(r)::value, decltype(vectors)::value>(a, chunk, tile, b, args.block_values, to);
       });
     }
   };

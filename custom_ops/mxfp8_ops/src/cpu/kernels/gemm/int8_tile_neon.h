@@ -177,7 +177,7 @@ MXFP8_NOINLINE void multiply_rows(const int8_t* a, const uint32_t* starts, Opera
 }
 
 template <int R, int V>
-MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, float* strip) {
+MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, int64_t, float* strip) {
   multiply_rows<R>(a.factors(chunk, tile), a.starts(chunk, tile), b, chunk.padded, strip);
 }
 

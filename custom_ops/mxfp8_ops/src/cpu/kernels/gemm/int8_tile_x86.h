@@ -11,7 +11,8 @@
 // number. The number less its start is the sum times the scales. On other processors the fold is a conversion, and a
 // multiply-add with both scales, whose exponents are added as integers. Both folds give the same bits.
 //
-// 16-bit factors are unpacked from a panel, of each block the even elements, then the odd ones.
+// 16-bit factors are unpacked from a panel, of each half of a block the even elements, then the odd ones. The second
+// halves are left out where they are zeros: convolutions of up to 16 channels have such blocks.
 #pragma once
 #include "int8.h"
 #include "panel.h"
@@ -33,7 +34,7 @@ constexpr uint8_t kFlipped = 0x80;  // plus 128
 constexpr int kUnrolled = 8;
 #else
 constexpr uint8_t kFlipped = 0;
-constexpr int kUnrolled = 2;  // with more, GCC 12 keeps operands in memory
+constexpr int kUnrolled = 1;  // with more, GCC 12 keeps operands in memory
 #endif
 
 using ByteTiles = Tiles<kRows>;
@@ -70,10 +71,12 @@ struct OperandB {
   const uint8_t* codes;
 };
 
-// Adds the products of `depth` values to the totals of R rows of A and V registers of columns.
-template <int R, int V>
+// Adds the products of `depth` values to the totals of R rows of A and V registers of columns: of each block, the
+// first `Words` lanes.
+template <int R, int V, int Words>
 MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, const Factor* b, const uint8_t* codes,
                                   int64_t depth, float* strip) {
+  constexpr int64_t next = kPanelVectors * kDecoded / int64_t(sizeof(Factor));  // from a word of B to the next
   Vec totals[R][V];
   if (kTotalsInRegisters) {
 #pragma GCC unroll 16
@@ -81,7 +84,7 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       for (int j = 0; j < V; ++j) totals[i][j] = load(strip + i * kGemmColumns + j * kLanes);
     }
   }
-  for (int64_t k = 0; k < depth; k += kBlock, codes += kPanel, blocks_of_a += R, a += R * kBlock) {
+  for (int64_t k = 0; k < depth; k += kBlock, codes += kPanel, blocks_of_a += R, a += R * kBlock, b += kWords * next) {
     Ints exponents[V], sums[R][V];
     for (int j = 0; j < V; ++j) exponents[j] = widen_codes(codes + j * kLanes) << 23;
 #pragma GCC unroll 16
@@ -91,10 +94,10 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       }
     }
 #pragma GCC unroll kUnrolled
-    for (int word = 0; word < kWords; ++word, b += kPanelVectors * kDecoded / int(sizeof(Factor))) {
+    for (int word = 0; word < Words; ++word) {
       Ints columns[V];
       for (int j = 0; j < V; ++j) {
-        const Factor* from = b + j * kDecoded / int(sizeof(Factor));
+        const Factor* from = b + word * next + j * kDecoded / int(sizeof(Factor));
         if (sizeof(Factor) == 1) __builtin_prefetch(from + kPanelAhead);
         std::memcpy(columns + j, from, sizeof columns[j]);
       }
@@ -146,23 +149,26 @@ MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t, Factor*)
   return reinterpret_cast<const Factor*>(elements);
 }
 #else
-// Even elements, then odd ones.
-MXFP8_INLINE void store_halves(__m256i elements, int64_t half, Factor* to) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_srai_epi16(_mm256_slli_epi16(elements, 8), 8));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + half), _mm256_srai_epi16(elements, 8));
-}
+MXFP8_INLINE void store(Factor* to, __m256i factors) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), factors); }
+MXFP8_INLINE __m256i even_factors(__m256i elements) { return _mm256_srai_epi16(_mm256_slli_epi16(elements, 8), 8); }
+MXFP8_INLINE __m256i odd_factors(__m256i elements) { return _mm256_srai_epi16(elements, 8); }
+
 MXFP8_INLINE int32_t store_block(__m256i elements, Factor* to) {
-  store_halves(elements, kBlock / 2, to);
+  const __m256i even = even_factors(elements), odd = odd_factors(elements);
+  store(to, _mm256_permute2x128_si256(even, odd, 0x20));
+  store(to + kBlock / 2, _mm256_permute2x128_si256(even, odd, 0x31));
   return 0;
 }
 
 // The factors of `depth` values of a panel.
 MXFP8_INLINE const Factor* factors_of(const uint8_t* elements, int64_t depth, Factor* to) {
-  constexpr int64_t each = kPanel * kBlock;  // elements of a block
+  constexpr int64_t each = kPanel * kBlock / 2;  // elements of half a block
   for (int64_t i = 0; i < depth * kPanel; i += kDecoded) {
     __builtin_prefetch(elements + i + kPanelAhead);
     const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(elements + i));
-    store_halves(words, each / 2, to + i / each * each + i % each / 2);
+    Factor* at = to + i / each * each + i % each / 2;
+    store(at, even_factors(words));
+    store(at + each / 2, odd_factors(words));
   }
   return to;
 }
@@ -176,8 +182,13 @@ MXFP8_INLINE OperandB operand_of(PanelView panel, int64_t depth, RoomOfB* room) 
 }
 
 template <int R, int V>
-MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, float* strip) {
-  multiply_tile<R, V>(a.factors(chunk, tile), a.blocks(chunk, tile), b.factors, b.codes, chunk.padded, strip);
+MXFP8_INLINE void multiply_tile(const PackedA& a, Chunk chunk, int64_t tile, OperandB b, int64_t block_values,
+                                float* strip) {
+  const auto multiply = [&](auto words) MXFP8_INLINE_LAMBDA {
+    multiply_tile<R, V, decltype(words)::value>(a.factors(chunk, tile), a.blocks(chunk, tile), b.factors, b.codes,
+                                                chunk.padded, strip);
+  };
+  block_values > kBlock / 2 ? multiply(Rows<kWords>{}) : multiply(Rows<kWords / 2>{});
 }
 
 // Packs a block of a row of a tile, whose scale has this code.

@@ -1,8 +1,8 @@
 // A, packed for gemm_int16.cpp: blocks as 16-bit integers, and lists of the elements that are not integers.
 #pragma once
+#include "../common/turn.h"
 #include "gemm.h"
 #include "integers.h"
-#include "turn.h"
 
 namespace mxfp8::MXFP8_ISA {
 

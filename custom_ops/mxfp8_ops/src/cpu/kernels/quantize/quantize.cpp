@@ -7,6 +7,7 @@
 #include "../../quantize.h"
 
 #include "../common/codec.h"
+#include "../common/turn.h"
 #include "group.h"
 #include "tiles.h"
 
@@ -174,6 +175,28 @@ MXFP8_INLINE void quantize_tile(const typename D::Storage* x, int64_t stride, in
   }
 }
 
+// Turns codes [depth, width] of a tile: element k of column c becomes turned[c * stride + k].
+MXFP8_INLINE void turn_tile(const uint8_t (*codes)[kColumnTile], int64_t depth, int64_t width, uint8_t* turned,
+                            int64_t stride) {
+#if defined(__AVX2__)
+  for (int64_t k = 0; k < depth; k += kTurnRows) {  // with what lies behind `depth` and `width`: there is room for it
+    for (int64_t c = 0; c < width; c += kTurnRows) {
+      __m128i square[kTurnRows];
+      for (int i = 0; i < kTurnRows; ++i)
+        square[i] = _mm_load_si128(reinterpret_cast<const __m128i*>(codes[k + i] + c));
+      turn(square);
+      for (int i = 0; i < kTurnRows; ++i) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(turned + (c + i) * stride + k), square[i]);
+      }
+    }
+  }
+#else
+  for (int64_t c = 0; c < width; ++c) {
+    for (int64_t k = 0; k < depth; ++k) turned[c * stride + k] = codes[k][c];
+  }
+#endif
+}
+
 // The pack of a transposed weight: x [K, N] -> elements [N, K]. A tile is 64 columns by 8 blocks, so that each row of
 // the result is written 256 bytes at a time. The numbers of tiles go along the columns first.
 template <class D, class F>
@@ -204,9 +227,9 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
         continue;
       }
       quantize_tile<D, F>(x, args.stride, depth, width, args.increment, codes, scales, wanted);
+      turn_tile(codes, depth, width, turned[0] + k - k_begin, kPackDepth * kBlock);
       for (int64_t c = 0; c < width; ++c) {
         args.scales[(column + c) * blocks + block] = scales[c];
-        for (int64_t row = 0; row < depth; ++row) turned[c][k - k_begin + row] = codes[row][c];
         if (stats == nullptr || scales[c] != kScaleNan) continue;
         for (int64_t row = 0; row < depth; ++row) {
           if (first_nonfinite<D>(x + row * args.stride + c, 1) < 0) continue;
@@ -217,7 +240,10 @@ void transposed(const QuantizeArgs& args, int64_t tile_begin, int64_t tile_end, 
       }
     }
     for (int64_t c = 0; c < width; ++c) {
-      std::memcpy(args.elements + (column + c) * row_bytes + k_begin, turned[c], size_t(k_end - k_begin));
+      uint8_t* to = args.elements + (column + c) * row_bytes + k_begin;
+      const int64_t count = k_end - k_begin, whole = count / kBlock * kBlock;
+      for (int64_t k = 0; k < whole; k += kBlock) std::memcpy(to + k, turned[c] + k, kBlock);
+      if (count > whole) std::memcpy(to + whole, turned[c] + whole, size_t(count - whole));
     }
   }
   if (stats != nullptr) sums.add_to(stats);

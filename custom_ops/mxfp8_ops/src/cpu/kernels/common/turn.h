@@ -1,6 +1,6 @@
-// Matrices of bytes, turned in registers: rows of B become rows of columns.
+// Matrices of bytes, turned in registers.
 #pragma once
-#include "../common/codec.h"
+#include "codec.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
