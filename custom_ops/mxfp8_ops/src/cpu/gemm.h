@@ -27,9 +27,6 @@ struct Panels {
   const void* data;
 };
 
-// y = a times the transpose of b. `a` is either quantized (a_format is an element format, a_scales is not null) or
-// values (a_format is a value dtype, a_scales is null). With `rounds_a` values are rounded to bfloat16, to nearest
-// even, before they are multiplied. Fill it by names: GCC and Clang take the designated initializers of C++20.
 // Sums of some rows of the result, from column `column` on; rows are `stride` values apart.
 struct Finished {
   int64_t row, rows, column, width;
@@ -37,6 +34,9 @@ struct Finished {
   int64_t stride;
 };
 
+// y = a times the transpose of b. `a` is either quantized (a_format is an element format, a_scales is not null) or
+// values (a_format is a value dtype, a_scales is null). With `rounds_a` values are rounded to bfloat16, to nearest
+// even, before they are multiplied. Fill it by names: GCC and Clang take the designated initializers of C++20.
 struct GemmArgs {
   int a_format = 0;
   const void* a = nullptr;
