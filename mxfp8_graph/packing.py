@@ -93,7 +93,7 @@ def pack(
     rows: Rows,
     *,
     transposed: bool,
-    factor: float = 1.0,
+    factor: float | Array = 1.0,
     element_format: str = "e4m3",
     scale_rounding: str = "ceil",
     allow_nonfinite: bool = False,
@@ -104,7 +104,7 @@ def pack(
         rows: [..., N, K], or [..., K, N] if `transposed`; float32, float16 or bfloat16. Without values the result has
             sizes only, and takes no memory.
         transposed: whether K is the last axis but one.
-        factor: multiplied in float32 before rounding.
+        factor: multiplied in float32 before rounding: a number, or float32 [R] for the rows of a matrix.
         element_format: a name of `formats.ELEMENT_FORMATS`.
         scale_rounding: one of `formats.SCALE_ROUNDINGS`.
         allow_nonfinite: whether a block with NaN or Inf becomes NaN, instead of raising NonFiniteError.
@@ -124,7 +124,9 @@ def pack(
             stop = min(start + step, height)
             matrix = rows.read(at, start, stop)
             # In float32 and before rounding, so that the values are rounded once.
-            if factor != 1.0:
+            if not isinstance(factor, float):
+                matrix = matrix.astype(np.float32) * factor[start:stop, None]
+            elif factor != 1.0:
                 matrix = matrix.astype(np.float32) * np.float32(factor)
             part = cpu.pack(matrix, transposed=transposed, element_format=element_format, scale_rounding=scale_rounding)
             if part.first_nonfinite is not None and not allow_nonfinite:

@@ -35,6 +35,7 @@ from mxfp8_ops.node import (
 )
 from mxfp8_ops.nodes import attention, conv, embedding, fused_gemm, gemm, grouped, quantize
 from mxfp8_ops.nodes.attention import ATTENTION
+from mxfp8_ops.nodes.conv import CONV
 from mxfp8_ops.nodes.embedding import EMBEDDING
 from mxfp8_ops.nodes.fused_gemm import EPILOGUES, GATED_WEIGHT_GEMM
 from mxfp8_ops.nodes.gemm import GEMM, WEIGHT_GEMM
@@ -46,6 +47,7 @@ __all__ = [
     "ATTENTION",
     "BFLOAT16",
     "BOOL",
+    "CONV",
     "DEQUANTIZE",
     "DOMAIN",
     "ELEMENTS",

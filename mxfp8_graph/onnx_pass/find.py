@@ -10,19 +10,22 @@ Every form is read as the nodes compute it, Y [..., M, N] = X [..., M, K] @ W [.
     FusedMatMul, FusedGemm, Attention   ONNX Runtime's own ops: see `forms.py`
     MatMul(X, Gather(w [E, K, N], i))   experts, picked while the model runs: see `operands.py`
     MatMul(Q, K^T), MatMul(softmax, V)  both operands computed at run time
+    Conv, ConvTranspose                 pixels times taps: see `convolutions.py`
     Gather(w [N, K], ids)               rows picked, nothing multiplied
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import onnx_ir as ir
 
 from mxfp8_graph.naming import reserve_name
+from mxfp8_graph.onnx_pass.convolutions import Affine, Convolution, affine_behind, packed_weight
 from mxfp8_graph.onnx_pass.forms import AS_IS, EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
@@ -75,6 +78,14 @@ class OnnxSite:
     swapped: bool = False
     """The gemm computes the transpose of the result."""
     added: Addend
+    affine: Affine | None = None
+    """Of a convolution."""
+
+    @property
+    def nodes(self) -> tuple[ir.Node, ...]:
+        """The nodes that go away if the site is replaced."""
+        behind = (self.added.node,) if self.affine is None else self.affine.nodes
+        return tuple(node for node in (self.node, *behind) if node is not None)
 
 
 def find_sites(model: ir.Model) -> list[OnnxSite]:
@@ -181,7 +192,37 @@ class _Finder:
         added = Addend(output=node.outputs[0])
         return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=added)
 
-    _DESCRIBE: Final[Mapping[type[Form], Callable[..., OnnxSite]]] = {Form: _product, Lookup: _lookup}
+    def _convolution(self, node: ir.Node, form: Convolution) -> OnnxSite:
+        static, bias = self._operands.static(form.b), self._operands.static(form.c)
+        dtype = static.dtype if static else dtype_of(form.a)
+        blocker = form.blocker or eligibility.dtype_blocker(_dtype_name(dtype), "cast the model first")
+        shape: tuple[int, ...] = ()
+        affine = None
+        if static is None or static.repeated_axes:
+            blocker = blocker or self._weight_blocker(form.b) or "its weight is computed; expected a stored one"
+            static = None
+        elif not (blocker := blocker or eligibility.convolution_blocker(static.shape, form.group, bool(form.phases))):
+            static, shape = packed_weight(static, form)
+            affine = affine_behind(node, form, shape[0] // math.prod(form.phases), self._operands.static)
+        if form.c is not None and bias is None:
+            blocker = blocker or "its bias is computed; expected a stored one"
+        x_shape, y_shape = shape_of(form.a), shape_of(node.outputs[0])
+        x = Operand(value=form.a, rank=None if x_shape is None else len(x_shape), shape=x_shape)
+        w = Operand(value=form.b, rank=len(shape), shape=shape, static=static)
+        pixels = None if y_shape is None else eligibility.rows([*y_shape[:1], *y_shape[2:]])
+        sizes = (pixels, shape[0], math.prod(shape[1:])) if shape else (pixels, None, None)
+        matmul = self._site(
+            node, w, dtype, role="convolution", sizes=sizes, has_bias=form.c is not None, blocker=blocker
+        )
+        added = Addend(output=affine.output if affine else node.outputs[0])
+        matmul = replace(matmul, weight_shape=shape)
+        return OnnxSite(matmul=matmul, node=node, form=form, x=x, w=w, dtype=dtype, added=added, affine=affine)
+
+    _DESCRIBE: Final[Mapping[type[Form], Callable[..., OnnxSite]]] = {
+        Form: _product,
+        Lookup: _lookup,
+        Convolution: _convolution,
+    }
     """Form -> the function that describes its site, as `_NODES` of replace.py has the one that makes its node."""
 
     def _site(self, node: ir.Node, w: Operand, dtype: int, *, sizes: Sequence[Dim], **more: Any) -> MatMulSite:

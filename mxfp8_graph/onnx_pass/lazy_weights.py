@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,8 @@ class PackSettings:
     """How a static operand is packed; see `packing.pack`."""
 
     transposed: bool
-    factor: float
+    factor: float | Array
+    """A number, or one for each row of a matrix."""
     element_format: str
     scale_rounding: str
     allow_nonfinite: bool
@@ -36,20 +37,32 @@ class LazyWeight:
     """A static operand as elements and scales, two tensors of onnx_ir. A read of either packs the weight."""
 
     def __init__(
-        self, static: Static, settings: PackSettings, stored: StoredWeight | None, done: Callable[[], None]
+        self,
+        static: Static,
+        shape: Sequence[int],
+        settings: PackSettings,
+        stored: StoredWeight | None,
+        done: Callable[[], None],
     ) -> None:
-        """`stored` is a weight of a checkpoint, whose bytes are taken instead. `done` is called after each packing."""
+        """Makes the tensors; nothing is packed yet.
+
+        Args:
+            static: the weight [..., N, K], or [..., K, N].
+            shape: of the elements; its last size is K.
+            settings: how the weight is packed.
+            stored: a weight of a checkpoint, whose bytes are taken instead.
+            done: called after each packing.
+        """
         self._static, self._settings, self._stored, self._done = static, settings, stored, done
-        *lead, height, width = static.shape
-        n, k = (width, height) if settings.transposed else (height, width)
         self.byte_size: Final = packed_bytes(static.shape, transposed=settings.transposed)
         self._relative_l2: float | None = None
         self._scales: Array | None = None
         """Scales from the last read of the elements. `save` writes them next, so the weight is packed once."""
         dtype = ir.DataType(formats.element_format(settings.element_format).onnx_dtype)
-        self.elements: Final = ir.LazyTensor(self._read_elements, dtype, ir.Shape([*lead, n, k]))
-        shape = ir.Shape([*lead, n, scale_count(k)])
-        self.scales: Final = ir.LazyTensor(self._read_scales, ir.DataType(contract.UINT8), shape)
+        self._shape = tuple(shape)
+        self._scales_shape = (*shape[:-1], scale_count(shape[-1]))
+        self.elements: Final = ir.LazyTensor(self._read_elements, dtype, ir.Shape(self._shape))
+        self.scales: Final = ir.LazyTensor(self._read_scales, ir.DataType(contract.UINT8), ir.Shape(self._scales_shape))
 
     @property
     def relative_l2(self) -> float | None:
@@ -60,12 +73,13 @@ class LazyWeight:
 
     def _read_elements(self) -> ir.TensorProtocol:
         packed = self._packed()
-        self._scales = packed.scales
-        return ir.Tensor(packed.elements.view(self.elements.dtype.numpy()), dtype=self.elements.dtype)
+        self._scales = packed.scales.reshape(self._scales_shape)
+        elements = packed.elements.reshape(self._shape)
+        return ir.Tensor(elements.view(self.elements.dtype.numpy()), dtype=self.elements.dtype)
 
     def _read_scales(self) -> ir.TensorProtocol:
         scales, self._scales = self._scales, None
-        return ir.Tensor(self._packed().scales if scales is None else scales)
+        return ir.Tensor(self._packed().scales.reshape(self._scales_shape) if scales is None else scales)
 
     def _packed(self) -> QuantizedWeight:
         settings = self._settings

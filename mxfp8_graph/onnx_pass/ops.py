@@ -11,7 +11,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass import einsum, forms, views
+from mxfp8_graph.onnx_pass import convolutions, einsum, forms, views
 from mxfp8_graph.onnx_pass.dialects import TRT_DEQUANTIZE
 from mxfp8_graph.onnx_pass.forms import Form, Reader, Resolve
 from mxfp8_graph.onnx_pass.graph import MICROSOFT, STANDARD, attribute, is_op
@@ -37,6 +37,8 @@ OPS: Final[dict[tuple[str, str], Op]] = {
     ("", "MatMul"): Op(product=forms.matmul),
     ("", "Gemm"): Op(product=forms.gemm),
     ("", "Einsum"): Op(product=einsum.read),
+    ("", "Conv"): Op(product=convolutions.conv),
+    ("", "ConvTranspose"): Op(product=convolutions.conv_transpose),
     (MICROSOFT, "FusedMatMul"): Op(product=forms.fused_matmul),
     (MICROSOFT, "TransposeMatMul"): Op(product=forms.fused_matmul),
     (MICROSOFT, "FusedMatMulActivation"): Op(product=forms.fused_matmul_activation),
@@ -86,7 +88,7 @@ DEQUANTIZES: Final = frozenset({"DequantizeLinear", TRT_DEQUANTIZE})
 """The ops that dequantize: ONNX's, with any scale, and TensorRT's."""
 
 _COMPUTES: Final = (
-    *("Conv", "ConvTranspose", "DeformConv", "FusedConv", "NhwcConv", "NhwcFusedConv"),
+    *("DeformConv", "FusedConv", "NhwcConv", "NhwcFusedConv"),
     *("LSTM", "GRU", "RNN", "AttnLSTM"),
     *("Attention", "MultiHeadAttention", "GroupQueryAttention", "DecoderMaskedMultiHeadAttention"),
     *("PackedMultiHeadAttention", "PagedAttention", "SparseAttention", "QAttention", "QMoE"),

@@ -8,6 +8,9 @@
     MatMul(w, X)        -> Transpose(MXFP8Gemm(MXFP8Quantize(Transpose(X)), packed w))
     Gather(w, ids)      -> MXFP8Embedding(ids, packed w)
     GatherND(w, ids)    -> MXFP8Embedding(Squeeze(ids), packed w)
+    Conv(X, w, b)       -> MXFP8Conv(X, packed w, b)
+    Conv(X, w, b)       -> Conv(X, Transpose(Cast(packed w) * scales), b)     weight-only: ONNX Runtime folds it
+    ConvTranspose(X, w) -> DepthToSpace(one of these)      Reshape, Transpose, Reshape along one axis
 
 All other nodes stay as they are.
 """
@@ -16,11 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
+from mxfp8_graph.onnx_pass.convolution_nodes import dequantized_weight, interleaved
+from mxfp8_graph.onnx_pass.convolutions import Convolution, Floats
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names
@@ -116,25 +123,30 @@ class Replacer:
         node = _NODES[type(site.form)](site, decision, build)
         inputs = node.inputs
         weight = None
-        if (static := site.w.static) is not None:
+        static = site.w.static
+        if static is not None:
             weight, tensors = self._pack(site, static, decision)
-            inputs += tensors
+            inputs += tensors if node.operand is None else [node.operand(tensors)]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
         if site.w.picked is not None:
             inputs.append(build.experts(site.w.picked))
         if site.added.bias is not None:
             inputs.append(self._bias(site, site.added.bias))
+        if static is not None and site.affine is not None and site.affine.numbers is not None:
+            dtype = ir.DataType(site.dtype if node.op is None else contract.FLOAT)
+            name = self.fresh(f"{site.matmul.name}_bias")
+            inputs.append(self._initializer(static, ir.tensor(site.affine.numbers, dtype, name=name)))
         self._result(site, decision, node, build)
         *before, last = build.nodes
         # In place of the product, where the activation is computed: other sites may share its quantized form.
-        gone = tuple(each for each in (site.node, site.added.node) if each is not None)
-        return Replaced(decision, Replacement(node=last, before=tuple(before), gone=gone, place=site.node), weight)
+        replacement = Replacement(node=last, before=tuple(before), gone=site.nodes, place=site.node)
+        return Replaced(decision, replacement, weight)
 
     def _result(self, site: OnnxSite, decision: Decision, new: _New, build: Builder) -> None:
         """Adds the new node and the nodes behind it, for dtype, swap, alpha, C and activations."""
         dtype = weight_gemm_dtype(site.dtype) if new.takes_values else site.dtype
-        if site.x.rank is None or (site.w.picked and site.w.picked.rank == 0):
+        if new.op is not None and (site.x.rank is None or (site.w.picked and site.w.picked.rank == 0)):
             # ONNX Runtime takes no dtype from a node whose shape is unknown, and assumes the first it may have. To the
             # node it shows a single index as a tensor of unknown rank.
             dtype = contract.FLOAT
@@ -150,15 +162,16 @@ class Replacer:
             steps.append(EpilogueNode(op="Mul", inputs=(ir.tensor(site.form.alpha, ir.DataType(site.dtype)),)))
         if site.added.addend is not None:
             steps.append(EpilogueNode(op="Add", inputs=((site.added.addend, site.form.beta),)))
-        steps += [*site.form.after, *site.added.after]
-        settings = {"output_dtype": dtype}
-        if new.takes_values:
+        steps += [*site.form.after, *site.added.after, *new.after]
+        settings: dict[str, Any] = {**new.attributes}
+        if new.op is not None:
+            settings["output_dtype"] = dtype
+        if new.op is not None and "activation_dtype" in new.op.attributes:
             settings["activation_dtype"] = formats.activation_dtype(decision.activation_dtype).onnx_dtype
         result = value_replacing(site.added.output)
         output = self.fresh(f"{result.name}_gemm") if steps else result
-        outputs = build.add(
-            new.op.name, new.inputs, [output], name=site.node.name or "", domain=contract.DOMAIN, **settings
-        )
+        op, domain = ("Conv", "") if new.op is None else (new.op.name, contract.DOMAIN)
+        outputs = build.add(op, new.inputs, [output], name=site.node.name or "", domain=domain, **settings)
         gemm = build.nodes[-1]
         gemm.metadata_props.update(site.node.metadata_props)
         gemm.doc_string = site.node.doc_string
@@ -169,19 +182,24 @@ class Replacer:
         stored = self._checkpoint_weights.get(site.matmul.name)
         # The key has all that decides the bytes.
         layout = layout_of(static.tensor, static.steps, site.w.transposed)
-        how_packed = (decision.weight_format, decision.scale_rounding, site.form.alpha, stored and stored.name)
+        factor: float | Floats = site.form.alpha  # before rounding: alpha need not be a power of two
+        if site.affine is not None and site.affine.factors is not None:
+            factor = np.repeat(site.affine.factors, static.shape[0] // site.affine.factors.size)
+        key_of_factor = factor if isinstance(factor, float) else factor.tobytes()
+        how_packed = (decision.weight_format, decision.scale_rounding, key_of_factor, stored and stored.name)
         key = (static.value, *layout, *how_packed)
         if key not in self._packed:
             settings = PackSettings(
                 transposed=site.w.transposed,
-                factor=site.form.alpha,  # before rounding: alpha need not be a power of two
+                factor=factor,
                 element_format=decision.weight_format,
                 scale_rounding=decision.scale_rounding,
                 allow_nonfinite=self._allow_nonfinite,
             )
             size = site.matmul.weight_bytes
             self._bytes_in_all += size
-            weight = LazyWeight(static, settings, stored, lambda: self._tell(site.matmul.name, size))
+            shape = site.matmul.weight_shape
+            weight = LazyWeight(static, shape, settings, stored, lambda: self._tell(site.matmul.name, size))
             # Elements first, and `save` writes them first: a weight whose scales are read first is packed twice.
             for tensor, wanted in ((weight.elements, "mxfp8"), (weight.scales, "mxfp8_scales")):
                 tensor.name = self.fresh(f"{static.name}_{wanted}")
@@ -325,11 +343,17 @@ class Builder(NewNodes):
 class _New(NamedTuple):
     """The node that replaces a site's."""
 
-    op: contract.Op
+    op: contract.Op | None
+    """None for the site's own op, with a dequantized weight."""
     inputs: list[ir.Value]
     """The inputs before the weight; `Replacer` adds the others."""
     takes_values: bool = False
-    """Whether the first input is not quantized."""
+    """Whether the first input is not quantized, and the node is one of ours."""
+    attributes: Mapping[str, Any] = MappingProxyType({})
+    operand: Callable[[Sequence[ir.Value]], ir.Value] | None = None
+    """Returns the weight from elements and scales; None if the node takes these."""
+    after: tuple[EpilogueNode, ...] = ()
+    """Further steps behind the node."""
 
 
 def _product(site: OnnxSite, decision: Decision, build: Builder) -> _New:
@@ -344,5 +368,25 @@ def _lookup(site: OnnxSite, decision: Decision, build: Builder) -> _New:
     return _New(contract.EMBEDDING, [build.ids()])
 
 
-_NODES: Final[Mapping[type[Form], Callable[[OnnxSite, Decision, Builder], _New]]] = {Form: _product, Lookup: _lookup}
+def _convolution(site: OnnxSite, decision: Decision, build: Builder) -> _New:
+    form = site.form
+    assert isinstance(form, Convolution)
+    window = {name: getattr(form, name) for name in ("strides", "pads", "dilations", "group")}
+    *_, channels = shape = site.matmul.weight_shape
+    inputs, after = [site.x.value], interleaved(form, shape[0])
+    if decision.activation_format is None:
+        dequantized = partial(dequantized_weight, build, element_format=decision.weight_format, dtype=site.dtype)
+        operand = partial(dequantized, channels=channels, rank=len(shape))
+        return _New(None, inputs, attributes=window, operand=operand, after=after)
+    x_dtype = formats.element_format(decision.activation_format).onnx_dtype
+    quantizes = {"x_dtype": x_dtype, "scale_rounding": decision.scale_rounding}
+    defaults = {name: value for name, value in contract.CONV.attributes.items() if name != "output_dtype"}
+    return _New(contract.CONV, inputs, takes_values=True, attributes=defaults | window | quantizes, after=after)
+
+
+_NODES: Final[Mapping[type[Form], Callable[[OnnxSite, Decision, Builder], _New]]] = {
+    Form: _product,
+    Lookup: _lookup,
+    Convolution: _convolution,
+}
 """Form -> the function that makes its node."""

@@ -25,7 +25,8 @@ from mxfp8_ops.contract import VALUE_NAMES
 
 Array = npt.NDArray[Any]
 Steps = tuple[tuple[str, tuple[int, ...]], ...]
-"""("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape) or ("Slice", (axis, start, stop)), first to last."""
+"""Steps, first to last: ("Transpose", perm), ("Cast", (dtype,)), ("Reshape", shape), ("Slice", (axis, start, stop)),
+("Pad", (axis, count of zeros at its end)) or ("Flip", axes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +205,11 @@ def apply(steps: Steps, data: Array) -> Array:
         elif step == "Slice":
             axis, start, stop = argument
             data = data[(slice(None),) * axis + (slice(start, stop),)]
+        elif step == "Pad":
+            axis, count = argument
+            data = np.pad(data, [(0, count if each == axis else 0) for each in range(data.ndim)])
+        elif step == "Flip":
+            data = np.flip(data, argument)
         else:
             data = data.reshape(argument)
     return data
@@ -228,7 +234,7 @@ def in_stored_order(dims: tuple[int, ...], steps: Steps) -> tuple[tuple[int, ...
     for step, argument in steps:
         if step == "Cast":
             casts.append(argument[0])
-        elif step == "Slice":
+        elif step in {"Slice", "Pad", "Flip"}:
             return None
         elif step == "Reshape":
             # The stored order of swapped axes is not the order that the Reshape reads.

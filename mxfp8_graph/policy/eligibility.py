@@ -11,6 +11,10 @@ from typing import Any, Final
 
 from mxfp8_graph.policy.plan import Dim
 from mxfp8_ops.contract import VALUE_NAMES
+from mxfp8_ops.formats import BLOCK_SIZE
+
+MIN_GROUP_OUTPUTS: Final = 16
+"""The least output channels of one of several groups: half a panel of the kernels."""
 
 BOTH_CONSTANT: Final = "both operands are constant; fold the constants of the model first"
 
@@ -35,6 +39,30 @@ def weight_blocker(shape: Sequence[int]) -> str | None:
     # An empty weight has no block, and so no largest value to take a scale from.
     if 0 in shape:
         return f"the weight is empty (shape {list(shape)}); expected N and K above 0"
+    return None
+
+
+def convolution_blocker(shape: Sequence[int], group: int, transposed: bool) -> str | None:
+    """Returns the reason why a convolution cannot be rewritten, or None.
+
+    Its weight is [O, C / group, k...], or [C, O / group, k...] if it is `transposed`.
+    """
+    axes = len(shape) - 2
+    if shape[0] % group:
+        return f"a weight {list(shape)} in {group} groups; expected as many in each"
+    channels, outputs = (shape[0] // group, shape[1]) if transposed else (shape[1], shape[0] // group)
+    if axes not in {1, 2}:
+        return f"a convolution over {axes} axes; expected 1 or 2"
+    if 0 in shape:
+        return f"the weight is empty (shape {list(shape)}); expected sizes above 0"
+    if group == 1:
+        return None
+    if channels == 1:
+        return "depthwise: each output reads one channel, so there are no blocks of 32 channels"
+    # A block of X would belong to two groups, and its scale with it. Few outputs do not pay for a pass over X.
+    if channels % BLOCK_SIZE or outputs < MIN_GROUP_OUTPUTS:
+        expected = f"a multiple of {BLOCK_SIZE} input and at least {MIN_GROUP_OUTPUTS} output channels in each"
+        return f"{group} groups of {channels} input and {outputs} output channels; expected {expected}"
     return None
 
 

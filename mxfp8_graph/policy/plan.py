@@ -6,6 +6,7 @@ Knows neither ONNX nor torch: both front ends describe each matmul as a `MatMulS
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -14,7 +15,16 @@ from mxfp8_graph.policy.recipe import Recipe, Rule, load_recipe
 from mxfp8_ops.errors import Mxfp8Error, RecipeError
 from mxfp8_ops.formats import ELEMENT_FORMATS, VALUE_DTYPES
 
-Role = Literal["linear", "output_projection", "router", "attention_scores", "attention_values", "product", "embedding"]
+Role = Literal[
+    "linear",
+    "output_projection",
+    "router",
+    "attention_scores",
+    "attention_values",
+    "product",
+    "embedding",
+    "convolution",
+]
 Kind = Literal[
     "quantized",
     # Kept by the recipe:
@@ -22,7 +32,7 @@ Kind = Literal[
     "rule",
     "not_included",
     "role",  # the default policy for the role; see ROLE_SETTINGS
-    "tiny",  # below min_dim
+    "tiny",  # below min_dim or min_channels
     "no_weight",  # weight-only, and the site has no weight
     # Kept because of the model or its use:
     "unsupported",  # MatMulSite.blocker: no recipe can change it
@@ -38,7 +48,10 @@ Dim = int | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class MatMulSite:
-    """One matmul as a front end describes it: Y [..., M, N] = X [..., M, K] @ weight [..., N, K] transposed."""
+    """One matmul as a front end describes it: Y [..., M, N] = X [..., M, K] @ weight [..., N, K] transposed.
+
+    A convolution is the matmul of M pixels, N output channels and K = taps x input channels of a group.
+    """
 
     name: str
     """The node's name; unique within the model."""
@@ -60,7 +73,7 @@ class MatMulSite:
     weight: str | None = None
     """Name of the static operand's initializer."""
     weight_shape: tuple[int, ...] = ()
-    """Shape of the static operand as [..., N, K]."""
+    """Shape of the static operand as [..., N, K]; of a convolution, as [O, k..., C / group]."""
     weight_factor: float = 1.0
     """Factor of the static operand, applied before it is packed (Gemm's alpha)."""
     weight_bytes: int = 0
@@ -115,9 +128,11 @@ ROLE_SETTINGS: Final[Mapping[Role, str]] = {
     "embedding": "embeddings",
     "attention_scores": "attention_scores",
     "attention_values": "attention_values",
+    "convolution": "convolutions",
 }
 """Role -> the recipe's field that makes its sites eligible. They are off by default: no later layer averages out an
-error in the logits, in the choice of an expert, in a row of a table, or next to a softmax."""
+error in the logits, in the choice of an expert, in a row of a table, or next to a softmax. Convolutions are on where
+the weights are INT8: E4M3 costs small networks their accuracy."""
 
 _ROLE_REASONS: Final[Mapping[Role, str]] = {
     "output_projection": "output projection: its result is a graph output",
@@ -125,6 +140,7 @@ _ROLE_REASONS: Final[Mapping[Role, str]] = {
     "embedding": "embedding: ids pick its rows",
     "attention_scores": "attention scores (Q @ K^T), no static operand",
     "attention_values": "attention values (softmax @ V), no static operand",
+    "convolution": "convolution: E4M3 costs small networks their accuracy, INT8 does not",
 }
 
 
@@ -142,11 +158,24 @@ def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) 
         return
     if not decisions:
         raise NothingEligibleError(where, f"no {wanted}", "nothing to rewrite", decisions)
-    embeddings = sum(decision.site.role == "embedding" for decision in decisions)
-    counts = (("matmul", len(decisions) - embeddings), ("embedding", embeddings))
-    sites = " and ".join(f"{count} {what}{'s' if count > 1 else ''}" for what, count in counts if count)
+    kinds = Counter(noun_of(decision.site) for decision in decisions)
+    sites = " and ".join(f"{kinds[noun]} {noun}{'s' if kinds[noun] > 1 else ''}" for noun in NOUNS if kinds[noun])
     advice = "see the reasons and adapt the recipe"
+    # The bytes of a network are in its convolutions, which the MXFP8 presets keep.
+    kept = [each.site for each in decisions if each.site.role == "convolution" and each.kind == "role"]
+    if kept:
+        held = f"{len(kept)} of the convolutions hold {sum(site.weight_bytes for site in kept) / 1e6:.1f} MB"
+        advice = f"{held}: take --recipe mxint8, or set convolutions: true"
     raise NothingEligibleError(where, f"none of its {sites} is eligible", advice, decisions)
+
+
+NOUNS: Final = ("matmul", "convolution", "embedding")
+"""The kinds of sites in words."""
+
+
+def noun_of(site: MatMulSite) -> str:
+    """Returns which of `NOUNS` a site is."""
+    return site.role if site.role in NOUNS else NOUNS[0]
 
 
 def plan(sites: Sequence[MatMulSite], recipe: Recipe) -> list[Decision]:
@@ -209,15 +238,21 @@ def of_layers(decisions: Sequence[Decision], is_layer: Sequence[bool], recipe: R
 
 def _kept_by_policy(site: MatMulSite, recipe: Recipe) -> tuple[Kind, str] | None:
     """Returns (kind, reason) if the default policy keeps `site` in high precision, or None."""
-    # The role before the size: a role's setting is a decision, `min_dim` only a matter of gain.
+    # The role before the size of a matmul: a role's setting is a decision, `min_dim` only a matter of gain.
     if site.role == "product":
         return "role", "both operands are computed at run time; add a rule with quantize: true to quantize it"
+    if site.role == "convolution":
+        # Each tap has blocks of its own, and those of few channels are mostly empty.
+        for what, size in (("input", site.weight_shape[-1]), ("output", site.n)):
+            if isinstance(size, int) and size < recipe.min_channels:
+                below = f"below min_channels = {recipe.min_channels}; lower min_channels to quantize it"
+                return "tiny", f"tiny: {size} {what} channels are {below}"
     setting = ROLE_SETTINGS.get(site.role)
-    if setting and not getattr(recipe, setting):
+    if setting and not recipe.sets(setting):
         return "role", f"{_ROLE_REASONS[site.role]}; set {setting}: true to quantize it"
     # With a K below the 32 values of a block, every block is partly empty. With a small N, the products cost little
     # compared with the quantization of X. A size that is known only at run time is not below the limit.
-    for letter, size in (("N", site.n), ("K", site.k)):
+    for letter, size in () if site.role == "convolution" else (("N", site.n), ("K", site.k)):
         if isinstance(size, int) and size < recipe.min_dim:
             return "tiny", f"tiny: {letter} = {size} is below min_dim = {recipe.min_dim}; lower min_dim to quantize it"
     return None

@@ -202,8 +202,12 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
     """Also Q @ transpose(K)."""
     attention_values: Flag = False
     """Also softmax(...) @ V."""
+    convolutions: Flag | None = None
+    """Also convolutions; None: where weight_format is int8."""
     min_dim: NonNegative = 32
     """Matmuls with N or K below this stay as they are: less than one block of work."""
+    min_channels: NonNegative = 16
+    """Convolutions with fewer input or output channels in a group stay as they are."""
     include: tuple[Pattern, ...] = ()
     """If not empty, only sites whose name or module path matches one of these are eligible (rules come first)."""
     exclude: tuple[Pattern, ...] = ()
@@ -266,9 +270,16 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
         """TE: None, gradients are computed by products in MXFP8."""
         return
 
+    def sets(self, setting: str) -> bool:
+        """Whether a field of `plan.ROLE_SETTINGS` makes the sites of its role eligible."""
+        value = getattr(self, setting)
+        return self.weight_format == "int8" if value is None else bool(value)
+
     def to_record(self) -> str:
         """Returns the recipe as JSON for `recorded`."""
-        return self.model_dump_json(exclude_none=True)
+        # Without a default that versions before convolutions do not know: they read the record, too.
+        later = {"min_channels"} if self.min_channels == type(self).model_fields["min_channels"].default else None
+        return self.model_dump_json(exclude_none=True, exclude=later)
 
     def to_yaml(self) -> str:
         """Returns the text of a recipe file with this recipe."""

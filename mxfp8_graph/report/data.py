@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from rich.filesize import decimal as size  # a number of bytes in words
 
-from mxfp8_graph.policy.plan import Decision
+from mxfp8_graph.policy.plan import NOUNS, Decision, noun_of
 from mxfp8_graph.report.base import Data, Report
 from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number, shape_text
 from mxfp8_ops.formats import element_format
@@ -234,12 +234,12 @@ class RewriteReport(Report):
         return f"{text}."
 
     def _counts(self) -> str:
-        """Returns the numbers of rewritten matmuls, and of embeddings if there are any: "5 of 6 matmuls"."""
-        kinds: dict[str, list[bool]] = {"matmuls": []}
+        """Returns the numbers of rewritten sites of each kind: "5 of 6 matmuls and 0 of 1 embeddings"."""
+        kinds: dict[str, list[bool]] = {noun: [] for noun in NOUNS}
         for each in self.sites:
-            kind = "embeddings" if each.decision.site.role == "embedding" else "matmuls"
-            kinds.setdefault(kind, []).append(each.decision.quantize)
-        return " and ".join(f"{sum(verdicts)} of {len(verdicts)} {kind}" for kind, verdicts in kinds.items())
+            kinds[noun_of(each.decision.site)].append(each.decision.quantize)
+        counted = {noun: verdicts for noun, verdicts in kinds.items() if verdicts} or {NOUNS[0]: []}
+        return " and ".join(f"{sum(verdicts)} of {len(verdicts)} {noun}s" for noun, verdicts in counted.items())
 
     def facts(self) -> list[tuple[str, str]]:
         """Returns (label, value) pairs: weight error, fused nodes, time and notes."""

@@ -2,7 +2,8 @@
 
 run.py           calls every fusion for every node
 nodes.py         makes nodes in place of others, and reads the types of values
-gemm.py          activation and gate behind a gemm; elementwise.py recognizes activations
+gemm.py          activation and gate behind a gemm; conv.py: activation and residual behind a convolution
+elementwise.py   recognizes activations
 attention.py     attention; attention_scores.py reads it, attention_heads.py its operands
 """
 

@@ -7,9 +7,10 @@ hundred points tell it from any other function of so few nodes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,7 @@ MOST_NODES: Final = 12
 """An activation has fewer: the longest in use, gelu of tanh with a cube of products, has ten."""
 
 Array = npt.NDArray[np.float64]
+T = TypeVar("T")
 
 # NumPy has no erf.
 _erf: Final[Callable[[Array], Array]] = np.vectorize(math.erf, otypes=[np.float64])
@@ -36,22 +38,37 @@ def _sigmoid(x: Array) -> Array:
 
 
 # Dense where activations bend; far points, where functions differ in their limits only; tiny ones beside 0.
-_POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
+POINTS: Final = np.concatenate([np.linspace(-12, 12, 241), [-1e4, -300, -40, -1e-3, 1e-3, 40, 300, 1e4]])
+"""The points at which functions are compared."""
 
 with np.errstate(over="ignore"):
     _EPILOGUES: Final[Mapping[str, Array]] = {
-        name: row.function(_POINTS) for name, row in FUNCTIONS.items() if name != "none"
+        name: row.function(POINTS) for name, row in FUNCTIONS.items() if name != "none"
     }
-    """The activation functions that a fused gemm has, at `_POINTS`, by the value of its attribute `epilogue`."""
+    """The activation functions that a fused gemm has, at `POINTS`, by the value of its attribute `epilogue`."""
 
 _TOLERANCE: Final = {contract.FLOAT: 1e-6, contract.FLOAT16: 2.5e-4, contract.BFLOAT16: 2e-3}
 """Largest error of a function, relative to 1 + |x|, by dtype: the constants of the model are rounded to it."""
 
-_Compute = Callable[[ir.Node, Sequence[Array]], Array]
+
+def _clip(x: Array, low: Array | None = None, high: Array | None = None) -> Array:
+    x = x if low is None else np.maximum(x, low)
+    return x if high is None else np.minimum(x, high)
+
+
+_Compute = Callable[[ir.Node, Sequence[Any]], Array]
 
 
 _STANDARD: Final[Mapping[str, _Compute]] = {
     "Identity": lambda node, inputs: inputs[0],
+    "Clip": lambda node, inputs: _clip(*inputs),
+    "HardSigmoid": lambda node, inputs: np.clip(
+        attribute(node, "alpha", 0.2) * inputs[0] + attribute(node, "beta", 0.5), 0, 1
+    ),
+    "HardSwish": lambda node, inputs: inputs[0] * np.clip(inputs[0] / 6 + 0.5, 0, 1),
+    "LeakyRelu": lambda node, inputs: np.where(inputs[0] < 0, attribute(node, "alpha", 0.01), 1) * inputs[0],
+    "Max": lambda node, inputs: functools.reduce(np.maximum, inputs),
+    "Min": lambda node, inputs: functools.reduce(np.minimum, inputs),
     "Neg": lambda node, inputs: -inputs[0],
     "Relu": lambda node, inputs: _relu(inputs[0]),
     "Sigmoid": lambda node, inputs: _sigmoid(inputs[0]),
@@ -74,41 +91,45 @@ _OPS: Final = {MICROSOFT: _MICROSOFT, **dict.fromkeys(STANDARD, _STANDARD)}
 """The functions of elementwise ops, by domain and op type."""
 
 
-def activation_of(value: ir.Value, dtype: int) -> tuple[str, Sequence[ir.Node]] | None:
-    """Returns (epilogue of a fused gemm, its nodes) for the longest activation of a value, or None.
+def activation_of(
+    value: ir.Value, dtype: int, recognize: Callable[[Array, int], T | None]
+) -> tuple[T, Sequence[ir.Node]] | None:
+    """Returns (what `recognize` returns, its nodes) for the longest activation of a value, or None.
 
     Nothing else uses the value or the values between these nodes.
 
     Args:
         value: of dtype `dtype`.
         dtype: an onnx.TensorProto.DataType.
+        recognize: gets the values of a function at `POINTS` and `dtype`; returns the epilogue that it is, or None.
     """
     cone = _cone(value)
     for count in range(len(cone), 0, -1):
         nodes = _ancestors([node for node, _ in cone[:count]])
         inner = (value, *(node.outputs[0] for node in nodes[:-1]))
-        epilogue = _named(cone[count - 1][1], dtype)
+        epilogue = recognize(cone[count - 1][1], dtype)
         if epilogue is not None and all(only_used_by(each, nodes) for each in inner):
             return epilogue, nodes if count == 1 else [node for node in value.graph or () if node in nodes]
     return None
 
 
 def _cone(value: ir.Value) -> list[tuple[ir.Node, Array]]:
-    """Returns (node, its values at `_POINTS`) for the elementwise nodes that read only `value` and numbers.
+    """Returns (node, its values at `POINTS`) for the elementwise nodes that read only `value` and numbers.
 
     A node comes after the nodes that it reads. The list is empty if there are more than `MOST_NODES`, since no
     activation has that many.
     """
     graph = value.graph
-    values, waiting = {value: _POINTS}, [value]
+    values, waiting = {value: POINTS}, [value]
     cone: dict[ir.Node, Array] = {}
     while waiting and len(cone) <= MOST_NODES:
         for node in waiting.pop().consumers():
             compute = _OPS.get(node.domain, {}).get(node.op_type)
             if compute is None or len(node.outputs) != 1 or node in cone or node.graph is not graph:
                 continue
-            inputs = [array for each in node.inputs if (array := _known(each, values)) is not None]
-            if len(inputs) == len(node.inputs):
+            inputs = [None if each is None else _known(each, values) for each in node.inputs]
+            # Only a bound of Clip may be absent.
+            if all(each is None or array is not None for each, array in zip(node.inputs, inputs, strict=True)):
                 with np.errstate(all="ignore"):  # the far points overflow on the way, as in the model
                     cone[node] = values[node.outputs[0]] = compute(node, inputs)
                 waiting.append(node.outputs[0])
@@ -117,14 +138,14 @@ def _cone(value: ir.Value) -> list[tuple[ir.Node, Array]]:
     return list(cone.items())
 
 
-def _known(value: ir.Value | None, values: Mapping[ir.Value, Array]) -> Array | None:
+def _known(value: ir.Value, values: Mapping[ir.Value, Array]) -> Array | None:
     """Returns a value of the cone, or a constant that is one number and adds no dimension to the other operand."""
-    if value is None or value in values:
-        return None if value is None else values[value]
+    if value in values:
+        return values[value]
     array = constant(value)
     if array is None or array.size != 1 or array.ndim > 1:
         return None
-    return np.full(_POINTS.shape, array.astype(np.float64).reshape(()))
+    return np.full(POINTS.shape, array.astype(np.float64).reshape(()))
 
 
 def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
@@ -137,13 +158,17 @@ def _ancestors(nodes: Sequence[ir.Node]) -> list[ir.Node]:
     return ancestors[::-1]
 
 
-def _named(values: Array, dtype: int) -> str | None:
-    """Returns the epilogue with these values at `_POINTS`, within the tolerance of the dtype."""
-    scale = 1 + np.abs(_POINTS)
-    # A NaN matches no function: its error counts as infinite.
-    errors = {
-        name: float(np.max(np.nan_to_num(np.abs(values - wanted) / scale, nan=np.inf)))
-        for name, wanted in _EPILOGUES.items()
-    }
-    nearest = min(errors, key=errors.__getitem__)
-    return nearest if errors[nearest] <= _TOLERANCE[dtype] else None
+def gemm_epilogue(values: Array, dtype: int) -> str | None:
+    """Returns the epilogue of a fused gemm with these values at `POINTS`, within the tolerance of the dtype."""
+    nearest = min(_EPILOGUES, key=lambda name: _error(values, _EPILOGUES[name]))
+    return nearest if is_near(values, _EPILOGUES[nearest], dtype) else None
+
+
+def is_near(values: Array, wanted: Array, dtype: int) -> bool:
+    """Whether two functions have the same values at `POINTS`, within the tolerance of the dtype."""
+    return _error(values, wanted) <= _TOLERANCE[dtype]
+
+
+def _error(values: Array, wanted: Array) -> float:
+    """Returns the largest error relative to 1 + |x|; a NaN matches no function: its error counts as infinite."""
+    return float(np.max(np.nan_to_num(np.abs(values - wanted) / (1 + np.abs(POINTS)), nan=np.inf)))

@@ -16,7 +16,7 @@ from typing import Final
 
 import onnx_ir as ir
 
-from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of
+from mxfp8_graph.onnx_pass.fuse.elementwise import activation_of, gemm_epilogue
 from mxfp8_graph.onnx_pass.fuse.nodes import fused_with, node_derived_from, row_of, type_of
 from mxfp8_graph.onnx_pass.graph import attribute, is_op, only_used_by
 from mxfp8_graph.onnx_pass.replacement import Replacement
@@ -32,7 +32,7 @@ def fuse_activation(node: ir.Node) -> Replacement | str | None:
     if op is None:
         return None
     users = list(node.outputs[0].consumers())
-    activation = activation_of(node.outputs[0], attribute(node, "output_dtype", contract.FLOAT))
+    activation = activation_of(node.outputs[0], attribute(node, "output_dtype", contract.FLOAT), gemm_epilogue)
     if activation is None:
         plain = next((user for user in users if any(is_op(user, name) for name in _PLAIN)), None)
         is_shared = len(users) > 1 or node.outputs[0].is_graph_output()
