@@ -106,7 +106,7 @@ class Field:
         openers: dict[str, Callable[[], Runner]] = {name: partial(self._ours, name) for name in (OURS, WEIGHT_ONLY)}
         openers |= {STATIC: self._static, STATIC_ALL: partial(self._static, ops=None), DYNAMIC: self._dynamic}
         if run.openvino is not None:
-            widths = (OV_FP32, OV_BF16, OV_INT8) if "bf16" in run.features else (OV_FP32, OV_INT8)
+            widths = (OV_FP32, OV_BF16, OV_INT8) if "bf16" in FEATURES else (OV_FP32, OV_INT8)
             openers |= {name: partial(self._openvino, name, run.openvino) for name in widths}
         self.openers = {name: openers[name] for name in names or openers if name in openers}
 
