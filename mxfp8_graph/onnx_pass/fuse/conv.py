@@ -88,7 +88,7 @@ def conv_epilogue(values: Array, dtype: int) -> Epilogue | None:
 
 
 def add_stand_ins(model: ir.Model) -> None:
-    """Gives the convolutions without a residual an empty one, [0], in place, if others of the model have one.
+    """Gives the convolutions without a residual one zero for it, in place, if others of the model have a residual.
 
     One function body serves all nodes of an op, and an absent input cannot be told from a present one in it.
     """
@@ -101,8 +101,8 @@ def add_stand_ins(model: ir.Model) -> None:
     for node in alone:
         dtype = type_of(node.inputs[0]).dtype or contract.FLOAT
         if dtype not in stand_ins:
-            empty = np.zeros(0, ir.DataType(dtype).numpy())
-            tensor = ir.tensor(empty, ir.DataType(dtype), name=fresh("no_residual"))
+            zero = np.zeros(1, ir.DataType(dtype).numpy())
+            tensor = ir.tensor(zero, ir.DataType(dtype), name=fresh("no_residual"))
             stand_ins[dtype] = ir.Value(name=tensor.name, const_value=tensor)
             model.graph.register_initializer(stand_ins[dtype])
         node.resize_inputs(_RESIDUAL + 1)
