@@ -136,7 +136,8 @@ class Op:
     @property
     def factors_at(self) -> tuple[int, int] | None:
         """Indices of the inputs that the node multiplies first: A (or X) and B, or Q and K; None without a product."""
-        second = self.packed_at if self.is_gemm else self.at("K")
+        multiplies = self.is_gemm or self.at("X") is not None
+        second = self.packed_at if multiplies else self.at("K")
         return None if second is None else (0, second)
 
     @property

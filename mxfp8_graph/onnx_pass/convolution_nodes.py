@@ -9,9 +9,11 @@ fold DequantizeLinear, which it keeps for its own int8 kernels.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.convolutions import Convolution
@@ -19,27 +21,34 @@ from mxfp8_graph.onnx_pass.forms import EpilogueNode
 from mxfp8_graph.onnx_pass.replacement import NewNodes
 from mxfp8_ops import contract, formats, numerics
 
+Array = npt.NDArray[Any]
+
 
 def dequantized_weight(
-    build: NewNodes, packed: Sequence[ir.Value], *, channels: int, rank: int, element_format: str, dtype: int
+    build: NewNodes,
+    packed: Sequence[ir.Value],
+    *,
+    shape: Sequence[int],
+    element_format: str,
+    dtype: int,
+    constant: Callable[[str, Array], ir.Value],
 ) -> ir.Value:
     """Returns a weight as [O, C / group, k...] values of an onnx.TensorProto.DataType.
 
     Args:
         build: gets the new nodes.
         packed: elements [O, k..., C / group] and scales [O, k..., blocks].
-        channels: C / group.
-        rank: number of axes of the weight.
+        shape: of the elements.
         element_format: of the elements.
         dtype: of the result.
+        constant: returns the initializer with a name and values, which all weights share.
     """
     elements, scales = packed
-    name = str(elements.name)
-    fmt = formats.element_format(element_format)
+    name, rank, fmt = str(elements.name), len(shape), formats.element_format(element_format)
     # A table, because ONNX has no op that makes a power of two of a code. INT8 elements are whole numbers to Cast.
     powers = np.ldexp(numerics.decode_scale(np.arange(256, dtype=np.uint8)), -fmt.mantissa_bits * fmt.twos_complement)
-    table = build.constant(ir.tensor(powers.astype(np.float32)), f"{name}_scale_values")
-    blocks = build.constant(ir.tensor(np.arange(channels) // formats.BLOCK_SIZE), f"{name}_blocks")
+    table = constant(f"{element_format}_scale_values", powers.astype(np.float32))
+    blocks = constant(f"blocks_of_{shape[-1]}_channels", np.arange(shape[-1]) // formats.BLOCK_SIZE)
     codes = build.result("Cast", scales, wanted=f"{name}_scale_codes", to=ir.DataType.INT32)
     factors = build.result("Gather", table, codes, wanted=f"{name}_block_factors", axis=0)
     factors = build.result("Gather", factors, blocks, wanted=f"{name}_factors", axis=-1)

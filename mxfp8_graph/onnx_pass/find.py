@@ -22,10 +22,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.naming import reserve_name
-from mxfp8_graph.onnx_pass.convolutions import Affine, Convolution, affine_behind, packed_weight
+from mxfp8_graph.onnx_pass.convolutions import Affine, Convolution, Floats, affine_behind, packed_weight
 from mxfp8_graph.onnx_pass.forms import AS_IS, EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import (
     MICROSOFT,
@@ -80,6 +81,13 @@ class OnnxSite:
     added: Addend
     affine: Affine | None = None
     """Of a convolution."""
+
+    @property
+    def factor(self) -> float | Floats:
+        """The factor of the weight, or one for each row of a matrix."""
+        if self.affine is None or self.affine.factors is None or self.w.static is None:
+            return self.form.alpha
+        return np.repeat(self.affine.factors, self.w.static.shape[0] // self.affine.factors.size)
 
     @property
     def nodes(self) -> tuple[ir.Node, ...]:
@@ -207,7 +215,9 @@ class _Finder:
         if form.c is not None and bias is None:
             blocker = blocker or "its bias is computed; expected a stored one"
         x_shape, y_shape = shape_of(form.a), shape_of(node.outputs[0])
-        x = Operand(value=form.a, rank=None if x_shape is None else len(x_shape), shape=x_shape)
+        rank = None if x_shape is None else len(x_shape)
+        perm = None if rank is None else (0, *range(2, rank), 1)  # blocks are along the channels
+        x = Operand(value=form.a, rank=rank, shape=x_shape, perm=perm)
         w = Operand(value=form.b, rank=len(shape), shape=shape, static=static)
         pixels = None if y_shape is None else eligibility.rows([*y_shape[:1], *y_shape[2:]])
         sizes = (pixels, shape[0], math.prod(shape[1:])) if shape else (pixels, None, None)

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from mxfp8_graph import provenance
 from mxfp8_graph.onnx_pass import check
-from mxfp8_graph.onnx_pass.graph import facts_of, label, name_of
+from mxfp8_graph.onnx_pass.graph import facts_of, is_op, label, name_of
 from mxfp8_graph.onnx_pass.protos import proto_without_data
 from mxfp8_ops import contract, onnx_functions
 from mxfp8_ops.errors import ContractError
@@ -18,6 +18,9 @@ from mxfp8_ops.function_body import STYLE, Style
 def find(model: ir.Model) -> provenance.RewriteRecord | None:
     """Returns the record of an earlier rewrite of `model`, or None."""
     node = next((node for node in model.graph.all_nodes() if node.domain == contract.DOMAIN), None)
+    # Convolutions that only have a packed weight are standard nodes.
+    if node is None and model.metadata_props.get(provenance.DIALECT_KEY) == "mxfp8":
+        node = next((node for node in model.graph.all_nodes() if is_op(node, "Conv")), None)
     return None if node is None else provenance.RewriteRecord(node=label(node), recipe=recipe_of(model))
 
 

@@ -27,7 +27,7 @@ import numpy as np
 import onnx_ir as ir
 
 from mxfp8_graph.onnx_pass.convolution_nodes import dequantized_weight, interleaved
-from mxfp8_graph.onnx_pass.convolutions import Convolution, Floats
+from mxfp8_graph.onnx_pass.convolutions import Convolution
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import EpilogueNode, Form, Lookup
 from mxfp8_graph.onnx_pass.graph import dtype_of, fresh_names
@@ -111,6 +111,8 @@ class Replacer:
         """Returns a name like its argument that no value or node of the model has yet."""
         self._packed: dict[tuple[object, ...], tuple[LazyWeight, list[ir.Value]]] = {}
         self._biases: dict[tuple[object, ...], ir.Value] = {}
+        self._constants: dict[str, ir.Value] = {}
+        self._graph = model.graph
         self._shared: Shared | None = {} if shares else None
 
     def outcome(self, site: OnnxSite, decision: Decision) -> Replaced | Decision:
@@ -126,7 +128,7 @@ class Replacer:
         static = site.w.static
         if static is not None:
             weight, tensors = self._pack(site, static, decision)
-            inputs += tensors if node.operand is None else [node.operand(tensors)]
+            inputs += tensors if node.operand is None else [node.operand(tensors, constant=self._constant)]
         else:
             inputs += build.quantize(build.k_last(site.w), decision.weight_format, decision.scale_rounding)
         if site.w.picked is not None:
@@ -182,9 +184,7 @@ class Replacer:
         stored = self._checkpoint_weights.get(site.matmul.name)
         # The key has all that decides the bytes.
         layout = layout_of(static.tensor, static.steps, site.w.transposed)
-        factor: float | Floats = site.form.alpha  # before rounding: alpha need not be a power of two
-        if site.affine is not None and site.affine.factors is not None:
-            factor = np.repeat(site.affine.factors, static.shape[0] // site.affine.factors.size)
+        factor = site.factor  # before rounding: alpha need not be a power of two
         key_of_factor = factor if isinstance(factor, float) else factor.tobytes()
         how_packed = (decision.weight_format, decision.scale_rounding, key_of_factor, stored and stored.name)
         key = (static.value, *layout, *how_packed)
@@ -226,6 +226,15 @@ class Replacer:
                 value = self._initializer(static, ir.tensor(np.broadcast_to(numbers, (n,)).copy(), name=name))
             self._biases[key] = value
         return self._biases[key]
+
+    def _constant(self, wanted: str, values: Any) -> ir.Value:
+        """Returns the initializer with these values, which subgraphs see as well."""
+        if wanted not in self._constants:
+            value = ir.Value(name=self.fresh(wanted))
+            value.const_value = ir.tensor(values, name=value.name)
+            self._graph.register_initializer(value)
+            self._constants[wanted] = value
+        return self._constants[wanted]
 
     def _initializer(self, static: Static, tensor: ir.TensorProtocol) -> ir.Value:
         """Returns a new initializer from `static`, in the graph of `static`."""
@@ -350,8 +359,8 @@ class _New(NamedTuple):
     takes_values: bool = False
     """Whether the first input is not quantized, and the node is one of ours."""
     attributes: Mapping[str, Any] = MappingProxyType({})
-    operand: Callable[[Sequence[ir.Value]], ir.Value] | None = None
-    """Returns the weight from elements and scales; None if the node takes these."""
+    operand: Callable[..., ir.Value] | None = None
+    """`dequantized_weight`, which makes the weight of elements and scales; None if the node takes these."""
     after: tuple[EpilogueNode, ...] = ()
     """Further steps behind the node."""
 
@@ -372,11 +381,11 @@ def _convolution(site: OnnxSite, decision: Decision, build: Builder) -> _New:
     form = site.form
     assert isinstance(form, Convolution)
     window = {name: getattr(form, name) for name in ("strides", "pads", "dilations", "group")}
-    *_, channels = shape = site.matmul.weight_shape
+    shape = site.matmul.weight_shape
     inputs, after = [site.x.value], interleaved(form, shape[0])
     if decision.activation_format is None:
-        dequantized = partial(dequantized_weight, build, element_format=decision.weight_format, dtype=site.dtype)
-        operand = partial(dequantized, channels=channels, rank=len(shape))
+        of_format = partial(dequantized_weight, build, element_format=decision.weight_format, dtype=site.dtype)
+        operand = partial(of_format, shape=shape)
         return _New(None, inputs, attributes=window, operand=operand, after=after)
     x_dtype = formats.element_format(decision.activation_format).onnx_dtype
     quantizes = {"x_dtype": x_dtype, "scale_rounding": decision.scale_rounding}

@@ -7,6 +7,7 @@ by as much as the quantization error itself. For one node on the same inputs a b
 - MXFP8Quantize, MXFP8Dequantize, MXFP8Embedding: no difference at all.
 - The gemms: both sums are float32 sums of the same exact products, in any order. Each is within `gemm_error_bound` or
   `fused_gemm_error_bound` of the exact result, so the two differ by at most twice that bound.
+- The convolution: likewise, by `conv.conv_error_bound`; it rounds its values alike in both.
 - The attention: its values by `attention.attention_error_bound`; keys and values with the past before them are equal.
 
 The model is changed for the check: each node gets a twin in another domain that only has the function body, and the
@@ -35,9 +36,10 @@ from mxfp8_graph.running.inputs import Array
 from mxfp8_graph.running.profile import by_node, kernels_of
 from mxfp8_graph.running.sessions import Execution, Session
 from mxfp8_ops import contract, cpu, formats, numerics, numpy_nodes, onnx_functions
-from mxfp8_ops.contract import ATTENTION
+from mxfp8_ops.contract import ATTENTION, CONV
 from mxfp8_ops.nodes.attention import attention_error_bound
 from mxfp8_ops.nodes.attention_sizes import attention_sizes
+from mxfp8_ops.nodes.conv import Settings, conv_error_bound
 from mxfp8_ops.nodes.grouped import check_experts
 
 BODY_DOMAIN: Final = f"{contract.DOMAIN}.body"
@@ -217,6 +219,9 @@ class _Comparison:
             if self._op.is_gemm:
                 values, exact = exact[0], []
                 bound = self._gemm_bound(contract.VALUE_NAMES[self._attributes["output_dtype"]])
+            elif self._op is CONV:
+                values, exact = exact[0], []
+                bound = self._conv_bound()
             elif self._op is ATTENTION:
                 values, *exact = exact
                 bound = self._attention_bound()
@@ -245,6 +250,26 @@ class _Comparison:
             weight = _dequantized(b[..., part, :], scales[..., part, :])
             parts.append(bound(x, weight, dtype, None if bias is None else bias[part], **factors))
         return np.concatenate(parts, -1)
+
+    def _conv_bound(self) -> Array:
+        """Returns the bound of each value of a convolution."""
+        x, b, scales = (self._inputs[name] for name in ("X", "B", "B_scales"))
+        residual = self._inputs.get("residual")
+        if residual is not None and residual.size == 1:  # stands for none
+            residual = None
+        by_code = {row.onnx_dtype: name for name, row in formats.ELEMENT_FORMATS.items()}
+        names = ("strides", "pads", "dilations", "group", "scale_rounding", "epilogue", "alpha", "beta", "residual_at")
+        settings = Settings(
+            **{name: self._attributes[name] for name in names},
+            x_format=by_code[self._attributes["x_dtype"]],
+            b_format=_FORMATS[b.dtype.name],
+            dtype=contract.VALUE_NAMES[self._attributes["output_dtype"]],
+        )
+        x_format, rounding = settings.x_format, settings.scale_rounding
+        codes = numpy_nodes.quantize(x, axis=1, element_format=x_format, scale_rounding=rounding)
+        values = numpy_nodes.dequantize(*codes, axis=1, element_format=x_format)
+        bias = self._inputs.get("bias")
+        return conv_error_bound(values, _dequantized(b, scales), bias, residual, settings=settings)
 
     def _attention_bound(self) -> Array:
         """Returns the bound of each value of Y, a key-value head at a time: it needs all scores in float64."""

@@ -66,8 +66,7 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
     # The first run of a session is slower: it allocates memory and prepares kernels.
     starts = starts[-runs:]
     native = by_node(calls)
-    rounding = (node for node in model.graph.all_nodes() if attribute(node, "activation_dtype", 0) == contract.BFLOAT16)
-    rounded = {node.name: formats.BFLOAT16.name for node in rounding}
+    rounded = {node.name: name for node in model.graph.all_nodes() if (name := _rounded(node))}
     seconds: dict[str, list[float]] = defaultdict(lambda: [0.0] * runs)
     first: dict[str, Event] = {}
     for event in sorted(events, key=lambda event: int(event["ts"])):
@@ -90,6 +89,14 @@ def of_session(model: ir.Model, events: Sequence[Event], calls: Iterable[cpu.Cal
         for name, event in first.items()
         for kernel, isa in [kernels_of(native[name])]
     ]
+
+
+def _rounded(node: ir.Node) -> str:
+    """Returns the name of the dtype or format to which a node rounds its values; "" if it does not."""
+    if attribute(node, "activation_dtype", 0) == contract.BFLOAT16:
+        return formats.BFLOAT16.name
+    code = attribute(node, "x_dtype", 0)
+    return next((name for name, row in formats.ELEMENT_FORMATS.items() if row.onnx_dtype == code), "")
 
 
 def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:

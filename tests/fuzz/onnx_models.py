@@ -20,24 +20,38 @@ DATA: Final = "model.onnx.data"
 """The file that the model with external data names."""
 DATA_BYTES: Final = matmul_model().graph.initializer[0].raw_data
 
-_WIDE: Final = ("output_projections", "routers", "embeddings", "attention_scores", "attention_values")
-RECIPE: Final = mxfp8_graph.Recipe(name="everything", min_dim=1, **dict.fromkeys(_WIDE, True))
+_WIDE: Final = ("output_projections", "routers", "embeddings", "attention_scores", "attention_values", "convolutions")
+RECIPE: Final = mxfp8_graph.Recipe(name="everything", min_dim=1, min_channels=1, **dict.fromkeys(_WIDE, True))
 """Reaches as much of the pass as it can."""
 
 _MODELS: Final = (
     *("gemm, transA, transB, alpha, beta", "Split", "experts by Gather", "language model", "attention block", "gated"),
-    *("If, views and bias inside", "Loop", "functions that call functions", "opset 7, IR 3"),
+    *("If, views and bias inside", "Loop", "functions that call functions", "opset 7, IR 3", "convolutions"),
 )
 
 _NUMBERS: Final = (*range(-1, 30), 64, 99, 255, 2**15, 2**31 - 1, 2**31, 2**33, 2**62, 2**63 - 1, -(2**63))
 _TEXTS: Final = (
-    *("", *"xwyhF", "\0", "../x", "a" * 300, "\x1b[31m", "ä" * 9, "-1", "MatMul", "Gemm", "Transpose", "Reshape"),
+    *(
+        "",
+        *"xwyhF",
+        "\0",
+        "../x",
+        "a" * 300,
+        "\x1b[31m",
+        "ä" * 9,
+        "-1",
+        "MatMul",
+        "Gemm",
+        "Conv",
+        "Transpose",
+        "Reshape",
+    ),
     *("If", "Loop", "Scan", "Constant", "Gather", "Softmax", "Upsample", "QuantizeLinear", "MXFP8Gemm", "Nothing"),
 )
 
 
 def seeds() -> list[bytes]:
-    """Returns twelve models that between them have what models have: one external data, one packed weights."""
+    """Returns thirteen models that between them have what models have: one external data, one packed weights."""
     models = [CASES[name].build() for name in _MODELS]
     external = matmul_model()
     tensor = external.graph.initializer[0]

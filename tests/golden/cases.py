@@ -195,6 +195,25 @@ CHAIN = b.chain_model
 ONE = {"min_dim": 0, "exclude": ("mm_b",), "name": "one"}
 TWO = [subgraph(f"mm_{t}:MatMul x w>{t}", t) for t in "ab"]
 
+NETWORK = {
+    "w": weight(32, 40, 3, 3),
+    "v": weight(32, 32, 3, 3),
+    "t": weight(32, 24, 4, 4),
+    "s": weight(32),
+    "a": np.float32(0.1),
+}
+"""Weights of a network of convolutions."""
+NETWORK |= {"m": weight(32), "o": weight(32), "n": np.full(32, 0.5, np.float32)}
+
+
+def network() -> onnx.ModelProto:
+    """Returns Conv, BatchNormalization and Relu; a residual block; a transposed convolution."""
+    first = "one:Conv x w>a1|pads=[1,1,1,1] strides=[2,2]; BatchNormalization a1 s o m n>b1; Relu b1>c1"
+    block = "two:Conv c1 v>d1|pads=[1,1,1,1]; Add d1 c1>e1; LeakyRelu e1>f1|alpha=0.25"
+    last = "up:ConvTranspose f1 t>g1|strides=[2,2] pads=[1,1,1,1]; Mul g1 a>y"
+    return linear(f"{first}; {block}; {last}", (1, 40, 8, 8), (1, 24, 8, 8), **NETWORK)
+
+
 CASES: dict[str, Case] = {
     # Forms of products
     "matmul": Case(b.matmul_model),
@@ -225,6 +244,9 @@ CASES: dict[str, Case] = {
     "embedding behind Transpose and Slice": Case(lambda: looked_up("Transpose table>t; Slice t two six>s; Transpose s>u; look:Gather u ids>h", two=[2], six=[66]), TABLES),
     "embedding by GatherND": Case(lambda: looked_up("Unsqueeze ids end>i; look:GatherND table i>h", end=[-1]), TABLES),
     "tied table": Case(lambda: b.model(steps("Gather table ids>e; Transpose table>head|perm=[1,0]; lm_head:MatMul e head>y"), {"ids": (np.int64, ["m"])}, Y, {"table": weight(96, 64)}), "all"),
+    "convolutions": Case(network, "mxint8"),
+    "convolutions, weight-only": Case(network, "mxint8-weight-only"),
+    "convolutions, kept": Case(lambda: linear("Conv x w>h; Neg h>y", (1, 40, 8, 8), (1, 32, 6, 6), w=weight(32, 40, 3, 3))),
     "language model": Case(b.language_model),
     "language model, all": Case(b.language_model, "all"),
     "attention block": Case(b.attention_model),

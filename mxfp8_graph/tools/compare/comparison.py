@@ -21,7 +21,7 @@ LEGEND: Final = (
     (
         "emulated",
         "values are rounded to the format and multiplied in float32, so there is no latency; its size is what the "
-        "format would take. The matmuls are those that preset mxfp8 rewrites",
+        "format would take. The matmuls are those that preset mxfp8 rewrites, and convolutions",
     ),
     ("worst", "of all samples; the JSON says which one it is"),
     ("weight SQNR", "-20 log10 of the relative L2 error of the rewritten weights, a mean over them"),

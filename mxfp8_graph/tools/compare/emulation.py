@@ -3,6 +3,7 @@
 The pass turns every site into MXFP8WeightGemm(X, W [..., N, K]); here each of these nodes becomes standard ops:
 
     MXFP8WeightGemm(X, W, bias)  ->  Add(MatMul(Round(Cast(X)), W [..., K, N]), bias)
+    MXFP8Conv(X, W, bias)        ->  Conv(Round(X) along the channels, W [O, C / group, k...], bias)
 
 W are graph inputs, which receive weights that were rounded before, so no file has them. Formats differ only in the body
 of Round, a function of `fake_quantize.py` that is called once per activation.
@@ -22,6 +23,7 @@ import onnx
 import onnx_ir as ir
 from onnx import TensorProto, helper
 
+from mxfp8_graph.onnx_pass.convolutions import Convolution
 from mxfp8_graph.onnx_pass.find import OnnxSite
 from mxfp8_graph.onnx_pass.forms import Lookup
 from mxfp8_graph.onnx_pass.graph import name_of, opset_of
@@ -66,8 +68,10 @@ class Emulator:
         replacer, outcomes = Replacer(graph, allow_nonfinite=True), list[Replaced | Decision]()
         for site, decision in zip(sites, decisions, strict=True):
             if decision.quantize and (static := site.w.static) is not None and not isinstance(site.form, Lookup):
-                # As weight-only, so that the activation reaches the node in high precision, for Round.
-                outcomes.append(outcome := replacer.outcome(site, replace(decision, activations="unchanged")))
+                # As weight-only, so that the activation reaches the node in high precision, for Round. A convolution
+                # quantizes it inside.
+                activations = "int8" if isinstance(site.form, Convolution) else "unchanged"
+                outcomes.append(outcome := replacer.outcome(site, replace(decision, activations=activations)))
                 assert isinstance(outcome, Replaced)
                 assert outcome.weight is not None  # a stored weight is packed
                 self.sites += 1
@@ -86,20 +90,27 @@ class Emulator:
         """Bytes of the model without the weights that are emulated."""
         self._proto = to_proto(graph)
         self.outputs = [output.name for output in self._proto.graph.output]
+        self._ranks = {name: len(site.w.shape or ()) for name, site in self.weights.items()}
         main, *inner = iter_graphs(self._proto.graph)
         for part in (*reversed(inner), main):  # inner graphs first: editing an outer graph copies the graphs inside
             self._edit(part)
-        for name, site in self.weights.items():
-            rank = len(site.w.shape or ())
+        for name, rank in self._ranks.items():
             main.input.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, [None] * rank))
         self._proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
 
     def weight(self, name: str) -> Weight:
-        """Returns the values [..., N, K] by which a site multiplies."""
+        """Returns the values [..., N, K] by which a site multiplies; of a convolution, [O, k..., C / group]."""
         site = self.weights[name]
         assert site.w.static is not None  # only sites with a stored weight are prepared
         values = apply(site.w.static.steps, site.w.static.tensor.numpy()).astype(np.float32)
-        return np.ascontiguousarray(values.swapaxes(-1, -2) if site.w.transposed else values) * site.form.alpha
+        values = np.ascontiguousarray(values.swapaxes(-1, -2) if site.w.transposed else values)
+        factors = np.asarray(site.factor, np.float32).reshape(-1, 1)
+        return np.asarray(values * factors).reshape(site.matmul.weight_shape)
+
+    def fed(self, name: str, weight: Weight) -> Weight:
+        """Returns a weight of `weight` as the nodes of the emulation read it."""
+        last = 1 if isinstance(self.weights[name].form, Convolution) else -2
+        return np.ascontiguousarray(np.moveaxis(weight, -1, last))
 
     def proto(self, peer: Peer) -> tuple[onnx.ModelProto, list[str]]:
         """Returns (the model in a format, the names of activations that have a history of amax)."""
@@ -124,7 +135,7 @@ class Emulator:
     def _edit(self, graph: onnx.GraphProto) -> None:
         """Replaces the gemms of one graph by standard ops."""
         nodes: list[onnx.NodeProto] = []
-        rounded: dict[str, str] = {}
+        rounded: dict[tuple[str, bool], str] = {}
         for node in graph.node:
             if node.domain != contract.DOMAIN:
                 nodes.append(node)
@@ -133,18 +144,36 @@ class Emulator:
                 what, expected = f"{node.op_type}, whose weights are picked while the model runs", "stored weights"
                 raise ContractError(self.name, what, expected=expected, advice="exclude it; it is not emulated")
             (x, weight, _, *bias), (y,) = node.input, node.output
+            is_conv = node.op_type == contract.CONV.name
             # Gemms with the same activation share its Round.
-            if x not in rounded:
-                rounded[x] = f"{x}/rounded"
-                nodes.append(helper.make_node("Cast", [x], [f"{x}/float"], to=TensorProto.FLOAT))
-                nodes.append(helper.make_node(NAME, [f"{x}/float"], [rounded[x]], domain=DOMAIN))
-            nodes.append(helper.make_node("MatMul", [rounded[x], weight], [f"{y}/product"]))
-            if bias:
+            if (x, is_conv) not in rounded:
+                rounded[x, is_conv], more = _rounded(x, self._ranks[weight] if is_conv else 0)
+                nodes += more
+            if is_conv:
+                window = [each for each in node.attribute if each.name in {"strides", "pads", "dilations", "group"}]
+                nodes.append(helper.make_node("Conv", [rounded[x, is_conv], weight, *bias], [f"{y}/sum"]))
+                nodes[-1].attribute.extend(window)
+            else:
+                nodes.append(helper.make_node("MatMul", [rounded[x, is_conv], weight], [f"{y}/product"]))
+            if bias and not is_conv:
                 nodes.append(helper.make_node("Add", [f"{y}/product", *bias], [f"{y}/sum"]))
             dtype = helper.get_node_attr_value(node, "output_dtype")
             nodes.append(helper.make_node("Cast", [nodes[-1].output[0]], [y], to=dtype))
         del graph.node[:]
         graph.node.extend(nodes)
+
+
+def _rounded(x: str, rank: int) -> tuple[str, list[onnx.NodeProto]]:
+    """Returns (the name of x after Round, its nodes); with a rank, blocks are along the channels of x [N, C, ...]."""
+    last, first = (0, *range(2, rank), 1), (0, rank - 1, *range(1, rank - 1))
+    y = f"{x}/rounded_channels" if rank else f"{x}/rounded"
+    turned = [f"{y}/float", f"{y}/last", f"{y}/values", y]
+    nodes = [helper.make_node("Cast", [x], turned[:1], to=TensorProto.FLOAT)]
+    if not rank:
+        return y, [*nodes, helper.make_node(NAME, turned[:1], [y], domain=DOMAIN)]
+    nodes.append(helper.make_node("Transpose", turned[:1], turned[1:2], perm=last))
+    nodes.append(helper.make_node(NAME, turned[1:2], turned[2:3], domain=DOMAIN))
+    return y, [*nodes, helper.make_node("Transpose", turned[2:3], [y], perm=first)]
 
 
 class Emulated:
@@ -167,7 +196,7 @@ class Emulated:
             result = rounded(weight)
             self.byte_size += peer.weights.stored_bytes(weight.shape)
             errors.append(difference(weight, result).relative_l2)
-            self._weights[name] = np.ascontiguousarray(result.swapaxes(-1, -2))
+            self._weights[name] = emulator.fed(name, result)
         self.relative_l2 = statistics.fmean(errors)
         """|w - rounded| / |w|, a mean over the weights."""
         self._session = Session(

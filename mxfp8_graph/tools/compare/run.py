@@ -161,7 +161,7 @@ def _rows(bench: Bench, candidates: Mapping[str, Recipe | Peer], repeat: int) ->
         try:
             if isinstance(candidate, Peer):
                 # Made once, at the first format that needs it: it prepares the whole model.
-                emulator = emulator or [Emulator(bench.model, load_recipe(presets.DEFAULT))]
+                emulator = emulator or [Emulator(bench.model, load_recipe(presets.DEFAULT, convolutions=True))]
                 row = _emulated(bench, row, emulator[0], candidate)
             else:
                 row = _real(bench, row, candidate, runnables)
