@@ -30,6 +30,8 @@ class Network:
     feeds: list[Feeds]
     calibration: list[Feeds]
     judge: Judge = lambda expected, actual: ""
+    part: Callable[[np.ndarray], np.ndarray] = lambda output: output
+    """What of an output the error is of."""
 
 
 # --- Layers
@@ -255,7 +257,7 @@ def yolo(folder: Path) -> Network:
         return f"F1 {2 * hits / max(1, sizes):.3f} of {sum(len(detections(o[0])) for o in expected)} boxes"
 
     feeds, calibration = ([collage(seed, people, scenes) for seed in seeds] for seeds in (range(48), range(100, 108)))
-    return Network(path, feeds, calibration, judge)
+    return Network(path, feeds, calibration, judge, lambda output: output[:, 4:])  # boxes are numbers up to 640
 
 
 NETWORKS = {

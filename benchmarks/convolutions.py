@@ -7,7 +7,7 @@ and its dynamic one, and with `--openvino` OpenVINO in float32, in bfloat16 wher
 NNCF with the same 8 inputs (`pip install openvino nncf`). Where a quantizer has a choice of methods, that with the
 least error on the measured inputs runs, and the table names it. Contenders take turns.
 
-Errors are the relative L2 distance of the first output from ONNX Runtime's float32, the mean over the inputs.
+Errors: relative L2 distance of the first output (YOLO's scores) from ONNX Runtime's float32, the mean over the inputs.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ OV_FP32, OV_BF16, OV_INT8 = "OpenVINO fp32", "OpenVINO bf16", "OpenVINO int8"
 PEERS = (STOCK, STATIC, STATIC_ALL, DYNAMIC, OV_FP32, OV_BF16, OV_INT8)
 ONE_NODE = (OURS, STATIC, DYNAMIC, OV_FP32, OV_BF16, OV_INT8)
 """The contenders that differ in a file of one Conv."""
-CHOOSING = 8
-"""The inputs by whose error a method is chosen."""
 FOLDER = Path(__file__).parents[1] / "build" / "convolutions"
 QUICK = (Layer(32, 32, 3, (12, 12)), Layer(32, 48, 1, (40,)))
 FEATURES = " ".join(machine()["features"])
@@ -123,8 +121,11 @@ class Field:
         for runner in runners.values():
             runner.close()
         judged = {name: self.network.judge(outputs[STOCK], outputs[name]) for name in timings}
-        errors = {name: distance(outputs[STOCK], outputs[name]) for name in timings}
+        errors = {name: self._error(outputs[STOCK], outputs[name]) for name in timings}
         return {name: Outcome(timing, errors[name], judged[name]) for name, timing in timings.items()}
+
+    def _error(self, expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> float:
+        return distance(*(list(map(self.network.part, outputs)) for outputs in (expected, actual)))
 
     def _session(self, path: Path) -> Session:
         return Session(onnxruntime.InferenceSession(path, options(self.run.threads)))
@@ -140,7 +141,7 @@ class Field:
 
     def _best(self, name: str, ways: Mapping[str, Callable[[Path], None]]) -> Session:
         """Returns a session of the file whose outputs are nearest to float32; each of `ways` writes one."""
-        feeds, errors = self.network.feeds[:CHOOSING], {}
+        feeds, errors = self.network.feeds[:8], {}  # enough to choose by
         expected = outputs_of(self._session(self.network.path), feeds)
         for way, write in ways.items():
             path = self._file(f"{name}, {way}")
@@ -148,7 +149,7 @@ class Field:
                 if not path.exists():
                     with contextlib.redirect_stdout(io.StringIO()):  # the quantizer tells what it does
                         write(path)
-                errors[way] = distance(expected, outputs_of(self._session(path), feeds))
+                errors[way] = self._error(expected, outputs_of(self._session(path), feeds))
             except Exception as error:
                 self.notes.append(f"{self.network.path.stem}: {name} does not run with {way}: {_line(error)}")
         if not errors:
