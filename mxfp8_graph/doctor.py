@@ -126,7 +126,8 @@ def _cuda_checks() -> list[Check]:
 
 def _recipe() -> str:
     isa = cpu.isa()
-    better = filter(None, (presets.advice(isa, name) for name in (presets.DEFAULT, "mxint8-weight-only")))
+    advice = [presets.advice(isa, name) for name in (presets.DEFAULT, "mxint8-weight-only")]
+    better = filter(None, [*advice, presets.convolution_advice(isa)])
     return "; ".join(better) or f"--recipe {presets.DEFAULT}: no other preset measured better on this CPU ({isa})"
 
 

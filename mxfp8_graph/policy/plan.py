@@ -262,7 +262,8 @@ def _quantize(site: MatMulSite, recipe: Recipe, rule_name: str, reason: str, rul
     names = ("activations", "weight_format", "scale_rounding")
     chosen = {name: getattr(recipe, name) for name in names} | (rule.settings if rule else {})
     # A convolution of a packed weight with values that are not packed is the float32 op of the framework.
-    if site.role == "convolution" and chosen["activations"] in VALUE_DTYPES:
+    weight_only = recipe.convolutions == "weight-only" and not (rule and rule.activations)
+    if site.role == "convolution" and (weight_only or chosen["activations"] in VALUE_DTYPES):
         chosen["activations"] = "unchanged"
     decision = Decision(site=site, kind="quantized", rule=rule_name, reason=reason, **chosen)
     # A product of two activations has no weight, so without quantized activations nothing would be left to quantize.

@@ -96,6 +96,19 @@ def advice(isa: str, name: str = DEFAULT) -> str:
     return ""
 
 
+SLOW_CONVOLUTIONS: Final = frozenset({"avx2", "portable"})
+"""The instruction sets without a dot product of bytes, on which most convolutions take longer in INT8 than in float32:
+measured by benchmarks/convolutions.py."""
+
+
+def convolution_advice(isa: str) -> str:
+    """Returns a sentence about INT8 convolutions where they are slow; "" elsewhere."""
+    if isa not in SLOW_CONVOLUTIONS:
+        return ""
+    what = f"on this CPU ({isa}) most convolutions take longer in INT8 than in float32"
+    return f"{what}: --set convolutions=weight-only keeps their speed and a quarter of their size"
+
+
 def choices() -> str:
     """Returns the possible values of --recipe, in words."""
     return f"{', '.join((*PRESETS, AUTO))}, or a .yaml or .toml file"

@@ -202,8 +202,8 @@ class Recipe(_Model, Kind):  # noqa: PLW1641 - pydantic hashes the fields
     """Also Q @ transpose(K)."""
     attention_values: Flag = False
     """Also softmax(...) @ V."""
-    convolutions: Flag | None = None
-    """Also convolutions; None: where weight_format is int8."""
+    convolutions: Flag | Literal["weight-only"] | None = None
+    """Also convolutions, or their weights alone; None: where weight_format is int8."""
     min_dim: NonNegative = 32
     """Matmuls with N or K below this stay as they are: less than one block of work."""
     min_channels: NonNegative = 16
@@ -420,7 +420,9 @@ def _loaded(recipe: str | Path | Recipe) -> Recipe:
     if name == presets.AUTO:
         from mxfp8_ops import cpu  # loads the native library, which other recipes do without
 
-        name = presets.best(cpu.isa())
+        name, isa = presets.best(cpu.isa()), cpu.isa()
+        if name == "mxint8" and isa in presets.SLOW_CONVOLUTIONS:
+            return Recipe(name=name, **presets.PRESETS[name], convolutions="weight-only")
     if name == _MXFP8:  # TransformerEngine's name of the default
         return MXFP8BlockScaling()
     if name in presets.PRESETS:

@@ -62,7 +62,7 @@ def build_report(recipe: Recipe, options: Options, bytes_before: int, **results:
         dry_run=options.dry_run,
         already_rewritten=again,
         # Presets were compared in inference, so there is no advice for training.
-        advice="" if again or options.training else better_preset(recipe),
+        advice="" if again or options.training else "; ".join(filter(None, (better_preset(recipe), _slow(results)))),
     )
 
 
@@ -76,6 +76,17 @@ def _after_fusion(site: SiteReport, recipe: Recipe, gone: AbstractSet[str], atte
     how = "not rounded" if recipe.activations == "unchanged" else "rounded to bfloat16"
     reason = f"{role.replace('_', ' ')}, fused, {how}; set {ROLE_SETTINGS[role]}: true to quantize it"
     return replace(site, decision=replace(decision, kind="fused", reason=reason))
+
+
+def _slow(results: Results) -> str:
+    """Returns a sentence if the model has INT8 convolutions, and they are slow on this processor."""
+    decisions = (site.decision for site in results.get("sites", ()))
+    if not any(d.quantize and d.site.role == "convolution" and not d.weight_only for d in decisions):
+        return ""
+    try:
+        return presets.convolution_advice(cpu.isa())
+    except BackendError:  # no native library
+        return ""
 
 
 def better_preset(recipe: Recipe) -> str:

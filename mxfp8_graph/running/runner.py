@@ -11,13 +11,14 @@ from mxfp8_graph.models import Kind, kind_of
 from mxfp8_graph.onnx_pass.blame import blame_models_if_checker_complains
 from mxfp8_graph.onnx_pass.load import load
 from mxfp8_graph.options import Unpack, check_options
+from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Report
 from mxfp8_graph.report.section import Columns, Section, number, shape_text
 from mxfp8_graph.running.inputs import Signature, describe
 from mxfp8_graph.running.profile import NodeProfile
 from mxfp8_graph.running.samples import SampleOptions, make_samples
 from mxfp8_graph.running.sessions import Execution, Runnable, Session, Timing
-from mxfp8_ops import cpu
+from mxfp8_ops import contract, cpu
 from mxfp8_ops.errors import ContractError
 
 Model = Any
@@ -113,10 +114,14 @@ def open_runnable(model: Model, where: str = "{}", execution: Execution | None =
         program = TorchProgram(model)
         program.name = where.format(program.name)
         return program.signature, program
-    signature = Signature.from_model(load(model))
+    loaded = load(model)
+    signature = Signature.from_model(loaded)
     original = not signature.rewritten  # a rewritten model is never run in other dtypes
     name = where.format(signature.name)
-    return signature, Session(model, kernels=True, where=name, float32=original, execution=execution or Execution())
+    session = Session(model, kernels=True, where=name, float32=original, execution=execution or Execution())
+    if any(node.op_type == contract.CONV.name for node in loaded.graph.all_nodes()):
+        session.note = "; ".join(filter(None, (session.note, presets.convolution_advice(cpu.isa()))))
+    return signature, session
 
 
 def _profile(nodes: Sequence[NodeProfile]) -> Columns:

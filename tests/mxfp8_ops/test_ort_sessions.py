@@ -86,7 +86,10 @@ def test_a_session_leaves_out_a_fusion_that_is_slower_unless_the_user_decides(
 # --- devices ---------------------------------------------------------------------------------------------------------
 
 
-@looped("op, device", itertools.product(("MXFP8Attention", "MXFP8FusedGemm"), (None, "cuda", "cuda-copies")))
+BODIES_ON_A_GPU = ("MXFP8Attention", "MXFP8FusedGemm", "MXFP8Conv")
+
+
+@looped("op, device", itertools.product(BODIES_ON_A_GPU, (None, "cuda", "cuda-copies")))
 def test_the_nodes_without_a_kernel_for_a_gpu_are_their_bodies_there(op, device):
     """ONNX Runtime then takes the body apart, whose ops the CUDA provider has."""
     one = example(op)

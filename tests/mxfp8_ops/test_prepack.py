@@ -287,18 +287,27 @@ def test_nodes_that_share_elements_have_their_own_scales(fmt, op, prepack):
     assert_same(second, 8 * first, "the product with scales 8 times as large")
 
 
-def test_sessions_that_threads_open_and_drop_multiply_with_their_own_weights(tmp_path):
+def convolution(b: Packed) -> onnx.ModelProto:
+    """Returns y = the convolution of x [4, 256, 1] and a weight [256, 256] as [256, 1, 256]."""
+    elements, scales = (each[:, None] for each in b)
+    x, y = ({name: (TensorProto.FLOAT, ["n", 256, "d"])} for name in ("x", "y"))
+    return onnx.load_from_string(model([node("MXFP8Conv", "x b s", "y")], x, y, b=elements.view(np.int8), s=scales))
+
+
+@pytest.mark.parametrize("op", ["MXFP8Gemm", "MXFP8Conv"])
+def test_sessions_that_threads_open_and_drop_multiply_with_their_own_weights(tmp_path, op):
     """External data is unmapped before kernels end, so the next session's weights may get the same addresses."""
-    x = np.ones((4, 256), np.float32)
+    x = np.ones((4, 256, 1) if op == "MXFP8Conv" else (4, 256), np.float32)
     paths = [tmp_path / f"{seed}.onnx" for seed in range(6)]
     for seed, path in enumerate(paths):
-        proto = onnx.load_from_string(linear(weight_of((256, 256), "int8", seed), nodes=2))
+        b = weight_of((256, 256), "int8", seed)
+        proto = convolution(b) if op == "MXFP8Conv" else onnx.load_from_string(linear(b, nodes=2))
         onnx.save(proto, path, save_as_external_data=True, location=f"{seed}.data", size_threshold=0)
 
     def run(index: int) -> np.ndarray:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = 1
-        return ort.session(str(paths[index]), session_options=options).run(None, {"x": x})[1]
+        return ort.session(str(paths[index]), session_options=options).run(None, {"x": x})[-1]
 
     expected = [run(index) for index in range(len(paths))]
     order = np.random.default_rng(0).integers(0, len(paths), 1200).tolist()

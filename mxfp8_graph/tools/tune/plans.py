@@ -49,6 +49,9 @@ class Plan:
         """
         patterns = patterns_of(self.worst, sites)
         fields: dict[str, Any] = {**base.model_dump(exclude_unset=True), "name": name, **TREATMENTS[self.treatment]}
+        # By default it follows the format of the weights, which the treatment changes.
+        if base.convolutions is None and any(site.role == "convolution" for site in sites):
+            fields["convolutions"] = base.sets("convolutions")
         # Rules of `base` keep their choice of sites, and lose the settings that tuning chooses.
         settings = set(TREATMENTS[self.treatment])
         rules = [Rule(**rule.model_dump(exclude_unset=True, exclude=settings)) for rule in base.rules]
@@ -68,6 +71,8 @@ class Plan:
                 continue  # the recipe may keep a product of two activations, which has no weight to quantize alone
             name = before.site.name
             wanted = TREATMENTS.get(self.better if name in self.worst else self.treatment, {}).get("activations")
+            if before.site.role == "convolution" and wanted is not None and after.quantize:
+                continue  # its activations are quantized or unchanged, never rounded to bfloat16
             if wanted != (after.activations if after.quantize else None):
                 what = f"no pattern tells {name!r} from other matmuls by name or module path"
                 raise RecipeError(recipe.name, what, expected="names that differ", advice="name the nodes of the model")
