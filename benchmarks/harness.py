@@ -78,10 +78,10 @@ def take_turns(
     return result
 
 
-def options() -> onnxruntime.SessionOptions:
+def options(threads: int = THREADS) -> onnxruntime.SessionOptions:
     """Returns what every session runs with. Idle threads of one session must not spin while another has its turn."""
     chosen = onnxruntime.SessionOptions()
-    chosen.intra_op_num_threads = THREADS
+    chosen.intra_op_num_threads = threads
     chosen.log_severity_level = 3
     chosen.add_session_config_entry("session.force_spinning_stop", "1")
     return chosen
@@ -102,7 +102,7 @@ def results_file(name: str, ending: str) -> Path:
     return RESULTS / f"{name}{kind}.{ending}"
 
 
-def machine() -> dict[str, Any]:
+def machine(threads: int = THREADS) -> dict[str, Any]:
     """Returns what a reader needs to judge the numbers."""
     versions = {}
     for name in ("numpy", "onnxruntime", "torch", "torchao", "ml_dtypes", "openvino"):
@@ -116,7 +116,7 @@ def machine() -> dict[str, Any]:
         "processor": _processor("model name") or platform.processor(),
         "features": [feature for feature in FEATURES if feature in flags],
         "cores": os.cpu_count(),
-        "threads": THREADS,
+        "threads": threads,
         "isa": cpu.isa(),
         "versions": versions,
     }
@@ -132,13 +132,14 @@ def publish(
     versions: Mapping[str, str] | None = None,
     keep: bool = True,
     per_processor: bool = True,
+    threads: int = THREADS,
 ) -> None:
     """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
 
     `versions` are those of peers that run in an environment of their own. Results that do not depend on the processor
     have one file.
     """
-    facts = machine()
+    facts = machine(threads)
     facts["versions"] |= versions or {}
     table = Table(title=title)
     for column in columns:

@@ -1,7 +1,8 @@
 """OpenVINO as a peer; see peers.py. Needs `pip install openvino nncf`, in this environment or another.
 
 Settings: "model", an ONNX file; "precision", "f32" or "bf16", that of its sums; "weights", their format by NNCF
-("as they are", "int8" with a scale per output channel, "mxfp8" with one per 32 values); "threads".
+("as they are", "int8" with a scale per output channel, "mxfp8" with one per 32 values); "threads"; optionally
+"calibration", an .npz per input, with which NNCF quantizes weights and activations to int8.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ class OpenVino:
                 convolutions = nncf.IgnoredScope(types=["Convolution"], validate=False)
                 extra = {"group_size": 32, "all_layers": False, "ignored_scope": convolutions}
             model = nncf.compress_weights(model, mode=nncf.CompressWeightsMode[mode], **extra)
+        if "calibration" in settings:
+            import nncf
+
+            samples = [dict(np.load(path)) for path in settings["calibration"]]
+            preset = nncf.QuantizationPreset.MIXED  # NNCF's advice where activations are not Relu
+            model = nncf.quantize(model, nncf.Dataset(samples), subset_size=len(samples), preset=preset)
         wanted = {"INFERENCE_PRECISION_HINT": settings["precision"], "INFERENCE_NUM_THREADS": settings["threads"]}
         self._request = core.compile_model(model, "CPU", wanted).create_infer_request()
         self._names = {name for port in model.inputs for name in port.names}

@@ -19,7 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 NEEDS_8_BITS = pytest.mark.skipif(
     release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits"
 )
-SHARED = {"contenders", "exports", "floors", "harness", "peers"}
+SHARED = {"contenders", "conv_models", "exports", "floors", "harness", "peers"}
 SHARED |= {"conformance_peers", "llama_peer", "openvino_peer", "ort_peer"}
 SHARED |= {"arm_predictions"}  # measures nothing, and needs LLVM's tools
 
@@ -116,6 +116,32 @@ def test_every_case_in_stock_onnx_runtime_is_the_same_product(benchmarks):
     errors = {name: case.error(x) for name, case in cases.items()}
     limits = {**dict.fromkeys(cases, 1e-6), "nbits": 1e-2, "qdq": 1e-2 if fused else 1e-6}
     assert {name: error for name, error in errors.items() if error >= limits[name]} == {}
+
+
+@pytest.fixture
+def conv_models(benchmarks):
+    return pytest.importorskip("conv_models", reason="needs matplotlib")
+
+
+def test_a_convolution_is_run_by_all_quantizers_and_its_row_has_their_errors(conv_models, tmp_path):
+    import convolutions as table
+
+    layer = conv_models.Layer(32, 16, 3, (6, 5), stride=2)
+    field = table.Field(
+        layer.network(tmp_path), table.Run(tmp_path, threads=1, openvino=None, rounds=1), table.ONE_NODE
+    )
+    [row] = table.layer_rows(layer, field)
+    assert (field.notes, row["layer"], row["M MAC"]) == ([], "32-16 k3 s2 6x5", f"{9 * 16 * 9 * 32 / 1e6:.0f}")
+    errors = {name: float(row[f"error {name}"].split()[0]) for name in (table.OURS, table.STATIC, table.DYNAMIC)}
+    assert {name: error for name, error in errors.items() if not 1e-4 < error < 0.03} == {}
+
+
+def test_overlapping_boxes_count_once_and_each_has_one_partner(conv_models):
+    output = np.zeros((5, 4), np.float32)  # x, y, width, height and a score of each place
+    output[:, 0], output[:, 1], output[:, 2] = (5, 5, 4, 4, 0.8), (5, 5, 4, 4.2, 0.9), (20, 5, 4, 4, 0.2)
+    [box] = conv_models.detections(output)
+    np.testing.assert_allclose(box, (3, 2.9, 7, 7.1), rtol=1e-6)
+    assert conv_models.matches([box], [box, box]) == 1
 
 
 def test_another_process_answers_as_a_session_of_this_one(small_linears):
