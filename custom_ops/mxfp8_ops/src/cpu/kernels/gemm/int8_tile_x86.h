@@ -34,7 +34,7 @@ constexpr uint8_t kFlipped = 0x80;  // plus 128
 constexpr int kUnrolled = 8;
 #else
 constexpr uint8_t kFlipped = 0;
-constexpr int kUnrolled = 1;  // with more, GCC 12 keeps operands in memory
+constexpr int kUnrolled = 2;  // with more, GCC 12 keeps operands in memory
 #endif
 
 using ByteTiles = Tiles<kRows>;
@@ -77,6 +77,7 @@ template <int R, int V, int Words>
 MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, const Factor* b, const uint8_t* codes,
                                   int64_t depth, float* strip) {
   constexpr int64_t next = kPanelVectors * kDecoded / int64_t(sizeof(Factor));  // from a word of B to the next
+  constexpr int64_t skipped = (kWords - Words) * next;
   Vec totals[R][V];
   if (kTotalsInRegisters) {
 #pragma GCC unroll 16
@@ -84,7 +85,7 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       for (int j = 0; j < V; ++j) totals[i][j] = load(strip + i * kGemmColumns + j * kLanes);
     }
   }
-  for (int64_t k = 0; k < depth; k += kBlock, codes += kPanel, blocks_of_a += R, a += R * kBlock, b += kWords * next) {
+  for (int64_t k = 0; k < depth; k += kBlock, codes += kPanel, blocks_of_a += R, a += R * kBlock, b += skipped) {
     Ints exponents[V], sums[R][V];
     for (int j = 0; j < V; ++j) exponents[j] = widen_codes(codes + j * kLanes) << 23;
 #pragma GCC unroll 16
@@ -94,10 +95,10 @@ MXFP8_NOINLINE void multiply_tile(const Factor* a, const BlockOfA* blocks_of_a, 
       }
     }
 #pragma GCC unroll kUnrolled
-    for (int word = 0; word < Words; ++word) {
+    for (int word = 0; word < Words; ++word, b += next) {
       Ints columns[V];
       for (int j = 0; j < V; ++j) {
-        const Factor* from = b + word * next + j * kDecoded / int(sizeof(Factor));
+        const Factor* from = b + j * kDecoded / int(sizeof(Factor));
         if (sizeof(Factor) == 1) __builtin_prefetch(from + kPanelAhead);
         std::memcpy(columns + j, from, sizeof columns[j]);
       }
