@@ -158,8 +158,7 @@ def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) 
         return
     if not decisions:
         raise NothingEligibleError(where, f"no {wanted}", "nothing to rewrite", decisions)
-    kinds = Counter(noun_of(decision.site) for decision in decisions)
-    sites = " and ".join(f"{kinds[noun]} {noun}{'s' if kinds[noun] > 1 else ''}" for noun in NOUNS if kinds[noun])
+    sites = counted([decision.site for decision in decisions])
     advice = "see the reasons and adapt the recipe"
     # The bytes of a network are in its convolutions, which the MXFP8 presets keep.
     kept = [each.site for each in decisions if each.site.role == "convolution" and each.kind == "role"]
@@ -171,6 +170,12 @@ def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) 
 
 NOUNS: Final = ("matmul", "convolution", "embedding")
 """The kinds of sites in words."""
+
+
+def counted(sites: Sequence[MatMulSite]) -> str:
+    """Returns the numbers of sites in words: "1 matmul and 26 convolutions"."""
+    kinds = Counter(map(noun_of, sites))
+    return " and ".join(f"{kinds[noun]} {noun}{'s' if kinds[noun] > 1 else ''}" for noun in NOUNS if kinds[noun])
 
 
 def noun_of(site: MatMulSite) -> str:

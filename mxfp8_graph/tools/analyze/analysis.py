@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from mxfp8_graph.policy.plan import MatMulSite
+from mxfp8_graph.policy.plan import MatMulSite, counted
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.report.section import Columns, Section, filled, number
@@ -130,12 +130,12 @@ class Analysis(Measurement):
 
     def answer(self) -> str:
         """Returns a sentence with the sites to exclude, and the error before and after."""
-        title, count = self.metric.shown_title, len(self.sites)
+        title, count = self.metric.shown_title, counted([each.site.decision.site for each in self.sites])
         before = self.metric.shown(self.everything[self.metric.name].mean)
         if self.exclusion is None:
-            return f"Nothing to exclude: {title} {before:.3g} with all {count} matmuls rewritten."
+            return f"Nothing to exclude: {title} {before:.3g} with all {count} rewritten."
         after, chosen = self.metric.shown(self.exclusion.scores[self.metric.name].mean), len(self.exclusion.sites)
-        worst = f"the worst {chosen} of {count} matmuls, {self.exclusion.share:.1%} of the weights"
+        worst = f"the worst {chosen} of {count}, {self.exclusion.share:.1%} of the weights"
         return f"Exclude {worst}, first {self.sites[0].label}: {title} {after:.3g} instead of {before:.3g}."
 
     def sections(self) -> Iterator[Section]:
@@ -168,7 +168,9 @@ class Analysis(Measurement):
             lines.append(("after exclusion", "; ".join(map(str, self.exclusion.scores.values()))))
         lines.append(("time", f"{self.seconds:.1f} s, {self.runs} runs"))
         if self.kept:
-            lines.append(("not analyzed", f"{len(self.kept)} matmuls and embeddings that the recipe keeps"))
+            lines.append(
+                ("not analyzed", f"{counted([each.decision.site for each in self.kept])} that the recipe keeps")
+            )
         return lines + [("note", note) for note in self.notes]
 
     def site_table(self) -> Columns:
