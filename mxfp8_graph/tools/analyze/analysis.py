@@ -168,9 +168,8 @@ class Analysis(Measurement):
             lines.append(("after exclusion", "; ".join(map(str, self.exclusion.scores.values()))))
         lines.append(("time", f"{self.seconds:.1f} s, {self.runs} runs"))
         if self.kept:
-            lines.append(
-                ("not analyzed", f"{counted([each.decision.site for each in self.kept])} that the recipe keeps")
-            )
+            kept = counted([each.decision.site for each in self.kept])
+            lines.append(("not analyzed", f"{kept} that the recipe keeps"))
         return lines + [("note", note) for note in self.notes]
 
     def site_table(self) -> Columns:
