@@ -114,8 +114,8 @@ typedef struct {
 // channels of one pixel. b is [O, kernel..., C / group], and has scales [O, kernel..., ceil(C / group / 32)]. With
 // groups, C / group is a multiple of 32. bias [O] and residual, of the shape of y, may be NULL; with residual_after the
 // residual is added after the epilogue. alpha and beta: the bounds of MXFP8_CLIP; alpha: the slope of MXFP8_LEAKY_RELU;
-// MXFP8_HARD_SWISH is x * clip(alpha * x + beta, 0, 1). axes has two. weight is as in a gemm, for the whole b: y has the
-// same bits with and without it, if an image of y has 3 pixels or more.
+// MXFP8_HARD_SWISH is x * clip(alpha * x + beta, 0, 1). axes has two. weight is as in a gemm, for the whole b: y has
+// the same bits with and without it, if an image of y has 3 pixels or more.
 MXFP8_API int mxfp8_conv(int x_dtype, const void* x, int64_t n, int64_t c, int64_t o, int64_t group,
                          const mxfp8_conv_axis* axes, int x_format, int scale_rounding, int b_format, const uint8_t* b,
                          const uint8_t* b_scales, const float* bias, int residual_dtype, const void* residual,
