@@ -59,11 +59,11 @@ CASES = {
     # Encoder blocks have 6 linears and 4 activations, decoder blocks 10 and 7; all cross-attention keys and values
     # share the encoder's output: 2 * 4 + 2 * 6 + 1. Both sides look up words, and distances for their scores.
     "t5": Case(32, 21, products(6, output_projection=1, embedding=4), fused={"gemm + relu": 4}),
-    "vit": Case(12, 8, products(2, output_projection=1), fused={"gemm + gelu": 2}),
+    "vit": Case(12, 8, products(2, output_projection=1, convolution=1), fused={"gemm + gelu": 2}),
     "mixtral": MIXTURE,
     "qwen_moe": MIXTURE,
     "granite_moe": MIXTURE,
-    "whisper": Case(32, 21, products(6, output_projection=1, embedding=2), fused={"gemm + gelu": 4}),
+    "whisper": Case(32, 21, products(6, output_projection=1, embedding=2, convolution=2), fused={"gemm + gelu": 4}),
 }
 
 
