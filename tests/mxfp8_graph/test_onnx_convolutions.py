@@ -22,6 +22,8 @@ from oracle import kinds, refusal, rewrite, run
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, load_recipe
+from mxfp8_graph.policy import presets
+from mxfp8_ops import cpu
 from mxfp8_ops.errors import RecipeError
 from mxfp8_ops.onnx_functions import settings_of
 
@@ -269,3 +271,13 @@ def test_a_weight_only_model_of_convolutions_is_known_as_rewritten() -> None:
     assert mxfp8_graph.rewrite(result, "mxint8-weight-only")[1].already_rewritten
     with pytest.raises(RecipeError, match="Recipe mismatch for 'Conv_h'"):
         mxfp8_graph.rewrite(result, "mxint8")
+
+
+@looped("isa", cpu.available_isas())
+def test_where_int8_convolutions_are_slow_auto_packs_their_weights_alone(isa: str) -> None:
+    proto = conv("Conv x w>h; Neg h>y")
+    with cpu.forced_isa(isa):
+        slow = isa in presets.SLOW_CONVOLUTIONS
+        assert slow == (load_recipe("auto").convolutions == "weight-only")
+        assert slow == ("convolutions=weight-only" in mxfp8_graph.rewrite(proto, "mxint8")[1].advice)
+        assert "convolutions" not in mxfp8_graph.rewrite(proto, "auto")[1].advice
