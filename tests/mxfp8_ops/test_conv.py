@@ -280,3 +280,10 @@ def test_a_node_names_what_is_wrong(attributes: dict[str, Any], message: str) ->
                   b=b[0].view(np.int8), s=b[1])  # fmt: skip
     with pytest.raises(Exception, match=f"the_y.*{message}"):
         ort.session(built).run(None, {"x": heavy_tailed((1, 64, 6, 6))})
+
+
+def test_cupy_arrays_have_no_convolution() -> None:
+    from mxfp8_ops import cuda
+
+    with pytest.raises(AttributeError, match=r"has no conv; expected one of dequantize, .*; torch\.ops\.mxfp8"):
+        cuda.conv  # noqa: B018
