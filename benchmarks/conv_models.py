@@ -136,7 +136,7 @@ LAYERS = (
     Layer(16, 32, 3, (320, 320)),
     Layer(32, 32, 3, (320, 320)),
 )
-"""Of ResNet50, YOLOv8, Whisper, HiFi-GAN and ViT; some with a batch, and some that are thin."""
+"""Layers of ResNet50, YOLOv8, Whisper, HiFi-GAN and ViT; some with a batch, some with few channels."""
 
 
 # --- Whole files

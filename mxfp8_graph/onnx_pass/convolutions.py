@@ -46,7 +46,7 @@ class Affine:
     """The steps behind a convolution that its weight and its bias take over, for each of its outputs and phases."""
 
     factors: Floats | None
-    """Of the weight; None without a product."""
+    """The factors of the weight; None without a product."""
     numbers: Floats | None
     """The bias after these steps; None without a sum."""
     nodes: tuple[ir.Node, ...]

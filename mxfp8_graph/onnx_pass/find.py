@@ -80,7 +80,7 @@ class OnnxSite:
     """The gemm computes the transpose of the result."""
     added: Addend
     affine: Affine | None = None
-    """Of a convolution."""
+    """The steps behind a convolution; None for other sites."""
 
     @property
     def factor(self) -> float | Floats:

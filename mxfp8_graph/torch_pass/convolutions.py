@@ -48,7 +48,7 @@ class Affine:
     """The steps behind a convolution that its weight and its bias take over."""
 
     factors: Floats | None
-    """Of the weight, one for each output channel; None without a product."""
+    """The factors of the weight, one for each output channel; None without a product."""
     numbers: Floats | None
     """The bias after these steps; None without a sum."""
     nodes: tuple[Node, ...]

@@ -80,7 +80,7 @@ class TorchSite(Site):
     packed: str | None
     """Element format of the static operand, if torchao packed it."""
     affine: Affine | None = None
-    """Of a convolution."""
+    """The steps behind a convolution; None for other sites."""
 
     @property
     def factor(self) -> float | Floats:

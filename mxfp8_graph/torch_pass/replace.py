@@ -276,7 +276,7 @@ def retarget(site: TorchSite, gemm: Call, build: Builder, recipe: Recipe) -> Non
         raise ContractError(output.name, what, expected=f"{expected.dtype} {list(expected.shape)}", advice=advice)
     output.target, output.args, output.kwargs = last.op, arguments, last.keywords
     if site.affine is not None and (stack := site.node.meta.get("nn_module_stack")):
-        output.meta["nn_module_stack"] = stack  # the weight is that of the convolution, not of a norm behind it
+        output.meta["nn_module_stack"] = stack  # the weight belongs to the convolution, and not to a norm behind it
     # The new call replaces what is behind the matmul, which has no user any more.
     for node in reversed(site.nodes[:-1]):
         node.graph.erase_node(node)

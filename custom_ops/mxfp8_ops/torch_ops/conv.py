@@ -109,7 +109,7 @@ def conv_cpu(
     at = {name: t.data_ptr() for name, t in read.items()}
     y = EMPTY[dtype](*window.result)
     residual_code = DTYPE_CODES[torch.float32 if residual is None else residual.dtype]
-    # Its panels are those of a matrix with a row for each output channel.
+    # Kernels take the weight as a matrix with a row for each output channel.
     rows = [read[name].flatten(1) for name in ("b", "b_scales")]
     weight = constant_weight(rows[0], rows[1], y.shape[2:].numel()) if y.numel() else None
     status = library().mxfp8_conv(
