@@ -68,10 +68,9 @@ def conv(node: ir.Node, resolve: Resolve) -> Convolution:
     kernel = weight.shape[2:]
     ones = (1,) * len(kernel)
     strides, dilations = (tuple(attribute(node, name, ones)) for name in ("strides", "dilations"))
-    pads = _pads(node, kernel, strides, dilations)
-    if isinstance(pads, str):
-        return replace(form, blocker=pads)
-    return _checked(replace(form, strides=strides, pads=pads, dilations=dilations), len(kernel))
+    form = _checked(replace(form, strides=strides, pads=(0, 0) * len(kernel), dilations=dilations), len(kernel))
+    pads = form.blocker or _pads(node, kernel, strides, dilations)
+    return replace(form, blocker=pads) if isinstance(pads, str) else _checked(replace(form, pads=pads), len(kernel))
 
 
 def _checked(form: Convolution, axes: int) -> Convolution:
@@ -133,7 +132,10 @@ def _pads(node: ir.Node, kernel: Sizes, strides: Sizes, dilations: Sizes) -> Siz
         if s > 1 and not isinstance(size, int):
             return f"auto_pad {automatic} of a size that is not known; give the model shape information"
         steps = (-(-size // s) - 1) * s - size if isinstance(size, int) else -1  # -1 for a stride of 1, of any size
-        totals.append(max(0, steps + d * (k - 1) + 1))
+        total = steps + d * (k - 1) + 1
+        if total < -1:  # ONNX Runtime then begins behind the first pixel
+            return f"auto_pad {automatic} with a kernel of {k} and a stride of {s}; expected pads as numbers"
+        totals.append(max(0, total))
     small, large = [total // 2 for total in totals], [total - total // 2 for total in totals]
     return (*small, *large) if automatic == "SAME_UPPER" else (*large, *small)
 

@@ -211,6 +211,10 @@ class _Finder:
             static = None
         elif not (blocker := blocker or eligibility.convolution_blocker(static.shape, form.group, bool(form.phases))):
             static, shape = packed_weight(static, form)
+            outputs = shape[0] // math.prod(form.phases)
+            if bias is not None and bias.shape != (outputs,):
+                blocker = f"its bias has shape {list(bias.shape)}; expected [{outputs}]"
+        if static is not None and not blocker:
             affine = affine_behind(node, form, shape[0] // math.prod(form.phases), self._operands.static)
         if form.c is not None and bias is None:
             blocker = blocker or "its bias is computed; expected a stored one"

@@ -138,7 +138,9 @@ class Replacer:
         if static is not None and site.affine is not None and site.affine.numbers is not None:
             dtype = ir.DataType(site.dtype if node.op is None else contract.FLOAT)
             name = self.fresh(f"{site.matmul.name}_bias")
-            inputs.append(self._initializer(static, ir.tensor(site.affine.numbers, dtype, name=name)))
+            inputs.append(
+                self._initializer(static, ir.tensor(site.affine.numbers.astype(dtype.numpy()), dtype, name=name))
+            )
         self._result(site, decision, node, build)
         *before, last = build.nodes
         # In place of the product, where the activation is computed: other sites may share its quantized form.

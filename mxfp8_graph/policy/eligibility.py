@@ -48,13 +48,13 @@ def convolution_blocker(shape: Sequence[int], group: int, transposed: bool) -> s
     Its weight is [O, C / group, k...], or [C, O / group, k...] if it is `transposed`.
     """
     axes = len(shape) - 2
-    if shape[0] % group:
-        return f"a weight {list(shape)} in {group} groups; expected as many in each"
-    channels, outputs = (shape[0] // group, shape[1]) if transposed else (shape[1], shape[0] // group)
     if axes not in {1, 2}:
         return f"a convolution over {axes} axes; expected 1 or 2"
     if 0 in shape:
         return f"the weight is empty (shape {list(shape)}); expected sizes above 0"
+    if group < 1 or shape[0] % group:
+        return f"a weight {list(shape)} in {group} groups; expected as many channels in each"
+    channels, outputs = (shape[0] // group, shape[1]) if transposed else (shape[1], shape[0] // group)
     if group == 1:
         return None
     if channels == 1:

@@ -110,10 +110,13 @@ def test_nodes_with_other_windows_and_without_residual_share_a_body() -> None:
     exact(conv(text, u=integers(40, 40, 3, 3)), "mxint8", {"MXFP8Conv": 2, "Neg": 2}, fuse=True)
 
 
-def test_float16_keeps_its_dtype() -> None:
-    proto = text_model("Conv x w>y", X2, [None] * 4, dtype=np.float16, w=integers(24, 40, 3, 3).astype(np.float16))
-    for recipe in RECIPES[:2]:
-        exact(proto, recipe)
+def test_16_bits_keep_their_dtype() -> None:
+    w, b = integers(24, 40, 3, 3).astype(np.float16), integers(24).astype(np.float16)
+    for text in ("Conv x w>y", "Conv x w b>y", "Conv x w>h; Add h b1>y"):
+        stored = {name: array for name, array in (("b", b), ("b1", b[:, None, None])) if f" {name}>" in text}
+        proto = text_model(text, X2, [None] * 4, dtype=np.float16, w=w, **stored)
+        for recipe in RECIPES[:2]:
+            exact(proto, recipe)
 
 
 # --- What a convolution takes over -----------------------------------------------------------------------------------
@@ -209,6 +212,11 @@ KEPT = {
     "Conv x x>y": (SQUARES, "its weight is computed; expected a stored one"),
     "ReduceMax x axes>b|keepdims=0; Conv x w b>y": (integers(24, 40, 1, 1), "its bias is computed"),
     "Conv x w>y|auto_pad='SAME_UPPER' strides=[2,2]": (integers(24, 40, 3, 3), "auto_pad SAME_UPPER of a size"),
+    "Conv x w>y|auto_pad='SAME_UPPER' strides=[4,4]": (
+        integers(24, 40, 1, 1),
+        "auto_pad SAME_UPPER with a kernel of 1",
+    ),
+    "Conv x w axes>y": (integers(24, 40, 1, 1), "its bias has shape [3]; expected [24]"),
     "ConvTranspose x w>y|dilations=[2,2]": (SQUARES, "a transposed convolution with dilations"),
     "ConvTranspose x w>y|strides=[2,1]": (SQUARES, "a transposed convolution with strides [2, 1]"),
     "ConvTranspose x w>y|output_shape=[9,9]": (SQUARES, "its pads follow from the size"),
@@ -220,7 +228,9 @@ def test_a_convolution_is_kept_with_the_reason(text: str) -> None:
     weight, reason = KEPT[text]
     channels = 3 if weight.shape[1] == 3 else 40
     x = (40, channels, 5, 5) if "computed" in reason else (2, channels, *("h", "w", "d")[: weight.ndim - 2])
-    stored = {"w": weight, "axes": AXES} if "axes" in text else {"w": weight}
+    x = (2, 40, 8, 8) if "of 1" in reason else x
+    axes = AXES.astype(F32) if "shape" in reason else AXES
+    stored = {"w": weight, "axes": axes} if "axes" in text else {"w": weight}
     proto = text_model(text, x, [None] * weight.ndim, **stored)
     assert refusal(proto, "mxint8").startswith(reason)
 
