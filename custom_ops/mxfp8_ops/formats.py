@@ -152,6 +152,8 @@ INT8: Final = ElementFormat(
 
 VALUE_DTYPES: Final[Mapping[str, ValueDtype]] = MappingProxyType({d.name: d for d in (FLOAT32, FLOAT16, BFLOAT16)})
 ELEMENT_FORMATS: Final[Mapping[str, ElementFormat]] = MappingProxyType({f.name: f for f in (E4M3, E5M2, INT8)})
+ELEMENT_NAMES: Final[Mapping[int, str]] = MappingProxyType({f.onnx_dtype: f.name for f in ELEMENT_FORMATS.values()})
+"""Their names, by onnx.TensorProto.DataType."""
 DTYPES: Final[Mapping[str, Dtype]] = MappingProxyType({**VALUE_DTYPES, **ELEMENT_FORMATS})
 
 SCALE_ROUNDINGS: Final = ("ceil", "floor", "even")

@@ -30,7 +30,6 @@ Sizes = tuple[int, ...]
 class Convolution(Form):
     """A convolution of a with the weight b, plus c: a list has a number for each axis, pads the begins and the ends."""
 
-    absorbs_add: bool = False
     strides: Sizes = ()
     pads: Sizes = ()
     dilations: Sizes = ()

@@ -214,8 +214,8 @@ class _Finder:
             outputs = shape[0] // math.prod(form.phases)
             if bias is not None and bias.shape != (outputs,):
                 blocker = f"its bias has shape {list(bias.shape)}; expected [{outputs}]"
-        if static is not None and not blocker:
-            affine = affine_behind(node, form, shape[0] // math.prod(form.phases), self._operands.static)
+            else:
+                affine = affine_behind(node, form, outputs, self._operands.static)
         if form.c is not None and bias is None:
             blocker = blocker or "its bias is computed; expected a stored one"
         x_shape, y_shape = shape_of(form.a), shape_of(node.outputs[0])

@@ -29,7 +29,7 @@ from mxfp8_ops import contract, formats
 from mxfp8_ops.checks import scale_shape
 from mxfp8_ops.errors import ContractError
 
-_FORMATS: Final = {contract.UINT8: "e4m3", **{f.onnx_dtype: f.name for f in formats.ELEMENT_FORMATS.values()}}
+_FORMATS: Final = {contract.UINT8: "e4m3", **formats.ELEMENT_NAMES}
 """Element format by the dtype of the stored elements; TransformerEngine stores E4M3 as uint8."""
 
 _SCALES: Final = frozenset({ir.DataType.UINT8, ir.DataType.FLOAT8E8M0})

@@ -255,13 +255,12 @@ class _Comparison:
         """Returns the bound of each value of a convolution."""
         x, b, scales = (self._inputs[name] for name in ("X", "B", "B_scales"))
         residual = self._inputs.get("residual")
-        if residual is not None and residual.size == 1:  # stands for none
+        if residual is not None and residual.shape == (1,):  # stands for none
             residual = None
-        by_code = {row.onnx_dtype: name for name, row in formats.ELEMENT_FORMATS.items()}
         names = ("strides", "pads", "dilations", "group", "scale_rounding", "epilogue", "alpha", "beta", "residual_at")
         settings = Settings(
             **{name: self._attributes[name] for name in names},
-            x_format=by_code[self._attributes["x_dtype"]],
+            x_format=formats.ELEMENT_NAMES[self._attributes["x_dtype"]],
             b_format=_FORMATS[b.dtype.name],
             dtype=contract.VALUE_NAMES[self._attributes["output_dtype"]],
         )

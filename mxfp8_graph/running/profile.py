@@ -95,8 +95,7 @@ def _rounded(node: ir.Node) -> str:
     """Returns the name of the dtype or format to which a node rounds its values; "" if it does not."""
     if attribute(node, "activation_dtype", 0) == contract.BFLOAT16:
         return formats.BFLOAT16.name
-    code = attribute(node, "x_dtype", 0)
-    return next((name for name, row in formats.ELEMENT_FORMATS.items() if row.onnx_dtype == code), "")
+    return formats.ELEMENT_NAMES.get(attribute(node, "x_dtype", 0), "")
 
 
 def by_node(calls: Iterable[cpu.Call]) -> dict[str, list[cpu.Call]]:

@@ -135,7 +135,7 @@ class Emulator:
     def _edit(self, graph: onnx.GraphProto) -> None:
         """Replaces the gemms of one graph by standard ops."""
         nodes: list[onnx.NodeProto] = []
-        rounded: dict[tuple[str, bool], str] = {}
+        rounded: dict[tuple[str, int], str] = {}
         for node in graph.node:
             if node.domain != contract.DOMAIN:
                 nodes.append(node)
@@ -144,19 +144,20 @@ class Emulator:
                 what, expected = f"{node.op_type}, whose weights are picked while the model runs", "stored weights"
                 raise ContractError(self.name, what, expected=expected, advice="exclude it; it is not emulated")
             (x, weight, _, *bias), (y,) = node.input, node.output
-            is_conv = node.op_type == contract.CONV.name
+            rank = self._ranks[weight] if node.op_type == contract.CONV.name else 0
             # Gemms with the same activation share its Round.
-            if (x, is_conv) not in rounded:
-                rounded[x, is_conv], more = _rounded(x, self._ranks[weight] if is_conv else 0)
+            if (x, rank) not in rounded:
+                rounded[x, rank], more = _rounded(x, rank)
                 nodes += more
-            if is_conv:
-                window = [each for each in node.attribute if each.name in {"strides", "pads", "dilations", "group"}]
-                nodes.append(helper.make_node("Conv", [rounded[x, is_conv], weight, *bias], [f"{y}/sum"]))
-                nodes[-1].attribute.extend(window)
+            values = rounded[x, rank]
+            if rank:
+                nodes.append(helper.make_node("Conv", [values, weight, *bias], [f"{y}/sum"]))
+                window = {"strides", "pads", "dilations", "group"}
+                nodes[-1].attribute.extend(each for each in node.attribute if each.name in window)
             else:
-                nodes.append(helper.make_node("MatMul", [rounded[x, is_conv], weight], [f"{y}/product"]))
-            if bias and not is_conv:
-                nodes.append(helper.make_node("Add", [f"{y}/product", *bias], [f"{y}/sum"]))
+                nodes.append(helper.make_node("MatMul", [values, weight], [f"{y}/product"]))
+                if bias:
+                    nodes.append(helper.make_node("Add", [f"{y}/product", *bias], [f"{y}/sum"]))
             dtype = helper.get_node_attr_value(node, "output_dtype")
             nodes.append(helper.make_node("Cast", [nodes[-1].output[0]], [y], to=dtype))
         del graph.node[:]
