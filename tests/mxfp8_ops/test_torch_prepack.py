@@ -79,14 +79,23 @@ def test_torch_reads_scales_that_are_new_at_each_call(fmt):
         assert_same(y.numpy(), (expected * 2**power).numpy(), f"the product with scales times 2^{power}")
 
 
-def test_torch_modules_that_threads_make_and_free_multiply_with_their_own_weights():
+def product(b: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mxfp8.weight_gemm(torch.ones(4, 96), b, scales, None, "int8", None, torch.bfloat16)
+
+
+def convolution(b: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Returns the convolution with a weight [40, 1, 96] in two groups."""
+    return torch.ops.mxfp8.conv(torch.ones(1, 192, 4), b[:, None], scales[:, None], b_format="int8", group=2)
+
+
+@pytest.mark.parametrize("multiply", [product, convolution])
+def test_torch_modules_that_threads_make_and_free_multiply_with_their_own_weights(multiply):
     """The memory of a freed weight is used again at once, also while other threads multiply."""
-    x = torch.ones(4, 96)
     weights = [weight_of(seed) for seed in range(6)]
 
     def run(index: int) -> torch.Tensor:
         b, scales = (t.clone() for t in weights[index])
-        return [torch.ops.mxfp8.weight_gemm(x, b, scales, None, "int8", None, torch.bfloat16) for _ in range(3)][-1]
+        return [multiply(b, scales) for _ in range(3)][-1]
 
     expected = [run(index) for index in range(len(weights))]
     order = np.random.default_rng(0).integers(0, len(weights), 2000).tolist()

@@ -225,9 +225,9 @@ std::vector<uint8_t> conv_rows(const ConvArgs& args) {
 const ConvWeight* ConstantWeight::parts(const ConvArgs& args) {
   const std::lock_guard<std::mutex> lock(making_);
   if (parts_ == nullptr) {
-    auto made = std::make_shared<ConvWeight>(ConvWeight{args, conv_rows(args), {}});
-    for (int64_t i = 0; i < args.group; ++i) made->groups.push_back(std::make_shared<ConstantWeight>());
-    parts_ = std::move(made);
+    auto parts = std::make_shared<ConvWeight>(ConvWeight{args, conv_rows(args), {}});
+    for (int64_t i = 0; i < args.group; ++i) parts->groups.push_back(std::make_shared<ConstantWeight>());
+    parts_ = std::move(parts);
   }
   const auto sizes = [](const ConvArgs& a) {
     return std::make_tuple(a.b, a.b_scales, a.b_format, a.o, a.c, a.group, a.axes[0].kernel * a.axes[1].kernel);
