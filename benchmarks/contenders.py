@@ -15,18 +15,14 @@ import numpy as np
 import onnx
 import onnxruntime
 from harness import THREADS, Timing, noise_notes, options, take_turns
-from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 from peers import Feeds, Peer
+from settings import BEST, BITS8, INT8, STOCK, exact_sums, int8_dynamic
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
 from mxfp8_ops import ort
 
-STOCK = "ORT fp32"
-BEST = "ORT fp32, best settings"
-BITS8 = "ORT MatMulNBits 8"
-INT8 = "ORT int8 dynamic"
 LLAMA = "llama.cpp Q8_0"
 OV_BF16 = "OpenVINO bf16"
 OV_INT8 = "OpenVINO bf16, int8 weights"
@@ -228,17 +224,8 @@ class Field:
 
     def _int8_dynamic(self) -> Session:
         target = self.file("int8")
-        if not target.exists():
-            nodes = ["MatMul", "Gemm", "Gather"]  # it takes opset 23's Attention for ONNX Runtime's own
-            large = self.path.with_name(f"{self.path.name}.data").exists()
-            quantize_dynamic(
-                self.path,
-                target,
-                op_types_to_quantize=nodes,
-                weight_type=QuantType.QInt8,
-                use_external_data_format=large,
-            )
-        return Session(onnxruntime.InferenceSession(target, options()))
+        int8_dynamic(self.path, target)
+        return Session(onnxruntime.InferenceSession(target, exact_sums(options())))
 
     def _openvino(self, name: str, python: str) -> Peer:
         precision, weights = OPENVINO[name]

@@ -31,20 +31,21 @@ import numpy as np
 import onnx
 import onnxruntime
 import psutil
-from contenders import STOCK, Runner, Session, compared
+from contenders import Runner, Session, compared
 from conv_models import LAYERS, NETWORKS, Layer, Network
 from floors import measure
 from harness import Timing, machine, noise_notes, options, publish, take_turns
 from onnxruntime.quantization import CalibrationMethod, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from peers import Feeds, Peer
+from settings import INT8_CONV, STATIC, STOCK
 
 import mxfp8_graph
 from mxfp8_graph import NothingEligibleError
 from mxfp8_ops import cpu, ort
 
 OURS, WEIGHT_ONLY = "mxint8", "mxint8-weight-only"
-STATIC, STATIC_ALL, DYNAMIC = "ORT int8 static", "ORT int8 static, all ops", "ORT int8 dynamic"
+STATIC_ALL, DYNAMIC = f"{STATIC}, all ops", INT8_CONV
 OV_FP32, OV_BF16, OV_INT8 = "OpenVINO fp32", "OpenVINO bf16", "OpenVINO int8"
 PEERS = (STOCK, STATIC, STATIC_ALL, DYNAMIC, OV_FP32, OV_BF16, OV_INT8)
 ONE_NODE = (OURS, STATIC, DYNAMIC, OV_FP32, OV_BF16, OV_INT8)

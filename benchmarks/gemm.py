@@ -23,8 +23,8 @@ import torch
 from exports import linears
 from floors import Floors, measure, reader
 from harness import THREADS, Timing, noise_notes, options, publish, take_turns
-from onnxruntime.quantization import QuantType, quantize_dynamic
 from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+from settings import BITS8, INT8, STOCK, exact_sums, int8_dynamic
 
 import mxfp8_graph
 from mxfp8_graph import Recipe
@@ -39,7 +39,7 @@ COLUMNS = ["contender", "M", "ms", "spread", "GFLOP/s", "mxfp8 is faster by", "o
 
 def sessions_of(model: onnx.ModelProto, folder: Path) -> dict[str, onnxruntime.InferenceSession]:
     """Returns one session per contender, all computing what `model` does."""
-    sessions = {"ORT fp32": onnxruntime.InferenceSession(model.SerializeToString(), options())}
+    sessions = {STOCK: onnxruntime.InferenceSession(model.SerializeToString(), options())}
     recipes = {"mxfp8": Recipe(output_projections=True)}
     recipes["mxfp8 weight-only"] = Recipe(output_projections=True, activations="unchanged")
     recipes["mxint8"] = Recipe(output_projections=True, **presets.PRESETS["mxint8"])
@@ -51,12 +51,13 @@ def sessions_of(model: onnx.ModelProto, folder: Path) -> dict[str, onnxruntime.I
         if name == "mxfp8" and "avx2" in cpu.available_isas():
             with cpu.forced_isa("avx2"):
                 sessions["mxfp8 at AVX2"] = ort.session(packed, session_options=options())
-    quantize_dynamic(model, folder / "int8.onnx", weight_type=QuantType.QInt8)
-    sessions["ORT int8 dynamic"] = onnxruntime.InferenceSession(folder / "int8.onnx", options())
+    onnx.save(model, folder / "float32.onnx")
+    int8_dynamic(folder / "float32.onnx", folder / "int8.onnx")
+    sessions[INT8] = onnxruntime.InferenceSession(folder / "int8.onnx", exact_sums(options()))
     # Last, because it writes its nodes into the model that it is given.
     bits8 = MatMulNBitsQuantizer(model, bits=8, block_size=32, is_symmetric=True, accuracy_level=4)
     bits8.process()
-    sessions["ORT MatMulNBits 8"] = onnxruntime.InferenceSession(bits8.model.model.SerializeToString(), options())
+    sessions[BITS8] = onnxruntime.InferenceSession(bits8.model.model.SerializeToString(), options())
     return sessions
 
 

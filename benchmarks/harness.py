@@ -2,8 +2,9 @@
 
 Peers run in the same process and take turns round by round, so that a slow moment of the machine hits all of them. A
 row's spread is its interquartile range over its median; above `NOISY` the report says so, as it does when other
-processes wanted the processors too. Results of different processors stand side by side: `results/NAME.md` is of an AMD,
-`results/NAME.intel.md` of an Intel with AMX, `results/NAME.intel-no-amx.md` of one without.
+processes wanted the processors too, and then writes nothing. Results of different processors stand side by side:
+`results/NAME.md` is of an AMD, `results/NAME.avx2.md` of one without AVX-512, `results/NAME.intel.md` of an Intel with
+AMX, `results/NAME.intel-no-amx.md` of one without.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime
+import settings
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +31,10 @@ from mxfp8_ops import cpu
 RESULTS = Path(__file__).parent / "results"
 NOISY = 0.15
 THREADS = os.cpu_count() or 1
+BUSY = 1.5
+"""Threads that want to run, per processor, above which a result is not published."""
+LOAD = os.getloadavg()[0]
+"""Threads that wanted to run before the benchmark."""
 MAKERS = {"AuthenticAMD": "", "GenuineIntel": ".intel"}
 """The suffix of the files of results, by the maker of the processor; others have ".other"."""
 FEATURES = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_int8")
@@ -96,9 +102,11 @@ def _processor(key: str) -> str:
 
 def results_file(name: str, ending: str) -> Path:
     """Returns where a result of this machine goes."""
-    kind = MAKERS.get(_processor("vendor_id"), ".other")
-    if kind == ".intel" and "amx_bf16" not in _processor("flags").split():
+    kind, flags = MAKERS.get(_processor("vendor_id"), ".other"), _processor("flags").split()
+    if kind == ".intel" and "amx_bf16" not in flags:
         kind = ".intel-no-amx"
+    if "avx2" in flags and "avx512f" not in flags:
+        kind = f"{kind.removesuffix('-no-amx')}{'-' if kind else '.'}avx2"
     return RESULTS / f"{name}{kind}.{ending}"
 
 
@@ -136,8 +144,12 @@ def publish(
 ) -> None:
     """Prints the table and, if it is to be kept, writes it to the `results_file`s in JSON and Markdown.
 
-    `versions` are those of peers that run in an environment of their own. Results that do not depend on the processor
-    have one file.
+    The notes end with the settings of the peers. `versions` are those of peers that run in an environment of their own.
+    Results that do not depend on the processor have one file.
+
+    Raises:
+        ValueError: the table names a peer without a setting.
+        SystemExit: the results depend on a processor that other processes wanted too; nothing is written.
     """
     facts = machine(threads)
     facts["versions"] |= versions or {}
@@ -146,16 +158,18 @@ def publish(
         table.add_column(column, justify="left" if column == columns[0] else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    load = os.getloadavg()[0]
-    if per_processor and load > 1.5 * THREADS:
-        notes = [
-            *notes,
-            f"Busy machine: {load:.1f} threads wanted to run on {THREADS} processors; run again when idle.",
-        ]
+    peers = settings.named(cell for row in (columns, *rows) for cell in row)
+    notes = [*notes, *(f"{name}: {setting}." for name, setting in peers.items())]
+    load = max(LOAD, os.getloadavg()[0])
     console = Console(width=200)
     console.print(table)
     for note in notes:
         console.print(note, markup=False)
+    if per_processor and load > BUSY * THREADS:
+        kept = "; nothing is written: run again when idle" if keep else ""
+        console.print(f"Busy machine: {load:.1f} threads wanted to run on {THREADS} processors{kept}.", markup=False)
+        if keep:
+            raise SystemExit(1)
     if not keep:
         return
     RESULTS.mkdir(exist_ok=True)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from floors import measure
 from harness import THREADS, noise_notes, publish, take_turns
+from settings import TORCH_INT8
 from torch import nn
 
 import mxfp8_graph
@@ -55,8 +56,9 @@ def contenders(modules: Sequence[nn.Linear], x: torch.Tensor) -> dict[str, Call]
     calls[BASE] = [lambda m=m: m(x) for m in modules]
     wide, values = [nn.Linear(m.in_features, m.out_features, bias=False) for m in modules], x.float()
     calls["torch fp32"] = [lambda m=m: m(values) for m in wide]
-    narrow = [torch.ao.quantization.quantize_dynamic(nn.Sequential(m), {nn.Linear}) for m in wide]
-    calls["torch int8 dynamic"] = [lambda m=m: m(values) for m in narrow]
+    per_channel = {nn.Linear: torch.ao.quantization.per_channel_dynamic_qconfig}
+    narrow = [torch.ao.quantization.quantize_dynamic(nn.Sequential(m), per_channel) for m in wide]
+    calls[TORCH_INT8] = [lambda m=m: m(values) for m in narrow]
     return {name: in_turn(each) for name, each in calls.items()}
 
 

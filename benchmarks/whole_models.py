@@ -28,15 +28,12 @@ import numpy as np
 import onnx
 import onnxruntime
 from contenders import (
-    BEST,
     COLUMNS,
-    INT8,
     LEGEND,
     OV_BF16,
     OV_INT8,
     OV_MXFP8,
     PREPACK,
-    STOCK,
     Field,
     Workload,
     table,
@@ -53,6 +50,7 @@ from exports import (
 from floors import Floors, measure
 from harness import THREADS, options, publish
 from peers import Feeds, Peer
+from settings import BEST, INT8, STOCK
 
 from mxfp8_graph import Recipe
 from mxfp8_graph.policy import presets

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast, overload
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import onnx_graphsurgeon as gs
     from torch.export import ExportedProgram
     from torch.nn import Module
+
+    from mxfp8_graph.torch_pass.export import RewrittenModule
 
 AnyRecipe = presets.Preset | Path | Recipe
 
@@ -48,7 +51,7 @@ def rewrite(
     example_inputs: Sequence[Any] | Mapping[str, Any],
     dynamic_shapes: Any = ...,
     **options: Unpack[RewriteCall],
-) -> tuple[ExportedProgram, RewriteReport]: ...
+) -> tuple[RewrittenModule, RewriteReport]: ...
 @overload
 def rewrite(
     model: gs.Graph, recipe: AnyRecipe = ..., **options: Unpack[RewriteCall]
@@ -69,9 +72,11 @@ def rewrite(
         recipe: the name of a preset (`mxfp8_graph.policy.presets` has them all), the path of a .yaml or .toml file, or
             a `Recipe`. The path may be a str, too, but type checkers know only the presets.
         example_inputs: arguments to export a module with: a sequence, or a mapping by name.
-        dynamic_shapes: dynamic shapes of these arguments, as `torch.export.export` takes them.
+        dynamic_shapes: dynamic shapes of these arguments, as `torch.export.export` takes them. By default axis 0 of
+            each tensor, the batch, is dynamic where the module allows it; a note of the report says where it does not.
         output: file to write. Default: MODEL.mxfp8.onnx (or .pt2) next to a path, nothing for a model in memory.
-        training: keep the weights as parameters and train them in MXFP8; exported programs only. In a packed program,
+        training: keep the weights as parameters and train them in MXFP8; programs and modules only. A program shares
+            these parameters with its source: a conversion (`half()`) of one converts the other. In a packed program,
             gradients pass through the packed weights, which stay frozen, and everything else is trained. After the
             training, rewrite the program again without this option: it packs the weights, or returns the packed
             program.
@@ -82,13 +87,21 @@ def rewrite(
             the checkpoint has in high precision, keep the model's values.
         weight_names: name of a weight, node or module in the model -> name of the weight in the checkpoint, where
             the names do not match: a mapping, or a JSON file with one.
-        **options: `output`, `training`, `weights` and `weight_names`, and see `mxfp8_graph.options.RewriteOptions`.
+        external_data: whether tensors of an ONNX file go to OUTPUT.data: "always", "never" or "auto" (default).
+        bodies: how an ONNX file computes its nodes without our library: "folded" (default), "small" or "none".
+        overwrite: whether an existing output may be replaced. Default: False.
+        dry_run: plan and report, but write nothing. Default: False.
+        allow_nonfinite: pack weights with NaN or Inf instead of refusing them. Default: False.
+        progress: called as progress(site_name, bytes_done, bytes_total) after each weight.
+        **options: the keywords above from `training` on, and `output`; `mxfp8_graph.options.RewriteOptions` says more.
 
     Returns:
-        The model is the path of the output for a path, an exported program for a module, and otherwise of the same
-        kind as `model`; None on a dry run. A model that the same recipe has already rewritten is returned unchanged,
-        with `report.already_rewritten` set, and copied to `output` if there is one. A graphsurgeon graph has the record
-        of the rewrite in its attribute `metadata_props`, which `gs.export_onnx` does not write:
+        The model is the path of the output for a path. For a module it is a module that is called as the original and
+        shares nothing with it; its attribute `program` is the exported program, for `save` and `to_onnx`. Otherwise it
+        is of the same kind as `model`; None on a dry run. A model that the same recipe has already
+        rewritten is returned unchanged, with `report.already_rewritten` set, and copied to `output` if there is one. A
+        graphsurgeon graph has the record of the rewrite in its attribute `metadata_props`, which `gs.export_onnx` does
+        not write:
         `onnx.helper.set_model_props(proto, graph.metadata_props)` does.
 
     Raises:
@@ -103,7 +116,8 @@ def rewrite(
     if options.get("dry_run"):
         options["overwrite"] = True  # it writes nothing, so an output that exists is no error
     chosen = load_recipe(recipe)
-    model, kind = _exported(model, example_inputs, dynamic_shapes)
+    is_module = kind_of(model) is Kind.UNKNOWN and example_inputs is not None
+    model, kind, notes = _exported(model, example_inputs, dynamic_shapes)
     # ONNX models have no gradients; only an exported program can be trained.
     if training and not kind.is_program:
         what = "an ONNX model, which cannot be trained"
@@ -138,7 +152,13 @@ def rewrite(
         # Imported on use: a rewrite of an ONNX model needs no torch, and the reverse.
         from mxfp8_graph.torch_pass import rewrite_torch
 
-        return rewrite_torch(model, chosen, whole)
+        program, report = rewrite_torch(model, chosen, whole)
+        report = replace(report, notes=(*report.notes, *notes))
+        if not is_module or program is None or isinstance(program, Path):
+            return program, report
+        from mxfp8_graph.torch_pass.export import as_module
+
+        return as_module(program), report
     from mxfp8_graph.onnx_pass import graphsurgeon
     from mxfp8_graph.onnx_pass.run import rewrite_onnx
 
@@ -150,24 +170,27 @@ def rewrite(
     return model if report.already_rewritten else graphsurgeon.to_graph(rewritten), report
 
 
-def _exported(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dynamic_shapes: Any) -> tuple[Any, Kind]:
-    """Returns (the model, its kind); a module is exported to a program first."""
+def _exported(
+    model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None, dynamic_shapes: Any
+) -> tuple[Any, Kind, list[str]]:
+    """Returns (the model, its kind, notes); a module is exported to a program first."""
     kind = kind_of(model)
     # By sys.modules, without an import of torch: a module exists only if torch was imported.
     is_module = isinstance(model, getattr(sys.modules.get("torch.nn"), "Module", ()))
     if is_module and inputs is not None:
         from mxfp8_graph.torch_pass.export import exported  # imports torch
 
-        return exported(model, inputs, dynamic_shapes), Kind.PROGRAM
+        program, notes = exported(model, inputs, dynamic_shapes)
+        return program, Kind.PROGRAM, notes
     if kind is Kind.UNKNOWN:
         what = f"model is a {type(model).__name__}"
-        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph or a torch.export.ExportedProgram"
+        expected = "a path, an onnx.ModelProto, an onnx_graphsurgeon.Graph, an ExportedProgram or a torch.nn.Module"
         advice = "pass example_inputs=(x,) too" if is_module else "load the model first"
         raise ContractError("rewrite", what, expected=expected, advice=advice)
     if inputs is not None or dynamic_shapes is not None:
         what, advice = "example inputs or dynamic shapes of a model that is exported already", "leave them out"
         raise ContractError("rewrite", what, expected="a torch.nn.Module with them", advice=advice)
-    return model, kind
+    return model, kind, []
 
 
 def _refuse_onnx_options(options: RewriteOptions, where: Any) -> None:

@@ -19,7 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 NEEDS_8_BITS = pytest.mark.skipif(
     release("onnxruntime") < (1, 24), reason="before ONNX Runtime 1.24 MatMulNBits has no 8 bits"
 )
-SHARED = {"contenders", "conv_models", "exports", "floors", "harness", "peers"}
+SHARED = {"contenders", "conv_models", "exports", "floors", "harness", "peers", "settings"}
 SHARED |= {"conformance_peers", "llama_peer", "openvino_peer", "ort_peer"}
 SHARED |= {"arm_predictions"}  # measures nothing, and needs LLVM's tools
 
@@ -33,6 +33,38 @@ def test_make_runs_every_benchmark():
 @pytest.fixture
 def benchmarks(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_published_result_names_the_setting_of_each_peer_and_comes_from_an_idle_machine(path, benchmarks):
+    from settings import named
+
+    result = json.loads(path.read_text(encoding="utf-8"))
+    peers = named(cell for row in (result["columns"], *result["rows"]) for cell in row)
+    missing = [name for name, setting in peers.items() if f"{name}: {setting}." not in result["notes"]]
+    assert not missing
+    assert not [note for note in result["notes"] if "Busy machine" in note]
+
+
+def test_a_peer_without_a_setting_is_refused(benchmarks):
+    import harness
+
+    with pytest.raises(ValueError, match="'ORT int4': a peer without its setting"):
+        harness.publish("trial", "A trial", ["contender", "ms"], [["ORT int4", 1.0]], keep=False)
+
+
+def test_a_busy_machine_publishes_nothing(benchmarks, monkeypatch, tmp_path, capsys):
+    import harness
+
+    monkeypatch.setattr(harness, "RESULTS", tmp_path)
+    monkeypatch.setattr(harness, "LOAD", 2.0 * harness.THREADS)
+    with pytest.raises(SystemExit):
+        harness.publish("trial", "A trial", ["contender", "ms"], [["mxint8", 1.0]])
+    assert not list(tmp_path.iterdir())
+    assert "Busy machine" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -69,6 +101,7 @@ def test_the_overhead_of_an_op_is_measured_over_its_own_kernel(benchmarks):
 @NEEDS_8_BITS
 def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs(small_linears):
     import contenders
+    import settings
 
     from mxfp8_graph import Recipe
 
@@ -77,27 +110,28 @@ def test_all_contenders_run_the_same_inputs_in_as_many_heats_as_the_memory_needs
     field = contenders.Field(small_linears, recipes, together=2)
     workload = contenders.Workload("few rows", [rows(3), rows(5)], rounds=2)
     outcomes = field.race([workload])[workload.label]
-    expected = [contenders.STOCK, *names, contenders.BITS8, contenders.INT8, contenders.BEST]
-    heats = dict.fromkeys(expected, 1) | {contenders.STOCK: 3}  # it is in each heat
+    expected = [settings.STOCK, *names, settings.BITS8, settings.INT8, settings.BEST]
+    heats = dict.fromkeys(expected, 1) | {settings.STOCK: 3}  # it is in each heat
     assert {name: len(outcome.timings) for name, outcome in outcomes.items()} == heats
-    assert outcomes[contenders.STOCK].cosines.min() > 1 - 1e-6
+    assert outcomes[settings.STOCK].cosines.min() > 1 - 1e-6
     assert 0.99 < outcomes["mxint8"].cosines.min() < 1 - 1e-6
     np.testing.assert_allclose(outcomes["mxint8, never"].cosines, outcomes["mxint8"].cosines, atol=1e-6)
     field = contenders.Field(small_linears, {}, openvino="/bin/false")
-    assert contenders.STOCK in field.race([workload])[workload.label]
+    assert settings.STOCK in field.race([workload])[workload.label]
     assert field.notes[0] == "linears: OpenVINO bf16 does not run: the process ended without output"
 
 
 def test_a_row_has_its_ratios_and_the_target_that_it_meets_or_misses(benchmarks):
     import contenders
+    import settings
     from harness import Timing
 
     def outcome(speed):
         return contenders.Outcome([Timing(0.1 / speed, 0)], [speed], np.array([1.0, 0.5]))
 
-    outcomes = {contenders.STOCK: outcome(1.0), "ours": outcome(2.0), contenders.BITS8: outcome(2.5)}
+    outcomes = {settings.STOCK: outcome(1.0), "ours": outcome(2.0), settings.BITS8: outcome(2.5)}
     for target, cell in ((1.9, "2.00 >= 1.9"), (2.1, "2.00 < 2.1")):
-        workload = contenders.Workload("decode", [], 1, {"ours": {contenders.STOCK: target}})
+        workload = contenders.Workload("decode", [], 1, {"ours": {settings.STOCK: target}})
         table = contenders.table(workload, outcomes, {"ours": None})
         stock, ours, bits8 = (dict(zip(contenders.COLUMNS, row, strict=True)) for row in table)
         assert (ours["x ORT fp32"], ours["x ORT MatMulNBits 8"]) == (cell, "0.80 < 1")

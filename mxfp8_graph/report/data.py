@@ -91,6 +91,21 @@ class SiteReport(Data):
         return self.decision.site.weight_bytes
 
     @property
+    def name(self) -> str:
+        """Name of the matmul, embedding or convolution."""
+        return self.decision.site.name
+
+    @property
+    def kept(self) -> bool:
+        """Whether it stays in high precision."""
+        return not self.decision.quantize
+
+    @property
+    def reason(self) -> str:
+        """The reason for the decision, in words."""
+        return self.decision.reason
+
+    @property
     def path(self) -> str:
         """Name of the site, with the path of its subgraph."""
         return "/".join(filter(None, (self.decision.site.subgraph, self.decision.site.name)))

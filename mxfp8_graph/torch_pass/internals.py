@@ -12,6 +12,7 @@ The undocumented names, and why each is used:
     torch._C.PyTorchFileReader         reads a record of a .pt2 file before torch reads the program
     torch._export.utils                decomposes one op alone
     torch._dispatch.python             evaluates ops in Python: in C++, torch 2.10 fixes sizes that vary
+    torch.fx.experimental._config      torch.export fixes a dynamic size whose example is 1, unless this is set
     CHECKPOINT_PREFIX                  the prefix that checkpoint_wrapper adds to the names of parameters
 """
 
@@ -27,6 +28,7 @@ from typing import Any, Final
 import ml_dtypes
 import numpy.typing as npt
 import torch
+import torch.fx.experimental._config
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher  # noqa: PLC0414 - used elsewhere
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputSpec
@@ -45,6 +47,13 @@ CHECKPOINT_PREFIX: Final = "_checkpoint_wrapped_module."
 _AUTOCAST, _SET_GRAD = "wrap_with_autocast", "wrap_with_set_grad_enabled"
 
 _UPDATE: Final = ("self", "graph_module", "graph_signature", "state_dict", "constants")
+
+
+def sizes_of_one_vary() -> contextlib.AbstractContextManager[Any]:
+    """In this context, torch.export keeps a dynamic size whose example is 1; transformers exports in the same way."""
+    config: Any = torch.fx.experimental._config
+    patch: contextlib.AbstractContextManager[Any] = config.patch(backed_size_oblivious=True)
+    return patch
 
 
 def check_torch() -> str | None:

@@ -44,10 +44,11 @@ X, ONE = torch.ones(4, 64), torch.ones(())
 @looped("inputs", [(X, ONE), [X, ONE], {"x": X, "scale": ONE}])
 def test_a_module_is_exported_with_its_example_inputs(inputs: Any) -> None:
     module = Scaled().eval()
-    program, report = mxfp8_graph.rewrite(module, "mxint8", example_inputs=inputs)
-    assert isinstance(program, torch.export.ExportedProgram)
-    assert len(report.rewritten) == 1
-    call = program.module()
+    call, report = mxfp8_graph.rewrite(module, "mxint8", example_inputs=inputs)
+    assert isinstance(call.eval().program, torch.export.ExportedProgram)
+    assert [(site.name, site.kept, site.reason) for site in report.sites] == [
+        ("linear", False, "linear, by recipe 'mxint8'")
+    ]
     result = call(**inputs) if isinstance(inputs, dict) else call(*inputs)
     with torch.no_grad():
         np.testing.assert_allclose(result.numpy(), module(X, ONE).numpy(), atol=0.05)
@@ -55,8 +56,49 @@ def test_a_module_is_exported_with_its_example_inputs(inputs: Any) -> None:
 
 def test_dynamic_shapes_are_passed_on() -> None:
     shapes = {"x": {0: torch.export.Dim("batch", min=1)}, "scale": None}
-    program, _ = mxfp8_graph.rewrite(Scaled().eval(), example_inputs=(X, ONE), dynamic_shapes=shapes)
-    assert program.module()(torch.ones(7, 64), ONE).shape == (7, 64)
+    module, _ = mxfp8_graph.rewrite(Scaled().eval(), example_inputs=(X, ONE), dynamic_shapes=shapes)
+    assert module(torch.ones(7, 64), ONE).shape == (7, 64)
+
+
+@looped("rows", [1, 2, 4])
+def test_the_batch_of_a_module_is_dynamic(rows: int) -> None:
+    module, report = mxfp8_graph.rewrite(Scaled().eval(), example_inputs=(X[:rows], ONE))
+    assert [module(torch.ones(n, 64), ONE).shape[0] for n in (1, 2, 7)] == [1, 2, 7]
+    assert not [note for note in report.notes if "batch" in note]
+
+
+def test_a_batch_that_the_module_fixes_is_noted() -> None:
+    class Fixed(Scaled):
+        def forward(self, x: Any, scale: Any) -> Any:
+            return super().forward(x, scale) if x.shape[0] == 4 else x
+
+    module, report = mxfp8_graph.rewrite(Fixed().eval(), example_inputs=(X, ONE))
+    assert module(X, ONE).shape == (4, 64)
+    assert any("the batch is fixed" in note for note in report.notes)
+
+
+@looped("training", [False, True])
+def test_a_rewritten_module_shares_nothing_with_the_original(training: bool) -> None:
+    module = Scaled()
+    rewritten, _ = mxfp8_graph.rewrite(module, example_inputs=(X, ONE), training=training)
+    rewritten.half()
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    with torch.no_grad():
+        for parameter in rewritten.parameters():
+            parameter.fill_(7)
+    assert not any((p == 7).all() for p in module.parameters())
+
+
+def test_a_module_prepared_for_training_has_gradients_and_its_program_is_saved(tmp_path: Path) -> None:
+    module, _ = mxfp8_graph.rewrite(Scaled(), example_inputs=(X, ONE), training=True)
+    module(torch.randn(3, 64), ONE).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters() if p.dim() == 2)
+    with torch.no_grad():
+        module.get_parameter("up.weight").add_(1.0)
+    packed, _ = mxfp8_graph.rewrite(module.program)
+    path = mxfp8_graph.save(packed, tmp_path / "m.pt2")
+    wanted = module(X, ONE).detach().numpy()
+    np.testing.assert_allclose(mxfp8_graph.load(path).module()(X, ONE).detach().numpy(), wanted, atol=1e-5)
 
 
 @looped(
@@ -199,7 +241,7 @@ def test_mypy_knows_what_a_rewrite_returns_and_takes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mypy", "--strict", "--allow-untyped-calls", "user.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     types = [line.split('"')[1].split(".")[-1] for line in done.stdout.splitlines() if "Revealed type" in line]
-    expected = ["Path", "RewriteReport", "ExportedProgram", "ModelProto", "ExportedProgram", "ModuleType"]
+    expected = ["Path", "RewriteReport", "ExportedProgram", "ModelProto", "RewrittenModule", "ModuleType"]
     assert types == expected, done.stdout
     mistakes = [int(line.split(":")[1]) for line in done.stdout.splitlines() if ": error: " in line]
     first = len(SCRIPT.splitlines())
