@@ -56,7 +56,7 @@ def exported(
             program = _with_dynamic_batch(module, args, kwargs, batched)
         except Exception:  # the export below has the error of a module that torch cannot export at all
             program = None
-        if program is not None and _is_dynamic(program):
+        if program is not None and program.range_constraints:  # else the module has fixed every size
             return program, []
     try:
         program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic_shapes)
@@ -77,12 +77,6 @@ def _with_dynamic_batch(
     with internals.sizes_of_one_vary(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a size that the module fixes: the note says it
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes)
-
-
-def _is_dynamic(program: ExportedProgram) -> bool:
-    """Whether a size of an input is dynamic."""
-    values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    return any(isinstance(size, torch.SymInt) for x in values if isinstance(x, torch.Tensor) for size in x.shape)
 
 
 def as_module(program: ExportedProgram) -> RewrittenModule:
