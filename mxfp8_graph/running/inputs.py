@@ -60,6 +60,8 @@ class Signature:
     """The values that integer inputs may take, by name, where they index tables."""
     rewritten: bool = False
     """Whether the model was rewritten."""
+    recipe: str | None = None
+    """The recipe that rewrote it, as JSON, or None if it is not recorded."""
 
     @classmethod
     def from_model(cls, model: ir.Model) -> Signature:
@@ -70,7 +72,7 @@ class Signature:
         """
         name = name_of(model)
         specs = [_spec(value, name) for value in model.graph.inputs if not value.is_initializer()]
-        return cls(name, specs, index_ranges(model), record.is_rewritten(model))
+        return cls(name, specs, index_ranges(model), record.is_rewritten(model), record.recipe_of(model))
 
 
 def _spec(value: ir.Value, where: str) -> InputSpec:

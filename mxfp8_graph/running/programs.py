@@ -68,7 +68,9 @@ class TorchProgram(Runnable):
         tensors = [s.arg.name for s in self._inputs if isinstance(s.arg, TensorArgument)]
         specs = [_spec(placeholders[name]) for name in tensors]
         ranges = {name: span for name in tensors if (span := _table_rows(placeholders[name], program)) is not None}
-        self.signature = Signature(self.name, specs, ranges, record.find(program) is not None)
+        rewritten = record.find(program)
+        recipe = None if rewritten is None else rewritten.recipe
+        self.signature = Signature(self.name, specs, ranges, rewritten is not None, recipe)
         self._returned = [s.kind == OutputKind.USER_OUTPUT for s in program.graph_signature.output_specs]
         returned = [s.arg for s in program.graph_signature.output_specs if s.kind == OutputKind.USER_OUTPUT]
         self._outputs = [arg.name if isinstance(arg, TensorArgument) else None for arg in returned]

@@ -2,8 +2,8 @@
 
 Three runs on the same inputs: the original; the rewritten file with our kernels; the rewritten file in stock ONNX
 Runtime, which runs its function bodies. Original against rewritten gives the quantization error, which fails above the
-caller's limit (`max_rel_l2`) or `PLAUSIBLE`. Kernels are compared with function bodies node by node, see
-`node_check.py`. Outputs are compared on every sample, nodes on the first.
+caller's limit (`max_rel_l2`) or the format's (`plausible`). Kernels are compared with function bodies node by node,
+see `node_check.py`. Outputs are compared on every sample, nodes on the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mxfp8_graph.options import Unpack, check_options
 from mxfp8_graph.running.compare import difference, sameness
 from mxfp8_graph.running.inputs import Array, Signature
 from mxfp8_graph.running.node_check import NodeCheck, check_nodes
-from mxfp8_graph.running.report import PLAUSIBLE, OutputCheck, VerifyReport, worst_of
+from mxfp8_graph.running.report import OutputCheck, VerifyReport, plausible, worst_of
 from mxfp8_graph.running.runner import Model, is_program, open_runnable
 from mxfp8_graph.running.samples import SampleOptions, Samples, make_samples
 from mxfp8_graph.running.sessions import Runnable, Session
@@ -44,8 +44,9 @@ def verify(
         original: path of an ONNX model or .pt2 program, an `onnx.ModelProto`, or an `ExportedProgram`.
         rewritten: the result of `rewrite`. One may be ONNX and the other a torch program: inputs and outputs are then
             matched by name, or by position if the names differ. Function bodies are checked in ONNX models only.
-        max_rel_l2: limit of the relative L2 error of each output. None sets `PLAUSIBLE` for floating-point outputs and
-            no limit for integers (labels, ids), which are then not judged. Infinity allows every finite error.
+        max_rel_l2: limit of the relative L2 error of each output. None sets the one of `running.report.plausible`
+            for floating-point outputs (INT8 0.2, E4M3 0.3, E5M2 0.5) and none for integers (labels, ids), which are
+            then not judged. Infinity allows every finite error.
         **samples: see `samples.SampleOptions`.
 
     Raises:
@@ -64,7 +65,8 @@ def verify(
     new_input, new_output = _matched((old, before), (new, after), None if in_onnx else notes)
     bodies = Session(rewritten, kernels=False, where=new.name) if in_onnx else None
     chosen = make_samples(old, samples, run=before.run)
-    checks = _OutputChecks(max_rel_l2)
+    usual = plausible(new.recipe)
+    checks = _OutputChecks(max_rel_l2, usual.limit)
     for which, feeds in zip(chosen.names if len(chosen) > 1 else [""], chosen.feeds, strict=True):
         wanted = before.run(feeds)
         results = after.run({new_input[name]: array for name, array in feeds.items()})
@@ -82,6 +84,7 @@ def verify(
     return VerifyReport(
         original=old.name,
         rewritten=new.name,
+        plausible=usual,
         inputs=str(chosen),
         isa=cpu.isa(),
         outputs=outputs,
@@ -94,8 +97,9 @@ def verify(
 class _OutputChecks:
     """Collects the comparison of each output, sample by sample."""
 
-    def __init__(self, max_rel_l2: float | None) -> None:
+    def __init__(self, max_rel_l2: float | None, usual: float) -> None:
         self.notes: list[str] = []
+        self._usual = usual
         self._max_rel_l2 = max_rel_l2
         self._checks: dict[str, list[OutputCheck]] = {}
         self._mismatches: list[str] = []
@@ -111,7 +115,7 @@ class _OutputChecks:
         if not self._checks.get(name):  # the first sample is enough
             self.notes += _sameness_notes(name, expected, result)
         # A relative error of labels or ids means little: their distances have no meaning.
-        limit = PLAUSIBLE if "float" in expected.dtype.name else None
+        limit = self._usual if "float" in expected.dtype.name else None
         rewritten = difference(expected, result)
         check = OutputCheck(
             name=name,

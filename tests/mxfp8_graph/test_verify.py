@@ -17,10 +17,11 @@ from grids import looped
 from onnx import helper, numpy_helper
 
 import mxfp8_graph
-from mxfp8_graph import Recipe
+from mxfp8_graph import Recipe, Rule, load_recipe
+from mxfp8_graph.policy import presets
 from mxfp8_graph.running import node_check
 from mxfp8_graph.running.compare import difference
-from mxfp8_graph.running.report import VerifyReport
+from mxfp8_graph.running.report import VerifyReport, plausible
 from mxfp8_graph.running.runner import run_model
 from mxfp8_graph.running.verify import verify
 from mxfp8_ops.errors import BackendError, ContractError, ShapeError
@@ -179,11 +180,28 @@ def twice(factor: float) -> tuple[onnx.ModelProto, onnx.ModelProto]:
     return b.chain_model(), rewritten(other)
 
 
+@looped(
+    "recipe, expected",
+    [
+        (Recipe(), ("E4M3", 0.3)),
+        (load_recipe("mxint8"), ("INT8", 0.2)),
+        (load_recipe("mxint8").setting(["activations=e5m2"]), ("E5M2", 0.5)),
+        (Recipe(**presets.PRESETS["mxint8"], rules=(Rule(name="a", weight_format="e4m3"),)), ("E4M3", 0.3)),
+        (None, ("", 0.5)),
+    ],
+)
+def test_the_default_limit_follows_the_least_accurate_format(
+    recipe: Recipe | None, expected: tuple[str, float]
+) -> None:
+    usual = plausible(recipe and recipe.to_record())
+    assert (usual.formats, usual.limit) == expected
+
+
 def test_outputs_of_another_model_fail_though_its_kernels_are_right() -> None:
     report = verify(*twice(2))
     assert (report.passed, report.kernels_agree, report.outputs_close) == (False, True, False)
     error = report.outputs[0].rewritten.relative_l2
-    assert report.failures == (f"output 'y': relative L2 {error:.3g} is above the limit 0.5",)
+    assert report.failures == (f"output 'y': relative L2 {error:.3g} is above the limit 0.3",)
     assert (report.to_dict()["kernels_agree"], report.to_dict()["outputs_close"]) == (True, False)
 
 
@@ -191,7 +209,9 @@ def test_outputs_of_another_model_fail_though_its_kernels_are_right() -> None:
 def test_a_limit_of_the_users_own_replaces_the_default(limit: float) -> None:
     report = verify(*twice(2), max_rel_l2=limit)
     assert report.answer().startswith("Passed: 4 kernels agree")
-    assert report.answer().endswith(f"of y is {report.worst_relative_l2:.3g}, limit {limit:g}.")
+    assert report.answer().endswith(
+        f"{report.worst_relative_l2:.3g}, limit {limit:g}; of E4M3 at most 0.15 is typical."
+    )
 
 
 def ending_in(node: onnx.NodeProto, dtype: Any, shape: b.Shape, **constants: np.ndarray) -> onnx.ModelProto:
