@@ -126,9 +126,7 @@ def _cuda_checks() -> list[Check]:
 
 def _recipe() -> str:
     isa = cpu.isa()
-    advice = [presets.advice(isa, name) for name in (presets.DEFAULT, "mxint8-weight-only")]
-    better = filter(None, [*advice, presets.convolution_advice(isa)])
-    return "; ".join(better) or f"--recipe {presets.DEFAULT}: no other preset measured better on this CPU ({isa})"
+    return "; ".join(filter(None, [presets.answer(isa), presets.convolution_advice(isa)]))
 
 
 def _session(device: str) -> str:

@@ -7,11 +7,13 @@ import gc
 import shlex
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import onnx
 import onnx_ir as ir
+from rich.filesize import decimal as size  # a number of bytes in words
 
 from mxfp8_graph.earlier_rewrite import already_rewritten, fusion_note
 from mxfp8_graph.onnx_pass import record
@@ -55,8 +57,8 @@ def rewrite_onnx(source: Path | onnx.ModelProto, recipe: Recipe, options: Option
     results: Results = {"already_rewritten": True, "notes": [*fusion_note(before, recipe), *cpu_note(model)]}
     result: Path | onnx.ModelProto = source
     if (path := options.copy_to) is not None:
-        size = _write(model, path, options, as_source=bool(external_files(model)))
-        result, results["bytes_after"] = path, size
+        written = _write(model, path, options, as_source=bool(external_files(model)))
+        result, results["bytes_after"] = path, written
     return None if options.dry_run else result, build_report(recipe, options, bytes_of(model), **results)
 
 
@@ -85,7 +87,8 @@ def rewrite_model(model: ir.Model, recipe: Recipe, options: Options, bytes_befor
     sites, decisions = find_and_plan(model, recipe)
     assigned = apply_checkpoint([site.matmul for site in sites], decisions, recipe, options.weights)
     decisions, linear = assigned.decisions, linear_note(model)
-    require_eligible(decisions, options.name, wanted=" ".join([WANTED, *map("({})".format, linear)]))
+    wanted = " ".join([WANTED, *map("({})".format, linear)])
+    require_eligible(decisions, options.name, wanted=wanted, held=partial(bytes_by_op, model))
     progress = None if options.dry_run else options.progress
     replacer = Replacer(
         model, allow_nonfinite=options.allow_nonfinite, checkpoint_weights=assigned.weights, progress=progress
@@ -96,11 +99,11 @@ def rewrite_model(model: ir.Model, recipe: Recipe, options: Options, bytes_befor
     accounted = account(decisions, tensor_bytes, stored_tensors(model))
     record.complete(model, recipe.to_record(), bodies=options.bodies)
     changed = [*_stored_twice(sites, outcomes), *cpu_note(model), *_removed_notes(names, described(model))]
-    size = _write(model, options.output, options, as_source=as_source)
+    written = _write(model, options.output, options, as_source=as_source)
     result: Path | onnx.ModelProto | None = None if options.dry_run else options.output
     if options.output is None and not options.dry_run:
         result = to_proto(model)
-        size = result.ByteSize()
+        written = result.ByteSize()
     return result, build_report(
         recipe,
         options,
@@ -110,7 +113,7 @@ def rewrite_model(model: ir.Model, recipe: Recipe, options: Options, bytes_befor
         unfused=unfused,
         account=accounted,
         notes=[*prepared, *assigned.notes, *linear, *changed],
-        bytes_after=size,
+        bytes_after=written,
     )
 
 
@@ -167,6 +170,18 @@ def linear_note(model: ir.Model) -> list[str]:
     ops = Counter(n.op_type for n in model.graph.all_nodes() if n.op_type in {"LinearClassifier", "LinearRegressor"})
     named = ", ".join(f"{count} {op}" for op, count in ops.items())
     return [f"{named}: not rewritten, the weights are attributes and no tensors"] if named else []
+
+
+def bytes_by_op(model: ir.Model) -> str:
+    """Returns the ops whose initializers hold most of a model's bytes, in words; "" without initializers."""
+    held: Counter[str] = Counter()
+    for graph in (model.graph, *model.graph.subgraphs()):
+        for value in graph.initializers.values():
+            users = value.consumers()
+            if users and value.const_value is not None:
+                held[users[0].op_type] += value.const_value.nbytes
+    named = ", ".join(f"{op} {size(count)}" for op, count in held.most_common(3) if count)
+    return f"its weights: {named}" if named else ""
 
 
 def _stored_twice(sites: list[OnnxSite], outcomes: list[Replaced | Decision]) -> Iterator[str]:

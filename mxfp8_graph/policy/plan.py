@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
@@ -152,19 +152,29 @@ class NothingEligibleError(Mxfp8Error):
         self.decisions = tuple(decisions)
 
 
-def require_eligible(decisions: Sequence[Decision], where: str, *, wanted: str) -> None:
-    """Raises NothingEligibleError if no site is rewritten; `where` names the model, `wanted` the ops that count."""
+def require_eligible(
+    decisions: Sequence[Decision], where: str, *, wanted: str, held: Callable[[], str] = lambda: ""
+) -> None:
+    """Raises NothingEligibleError if no site is rewritten.
+
+    Args:
+        decisions: those on all sites.
+        where: the name of the model.
+        wanted: the ops that count.
+        held: returns what holds the bytes of the model, in words.
+    """
     if any(decision.quantize for decision in decisions):
         return
     if not decisions:
-        raise NothingEligibleError(where, f"no {wanted}", "nothing to rewrite", decisions)
+        advice = "; ".join(filter(None, ["nothing to rewrite", held()]))
+        raise NothingEligibleError(where, f"no {wanted}", advice, decisions)
     sites = counted([decision.site for decision in decisions])
     advice = "see the reasons and adapt the recipe"
     # The bytes of a network are in its convolutions, which the MXFP8 presets keep.
     kept = [each.site for each in decisions if each.site.role == "convolution" and each.kind == "role"]
     if kept:
-        held = f"{len(kept)} of the convolutions hold {sum(site.weight_bytes for site in kept) / 1e6:.1f} MB"
-        advice = f"{held}: take --recipe mxint8, or set convolutions: true"
+        shares = f"{len(kept)} of the convolutions hold {sum(site.weight_bytes for site in kept) / 1e6:.1f} MB"
+        advice = f"{shares}: take --recipe mxint8, or set convolutions: true"
     raise NothingEligibleError(where, f"none of its {sites} is eligible", advice, decisions)
 
 

@@ -6,7 +6,7 @@ docs/recipes.md explains each to users; a test compares the two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, cast
 
 Preset = Literal[
     "mxfp8",
@@ -39,60 +39,127 @@ AUTO: Final = "auto"
 """The name for the preset that `best` returns."""
 
 
-WEIGHT_ONLY: Final[Mapping[str, Preset]] = {"mxfp8-bf16": "mxfp8-weight-only", "mxint8-bf16": "mxint8-weight-only"}
-"""Preset with activations in bfloat16 -> the same with unchanged activations."""
+class Measured(NamedTuple):
+    """The speed and the error of a preset."""
 
-
-class Better(NamedTuple):
-    """A preset that is better than another: faster, or as fast and more accurate."""
-
-    preset: Preset
     speed: float
-    """Time of the other divided by its time."""
+    """Times as fast as float32 in ONNX Runtime."""
     error: float
-    """Its error divided by the error of the other."""
+    """Relative L2 error of the outputs."""
 
 
-BETTER: Final[Mapping[str, Mapping[str, Better]]] = {
-    "mxfp8": {
-        "avx512_bf16": Better("mxint8", 1.44, 0.42),
-        "avx512_vnni": Better("mxint8", 2.00, 0.40),
-        "avx512": Better("mxint8", 1.04, 0.41),
-        "avx2_vnni": Better("mxint8", 1.91, 0.41),
-        "avx2": Better("mxint8", 1.41, 0.41),
-        "portable": Better("mxint8", 1.02, 0.41),
+MEASURED: Final[Mapping[str, Mapping[Preset, Measured]]] = {
+    "amx_bf16": {
+        "mxfp8": Measured(3.80, 0.0944),
+        "mxfp8-bf16": Measured(3.59, 0.0653),
+        "mxfp8-weight-only": Measured(1.98, 0.0651),
     },
-    # bfloat16 is faster than float32 only where the processor has bfloat16 dot products.
-    "mxfp8-weight-only": {
-        "amx_bf16": Better("mxfp8-bf16", 1.75, 1.00),
-        "avx512_bf16": Better("mxfp8-bf16", 1.64, 1.00),
+    "avx512_bf16": {
+        "mxfp8": Measured(2.45, 0.0944),
+        "mxfp8-bf16": Measured(2.31, 0.0653),
+        "mxfp8-weight-only": Measured(1.41, 0.0651),
+        "mxint8": Measured(3.53, 0.0399),
+        "mxint8-bf16": Measured(2.32, 0.0249),
+        "mxint8-weight-only": Measured(1.41, 0.0242),
     },
-    "mxint8-weight-only": {"avx512_bf16": Better("mxint8-bf16", 1.65, 1.03)},
+    "avx512_vnni": {
+        "mxfp8": Measured(1.66, 0.0968),
+        "mxfp8-bf16": Measured(1.34, 0.0652),
+        "mxfp8-weight-only": Measured(1.38, 0.0651),
+        "mxint8": Measured(3.32, 0.0392),
+        "mxint8-bf16": Measured(1.30, 0.0247),
+        "mxint8-weight-only": Measured(1.41, 0.0242),
+    },
+    "avx512": {
+        "mxfp8": Measured(1.34, 0.0965),
+        "mxfp8-bf16": Measured(1.35, 0.0652),
+        "mxfp8-weight-only": Measured(1.38, 0.0651),
+        "mxint8": Measured(1.40, 0.0392),
+        "mxint8-bf16": Measured(1.37, 0.0247),
+        "mxint8-weight-only": Measured(1.39, 0.0242),
+    },
+    "avx2_vnni": {
+        "mxfp8": Measured(1.01, 0.0970),
+        "mxfp8-bf16": Measured(0.77, 0.0653),
+        "mxfp8-weight-only": Measured(0.79, 0.0651),
+        "mxint8": Measured(1.93, 0.0396),
+        "mxint8-bf16": Measured(0.77, 0.0246),
+        "mxint8-weight-only": Measured(0.78, 0.0242),
+    },
+    "avx2": {
+        "mxfp8": Measured(0.78, 0.0967),
+        "mxfp8-bf16": Measured(0.77, 0.0653),
+        "mxfp8-weight-only": Measured(0.79, 0.0651),
+        "mxint8": Measured(1.10, 0.0396),
+        "mxint8-bf16": Measured(0.77, 0.0246),
+        "mxint8-weight-only": Measured(0.79, 0.0242),
+    },
+    "portable": {
+        "mxfp8": Measured(0.27, 0.0962),
+        "mxfp8-bf16": Measured(0.28, 0.0652),
+        "mxfp8-weight-only": Measured(0.28, 0.0651),
+        "mxint8": Measured(0.27, 0.0395),
+        "mxint8-bf16": Measured(0.28, 0.0245),
+        "mxint8-weight-only": Measured(0.28, 0.0242),
+    },
 }
-"""By preset, then by instruction set, measured on MiniLM with 8 x 128 tokens: benchmarks/results/presets.md; with AMX,
-where INT8 weights were not measured, benchmarks/results/minilm.intel.md."""
+"""By instruction set, on MiniLM with 8 x 128 tokens: benchmarks/results/presets.md. With AMX, where INT8 weights were
+not measured, the speeds are of benchmarks/results/minilm.intel.md; errors do not depend on the processor."""
 
-AS_FAST: Final = 1.05
-"""Two times within 5 % of each other count as equal."""
+SAME: Final = 1.05
+"""Two times or two errors within 5 % of each other count as equal."""
 
 
 def best(isa: str) -> Preset:
-    """Returns the preset to take on a processor, by the instruction set of its kernels."""
-    return BETTER[DEFAULT][isa].preset if isa in BETTER[DEFAULT] else DEFAULT
+    """Returns the preset that `auto` takes on a processor, by the instruction set of its kernels.
+
+    It is the faster of the two whose weights and activations are in 8 bits; if they are as fast, the more accurate one.
+    """
+    known = MEASURED.get(isa, {})
+    whole: tuple[Preset, ...] = ("mxint8", "mxfp8")
+    fastest = max((known[name].speed for name in whole if name in known), default=0.0)
+    good = (name for name in whole if name in known and known[name].speed * SAME >= fastest)
+    return min(good, key=lambda name: known[name].error, default="mxfp8")
+
+
+def most_accurate(isa: str) -> Preset:
+    """Returns the fastest of the most accurate presets on a processor; the default if it was not measured."""
+    known = MEASURED.get(isa, {})
+    least = min((each.error for each in known.values()), default=0.0)
+    good = (name for name in known if known[name].error <= SAME * least)
+    return max(good, key=lambda name: known[name].speed, default="mxfp8")
+
+
+def two_answers(fastest: tuple[str, Measured], accurate: tuple[str, Measured], error: str) -> str:
+    """Returns the fastest recipe and the most accurate one in words; every tool gives its answer in this form."""
+    name, fast = fastest
+    text = f"Fastest: --recipe {name}, {fast.speed:.2g} times the original, {error} {fast.error:.2g}"
+    if name == accurate[0]:
+        return f"{text}; none of its size is more accurate"
+    name, good = accurate
+    return f"{text}. Most accurate at that size: --recipe {name}, {good.speed:.2g} times, {good.error:.2g}"
+
+
+def answer(isa: str) -> str:
+    """Returns the recipes to take on a processor, in words."""
+    if isa not in MEASURED:
+        return f"--recipe {DEFAULT}: no preset was measured on this CPU ({isa})"
+    known, accurate = MEASURED[isa], most_accurate(isa)
+    words = two_answers((best(isa), known[best(isa)]), (accurate, known[accurate]), "error")
+    return f"{words} (measured on MiniLM with {isa})"
 
 
 def advice(isa: str, name: str = DEFAULT) -> str:
-    """Returns a sentence that names a better preset for a processor, or says that bfloat16 gains no time there.
-
-    It is empty where nothing is better, or nothing was measured.
+    """Returns `answer`, if one of its presets is better than the one called `name`: faster or more accurate, and
+    neither slower nor less accurate. Returns "" otherwise, and where nothing was measured.
     """
-    here = f"on this CPU ({isa})"
-    if better := BETTER.get(name, {}).get(isa):
-        fast = f"{better.speed:.1f} times as fast as" if better.speed > AS_FAST else "as fast as"
-        return f"{here} --recipe {better.preset} is {fast} {name}, with {better.error:.0%} of its error (MiniLM)"
-    other = WEIGHT_ONLY.get(name)
-    if other and isa in BETTER[DEFAULT] and isa not in BETTER[other]:
-        return f"{here} activations in bfloat16 are multiplied as float32: {name} is no faster than {other}"
+    own = MEASURED.get(isa, {}).get(cast("Preset", name))
+    if own is None or name == best(isa):
+        return ""
+    for other in (MEASURED[isa][each] for each in (best(isa), most_accurate(isa))):
+        no_worse = other.speed * SAME >= own.speed and other.error <= own.error * SAME
+        if no_worse and (other.speed > own.speed * SAME or other.error * SAME < own.error):
+            return answer(isa)
     return ""
 
 

@@ -392,7 +392,7 @@ def load_recipe(recipe: str | Path | Recipe, **fields: Any) -> Recipe:
 
     Args:
         recipe: a `Recipe`, the name of a preset, or a .yaml, .yml or .toml file. "auto" is the preset that measured
-            best on a processor like this one: see `presets.BETTER`.
+            best on a processor like this one: see `presets.MEASURED`.
         **fields: fields of `Recipe`, which replace those of `recipe`; the name lists them.
 
     Raises:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
-from typing import TypedDict
+from typing import Final, TypedDict
 
+from rich.filesize import decimal as size  # a number of bytes in words
 from typing_extensions import Unpack
 
 from mxfp8_graph.options import Options
 from mxfp8_graph.policy import presets
-from mxfp8_graph.policy.plan import ROLE_SETTINGS
+from mxfp8_graph.policy.plan import ROLE_SETTINGS, Role
 from mxfp8_graph.policy.recipe import Recipe
 from mxfp8_graph.report.data import Account, FusionReport, RewriteReport, SiteReport, UnfusedReport
 from mxfp8_ops import cpu
@@ -35,6 +37,8 @@ class Results(TypedDict, total=False):
     bytes_after: int | None
     """Size of the output; None, the default, if nothing was written."""
     already_rewritten: bool
+    trained: bool
+    """Whether the weights were trained in MXFP8: another format would undo that."""
 
 
 def build_report(recipe: Recipe, options: Options, bytes_before: int, **results: Unpack[Results]) -> RewriteReport:
@@ -47,6 +51,10 @@ def build_report(recipe: Recipe, options: Options, bytes_before: int, **results:
     # A site lists the nodes that replaced it, of which fusions replaced some in turn.
     gone = {name for fusion in fusions for name in fusion.replaced}
     attention = {name for fusion in fusions if fusion.kind == "attention" for name in (fusion.node, *fusion.replaced)}
+    advice: list[str] = []
+    # Presets were compared in inference, so there is no advice for training, or for weights that were trained for one.
+    if not (again or options.training or results.get("trained")):
+        advice = [better_preset(recipe), _slow(results), _large(results)]
     return RewriteReport(
         source=options.name,
         output=None if output is None else str(output),
@@ -61,8 +69,7 @@ def build_report(recipe: Recipe, options: Options, bytes_before: int, **results:
         notes=tuple(notes),
         dry_run=options.dry_run,
         already_rewritten=again,
-        # Presets were compared in inference, so there is no advice for training.
-        advice="" if again or options.training else "; ".join(filter(None, (better_preset(recipe), _slow(results)))),
+        advice="; ".join(filter(None, advice)),
     )
 
 
@@ -87,6 +94,25 @@ def _slow(results: Results) -> str:
         return presets.convolution_advice(cpu.isa())
     except BackendError:  # no native library
         return ""
+
+
+_LARGE: Final = 0.25
+"""Share of the bytes of the result from which on the weights of a role are named."""
+
+
+def _large(results: Results) -> str:
+    """Returns a sentence about the weights that keep the result large, and the setting that packs them."""
+    stored = results.get("account", Account()).bytes_after
+    weights: dict[Role, dict[str, int]] = defaultdict(dict)
+    for site in results.get("sites", ()):
+        if site.decision.kind == "role" and site.decision.site.role in ROLE_SETTINGS:
+            weights[site.decision.site.role][site.decision.site.weight or site.name] = site.bytes_before
+    held = {role: sum(each.values()) for role, each in weights.items()}
+    role = max(held, key=lambda each: held[each], default=None)
+    if role is None or held[role] < _LARGE * stored:
+        return ""
+    whole = f"{size(held[role])} of {size(stored)} are weights of {role.replace('_', ' ')}s in high precision"
+    return f"{whole}: --set {ROLE_SETTINGS[role]}=true packs them"
 
 
 def better_preset(recipe: Recipe) -> str:

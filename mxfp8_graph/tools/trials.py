@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import numpy as np
 
 from mxfp8_graph import rewriting
 from mxfp8_graph.options import Progress
@@ -25,7 +26,28 @@ from mxfp8_ops import system
 
 _SYNTHESISED: Final = 8
 """Number of synthesised samples, if the user passes none."""
+_REPEATS: Final = 0.1
+"""Relative difference of two medians that counts as none: on an idle machine they repeat within 10 %."""
 _TURNS: Final = Execution(takes_turns=True)
+
+
+class Latency(NamedTuple):
+    """The latency of a model over several runs."""
+
+    seconds: float
+    """The median."""
+    spread: float
+    """The interquartile range divided by the median."""
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Latency:
+        """Returns the latency of runs that took these seconds."""
+        low, middle, high = np.percentile(values, [25, 50, 75])
+        return cls(float(middle), float((high - low) / middle))
+
+    def slower(self, other: Latency) -> bool:
+        """Whether it is clearly above another: by more than times repeat, and than both spread."""
+        return self.seconds > other.seconds * (1 + max(_REPEATS, self.spread, other.spread))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +126,15 @@ class Bench(Measure):
         shutil.rmtree(folder, ignore_errors=True)
         return Trial(recipe=recipe, report=report, scores=self.scores(runnable.run, what), runnable=runnable)
 
-    def seconds(self, runnables: Mapping[str, Runnable], repeat: int) -> dict[str, float]:
-        """Returns the median seconds of a run on the largest sample, of models that take turns."""
+    def seconds(self, runnables: Mapping[str, Runnable], repeat: int) -> dict[str, Latency]:
+        """Returns the latency of a run on the largest sample, of models that take turns."""
         latencies: dict[str, list[float]] = {name: [] for name in runnables}
         for _ in range(repeat):
             for name, runnable in runnables.items():
                 # `time` does a warm-up first, since the caches hold the model that ran before.
                 latencies[name] += runnable.time(self.samples.largest, 1).seconds
                 self.tick(f"time of {name}")
-        return {name: statistics.median(values) for name, values in latencies.items()}
+        return {name: Latency.of(values) for name, values in latencies.items()}
 
 
 @contextmanager

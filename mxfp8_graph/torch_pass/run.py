@@ -72,7 +72,7 @@ def rewrite_torch(
         program, reports, replaced = _replaced(*planned(source, recipe, options), recipe, options)
     decisions = [report.decision for report in reports]
     accounted = account(decisions, byte_size(source), _stored_tensors(program.state, program.constants))
-    done: Results = {"sites": reports, "account": accounted, "notes": [*notes, *replaced]}
+    done: Results = {"sites": reports, "account": accounted, "notes": [*notes, *replaced], "trained": trains}
     if options.dry_run:
         done["sites"] = [SiteReport(decision=decision) for decision in decisions]
         return None, build_report(recipe, options, size, **done)

@@ -135,6 +135,8 @@ def test_a_model_without_matmuls_ends_with_3() -> None:
     model = b.model([b.node("Relu", "x", "y")], *[{name: (np.float32, [2])} for name in "xy"])
     advice = "; expected at least one; nothing to rewrite"
     assert refused("rewrite", save(model), code=3) == f"error: m.onnx: no MatMul or Gemm in the model{advice}"
+    table = b.model(b.steps("Add x w>y"), *[{name: (np.float32, [2])} for name in "xy"], {"w": np.ones(2, np.float32)})
+    assert refused("rewrite", save(table), code=3).endswith("nothing to rewrite; its weights: Add 8 bytes")
     linear = onnx.helper.make_node("LinearRegressor", ["x"], ["z"], domain="ai.onnx.ml", coefficients=[1.0, 1.0])
     model.graph.node.append(linear)
     model.opset_import.add(domain="ai.onnx.ml", version=1)

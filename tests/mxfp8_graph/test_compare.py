@@ -25,6 +25,7 @@ from mxfp8_graph.tools.compare.comparison import Comparison, Row
 from mxfp8_graph.tools.compare.number_formats import PEERS
 from mxfp8_graph.tools.compare.run import VARIANTS, WORDS
 from mxfp8_graph.tools.metrics import METRICS, Score
+from mxfp8_graph.tools.trials import Latency
 from mxfp8_ops.errors import ContractError, RecipeError, ShapeError
 
 pytestmark = pytest.mark.usefixtures("own_folder")
@@ -133,7 +134,7 @@ def test_progress_counts_samples_and_no_temporary_file_stays(stop: str | None, m
     assert (heard[-1] == (runs, runs)) == (stop is None)
 
 
-def measured(two: Comparison, *rows: tuple[str, float, float, float]) -> Comparison:
+def measured(two: Comparison, *rows: tuple[str, float, float, float], spread: float = 0) -> Comparison:
     """Returns a comparison with (name, megabytes, relative L2, milliseconds) of real recipes, and an emulated one."""
     original, real, emulated = two.rows
     metric = METRICS["relative_l2"]
@@ -143,29 +144,43 @@ def measured(two: Comparison, *rows: tuple[str, float, float, float]) -> Compari
             name=name,
             byte_size=int(size * 1e6),
             scores=(Score(metric=metric, values=(error,)),),
-            seconds=ms / 1e3,
+            latency=Latency(ms / 1e3, spread),
         )
         for name, size, error, ms in rows
     ]
-    rows_ = (replace(original, byte_size=int(90e6), seconds=0.009), *changed, emulated)
+    rows_ = (replace(original, byte_size=int(90e6), latency=Latency(0.009, 0)), *changed, emulated)
     return replace(two, metrics=(metric,), rows=rows_)
 
 
-def test_the_page_says_which_recipe_to_take_and_why(two: Comparison) -> None:
-    rows = ("mxfp8", 60, 0.08, 5), ("mxfp8-bf16", 60.1, 0.05, 5.2), ("all", 24, 0.09, 6), ("ocp", 60, 0.1, 4)
+def test_the_answer_names_the_fastest_recipe_and_the_most_accurate_of_its_size(two: Comparison) -> None:
+    rows = ("mxfp8", 60, 0.08, 5), ("mxfp8-bf16", 60.1, 0.05, 6), ("all", 24, 0.09, 7), ("ocp", 60, 0.1, 4)
     found = measured(two, *rows)
-    assert found.answer() == "Take mxfp8-bf16: 60.1 MB instead of 90, relative L2 0.05, 5.2 ms instead of 9."
-    facts = [
-        ("against the default", "same size, relative L2 0.05 instead of 0.08, same time"),
-        ("smallest", "all: 24 MB instead of 60.1, relative L2 0.09 instead of 0.05, 6 ms instead of 5.2"),
-        ("fastest", "ocp: same size, relative L2 0.1 instead of 0.05, 4 ms instead of 5.2"),
-    ]
-    assert [fact for fact in found.facts() if fact in facts] == facts
-    assert found.answer() in found.to_html()
-    # A recipe that is slower is not taken for its accuracy.
-    found = measured(two, ("mxfp8", 60, 0.08, 5), ("mxfp8-weight-only", 60, 0.05, 9))
-    assert found.answer() == "Take mxfp8: 60 MB instead of 90, relative L2 0.08, 5 ms instead of 9."
-    assert "mxfp8-weight-only: same size, relative L2 0.05 instead of 0.08, 9 ms instead of 5" in str(found)
+    fast, accurate = "Fastest: --recipe ocp, 2.2 times the original, relative L2 0.1", "--recipe mxfp8-bf16, 1.5 times"
+    assert found.answer() == f"{fast}. Most accurate at that size: {accurate}, 0.05."
+    assert ("smallest", "--recipe all: 24.0 MB, 1.3 times, relative L2 0.09") in found.facts()
+    assert "Most accurate at that size" in found.to_html()
+    alone = measured(two, ("mxfp8", 60, 0.05, 5), ("ocp", 60, 0.08, 9))
+    fast = "Fastest: --recipe mxfp8, 1.8 times the original, relative L2 0.05"
+    assert alone.answer() == f"{fast}; none of its size is more accurate."
+
+
+@looped(
+    "ms, spread, expected",
+    [
+        ((5.0, 5.3, 4.9), 0.0, "mxint8"),  # times repeat within 10 %: the recipe that auto takes
+        ((5.0, 7.0, 4.9), 0.0, "mxint8-bf16"),  # a tie without it: the most accurate
+        ((5.0, 7.0, 4.9), 0.5, "mxint8"),  # a busy machine: all are ties
+        ((3.0, 7.0, 4.9), 0.0, "mxfp8"),
+    ],
+)
+def test_recipes_within_the_spread_of_their_times_are_ties_and_go_to_auto(
+    two: Comparison, ms: tuple[float, ...], spread: float, expected: str
+) -> None:
+    rows = zip(("mxfp8", "mxint8", "mxint8-bf16"), (60, 60, 60), (0.08, 0.04, 0.02), ms, strict=True)
+    found = replace(measured(two, *rows, spread=spread), isa="avx512_vnni")
+    recommended = found.recommendation()
+    assert recommended is not None
+    assert recommended.name == expected
 
 
 def test_a_recipe_that_leaves_nothing_eligible_says_so_in_its_row() -> None:
@@ -229,7 +244,7 @@ def test_the_command_prints_a_table_and_writes_what_it_is_asked_for() -> None:
     lines = done.stdout.splitlines()
     shown = [line.split()[:2] for line in lines if line.split()[1:2] in (["real"], ["emulated"])]
     assert shown == [["mxfp8", "real"], ["original", "real"], ["nvfp4", "emulated"]]  # the one to take first
-    assert lines[-1].startswith("Take mxfp8: ")
+    assert lines[-1].startswith("Fastest: --recipe mxfp8, ")
     assert any(line.split() == ["inputs", "x", "float32", "[4,", "64],", "from", "data.npz"] for line in lines)
     page = Path("page.html").read_text(encoding="utf-8")
     assert "emulated" in page

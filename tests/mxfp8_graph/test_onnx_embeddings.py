@@ -169,7 +169,10 @@ def test_embeddings_are_kept_unless_the_recipe_quantizes_them() -> None:
     _, report = rewrite(language_model())
     assert reasons(report)["Gather_tokens"] == reasons(report)["Gather_places"] == KEPT
     assert report.answer().startswith("Rewrote 2 of 3 matmuls and 0 of 2 embeddings")
-    assert kinds(rewrite(language_model(), "all")[0])["MXFP8Embedding"] == 2
+    assert "kB are weights of embeddings in high precision: --set embeddings=true packs them" in report.advice
+    whole, report = rewrite(language_model(), "all")
+    assert kinds(whole)["MXFP8Embedding"] == 2
+    assert "in high precision" not in report.advice
     _, report = rewrite(language_model(), Recipe(name="one", rules=(Rule(name="tokens", weight_format="e5m2"),)))
     assert reasons(report)["Gather_tokens"] == "rules.0: name='tokens' -> quantize, weight_format=e5m2"
     assert reasons(report)["Gather_places"] == KEPT

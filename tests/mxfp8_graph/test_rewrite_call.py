@@ -17,8 +17,9 @@ from commands import run, save
 from grids import looped
 
 import mxfp8_graph
+from mxfp8_graph.doctor import diagnose
 from mxfp8_graph.policy import presets
-from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.policy.recipe import load_recipe
 from mxfp8_graph.report.build import better_preset
 from mxfp8_ops import contract, cpu, ort
 from mxfp8_ops.errors import ContractError
@@ -156,55 +157,59 @@ def test_a_file_without_bodies_runs_with_our_library_only(tmp_path: Path) -> Non
 
 
 @looped("isa", cpu.available_isas())
-def test_the_recipe_auto_is_the_preset_that_measured_best_here(isa: str) -> None:
+def test_every_tool_gives_the_answer_of_auto(isa: str) -> None:
     with cpu.forced_isa(isa):
-        better = presets.BETTER[presets.DEFAULT].get(isa)
-        assert load_recipe("auto").name == (better.preset if better else "mxfp8")
-        assert bool(better_preset(Recipe())) == bool(better)
-        assert not better_preset(load_recipe("mxint8"))
+        taken = load_recipe("auto")
+        assert taken.name == presets.best(isa)
+        answer = presets.answer(isa)
+        [doctor] = [check.detail for check in diagnose() if check.name == "recipe"]
+        assert doctor.startswith(answer)
+        assert better_preset(load_recipe("mxfp8")) == (answer if taken.name != "mxfp8" else "")
+        assert not better_preset(taken)
 
 
-@looped("isa", cpu.available_isas())
-def test_activations_in_bfloat16_are_advised_where_they_are_faster(isa: str) -> None:
-    measured = isa in presets.BETTER[presets.DEFAULT]
-    with cpu.forced_isa(isa):
-        for name, other in presets.WEIGHT_ONLY.items():
-            faster = isa in presets.BETTER[other]
-            assert (f"--recipe {name} is " in better_preset(load_recipe(other))) == faster
-            no_faster = better_preset(load_recipe(name)).endswith(f": {name} is no faster than {other}")
-            assert no_faster == (measured and not faster)
+@looped(
+    "isa, name, advised",
+    [
+        ("avx512_bf16", "mxfp8", True),
+        ("avx512_bf16", "mxint8-weight-only", True),  # mxint8-bf16 is as accurate and faster
+        ("avx512_bf16", "mxint8-bf16", False),  # mxint8 is faster and less accurate: a choice
+        ("avx2", "mxfp8-weight-only", True),
+        ("avx2", "mxint8-weight-only", False),
+        ("amx_bf16", "mxfp8", False),
+        ("neon_dot", "mxfp8", False),  # nothing was measured
+    ],
+)
+def test_a_preset_is_advised_that_is_faster_or_more_accurate_and_neither_slower_nor_less_accurate(
+    isa: str, name: str, advised: bool
+) -> None:
+    assert presets.advice(isa, name) == (presets.answer(isa) if advised else "")
 
 
 @pytest.mark.usefixtures("own_folder")
 def test_a_rewrite_advises_a_better_preset_and_auto_takes_it() -> None:
-    better = presets.BETTER[presets.DEFAULT]
-    isa = next((isa for isa in cpu.available_isas() if isa in better), None)
+    isa = next((isa for isa in cpu.available_isas() if presets.best(isa) != "mxfp8"), None)
     if isa is None:
         pytest.skip("no preset measured better on this processor")
     with cpu.forced_isa(isa):
-        model, wanted = save(b.chain_model()), better[isa].preset
-        assert f"--recipe {wanted} is " in " ".join(run("rewrite", model).stdout.split())
+        model, wanted = save(b.chain_model()), presets.best(isa)
+        assert f"Fastest: --recipe {wanted}, " in " ".join(run("rewrite", model).stdout.split())
+        assert f"Fastest: --recipe {wanted}, " in " ".join(run("analyze", model).stdout.split())
         done = run("rewrite", model, "--recipe", "auto", "-o", "auto.onnx")
         assert f"with recipe {wanted}" in done.stdout
         assert "advice" not in done.stdout
 
 
-def test_advice_has_the_numbers_that_were_measured() -> None:
+def test_the_numbers_of_presets_are_those_that_were_measured() -> None:
     results = Path(__file__).parents[2] / "benchmarks/results"
-    data = json.loads((results / "presets.json").read_text())
-    measured: dict[str, dict[str, presets.Better]] = {name: {} for name in presets.BETTER}
-    for isa, name, *cells in data["rows"]:
-        row = dict(zip(data["columns"][2:], cells, strict=True))
-        other, column = ("mxfp8", "mxfp8") if name == "mxint8" else (presets.WEIGHT_ONLY.get(name), "weight-only")
-        if other:
-            better = presets.Better(name, float(row[f"x {column}"]), float(row[f"of the error of {column}"]))
-            if better.speed > presets.AS_FAST or better.error < 1:
-                measured[other][isa] = better
-    rows = json.loads((results / "minilm.intel.json").read_text())["rows"]
-    ms = {name: float(cell) for workload, name, cell, *_ in rows if workload == "8 x 128, default opset"}
-    speed = round(ms["mxfp8-weight-only"] / ms["mxfp8-bf16"], 2)
-    measured["mxfp8-weight-only"]["amx_bf16"] = presets.Better("mxfp8-bf16", speed, 1.0)  # of one mean cosine
-    assert measured == presets.BETTER
+    measured: dict[str, dict[str, presets.Measured]] = {}
+    for isa, name, _, speed, error in json.loads((results / "presets.json").read_text())["rows"]:
+        measured.setdefault(isa, {})[name] = presets.Measured(float(speed), float(error))
+    intel = json.loads((results / "minilm.intel.json").read_text())
+    speeds = {row[1]: row[intel["columns"].index("x ORT fp32")].split()[0] for row in intel["rows"][::-1]}
+    of_amx = presets.MEASURED["amx_bf16"]
+    assert {name: each.speed for name, each in of_amx.items()} == {name: float(speeds[name]) for name in of_amx}
+    assert {"amx_bf16": of_amx, **measured} == presets.MEASURED
 
 
 def test_type_checkers_know_the_presets() -> None:

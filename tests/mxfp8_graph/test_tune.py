@@ -18,10 +18,11 @@ from grids import looped
 
 import mxfp8_graph
 from mxfp8_graph import Recipe, Rule
+from mxfp8_graph.policy import presets
 from mxfp8_graph.running.runner import open_runnable
 from mxfp8_graph.running.sessions import Session
 from mxfp8_graph.tools.metrics import Score
-from mxfp8_graph.tools.trials import Bench
+from mxfp8_graph.tools.trials import Bench, Latency
 from mxfp8_graph.tools.tune.budget import parse
 from mxfp8_graph.tools.tune.plans import TREATMENTS, Plan
 from mxfp8_graph.tools.tune.result import BudgetNotMetError
@@ -59,7 +60,7 @@ def error_by_hand(model: onnx.ModelProto, treatment: str, *kept: str) -> float:
 def speeds(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Times of models by the name of their treatment, which stand for measured ones."""
     found = {"original": 1.0, "e4m3": 0.5, "int8": 0.4, "bfloat16": 0.7, "weight-only": 0.9}
-    monkeypatch.setattr(Bench, "seconds", lambda self, models, repeat: {name: found[name] for name in models})
+    monkeypatch.setattr(Bench, "seconds", lambda _, models, __: {name: Latency(found[name], 0) for name in models})
     return found
 
 
@@ -112,8 +113,18 @@ def test_the_fastest_treatment_that_meets_the_budget_is_chosen(speeds: dict[str,
         found = tune(chain(), budget, objective=objective)
         assert (found.chosen.what, found.chosen.speed) == ("6 int8", 1 / 0.4)
         assert [step.what for step in found.steps] == ["6 e4m3", "6 int8", "6 bfloat16", "6 weight-only"]
-    speeds["bfloat16"] = 0.42  # as fast, within 10 %, and more accurate
-    assert tune(chain(), budget).chosen.what == "6 bfloat16"
+
+
+def test_of_plans_that_are_as_fast_the_one_that_auto_takes_is_chosen_or_the_most_accurate(
+    speeds: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budget = f"relative_l2<={error_by_hand(chain(), 'e4m3') * 1.01}"
+    monkeypatch.setattr(presets, "best", lambda isa: "mxint8")
+    speeds["bfloat16"] = 0.39  # within 10 %
+    assert tune(chain(), budget).chosen.preset == "mxint8"
+    speeds["int8"] = 0.9
+    speeds["e4m3"] = 0.39
+    assert tune(chain(), budget).chosen.preset == "mxint8-bf16"
 
 
 def test_a_fast_treatment_that_misses_is_mended_at_the_fewest_sites(speeds: dict[str, float]) -> None:
@@ -249,7 +260,9 @@ def test_the_command_ends_with_the_answer_and_writes_the_plans() -> None:
     result = run("tune", "m.onnx", "--budget", "relative_l2<=0.05")
     assert result.exit_code == 0, result.output
     answer = result.stdout.splitlines()[-1]
-    expected = r"Take m.tuned/recipe.yaml \(6 \S+\): mean relative L2 0\.0\d+ meets relative_l2<=0.05, 3\.\d"
+    expected = (
+        r"Take m.tuned/recipe.yaml \(6 \S+, as --recipe \S+\): mean relative L2 0\.0\d+ meets relative_l2<=0.05, 3\.\d"
+    )
     assert re.match(expected, answer), answer
     report = json.loads(Path("m.tuned/report.json").read_text())
     assert report["chosen"] in report["steps"]

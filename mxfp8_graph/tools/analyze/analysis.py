@@ -104,7 +104,7 @@ class Analysis(Measurement):
     FILES = ("source",)
     KEYS = (
         "schema source recipe inputs synthesised samples isa metric=metric.name everything exclusion "
-        "runs seconds notes layers sites kept"
+        "runs seconds advice? notes layers sites kept"
     )
     schema: ClassVar[int] = 2
     """Version of the layout of the JSON; it grows when a key changes its meaning or goes away."""
@@ -127,6 +127,8 @@ class Analysis(Measurement):
     runs: int
     """Runs of the model, for all samples together."""
     seconds: float
+    advice: str = ""
+    """A better preset for this processor than the recipe; "" if there is none."""
 
     def answer(self) -> str:
         """Returns a sentence with the sites to exclude, and the error before and after."""
@@ -167,6 +169,7 @@ class Analysis(Measurement):
         if self.exclusion is not None:
             lines.append(("after exclusion", "; ".join(map(str, self.exclusion.scores.values()))))
         lines.append(("time", f"{self.seconds:.1f} s, {self.runs} runs"))
+        lines += [("advice", self.advice)] * bool(self.advice)
         if self.kept:
             kept = counted([each.decision.site for each in self.kept])
             lines.append(("not analyzed", f"{kept} that the recipe keeps"))

@@ -26,6 +26,7 @@ from mxfp8_graph.options import Progress, Unpack, check_options
 from mxfp8_graph.policy import presets
 from mxfp8_graph.policy.plan import MatMulSite, plan
 from mxfp8_graph.policy.recipe import Recipe, load_recipe
+from mxfp8_graph.report.build import better_preset
 from mxfp8_graph.report.data import SiteReport
 from mxfp8_graph.running.compare import sameness
 from mxfp8_graph.running.runner import Model
@@ -120,6 +121,7 @@ def analyze(
         exclusion=excluded,
         runs=measure.runs,
         seconds=time.perf_counter() - start,
+        advice=better_preset(chosen),
         notes=tuple(notes),
     )
 

@@ -7,14 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from rich.filesize import decimal as size  # a number of bytes in words
+
 from mxfp8_graph.policy import presets
 from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.section import Cell, Columns, Section, byte_size, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Metric, Score
+from mxfp8_graph.tools.trials import Latency
 
-_SAME: Final = (0.01, 0.02, 0.1)
-"""Relative differences of sizes, errors and times that count as none: times repeat within 10 %."""
+_SAME_SIZE: Final = 1.01
+"""Ratio of two sizes within which they count as equal."""
 
 LEGEND: Final = (
     ("real", "the rewritten model, in ONNX Runtime with our kernels; its size is the size of the files"),
@@ -34,7 +37,7 @@ class Row(Data):
 
     KEYS = (
         "recipe=name what emulated scores matmuls=sites weight_sqnr_db=weight_sqnr bytes=byte_size "
-        "latency_seconds=seconds problem?"
+        "latency_seconds=seconds latency_spread=spread problem?"
     )
 
     name: str
@@ -51,16 +54,29 @@ class Row(Data):
     """SQNR of the rewritten weights, in dB."""
     byte_size: int | None = None
     """Bytes of the model."""
-    seconds: float | None = None
-    """Median latency."""
+    latency: Latency | None = None
     problem: str = ""
     """The reason why the recipe has no result."""
 
     @property
-    def numbers(self) -> tuple[float, float, float]:
-        """Size in MB, mean error at the outputs by the first metric, latency in ms; NaN for an unknown number."""
-        error = self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
-        return (self.byte_size or math.nan) / 1e6, error, (self.seconds or math.nan) * 1e3
+    def seconds(self) -> float | None:
+        """Median latency."""
+        return self.latency and self.latency.seconds
+
+    @property
+    def spread(self) -> float | None:
+        """Interquartile range of the latency, divided by its median."""
+        return self.latency and self.latency.spread
+
+    @property
+    def error(self) -> float:
+        """Mean error at the outputs by the first metric, as tables show it; NaN if it is not known."""
+        return self.scores[0].metric.shown(self.scores[0].mean) if self.scores else math.nan
+
+    @property
+    def badness(self) -> float:
+        """The same as a number that grows with the error."""
+        return self.scores[0].metric.badness(self.scores[0].mean) if self.scores else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +102,7 @@ class Comparison(Measurement):
             ("inputs", self.inputs),
             ("kernels", self.isa),
             ("latency", f"the median of runs on the largest sample, {self.timed}, one model after another in turn"),
-            *self._alternatives(),
+            *self._smallest(),
             *(("note", note) for note in self.notes),
             *((f"{row.name}:", row.problem) for row in self.rows if row.problem),
         ]
@@ -126,55 +142,53 @@ class Comparison(Measurement):
             yield Section(title=f"The recipe {choice.name}, as a file has it", text=choice.recipe, detail=True)
 
     def recommendation(self) -> Row | None:
-        """Returns the recommended recipe among the rewritten ones; None if none has a result.
+        """Returns the fastest of the rewritten recipes; None if none has a result.
 
-        It is the most accurate of the recipes that are not clearly worse than the default in size, error or time.
+        Among recipes as fast, within the spread of their times, it is the one that `auto` takes on this processor, or
+        else the most accurate: two runs on a busy machine must not name two recipes.
         """
         real = self._real()
-        # Without the default among the recipes, the first one takes its place.
-        usual = [row for row in real if row.name == presets.DEFAULT] or real
-        good = [row for row in real if not self._worse(row, usual[0])]
-        return min(good, key=lambda row: self._sign * row.numbers[1], default=None)
+        first = min(real, key=lambda row: row.latency.seconds if row.latency else math.inf, default=None)
+        if first is None or first.latency is None:
+            return None
+        tied = [row for row in real if row.latency and not row.latency.slower(first.latency)]
+        return next((row for row in tied if row.name == presets.best(self.isa)), min(tied, key=lambda row: row.badness))
+
+    def most_accurate(self) -> Row | None:
+        """Returns the most accurate of the recipes that are no larger than the recommended one.
+
+        Among recipes as accurate, it is the one that `presets.most_accurate` names, or else the fastest.
+        """
+        if (choice := self.recommendation()) is None:
+            return None
+        small = [row for row in self._real() if (row.byte_size or 0) <= _SAME_SIZE * (choice.byte_size or 0)]
+        least = min(row.badness for row in small)
+        good = [row for row in small if row.badness <= least + (presets.SAME - 1) * abs(least)]
+        usual = next((row for row in good if row.name == presets.most_accurate(self.isa)), None)
+        return usual or min(good, key=lambda row: row.latency.seconds if row.latency else math.inf)
 
     def answer(self) -> str:
-        """Returns a sentence with the recommended recipe, and its numbers beside the original's."""
-        choice = self.recommendation()
-        return f"Take {choice.name}: {self._against(choice, self.rows[0])}." if choice else ""
+        """Returns the fastest recipe and the most accurate one of its size, with their speeds and errors."""
+        fastest, accurate = self.recommendation(), self.most_accurate()
+        if fastest is None or accurate is None:
+            return ""
+        first, second = ((row.name, presets.Measured(self._speed(row), row.error)) for row in (fastest, accurate))
+        return f"{presets.two_answers(first, second, self.metrics[0].shown_title)}."
 
-    def _alternatives(self) -> list[tuple[str, str]]:
-        """Returns the recommended recipe beside the default, and other recipes that are smaller, better or faster."""
-        choice, real = self.recommendation(), self._real()
-        if choice is None:
+    def _speed(self, row: Row) -> float:
+        """Returns how many times as fast as the original a recipe is."""
+        original = self.rows[0].latency
+        return original.seconds / row.latency.seconds if original and row.latency else math.nan
+
+    def _smallest(self) -> list[tuple[str, str]]:
+        """Returns a recipe that is smaller than the recommended one, as a fact."""
+        choice = self.recommendation()
+        row = min(self._real(), key=lambda row: row.byte_size or 0, default=None)
+        if choice is None or row is None or (row.byte_size or 0) * _SAME_SIZE >= (choice.byte_size or 0):
             return []
-        usual = [row for row in real if row.name == presets.DEFAULT != choice.name]
-        text = [("against the default", self._against(choice, row)) for row in usual]
-        for i, (word, sign) in enumerate((("smallest", 1), ("most accurate", self._sign), ("fastest", 1))):
-            numbers = [sign * row.numbers[i] for row in real]
-            best = real[numbers.index(min(numbers))]
-            if i in self._worse(choice, best):
-                text.append((word, f"{best.name}: {self._against(best, choice)}"))
-        return text
+        numbers = f"{self._speed(row):.2g} times, {self.metrics[0].shown_title} {row.error:.2g}"
+        return [("smallest", f"--recipe {row.name}: {size(row.byte_size or 0)}, {numbers}")]
 
     def _real(self) -> list[Row]:
         """Returns the recipes that were rewritten and run, and whose numbers are all known."""
-        return [row for row in self.rows[1:] if not row.emulated and all(map(math.isfinite, row.numbers))]
-
-    @property
-    def _sign(self) -> int:
-        """-1 if a higher number of the first metric is better in tables, which show a cosine as 1-cosine; else 1."""
-        return -1 if self.metrics[0].higher_is_better and self.metrics[0].shown_title == self.metrics[0].title else 1
-
-    def _worse(self, row: Row, other: Row) -> list[int]:
-        """Returns the indices of the numbers of a recipe that are clearly worse than the numbers of another one."""
-        numbers = zip((1, self._sign, 1), row.numbers, other.numbers, _SAME, strict=True)
-        return [i for i, (sign, mine, its, same) in enumerate(numbers) if sign * (mine - its) > same * abs(its)]
-
-    def _against(self, row: Row, other: Row) -> str:
-        """Returns the numbers of a recipe in words, beside the numbers of another one that differ."""
-        differ = {*self._worse(row, other), *self._worse(other, row)}
-        forms = (("{:.3g} MB", "size"), (f"{self.metrics[0].shown_title} {{:.3g}}", "error"), ("{:.3g} ms", "time"))
-        text = []
-        for i, (form, name) in enumerate(forms):
-            instead = f" instead of {other.numbers[i]:.3g}" * math.isfinite(other.numbers[i])
-            text.append(f"same {name}" if instead and i not in differ else form.format(row.numbers[i]) + instead)
-        return ", ".join(text)
+        return [row for row in self.rows[1:] if not row.emulated and row.latency and math.isfinite(row.badness)]

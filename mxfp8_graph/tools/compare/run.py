@@ -173,8 +173,8 @@ def _rows(bench: Bench, candidates: Mapping[str, Recipe | Peer], repeat: int) ->
     if len(errors) == len(candidates):
         raise errors[0]
     # At the end, since all models take turns.
-    seconds = bench.seconds(runnables, repeat)
-    return [replace(row, seconds=seconds.get(row.name)) for row in rows]
+    latencies = bench.seconds(runnables, repeat)
+    return [replace(row, latency=latencies.get(row.name)) for row in rows]
 
 
 def _real(bench: Bench, row: Row, recipe: Recipe, runnables: dict[str, Runnable]) -> Row:

@@ -22,6 +22,9 @@ TREATMENTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 """Treatment -> the settings of a recipe for it, which tuning chooses."""
 
+NAMES: Final = {"e4m3": "mxfp8", "int8": "mxint8", "bfloat16": "mxint8-bf16", "weight-only": "mxint8-weight-only"}
+"""Treatment -> the preset with its settings."""
+
 KEPT: Final = "kept"
 """The treatment of a site that is not rewritten."""
 

@@ -14,8 +14,9 @@ from mxfp8_graph.report.base import Data
 from mxfp8_graph.report.section import Columns, Section, byte_size, filled, number
 from mxfp8_graph.running.report import Measurement
 from mxfp8_graph.tools.metrics import Score
+from mxfp8_graph.tools.trials import Latency
 from mxfp8_graph.tools.tune.budget import Budget
-from mxfp8_graph.tools.tune.plans import Plan
+from mxfp8_graph.tools.tune.plans import NAMES, Plan
 from mxfp8_ops.errors import Mxfp8Error
 
 
@@ -35,8 +36,25 @@ class Step(Data):
     """Bytes of the model's tensors."""
     met: bool
     """Whether it meets the budgets."""
-    seconds: tuple[float, float] | None = None
-    """Median latencies of the plan and of the original, in turns; None if they were not measured."""
+    latencies: tuple[Latency, Latency] | None = None
+    """Latencies of the plan and of the original, in turns; None if they were not measured."""
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        """Median latencies of the plan and of the original; None if they were not measured."""
+        return (self.latencies[0].seconds, self.latencies[1].seconds) if self.latencies else None
+
+    @property
+    def preset(self) -> str:
+        """The preset whose formats all sites have; "" if they differ."""
+        return "" if self.plan.worst else NAMES[self.plan.treatment]
+
+    def slower(self, other: Step) -> bool:
+        """Whether it is clearly slower than another: their originals, timed in turns, make them comparable."""
+        if self.latencies is None or other.latencies is None:
+            return False
+        spread = max(latency.spread for latency in (*self.latencies, *other.latencies))
+        return Latency(1 / self.speed, spread).slower(Latency(1 / other.speed, spread))
 
     @property
     def speed(self) -> float:
@@ -103,7 +121,9 @@ class Tuning(Measurement):
         ratio = self.bytes_before / self.chosen.byte_size if self.chosen.byte_size else math.inf
         fast = f", {self.chosen.speed:.2f} times as fast" * bool(self.chosen.seconds)
         where = f"{self.output}/recipe.yaml" if self.output else "the recipe"
-        return f"Take {where} ({self.chosen.what}): {self.reached} meets {bounds}, {ratio:.2f} times smaller{fast}."
+        same = f", as --recipe {self.chosen.preset}" if self.chosen.preset else ""
+        met = f"{self.reached} meets {bounds}"
+        return f"Take {where} ({self.chosen.what}{same}): {met}, {ratio:.2f} times smaller{fast}."
 
     def sections(self) -> Iterator[Section]:
         """Yields the plans, the facts and the recipe."""

@@ -73,7 +73,8 @@ def tune(
         budget: "METRIC>=NUMBER" or "METRIC<=NUMBER", of the mean over all samples; "worst_METRIC...", of the worst
             sample; several must all be met. METRIC: `tools.metrics.METRICS` or the user's module:function.
         objective: "size" takes the smallest plans, and the fastest of these; "latency" takes the plan with the fastest
-            run on this machine. Among plans within 10 % of the fastest, both take the most accurate.
+            run on this machine. Among plans as fast, within the spread of their times, both take the preset that `auto`
+            takes here, or else the most accurate plan.
         recipe: selects the matmuls that may be packed; tuning chooses formats, activations and scale roundings.
         output: the folder to write: the model, recipe.yaml, report.html and report.json. Default: MODEL.tuned beside
             a path; nothing is written for a model in memory.
@@ -166,8 +167,14 @@ class _Search:
         if met and not self.latency:
             least = min(step.byte_size for step in met)
             met = [step for step in met if step.byte_size <= _SAME_SIZE * least]
-        fastest = max((step.speed for step in met), default=0.0)
-        return min((step for step in met if step.speed * _SAME_TIME >= fastest), key=lambda s: s.error, default=None)
+        timed = [step for step in met if step.latencies]
+        if not timed:
+            return min(met, key=lambda step: step.error, default=None)
+        fastest = max(timed, key=lambda step: step.speed)
+        tied = [step for step in timed if not step.slower(fastest)]
+        # Two runs on a busy machine must not name two recipes.
+        usual = next((step for step in tied if step.preset == presets.best(cpu.isa())), None)
+        return usual or min(tied, key=lambda step: step.error)
 
     def closest(self) -> Step:
         """Returns the step that misses the fewest budgets, and of those the one that misses them least."""
@@ -189,7 +196,7 @@ class _Search:
         """Measures the latency of a step, whose model takes turns with the original."""
         models = {"original": self.bench.original, self.steps[index].plan.treatment: runnable}
         original, value = self.bench.seconds(models, _ROUNDS).values()
-        self.steps[index] = replace(self.steps[index], seconds=(value, original))
+        self.steps[index] = replace(self.steps[index], latencies=(value, original))
 
     def _bisect(self, treatment: str, better: str) -> None:
         """Finds the fewest of the worst sites that need a better treatment."""
